@@ -11,15 +11,20 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import avg_pool1d
 
-WINDOW = 32  # last tokens whose queries vote, and which every head keeps (SnapKV, arXiv:2404.14469, section 4)
+WINDOW = 32  # last tokens whose queries vote, and which are kept (SnapKV, arXiv:2404.14469, section 4)
 POOLED = 5  # neighbouring tokens whose votes are averaged, so that words are kept whole (the same section)
 EXPECTED = 512  # last tokens whose queries are the sample that predicts later ones
 FIRST = 4  # first tokens, which take the attention that goes nowhere (arXiv:2309.17453)
 SAFEGUARD = 0.2  # share of the budget that every head has at least (Ada-KV, arXiv:2407.11550, section 4.2)
 
 
-def snapkv(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-    """Score tokens by the attention of the last queries, averaged over a KV head's queries and neighbouring tokens."""
+def snapkv(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, share: int | None = None
+) -> torch.Tensor:
+    """Score tokens by the attention of the last queries, averaged over a KV head's queries and neighbouring tokens.
+
+    The last tokens themselves are kept, at most for half of a head's `share`: the votes choose the other half.
+    """
     heads, total, _ = keys.shape
     window = min(WINDOW, total)
     last = query[:, -window:].unflatten(0, (heads, -1)).float()
@@ -27,11 +32,18 @@ def snapkv(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale:
     places = torch.arange(total, device=keys.device)
     scores.masked_fill_(places > places[-window:, None], -torch.inf)
     votes = avg_pool1d(scores.softmax(-1).mean((1, 2)), POOLED, 1, POOLED // 2)
-    votes[:, -window:] = torch.inf
+    votes[:, total - _kept_unasked(window, share) :] = torch.inf
     return votes
 
 
-def expected_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+def _kept_unasked(most: int, share: int | None) -> int:
+    """Return how many of `most` tokens a head keeps whatever their scores are."""
+    return most if share is None else min(most, share // 2)
+
+
+def expected_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, share: int | None = None
+) -> torch.Tensor:
     """Score tokens by the attention of queries to come, times the norm of the values (Devoto et al., arXiv:2510.00636).
 
     Queries to come are modelled as a normal distribution. The mean of exp(scale * q.k) is then
@@ -45,35 +57,52 @@ def expected_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Te
     exponent = (of_keys * (mean * scale + of_keys @ covariance * (scale**2 / 2))).sum(-1)
     sizes = torch.linalg.vector_norm(values.float(), dim=-1)
     scores: torch.Tensor = exponent.softmax(-1).mean(1) * sizes
-    scores[:, :FIRST] = torch.inf
+    scores[:, : _kept_unasked(FIRST, share)] = torch.inf
     return scores
 
 
-def knorm(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+def knorm(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, share: int | None = None
+) -> torch.Tensor:
     """Score tokens by the negated norm of their keys (Devoto et al., arXiv:2406.11430)."""
     norms: torch.Tensor = torch.linalg.vector_norm(keys.float(), dim=-1)
     return -norms
 
 
-def streaming(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+def streaming(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, share: int | None = None
+) -> torch.Tensor:
     """Score the first four tokens and the last ones highest (StreamingLLM, arXiv:2309.17453): a baseline."""
     places = torch.arange(keys.shape[1], device=keys.device, dtype=torch.float32)
     places[:FIRST] = torch.inf
     return places.expand(keys.shape[:2])
 
 
-Score = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+Score = Callable[..., torch.Tensor]
 SCORES: dict[str, Score] = {
     "snapkv": snapkv,
     "expected_attention": expected_attention,
     "knorm": knorm,
     "streaming": streaming,
 }
-"""By name, functions of `query [num_heads, tokens, head_dim]`, keys and values `[num_kv_heads, tokens, head_dim]`, and
-the scale of attention. They return scores `[num_kv_heads, tokens]`; tokens with higher scores are kept."""
+"""By name, functions of `query [num_heads, tokens, head_dim]`, keys and values `[num_kv_heads, tokens, head_dim]`, the
+scale of attention, and the `share` of tokens that a head keeps on average. They return scores `[num_kv_heads, tokens]`;
+tokens with higher scores are kept."""
 
 QUERIES = {"snapkv": WINDOW, "expected_attention": EXPECTED, "knorm": 0, "streaming": 0}
 """By name, the number of last queries that a press reads."""
+
+
+def kept_tokens(
+    name: str, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, budget: float
+) -> torch.Tensor:
+    """Return the tokens that heads keep under a press by name, `[num_kv_heads, tokens]` bool: see `choose`."""
+    return choose(SCORES[name](query, keys, values, scale, share_of(keys.shape[1], budget)), budget)
+
+
+def share_of(total: int, budget: float) -> int:
+    """Return how many of `total` tokens a head keeps on average."""
+    return max(1, round(total * budget))
 
 
 def choose(scores: torch.Tensor, budget: float) -> torch.Tensor:
@@ -82,7 +111,7 @@ def choose(scores: torch.Tensor, budget: float) -> torch.Tensor:
     Each head keeps at least `SAFEGUARD` of an even share, and at least one token.
     """
     heads, total = scores.shape
-    share = max(1, round(total * budget))
+    share = share_of(total, budget)
     own = scores.topk(max(1, int(share * SAFEGUARD)), dim=-1).indices
     # Ranks, not scores, decide between heads only where scores are comparable; those of one layer's softmax are.
     lifted = scores.nan_to_num(posinf=torch.finfo(scores.dtype).max / 2)

@@ -85,15 +85,16 @@ class Batch:
 
 def _behind_document(batch: Batch, generator: torch.Generator) -> Any:
     """A layer of HuggingFace's adapter in the second decode of a call: the document's plan is there, its own is not."""
-    from pc.integrations.huggingface.compression import document
+    from pc.integrations.huggingface.compression import kept as whole
+    from pc.integrations.huggingface.compression import layers
     from pc.integrations.huggingface.paged.dispatch import MARK
 
     length = batch.step.seq_lens[0] - BLOCK  # of the document; own tokens fill a block
     sides = [side.flatten(0, 1)[BLOCK:].transpose(0, 1)[None] for side in (batch.key, batch.value)]
     kept = (torch.linspace(0.5, 1.5, KV_HEADS) * batch.step.kept * length).round()
     order = torch.rand(KV_HEADS, length, generator=generator).argsort(-1).argsort(-1)
-    layer = document.keep(*(side[0, :, :length] for side in sides), order < kept[:, None])
-    cache = document.Questions(document.Content({0: layer}, torch.arange(length), length, 0, b""))
+    layer = whole.keep(*(side[0, :, :length] for side in sides), order < kept[:, None])
+    cache = layers.Questions(whole.Content({0: layer}, torch.arange(length), length, 0, b""))
 
     def behind(own: slice) -> Any:
         return getattr(cache.update(*(side[:, :, own] for side in sides), 0)[0], MARK)
@@ -164,7 +165,7 @@ def _digests(kind: tuple[str, str]) -> list[tuple[tuple[str, str, str], str]]:
 
 def main() -> None:
     """Prints the digests as JSON."""
-    from pc.integrations.huggingface.compression import document  # noqa: F401  4 s, here once for all processes
+    from pc.integrations.huggingface.compression import layers  # noqa: F401  4 s, here once for all processes
 
     torch.set_num_threads(1)
     _DRAWN.update((name, Batch(step)) for name, step in STEPS.items() if not step.kept)

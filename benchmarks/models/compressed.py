@@ -32,11 +32,11 @@ QUESTION, WARM = 16, 4
 def measure(handle: Any, model: Any, ids: torch.Tensor, budget: float, steps: int) -> dict[str, str]:
     """Columns of a row; `ids [1, tokens]` are the text and, last, the question; no steps: no times."""
     from pc.integrations.huggingface.api import CACHE, result_cache
+    from pc.integrations.huggingface.compression.layers import Questions
 
     context = ids[:, :-QUESTION]
     document = handle.compress(context, budget=budget)
-    with document:
-        over = document.arguments({"input_ids": ids})[CACHE]
+    over = Questions(document.content)
     whole = result_cache(model(ids, use_cache=True, logits_to_keep=1))
     dense = sum(side[:, :, : context.shape[1]].nbytes for layer in whole.layers for side in (layer.keys, layer.values))
     row = {"tokens": str(context.shape[1]), "budget": f"{budget:g}", "held_bytes": str(document.nbytes)}

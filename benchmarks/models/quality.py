@@ -202,8 +202,7 @@ def keep_pressed(reading: Reading, budget: float, press: str) -> Attend:
     chosen = []
     for query, cache in zip(reading.queries, reading.exact, strict=True):
         keys, values = (part.flatten(0, 1).transpose(0, 1) for part in cache)
-        scores = presses.SCORES[press](query, keys, values, query.shape[-1] ** -0.5)
-        chosen.append(presses.choose(scores, budget))
+        chosen.append(presses.kept_tokens(press, query, keys, values, query.shape[-1] ** -0.5, budget))
     return keep(reading, torch.stack(chosen))
 
 

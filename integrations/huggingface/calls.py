@@ -19,7 +19,7 @@ _BETWEEN = (str(Path(__file__).parent), str(Path(warnings.__file__).parent / "co
 _PACKAGES = ("torch", "transformers", "peft")
 
 
-class UnsupportedError(Exception):
+class UnsupportedError(ValueError):
     """Raised, before anything is changed, when a model or a call cannot be served.
 
     Args:
@@ -92,6 +92,8 @@ class ServedStats(CacheStats):
     """By reason: calls that fell back to the model's own generate."""
     repaired_tokens: int = 0
     """Of `moved_tokens` those that were computed again."""
+    document_calls: int = 0
+    """Of `calls_served` those that read a compressed document."""
 
 
 @dataclass(frozen=True)
@@ -150,15 +152,16 @@ class Calls:
 
     def __init__(self, fallback: str = "warn") -> None:
         self._raises = fallback == "raise"
-        self.served = self.repaired = 0
+        self.served = self.repaired = self.over_documents = 0
         self.fell_back: Counter[str] = Counter()
         self._told: set[str] = set()
         self._lock = threading.Lock()
 
-    def serve(self) -> None:
-        """Counts a call that went over the cache."""
+    def serve(self, over_document: bool = False) -> None:
+        """Count a call that the cache or a compressed document served."""
         with self._lock:
             self.served += 1
+            self.over_documents += over_document
 
     def repair(self, tokens: int) -> None:
         """Counts moved tokens that were computed again."""
@@ -234,6 +237,7 @@ class Calls:
                 calls_served=self.served,
                 calls_handed_back=dict(self.fell_back),
                 repaired_tokens=self.repaired,
+                document_calls=self.over_documents,
             )
 
 

@@ -448,7 +448,7 @@ class ReplacedMethod:
 def check_not_replaced(model: Any, name: str, feature: str) -> None:
     """Raises ValueError where something stands in the place of a model's method already."""
     there = vars(model).get(name)
-    if isinstance(there, ReplacedMethod) and there.handle is not None:
+    if isinstance(there, ReplacedMethod) and there.handle is not None and not getattr(there.handle, "disabled", False):
         raise ValueError(f"model: {feature} is already enabled; call disable() on its handle first")
     if there is not None and not isinstance(there, ReplacedMethod):
         raise ValueError(f"model: its {name} was already replaced on this instance; undo that first")

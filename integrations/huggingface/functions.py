@@ -36,7 +36,8 @@ _NUMBERS = (bool, int, float)
 
 
 _TWICE = ("__doc__", "__doc__")  # there in files and classes alike: an itemgetter of one name gives no tuple
-_LAZY = frozenset({"__slotnames__", "__annotations__", "__annotations_cache__", "__doc__"})
+_CACHED = "_can_set_attn_implementation_cached_value"  # which transformers computes once for a class
+_LAZY = frozenset({"__slotnames__", "__annotations__", "__annotations_cache__", "__doc__", _CACHED})
 
 
 class Functions:

@@ -17,6 +17,8 @@ from ...cache import CacheManager, Explanation
 from .api import check_mode as check_options
 from .api import look, loop_of, rename_cache
 from .calls import Calls, RequestReport, ServedStats, UnsupportedError, refuse_if, refusing
+from .compression.document import CompressedDocument
+from .compression.questions import check_arguments_over_document
 from .compression.reading import Documents, Reader
 from .contiguous.serve import Contiguous
 from .identity import Identity, set_by_forward, without_row_settings
@@ -52,7 +54,7 @@ class Serving:
         self.steps = DecodeSteps(cuda_graphs is not False, self._warn_of_graphs)
         self._engine: Contiguous | Paged | None = None
         self._disabled = False
-        self.documents = Documents(self._reader, self.salt, options)
+        self.documents = Documents(self._model, self._reader, self.salt, options, self._let_go)
         self.framework = look()
         self._running = ScopedSetting(lambda value: None)  # whether this thread is within a call of the model
         self._changed: str | None = None  # what was another one when the cache was last emptied for it
@@ -138,11 +140,10 @@ class Serving:
         model, original = self._model_and_generate()
         self.last_requests = []
         rename_cache(model, kwargs)
-        document = self.documents.entered()
+        document = self.documents.current_document()
         if document is not None:
-            arguments = _arguments(original, model, args, kwargs)
-            result, self.last_requests = self.documents.ask(original, document, arguments)
-            return result
+            return self._ask(document, model, _arguments(original, model, args, kwargs))
+        self.documents.look_elsewhere(kwargs.get("inputs", kwargs.get("input_ids", args[0] if args else None)))
         random = RandomState(model.device)
         begun: list[Loop] = []  # the loop, from when `_run` answers for what becomes of the call
         try:
@@ -164,6 +165,30 @@ class Serving:
         random.restore()
         return self._fall_back(failure, functools.partial(original, model, *args, **kwargs))
 
+    def _ask(self, document: CompressedDocument, model: Any, arguments: dict[str, Any]) -> Any:
+        """Run a call over a compressed document, after the checks of every call. It never falls back.
+
+        Full attention is no substitute for what was asked: what cannot be served raises.
+        """
+        check_arguments_over_document(arguments)
+        engine, images = self._prepared(model, arguments)
+        if engine is None:
+            raise UnsupportedError(f"document: cannot be read, {self.unsupported or 'caching is disabled'}")
+
+        def answer(engine: Contiguous | Paged, loop: Loop) -> Any:
+            check_loop(loop)
+            engine, loop = self._identified(loop)
+            if isinstance(engine, Contiguous):
+                engine.check(loop)
+            with self._running.within(True):
+                result, reports = self.documents.answer(loop, document, self._calls)
+            self.last_requests = reports
+            self._calls.serve(over_document=True)
+            return result
+
+        loop = self._decoding_loop(answer, [], engine, arguments, images)
+        return type(model).generate(model, **arguments | {"custom_generate": loop})
+
     def _fall_back(self, failure: Exception, generate: Callable[[], Any]) -> Any:
         """Run the model's own generate because of a failure, which is counted if generate does not fail too."""
         is_reason = isinstance(failure, UnsupportedError)
@@ -178,6 +203,8 @@ class Serving:
     def _explained(self, note: Any, arguments: dict[str, Any]) -> None:
         """Prepare a call as generate does and have `note(engine, loop)` run in place of its loop."""
         model, original = self._model_and_generate()
+        if self.documents.current_document() is not None:
+            raise ValueError("inputs: got a call over a compressed document, needs one outside of it")
         rename_cache(model, arguments)
         arguments = _arguments(original, model, (), arguments)
         try:
@@ -363,14 +390,26 @@ class Serving:
     def disable(self) -> None:
         """See `PrefixCaching.disable`."""
         with self._lock:
-            model, self._disabled = self._model(), True
+            self._disabled = True
             self.documents.close()
             if isinstance(self._engine, Contiguous):
                 self._engine.close()
             self._engine = None
             self.steps.drop()
-            if model is not None and getattr(vars(model).get("generate"), "handle", None) is self:
-                del vars(model)["generate"]
+            if not self.documents.entered:  # else calls within a document have to be refused
+                self._let_go()
+
+    @property
+    def disabled(self) -> bool:
+        """Whether caching was disabled."""
+        return self._disabled
+
+    def _let_go(self) -> None:
+        """Give the model its own generate back, once caching is disabled and no document is entered any more."""
+        model = self._model()
+        serving = None if model is None else getattr(vars(model).get("generate"), "handle", None)
+        if isinstance(serving, Serving) and serving.disabled:
+            del vars(model)["generate"]
 
     def _warn_of_graphs(self, reason: str) -> None:
         self._calls.tell("graphs", f"{reason}. It runs without CUDA graphs.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -60,6 +60,22 @@ def default_num_blocks(model: Any, bytes_per_block: int, block_size: int, taken:
 
 _VALUES: ContextVar[Mapping[object, Any]] = ContextVar("pc_settings", default=MappingProxyType({}))
 """What is set by which setting. A thread begins with nothing set; asyncio's tasks inherit, and so does `to_thread`."""
+
+
+def inherited_settings() -> Callable[[], AbstractContextManager[None]]:
+    """Return a context manager that gives another thread the settings of the caller."""
+    values = _VALUES.get()
+
+    @contextmanager
+    def within() -> Iterator[None]:
+        before = _VALUES.get()
+        _VALUES.set(values)
+        try:
+            yield
+        finally:
+            _VALUES.set(before)
+
+    return within
 
 
 class ScopedSetting:

@@ -322,6 +322,15 @@ def _rope_parameters(config: Any) -> Iterator[dict[str, Any]]:
         yield rope
 
 
+def float32_precision() -> tuple[str, ...]:
+    """Return the precisions that torch may compute float32 in, whichever of its two interfaces has set them."""
+    backends = torch.backends
+    places = (backends, backends.mkldnn, backends.mkldnn.matmul, backends.mkldnn.conv, backends.cuda.matmul)
+    return tuple(
+        str(getattr(place, "fp32_precision", None)) for place in (*places, backends.cudnn, backends.cudnn.conv)
+    )
+
+
 def modeling_globals(model: torch.nn.Module) -> list[dict[str, Any]]:
     """The globals of the files that define the forwards of a model's modules, each once."""
     found = [getattr(inspect.unwrap(kind.forward), "__globals__", {}) for kind in {type(m) for m in model.modules()}]

@@ -1,90 +1,246 @@
-"""Questions and answers behind a document, in blocks of the prefix cache: the next question reads what it shares.
+"""The calls that read a compressed document: their questions, in blocks of the prefix cache, and their loops.
 
-Their keys and values hold for one compressed document alone: its identity is an extra key of their blocks, the first
-token behind the document is their first, and no prompt without that key finds them.
+A question is admitted as any prompt is. Its keys and values hold for one document alone: the document's identity is an
+extra key of its blocks, the first token behind the document is their first, and no prompt without that key finds them.
 """
 
 from __future__ import annotations
 
-import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
 from ....cache import OutOfBlocks
-from ..api import CACHE
+from ..api import CACHE_NAMES, attention_implementation, drop_cache, positions
+from ..calls import Calls, RequestReport, UnsupportedError, refuse_if
+from ..contiguous.batch import Batch
+from ..contiguous.call import Call, WatchedModel
+from ..contiguous.deterministic import RowByRow
+from ..contiguous.layout import forward
+from ..contiguous.prompts import Prompt, Reused, prompts_of
+from ..contiguous.requests import PromptRequests
 from ..contiguous.storage import BlockIds
 from ..contiguous.store import ContiguousStore
 from ..store import Lease
-from .document import OwnLayer, Questions
+from ..support import BY_TOKEN, Loop
+from .kept import Content
+from .layers import Questions
 
-_GIVEN = {"input_ids", "attention_mask", CACHE}
-_WHOLE = ("output_hidden_states", "output_attentions")  # results that have something of every token of the prompt
+LOOPS = (*BY_TOKEN, "beam_search", "beam_sample", "assisted_generation")
+_OVER = "over a compressed document"
+_NOWHERE: Any = SimpleNamespace(
+    manager=None, states=None, storage=SimpleNamespace(chunk=None, specs=True, block_size=1), block_size=1
+)
+"""In place of a store, for calls of which nothing is kept."""
 
 
-def are_kept(model: Any, arguments: dict[str, Any]) -> bool:
-    """Whether keys and values of a call hang on its tokens alone, and its result on no more than what is computed."""
-    config = arguments.get("generation_config") or model.generation_config
-    known = _GIVEN | vars(model.generation_config).keys() | inspect.signature(type(model).generate).parameters.keys()
-    return arguments.keys() <= known and not any(arguments.get(n, getattr(config, n, False)) for n in _WHOLE)
+def check_arguments_over_document(arguments: dict[str, Any]) -> None:
+    """Raise UnsupportedError for arguments of generate that no call over a document may have."""
+    for name in (*CACHE_NAMES, "assistant_model", "cache_implementation", "custom_generate", "inputs_embeds"):
+        refuse_if(arguments.get(name) is not None, f"{name}: got one, needs none for a call {_OVER}")
 
 
-class KeptQuestions:
-    """The questions of one call, `rows [batch, tokens]` behind the document, as requests of a store's manager."""
+def check_loop_over_document(loop: Loop, content: Content) -> None:
+    """Raise UnsupportedError for a loop that cannot read a document, or whose tokens are not known to be right."""
+    config, model = loop.generation_config, loop.model
+    refuse_if(loop.mode not in LOOPS, f"generation mode {loop.mode} {_OVER}")
+    if loop.mode == "assisted_generation":
+        lookup = config.prompt_lookup_num_tokens is not None and config.assistant_early_exit is None
+        name = "assistant_early_exit" if config.assistant_early_exit is not None else "use_mtp"
+        refuse_if(not lookup, f"{name} {_OVER}: of assisted generation only prompt lookup is served")
+    refuse_if(loop.images is not None, f"images {_OVER}")
+    refuse_if(loop.adapters is not None, f"adapter_names {_OVER}")
+    refuse_if(is_compiled(model), f"model.compile() or torch.compile {_OVER}")
+    wants_weights = getattr(config, "output_attentions", False) or loop.model_kwargs.get("output_attentions")
+    if wants_weights and attention_implementation(model.config.get_text_config(decoder=True)) == "eager":
+        raise UnsupportedError(f"output_attentions {_OVER}, whose tokens have no weights")
+    if loop.mask is not None and not bool(loop.mask.all()):
+        raise UnsupportedError(
+            f"attention_mask: got padded rows, needs questions of one length for a call {_OVER}; ask them one "
+            "by one, or give a mask of ones if these tokens are no padding"
+        )
+    no_positions = loop.model_kwargs.get("position_ids") is None
+    refuse_if(no_positions and content.position < len(content.tokens), f"a press that turns keys {_OVER}")
+    _check_begins(loop, content)
 
-    def __init__(
-        self, store: ContiguousStore, lease: Lease, keys: tuple[Any, ...], salt: Any, rows: np.ndarray
-    ) -> None:
-        self.store, self.rows = store, rows
-        self.cached = rows.shape[1] - 1
-        self._tables: list[np.ndarray] = []
-        self._written: list[int] = []  # blocks of each row that are there already
-        self._ids = [f"question {id(lease)} {row}" for row in range(len(rows))]
-        size = store.block_size
+
+def is_compiled(model: Any) -> bool:
+    """Return whether torch.compile runs some of a model's forward pass."""
+    forwards = [vars(m).get("forward") for m in model.modules()]
+    compiled = any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
+    return compiled or any(hasattr(forward, "_torchdynamo_orig_callable") for forward in forwards)
+
+
+def _check_begins(loop: Loop, content: Content) -> None:
+    """Raise ValueError unless every row begins with the document and goes on behind it."""
+    ids, length = loop.input_ids, len(content.tokens)
+    needs = (
+        f"got {ids.shape[1]} tokens, needs the {length} of the compressed document and more behind them, in every row"
+    )
+    both = min(length, ids.shape[1])
+    differ = (ids[:, :both].cpu() != content.tokens[:both]).nonzero()
+    if len(differ):
+        row, place = differ[0].tolist()
+        there = int(content.tokens[place])
+        raise ValueError(
+            f"input_ids: {needs}; row {row // loop.repeats} differs at token {place}: got {int(ids[row, place])}, "
+            f"which is {there} in the document"
+        )
+    if ids.shape[1] <= length:
+        raise ValueError(f"input_ids: {needs}")
+
+
+def answer(
+    loop: Loop, content: Content, store: ContiguousStore | None, chunk: int | None, calls: Calls
+) -> tuple[Any, list[RequestReport]]:
+    """Run a loop over a document: its result, and a report for each row of the caller's.
+
+    Args:
+        loop: What `check_loop_over_document` has accepted.
+        content: What is kept of the document.
+        store: Where questions are kept; None: nowhere.
+        chunk: Tokens of a chunk with deterministic=True, else None.
+        calls: Told what was not kept.
+    """
+    loop.keys = ("compressed document", content.key.hex(), *loop.keys)
+    length, size = len(content.tokens), loop.input_ids.shape[1]
+    if chunk is not None and store is not None:
+        lease = store.lease(loop.returns, loop.unchanged)
+        rows = QuestionRows(store, loop, lease, chunk, content)
         try:
-            for request_id, tokens in zip(self._ids, rows, strict=True):
-                lease.take(request_id)
-                found = store.manager.allocate(request_id, tokens, extra_keys=list(keys), salt=salt)
-                cached = found.num_cached_tokens // size * size
-                whole = int(found.group_slot_mapping(0)[-1]) < 0  # the last token's too, which is computed again
-                self._written.append((len(tokens) if whole else cached) // size)
-                self._tables.append(store.manager.block_table(request_id))
-                self.cached = min(self.cached, cached)
-        except OutOfBlocks:
-            self.cached, self._tables = 0, []
+            result, read = loop.run_over(rows, rows.criteria), length
+        finally:
+            lease.close()
+    else:
+        keeps = store is not None and store.storage.simple
+        batch = QuestionBatch(store if keeps else None, loop, content)
+        call = QuestionCall(batch, calls.tell_unkept)
+        try:
+            result = _generate(loop, call, content)
+        finally:
+            try:
+                call.keep(call.publish)
+            finally:
+                batch.close()
+        read = batch.start
+        full = next((p.blocks.full for p in batch.prompts if p.blocks.full is not None), None)
+        if full is not None:
+            calls.tell_out_of_blocks(full)
+    return result, [RequestReport.of(size, [(0, read)]) for _ in range(len(loop.input_ids) // loop.repeats)]
 
-    def attach(self, cache: Questions) -> None:
-        """Lets the layers of a call's cache begin with what is cached."""
-        for index, layer in enumerate(cache.layers) if self.cached else ():
-            layer.tokens, layer.begin = self.cached, (self, index)
+
+def _generate(loop: Loop, call: QuestionCall, content: Content) -> Any:
+    watched = WatchedModel(call, bool(loop.generation_config.prefill_chunk_size))
+    inputs: dict[str, Any] = {loop.cache_name: call.batch.cache}
+    if loop.model_kwargs.get("position_ids") is not None:
+        inputs["position_ids"] = _turned(loop.model_kwargs["position_ids"], content)
+    result = loop.run(watched, **inputs)
+    call.keep(call.publish)
+    if loop.by_row:
+        call.keep(call.keep_answers, result if isinstance(result, torch.Tensor) else result.sequences)
+    drop_cache(result)  # it is the document's too
+    return result
+
+
+def _turned(places: torch.Tensor, content: Content) -> torch.Tensor:
+    """Return positions `[..., tokens]` of text behind a document, whose keys a press may have turned to lower ones."""
+    length = len(content.tokens)
+    return torch.cat([places[..., :length], places[..., length:] - (length - content.position)], -1)
+
+
+class QuestionBatch(Batch):
+    """The questions of one call: the document before them is to them what padding is to a batch of prompts."""
+
+    def __init__(self, store: ContiguousStore | None, loop: Loop, content: Content) -> None:
+        self.store, self.loop, self.images, self.hidden = store or _NOWHERE, loop, None, None
+        self.size, self.length, self.room = *loop.input_ids.shape, 1
+        self.cache, self.computed_for_hidden = Questions(content), 0
+        self.prompts = prompts_of(loop.input_ids[:, len(content.tokens) :], None)
+        self._lease = Lease(_NOWHERE.manager) if store is None else store.lease(loop.returns, loop.unchanged)
+        self.requests = PromptRequests(self.store, loop, self._lease)
+        self.start = len(content.tokens)
+        for prompt in self.prompts:
+            prompt.pad = len(content.tokens)
+            self._leave_out(prompt)
+        if store is not None:
+            try:
+                self._admit(store)
+            except BaseException:
+                self.close()
+                raise
+
+    def _admit(self, store: ContiguousStore) -> None:
+        """Find what is cached of the questions, in whole blocks."""
+        for prompt in self.prompts:
+            self._find(prompt)
+        cached = min(prompt.reused.cached for prompt in self.prompts) // store.block_size * store.block_size
+        self.start += cached
+        for prompt in self.prompts:
+            prompt.reused = Reused(cached, prompt.reused.later)
+        for index, layer in enumerate(self.cache.layers) if cached else ():
+            layer.tokens, layer.begin = cached, (self, index)
+
+    def _find(self, prompt: Prompt) -> None:
+        """Take blocks for a question; where there are none it is computed alike, and not kept."""
+        try:
+            self.requests.admit(prompt, reuse=not self.loop.requested_outputs)
+        except OutOfBlocks as error:
+            self._leave_out(prompt)
+            prompt.blocks.full = error
+
+    def _leave_out(self, prompt: Prompt) -> None:
+        """Let a prompt be computed whole, and nothing of it be kept."""
+        prompt.blocks, prompt.reused = self.requests.blocks(prompt), Reused()
+        prompt.blocks.closed = True
 
     def read(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Fills what is cached of a layer, `[batch, tokens, num_kv_heads, head_dim]`, of several rows a question."""
+        """Fill the cached tokens of a layer's buffers, `[batch, room, num_kv_heads, head_dim]`."""
         ((_, part),) = self.store.storage.kv
-        blocks = [BlockIds(table[: self.cached // self.store.block_size]) for table in self._tables]
-        for row in range(len(keys)):
-            of_row = blocks[row * len(blocks) // len(keys)]
-            part.read(index, of_row, *(side[row, : self.cached].transpose(0, 1) for side in (keys, values)))
+        for prompt in self.prompts:
+            cached = prompt.reused.cached
+            blocks = BlockIds(prompt.blocks.read_from(0, 0, cached))
+            for row in prompt.rows:
+                part.read(index, blocks, *(side[row, :cached].transpose(0, 1) for side in (keys, values)))
 
-    def keep(self, cache: Questions, sequences: torch.Tensor) -> None:
-        """Publishes whole blocks of questions, and of answers where rows of the cache are those of the result."""
-        manager, size, ((_, part),) = self.store.manager, self.store.block_size, self.store.storage.kv
-        layers: list[OwnLayer] = list(cache.layers)
-        batch, end = len(layers[0].buffers[0]), layers[0].tokens
-        tokens = sequences[:, cache.length :].cpu().numpy() if len(sequences) == batch == len(self.rows) else self.rows
-        last = min(tokens.shape[1], end) // size
-        for row, (request_id, first) in enumerate(zip(self._ids[: len(self._tables)], self._written, strict=True)):
-            if last <= first:
-                continue
-            held = self.rows.shape[1]
-            try:
-                if last * size > held:
-                    manager.append(request_id, tokens[row, held : last * size])
-            except OutOfBlocks:
-                continue
-            blocks = BlockIds(manager.block_table(request_id)[first:last])
-            for index, layer in enumerate(layers):
-                of_row = (side[row * batch // len(self.rows), first * size : last * size] for side in layer.buffers)
-                part.write(index, blocks, *(side.transpose(0, 1) for side in of_row))
-            manager.commit(request_id, last * size)
+    def close(self) -> None:
+        """Give all blocks back; complete ones stay published until they are evicted."""
+        self._lease.close()
+
+
+class QuestionCall(Call):
+    """A call over a document: its questions are kept once they are computed, its answers at the end."""
+
+    def abandon(self) -> None:
+        """Refuse the call: without its cache the model would not see the document."""
+        raise UnsupportedError(f"the model leaves its cache out {_OVER}")
+
+    def read_nothing(self) -> None:
+        """Refuse the call: what drafts from the model's outputs would need those of the document's tokens."""
+        raise UnsupportedError(f"assisted generation that drafts from the model's outputs {_OVER}")
+
+
+class QuestionRows(RowByRow):
+    """Questions computed row by row, in chunks that begin at the document's end, so that bits depend on nothing else.
+
+    No block is read or kept.
+    """
+
+    def __init__(self, store: ContiguousStore, loop: Loop, lease: Lease, chunk: int, content: Content) -> None:
+        super().__init__(store, loop, lease, chunk)
+        self._content = content
+
+    def _read(self, prompt: Prompt) -> tuple[Any, torch.Tensor]:
+        cache, first, end = Questions(self._content), len(self._content.tokens), len(prompt.tokens)
+        for begin in range(first, end, self._chunk):
+            logits = self._forward(prompt.tokens, begin, min(begin + self._chunk, end), cache)
+        return cache, logits
+
+    def _forward(self, tokens: np.ndarray, start: int, end: int, cache: Any) -> torch.Tensor:
+        ids, model = torch.from_numpy(tokens[:end])[None].to(self._loop.model.device), self._loop.model
+        given = None
+        if self._content.position < len(self._content.tokens):
+            given = {"position_ids": _turned(positions(model, ids, torch.ones_like(ids)), self._content)}
+        logits: torch.Tensor = forward(model, tokens, start, end, cache, given).logits
+        return logits[:, -1:]

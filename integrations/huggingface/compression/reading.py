@@ -1,8 +1,8 @@
-"""Reads a document: computes it once, lets a press choose layer by layer, and frees a layer before the next is there.
+"""Documents of one handle: compressed once, kept in a bound of bytes, and read by the calls that enter them.
 
 A press by name chooses where attention is computed, so nothing of the model is touched. An object of kvpress puts hooks
-on modules: it gets a twin of the model, which shares every tensor and nothing else, so neither what it leaves on
-modules nor what it does to passes reaches other calls. What it leaves is a shortened layer, or `masked_key_indices`.
+on modules. It gets a twin of the model that shares every tensor and nothing else, so its hooks and the attributes that
+it sets reach no other call. The press leaves a shortened layer, or `masked_key_indices`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import hashlib
 import itertools
 import os
 import threading
+import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,23 +22,25 @@ import torch
 
 from ....cache.tiers.disk import DiskTier
 from ....triton_ops import paged_attention
-from ...presses import SCORES, choose
-from ..api import CACHE, CACHE_NAMES, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, cache_argument, takes_cache
-from ..calls import RequestReport, UnsupportedError, refuse_if
+from ...presses import SCORES, kept_tokens
+from ..api import CACHE_NAMES, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, takes_cache
+from ..calls import Calls, RequestReport, UnsupportedError, callers_level, refuse_if
+from ..contiguous.layout import inputs_of
 from ..contiguous.store import ContiguousStore
 from ..contiguous.tiers import fingerprint
-from ..paged.dispatch import MarkedCall, PagedPass, install, mark
+from ..paged.dispatch import MarkedCall, install, mark
 from ..settings import CacheOptions, ScopedSetting, memory_budget
-from ..support import changing_rope, check_model
-from .document import CompressedDocument, Content, KeptLayer, WindowLayer, keep
+from ..support import Loop, changing_rope, check_model
+from .document import CompressedDocument
+from .kept import Content, KeptLayer, WindowLayer, digest_of, keep
+from .layers import CachedPass
 from .presses import press_key
-from .questions import KeptQuestions, are_kept
-
-_entered: ContextVar[tuple[CompressedDocument, ...]] = ContextVar("pc_documents", default=())
+from .questions import answer, check_loop_over_document, is_compiled
+from .visits import Visit, enter, leave, open_visits, visited
 
 
 class Reader(NamedTuple):
-    """What reads documents and answers over them."""
+    """A model that reads documents, with what is active in it."""
 
     model: Any
     adapters: tuple[str, ...]
@@ -46,82 +48,153 @@ class Reader(NamedTuple):
 
 
 class Documents:
-    """The documents of one handle: by what they are, in a bound of bytes; others in host memory and on disk."""
+    """The documents of one handle, by identity, in a bound of bytes; others in host memory and on disk."""
 
     # Each is one payload, there whole or not at all. Whoever has one keeps it, whatever is evicted.
 
-    def __init__(self, reader: Callable[[], Reader], salt: ScopedSetting, options: CacheOptions) -> None:
-        self._reader, self._salt, self._options = reader, salt, options
+    def __init__(
+        self,
+        model: Callable[[], Any],
+        reader: Callable[[], Reader],
+        salt: ScopedSetting,
+        options: CacheOptions,
+        left: Callable[[], None],
+    ) -> None:
+        # `left` is called when the last block `with document:` has ended.
+        self._model, self._reader, self._salt, self._options, self._left = model, reader, salt, options, left
         self._contents: OrderedDict[bytes, Content] = OrderedDict()  # on the device, those used longest ago first
         self._host: OrderedDict[bytes, Content] = OrderedDict()
         self._disk: DiskTier | None = None
         self._lock = threading.Lock()
+        self._told = False
         self._epoch = object()
 
     def enter(self, document: CompressedDocument) -> None:
-        """Calls of this thread read it from now on."""
-        _entered.set((*_entered.get(), document))
+        """Let the calls of this thread or task read a document; ValueError: they could not."""
+        document.content  # noqa: B018  raises where it was closed
+        model = self._reader().model
+        serving = getattr(vars(model).get("generate"), "handle", None)
+        if getattr(serving, "documents", None) is not self:
+            raise ValueError(
+                "document: its handle no longer serves model.generate; compress it with the handle that does"
+            )
+        if not install(model):  # by whichever way the document came into this process
+            raise ValueError("document: the model's attention is not called through transformers' interface")
+        enter(document)
 
     def leave(self, document: CompressedDocument) -> None:
-        """They read what they did before."""
-        entered = list(_entered.get())
-        last = max(i for i, other in enumerate(entered) if other is document)
-        _entered.set((*entered[:last], *entered[last + 1 :]))
+        """End the innermost block of a document, whichever thread or task it is left in."""
+        own = [visit for visit in visited() if visit.open and visit.document is document]
+        others = [visit for visit in open_visits() if visit.document is document]
+        here = [visit for visit in others if visit.in_this_thread]
+        for visit in (own or here or others)[-1:]:
+            leave(visit)
+        if not self.entered:
+            self._left()
 
-    def entered(self) -> CompressedDocument | None:
-        """What this thread's calls read."""
-        own = [document for document in _entered.get() if document.documents is self]
-        return own[-1] if own else None
+    @property
+    def entered(self) -> bool:
+        """Whether some thread or task is within a document of the model, of whichever handle."""
+        return bool(self._entered())
+
+    def _entered(self) -> list[Visit]:
+        model = self._model()
+        return [visit for visit in open_visits() if visit.document.documents._model() is model]
+
+    def current_document(self) -> CompressedDocument | None:
+        """Return the document that a call of this thread or task reads, if any.
+
+        Raises:
+            ValueError: It was closed, or another handle serves the model now.
+        """
+        model = self._model()
+        visits = [visit for visit in visited() if visit.document.documents._model() is model]
+        if not visits:
+            return None
+        document = visits[-1].document
+        if document.documents is not self:
+            raise ValueError("document: its handle was disabled, and another one serves the model now")
+        document.content  # noqa: B018  raises where it was closed
+        return document
+
+    def look_elsewhere(self, inputs: Any) -> None:
+        """Notice a call whose prompt `inputs` begins with a document that another thread or task has entered.
+
+        Raises:
+            ValueError: Another task or context of this thread has, so the call would silently not read it.
+        """
+        visits = self._entered()
+        is_batch = bool(visits) and isinstance(inputs, torch.Tensor) and inputs.dim() == 2
+        ids = inputs.cpu() if is_batch else torch.empty(0, 0)
+        for visit in visits:
+            content = visit.document._content
+            if content is None:
+                continue
+            tokens = content.tokens
+            if ids.shape[1] <= len(tokens) or not bool((ids[:, : len(tokens)] == tokens).all(1).any()):
+                continue
+            if visit.in_this_thread:
+                raise ValueError(
+                    "document: was entered in another asyncio task or context of this thread, so this call would not "
+                    "read it; enter it where generate is called, or leave it first"
+                )
+            if not self._told:
+                self._told = True
+                warnings.warn(
+                    "a prompt begins with the text of a compressed document that another thread has entered, and is "
+                    "answered by full attention; enter the document in this thread for it to be read",
+                    UserWarning,
+                    stacklevel=callers_level(),
+                )
 
     def forget(self) -> None:
-        """The model is another one now: what was read is read by no call any more."""
+        """Let no call read what was read so far: the model is another one now."""
         self.clear()
         self._disk, self._epoch = None, object()
 
     def clear(self) -> None:
-        """Gives back the memory of documents that are no longer referenced."""
+        """Free the memory of documents that are no longer referenced."""
         with self._lock:
             self._contents.clear()
             self._host.clear()
 
+    def drop(self, content: Content) -> None:
+        """Free a document that was closed; with `disk` it is written there first."""
+        with self._lock:
+            dropped = [held.pop(content.key) for held in (self._host, self._contents) if content.key in held]
+        self._write(dropped[-1:])
+
     def close(self) -> None:
-        """Writes what there is to disk, where there is one."""
+        """Write what there is to disk, where there is one."""
         self._write([*self._host.values(), *self._contents.values()])
 
     def current(self) -> tuple[Reader, tuple[object, ...]]:
-        """What reads, and what must be the same for a document to be its own; ValueError: nothing does now."""
+        """Return what reads now, and what must be the same for a document to be its own; ValueError: nothing does."""
         reader = self._reader()
         return reader, (self._epoch, *reader.adapters)
 
-    def ask(
-        self, generate: Callable[..., Any], document: CompressedDocument, arguments: dict[str, Any]
-    ) -> tuple[Any, list[RequestReport]]:
-        """A call of the model's own generate over a document, and its report by row; ValueError: it cannot read it."""
+    def check_salt(self, name: str, content: Content) -> None:
+        """Raise ValueError for a document of another salt than the current one; one of no salt is anybody's."""
+        if content.salt and content.salt != digest_of(content.key, self._salt.current):
+            raise ValueError(
+                f"{name}: got a document of another salt; use it within `with handle.salt(...)` of its own"
+            )
+
+    def answer(self, loop: Loop, document: CompressedDocument, calls: Calls) -> tuple[Any, list[RequestReport]]:
+        """Run a loop over a document: its result, and a report by row. ValueError: before a token was computed."""
+        content = document.content
         reader, identity = self.current()
-        if document._identity != identity:
-            raise ValueError("document: was read by other weights or adapters, compress it again")
-        arguments = document.arguments(arguments)
-        ids, cache, store = arguments["input_ids"], arguments[CACHE], reader.store
-        if store is None or not store.storage.simple or not are_kept(reader.model, arguments):
-            result, cached = generate(reader.model, **arguments), 0
-        else:
-            keys, lease = ("compressed document", document.key.hex(), *reader.adapters), store.lease()
-            try:
-                asked = ids[:, cache.length :].cpu().numpy()
-                questions = KeptQuestions(store, lease, keys, self._salt.current, asked)
-                questions.attach(cache)
-                result, cached = generate(reader.model, **arguments), questions.cached
-                questions.keep(cache, result if isinstance(result, torch.Tensor) else result.sequences)
-            finally:
-                lease.close()
-        return result, [RequestReport.of(ids.shape[1], [(0, cache.length + cached)]) for _ in ids]
+        if document.identity != identity:
+            changed = "other adapters" if document.identity[:1] == identity[:1] else "other weights or another model"
+            raise ValueError(f"document: was read by {changed} than those of this call; compress it again")
+        self.check_salt("document", content)
+        check_loop_over_document(loop, content)
+        return answer(loop, content, reader.store, self._options.chunk, calls)
 
     @torch.no_grad()
     def compress(self, context_ids: Any, press: Any, budget: float) -> CompressedDocument:
-        """See `PrefixCaching.compress`."""
-        ids = torch.as_tensor(context_ids)
-        if ids.dim() not in (1, 2) or (ids.dim() == 2 and len(ids) != 1) or ids.is_floating_point() or not ids.numel():
-            raise ValueError(f"context_ids: got {ids.dtype} {list(ids.shape)}, needs token ids [1, length] or [length]")
+        """Return a compressed document: see `PrefixCaching.compress`."""
+        tokens = _tokens_of(context_ids)
         if isinstance(press, str) and press not in SCORES:
             raise ValueError(f"press: got {press!r}, needs one of {', '.join(SCORES)} or an object of kvpress")
         if not isinstance(press, str) and not callable(press):
@@ -131,14 +204,17 @@ class Documents:
         if not 0 < budget <= 1:
             raise ValueError(f"budget: got {budget}, needs more than 0 and at most 1")
         reader, identity = self.current()
-        tokens = ids.reshape(-1).to("cpu", torch.int64)
         told = press_key(press, float(budget))
-        text = repr((told or os.urandom(16), reader.adapters, self._salt.current))
+        salt = self._salt.current
+        text = repr((told or os.urandom(16), reader.adapters, salt))
         key = hashlib.sha256(tokens.numpy().tobytes() + text.encode()).digest()
         content = self._find(key, reader)
         if content is None:
             try:
+                check_compressible(reader.model)
                 content = read(reader.model, tokens, press, float(budget), key)
+                adapters = digest_of(key, reader.adapters or None)
+                content = content._replace(adapters=adapters, salt=digest_of(key, salt))
             except UnsupportedError as error:
                 raise ValueError(f"model: its text cannot be compressed: {error}") from error
             if told is not None and identity[0] is self._epoch:
@@ -158,7 +234,10 @@ class Documents:
             below = self._host.pop(key, None)
         tensors = below.tensors() if below else self._disk.get(key) if self._disk is not None else None
         if tensors is not None:
-            content = Content.of(tensors, reader.model.device)
+            try:
+                content = Content.of(tensors, reader.model.device)
+            except ValueError:
+                return None  # an older version wrote it
             self._keep(content, reader)
         return content
 
@@ -177,7 +256,7 @@ class Documents:
 
 
 def _put(held: OrderedDict[bytes, Content], contents: Iterable[Content], most: int) -> list[Content]:
-    """Puts documents among others as those used last; those for which there is no room."""
+    """Put documents among others, as those used last; return those for which there is no room."""
     for content in contents:
         held[content.key] = content
         held.move_to_end(content.key)
@@ -187,14 +266,43 @@ def _put(held: OrderedDict[bytes, Content], contents: Iterable[Content], most: i
     return gone
 
 
-def read(model: Any, tokens: torch.Tensor, press: Any, budget: float, key: bytes) -> Content:
-    """Computes a text and keeps what a press chooses; UnsupportedError: nothing of the model's KV can be left out."""
+def _tokens_of(context_ids: Any) -> torch.Tensor:
+    """Return the tokens of a text, `[length]` int64 on the host; ValueError: it is not one text of tokens alone."""
+    needs = "needs token ids [1, length] or [length]"
+    if isinstance(context_ids, Mapping):  # of a tokenizer
+        given = {name: value for name, value in context_ids.items() if value is not None}
+        mask = torch.as_tensor(given.pop("attention_mask", 1))
+        types = torch.as_tensor(given.pop("token_type_ids", 0))
+        if not bool(mask.all()):
+            raise ValueError(f"context_ids: got an attention_mask with padding, {needs} without")
+        if bool(types.any()) or set(given) != {"input_ids"}:
+            others = sorted(set(given) - {"input_ids"}) or ["token_type_ids"]
+            raise ValueError(f"context_ids: got {', '.join(others)}, {needs} of text alone")
+        context_ids = given["input_ids"]
+    try:
+        ids = torch.as_tensor(context_ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"context_ids: got {type(context_ids).__name__}, {needs}") from error
+    numbers = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if not (numbers and ids.numel() and (ids.dim() == 1 or (ids.dim() == 2 and len(ids) == 1))):
+        raise ValueError(f"context_ids: got {ids.dtype} {list(ids.shape)}, {needs}")
+    return ids.reshape(-1).to("cpu", torch.int64)
+
+
+def check_compressible(model: Any) -> None:
+    """Raise UnsupportedError for a model of whose keys and values nothing can be left out."""
     check_model(model)
     refuse_if(changing_rope(model.config), "its rotary embeddings change with the length")
+    refuse_if(is_compiled(model), "torch.compile runs its forward pass")
+    if model.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise UnsupportedError(f"its weights are {model.dtype}, needs float32, float16 or bfloat16")
+
+
+def read(model: Any, tokens: torch.Tensor, press: Any, budget: float, key: bytes) -> Content:
+    """Compute a text and keep what a press chooses; UnsupportedError: its keys and values cannot be left out."""
     cache = DynamicCache(config=model.config)
     kept: dict[int, KeptLayer | WindowLayer] = {}
     peak = Peak(cache, kept)
-    ids = tokens[None].to(model.device)
     for index, layer in enumerate(cache.layers):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise UnsupportedError(f"a layer of its cache is a {type(layer).__name__}")
@@ -204,9 +312,9 @@ def read(model: Any, tokens: torch.Tensor, press: Any, budget: float, key: bytes
     refuse_if(not full, "every layer has a window")
     refuse_if(not install(model), "its attention is not called through transformers' interface")
     if isinstance(press, str):
-        model.base_model(input_ids=ids, use_cache=True, **{cache_argument(model.base_model): cache})
+        model.base_model(**_inputs(model, tokens, cache))
     else:
-        _read_by_hooks(model, ids, press, cache, kept, peak, set(full))
+        _read_by_hooks(model, tokens, press, cache, kept, peak, set(full))
     refuse_if(set(full) - kept.keys(), "its attention is not called through transformers' interface")
     for index, layer in enumerate(cache.layers):
         if layer.is_sliding:
@@ -219,20 +327,28 @@ def read(model: Any, tokens: torch.Tensor, press: Any, budget: float, key: bytes
     return Content(dict(sorted(kept.items())), tokens, position, peak.nbytes, key)
 
 
+def _inputs(model: Any, tokens: torch.Tensor, cache: DynamicCache) -> dict[str, Any]:
+    """Return the inputs that generate would give for a whole text, of the model below its head."""
+    inputs = inputs_of(model, tokens.numpy(), 0, len(tokens), cache)
+    inputs.pop("logits_to_keep", None)
+    return inputs
+
+
 class Peak:
-    """Bytes of keys and values at most: of layers that are whole, and of what is kept."""
+    """The most bytes of keys and values: of layers that are whole, and of what is kept."""
 
     def __init__(self, cache: DynamicCache, kept: dict[int, Any]) -> None:
         self._cache, self._kept, self.nbytes = cache, kept, 0
 
     def look(self) -> None:
-        """Counts what there is now."""
+        """Count the memory that there is now; a view counts with all of the memory that it holds."""
         whole = [(layer.keys, layer.values) for layer in self._cache.layers if layer.is_initialized]
         packed = [layer[:2] for layer in self._kept.values()]
-        self.nbytes = max(self.nbytes, sum(t.nbytes for pair in (*whole, *packed) for t in pair if t is not None))
+        held = [t.untyped_storage() for pair in (*whole, *packed) for t in pair if t is not None]
+        self.nbytes = max(self.nbytes, sum({s.data_ptr(): s.nbytes() for s in held}.values()))
 
 
-class _ReadLayer(DynamicLayer, PagedPass):  # type: ignore[misc]  # transformers is untyped here
+class _ReadLayer(CachedPass, DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
     """A layer that is compressed where its attention is computed, which its marked keys lead to."""
 
     keys: torch.Tensor | None
@@ -243,13 +359,14 @@ class _ReadLayer(DynamicLayer, PagedPass):  # type: ignore[misc]  # transformers
         self.index, self.press, self.budget, self.kept, self.peak = index, press, budget, kept, peak
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
-        """The keys, bound to this layer."""
+        """Return the keys, bound to this layer."""
         self.lazy_initialization(key_states, value_states)
         self.keys, self.values = key_states, value_states
+        self.caches(value_states)
         return mark(key_states.view_as(key_states), self), value_states
 
     def attend(self, call: MarkedCall) -> torch.Tensor:
-        """Attention over the whole text, `[1, tokens, num_heads, head_dim]`; then the layer keeps what is chosen."""
+        """Return attention over the whole text, `[1, tokens, num_heads, head_dim]`, and keep what the press chooses."""
         refuse_if(call.window is not None, "a layer without a window in its cache has one in its attention")
         query, key, value, scale = call[:4]
         length = query.shape[2]
@@ -259,7 +376,7 @@ class _ReadLayer(DynamicLayer, PagedPass):  # type: ignore[misc]  # transformers
         sides = (query[0].transpose(0, 1), key.transpose(1, 2), value.transpose(1, 2))  # one block of the whole text
         given: dict[str, Any] = {"softcap": call.softcap, "sinks": call.sinks, "max_query_len": length}
         out = paged_attention(*sides, table, lens, starts, scale, max_seq_len=length, **given)
-        chosen = choose(SCORES[self.press](query[0], key[0], value[0], scale), self.budget)
+        chosen = kept_tokens(self.press, query[0], key[0], value[0], scale, self.budget)
         self.kept[self.index] = keep(key[0], value[0], chosen)
         self.peak.look()
         self.keys = self.values = None
@@ -267,9 +384,9 @@ class _ReadLayer(DynamicLayer, PagedPass):  # type: ignore[misc]  # transformers
 
 
 def _read_by_hooks(
-    model: Any, ids: torch.Tensor, press: Any, cache: DynamicCache, kept: dict[int, Any], peak: Peak, full: set[int]
+    model: Any, tokens: torch.Tensor, press: Any, cache: DynamicCache, kept: dict[int, Any], peak: Peak, full: set[int]
 ) -> None:
-    """Reads under an object of kvpress; a layer that it leaves whole is kept as it is when it is done with all."""
+    """Read under an object of kvpress; a layer that it leaves whole is kept as it is at the press's end."""
     twin = _twin(model)
     modules = _attention_modules(twin)
     refuse_if(full - modules.keys(), "its attention modules do not say which layer they are of")
@@ -281,13 +398,16 @@ def _read_by_hooks(
         if masked is not None:
             chosen[masked[1], masked[2]] = False
         kept[index] = keep(keys, values, chosen)
+        if keys.shape[1] < len(tokens):  # the press does not say which tokens it left
+            kept[index] = kept[index]._replace(chosen=torch.empty(0, 0, dtype=torch.uint8))
         peak.look()
-        layer.keys, layer.values = keys[None, :, :0], values[None, :, :0]
+        # New tensors: a view of no tokens would hold the memory of all.
+        layer.keys, layer.values = (side.new_empty(1, len(side), 0, side.shape[2]) for side in (keys, values))
 
     def behind(module: Any, *_: Any) -> None:
         layer = cache.layers[module.layer_idx]
         peak.look()
-        if layer.keys.shape[2] < ids.shape[1] or vars(module).get("masked_key_indices") is not None:
+        if layer.keys.shape[2] < len(tokens) or vars(module).get("masked_key_indices") is not None:
             pack(module.layer_idx)
 
     def under_every_name(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -299,22 +419,20 @@ def _read_by_hooks(
     with press(twin):
         for index in full:
             modules[index].register_forward_hook(behind)  # behind the press's own; it dies with the twin
-        positions = torch.arange(ids.shape[1], device=ids.device)  # which kvpress asks for, and transformers passes on
-        twin.base_model(
-            input_ids=ids, use_cache=True, cache_position=positions, **{cache_argument(twin.base_model): cache}
-        )
+        places = torch.arange(len(tokens), device=model.device)  # which kvpress asks for, and transformers passes on
+        twin.base_model(**_inputs(twin, tokens, cache), cache_position=places)
     for index in sorted(full - kept.keys()):
         pack(index)
 
 
 def _twin(model: Any) -> Any:
-    """The same model of other modules, which share every tensor."""
+    """Return the same model of other modules, which share every tensor."""
     shared = {id(t): t for t in itertools.chain(model.parameters(), model.buffers())}
     return copy.deepcopy(model, shared)
 
 
 def _attention_modules(model: Any) -> dict[int, Any]:
-    """By layer the module that is given the cache and has no such module within."""
+    """Return, by layer, the module that is given the cache and has no such module within."""
     found: dict[int, Any] = {}
     for module in model.modules():
         index = vars(module).get("layer_idx")
@@ -324,7 +442,7 @@ def _attention_modules(model: Any) -> dict[int, Any]:
 
 
 def _turns_keys(press: Any) -> bool:
-    """Whether a press of kvpress gives what it keeps new positions, 0 and on."""
+    """Return whether a press of kvpress gives the tokens that it keeps new positions, from 0."""
     if isinstance(press, str):
         return False
     if type(press).__name__ == "KeyRerotationPress" or getattr(press, "rerotate_keys", False):

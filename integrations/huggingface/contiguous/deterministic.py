@@ -18,7 +18,7 @@ from ....cache import OutOfBlocks
 from ..api import CausalLMOutputWithPast, DynamicCache, ModelInLoop, attention_implementation
 from ..calls import refuse_if
 from ..store import Lease
-from ..support import BY_TOKEN, Loop, RecordedCriteria
+from ..support import BY_TOKEN, Loop, RecordedCriteria, float32_precision
 from .layers import columns, release, take_states
 from .layout import forward, read, read_behind
 from .prompts import Prompt, Reused, prompts_of
@@ -161,9 +161,8 @@ def conditions(model: Any) -> tuple[str | bytes, ...]:
     lie = bytes([weight.data_ptr() % 64 for weight in model.parameters()])
     on_gpu = model.device.type == "cuda"
     processor = torch.cuda.get_device_name(model.device) if on_gpu else torch.backends.cpu.get_cpu_capability()
-    attention = attention_implementation(model.config.get_text_config())
-    precision = torch.get_float32_matmul_precision()
-    return ("bits", lie, *map(str, (torch.__version__, processor, torch.get_num_threads(), precision, attention)))
+    attention, threads = attention_implementation(model.config.get_text_config()), torch.get_num_threads()
+    return ("bits", lie, *map(str, (torch.__version__, processor, threads, float32_precision(), attention)))
 
 
 def _down(number: int, step: int) -> int:

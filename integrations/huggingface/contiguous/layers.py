@@ -37,6 +37,19 @@ from ..api import (
 from ..calls import UnsupportedError
 from ..support import modeling_globals
 
+ALIGNED = 16
+"""Columns to whose multiples buffers are aligned.
+
+The number of a column then decides where it lies between addresses of 64 bytes. A matrix product may round differently
+at other addresses, and a row's bits must not depend on what was cached.
+"""
+
+
+def aligned(columns: int, first: int) -> tuple[int, slice]:
+    """Return how many columns to allocate for `columns` from the number `first` on, and which of them these are."""
+    before = first % ALIGNED
+    return -(-(before + columns) // ALIGNED) * ALIGNED, slice(before, before + columns)
+
 
 def _is_shared(buffer: torch.Tensor) -> bool:
     """Return whether anything but a layer, with its buffer and the view of it, has the buffer's memory."""
@@ -66,7 +79,8 @@ class _Growing:
         if own_buffer and length < own.get(f"_{name}_written", 0) and _is_shared(buffer):
             own_buffer = False  # tokens that were taken back are still seen by whoever kept `keys`
         if not own_buffer or batch != buffer.shape[0] or end > buffer.shape[2]:
-            buffer = new.new_empty((batch, heads, end + max(self.room, end // 2 if length else 0), width))
+            columns, own_ones = aligned(end + max(self.room, end // 2 if length else 0), own.get("first", 0))
+            buffer = new.new_empty((batch, heads, columns, width))[:, :, own_ones]
             if length:
                 buffer.narrow(2, 0, length).copy_(there)
             own[f"_{name}_buffer"], own[f"_{name}_written"] = buffer, length

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..api import DynamicCache, cache_argument, keeps_logits, positions
-from .layers import GrowingLayer, GrowingWindowLayer, attention_layers, from_states, put_states, take_states
+from .layers import GrowingLayer, GrowingWindowLayer, aligned, attention_layers, from_states, put_states, take_states
 from .prompts import Prompt
 from .storage import BlockIds, ModelStorage, TokenSpec
 
@@ -23,7 +23,7 @@ def read(cache: DynamicCache, storage: ModelStorage, prompt: Prompt, length: int
         blocks = BlockIds(prompt.blocks.read_from(group, first, length))
         columns = length - first * size
         for index, specs in part.specs.items():
-            keys, values = _buffers(specs, 1, columns + room)
+            keys, values = _buffers(specs, 1, columns + room, first * size)
             part.read(index, blocks, keys[0, :, :columns], values[0, :, :columns])
             _fill(layers[index], keys, values, length, first * size)
     if prompt.reused.states is not None:
@@ -66,7 +66,7 @@ def lay_out(
         origin = min([prompts[number].pad + firsts[number] * size for number in blocks], default=start)
         origin = min(origin, unwritten, spec.first_needed(start, 1))  # the first column of these layers
         for index, specs in part.specs.items():
-            keys, values = _buffers(specs, batch, capacity - origin)
+            keys, values = _buffers(specs, batch, capacity - origin, origin)
             for number, prompt in enumerate(prompts):
                 row, own = prompt.rows[0], own_layers[number][index] if number in caches else None
                 first = firsts[number] * size if own is None else getattr(own, "first", 0)
@@ -90,9 +90,13 @@ def lay_out(
         put_states(cache, [states[row] for row in range(batch)])
 
 
-def _buffers(specs: tuple[TokenSpec, TokenSpec], rows: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-    keys, values = specs
-    return keys.empty(rows, capacity), values.empty(rows, capacity)
+def _buffers(
+    specs: tuple[TokenSpec, TokenSpec], rows: int, columns: int, first: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return buffers for keys and values of `columns` columns from the number `first` on."""
+    allocated, own = aligned(columns, first)
+    keys, values = (spec.empty(rows, allocated)[:, :, own] for spec in specs)
+    return keys, values
 
 
 def _fill(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int, first: int = 0) -> None:
@@ -111,18 +115,19 @@ def accepted(model: Any, **inputs: Any) -> dict[str, Any]:
     return {name: value for name, value in inputs.items() if name in known}
 
 
-@torch.no_grad()
-def forward(
+def inputs_of(
     model: Any, tokens: np.ndarray, start: int, end: int, cache: DynamicCache, given: dict[str, Any] | None = None
-) -> Any:
-    """Computes tokens `start` to `end` of one row behind those in a cache, with the inputs that generate would give."""
-    # `given` are positions, types and images up to `end`; None: those of text.
+) -> dict[str, Any]:
+    """Return the inputs that generate would give for tokens `start` to `end` of one row, behind those in a cache.
+
+    `given` are positions, types and images up to `end`; None: those of text.
+    """
     ids = torch.from_numpy(tokens[:end])[None].to(model.device)
     options: dict[str, Any] = {"logits_to_keep": 1} if keeps_logits(model) else {}
     first = start == 0 or given is not None
     if given is None:
         given = accepted(model, position_ids=positions(model, ids, torch.ones_like(ids)))
-    inputs = model.prepare_inputs_for_generation(
+    inputs: dict[str, Any] = model.prepare_inputs_for_generation(
         ids,
         next_sequence_length=end - start,
         **{cache_argument(model): cache},
@@ -132,5 +137,14 @@ def forward(
         use_cache=True,
         **options,
     )
+    return inputs
+
+
+@torch.no_grad()
+def forward(
+    model: Any, tokens: np.ndarray, start: int, end: int, cache: DynamicCache, given: dict[str, Any] | None = None
+) -> Any:
+    """Compute tokens `start` to `end` of one row behind those in a cache: see `inputs_of`."""
+    inputs = inputs_of(model, tokens, start, end, cache, given)
     with from_states():
         return model(**inputs, return_dict=True)

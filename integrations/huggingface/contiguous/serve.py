@@ -130,7 +130,7 @@ class Contiguous:
     def run(self, loop: Loop, calls: Calls) -> tuple[Any, list[RequestReport]]:
         """Runs a loop over the cache: its result and a report by row. UnsupportedError: before a token was computed."""
         # `calls` are told what was not kept, or not read.
-        self._check(loop)
+        self.check(loop)
         if self._options.chunk is not None:
             return self._run_alone(loop, calls, self._options.chunk)
         lease = self.store.lease(
@@ -171,7 +171,7 @@ class Contiguous:
 
     def explain(self, loop: Loop) -> list[Explanation]:
         """Why each prompt of a loop is not cached further; UnsupportedError: it would not be served."""
-        self._check(loop)
+        self.check(loop)
         manager, images = self.store.manager, self._images(loop)
         if self._options.chunk is not None:
             loop.keys = (*loop.keys, *conditions(loop.model))
@@ -188,8 +188,8 @@ class Contiguous:
             vision.split = probe_images(loop.model, loop.input_ids, loop.mask, images)
         return images
 
-    def _check(self, loop: Loop) -> None:
-        """Raises UnsupportedError for a loop that the model, as it was probed, does not allow."""
+    def check(self, loop: Loop) -> None:
+        """Raise UnsupportedError for a loop that the model, as it was probed, does not allow."""
         config = loop.generation_config
         refuse_if(self.store.storage.evicts, "something takes tokens from its cache, as hooks that evict do")
         refuse_if(loop.mode not in LOOPS, f"generation mode {loop.mode}")

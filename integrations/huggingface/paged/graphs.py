@@ -19,7 +19,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..support import changing_rope
+from ..support import changing_rope, float32_precision
 from .batch import DecodeBatch
 from .packed import PackedModel
 
@@ -248,7 +248,7 @@ def baked_in(model: Any) -> object:
         [(id(buffer), buffer.data_ptr()) for buffer in model.buffers()],
         str(model.config.to_dict()),
         getattr(model.config, "_experts_implementation", None),
-        torch.get_float32_matmul_precision(),
+        float32_precision(),
         torch.are_deterministic_algorithms_enabled(),
     )
 

@@ -1,0 +1,106 @@
+"""What is kept of a compressed document: each KV head of a layer is a sequence of its own, over blocks of one head.
+
+Heads keep as many tokens as they need, and what they do not keep takes no memory. No request writes here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+BLOCK = 16
+"""Tokens of a block."""
+
+
+class KeptLayer(NamedTuple):
+    """What the heads of one layer keep of a document."""
+
+    keys: torch.Tensor  # [num_blocks, BLOCK, 1, head_dim]
+    values: torch.Tensor  # the same
+    tables: torch.Tensor  # [num_kv_heads, max_blocks] int32, -1 behind a head's blocks
+    kept: torch.Tensor  # [num_kv_heads] int32: tokens of each head
+    chosen: torch.Tensor = torch.empty(0, 0, dtype=torch.uint8)
+    """Which tokens those are, `[num_kv_heads, length / 8]`, a bit for each; empty where a press does not say."""
+
+
+class WindowLayer(NamedTuple):
+    """The last tokens of a layer with a window, which are all it reads: it is not compressed."""
+
+    keys: torch.Tensor  # [1, num_kv_heads, tokens, head_dim]
+    values: torch.Tensor
+    window: torch.Tensor  # [] int64: its size
+
+
+class Content(NamedTuple):
+    """A document as it is kept, in memory, in a tier or in a file: all of it or nothing."""
+
+    layers: dict[int, KeptLayer | WindowLayer]
+    tokens: torch.Tensor  # [length] int64, on the host
+    position: int  # of the token behind it: less than length where a press rotated keys to new places
+    peak_nbytes: int  # bytes of keys and values at most while it was read
+    key: bytes  # its identity
+    adapters: bytes = b""  # a digest of the adapters that read it
+    salt: bytes = b""  # a digest of the salt it was read under; empty: none
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return all of it by name."""
+        named = {f"{i} {name}": t for i, layer in self.layers.items() for name, t in layer._asdict().items()}
+        texts = {name: torch.tensor(list(getattr(self, name)), dtype=torch.uint8) for name in _TEXTS}
+        return named | texts | {"tokens": self.tokens, "numbers": torch.tensor([self.position, self.peak_nbytes])}
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor], device: torch.device) -> Content:
+        """Return what `tensors` gave, on a device; ValueError: an older version of this library wrote them."""
+        if not {"tokens", "numbers", *_TEXTS} <= tensors.keys():
+            raise ValueError("an older version wrote it")
+        layers: dict[int, dict[str, torch.Tensor]] = {}
+        for name, tensor in tensors.items():
+            index, _, part = name.partition(" ")
+            if part:
+                layers.setdefault(int(index), {})[part] = tensor.to(device)
+        kinds: dict[int, Any] = {i: KeptLayer if "tables" in parts else WindowLayer for i, parts in layers.items()}
+        made = {i: kinds[i](**parts) for i, parts in sorted(layers.items())}
+        position, peak = tensors["numbers"].tolist()
+        texts = {name: bytes(tensors[name].tolist()) for name in _TEXTS}
+        return cls(made, tensors["tokens"].cpu(), position, peak, **texts)
+
+
+_TEXTS = ("key", "adapters", "salt")
+
+
+def digest_of(key: bytes, value: object) -> bytes:
+    """Return a digest of adapters or a salt for one document; empty for None."""
+    return b"" if value is None else hashlib.sha256(key + repr(value).encode()).digest()
+
+
+def keep(keys: torch.Tensor, values: torch.Tensor, chosen: torch.Tensor) -> KeptLayer:
+    """Pack `[num_kv_heads, tokens, head_dim]` of which heads keep `chosen [num_kv_heads, tokens]` bool."""
+    lens = chosen.sum(-1, dtype=torch.int32)
+    counts, blocks = lens.tolist(), (-(-lens // BLOCK)).tolist()
+    tables = torch.full((len(counts), max(*blocks, 1)), -1, dtype=torch.int32)
+    packed = [side.new_zeros(sum(blocks), BLOCK, 1, side.shape[-1]) for side in (keys, values)]
+    first = 0
+    for head, (count, own) in enumerate(zip(counts, blocks, strict=True)):
+        tables[head, :own] = torch.arange(first, first + own, dtype=torch.int32)
+        for side, pool in zip((keys, values), packed, strict=True):
+            pool[first : first + own].view(-1, side.shape[-1])[:count] = side[head, chosen[head]]
+        first += own
+    bits = torch.from_numpy(np.packbits(chosen.cpu().numpy(), axis=1))
+    return KeptLayer(packed[0], packed[1], tables.to(keys.device), lens, bits)
+
+
+def tokens_of(layer: KeptLayer, length: int) -> list[torch.Tensor] | None:
+    """Return the positions of the tokens that each head keeps; None where a press does not say."""
+    if not layer.chosen.numel():
+        return None
+    bits = np.unpackbits(layer.chosen.cpu().numpy(), axis=1, count=length)
+    return [torch.from_numpy(np.flatnonzero(row)) for row in bits]

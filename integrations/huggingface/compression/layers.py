@@ -1,0 +1,265 @@
+"""The cache by which a call of generate reads a compressed document.
+
+The call's own tokens are in blocks of all heads behind the document. Attention over the two is merged by their
+log-sum-exps, without rounding and without a copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from ....triton_ops import attention_plan, merge_attention, paged_attention_with_lse, sparse_gap_attention_with_lse
+from ....triton_ops._attention.cpu_masked import flash_kernel
+from ....triton_ops._triton import KERNELS_ON_CPU
+from ..api import Cache, DynamicLayer, DynamicSlidingWindowLayer, length_behind_crop
+from ..calls import refuse_if
+from ..paged.batch import needs_plan
+from ..paged.dispatch import MarkedCall, PagedPass, mark
+from .kept import BLOCK, Content, KeptLayer, WindowLayer
+
+
+class Questions(Cache):  # type: ignore[misc]  # transformers is untyped here
+    """The cache of a call of generate: a document, which calls share, and tokens of the call's own behind it."""
+
+    def __init__(self, content: Content) -> None:
+        self.length = len(content.tokens)
+        kept = content.layers.values()
+        super().__init__(
+            layers=[OwnLayer(self, x) if isinstance(x, KeptLayer) else _WindowOfDocument(x, self.length) for x in kept]
+        )
+        self._step: SharedTables | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Questions:
+        """Copy the call's own tokens; the document is shared."""
+        own: Questions = copy.copy(self)
+        memo[id(self)], own._step = own, None
+        own.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
+        return own
+
+    def step(self, layer: OwnLayer, tokens: int) -> SharedTables:
+        """Return the tables of a pass, which its first layer makes."""
+        key = (*layer.buffers[0].shape[:2], layer.tokens, tokens)
+        if self._step is None or self._step.key != key:
+            self._step = SharedTables(key, layer.buffers[0].device)
+        return self._step
+
+
+class SharedTables:
+    """Tables that the layers of one pass share: `tokens` queries of each of `batch` rows, of `total` own tokens."""
+
+    def __init__(self, key: tuple[int, ...], device: torch.device) -> None:
+        self.key, self.device = key, device
+        batch, room, self.total, self.queries = key
+        self.tables = self._range(batch * room // BLOCK).view(batch, -1)
+        self.seq_lens = torch.full((batch,), self.total, dtype=torch.int32, device=device)
+        self.starts = self._range(batch + 1) * self.queries
+        self._of_heads: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def _range(self, end: int) -> torch.Tensor:
+        return torch.arange(end, dtype=torch.int32, device=self.device)
+
+    def of_heads(self, heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return where each head's queries begin, all rows one behind the other, and a plan for the own tokens."""
+        if heads not in self._of_heads:
+            starts = self._range(heads + 1) * (self.queries * self.key[0])
+            self._of_heads[heads] = starts, _plan(self.tables, self.seq_lens, self.starts, num_kv_heads=heads)
+        return self._of_heads[heads]
+
+
+def _plan(tables: torch.Tensor, lens: torch.Tensor, starts: torch.Tensor, **options: Any) -> torch.Tensor | None:
+    return attention_plan(tables, lens, starts, BLOCK, **options) if needs_plan(tables.device) else None
+
+
+class CachedPass(PagedPass):
+    """A pass whose layer attends to the very values that its cache has seen."""
+
+    _cached: tuple[Any, ...] = ()
+
+    def caches(self, values: torch.Tensor) -> None:
+        """Remember the values that attention has to be called with next."""
+        self._cached = _seen(values)
+
+    def attention(self, module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """See `PagedPass`; UnsupportedError: the model has changed values after its cache had seen them."""
+        refuse_if(_seen(value) != self._cached, "a layer attends to values other than those it has cached")
+        return super().attention(module, query, key, value, *args, **kwargs)
+
+
+def _seen(values: torch.Tensor) -> tuple[Any, ...]:
+    """Return what tells whether a tensor is the same one, and unchanged."""
+    version = -1 if values.is_inference() else values._version
+    return values.data_ptr(), values.shape, values.stride(), version
+
+
+class OwnLayer(CachedPass, DynamicLayer):  # type: ignore[misc]
+    """A layer's tokens of one call behind a document's: in `[batch, room, num_kv_heads, head_dim]`, read as blocks.
+
+    The keys that it returns are marked: they lead attention to it, over the document and over its own tokens.
+
+    Attributes:
+        first: The column of its first token, behind the document.
+        keys: Its own tokens' keys, `[batch, num_kv_heads, tokens, head_dim]`; None before the first. `values` alike.
+    """
+
+    is_sliding, is_compileable = False, False
+
+    def __init__(self, questions: Questions, document: KeptLayer) -> None:
+        super().__init__()
+        self.questions, self.document, self.tokens, self.first = questions, document, 0, questions.length
+        self.buffers: tuple[torch.Tensor, ...] = ()  # until the first tokens
+        self.begin: tuple[Any, int] = (None, 0)  # what the first of them are read from, and the layer's number there
+        self._laid_out: tuple[int, torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnLayer:
+        own = copy.copy(self)
+        own.questions, own.buffers = memo[id(self.questions)], tuple(buffer.clone() for buffer in self.buffers)
+        own._show()
+        return own
+
+    @functools.cached_property
+    def rows(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The document's tokens of each head, `[1, 1, tokens, head_dim]`; empty where PyTorch cannot read them."""
+        keys, values, tables, kept, _ = self.document
+        if KERNELS_ON_CPU or not keys.is_cpu or not kept.all() or keys.shape != values.shape:
+            return []
+        spans = [slice(first * BLOCK, first * BLOCK + count) for first, count in zip(tables[:, 0], kept, strict=True)]
+        flat = [side.flatten(0, 1).transpose(0, 1)[None] for side in (keys, values)]
+        return [(flat[0][:, :, span], flat[1][:, :, span]) for span in spans]
+
+    def laid_out(self, count: int, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return the document's tables, lengths and plan for `count` queries a head, from the pass before if it can."""
+        if self._laid_out is None or self._laid_out[0] != count:
+            # A length includes the queries: a hole before a head's tokens makes it long enough.
+            hole = -(-count // BLOCK) if count > 1 else 0
+            tables, lens = pad(self.document.tables, (hole, 0), value=-1), self.document.kept + hole * BLOCK
+            self._laid_out = count, tables, lens, _plan(tables, lens, starts, causal=False, num_kv_heads=1)
+        return self._laid_out[1:]
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Do nothing: the first update makes the buffers."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        """Write new keys and values; the keys that it returns lead attention to this layer."""
+        end = self.tokens + key_states.shape[2]
+        if not self.buffers or end > self.buffers[0].shape[1]:
+            room = -(-(end + max(64, end // 2)) // BLOCK) * BLOCK
+            before, self.buffers = self.buffers, tuple(_empty(new, room) for new in (key_states, value_states))
+            for old, buffer in zip(before, self.buffers, strict=False):
+                buffer[:, : self.tokens] = old[:, : self.tokens]
+            if self.tokens and not before:
+                source, index = self.begin
+                source.read(index, *self.buffers)
+        for new, buffer in zip((key_states, value_states), self.buffers, strict=True):
+            buffer[:, self.tokens : end] = new.transpose(1, 2)
+        self.tokens, self.is_initialized = end, True
+        self.caches(value_states)
+        self._show()
+        return mark(key_states.view_as(key_states), self), value_states
+
+    def _show(self) -> None:
+        if self.buffers:
+            self.keys, self.values = (buffer[:, : self.tokens].transpose(1, 2) for buffer in self.buffers)
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Return the tokens of the document and its own."""
+        return self.questions.length + self.tokens
+
+    def get_mask_sizes(self, query_length: int, *_: Any) -> tuple[int, int]:
+        """See `CacheLayerMixin`."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """Return -1: there is no maximum."""
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last own tokens; ValueError: there are not so many."""
+        left = length_behind_crop(self.get_seq_length(), tokens_to_remove) - self.questions.length
+        if left < 0:
+            raise ValueError(
+                f"tokens_to_remove: got {tokens_to_remove}, needs at most {self.tokens}: a document is whole"
+            )
+        self.tokens = left
+        self._show()
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows, in this order."""
+        self.buffers = tuple(buffer[indices.to(buffer.device)] for buffer in self.buffers)
+        self._show()
+
+    reorder_cache = batch_select_indices
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row."""
+        self.buffers = tuple(buffer.repeat_interleave(repeats, 0) for buffer in self.buffers)
+        self._show()
+
+    def attend(self, call: MarkedCall) -> torch.Tensor:
+        """See `PagedPass`."""
+        refuse_if(call.window is not None, "a layer with a window reads a compressed document")
+        query, scale, softcap, sinks = call.query, call.scale, call.softcap, call.sinks
+        document = self.document
+        batch, heads, tokens, _ = query.shape
+        if tokens == 1 and not softcap and sinks is None and self.rows:
+            return self._decode(query, scale)
+        kv_heads, step = len(document.kept), self.questions.step(self, tokens)
+        starts, plan = step.of_heads(kv_heads)
+        own_keys, own_values = (buffer.view(-1, BLOCK, *buffer.shape[2:]) for buffer in self.buffers)
+        rows = query.transpose(1, 2).flatten(0, 1)
+        batch_of_own = (own_keys, own_values, step.tables, step.seq_lens, step.starts, scale)
+        bounds: dict[str, Any] = {"max_query_len": tokens, "max_seq_len": step.total, "plan": plan}
+        own = paged_attention_with_lse(rows, *batch_of_own, softcap=softcap, sinks=sinks, **bounds)
+        # The queries of one KV head of all rows, one behind the other: they read the same kept tokens.
+        of_heads = query.unflatten(1, (kv_heads, -1)).permute(1, 0, 3, 2, 4).flatten(0, 2)
+        count = batch * tokens
+        tables, kept, plan = self.laid_out(count, starts)
+        batch_of_heads = (document.keys, document.values, tables, kept, starts, None, scale)
+        bounds = {"max_query_len": count, "max_seq_len": tables.shape[1] * BLOCK, "plan": plan}
+        read = sparse_gap_attention_with_lse(of_heads, *batch_of_heads, causal=False, softcap=softcap, **bounds)
+        out, lse = (t.unflatten(0, (kv_heads, count)).transpose(0, 1).flatten(1, 2) for t in read)
+        merged, _ = merge_attention(out, lse, *own)
+        return merged.view(batch, tokens, heads, -1)
+
+    def _decode(self, query: torch.Tensor, scale: float) -> torch.Tensor:
+        """Decode one token on a CPU, with one call of PyTorch for each head: cheaper than the operators' checks."""
+        batch, heads, _, width = query.shape
+        grouped = query.reshape(batch, len(self.rows), -1, width)
+        keys, values = (buffer[:, : self.tokens].transpose(1, 2) for buffer in self.buffers)
+        own, own_lse = flash_kernel(grouped, keys, values, False, scale)
+        of_heads = grouped.transpose(0, 1).reshape(len(self.rows), 1, 1, -1, width)
+        read = [flash_kernel(q, k, v, False, scale) for q, (k, v) in zip(of_heads, self.rows, strict=True)]
+        shape = (len(read), batch, -1)
+        out = torch.cat([part for part, _ in read]).view(*shape, width).transpose(0, 1)
+        lse = torch.cat([part for _, part in read]).view(shape).transpose(0, 1)
+        weight = torch.sigmoid(own_lse - lse)[..., None].to(out.dtype)
+        return torch.lerp(out, own, weight).reshape(batch, 1, heads, width)
+
+
+def _empty(new: torch.Tensor, room: int) -> torch.Tensor:
+    batch, heads, _, width = new.shape
+    return new.new_empty(batch, room, heads, width)
+
+
+class _WindowOfDocument(DynamicSlidingWindowLayer):  # type: ignore[misc]
+    """The last tokens of a document, for as many rows as ask."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self, kept: WindowLayer, length: int) -> None:
+        super().__init__(int(kept.window))
+        self.lazy_initialization(kept.keys, kept.values)
+        self.keys, self.values, self.cumulative_length = kept.keys, kept.values, length
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return keys and values as transformers' own layer does."""
+        if len(self.keys) != len(key_states):
+            self.keys, self.values = (t.expand(len(key_states), -1, -1, -1) for t in (self.keys, self.values))
+        return super().update(key_states, value_states, *args, **kwargs)

@@ -1,0 +1,123 @@
+"""The compressed documents that the calls of a thread or task read: entered by `with document:`, left at its end.
+
+A context variable keeps them, so each thread and each asyncio task has its own. Tasks take over what the task that
+creates them has entered; `carry` makes threads do the same, and what is submitted to a pool of threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, cast
+
+from ..settings import inherited_settings
+
+if TYPE_CHECKING:
+    from .document import CompressedDocument
+
+_lock = threading.Lock()
+_open: list[Visit] = []  # of all threads
+_VISITS: ContextVar[tuple[Visit, ...]] = ContextVar("pc_documents", default=())
+
+
+class Visit:
+    """One `with document:` block."""
+
+    def __init__(self, document: CompressedDocument) -> None:
+        self.document, self.owner, self.open = document, _here(), True
+        self.left_elsewhere = False  # so that a context which still has it tells nothing
+
+    @property
+    def in_this_thread(self) -> bool:
+        """Whether the block was entered in the calling thread."""
+        return self.owner[0] == threading.get_ident()
+
+
+def _here() -> tuple[int, Any]:
+    """Return the calling thread, and the task that it runs."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop
+        task = None
+    return threading.get_ident(), task
+
+
+def enter(document: CompressedDocument) -> Visit:
+    """Let the calls of this thread or task read a document."""
+    carry()
+    visit = Visit(document)
+    with _lock:
+        _open.append(visit)
+    _VISITS.set((*_VISITS.get(), visit))
+    return visit
+
+
+def open_visits() -> list[Visit]:
+    """Return the blocks of all threads that have not ended."""
+    with _lock:
+        return list(_open)
+
+
+def leave(visit: Visit) -> None:
+    """End a block, whichever thread or task it is left in."""
+    with _lock:
+        _open[:] = [other for other in _open if other is not visit]
+    visit.open, visit.left_elsewhere = False, visit.owner != _here()
+    _VISITS.set(tuple(other for other in _VISITS.get() if other is not visit))
+
+
+def visited() -> list[Visit]:
+    """Return the blocks that the calling thread or task is in, or began in, the innermost last."""
+    here = _here()
+    return [v for v in _VISITS.get() if v.open or not (v.left_elsewhere or v.owner == here)]
+
+
+def carry() -> None:
+    """Let threads and pools of threads take over the documents of whoever starts or submits, from now on.
+
+    `Thread(target=model.generate)` within `with document:` is how text is streamed. Python does the same for all
+    context variables from version 3.14 on, where `thread_inherit_context` is set.
+    """
+    if hasattr(threading.Thread.start, "_pc_carries"):
+        return
+    start, submit = threading.Thread.start, cast("Callable[..., Future[Any]]", ThreadPoolExecutor.submit)
+
+    @functools.wraps(start)
+    def start_within(self: threading.Thread) -> None:
+        if visited():
+            self.run = _within(self.run)  # type: ignore[method-assign]
+        start(self)
+
+    @functools.wraps(submit)
+    def submit_within(self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        visits = _VISITS.get()
+        carried = _within(fn) if visited() else fn
+        _VISITS.set(())  # a thread that the pool starts for this works for others later
+        try:
+            return submit(self, carried, *args, **kwargs)
+        finally:
+            _VISITS.set(visits)
+
+    start_within._pc_carries = True  # type: ignore[attr-defined]
+    threading.Thread.start = start_within  # type: ignore[method-assign]
+    ThreadPoolExecutor.submit = submit_within  # type: ignore[method-assign,assignment]
+
+
+def _within(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs with the documents and settings of the caller."""
+    visits, settings = tuple(Visit(visit.document) for visit in visited()), inherited_settings()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = _VISITS.get()
+        _VISITS.set(visits)
+        try:
+            with settings():
+                return function(*args, **kwargs)
+        finally:
+            _VISITS.set(before)
+
+    return run
