@@ -6,9 +6,15 @@ as a case that fails.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import copy
+import operator
+import threading
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -20,13 +26,16 @@ transformers = pytest.importorskip("transformers")
 
 import batching_cases  # noqa: E402
 import changed_models  # noqa: E402
+from compression_cases import ASKED, CONTEXT, QUESTION, ask  # noqa: E402
 from generate_cases import plain, prompt  # noqa: E402
 from image_cases import CASES, IMAGE, VisionCase, text  # noqa: E402
 from transformers import GenerationConfig  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
 from pc.integrations import huggingface  # noqa: E402
-from pc.integrations.huggingface.api import OLDEST_BATCHING  # noqa: E402
+from pc.integrations.huggingface import CompressedDocument, UnsupportedError  # noqa: E402
+from pc.integrations.huggingface.api import CACHE_NAMES, OLDEST_BATCHING  # noqa: E402
+from pc.integrations.huggingface.compression.presses import press_key  # noqa: E402
 from pc.integrations.plugin import release_of  # noqa: E402
 
 
@@ -507,3 +516,416 @@ def test_prompt_lookup_with_a_chunk_size(chunk: int) -> None:
             asked = {"input_ids": text, "prompt_lookup_num_tokens": 2, "prefill_chunk_size": chunk}
             assert torch.equal(model.generate(**asked), plain(model, **asked))
         assert handle.last_requests[0].cached_tokens > 0
+
+
+# Compressed documents. kvpress and LMCache report answers that silently come from another cache than the one asked for.
+
+
+def document_of(handle: Any, budget: float = 0.2, **options: Any) -> CompressedDocument:
+    return handle.compress(CONTEXT, budget=budget, **options)
+
+
+# transformers: prompt lookup passes the whole text again in its first pass.
+@pytest.mark.parametrize("options", [{"prompt_lookup_num_tokens": 3}, {"prompt_lookup_num_tokens": 3, "num_beams": 1}])
+def test_prompt_lookup_over_a_document(options: dict[str, Any]) -> None:
+    model = changed_models.build(eos_token_id=None)
+    text = torch.cat([prompt(20), prompt(20)[:, :13]], 1)
+    with enabled(model) as handle:
+        document = handle.compress(text, budget=1.0)
+        for seed in range(3):
+            ids = torch.cat([text, prompt(3, 100 + seed), text[:, 5:9]], 1)
+            with document:
+                found = model.generate(ids, max_new_tokens=20, **options)
+            assert torch.equal(found, plain(model, input_ids=ids, max_new_tokens=20, **options))
+
+
+# The same kind: what is not known to be right over a document is refused, by the name of the option.
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("use_cache", False),
+        ("cache_implementation", "static"),
+        ("assistant_early_exit", 1),
+        ("inputs_embeds", torch.zeros(1, 3, 64)),
+        ("attention_mask", torch.ones(1, 209).tril(-1)),
+        ("position_ids", torch.zeros(1, 209, dtype=torch.long)),
+        ("custom_generate", lambda *_, **__: None),
+    ],
+)
+def test_options_that_no_document_serves_are_refused_by_name(name: str, value: Any) -> None:
+    model = changed_models.build()
+    with enabled(model) as handle:
+        document = document_of(handle)
+        with document, pytest.raises(UnsupportedError, match=name):
+            model.generate(QUESTION, **{"max_new_tokens": 2, name: value})
+        assert handle.stats().document_calls == handle.stats().calls_served == 0
+        assert ask(model, document).sequences.shape == (1, 215)
+        assert handle.stats().document_calls == handle.stats().calls_served == 1
+
+
+# The same kind, deterministic and models whose attention weights the caller wants to see.
+def test_attention_weights_of_an_eager_model_are_refused() -> None:
+    model = changed_models.build()
+    model.set_attn_implementation("eager")
+    with enabled(model) as handle, pytest.raises(UnsupportedError, match="output_attentions"):
+        ask(model, document_of(handle), output_attentions=True)
+
+
+# transformers puts hooks on a model when hidden states are first asked for.
+def test_hidden_states_leave_a_document_as_it_is() -> None:
+    model = changed_models.build()
+    with enabled(model) as handle:
+        document = document_of(handle)
+        for _ in range(2):
+            states = ask(model, document, output_hidden_states=True).hidden_states[0]
+            assert {layer.shape[1] for layer in states} == {9}  # of the question's tokens
+            model(QUESTION, output_hidden_states=True)
+
+
+def test_a_float64_model_is_refused_by_name() -> None:
+    with (
+        enabled(changed_models.build().double()) as handle,
+        pytest.raises(ValueError, match="its weights are"),
+    ):
+        document_of(handle)
+
+
+# LMCache: a process that only loads. Nothing has put our attention before the model's there.
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("disk", [False, True])
+def test_a_document_that_was_loaded_is_read(
+    disk: bool, tokens: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = changed_models.build(), QUESTION[:, : 200 + tokens]
+    options = {"disk": tmp_path / "tier"} if disk else {}
+    with enabled(model, **options) as handle:
+        document = document_of(handle)
+        document.save(tmp_path / "document")
+        expected = ask(model, document, ids)
+    original = modeling_llama.ALL_ATTENTION_FUNCTIONS
+    monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", getattr(original, "original", original))
+    model = changed_models.build()
+    with enabled(model, **options) as handle:
+        found = document_of(handle) if disk else CompressedDocument.load(handle, tmp_path / "document")
+        for one, other in zip(ask(model, found, ids).logits, expected.logits, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
+
+
+# vLLM: a batch for which the pool has blocks for some rows only.
+@pytest.mark.parametrize(("rows", "blocks"), [(1, 2), (2, 3), (4, 8)])
+def test_a_batch_that_the_pool_has_no_blocks_for(rows: int, blocks: int) -> None:
+    model = changed_models.build()
+    ids = torch.cat([CONTEXT.expand(rows, -1), torch.cat([prompt(40, seed) for seed in range(rows)])], 1)
+    with enabled(model) as handle:
+        expected = ask(model, document_of(handle), ids).sequences
+    with huggingface.enable_prefix_caching(model, num_blocks=blocks) as handle, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.equal(ask(model, document_of(handle), ids).sequences, expected)
+        assert handle.stats().held_blocks == 0
+
+
+# transformers: Qwen-VL keeps `rope_deltas` of the latest call.
+def test_positions_that_an_earlier_call_has_left() -> None:
+    model = next(case for case in CASES if case.name == "qwen2.5-vl").build()
+    with enabled(model) as handle:
+        document = handle.compress(CONTEXT, budget=0.3)
+        expected = ask(model, document)
+        handle.reset()
+        model.model.rope_deltas = torch.tensor([[31]])
+        document = handle.compress(CONTEXT, budget=0.3)
+        model.model.rope_deltas = torch.tensor([[57]])
+        for one, other in zip(ask(model, document).logits, expected.logits, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
+
+
+# LMCache: one tenant's cache answers another.
+def test_a_document_of_another_salt_is_refused(tmp_path: Any) -> None:
+    model = changed_models.build()
+    with enabled(model) as handle:
+        with handle.salt("mine"):
+            document = document_of(handle)
+            document.save(tmp_path / "document")
+            ask(model, document)
+        for salt in (None, "theirs"):
+            with handle.salt(salt) if salt else contextlib.nullcontext():
+                with pytest.raises(ValueError, match="document: got a document of another salt"):
+                    ask(model, document)
+                with pytest.raises(ValueError, match="path: got a document of another salt"):
+                    CompressedDocument.load(handle, tmp_path / "document")
+
+
+# transformers: right padding without a mask is left out.
+def test_questions_padded_on_the_right_are_refused() -> None:
+    model = changed_models.build()
+    ids = torch.cat([QUESTION, torch.cat([QUESTION[:, :205], torch.zeros(1, 4, dtype=torch.long)], 1)])
+    with enabled(model) as handle, pytest.raises(UnsupportedError, match="attention_mask: got padded rows"):
+        ask(model, document_of(handle), ids)
+
+
+# kvpress, vLLM: a document of a handle that is gone.
+def test_a_document_of_a_handle_that_serves_no_more_is_refused() -> None:
+    model = changed_models.build()
+    handle = enabled(model)
+    document = document_of(handle)
+    with document:
+        handle.disable()
+        with pytest.raises(ValueError, match="document: cannot be read, caching is disabled"):
+            model.generate(QUESTION)
+        with enabled(model), pytest.raises(ValueError, match="document: its handle was disabled"):
+            model.generate(QUESTION)
+    assert "generate" not in vars(model)
+    with pytest.raises(ValueError, match="caching that is enabled"):
+        document.__enter__()
+    with enabled(model), pytest.raises(ValueError, match="caching that is enabled"):
+        document.__enter__()
+
+
+# transformers: TextIteratorStreamer's recipe runs generate in a thread; servers run it in pools, and in tasks.
+def test_threads_pools_and_tasks_read_the_document_that_they_were_started_in() -> None:
+    model = changed_models.build()
+    with enabled(model) as handle:
+        document = document_of(handle, 0.1)
+        expected, exact = ask(model, document).sequences, plain(model, input_ids=QUESTION, **ASKED).sequences
+        assert not torch.equal(expected, exact)
+        found: list[torch.Tensor] = []
+
+        def generate() -> torch.Tensor:
+            found.append(model.generate(QUESTION, **ASKED).sequences)
+            return found[-1]
+
+        with ThreadPoolExecutor(1) as pool:
+            with document:
+                thread = threading.Thread(target=generate)
+                thread.start()
+                future = pool.submit(generate)
+            thread.join()
+            assert torch.equal(future.result(), expected)
+            assert torch.equal(pool.submit(generate).result(), exact)
+
+        async def serve() -> None:
+            async def task() -> torch.Tensor:
+                return generate()
+
+            with document:
+                assert torch.equal(await asyncio.to_thread(generate), expected)
+                later = asyncio.create_task(task())
+            assert torch.equal(await later, expected)
+
+        asyncio.run(serve())
+        assert torch.equal(found[0], expected)
+        assert torch.equal(generate(), exact)
+
+
+# asyncio: an async generator runs in the context of whoever asks it for its next item.
+def test_a_document_that_another_task_has_entered() -> None:
+    model = changed_models.build()
+    with enabled(model) as handle:
+        document = document_of(handle)
+
+        async def stream() -> AsyncIterator[Any]:
+            with document:
+                yield None
+                yield model.generate(QUESTION, max_new_tokens=2)
+
+        async def serve() -> None:
+            items = stream()
+            await asyncio.create_task(items.__anext__())
+            with pytest.raises(ValueError, match="document: was entered in another asyncio task"):
+                await asyncio.create_task(items.__anext__())
+            items = stream()
+            await asyncio.create_task(items.__anext__())
+            with pytest.raises(KeyError, match="the caller's own"):
+                await asyncio.create_task(items.athrow(KeyError("the caller's own")))
+
+        asyncio.run(serve())
+        assert torch.equal(
+            model.generate(QUESTION, **ASKED).sequences, plain(model, input_ids=QUESTION, **ASKED).sequences
+        )
+
+
+class Shortening:
+    """A press that shortens layers, and counts the memory that they hold."""
+
+    most = 0
+
+    @contextlib.contextmanager
+    def __call__(self, model: Any) -> Iterator[None]:
+        def shorten(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            cache = next(kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None)
+            held = [
+                side.untyped_storage().nbytes()
+                for x in cache.layers
+                if x.keys is not None
+                for side in (x.keys, x.values)
+            ]
+            self.most = max(self.most, sum(held))
+            layer = cache.layers[module.layer_idx]
+            layer.keys, layer.values = layer.keys[:, :, 150:], layer.values[:, :, 150:]
+
+        hooks = [x.self_attn.register_forward_hook(shorten, with_kwargs=True) for x in model.model.layers]
+        yield
+        for hook in hooks:
+            hook.remove()
+
+
+# kvpress: memory that a press gives back is held by views.
+def test_peak_memory_of_a_press_counts_what_is_held() -> None:
+    model, press = changed_models.build(num_hidden_layers=4), Shortening()
+    with enabled(model) as handle:
+        document = handle.compress(CONTEXT, press)
+        layer = 2 * CONTEXT.shape[1] * 2 * 16 * 4
+        assert press.most == layer  # no layer holds the memory of what it gave back
+        assert layer <= document.peak_nbytes < 2.5 * layer
+        assert document.kept_tokens == [None] * 4
+
+
+# PyTorch, vLLM: memory that `close` promises to free.
+def test_closing_a_document_frees_it_at_once() -> None:
+    with enabled(changed_models.build()) as handle:
+        document, twin = document_of(handle), document_of(handle)
+        kept = weakref.ref(document.content.layers[0].keys)
+        document.close()
+        assert repr(document) == "<CompressedDocument, closed>"
+        assert kept() is not None
+        twin.close()
+        assert kept() is None
+
+
+PRESS = """
+import contextlib, dataclasses
+FIRST = {first}
+def shorten(layer): layer.keys, layer.values = layer.keys[:, :, FIRST:], layer.values[:, :, {second}:]
+@dataclasses.dataclass
+class Press:
+    ratio: float = 0.5
+    @contextlib.contextmanager
+    def __call__(self, model): yield shorten
+"""
+
+
+# Jupyter: a cell that defines a press is run again.
+def test_a_press_whose_code_changed_is_another_press() -> None:
+    def key(first: int, second: int) -> str | None:
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec(PRESS.format(first=first, second=second), names)
+        return press_key(names["Press"](), 0.5)
+
+    assert key(1, 1) == key(1, 1) is not None
+    assert len({key(1, 1), key(2, 1), key(1, 2)}) == 3
+
+
+# kvpress: a budget smaller than SnapKV's window.
+@pytest.mark.parametrize(("tokens", "budget"), [(60, 0.5), (200, 0.15), (200, 0.02)])
+def test_snapkv_chooses_by_votes_whatever_the_budget(tokens: int, budget: float) -> None:
+    model = changed_models.build()
+    with enabled(model) as handle:
+        document = handle.compress(CONTEXT[:, :tokens], budget=budget)
+    share = round(tokens * budget)
+    for heads in document.kept_tokens:
+        assert heads is not None
+        assert sum(len(head) for head in heads) == share * len(heads)
+        voted = [int((head < tokens - 32).sum()) for head in heads]
+        assert sum(voted) >= share * len(heads) // 3
+
+
+# transformers: BatchEncoding has no shape.
+def test_what_a_tokenizer_gives_can_be_compressed() -> None:
+    ids = CONTEXT[:, :60]
+    with enabled(changed_models.build()) as handle:
+        document = handle.compress(ids)
+        for given in (
+            {"input_ids": ids},
+            transformers.BatchEncoding({"input_ids": ids, "attention_mask": ids * 0 + 1}),
+        ):
+            assert handle.compress(given).content is document.content
+        for wrong in ("a text", ids.bool(), {"input_ids": ids, "attention_mask": ids * 0}, {"pixel_values": ids}, None):
+            with pytest.raises(ValueError, match="context_ids: got"):
+                handle.compress(wrong)
+
+
+# PyTorch: models that a press cannot follow, or whose calls cannot.
+def test_images_and_compiled_models_are_refused_over_a_document() -> None:
+    case = next(case for case in CASES if case.name == "gemma3")
+    model = case.build()
+    with enabled(model) as handle:
+        document = handle.compress(CONTEXT[0] % 90 + 10)
+        call = case.call([document.content.tokens.tolist(), 1, text(5, 1)])
+        with document, pytest.raises(ValueError, match="images"):
+            model.generate(**call, max_new_tokens=2)
+    model = changed_models.build()
+    with enabled(model) as handle:
+        model.compile()
+        with pytest.raises(ValueError, match=r"torch\.compile"):
+            document_of(handle)
+
+
+def test_a_model_that_changes_values_behind_its_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = transformers.Cache.update
+
+    def doubled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        keys, values = update(self, *args, **kwargs)
+        return keys, values * 2
+
+    model = changed_models.build()
+    with enabled(model) as handle:
+        monkeypatch.setattr(transformers.Cache, "update", doubled)
+        with pytest.raises(ValueError, match="attends to values other than those it has cached"):
+            document_of(handle)
+
+
+# vLLM, batch invariance: the bits of an answer depend on what is cached, and on the other rows.
+def test_questions_over_a_document_are_deterministic() -> None:
+    model = changed_models.build()
+    rows = torch.cat([torch.cat([CONTEXT, prompt(70, seed)], 1) for seed in (4, 5)])
+    with enabled(model, deterministic=True, chunk=32) as handle:
+        document = document_of(handle, 0.5)
+        cold, warm, both = ask(model, document, rows[:1]), ask(model, document, rows[:1]), ask(model, document, rows)
+        twice = ask(model, document, rows, num_return_sequences=2, do_sample=True, top_k=1)
+        for other, row in ((warm, 0), (both, 0), (twice, 0), (twice, 1)):
+            assert all(torch.equal(a[0], b[row]) for a, b in zip(cold.logits, other.logits, strict=True))
+        assert handle.stats().document_calls == 4
+
+
+# PyTorch 2.9: newer settings of precision make the older getter raise.
+@pytest.mark.parametrize("place", ["mkldnn.matmul", "cuda.matmul", "cudnn.conv", ""])
+def test_newer_settings_of_precision(place: str) -> None:
+    backend = operator.attrgetter(place)(torch.backends) if place else torch.backends
+    before, model = backend.fp32_precision, changed_models.build()
+    with enabled(model, deterministic=True, chunk=32) as handle:
+        model.generate(prompt(70), max_new_tokens=2)
+        try:
+            backend.fp32_precision = "tf32"
+            model.generate(prompt(70), max_new_tokens=2)
+            assert handle.last_requests[0].cached_tokens == 0  # of another precision
+        finally:
+            backend.fp32_precision = before
+        assert handle.stats().calls_handed_back == {}
+
+
+# PyTorch: the bits of a matrix product depend on addresses.
+@pytest.mark.parametrize("head_dim", [6, 10, 50])
+def test_warm_bits_are_cold_bits_whatever_the_head_dim(head_dim: int) -> None:
+    model = changed_models.build(head_dim=head_dim)
+    with enabled(model, deterministic=True, chunk=32) as handle:
+        for length in (40, 77, 150):
+            ids = torch.cat([prompt(200)[:, :length], prompt(11, length)], 1)
+            handle.reset()
+            cold = model.generate(ids, **ASKED)
+            handle.reset()
+            model.generate(prompt(200), max_new_tokens=1)
+            warm = model.generate(ids, **ASKED)
+            assert handle.last_requests[0].cached_tokens > 0
+            assert all(map(torch.equal, cold.logits, warm.logits))
+
+
+# The wishes of those reports: where a context differs, which tokens were kept.
+def test_an_error_says_where_a_context_differs() -> None:
+    model = changed_models.build()
+    ids = torch.cat([QUESTION, QUESTION])
+    ids[1, 17] += 1
+    there, got = int(QUESTION[0, 17]), int(ids[1, 17])
+    with enabled(model) as handle:
+        document = handle.compress(CONTEXT, "streaming", budget=0.05)
+        assert [head.tolist() for head in document.kept_tokens[0] or ()] == [[0, 1, 2, 3, *range(194, 200)]] * 2
+        with pytest.raises(ValueError, match=f"row 1 differs at token 17: got {got}, which is {there} in the document"):
+            ask(model, document, ids)

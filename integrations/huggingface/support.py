@@ -324,11 +324,10 @@ def _rope_parameters(config: Any) -> Iterator[dict[str, Any]]:
 
 def float32_precision() -> tuple[str, ...]:
     """Return the precisions that torch may compute float32 in, whichever of its two interfaces has set them."""
-    backends = torch.backends
-    places = (backends, backends.mkldnn, backends.mkldnn.matmul, backends.mkldnn.conv, backends.cuda.matmul)
-    return tuple(
-        str(getattr(place, "fp32_precision", None)) for place in (*places, backends.cudnn, backends.cudnn.conv)
-    )
+    backends: Any = torch.backends
+    places = [backends, backends.mkldnn, backends.mkldnn.matmul, backends.mkldnn.conv]
+    places += [backends.cuda.matmul, backends.cudnn, backends.cudnn.conv]
+    return tuple(str(getattr(place, "fp32_precision", None)) for place in places)
 
 
 def modeling_globals(model: torch.nn.Module) -> list[dict[str, Any]]:
