@@ -41,7 +41,7 @@ class CompressedDocument:
         >>> context = torch.arange(1, 61)[None]  # [1, 60]
         >>> document = handle.compress(context, press="streaming", budget=0.1)
         >>> document
-        <CompressedDocument of 60 tokens, 10% of them kept, 12,428 bytes>
+        <CompressedDocument of 60 tokens, 10% of them kept, 8,848 bytes>
         >>> document.kept[0], document.kept_tokens[0][0]  # of layer 0: 4 heads, and the tokens of the first
         ([6, 6, 6, 6], tensor([ 0,  1,  2,  3, 58, 59]))
         >>> prompt = torch.cat([context, torch.tensor([[7, 8, 9]])], 1)

@@ -324,7 +324,9 @@ def read(model: Any, tokens: torch.Tensor, press: Any, budget: float, key: bytes
     if _turns_keys(press):
         refuse_if(len(full) < len(cache.layers), "a press that turns keys to new places, beside layers with windows")
         position = int(kept[full[0]].kept[0])  # type: ignore[union-attr]
-    return Content(dict(sorted(kept.items())), tokens, position, peak.nbytes, key)
+    layers = dict(sorted(kept.items()))
+    kept.clear()  # the cache's layers refer to each other through it, and would hold it until garbage is collected
+    return Content(layers, tokens, position, peak.nbytes, key)
 
 
 def _inputs(model: Any, tokens: torch.Tensor, cache: DynamicCache) -> dict[str, Any]:
