@@ -52,13 +52,22 @@ def make_changed(monkeypatch: pytest.MonkeyPatch, name: seam.Name) -> None:
     original = seam.find(name.path)
     signature = inspect.signature(original)
     assert name.parameters
+    variadic = {
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.VAR_KEYWORD,
+    }  # what has both is a wrapper for `seam`
+    wraps = variadic <= {p.kind for p in signature.parameters.values()}
     parameters = [
-        p.replace(name=f"{p.name}_now") if p.name == name.parameters[-1] else p for p in signature.parameters.values()
+        p.replace(name=f"{p.name}_now") if p.name == name.parameters[-1] else p
+        for p in signature.parameters.values()
+        if not (wraps and p.kind in variadic)
     ]
 
     def changed(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
+    if inspect.isclass(original):
+        changed = type(original.__name__, (original,), {})
     changed.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     holder, _, member = name.path.replace(":", ".").rpartition(".")
     module = name.path.partition(":")[0]
