@@ -12,7 +12,43 @@ pytest.importorskip("transformers")
 
 from generate_cases import LLAMA
 
+from pc.integrations.huggingface import api
 from pc.integrations.huggingface.contiguous import store
+from pc.integrations.plugin import release_of
+
+BATCHING = "continuous batching"
+NEEDS = {
+    "batching/": BATCHING,
+    "test_batching_is_refused": BATCHING,
+    "test_each_name_of_continuous_batching": BATCHING,
+    "[sparse attention": api.SPARSE,
+    "test_scan.py": api.STATES,
+    "test_states.py": api.STATES,
+    "qwen3-next": api.STATES,
+    "lfm2": api.STATES,
+    "jamba": api.STATES,
+    "mamba": api.STATES,
+    "test_images.py": api.IMAGES,
+    "image": api.IMAGES,
+    "assisted": api.ASSISTED,
+    "prompt lookup": api.ASSISTED,
+    "test_prompts_are_computed_in_the_chunks": api.CHUNKS,
+    "test_chunked_prefill": api.CHUNKS,
+    "test_latent_rows": api.SPARSE,  # of the versions that keep latent rows as they are
+}
+"""By a part of a test's name, the feature without which it cannot pass."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out tests of features that the installed transformers is too old for, as calls do."""
+    framework = api.look()
+    disabled = {*framework.disabled}
+    if release_of(framework.version, 2) < api.OLDEST_BATCHING:
+        disabled.add(BATCHING)
+    for item in items if disabled else ():
+        needed = [feature for part, feature in NEEDS.items() if part in item.nodeid and feature in disabled]
+        if "integrations/huggingface" in item.nodeid and needed:
+            item.add_marker(pytest.mark.skip(reason=f"transformers {framework.version} has no {needed[0]}"))
 
 
 @pytest.fixture

@@ -162,7 +162,6 @@ BATCHING = [
 
 
 @pytest.mark.quick
-@pytest.mark.skipif(api.look().version < "5.19", reason="continuous batching needs 5.19")
 @pytest.mark.parametrize(("name", "way"), BATCHING)
 def test_each_name_of_continuous_batching(monkeypatch: pytest.MonkeyPatch, name: seam.Name, way: str) -> None:
     model = LLAMA.build()
