@@ -45,10 +45,12 @@ at other addresses, and a row's bits must not depend on what was cached.
 """
 
 
-def aligned(columns: int, first: int) -> tuple[int, slice]:
-    """Return how many columns to allocate for `columns` from the number `first` on, and which of them these are."""
+def aligned(empty: Callable[[int], torch.Tensor], columns: int, first: int) -> torch.Tensor:
+    """Return a buffer for `columns` columns from the number `first` on; `empty` allocates a number of columns."""
     before = first % ALIGNED
-    return -(-(before + columns) // ALIGNED) * ALIGNED, slice(before, before + columns)
+    whole = empty(-(-(before + columns) // ALIGNED) * ALIGNED)
+    # `.data`: a view would keep the whole tensor alive, as one more holder of its memory.
+    return whole[:, :, before : before + columns].data
 
 
 def _is_shared(buffer: torch.Tensor) -> bool:
@@ -79,8 +81,11 @@ class _Growing:
         if own_buffer and length < own.get(f"_{name}_written", 0) and _is_shared(buffer):
             own_buffer = False  # tokens that were taken back are still seen by whoever kept `keys`
         if not own_buffer or batch != buffer.shape[0] or end > buffer.shape[2]:
-            columns, own_ones = aligned(end + max(self.room, end // 2 if length else 0), own.get("first", 0))
-            buffer = new.new_empty((batch, heads, columns, width))[:, :, own_ones]
+            buffer = aligned(
+                lambda columns: new.new_empty((batch, heads, columns, width)),
+                end + max(self.room, end // 2 if length else 0),
+                own.get("first", 0),
+            )
             if length:
                 buffer.narrow(2, 0, length).copy_(there)
             own[f"_{name}_buffer"], own[f"_{name}_written"] = buffer, length

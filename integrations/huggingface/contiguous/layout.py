@@ -94,8 +94,7 @@ def _buffers(
     specs: tuple[TokenSpec, TokenSpec], rows: int, columns: int, first: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return buffers for keys and values of `columns` columns from the number `first` on."""
-    allocated, own = aligned(columns, first)
-    keys, values = (spec.empty(rows, allocated)[:, :, own] for spec in specs)
+    keys, values = (aligned(lambda number, spec=spec: spec.empty(rows, number), columns, first) for spec in specs)  # type: ignore[misc]
     return keys, values
 
 

@@ -38,7 +38,7 @@ BEFORE = {
     "checks": (serving, "check_loop"),
     "rope": (serving, "rope_keys"),
     "identity": (Identity, "changed"),
-    "engine": (contiguous_serve.Contiguous, "_check"),
+    "engine": (contiguous_serve.Contiguous, "check"),
     "prompts": (batch, "prompts_of"),
     "requests": (requests.PromptRequests, "admit"),
     "look": (blocks.RequestBlocks, "look"),
