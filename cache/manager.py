@@ -525,8 +525,10 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             tokens = request.tokens + request.pending if request.pending else request.tokens
             return split_digests(hasher.hash_blocks(tokens, request.keys))
 
-    def explain(self, token_ids: TokenIds, extra_keys: ExtraKeys = None, salt: Key = None) -> Explanation:
-        """Says how far a prompt is cached, why no further, and what other kinds of reuse would save; changes nothing.
+    def explain(
+        self, token_ids: TokenIds, extra_keys: ExtraKeys = None, salt: Key = None, below: Any = None
+    ) -> Explanation:
+        """Say how far a prompt is cached, why no further, and what other kinds of reuse would save; changes nothing.
 
         It takes time in proportion to what is remembered: the latest text, of as many tokens as the pool would hold in
         blocks of 16, and the latest evictions. Text of another salt is never shown.
@@ -535,6 +537,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             token_ids: The prompt, as for `allocate`.
             extra_keys: Its keys, as for `allocate`.
             salt: Its salt.
+            below: Returns whether a lower tier has the block of a hash; blocks that it has count as cached.
 
         Raises:
             ValueError: A token id out of range.
@@ -548,8 +551,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         """
         from .observe import explain
 
-        tokens, keys = encode_tokens(token_ids), encode_keys(extra_keys, salt)
-        return self._run(explain.explain, tokens, keys)
+        return self._run(explain.explain, encode_tokens(token_ids), encode_keys(extra_keys, salt), below)
 
     def stats(self) -> CacheStats:
         """Counters since the manager was made or reset.

@@ -928,3 +928,29 @@ def test_an_error_says_where_a_context_differs() -> None:
         assert [head.tolist() for head in document.kept_tokens[0] or ()] == [[0, 1, 2, 3, *range(194, 200)]] * 2
         with pytest.raises(ValueError, match=f"row 1 differs at token 17: got {got}, which is {there} in the document"):
             ask(model, document, ids)
+
+
+# vLLM, SGLang: an explanation says what the next call reads, with fixed chunks and with lower tiers.
+@pytest.mark.parametrize("lengths", [(128, 128), (100, 128), (200, 201), (70, 64), (33, 200), (64, 31)])
+def test_explanations_count_whole_chunks(lengths: tuple[int, int]) -> None:
+    model, (stored, asked) = changed_models.build(), lengths
+    with enabled(model, deterministic=True, chunk=32) as handle:
+        model.generate(prompt(200)[:, :stored], max_new_tokens=2)
+        ids = torch.cat([prompt(200), prompt(9, 1)], 1)[:, :asked]
+        found = handle.explain(ids)
+        model.generate(ids, max_new_tokens=2)
+        assert found.matched == handle.last_requests[0].cached_tokens
+        assert (found.reason is None) == (found.matched == (asked - 1) // 32 * 32)
+
+
+@pytest.mark.parametrize("options", [{"host_blocks": 30}, {"disk": True}, {"host_blocks": 3}], ids=str)
+def test_explanations_count_what_lower_tiers_have(options: dict[str, Any], tmp_path: Any) -> None:
+    model, options = changed_models.build(), options | ({"disk": tmp_path} if "disk" in options else {})
+    with huggingface.enable_prefix_caching(model, num_blocks=12, **options) as handle:
+        for seed in (0, 1, 2):
+            model.generate(prompt(150, seed), max_new_tokens=2)
+        for ids in (prompt(150), torch.cat([prompt(150)[:, :100], prompt(40, 8)], 1), prompt(150, 1)[:, :97]):
+            found = handle.explain(ids)
+            model.generate(ids, max_new_tokens=2)
+            assert found.matched == handle.last_requests[0].cached_tokens
+        assert handle.explain(prompt(150, 9)).reason == "never"

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 from array import array
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -154,7 +155,9 @@ class Known(NamedTuple):
     """Of a running one."""
 
 
-def explain(state: ManagerState, tokens: array[int], keys: EncodedKeys) -> Explanation:
+def explain(
+    state: ManagerState, tokens: array[int], keys: EncodedKeys, below: Callable[[bytes], bool] | None = None
+) -> Explanation:
     """See `CacheManager.explain`."""
     hasher = copy.copy(state.hasher)
     hasher.begin = feed_all  # what is explained leaves nothing among the manager's hashes
@@ -163,7 +166,13 @@ def explain(state: ManagerState, tokens: array[int], keys: EncodedKeys) -> Expla
     digests = chain.extend(tokens, count // size)
     hit, over_gaps = (find_in_groups(state.groups, state.pools, digests, count, count, gaps) for gaps in (False, True))
     gap_tokens = sum(end - start for start, end in over_gaps.cached) - hit.position
-    hit = state.extended(Request(tokens, chain, digests, keys, 0, None), hit)
+    blocks = hit.blocks
+    if below is not None and not gap_tokens:
+        blocks += sum(takewhile(bool, map(below, split_digests(digests)[blocks:])))
+    if blocks > hit.blocks:
+        hit = hit._replace(blocks=blocks, position=min(blocks * size, max(count - 1, 0)))
+    else:
+        hit = state.extended(Request(tokens, chain, digests, keys, 0, None), hit)
     prompt = Known(_as_array(tokens), keys, digests, 0)
     if hit.position >= count - 1:
         return Explanation(count, hit.position, None, hit.position)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -170,13 +172,27 @@ class Contiguous:
         return result, _tell(rows.prompts, calls)
 
     def explain(self, loop: Loop) -> list[Explanation]:
-        """Why each prompt of a loop is not cached further; UnsupportedError: it would not be served."""
+        """Return why each prompt of a loop is not cached further; UnsupportedError: it would not be served."""
         self.check(loop)
         manager, images = self.store.manager, self._images(loop)
         if self._options.chunk is not None:
             loop.keys = (*loop.keys, *conditions(loop.model))
         prompts = prompts_of(loop.input_ids, loop.mask, images, loop.adapters)
-        return [manager.explain(p.tokens, extra_keys(self.store, loop.keys, p), loop.salt) for p in prompts]
+        evicted = self.store.evicted if self.store.storage.simple else None
+        below = None if evicted is None else partial(evicted.has, manager, 0)
+        found = [manager.explain(p.tokens, extra_keys(self.store, loop.keys, p), loop.salt, below) for p in prompts]
+        return [self._in_chunks(explanation) for explanation in found]
+
+    def _in_chunks(self, found: Explanation) -> Explanation:
+        """Return an explanation of what a call reads: whole chunks with deterministic=True."""
+        chunk = self._options.chunk
+        if chunk is None:
+            return found
+        last = max(found.num_tokens - (1 if self.store.states is None else 2), 0) // chunk * chunk
+        whole = min(found.matched, last) // chunk * chunk
+        if whole == last:  # the rest is computed whatever is cached of it
+            return Explanation(found.num_tokens, whole, None, whole)
+        return replace(found, matched=whole)
 
     def _images(self, loop: Loop) -> RowImages | None:
         """The images of a loop; UnsupportedError: they cannot be gone on with."""
