@@ -141,7 +141,7 @@ class CompressedDocument:
 
     @property
     def content(self) -> Content:
-        """What it keeps; ValueError: it was closed."""
+        """The kept keys and values; ValueError: the document was closed."""
         if self._content is None:
             raise ValueError("document: it was closed")
         return self._content

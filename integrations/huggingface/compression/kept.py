@@ -1,6 +1,6 @@
-"""What is kept of a compressed document: each KV head of a layer is a sequence of its own, over blocks of one head.
+"""The kept part of a compressed document: each KV head of a layer is a sequence of its own, over blocks of one head.
 
-Heads keep as many tokens as they need, and what they do not keep takes no memory. No request writes here.
+Heads keep as many tokens as they need, and other tokens take no memory. No request writes here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BLOCK = 16
 
 
 class KeptLayer(NamedTuple):
-    """What the heads of one layer keep of a document."""
+    """The tokens of a document that the heads of one layer keep."""
 
     keys: torch.Tensor  # [num_blocks, BLOCK, 1, head_dim]
     values: torch.Tensor  # the same

@@ -1,4 +1,4 @@
-"""The identity of a press: a text that stands for a press, its settings and its code in the key of a document."""
+"""The identity of a press: a text of its name, settings and code, for the key of a document."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The calls that read a compressed document: their questions, in blocks of the prefix cache, and their loops.
 
-A question is admitted as any prompt is. Its keys and values hold for one document alone: the document's identity is an
-extra key of its blocks, the first token behind the document is their first, and no prompt without that key finds them.
+A question is admitted as any prompt is. Its keys and values hold for one document alone, so the document's
+identity is an extra key of its blocks. Their first token is the first one behind the document. No prompt without that
+key finds them.
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ class QuestionBatch(Batch):
             prompt.blocks.full = error
 
     def _leave_out(self, prompt: Prompt) -> None:
-        """Let a prompt be computed whole, and nothing of it be kept."""
+        """Compute a whole prompt, and keep none of it."""
         prompt.blocks, prompt.reused = self.requests.blocks(prompt), Reused()
         prompt.blocks.closed = True
 

@@ -1,7 +1,7 @@
 """Documents of one handle: compressed once, kept in a bound of bytes, and read by the calls that enter them.
 
 A press by name chooses where attention is computed, so nothing of the model is touched. An object of kvpress puts hooks
-on modules. It gets a twin of the model that shares every tensor and nothing else, so its hooks and the attributes that
+on modules. It gets a twin of the model that shares every tensor and nothing else. So its hooks and the attributes that
 it sets reach no other call. The press leaves a shortened layer, or `masked_key_indices`.
 """
 

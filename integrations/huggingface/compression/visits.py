@@ -77,7 +77,7 @@ def visited() -> list[Visit]:
 
 
 def carry() -> None:
-    """Let threads and pools of threads take over the documents of whoever starts or submits, from now on.
+    """Let threads and pools of threads take over the documents of the thread that starts them or submits to them.
 
     `Thread(target=model.generate)` within `with document:` is how text is streamed. Python does the same for all
     context variables from version 3.14 on, where `thread_inherit_context` is set.
