@@ -32,7 +32,10 @@ from .layers import Questions
 LOOPS = (*BY_TOKEN, "beam_search", "beam_sample", "assisted_generation")
 _OVER = "over a compressed document"
 _NOWHERE: Any = SimpleNamespace(
-    manager=None, states=None, storage=SimpleNamespace(chunk=None, specs=True, block_size=1), block_size=1
+    manager=None,
+    states=None,
+    storage=SimpleNamespace(chunk=None, specs=True, block_size=1, evicts=False),
+    block_size=1,
 )
 """In place of a store, for calls of which nothing is kept."""
 

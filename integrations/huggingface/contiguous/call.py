@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..api import ModelInLoop
+from ..support import BY_TOKEN
 from .batch import Batch
 from .layers import States, columns, from_states, num_tokens, release, take_states
 from .prompts import Prompt, Reused
@@ -85,9 +86,12 @@ class Call:
         return len(prompt.tokens) > 0 and prompt.pad + len(prompt.tokens) == self.batch.length
 
     def keep_so_far(self, sequences: torch.Tensor) -> None:
-        """Keeps the answers in `sequences [batch, length]` so far, so that layers with windows need not hold them."""
+        """Keep the answers in `sequences [batch, length]` so far, so that layers with windows need not hold them.
+
+        In assisted decoding `sequences` ends in drafts that may be rejected, so answers are kept at the end alone.
+        """
         enough = self._computed - self._kept >= self.batch.room
-        if enough and self._published and self.loop.by_row and self.store.storage.chunk is not None:
+        if enough and self._published and self.loop.mode in BY_TOKEN and self.store.storage.chunk is not None:
             self._kept = self._computed
             self.keep_answers(sequences, last=False)
 

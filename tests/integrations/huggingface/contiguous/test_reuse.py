@@ -123,6 +123,17 @@ def test_there_is_room_for_a_question_behind_a_document() -> None:
         assert buffer(torch.cat([prompt(256), prompt(32, 2)], 1)) == first
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+def test_drafts_that_are_rejected_are_not_taken_for_an_evicting_hook(name: str) -> None:
+    model, repeated = BY_NAME[name].build(), prompt(12).repeat(1, 8)
+    with enable_prefix_caching(model, num_blocks=256) as handle:
+        for _ in range(2):  # answers longer than the room behind a prompt, of which some are kept before the end
+            assert_same(model, input_ids=repeated, prompt_lookup_num_tokens=4, max_new_tokens=150)
+            assert len(handle.last_requests) == 1
+        assert handle.last_requests[0].cached_tokens == 95
+
+
 def test_the_first_tokens_of_a_block_are_read() -> None:
     model = BY_NAME["llama"].build()
     with enable_prefix_caching(model, num_blocks=64, host_blocks=64) as handle:
