@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
-import pc
-from pc.triton_ops._attention import choose, launch
+from pc.triton_ops._attention import choose
 from pc.triton_ops._attention.constants import Architecture
-from pc.triton_ops._attention.launch import choose_operator
 from pc.triton_ops._copy import launch as rows
 from pc.triton_ops._dispatch import forget_choices
 from pc.triton_ops._triton import HAS_TRITON, INTERPRET
-
-write = importlib.import_module("pc.triton_ops.reshape_and_cache")
 
 needs_compiler = pytest.mark.skipif(
     INTERPRET or not HAS_TRITON or torch.version.hip is not None, reason="compiles for CUDA, so not in the interpreter"
@@ -71,7 +66,10 @@ def launches(monkeypatch):
     forget_choices()
 
 
-attend = launch._cached_op(pc.paged_attention, choose_operator, True)
+def on_device(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator's kernel for device tensors, as the dispatcher does, on CPU tensors."""
+    cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    return getattr(torch.ops.pc, name).default.redispatch(cuda, *args, **kwargs)
 
 
 def _attention_call(misaligned: bool = False, num_seqs: int = 2, head_dim: int = 64) -> dict[str, Any]:
@@ -103,7 +101,7 @@ def _same(one, other) -> bool:
 def test_second_launch_is_that_of_triton(launches):
     """The plan's two kernels, the attention kernel and the merge: first by triton, then without it."""
     for call in (_attention_call(), _attention_call()):
-        attend(**call)
+        on_device("paged_attention_with_lse", **call)
     first, second = launches[:4], launches[4:]
     assert len(second) == 4
     for (grid, kernel, arguments), (again, same_kernel, others) in zip(first, second, strict=True):
@@ -119,7 +117,7 @@ def test_second_launch_is_that_of_triton(launches):
 @pytest.mark.slow
 def test_addresses_that_are_not_aligned_get_another_kernel(launches):
     for misaligned in (False, True, False, True):
-        attend(**_attention_call(misaligned))
+        on_device("paged_attention_with_lse", **_attention_call(misaligned))
     kernels = [kernel for _, kernel, _ in launches[2::4]]
     assert kernels[0] is kernels[2]
     assert kernels[1] is kernels[3]
@@ -133,7 +131,7 @@ def test_cache_write_reuses_its_kernel_for_the_same_metadata_only(launches):
     slots = torch.arange(3)
     for new in (key, key.clone(), key.bfloat16()):
         caches = cache.to(new.dtype), cache.to(new.dtype).clone()
-        write._launch_reshape_and_cache(new, new, *caches, slots)
+        on_device("reshape_and_cache", new, new, *caches, slots)
         assert launches[-1][2][2] is caches[0]
     kernels = [kernel for _, kernel, _ in launches]
     assert kernels[0] is kernels[1]
@@ -170,7 +168,7 @@ def test_a_profiler_hears_of_every_launch(launches):
 
     def enter_hooks():
         key, cache = torch.zeros(3, 2, 64), torch.zeros(4, 16, 2, 64)
-        write._launch_reshape_and_cache(key, key.clone(), cache, cache.clone(), torch.arange(3))
+        on_device("reshape_and_cache", key, key.clone(), cache, cache.clone(), torch.arange(3))
         return list(getattr(_Driver.hooks[-1], "calls", []))
 
     assert enter_hooks() == enter_hooks() == []
