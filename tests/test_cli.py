@@ -188,7 +188,7 @@ def test_misses_of_a_file_of_prompts_are_explained(tmp_path: Path) -> None:
 def test_a_file_without_prompts_is_refused_in_a_line(tmp_path: Path) -> None:
     for text, what in (
         ('{"a": 1}', "line 1 has none of"),
-        ("[1]", "an object a line"),
+        ("[1]", "a JSON object in each line"),
         ('{"token_ids": [-1]}', "line 1"),
     ):
         (tmp_path / "requests.jsonl").write_text(text)

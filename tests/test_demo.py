@@ -146,7 +146,7 @@ def test_images_differ_and_have_one_size() -> None:
 
 def test_gaps_and_images_are_not_shown_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run.run_demo(None, "cpu", None, 4, 16, tmp_path, reuse="gap", image=True) == 2
-    assert "--reuse: got gap together with --image, needs one of them" in capsys.readouterr().out
+    assert "--reuse gap: got it together with --image, needs only one of them" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("short")
@@ -157,7 +157,7 @@ def test_compressed_documents_are_asked(tmp_path: Path, capsys: pytest.CaptureFi
     assert len(held) == 3
     assert held[0] > held[1] > held[2] > 0
     assert _run.run_demo(None, "cpu", None, 4, 16, tmp_path, reuse="gap", compress=True) == 2
-    assert "--compress: got it together with another workload, needs none" in capsys.readouterr().out
+    assert "--compress: got it together with --image or --reuse gap, needs neither" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("short")

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 MODULES = ("cache", "flash_attn", "integrations")
-"""What else belongs to the interface; not in `__all__`, so that `from pc import *` hides no `cache` of its caller."""
+"""Public modules. They are not in `__all__`, so that `from pc import *` does not replace a caller's own `cache`."""
 
 
 def _is_command() -> bool:
-    """Return whether this process is `python -m pc`, or the `pc` command of this Python."""
+    """Return whether this process is `python -m pc` or the `pc` command installed beside this Python."""
     if sys.argv[:1] == ["-m"]:
         return sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] == ["pc"]
     program = Path(*sys.argv[:1])
@@ -32,7 +32,7 @@ if TYPE_CHECKING or not _is_command():
     from .triton_ops import *  # noqa: F403
 
     __all__ = ["__version__", *cache.__all__, *triton_ops.__all__]
-else:  # help and completion answer without torch, which takes seconds; a command that needs names gets them here
+else:  # importing torch takes seconds, so help and completion do without; other commands import names on first use
 
     def __getattr__(name: str) -> Any:
         if name in ("triton_ops", *MODULES):

@@ -1,4 +1,4 @@
-"""`python -m pc` and `pc`: one function per command, which parses and leaves the work to a module of its own."""
+"""The command line, `pc` or `python -m pc`: a function for each command parses its options and calls another module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHELLS = ("bash", "zsh", "fish")
 POLICIES = (
     "arc", "belady", "default", "fifo", "hazard", "lfu", "lru", "next_turn", "priority", "s3fifo",
 )  # fmt: skip
-"""What `--policies` offers, without importing them: a test compares it with `pc.cache.policies`."""
+"""Values of `--policies`, listed here so that completion imports no policy. A test compares them with `POLICIES`."""
 
 app = typer.Typer(
     help="Fused attention and prefix caching for PyTorch.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -25,7 +25,7 @@ app = typer.Typer(
 
 
 def _one_of(*values: str) -> Callable[[str], list[str]]:
-    """Completes an option's value."""
+    """Return a function that completes an option's value to one of `values`."""
     return lambda incomplete: [value for value in values if value.startswith(incomplete)]
 
 
@@ -52,33 +52,33 @@ def demo(
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="Default: cuda where there is one, else cpu.", autocompletion=_one_of("cpu", "cuda")),
+        typer.Option(help="Default: cuda if there is a GPU, else cpu.", autocompletion=_one_of("cpu", "cuda")),
     ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Default: float32 on a cpu, bfloat16 on a GPU.",
+            help="Default: float32 on a CPU, bfloat16 on a GPU.",
             autocompletion=_one_of("float32", "bfloat16", "float16"),
         ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 24,
-    block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in each answer.")] = 24,
+    block_size: Annotated[int, typer.Option(help="Number of tokens in a block.")] = 16,
     output: Annotated[Path, typer.Option(help="Folder for the table (CSV) and the plot (PNG).")] = Path("demo_output"),
     reuse: Annotated[
         str,
         typer.Option(
-            help="prefix, or gap: the document's middle is evicted between questions, the rest reused.",
+            help="prefix or gap. With gap, the document's middle is evicted between questions and the rest is reused.",
             autocompletion=_one_of("prefix", "gap"),
         ),
     ] = "prefix",
     image: Annotated[
-        bool, typer.Option("--image", help="Ask a model that reads images about two of them instead.")
+        bool, typer.Option("--image", help="Ask a vision-language model about two images instead.")
     ] = False,
     compress: Annotated[
-        bool, typer.Option("--compress", help="Ask over compressed documents instead: memory and answers by budget.")
+        bool, typer.Option("--compress", help="Compress the document instead; show memory and answers per budget.")
     ] = False,
 ) -> None:
-    """Ask a long document six questions and hold a conversation, with and without the cache."""
+    """Ask a model six questions about a long document and hold a conversation, with and without the cache."""
     from .demo._run import run_demo
 
     raise typer.Exit(run_demo(model, device, dtype, max_new_tokens, block_size, output, reuse, image, compress))
@@ -86,19 +86,19 @@ def demo(
 
 @app.command()
 def bench(
-    ops: Annotated[list[str] | None, typer.Argument(help="Operators, such as paged_attention; none: all.")] = None,
+    ops: Annotated[list[str] | None, typer.Argument(help="Operators, such as paged_attention. Default: all.")] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="cpu or cuda; default: a GPU where there is one.", autocompletion=_one_of("cpu", "cuda")),
+        typer.Option(help="Default: cuda if there is a GPU, else cpu.", autocompletion=_one_of("cpu", "cuda")),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Few cases and little time.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Run fewer cases, for less time each.")] = False,
     case: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
     provider: Annotated[str | None, typer.Option(help="Besides pc, only providers whose name contains this.")] = None,
     output: Annotated[Path, typer.Option(help="Folder for the rows (CSV).")] = Path("bench_output"),
-    threads: Annotated[int, typer.Option(min=1, help="Of PyTorch on a cpu.")] = 1,
-    peers: Annotated[Path | None, typer.Option(help="Folder of other projects' wheels to measure beside pc.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Number of PyTorch's threads on a CPU.")] = 1,
+    peers: Annotated[Path | None, typer.Option(help="Folder with wheels of other projects to compare with.")] = None,
 ) -> None:
-    """Measure operators against their rivals; numbers are checked first. Needs a checkout."""
+    """Time operators beside other implementations. Results are checked first. Needs a checkout of the repository."""
     from .bench import run_bench
 
     raise typer.Exit(run_bench(ops or [], device, quick, case, provider, output, threads, peers))
@@ -106,21 +106,21 @@ def bench(
 
 @app.command()
 def check(
-    quick: Annotated[bool, typer.Option("--quick", help="Only what enable_prefix_caching checks once.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Run only the checks of enable_prefix_caching.")] = False,
     device: Annotated[
         str | None,
-        typer.Option(help="Default: cuda where there is one, else cpu.", autocompletion=_one_of("cpu", "cuda")),
+        typer.Option(help="Default: cuda if there is a GPU, else cpu.", autocompletion=_one_of("cpu", "cuda")),
     ] = None,
 ) -> None:
-    """Check that every kernel gives what PyTorch gives on this device; exit status 1 where one does not."""
+    """Check every kernel on this device against PyTorch. The exit status is 1 if a result is wrong."""
     from .check import run_check
 
     raise typer.Exit(run_check(device, quick))
 
 
 @app.command()
-def info(as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False) -> None:
-    """Print versions, devices, kernels and cache directories: what a bug report needs."""
+def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Print versions, devices, kernels and cache directories, for a bug report."""
     import json
 
     from .info import collect_info, format_info
@@ -131,20 +131,21 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="For machines.")] 
 
 @app.command()
 def warmup(
-    model: Annotated[str, typer.Argument(help="Hub id or folder of a causal language model; its config is read.")],
-    device: Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")] = None,
+    model: Annotated[str, typer.Argument(help="Hub id or folder of a causal language model. Only its config is read.")],
+    device: Annotated[str | None, typer.Option(help="Default: cuda if there is a GPU, else cpu.")] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="Of queries; default: the config's.", autocompletion=_one_of("bfloat16", "float16")),
+        typer.Option(help="Dtype of queries. Default: the config's.", autocompletion=_one_of("bfloat16", "float16")),
     ] = None,
     cache_dtype: Annotated[
-        str | None, typer.Option(help="Of a quantized cache.", autocompletion=_one_of("float8", "int8"))
+        str | None,
+        typer.Option(help="Dtype of the cache, if it is quantized.", autocompletion=_one_of("float8", "int8")),
     ] = None,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = 16,
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="Devices that share the heads.")] = 1,
-    workers: Annotated[int, typer.Option(min=1, help="Processes that compile at once.")] = 4,
+    block_size: Annotated[int, typer.Option(min=1, help="Number of tokens in a block.")] = 16,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Number of devices that share the heads.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Number of processes that compile in parallel.")] = 4,
 ) -> None:
-    """Compile the kernels of a model's layers into Triton's cache, ahead of its first request."""
+    """Compile the kernels of a model's attention layers into Triton's cache, before its first request."""
     from .warm import run_warmup
 
     raise typer.Exit(run_warmup(model, device, dtype, cache_dtype, block_size, tensor_parallel, workers))
@@ -152,32 +153,42 @@ def warmup(
 
 @app.command()
 def replay(
-    trace: Annotated[Path, typer.Argument(help="A .jsonl or .jsonl.gz: hash_ids a line, or sessions with requests.")],
+    trace: Annotated[
+        Path, typer.Argument(help="A .jsonl or .jsonl.gz file. Each line is a request with hash_ids, or a session.")
+    ],
     policies: Annotated[
         str,
         typer.Option(
-            help="Names, separated by commas; belady knows the future, next_turn when each conversation goes on.",
+            help="Names, separated by commas. belady knows the future, next_turn the next turn of each conversation.",
             autocompletion=_one_of(*POLICIES),
         ),
     ] = "lru,default",
     capacity: Annotated[
-        str, typer.Option(help="Shares of the whole trace's unique blocks (1%) or blocks (4096), separated by commas.")
+        str,
+        typer.Option(
+            help="Capacities, separated by commas: a share of the whole trace's unique blocks (1%) or a number of "
+            "blocks (4096)."
+        ),
     ] = "1%,3%,10%,30%",
     part: Annotated[
-        str, typer.Option(help="Requests to replay, as shares of the trace: 50%-100% is its second half.")
+        str, typer.Option(help="Range of requests to replay: 50%-100% is the trace's second half.")
     ] = "0%-100%",
-    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the rows here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw hit rate against capacity here, with lru and belady.")] = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="File to write the results to.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="File for a chart of hit rate against capacity; adds lru and belady.")
+    ] = None,
     hints: Annotated[
         str,
         typer.Option(
-            help="What free(returns=) says, separated by commas: none, oracle (the trace's own future), or a "
-            "noisy bit's area under the ROC curve, such as 0.8."
+            help="Hints passed as free(returns=...), separated by commas: none, oracle (the trace's own future), or "
+            "the area under the ROC curve of a noisy bit, such as 0.8."
         ),
     ] = "none",
-    block_size: Annotated[int | None, typer.Option(help="Tokens a block, where the file does not say.")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Number of tokens in a block, if the file does not say.")
+    ] = None,
 ) -> None:
-    """Replay a request trace through eviction policies: hit rates at several capacities."""
+    """Replay a request trace through eviction policies and print hit rates at several capacities."""
     from .replay import run_replay
 
     run_replay(trace, policies, capacity, part, csv_file, plot, hints, block_size)
@@ -186,18 +197,17 @@ def replay(
 @app.command()
 def explain(
     requests: Annotated[
-        Path, typer.Argument(help="A .jsonl or .jsonl.gz: a line a request, with input, prompt or text, or token_ids.")
+        Path,
+        typer.Argument(help="A .jsonl or .jsonl.gz file. Each line has a prompt: input, prompt, text or token_ids."),
     ],
     tokenizer: Annotated[
-        str | None, typer.Option(help="Hub id or folder; without one, bytes of a text are its tokens.")
+        str | None, typer.Option(help="Hub id or folder of a tokenizer. Default: each byte of a text is a token.")
     ] = None,
-    num_blocks: Annotated[int, typer.Option("--blocks", min=1, help="Of the cache.")] = 4096,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = 16,
-    policy: Annotated[
-        str, typer.Option(help="Which block is evicted first.", autocompletion=_one_of(*POLICIES))
-    ] = "default",
+    num_blocks: Annotated[int, typer.Option("--blocks", min=1, help="Number of blocks in the cache.")] = 4096,
+    block_size: Annotated[int, typer.Option(min=1, help="Number of tokens in a block.")] = 16,
+    policy: Annotated[str, typer.Option(help="Eviction policy.", autocompletion=_one_of(*POLICIES))] = "default",
 ) -> None:
-    """Send prompts through a cache in order and say why each is not cached further, with both texts."""
+    """Send prompts through a cache in order and print, for each, why the cached prefix ends where it does."""
     from .explain import run_explain
 
     run_explain(requests, tokenizer, num_blocks, block_size, policy)
@@ -207,9 +217,10 @@ def explain(
 def completion(
     shell: Annotated[str, typer.Argument(help="bash, zsh or fish.", autocompletion=_one_of(*SHELLS))],
 ) -> None:
-    """Print a script that completes commands and options of `pc` in a shell.
+    """Print a shell script that completes commands and options of `pc`.
 
-    bash: put `eval "$(pc completion bash)"` into ~/.bashrc. zsh: put the same with zsh into ~/.zshrc, behind compinit.
+    bash: put `eval "$(pc completion bash)"` into ~/.bashrc.
+    zsh: put `eval "$(pc completion zsh)"` into ~/.zshrc, after compinit.
     fish: pc completion fish > ~/.config/fish/completions/pc.fish
     """
     from typer.completion import get_completion_script  # type: ignore[attr-defined]
@@ -220,7 +231,7 @@ def completion(
 
 
 def main() -> None:
-    """Runs the command line."""
+    """Run the command line."""
     app(prog_name="pc")
 
 

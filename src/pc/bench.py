@@ -1,4 +1,4 @@
-"""`python -m pc bench`: measures operators against their rivals. The benchmarks lie in a checkout, not in the wheel."""
+"""`python -m pc bench`, which times operators. It needs a checkout, because the wheel does not hold the benchmarks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ PACKAGE = "benchmarks"
 
 
 def find_checkout() -> Path:
-    """The repository this package runs from, or that of the current folder or script; FileNotFoundError without one."""
-    # The last is where a script of benchmarks/ lies that is run from elsewhere.
+    """Return the root of a checkout: of this package, the current folder or the running script, in this order.
+
+    Raises:
+        FileNotFoundError: None of them is in a checkout.
+    """
     for root in (Path(__file__).resolve().parents[2], Path.cwd(), Path(sys.argv[0]).resolve().parent.parent):
         if (root / "benchmarks" / "harness" / "registry.py").exists():
             return root
@@ -23,7 +26,11 @@ def find_checkout() -> Path:
 
 
 def load_benchmarks() -> ModuleType:
-    """The checkout's benchmarks/ as the package `benchmarks`, not one that is installed; raises as `find_checkout`."""
+    """Import the checkout's benchmarks/ as the package `benchmarks`, even if a package of that name is installed.
+
+    Raises:
+        FileNotFoundError: There is no checkout.
+    """
     folder = find_checkout() / "benchmarks"
     if getattr(sys.modules.get(PACKAGE), "__path__", None) == [str(folder)]:
         return sys.modules[PACKAGE]
@@ -48,7 +55,7 @@ def run_bench(
     threads: int,
     peers: Path | None,
 ) -> int:
-    """Measures, prints a table per operator and writes CSV files; takes what the command takes, gives its exit code."""
+    """Time operators, print a table for each, write CSV files and return the exit status; see the command's options."""
     import torch
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -101,7 +108,7 @@ def run_bench(
             console.print(f"[red]wrong result, nothing timed:[/red] {error}")
             return 1
         except runner.DeviceLostError as error:
-            console.print(f"[red]the device is lost, only a new process can go on:[/red] {error}")
+            console.print(f"[red]the device failed; start a new process to continue:[/red] {error}")
             return 1
     for op, found in rows.items():
         console.print(_table(op, found))
@@ -110,7 +117,7 @@ def run_bench(
 
 
 def _nothing_matches(benchmarks: list[Any], kind: str, quick: bool, case: str, provider: str | None) -> str:
-    """Return what a filter got and needs if it leaves nothing to measure, else an empty text."""
+    """Return an error message if no case or no provider matches its filter, else an empty string."""
     cases = [c.name for benchmark in benchmarks for c in benchmark.of(kind, quick)]
     if not any(case in name for name in cases):
         return f"--case: got {case!r}, needs a part of one of: {'; '.join(dict.fromkeys(cases))}"

@@ -20,17 +20,17 @@ __all__ = ["Row", "run"]
 def run(device: Any = None, quick: bool = False, advance: Callable[[str], None] = lambda case: None) -> list[Row]:
     """Run every operator's kernels on a device and compare the results with formulas in PyTorch on the CPU.
 
-    A kernel may err at most twice as much as the formula errs in the tensors' own dtype, plus one rounding. What moves
-    bytes must be equal.
+    The error of a kernel may be at most twice the error of the same formula in the tensors' own dtype, plus one
+    rounding. Operators that only move bytes must give equal bytes.
 
     Args:
-        device: The device; None: a GPU where there is one, else the CPU.
-        quick: Checks only what `enable_prefix_caching` checks once, for layers of usual sizes.
+        device: The device. None: a GPU if there is one, else the CPU.
+        quick: Run only the cases that `enable_prefix_caching` checks once, for layers of usual sizes.
         advance: Called with the name of each case before it runs.
 
     Returns:
-        A row for each case, with the operator, the difference and the largest difference that rounding explains. Empty
-        where operators on the device run no kernels: on a CPU, unless TRITON_INTERPRET=1 was set at import.
+        A row for each case, with the operator, the difference and the largest difference that rounding explains. The
+        list is empty if the device runs no kernels, as on a CPU unless TRITON_INTERPRET=1 was set at import.
 
     Raises:
         ValueError: The device is neither a CPU nor a GPU that PyTorch can use.
@@ -62,7 +62,7 @@ def _device(device: Any) -> torch.device:
 
 
 def run_check(device: str | None, quick: bool) -> int:
-    """Check kernels and print a table; return the exit status: 1 where a kernel is wrong, 2 for a wrong device."""
+    """Check kernels, print a table and return the exit status: 1 if a kernel is wrong, 2 for an unknown device."""
     from rich.console import Console
 
     console = Console()

@@ -1,4 +1,4 @@
-"""`python -m pc explain`: the prompts of a file in order through a manager, and why each is not cached further."""
+"""`python -m pc explain`, which sends a file's prompts through a manager and explains where each cached prefix ends."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ import typer
 from .cache import CacheManager, OutOfBlocks
 
 NAMES = ("token_ids", "prompt_token_ids", "input", "prompt", "text")
-"""Fields of a line that may hold its prompt, as tokens or text."""
+"""Fields of a line that may hold its prompt, as token ids or as text."""
 
 
 def run_explain(requests: Path, tokenizer: str | None, num_blocks: int, block_size: int, policy: str) -> None:
-    """Prints a line for each request and a table of reasons; BadParameter for what cannot be read."""
+    """Print a line for each request and a table of reasons; see the command's options.
+
+    Raises:
+        BadParameter: The file, a line of it, the tokenizer or the policy cannot be used.
+    """
     encode, decode = _tokenizer(tokenizer)
     try:
         manager = CacheManager(num_blocks, block_size, policy)
@@ -57,14 +61,14 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             for line in lines:
                 row = json.loads(line)
                 if not isinstance(row, dict):
-                    raise ValueError(f"got {type(row).__name__}, needs an object a line")
+                    raise ValueError(f"got {type(row).__name__}, needs a JSON object in each line")
                 yield row
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"{path}: {error}", param_hint="REQUESTS") from error
 
 
 def _tokenizer(name: str | None) -> tuple[Callable[[str], list[int]], Callable[[Any], str]]:
-    """Return functions from a text to tokens and back; without a name, tokens are bytes of UTF-8."""
+    """Return functions that encode and decode text. Without a name, each byte of UTF-8 is a token."""
     if name is None:
         return lambda text: list(text.encode()), lambda tokens: bytes(tokens).decode(errors="replace")
     try:

@@ -1,4 +1,4 @@
-"""FlashAttention's functions on this package's operators: `from pc.flash_attn import flash_attn_varlen_func`."""
+"""FlashAttention's functions, computed by this package: `from pc.flash_attn import flash_attn_varlen_func`."""
 
 from .triton_ops.flash_attn import __all__ as __all__
 from .triton_ops.flash_attn import flash_attn_combine as flash_attn_combine

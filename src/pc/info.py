@@ -1,4 +1,4 @@
-"""`python -m pc info`: what a bug report needs."""
+"""`python -m pc info`, which prints the facts that a bug report needs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Sections = dict[str, dict[str, str]]
 
 
 def collect_info() -> Sections:
-    """Versions, devices, which kernels serve each of them, where things are cached; sections of names and values."""
+    """Return versions, devices, their kernels and cache directories as sections of names and values."""
     sections = {
         "versions": {
             "pc": f"{_version('pc-kernels')} in {Path(__file__).resolve().parent}",
             "python": f"{platform.python_version()}, {sys.executable}",
             **{name: _version(name) for name in PACKAGES},
-            "torch": torch.__version__,  # with its build, "+cu130" say, which the package's metadata leaves out
+            "torch": torch.__version__,  # names the build, such as "+cu130"; the package's metadata does not
             "platform": platform.platform(),
         },
         "frameworks": {name: _framework(name) for name in TESTED},
@@ -46,7 +46,7 @@ def collect_info() -> Sections:
 
 
 def format_info(sections: Sections) -> str:
-    """The sections as aligned lines of text."""
+    """Return the sections as aligned lines of text."""
     width = max(len(name) for values in sections.values() for name in values)
     lines = []
     for title, values in sections.items():
@@ -62,10 +62,10 @@ def _version(package: str) -> str:
 
 
 def _framework(package: str) -> str:
-    """Return the installed version of a framework, and which versions were tested."""
+    """Return a text with the installed version of a framework and the tested versions."""
     tested, version = TESTED[package], installed(package)
     if package == "torch":
-        version = torch.__version__  # with its build, such as "+cu130", which the package's metadata leave out
+        version = torch.__version__  # names the build, such as "+cu130"; the package's metadata does not
     about = "not installed" if version is None else version
     if version is not None and untested(package, version):
         about += " (UNTESTED)"
@@ -102,7 +102,7 @@ def _tiles(tiles: Tiles) -> str:
 
 
 def _tuned(arch: str) -> dict[str, str]:
-    """Return the swept constants that replace the rules on an architecture, and why."""
+    """Return the tuned constants that replace the general rules on an architecture, each with its reason."""
     found = {}
     for (name, kind, head_dim, group, size), (tiles, why) in tuned.TILES.items():
         if name == arch:

@@ -1,4 +1,4 @@
-"""`python -m pc replay`: eviction policies on a request trace, as a table, CSV and plot."""
+"""`python -m pc replay`, which compares eviction policies on a request trace in a table, a CSV file and a plot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ def run_replay(
     hints: str,
     block_size: int | None,
 ) -> None:
-    """Replays a trace and prints a table; arguments as the command's, BadParameter for one that cannot be served."""
+    """Replay a trace and print a table; see the command's options.
+
+    Raises:
+        BadParameter: The trace cannot be read, or an option has an invalid value.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -135,7 +139,7 @@ def _print(console: object, results: list[Result], trace: Trace) -> None:
 
 
 def write_csv(path: Path, results: list[Result]) -> None:
-    """Writes one row a result: trace, policy, capacity_share, capacity_blocks, hit_rate, gap_hit_rate, ..."""
+    """Write a row for each result, with the fields of `Result` as columns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [f.name for f in fields(Result)])
@@ -146,7 +150,7 @@ def write_csv(path: Path, results: list[Result]) -> None:
 
 @contextlib.contextmanager
 def _axes(path: Path, **settings: Any) -> Iterator[Any]:
-    """Axes to draw in, which are then labelled and saved."""
+    """Yield axes to draw in; label them and save the figure to `path` when the block ends."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -163,7 +167,7 @@ def _axes(path: Path, **settings: Any) -> Iterator[Any]:
 
 
 def draw(path: Path, results: list[Result]) -> None:
-    """Draws hit rate against capacity, a line a policy; belady, the optimum, dashed."""
+    """Draw hit rate against capacity, with a line for each policy. The line of belady, the optimum, is dashed."""
     with _axes(path, title=results[0].trace, xlabel="capacity, share of the trace's unique blocks") as axes:
         for name in dict.fromkeys(r.policy for r in results):
             rows = sorted((r for r in results if r.policy == name), key=lambda r: r.capacity_share)
@@ -177,7 +181,7 @@ def draw(path: Path, results: list[Result]) -> None:
 
 
 def draw_hints(path: Path, results: list[Result]) -> None:
-    """Draws hit rate against the AUC of the hint, a line a policy; those that use none are level."""
+    """Draw hit rate against the AUC of the hint, with a line for each policy. Dashed lines are without hints."""
     share = results[0].capacity_share
     limits = {"xlim": (0.49, 1.02), "ylim": (0, 1.1 * max(r.hit_rate for r in results))}
     about = {"title": f"{results[0].trace}, capacity {share:.1%}"}

@@ -1,4 +1,4 @@
-"""`python -m pc warmup`: the kinds of layers that a model's config tells of, and their kernels, compiled ahead."""
+"""`python -m pc warmup`, which compiles the kernels for the kinds of attention layers in a model's config."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ CACHE_DTYPES |= {"int8": torch.int8}
 
 
 def layer_kinds(config: Any, tensor_parallel: int = 1) -> list[dict[str, Any]]:
-    """Arguments of `pc.warmup` for each kind of attention layer of a transformers config, on one of so many devices.
+    """Return the arguments of `pc.warmup` for each kind of attention layer in a transformers config.
+
+    Args:
+        config: The model's config.
+        tensor_parallel: Number of devices that share the heads. The arguments are for one of them.
 
     Raises:
-        ValueError: Heads that so many devices cannot share.
-        UnsupportedError: Layers that are neither full nor sliding-window attention.
+        ValueError: The number of heads is not a multiple of `tensor_parallel`.
+        UnsupportedError: A layer is neither full nor sliding-window attention.
     """
     from transformers import AutoModelForCausalLM
 
@@ -34,14 +38,14 @@ def layer_kinds(config: Any, tensor_parallel: int = 1) -> list[dict[str, Any]]:
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     shape = {
         "num_heads": heads // tensor_parallel,
-        "num_kv_heads": max(1, kv_heads // tensor_parallel),  # few are on several devices each
+        "num_kv_heads": max(1, kv_heads // tensor_parallel),  # with fewer KV heads than devices, devices share a head
         "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
     }
     options = {
         "softcap": getattr(text, "attn_logit_softcapping", None) or 0.0,
         "alibi": bool(getattr(text, "alibi", False)) or text.model_type in ("bloom", "mpt"),
     }
-    with torch.device("meta"):  # no config tells of learned sinks
+    with torch.device("meta"):  # only the model's parameters show whether it has learned sinks
         model = AutoModelForCausalLM.from_config(config)
     options["sinks"] = any(name.endswith(".sinks") for name, _ in model.named_parameters())
     windows = layer_windows(config)
@@ -59,7 +63,7 @@ def run_warmup(
     tensor_parallel: int,
     workers: int,
 ) -> int:
-    """Compiles every kind of layer, a line for each; the exit status."""
+    """Compile the kernels of each kind of layer, print a line for each and return the exit status."""
     from transformers import AutoConfig
 
     from .integrations.huggingface.calls import UnsupportedError
@@ -82,5 +86,5 @@ def run_warmup(
         print(f"{type(error).__name__}: {error}")
         return 1
     if device == "cpu":
-        print("nothing was compiled: kernels run on a GPU, and on a CPU PyTorch does; name --device cuda there")
+        print("nothing was compiled: on a CPU, PyTorch computes the operators; with a GPU pass --device cuda")
     return 0

@@ -1,4 +1,4 @@
-"""The demo: the workloads that prefix caching is for, each request without and with the cache; and a trained model."""
+"""The demo, which sends each request with and without the cache, and the trained model that it uses."""
 
 from __future__ import annotations
 

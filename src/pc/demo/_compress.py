@@ -1,4 +1,4 @@
-"""`python -m pc demo --compress`: the document read once, what is kept of it, and the answers over that."""
+"""`python -m pc demo --compress`, which compresses the document with several budgets and compares the answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def show_compressed(
     prompts: Sequence[list[int]],
     max_new_tokens: int,
 ) -> None:
-    """Asks all questions over the whole document, and over what is kept at smaller budgets; prints both tables."""
+    """Ask all questions over the document with each budget, and print a table of memory and one of answers.
+
+    The document is the longest common prefix of the prompts. A budget of 1 keeps the whole document.
+    """
     length = next(i for i, ids in enumerate(zip(*prompts, strict=False)) if len(set(ids)) > 1)
     context = torch.tensor([prompts[0][:length]], device=model.device)
     own = model.generation_config.eos_token_id

@@ -1,4 +1,4 @@
-"""Questions about images: a model that sees, small and untrained or one from the hub, and what it is asked."""
+"""Questions about two drawn images, and the vision-language model that answers them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZE = 224
 """Height and width of an image, pixels."""
 PATCH = 14
 TOKENS = 256
-"""Of an image in the small model's prompt: one for each patch."""
+"""Number of tokens of an image in the small model's prompt: one for each patch."""
 
 IMAGES = ("sunrise", "target")
 QUESTIONS = (
@@ -37,7 +37,7 @@ TEXT = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
-"""The small model's text layers; with `TOWER` about 33 million parameters."""
+"""Config of the small model's text layers. With `TOWER`, the vision layers, it has about 33 million parameters."""
 
 TOWER = {
     "hidden_size": 384,
@@ -49,11 +49,11 @@ TOWER = {
 }
 
 Encode = Callable[[torch.Tensor, str], Mapping[str, torch.Tensor]]
-"""An image and a question about it, as arguments of `generate`."""
+"""A function from an image and a question about it to arguments of `generate`."""
 
 
 def draw(name: str) -> torch.Tensor:
-    """An image `[3, SIZE, SIZE]`, float32 from 0 to 1."""
+    """Draw the image of that name; return it as `[3, SIZE, SIZE]`, float32 from 0 to 1."""
     at = torch.linspace(-1, 1, SIZE)
     y, x = at[:, None].expand(SIZE, SIZE), at.expand(SIZE, SIZE)
     if name == "sunrise":
@@ -67,7 +67,7 @@ def draw(name: str) -> torch.Tensor:
 
 
 def image_prompts(encode: Encode) -> Iterator[tuple[str, Mapping[str, torch.Tensor]]]:
-    """All questions about the first image, then about another of the same size, each with its prompt."""
+    """Yield each question with its prompt: all questions about the first image, then about the second."""
     for name in IMAGES:
         image = draw(name)
         for question in QUESTIONS:
@@ -75,7 +75,14 @@ def image_prompts(encode: Encode) -> Iterator[tuple[str, Mapping[str, torch.Tens
 
 
 def load_seeing_model(name: str | None, device: torch.device, dtype: torch.dtype, text: str) -> tuple[Any, Any, Encode]:
-    """Model, tokenizer, and what makes prompts: from the hub or a path, or the small default, trained on `text`."""
+    """Return a vision-language model, its tokenizer and a function that makes prompts.
+
+    Args:
+        name: Hub id or path. None: a small model with random weights.
+        device: Device of the model and of prompts.
+        dtype: Dtype of the weights.
+        text: Text to train the small model's tokenizer on.
+    """
     if name is not None:
         return _load(name, device, dtype)
     tokenizer = train_tokenizer(text)
@@ -95,7 +102,7 @@ def _load(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any
         chat = [{"role": "user", "content": content}]
         options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
         found: Any = processor.apply_chat_template(chat, add_generation_prompt=True, **options)
-        return dict(found.to(device, dtype=dtype))  # dtype: of what is floating
+        return dict(found.to(device, dtype=dtype))  # the dtype applies to floating-point tensors only
 
     return model, processor.tokenizer, encode
 
@@ -118,7 +125,7 @@ def _encoder(tokenizer: Any, device: torch.device, dtype: torch.dtype) -> Encode
 
 
 def build_model(vocab_size: int) -> Any:
-    """A Gemma-3 with random, seeded weights (`TEXT`, `TOWER`), and three tokens for images behind the vocabulary."""
+    """Return a small Gemma-3 with random, seeded weights. Three tokens for images follow the vocabulary."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
     config = Gemma3Config(
@@ -132,6 +139,6 @@ def build_model(vocab_size: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Gemma3ForConditionalGeneration(config)
-        # The projection begins as zeros: every image would look the same.
+        # The projection is initialized with zeros, which would make all images look the same.
         torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.05)
         return model

@@ -1,7 +1,4 @@
-"""One request, asked without and with the cache: times to first token, what was reused, and whether tokens agree.
-
-Beside it the policy that leaves a gap behind which the demo reuses.
-"""
+"""Measure requests with and without the cache: time to first token, reused tokens, and whether the tokens agree."""
 
 from __future__ import annotations
 
@@ -19,22 +16,22 @@ from ..cache.policies import PoolView
 from ..cache.table import Ids
 
 Inputs = Mapping[str, torch.Tensor]
-"""Arguments of `generate` that make a prompt: `input_ids` `[1, tokens]` and what goes with them."""
+"""Arguments of `generate` for one prompt: `input_ids` `[1, tokens]`, an attention mask, and pixels if it has images."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One request, asked without and with the cache."""
+    """Results of one request, which was run without and with the cache."""
 
-    workload: str  # of `_report.TITLES`
-    number: int  # in its workload, from 1
+    workload: str  # a key of `_report.TITLES`
+    number: int  # counts from 1 in each workload
     question: str
     answer: str  # without the cache
     prompt_tokens: int
-    reused_spans: tuple[tuple[int, int], ...]  # of the prompt, [start, end) each
-    plain_seconds: float  # to the first token
-    cached_seconds: float
-    verdict: str  # "yes" when all tokens are the same, else where they part and why that is or is not rounding
+    reused_spans: tuple[tuple[int, int], ...]  # token ranges of the prompt, [start, end) each
+    plain_seconds: float  # time to first token without the cache
+    cached_seconds: float  # time to first token with the cache
+    verdict: str  # "yes" if all tokens are the same, else the first difference and whether rounding explains it
     ok: bool
 
     @property
@@ -44,12 +41,12 @@ class Measurement:
 
     @property
     def ratio(self) -> float:
-        """The time to the first token without the cache, divided by the time with it."""
+        """Time to first token without the cache, divided by the time with it."""
         return self.plain_seconds / self.cached_seconds
 
 
 class _FirstToken:
-    """A streamer that notes when the first token arrived; generate puts the prompt before it."""
+    """A streamer that records the time of the first new token. `generate` first puts the prompt."""
 
     def __init__(self) -> None:
         self._puts = 0
@@ -62,14 +59,19 @@ class _FirstToken:
             self.seconds = time.perf_counter() - self._start
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: there is no text to flush."""
 
 
 def compare_tokens(reference: list[int], got: list[int], logits: Callable[[int], torch.Tensor]) -> tuple[str, bool]:
-    """Compare greedy tokens without and with the cache; return the outcome as text, and whether it is acceptable.
+    """Compare greedy tokens without and with the cache; return a verdict as text and whether it is acceptable.
 
-    In float32 the tokens must be equal. In float16 and bfloat16 they may first differ where the reference's two highest
-    logits are closer than the rounding error of the higher. `logits` returns those of a token, `[vocabulary]`.
+    In float32 the tokens must be equal. In float16 and bfloat16 the first difference is acceptable if the two highest
+    reference logits of that token are closer than the rounding error of the higher one.
+
+    Args:
+        reference: Tokens without the cache.
+        got: Tokens with the cache.
+        logits: Returns the reference logits `[vocabulary]` of the token with a given index.
     """
     if reference == got:
         return "yes", True
@@ -84,9 +86,14 @@ def compare_tokens(reference: list[int], got: list[int], logits: Callable[[int],
 
 
 class Comparison:
-    """Asks a served model, and the same one without the cache; `options` go to every call of `generate`.
+    """A model whose requests are run with and without its prefix cache.
 
-    `advance` is called before each call with what is done next, and with None behind it.
+    Args:
+        model: A model whose `generate` uses the cache.
+        handle: The handle that `enable_prefix_caching` returned for it.
+        tokenizer: The model's tokenizer.
+        options: Arguments of every call of `generate`.
+        advance: Called before each measured call with its description, and after the call with None.
     """
 
     def __init__(
@@ -98,19 +105,30 @@ class Comparison:
         self.measurements: list[Measurement] = []
 
     def warm_up(self, inputs: Inputs) -> None:
-        """Asks once each way, unmeasured and without a step for the next call to reuse."""
+        """Run a prompt once with and once without the cache, without measuring."""
         self._ask(self._model.generate, inputs)
         self._ask(self._generate_plain, inputs)
 
     def ask(self, inputs: Inputs, about: str) -> None:
-        """One request with the cache that is not measured."""
+        """Run a request with the cache, without measuring. `about` describes it for the progress bar."""
         self._advance(about)
         self._ask(self._model.generate, inputs)
 
     def measure(
         self, workload: str, number: int, question: str, inputs: Inputs, last_token: int | None = None
     ) -> list[int]:
-        """One request both ways, ended by `last_token` too; the tokens of the answer without the cache."""
+        """Run a request without and with the cache, add a `Measurement`, and return the answer without the cache.
+
+        Args:
+            workload: A key of `_report.TITLES`.
+            number: Number of the request in its workload.
+            question: Text of the question.
+            inputs: The prompt.
+            last_token: A token that ends the answer, besides the model's own.
+
+        Returns:
+            The tokens of the answer.
+        """
         length = inputs["input_ids"].shape[1]
         own = self._model.generation_config.eos_token_id
         ends = (
@@ -143,7 +161,7 @@ class Comparison:
         return self._plain(self._model, **arguments)
 
     def _ask(self, generate: Callable[..., Any], inputs: Inputs, **extra: Any) -> tuple[Any, float]:
-        """Greedy answer to a prompt, and seconds to its first token."""
+        """Call `generate` greedily; return its result and the seconds to the first token."""
         if inputs["input_ids"].device.type == "cuda":
             torch.cuda.synchronize(inputs["input_ids"].device)
         clock = _FirstToken()
@@ -152,10 +170,10 @@ class Comparison:
 
 
 class MiddleFirst(EvictionPolicy):
-    """Evicts the middle of the longest prompt between questions: beginning and end of a document stay.
+    """An eviction policy that evicts the middle of the longest prompt first, which leaves a gap.
 
-    Policies that evict the tail first leave no gaps. This one stands for those that do: hints by ranges of a prompt,
-    scores by attention.
+    The default policies evict the tail of a prompt first and leave no gaps. Policies that follow hints for ranges of a
+    prompt, or attention scores, do leave gaps. This policy lets the demo show `reuse="gap"`.
     """
 
     def bind(self, pool: PoolView) -> None:
@@ -183,5 +201,5 @@ class MiddleFirst(EvictionPolicy):
 
 
 def blocks_for(prompt_tokens: int, new_tokens: int, block_size: int) -> int:
-    """Blocks of a pool that holds one such request, and hardly anything beside it."""
+    """Return the number of blocks for a pool that holds one request of this size and one more block."""
     return -(-(prompt_tokens + new_tokens) // block_size) + 1

@@ -1,4 +1,4 @@
-"""The model under demonstration: SmolLM2, one from the hub or a path, or an untrained one where there is none."""
+"""The demo's model: SmolLM2, a model from the hub or a path, or a small untrained model if SmolLM2 is not installed."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ DOCUMENT = "constitution.txt"
 
 
 def read_document() -> str:
-    """The text that the demo asks about."""
+    """Return the document that the demo's questions are about."""
     return files(__package__).joinpath(DOCUMENT).read_text(encoding="utf-8")
 
 
 def load_model(name: str | None, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Model and tokenizer, on `device` in `dtype`, in eval mode.
+    """Return a model in eval mode and its tokenizer.
 
     Args:
-        name: Hub id or path, also of a GGUF file; None: SmolLM2-135M-Instruct, see `trained_model_folder`.
-        device: Where the model goes.
-        dtype: Of its weights.
+        name: Hub id or path of a model or a GGUF file. None: SmolLM2-135M-Instruct, see `trained_model_folder`.
+        device: Device of the model.
+        dtype: Dtype of its weights.
 
     Raises:
-        NoTrainedModelError: No name is given, and the trained model is not installed.
+        NoTrainedModelError: `name` is None, and SmolLM2 is not installed.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -40,13 +40,13 @@ def load_model(name: str | None, device: torch.device, dtype: torch.dtype) -> tu
 
 
 def load_untrained(device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
-    """The same of a small model with random weights, for where there is no trained one."""
+    """Return a small model with random weights and its tokenizer, for use without a trained model."""
     tokenizer = train_tokenizer(read_document())
     return build_model(len(tokenizer)).to(device, dtype).eval(), tokenizer
 
 
 def train_tokenizer(text: str, vocab_size: int = 4096) -> Any:
-    """A byte-level BPE tokenizer trained on `text`; takes about a tenth of a second."""
+    """Return a byte-level BPE tokenizer trained on `text`; training takes about a tenth of a second."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -64,7 +64,7 @@ def train_tokenizer(text: str, vocab_size: int = 4096) -> Any:
 
 
 def build_model(vocab_size: int) -> Any:
-    """A Llama of about 25 million parameters with random, seeded weights."""
+    """Return a Llama of about 25 million parameters with random, seeded weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

@@ -1,4 +1,4 @@
-"""The demo's chart: of each prompt what was read from the cache and what was computed, and how long that took."""
+"""The demo's chart: for each prompt the cached and the computed tokens, and the time to first token."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 WIDTH = 5.6
-"""Inches: what a phone shows without making it smaller."""
+"""Width of the chart in inches, which a phone shows without scaling."""
 WITHOUT, COMPUTED, REUSED = "#9aa5b1", "#2f74d0", "#7cc49a"
 
 
 def draw_requests(pyplot: Any, rows: Sequence[Mapping[str, str]], titles: Mapping[str, str]) -> Any:
-    """Axes for each workload of `titles`, beginning at zero, from rows of the demo's CSV file; high, for phones."""
+    """Draw rows of the demo's CSV file: for each workload, axes of prompts and axes of times. Return the figure.
+
+    Args:
+        pyplot: The module `matplotlib.pyplot`.
+        rows: Rows of the CSV file.
+        titles: Title of each workload; other workloads are not drawn.
+    """
     chosen = {name: [row for row in rows if row["workload"] == name] for name in titles}
     chosen = {name: some for name, some in chosen.items() if some}
     count = sum(map(len, chosen.values()))
@@ -68,5 +74,5 @@ def _draw_times(axis: Any, rows: Sequence[Mapping[str, str]]) -> None:
 
 
 def spans_of(text: str) -> list[tuple[int, int]]:
-    """Token ranges from their form in the CSV file, "0-4864 5200-9712"."""
+    """Parse token ranges as the CSV file has them, such as "0-4864 5200-9712"."""
     return [(int(start), int(end)) for start, _, end in (span.partition("-") for span in text.split())]

@@ -1,4 +1,4 @@
-"""The output of the demo: a table per workload, a CSV file, and a plot of the same rows."""
+"""The demo's output: a table for each workload, a CSV file, and a chart of its rows."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ COLUMNS = (
 
 
 def later_ratio(measurements: list[Measurement], workload: str) -> float:
-    """Median of time to first token without over with the cache, from the second request on."""
+    """Return the median speed-up of the time to first token, from the workload's second request on."""
     return statistics.median(m.ratio for m in measurements if m.workload == workload and m.number > 1)
 
 
 def print_tables(console: Console, measurements: list[Measurement]) -> None:
-    """A table per workload, what was asked and answered, and the headline."""
+    """Print for each workload a table, its questions and answers, and the median speed-up."""
     for workload, title in TITLES.items():
         if all(m.workload != workload for m in measurements):
             continue
@@ -68,11 +68,11 @@ def print_tables(console: Console, measurements: list[Measurement]) -> None:
             if m.workload == workload:
                 console.print(f"[dim]{m.number}  {escape(m.question)}[/dim]\n   {escape(m.answer)}", highlight=False)
         ratio = later_ratio(measurements, workload)
-        console.print(f"From the second request on the first token comes {ratio:.1f} times sooner (median).\n")
+        console.print(f"From the second request on, the first token comes {ratio:.1f} times sooner (median).\n")
 
 
 def save_csv(path: Path, measurements: list[Measurement], name: str, dtype: torch.dtype, device: torch.device) -> None:
-    """One row per request, with its conditions."""
+    """Write a row for each request, with the model, dtype, device, version of torch and number of threads."""
     processor = (
         torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     )
@@ -92,7 +92,7 @@ def save_csv(path: Path, measurements: list[Measurement], name: str, dtype: torc
 
 
 def save_plot(path: Path, source: Path) -> None:
-    """The chart of a CSV file of `save_csv`; see `_plot`."""
+    """Draw the chart of a CSV file that `save_csv` wrote; see `_plot`."""
     import matplotlib
 
     matplotlib.use("Agg")

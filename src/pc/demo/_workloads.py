@@ -13,13 +13,13 @@ QUESTIONS = (
     "Who can propose amendments to the Constitution?",
     "What is the supreme law of the land?",
 )
-"""Such as a model of 135 million parameters can answer: what it says to harder ones is not what the demo is about."""
+"""Questions about the document that a model of 135 million parameters can answer."""
 
 WORKED = (
     "Questions and short answers about the text above.\n\n"
     "Q: In what is the executive power vested?\nA: In a President of the United States of America."
 )
-"""A question with its answer: shown one, small models answer in its manner."""
+"""A question with its answer. Small models follow the form of the example."""
 
 ROUNDS = (
     "What is this text about?",
@@ -32,25 +32,25 @@ ROUNDS = (
 
 
 def excerpt(document: str) -> str:
-    """Articles II to VI: the executive, the courts, the States, amendments."""
+    """Return Articles II to VI: the executive, the courts, the States, amendments."""
     return between(document, "Article II\n", "Article VII\n")
 
 
 def between(document: str, start: str, end: str) -> str:
-    """The text from one heading to another."""
+    """Return the text from the heading `start` up to the heading `end`."""
     begin = document.index(start)
     return document[begin : document.index(end, begin)]
 
 
 def document_prompts(tokenizer: Any, text: str) -> Iterator[list[int]]:
-    """Token ids of each question behind the whole text."""
+    """Yield the token ids of each question, preceded by the whole text."""
     for question in QUESTIONS:
         ids: list[int] = tokenizer.encode(f"The text:\n\n{text}\n\n{WORKED}\n\nQ: {question}\nA:")
         yield ids
 
 
 def line_end(tokenizer: Any) -> int | None:
-    """The token that ends a line, where the tokenizer has one: an answer ends with it."""
+    """Return the token that ends a line, and so an answer, or None if the tokenizer has no single one."""
     ids = tokenizer.encode("\n", add_special_tokens=False)
     return ids[0] if len(ids) == 1 else None
 
@@ -61,12 +61,12 @@ def opening(document: str) -> str:
 
 
 def interlude(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a request of somebody else, a tenth as long as the text: its last words."""
+    """Return the token ids of an unrelated request about the last tenth of the text."""
     return _chat(tokenizer, [("user", f"Translate:\n\n{text[-len(text) // 10 :]}")])
 
 
 class Conversation:
-    """A chat whose prompt of each round is everything said before and a new message."""
+    """A chat in which each round's prompt is the whole conversation so far and a new message."""
 
     def __init__(self, tokenizer: Any, document: str) -> None:
         self._tokenizer = tokenizer
@@ -74,7 +74,7 @@ class Conversation:
         self._ids = _chat(tokenizer, self._messages)
 
     def prompts(self) -> Iterator[list[int]]:
-        """Token ids of each round's prompt; `reply` must be called before the next is taken."""
+        """Yield the token ids of each round's prompt. The caller must call `reply` before the next round."""
         yield self._ids
         for message in ROUNDS[1:]:
             self._messages.append(("user", message))
@@ -85,7 +85,7 @@ class Conversation:
             yield self._ids
 
     def reply(self, ids: list[int]) -> None:
-        """Take the model's answer to the last prompt."""
+        """Add the model's answer to the last prompt to the conversation."""
         self._messages.append(("assistant", self._tokenizer.decode(ids, skip_special_tokens=True)))
         self._ids = self._ids + ids
 
@@ -95,7 +95,7 @@ def _turn(role: str, text: str) -> str:
 
 
 def _chat(tokenizer: Any, messages: list[tuple[str, str]]) -> list[int]:
-    """Token ids of a chat that ends where the answer begins, by the tokenizer's template where it has one."""
+    """Return the token ids of a chat up to the start of the answer, by the tokenizer's template if it has one."""
     ids: list[int]
     if tokenizer.chat_template:
         chat = [{"role": role, "content": text} for role, text in messages]
