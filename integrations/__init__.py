@@ -1,4 +1,4 @@
-"""Adapters: translate a framework's batch into block tables and slots. Each is imported when it is first named."""
+"""Adapters, which translate a framework's batch into block tables and slots. An adapter is imported on first use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from . import huggingface as huggingface
     from . import sglang as sglang
     from . import vllm as vllm
-else:  # hidden from type checkers, which would take any name for one of Any
+else:  # with __getattr__ visible, type checkers would accept any attribute name
 
     def __getattr__(name: str) -> Any:
         if name in ADAPTERS:

@@ -1,7 +1,7 @@
-"""What callers know of a prompt's future, as engines carry it to an eviction policy.
+"""Retention hints: what a caller knows of a prompt's future, passed through an engine to an eviction policy.
 
-vLLM and SGLang have an envelope for such hints (`kv_hints`): the arguments of `retention_hints` are the payload of an
-action of the type `retention`, version 1.
+vLLM and SGLang carry such hints in an envelope, `kv_hints`. The arguments of `retention_hints` become the payload of
+an action of the type `retention`, version 1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 ACTION, VERSION = "retention", "1"
 
 MAX_RANGES = 1024
-"""Of one hint: they are looked at in every step in which its request gets blocks."""
+"""Maximum number of ranges in a hint. Each step in which the request allocates blocks scans all of them."""
 
 _NUMBERS: dict[str, tuple[Any, float, float, str]] = {
     "priority": (int, 1, (1 << 31) - 1, f"an integer, 1 to {(1 << 31) - 1}"),
@@ -25,12 +25,12 @@ _NUMBERS: dict[str, tuple[Any, float, float, str]] = {
     "returns": (int | float, 0, 1, "a number from 0 to 1"),
     **dict.fromkeys(("start", "end"), (int, -sys.maxsize, sys.maxsize, "an integer")),
 }
-"""By name: type, least and largest value, and how an error says so."""
+"""For each number its type, minimum, maximum, and the text of an error."""
 
 
 @dataclass(frozen=True)
 class HintRange:
-    """Tokens `[start, end)` of a prompt, to its end where `end` is None, kept with a priority for some seconds."""
+    """Tokens `[start, end)` of a prompt to keep with a priority for `ttl` seconds. `end` None: to the prompt's end."""
 
     start: int
     end: int | None
@@ -40,7 +40,7 @@ class HintRange:
 
 @dataclass(frozen=True)
 class Hint:
-    """What is known of one request: what to keep, and how likely the conversation goes on soon (None: unknown)."""
+    """A caller's hint for one request: token ranges to keep, and the probability that the conversation resumes soon."""
 
     ranges: tuple[HintRange, ...] = ()
     returns: float | None = None
@@ -52,7 +52,7 @@ def retention_hints(
     token_ranges: Sequence[Mapping[str, Any]] = (),
     returns: float | None = None,
 ) -> dict[str, Any]:
-    """An envelope for SGLang's and vLLM's `kv_hints`, or vLLM's `SamplingParams(extra_args={"kv_hints": ...})`.
+    """Return an envelope for SGLang's and vLLM's `kv_hints`, or vLLM's `SamplingParams(extra_args={"kv_hints": ...})`.
 
     Args:
         priority: Above 0: blocks of the prompt are kept before those of lower priority.
@@ -71,21 +71,25 @@ def retention_hints(
 
 
 def read_hint(request: Any) -> Hint | None:
-    """The hint that an engine's request carries: in `kv_hints`, else in its sampling parameters' `extra_args`.
+    """Return the hint in an engine's request, from `kv_hints` or from the sampling parameters' `extra_args`.
 
-    The envelope may be a string of JSON, since vLLM's server takes none but scalars and lists in `vllm_xargs`. None
-    where there is no hint for an eviction policy; raises as `retention_hints`.
+    The envelope may be a JSON string, because vLLM's server accepts only scalars and lists in `vllm_xargs`. Return None
+    if the request has no retention hint.
+
+    Raises:
+        TypeError: The envelope or a value in it has the wrong type.
+        ValueError: A value is out of range.
     """
     envelope = getattr(request, "kv_hints", None)
     if envelope is None:
         envelope = extra_args(request).get("kv_hints")
     if envelope is None:
         return None
-    if isinstance(envelope, str):  # all that a client of vLLM's server can send
+    if isinstance(envelope, str):  # from a client of vLLM's server
         try:
             envelope = json.loads(envelope)
         except (ValueError, RecursionError) as error:
-            raise TypeError(f"kv_hints: got a string that is no JSON ({error}), needs an envelope") from error
+            raise TypeError(f"kv_hints: got a string that is not JSON ({error}), needs an envelope") from error
     actions = [action for action in _get(envelope, "actions") or () if _is_retention(action)]
     if not actions:
         return None
@@ -94,27 +98,33 @@ def read_hint(request: Any) -> Hint | None:
     for action in actions:
         hint = _read_payload(_get(action, "payload"))
         ranges += hint.ranges
-        _check_count(len(ranges))  # of all actions, before more of them are read
+        _check_count(len(ranges))  # before the next action is read
         returns = returns if hint.returns is None else hint.returns
     return Hint(tuple(ranges), returns)
 
 
 def extra_args(request: Any) -> Mapping[str, Any]:
-    """What else the caller of an engine's request asked for, by name, in its sampling parameters."""
+    """Return the `extra_args` of a request's sampling parameters, by name; {} if there are none."""
     return getattr(getattr(request, "sampling_params", None), "extra_args", None) or {}
 
 
 def read_or_warn(request: Any, name: str, logger: Logger) -> tuple[Hint | None, bool]:
-    """As `read_hint`, and True; a hint that cannot be read is logged with the request's name: None and False."""
+    """Return the request's hint and True. If the hint is invalid, log why and return None and False.
+
+    Args:
+        request: A request of the engine.
+        name: The request's name in the log.
+        logger: The logger for a warning.
+    """
     try:
         return read_hint(request), True
     except (TypeError, ValueError) as error:
-        logger.warning("kv_hints of request %s are not honoured: %s", name, error)
+        logger.warning("kv_hints of request %s are ignored: %s", name, error)
         return None, False
 
 
 def _get(holder: Any, name: str) -> Any:
-    """A field of an engine's structs, or of the dictionaries that they are on the wire."""
+    """Return a field of an engine's struct, or of the dictionary that represents the struct in JSON."""
     if isinstance(holder, Mapping):
         return holder.get(name)
     if isinstance(holder, str | bytes | int | float | Sequence):
@@ -161,7 +171,7 @@ def _read_range(given: Any, priority: int | None, ttl: float | None) -> HintRang
 
 
 def _value(given: Mapping[str, Any], name: str, default: Any = None) -> Any:
-    """A number of a payload or of a range, checked."""
+    """Return a checked number of a payload or a range, or `default` if it is absent."""
     value = given.get(name)
     if value is None:
         return default

@@ -1,7 +1,7 @@
-"""What plugins of engines share: which features are asked for, which versions serve them, methods wrapped once.
+"""Functions that engine plugins share: read feature names, check versions, and wrap a method once.
 
-Plugin interfaces carry no promise of stability, so a version in range is not enough: what a feature overrides or calls
-has to be there with the parameters it had.
+Engines do not promise stable plugin interfaces, so checking the version is not enough. Each name that a feature
+overrides or calls must exist with the parameters that the feature uses.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from operator import attrgetter
 from typing import Any
 
 Series = tuple[int, ...]
-"""The first numbers of a version: a series of two, or one release of three."""
+"""First numbers of a version: two for a series, three for one release."""
 
 
 class UnsupportedVersionError(RuntimeError):
-    """The installed engine is not one that an adapter was written for.
+    """The installed engine's version, or an interface of it, is not one that the adapter supports.
 
     Examples:
         >>> from pc.integrations.vllm import UnsupportedVersionError, check_version
@@ -32,23 +32,23 @@ class UnsupportedVersionError(RuntimeError):
 
 
 def features_in_environment(variable: str) -> list[str]:
-    """What an environment variable names, separated by commas."""
+    """Return the feature names in an environment variable, which separates them by commas."""
     return [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
 
 
 def check_features(
     variable: str, features: Collection[str], names: Sequence[str], check_version: Callable[[str], None]
 ) -> None:
-    """Checks names of features, all of them before anything is switched on.
+    """Check the names of all requested features before any is enabled.
 
     Args:
-        variable: The environment variable that may name them; errors begin with it.
-        features: What there is.
-        names: What is asked for.
-        check_version: Raises where the installed engine does not serve a feature.
+        variable: The environment variable that may name features; error messages begin with it.
+        features: Names of all features.
+        names: Names of the requested features.
+        check_version: Called with each requested feature; raises if the installed engine cannot serve it.
 
     Raises:
-        ValueError: A name that is no feature.
+        ValueError: A name is not a feature.
         UnsupportedVersionError: From `check_version`.
     """
     for name in names:
@@ -59,12 +59,12 @@ def check_features(
 
 
 def wrap_once(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Puts `wrap(method)` in the place of an engine's method, unless it has been put there before.
+    """Replace a method of an engine with `wrap(method)`, unless this has been done before.
 
     Args:
         owner: A class or module of the engine.
-        name: The method's.
-        wrap: Given the engine's own method, returns the one that calls it.
+        name: Name of the method.
+        wrap: Takes the engine's own method and returns one that calls it.
     """
     method = getattr(owner, name)
     if not getattr(method, "wrapped_by_pc", False):
@@ -74,17 +74,17 @@ def wrap_once(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callab
 
 
 def check_installed(package: str, oldest: Series, newest: Series, feature: str, interfaces: Mapping[str, str]) -> None:
-    """Checks that an installed package is in range and has the interfaces that a feature builds on.
+    """Check that an installed package has a supported version and the interfaces that a feature uses.
 
     Args:
-        package: The package as it is imported.
-        oldest: The first version that is served.
-        newest: The last one; what comes after its numbers is free.
-        feature: Named in errors.
-        interfaces: By module or module:class its members, and of each the parameters relied on.
+        package: The package's import name.
+        oldest: The oldest supported version.
+        newest: The newest supported version. Only as many numbers as it has are compared.
+        feature: Name of the feature, for errors.
+        interfaces: For each module or module:class, its members and the parameters that the feature uses.
 
     Raises:
-        UnsupportedVersionError: It is not; says what was found and what is needed.
+        UnsupportedVersionError: The package is absent, has another version or lacks an interface.
     """
     supported = series_text(oldest, newest)
     try:
@@ -102,12 +102,12 @@ def check_installed(package: str, oldest: Series, newest: Series, feature: str, 
 
 
 def series_text(*series: Series) -> str:
-    """A series as it is written, or "the first to the last" of several."""
+    """Return series as text, with dots: one series, or "first to last"."""
     return " to ".join(dict.fromkeys(".".join(map(str, each)) for each in series))
 
 
 def release_of(version: str, numbers: int) -> Series:
-    """The first numbers of a version; one without them is out of every range."""
+    """Return the first `numbers` numbers of a version; (0,) if the text is not a version."""
     from packaging.version import InvalidVersion, Version  # which every engine brings
 
     try:
@@ -117,7 +117,12 @@ def release_of(version: str, numbers: int) -> Series:
 
 
 def find_interface(name: str) -> Any:
-    """What stands under module:name, dots within; ImportError or AttributeError where nothing does."""
+    """Return the object with the name `module:attribute`, with dots in the attribute for members.
+
+    Raises:
+        ImportError: The module does not exist.
+        AttributeError: The module has no such attribute.
+    """
     module, _, path = name.partition(":")
     return attrgetter(path)(importlib.import_module(module))
 

@@ -1,8 +1,8 @@
-"""An eviction policy of `pc.cache` behind another engine's blocks: what it may read of them, and what it is told.
+"""An eviction policy of `pc.cache` for the blocks of another engine.
 
-One class for vLLM's pool, its tier in host memory and SGLang's pages. The policy is told at once: those that defer
-their work keep a log of their own, and a second one in front of it saved nothing. Only what engines say one by one is
-gathered: fresh and completed blocks, until something else happens.
+`PolicyPool` serves vLLM's block pool, vLLM's tier in host memory and SGLang's pages. It forwards notifications to the
+policy at once, because policies that defer work keep their own log. Only fresh and completed blocks, which engines
+report singly, are batched until the next other notification.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from ..cache.policies import LRU, Block, EvictionPolicy, choose
 from ..cache.table import Ids
 
 Numbers = Ids | Sequence[int]
-"""Blocks by number, none twice; an `array("i")` is read in place."""
+"""Block numbers without duplicates. An `array("i")` is read without a copy."""
 
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
-"""Odd, so that its powers never vanish."""
+"""Multiplier that combines a hash with its group. It is odd, so multiplication loses no bits."""
 
 
 class PolicyPool:
-    """A `PoolView` over `num_blocks` blocks of an engine, in which `num_held` says how many requests hold.
+    """A `PoolView` over the `num_blocks` blocks of an engine.
 
-    An lru is told of hits and releases alone, all it looks at; the arrays are not kept up for it then.
+    `num_held` returns the number of blocks that requests hold. A plain lru needs only hits and releases, so the arrays
+    of the view are not updated for it.
     """
 
     def __init__(self, num_blocks: int, policy: EvictionPolicy, num_held: Callable[[], int]) -> None:
@@ -50,31 +51,31 @@ class PolicyPool:
 
     @property
     def num_held(self) -> int:
-        """Blocks with a reference count above 0."""
+        """Number of blocks with a reference count above 0."""
         return self._num_held()
 
     def keys_of(self, ids: Ids) -> npt.NDArray[np.uint64]:
-        """64 bits of the hash of each block, its group of layers counted in; 0 for one that has lost its hash."""
+        """Return 64 bits of each block's hash, combined with its group of layers; 0 for a block without a hash."""
         keys: npt.NDArray[np.uint64] = self.keys.take(ids)
         return keys
 
     def acquire(self, sequence: TokenIds | Sequence[bytes]) -> list[Block]:
-        """Refused: the engine takes blocks, the policy only chooses."""
-        raise NotImplementedError("acquire: blocks are taken by the engine, whose policy only chooses")
+        """Raise NotImplementedError: the engine allocates blocks, and the policy only chooses victims."""
+        raise NotImplementedError("acquire: the engine allocates blocks; this policy only chooses victims")
 
     def took(self, numbers: Numbers, references: int = 1) -> None:
-        """A request took fresh blocks; 0 references where the engine counts them apart, as locks of SGLang's tree."""
+        """Record that a request allocated fresh blocks. `references` is 0 if the engine counts references itself."""
         if len(numbers) and not self.is_lru:
             self._references = references
             self._fresh.extend(numbers)
 
     def completed(self, numbers: Numbers, places: Numbers, hashes: list[bytes]) -> None:
-        """These blocks got hashes as vLLM has them; each is at this place of its sequence, from 1 on."""
+        """Record hashes of blocks in vLLM's format, and each block's place in its sequence, counted from 1."""
         if len(numbers) and not self.is_lru:
             self._completed.append((numbers, places, hashes))
 
     def flush(self) -> None:
-        """Tells the policy of fresh and completed blocks."""
+        """Notify the policy of the batched fresh and completed blocks."""
         if self._fresh:
             ids, self._fresh = _ids(self._fresh), array("i")
             self.clock += 1
@@ -91,9 +92,9 @@ class PolicyPool:
             self.policy.completed(ids)
 
     def accessed(self, numbers: Numbers, returned: Sequence[int] = (), references: int = 1) -> None:
-        """A request holds cached blocks that it found, in the order of their sequence.
+        """Record a hit: a request holds these cached blocks, in the order of their sequence.
 
-        Of them the policy had chosen those `returned` as victims: to it they are blocks that were filled again.
+        The policy had chosen the blocks in `returned` as victims, so it is told that they were filled again.
         """
         self.flush()
         ids = _ids(numbers)
@@ -113,13 +114,13 @@ class PolicyPool:
         self.policy.completed(back)
 
     def dropped(self, numbers: Numbers, references: int = 1) -> None:
-        """So many references to each of these blocks are gone; it has others, or no content."""
+        """Decrease the reference count of each block. The blocks have other references, or no content."""
         if len(numbers) and not self.is_lru:
             self.flush()
             self.ref_count[_ids(numbers)] -= references
 
     def released(self, numbers: Numbers) -> None:
-        """Nobody refers to these cached blocks any more; in the order of their sequence."""
+        """Record that no request refers to these cached blocks any more, in the order of their sequence."""
         if len(numbers):
             self.flush()
             ids = _ids(numbers)
@@ -130,34 +131,34 @@ class PolicyPool:
             self.policy.released(ids)
 
     def lost(self, numbers: Numbers) -> None:
-        """Blocks have lost their hashes."""
+        """Record that blocks lost their hashes."""
         self.flush()
         self.keys[_ids(numbers)] = 0
 
     def hinted(self, numbers: Numbers, priority: int, ttl: float | None) -> None:
-        """A request asked to keep these blocks."""
+        """Record a request's hint to keep these blocks."""
         self.flush()
         self.policy.hinted(_ids(numbers), priority, ttl)
 
     def finished(self, output_tokens: int, returns: float | None) -> None:
-        """A request has ended; its releases follow."""
+        """Record that a request has ended. The release of its blocks follows."""
         self.flush()
         if returns is not None:
             self.policy.returning(returns)
         self.policy.finished(output_tokens)
 
     def victims(self, count: int) -> Ids:
-        """The policy's choice, checked."""
+        """Return `count` victims that the policy chose, after a check."""
         self.flush()
         return choose(self.policy, count)
 
     def removed(self, numbers: Numbers) -> None:
-        """Released blocks are gone, which the policy did not choose."""
+        """Record that released blocks were removed without the policy choosing them."""
         self.flush()
         self.policy.removed(_ids(numbers))
 
     def clear(self) -> None:
-        """The engine has forgotten every content."""
+        """Forget all contents, as the engine did."""
         self._fresh, self._completed = array("i"), []
         for field in (self.ref_count, self.access_count, self.prefix_length, self.keys):
             field.fill(0)
@@ -173,14 +174,17 @@ def _ids(numbers: Numbers) -> Ids:
 
 @functools.cache
 def _key_type(size: int) -> np.dtype[Any]:
-    """The last bytes of vLLM's key are the group: layers of one group do not stand for those of another."""
+    """Return the dtype of vLLM's keys, each of `size` bytes.
+
+    The last four bytes are the group, which distinguishes blocks of different groups of layers.
+    """
     fields = {"names": ["hash", "group"], "formats": ["<u8", ">u4"], "offsets": [0, size - 4], "itemsize": size}
     return np.dtype(fields)  # type: ignore[call-overload,no-any-return]
 
 
 def _keys(hashes: list[bytes]) -> npt.NDArray[np.uint64]:
     size, raw = len(hashes[0]), b"".join(hashes)
-    if len(raw) != size * len(hashes):  # they are longer where blocks are larger
+    if len(raw) != size * len(hashes):  # groups with larger blocks have longer keys
         size, raw = 12, b"".join([key[:8] + key[-4:] for key in hashes])
     parts = np.frombuffer(raw, _key_type(size))
     keys: npt.NDArray[np.uint64] = parts["hash"] ^ parts["group"].astype(np.uint64) * FACTOR

@@ -1,7 +1,7 @@
-"""Scores and choices of presses: which tokens each KV head of a layer keeps when a text is compressed.
+"""Presses, which choose the tokens that each KV head of a layer keeps when a text is compressed.
 
-A press that goes by a name scores a layer's queries and keys after rotary embeddings, and knows nothing of a model's
-modules. The HuggingFace adapter and the vLLM adapter share this file.
+Each press here scores a layer's queries and keys after rotary embeddings and needs no module of the model. The
+HuggingFace adapter and the vLLM adapter share this file.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import avg_pool1d
 
-WINDOW = 32  # last tokens whose queries vote, and which are kept (SnapKV, arXiv:2404.14469, section 4)
+WINDOW = 32  # last tokens: their queries score all tokens, and they are kept (SnapKV, arXiv:2404.14469, section 4)
 POOLED = 5  # neighbouring tokens whose votes are averaged, so that words are kept whole (the same section)
 EXPECTED = 512  # last tokens whose queries are the sample that predicts later ones
-FIRST = 4  # first tokens, which take the attention that goes nowhere (arXiv:2309.17453)
+FIRST = 4  # first tokens, which receive surplus attention (attention sinks, arXiv:2309.17453)
 SAFEGUARD = 0.2  # share of the budget that every head has at least (Ada-KV, arXiv:2407.11550, section 4.2)
 
 
@@ -23,7 +23,7 @@ def snapkv(
 ) -> torch.Tensor:
     """Score tokens by the attention of the last queries, averaged over a KV head's queries and neighbouring tokens.
 
-    The last tokens themselves are kept, at most for half of a head's `share`: the votes choose the other half.
+    The last tokens themselves are kept, but fill at most half of a head's `share`. Scores choose the other half.
     """
     heads, total, _ = keys.shape
     window = min(WINDOW, total)
@@ -37,17 +37,17 @@ def snapkv(
 
 
 def _kept_unasked(most: int, share: int | None) -> int:
-    """Return how many of `most` tokens a head keeps whatever their scores are."""
+    """Return how many of `most` tokens a head keeps regardless of their scores."""
     return most if share is None else min(most, share // 2)
 
 
 def expected_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, share: int | None = None
 ) -> torch.Tensor:
-    """Score tokens by the attention of queries to come, times the norm of the values (Devoto et al., arXiv:2510.00636).
+    """Score tokens by the expected attention of later queries times the norm of the values.
 
-    Queries to come are modelled as a normal distribution. The mean of exp(scale * q.k) is then
-    exp(scale * mean.k + scale^2 / 2 * k.covariance.k). Mean and covariance are those of the last `EXPECTED` queries at
+    See Devoto et al., arXiv:2510.00636. Later queries are modelled as a normal distribution. The mean of
+    exp(scale * q.k) is then exp(scale * mean.k + scale^2 / 2 * k.covariance.k). Mean and covariance are those of the last `EXPECTED` queries at
     their own positions; the paper rotates all queries to later positions.
     """
     drawn = query[:, -EXPECTED:].unflatten(0, (len(keys), -1)).float()
@@ -72,7 +72,7 @@ def knorm(
 def streaming(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, share: int | None = None
 ) -> torch.Tensor:
-    """Score the first four tokens and the last ones highest (StreamingLLM, arXiv:2309.17453): a baseline."""
+    """Score the first four tokens and the last tokens highest (StreamingLLM, arXiv:2309.17453), as a baseline."""
     places = torch.arange(keys.shape[1], device=keys.device, dtype=torch.float32)
     places[:FIRST] = torch.inf
     return places.expand(keys.shape[:2])
@@ -85,35 +85,36 @@ SCORES: dict[str, Score] = {
     "knorm": knorm,
     "streaming": streaming,
 }
-"""By name, functions of `query [num_heads, tokens, head_dim]`, keys and values `[num_kv_heads, tokens, head_dim]`, the
-scale of attention, and the `share` of tokens that a head keeps on average. They return scores `[num_kv_heads, tokens]`;
-tokens with higher scores are kept."""
+"""The presses by name. Each is a function of `query [num_heads, tokens, head_dim]`, keys and values `[num_kv_heads,
+tokens, head_dim]`, the scale of attention, and the `share` of tokens that a head keeps on average. It returns scores
+`[num_kv_heads, tokens]`. Tokens with higher scores are kept.
+"""
 
 QUERIES = {"snapkv": WINDOW, "expected_attention": EXPECTED, "knorm": 0, "streaming": 0}
-"""By name, the number of last queries that a press reads."""
+"""Number of last queries that each press reads, by name."""
 
 
 def kept_tokens(
     name: str, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, budget: float
 ) -> torch.Tensor:
-    """Return the tokens that heads keep under a press by name, `[num_kv_heads, tokens]` bool: see `choose`."""
+    """Return the tokens that heads keep with the press of this name, `[num_kv_heads, tokens]` bool; see `choose`."""
     return choose(SCORES[name](query, keys, values, scale, share_of(keys.shape[1], budget)), budget)
 
 
 def share_of(total: int, budget: float) -> int:
-    """Return how many of `total` tokens a head keeps on average."""
+    """Return the average number of tokens that a head keeps of `total`."""
     return max(1, round(total * budget))
 
 
 def choose(scores: torch.Tensor, budget: float) -> torch.Tensor:
-    """Return the tokens that heads keep, `[num_kv_heads, tokens]` bool: the best `budget` of a layer's, as in Ada-KV.
+    """Return the tokens that heads keep, `[num_kv_heads, tokens]` bool.
 
-    Each head keeps at least `SAFEGUARD` of an even share, and at least one token.
+    The tokens with the highest scores of the layer are kept, as in Ada-KV. Each head keeps at least `SAFEGUARD` of an even share, and at least one token.
     """
     heads, total = scores.shape
     share = share_of(total, budget)
     own = scores.topk(max(1, int(share * SAFEGUARD)), dim=-1).indices
-    # Ranks, not scores, decide between heads only where scores are comparable; those of one layer's softmax are.
+    # Heads compete by score. Scores of one layer are comparable, because a softmax normalizes each head's.
     lifted = scores.nan_to_num(posinf=torch.finfo(scores.dtype).max / 2)
     lifted = lifted.scatter(1, own, torch.inf)
     kept = torch.zeros(heads * total, dtype=torch.bool, device=scores.device)

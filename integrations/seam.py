@@ -1,7 +1,7 @@
 """Checks of the private names that an adapter uses of its framework.
 
 An adapter's `api.py` is the only file that names anything private of the framework. It declares these names in tables,
-one for each feature, and asks the functions here before the feature is enabled:
+one for each feature, and calls the functions here before the feature is enabled:
 
     NAMES = {
         "eviction": {
@@ -10,15 +10,15 @@ one for each feature, and asks the functions here before the feature is enabled:
         },
     }
 
-- A key is a module, or `module:Class`. Its text lists what the adapter uses of it, dots within.
-- `touch(blocks)` is callable with these parameters: each is there, in this order, and no other one is required. What
-  takes `*args, **kwargs` is taken for a wrapper that passes them on.
-- `take(count ...)` has these parameters, in any order, and may require others. Write it where the adapter reads fields
-  or passes on what it was given.
-- `size` is there: an attribute, a field of a dataclass, or an instance attribute that a method of the class assigns.
+- A key is a module or `module:Class`. Its text lists the members that the adapter uses, with dots for nested members.
+- `touch(blocks)`: a callable that has these parameters in this order and requires no other. A callable with
+  `*args, **kwargs` is taken for a wrapper that passes them on.
+- `take(count ...)`: a callable that has these parameters in any order and may require others. Use it where the adapter
+  only reads fields, or passes on the arguments it received.
+- `size`: an attribute, a field of a dataclass, or an instance attribute that a method of the class assigns.
 
-`missing(NAMES[feature])` says what is not as declared. `changed` compares bodies that an adapter reimplements with
-those that it was written against. `absent` looks at objects, once the framework has made them.
+`missing(NAMES[feature])` returns the names that differ from their declaration. `changed` compares function bodies that
+an adapter reimplements with the versions it was written against. `absent` checks attributes of existing objects.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Name(NamedTuple):
     path: str
     """`module:Class.member`."""
     parameters: tuple[str, ...] | None
-    """None: only that the name is there counts."""
+    """Names of the parameters. None: the name only has to exist."""
     others: bool
-    """Whether parameters that are not listed may be required."""
+    """Whether the callable may require parameters that are not listed."""
 
 
 def names(table: Mapping[str, str]) -> Iterator[Name]:
-    """Yield the names of a table, see the module's docstring."""
+    """Yield the names that a table declares; see the module's docstring."""
     for holder, members in table.items():
         for member, listed in _MEMBER.findall(members):
             words = listed.strip("()").split()
@@ -64,10 +64,10 @@ def names(table: Mapping[str, str]) -> Iterator[Name]:
 
 
 def find(path: str) -> Any:
-    """Return what `module:name` stands for, dots within the name.
+    """Return the object with the name `module:name`, with dots in the name for members.
 
     Raises:
-        ImportError: There is no such module.
+        ImportError: The module does not exist.
         AttributeError: The module has no such name.
     """
     module, _, name = path.partition(":")
@@ -75,15 +75,15 @@ def find(path: str) -> Any:
 
 
 def missing(table: Mapping[str, str]) -> list[str]:
-    """Return, for each name of a table that is not as declared, what is wrong; [] if nothing is.
+    """Return a reason for each name that differs from its declaration in a table; [] if none does.
 
-    Importing a module of the framework may raise anything; that counts as a missing name.
+    If importing a module of the framework raises any exception, its names count as missing.
     """
     return [reason for name in names(table) if (reason := _difference(name))]
 
 
 def _difference(name: Name) -> str:
-    """Return how a name differs from what a table says, or ""."""
+    """Return how a name differs from its declaration, or ""."""
     try:
         found = find(name.path)
     except Exception as error:
@@ -99,7 +99,7 @@ def _difference(name: Name) -> str:
     except (TypeError, ValueError):
         return f"{name.path}: has no parameters"
     if {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= {parameter.kind for parameter in there}:
-        return ""  # somebody's wrapper that passes on whatever it gets
+        return ""  # a wrapper that passes on all arguments
     lacking = [each for each in name.parameters if each not in [parameter.name for parameter in there]]
     if lacking:
         return f"{name.path}: has no {', '.join(lacking)}"
@@ -134,12 +134,12 @@ def _assigns(path: str, attribute: str) -> bool:
 
 @functools.cache
 def _assigned(code: CodeType) -> frozenset[str]:
-    """Return the names of the attributes that a function assigns, of whatever object."""
+    """Return the names of the attributes that a function assigns on any object."""
     return frozenset(step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR")
 
 
 def absent(objects: Mapping[str, Any], table: Mapping[str, str]) -> list[str]:
-    """Return the attributes of a table that the framework's objects lack; [] if they have all.
+    """Return the attributes in a table that the framework's objects lack; [] if none is missing.
 
     Args:
         objects: By name the objects that exist.
@@ -165,7 +165,7 @@ def absent(objects: Mapping[str, Any], table: Mapping[str, str]) -> list[str]:
 
 
 def changed(bodies: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Return which bodies are none of those that an adapter reimplements; [] if all are known.
+    """Return a reason for each body that differs from all known versions; [] if all are known.
 
     Args:
         bodies: By path, `module:Class.method` or `module:Class`, the digest of the body in each release.
@@ -185,10 +185,10 @@ def changed(bodies: Mapping[str, Mapping[str, str]]) -> list[str]:
 def digest(body: Any) -> str:
     """Return 12 hexadecimal digits for the source of a function or class.
 
-    Comments, docstrings and space do not count; nesting does. A function that was wrapped counts as its wrapper.
+    Comments, docstrings and spaces do not count, but nesting does. For a wrapped function, the wrapper counts.
 
     Raises:
-        OSError: The source is not there.
+        OSError: The source is not available.
     """
     function = getattr(body, "__func__", body)
     code = function.__code__ if isinstance(function, FunctionType) else function
@@ -197,7 +197,7 @@ def digest(body: Any) -> str:
 
 @functools.lru_cache(256)
 def _digest(code: Any, file: str) -> str:
-    """Return the digest of a code object or class. Code of two files may compare equal, annotations apart."""
+    """Return the digest of a code object or class. `file` tells equal code of two files apart in the cache."""
     source = inspect.getsource(code)
     lines: list[list[str]] = [[]]
     depth = -source[:1].isspace()

@@ -1,9 +1,10 @@
-"""The versions of frameworks that our tests passed on, which bound the extras of pyproject.toml.
+"""The versions of frameworks that the tests passed on. They bound the extras in pyproject.toml.
 
-A test compares the table with pyproject.toml and with README. A newer version that is already installed is tried: what
-an adapter uses of it is checked by name (see `seam`), and its handle or log says that nobody has tested it.
+A test compares this table with pyproject.toml and README. An adapter also tries a newer version that is installed: it
+checks every name that it uses (see `seam`), and its handle or log says that the version is untested.
 
-A release that passed goes into the table, and its bound into pyproject.toml; `make newest` says when there is one.
+To add a release that passed the tests, change this table and the bound in pyproject.toml. `make newest` shows whether
+there is a newer release.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import re
 from typing import NamedTuple
 
 Series = tuple[int, ...]
-"""The first numbers of a version: a series of two, or one release of three."""
+"""First numbers of a version: two for a series, three for one release."""
 
 logger = logging.getLogger("pc")
 
 
 class Tested(NamedTuple):
-    """The oldest and the newest series of a framework that our tests passed on."""
+    """The oldest and the newest series of a framework on which the tests passed."""
 
     oldest: Series
     newest: Series
@@ -30,7 +31,7 @@ class Tested(NamedTuple):
 
     @property
     def below(self) -> Series:
-        """The first series that is too new."""
+        """The first series that is untested because it is too new."""
         return (*self.newest[:-1], self.newest[-1] + 1)
 
 
@@ -43,22 +44,22 @@ TESTED = {
     "sglang": Tested((0, 5, 23), (0, 5, 23)),
     "kvpress": Tested((0, 5, 5), (0, 5, 5)),
 }
-"""By distribution."""
+"""Tested series by distribution name."""
 
 
 def text_of(series: Series) -> str:
-    """Return a series as it is written, with dots."""
+    """Return a series as text, with dots."""
     return ".".join(map(str, series))
 
 
 def requirement(package: str, tested: Tested | None = None) -> str:
-    """Return what pip is asked for to get a tested version of a package."""
+    """Return the requirement for pip that installs a tested version of a package."""
     found = TESTED[package] if tested is None else tested
     return f"{package}>={text_of(found.oldest)},<{text_of(found.below)}"
 
 
 def installed(package: str) -> str | None:
-    """Return the version of a distribution; None if it is not installed."""
+    """Return the version of an installed distribution, or None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -66,13 +67,13 @@ def installed(package: str) -> str | None:
 
 
 def release(version: str) -> Series:
-    """Return the numbers that a version begins with; () for one without."""
+    """Return the numbers at the start of a version; () if there is none."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
 def untested(package: str, version: str | None = None) -> str:
-    """Return that a version is newer or older than what was tested, in words; "" if it is tested or not installed.
+    """Return a text if a version is newer or older than the tested ones; "" if it is tested or not installed.
 
     Args:
         package: A key of `TESTED`.
@@ -93,9 +94,9 @@ _said: set[str] = set()
 
 
 def say_untested(*packages: str) -> str | None:
-    """Return which installed packages are untested, in words, and log it once; None if none is."""
+    """Return a text that names the installed untested packages, and log it once; None if there are none."""
     found = "; ".join(filter(None, map(untested, packages)))
     if found and found not in _said:
         _said.add(found)
-        logger.warning("%s; it is tried, and whatever cannot be served falls back", found)
+        logger.warning("%s; pc tries it, and calls that it cannot serve fall back", found)
     return found or None

@@ -184,7 +184,7 @@ def test_a_hint_that_cannot_be_read_is_said_and_passed_over(caplog):
     sglang_radix.admit(traffic.cache, request)
     with caplog.at_level("WARNING", "sglang.pc"):
         sglang_radix.compute(traffic.cache, request)
-    assert "kv_hints of request 0 are not honoured: priority: got str" in caplog.text
+    assert "kv_hints of request 0 are ignored: priority: got str" in caplog.text
 
 
 def test_pages_that_are_held_otherwise_are_passed_over():

@@ -217,7 +217,7 @@ def test_returning_conversations_are_heard_of(monkeypatch):
 def test_a_hint_that_cannot_be_read_is_said(warnings):
     tier = make_tier("pc_default", 4)
     assert evicted_by(tier, ["a0"], kv_hints=SimpleNamespace(actions=3)) == []
-    assert "kv_hints of request ['a0'] are not honoured" in warnings[0]
+    assert "kv_hints of request ['a0'] are ignored" in warnings[0]
 
 
 def test_a_policys_name():
