@@ -46,9 +46,9 @@ def expected_attention(
 ) -> torch.Tensor:
     """Score tokens by the expected attention of later queries times the norm of the values.
 
-    See Devoto et al., arXiv:2510.00636. Later queries are modelled as a normal distribution. The mean of
-    exp(scale * q.k) is then exp(scale * mean.k + scale^2 / 2 * k.covariance.k). Mean and covariance are those of the last `EXPECTED` queries at
-    their own positions; the paper rotates all queries to later positions.
+    See Devoto et al., arXiv:2510.00636. Later queries are modelled as a normal distribution. The mean of exp(scale *
+    q.k) is then exp(scale * mean.k + scale^2 / 2 * k.covariance.k). Mean and covariance are those of the last
+    `EXPECTED` queries at their own positions; the paper rotates all queries to later positions.
     """
     drawn = query[:, -EXPECTED:].unflatten(0, (len(keys), -1)).float()
     mean = drawn.mean(2, keepdim=True)
@@ -109,7 +109,8 @@ def share_of(total: int, budget: float) -> int:
 def choose(scores: torch.Tensor, budget: float) -> torch.Tensor:
     """Return the tokens that heads keep, `[num_kv_heads, tokens]` bool.
 
-    The tokens with the highest scores of the layer are kept, as in Ada-KV. Each head keeps at least `SAFEGUARD` of an even share, and at least one token.
+    The tokens with the highest scores of the layer are kept, as in Ada-KV. Each head keeps at least `SAFEGUARD` of an
+    even share, and at least one token.
     """
     heads, total = scores.shape
     share = share_of(total, budget)

@@ -89,8 +89,8 @@ def test_newer_versions_are_tried(monkeypatch, caplog, version):
         adapter.check_version("attention")
     said = [record.message for record in caplog.records]
     assert said == ([] if version.startswith("0.5.23") else [
-        f"sglang {version} is newer than 0.5.23, the newest that was tested; it is tried, and whatever cannot be "
-        "served falls back"
+        f"sglang {version} is newer than 0.5.23, the newest that was tested; pc tries it, and calls that it "
+        "cannot serve fall back"
     ])  # fmt: skip
 
 
