@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import pc
-from benchmarks.harness import peers, registry, runner, tables, timing
+from benchmarks.harness import experiment, peers, registry, runner, tables, timing
 from benchmarks.operators import attention, attention_providers
 from pc.bench import run_bench
 
@@ -201,6 +201,52 @@ def test_rows_are_written_as_they_were_read(tmp_path: Path) -> None:
     assert copy.read_bytes() == before
     tables.write_rows(copy, [{"b": 1}, {"a": 2, "c": "x,y"}], ["a"])
     assert copy.read_text() == 'a,b,c\n,1,\n2,,"x,y"\n'
+
+
+def _measure(given: Any) -> Any:
+    """Yield a row for each number, and fail at 0."""
+    for n in given.numbers:
+        yield {"n": n, "inverse": 1 / n}
+        yield {"n": n, "inverse": -1 / n}
+
+
+@pytest.mark.parametrize("key", [("n",), ()])
+def test_an_experiment_replaces_rows_by_key(
+    key: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "rows.csv"
+    made = experiment.Experiment("-", _measure, {"numbers": experiment.option([1])}, key, ("pytest",))
+
+    def run(*numbers: str) -> list[tuple[str, str]]:
+        made.main([*numbers, "--output", str(output)])
+        return [(row["n"], row["inverse"]) for row in tables.read_rows(output)]
+
+    assert run() == [("1", "1.0"), ("1", "-1.0")]
+    assert capsys.readouterr().out == "1 1.0\n1 -1.0\n"
+    first = run("2", "4")
+    with pytest.raises(ZeroDivisionError):
+        run("4", "5", "0", "8")
+    after = [(row["n"], row["inverse"]) for row in tables.read_rows(output)]
+    new = [("4", "0.25"), ("4", "-0.25"), ("5", "0.2"), ("5", "-0.2")]
+    assert after == (first[:4] + new if key else first), "a file without a key changes only as a whole"
+    assert first[0][0] == ("1" if key else "2")
+    for row in tables.read_rows(output):
+        assert (row["pytest"], row["torch"]) == (pytest.__version__, torch.__version__)
+        assert row["device"]
+        assert row["commit"]
+
+
+def test_an_experiment_names_its_file_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"--fast": experiment.option(False), "--size": experiment.option(2, "of it"), "--at": experiment.option()}
+    made = experiment.Experiment(lambda given: f"{given.size}.csv", _measure, options)
+    given = made.parse(["--size", "3"])
+    assert (given.fast, given.size, given.at) == (False, 3, None)
+    assert given.output == tables.RESULTS / "cpu" / "3.csv"
+    with pytest.raises(SystemExit):
+        made.parse(["--help"])
+    assert (__doc__ or "-") in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        made.parse(["--size", "x"])
 
 
 def test_each_begins_a_round_in_its_turn() -> None:

@@ -14,7 +14,7 @@ Row = dict[str, str]
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Rows of a file; none where there is no file."""
+    """Return the rows of a file, or none if there is no file."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
@@ -22,7 +22,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def number(text: str) -> int | float | str:
-    """A value as the number that it says; as text where it says none."""
+    """Return the number that a text says, or the text if it is none."""
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
@@ -30,14 +30,21 @@ def number(text: str) -> int | float | str:
 
 
 def replaced(path: Path, rows: Iterable[Mapping[str, object]], key: Sequence[str]) -> list[Mapping[str, object]]:
-    """Rows of a file without those that have the same values in the columns of `key` as the new ones, then these."""
+    """Return a file's rows, then the new ones, which replace those with the same values in the columns of `key`.
+
+    A column that a row lacks counts as empty.
+    """
     rows = list(rows)
-    measured = {tuple(str(row[name]) for name in key) for row in rows}
-    return [*(row for row in read_rows(path) if tuple(row[name] for name in key) not in measured), *rows]
+
+    def place(row: Mapping[str, object]) -> tuple[str, ...]:
+        return tuple(str(row.get(name, "")) for name in key)
+
+    measured = set(map(place, rows))
+    return [*(row for row in read_rows(path) if place(row) not in measured), *rows]
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, object]], first: Iterable[str] = ()) -> None:
-    """Writes rows in place of what a file holds, and the folders that lead to it.
+    """Replace a file by rows, and create the folders above it.
 
     Args:
         path: Of the file.

@@ -35,15 +35,12 @@ import numpy as np
 
 import pc
 
-from ..harness.conditions import use_threads
-from ..harness.tables import RESULTS, replaced, write_rows
-from .load import trained_columns, trained_model, trained_tokenizer
+from ..harness.experiment import Experiment, option
+from .load import NAME, trained_model, trained_tokenizer
 
-ROWS = RESULTS / "cpu" / "agents.csv"
 BLOCK, BESIDE, KEPT, ANSWER, RECOMPUTE = 16, 8, 3, 8, 0.1
 POSITIONS = 8192
 WAYS = ("prefix", "gap", "anywhere")
-KEY = ("trace", "variant", "cache", "way")
 
 Turn = tuple[list[str], str]
 """The parts of a prompt, those of users and tools at even places and the model's between them, and its output."""
@@ -191,23 +188,15 @@ def lost(model: Any, prompts: list[list[int]]) -> dict[str, str]:
     return {"sampled_prompts": str(len(first)), "kl": found["kl"], "first_equal": f"{np.mean(first):.3f}"}
 
 
-def main() -> None:
-    """Prints rows and writes them as they come."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("traces", nargs="+", type=Path)
-    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
-    parser.add_argument("--sample", type=int, default=0, help="turns of the first session through the model")
-    parser.add_argument("--hashed", type=Path, help="write TRACE.jsonl for `pc replay` into this folder instead")
-    parser.add_argument("--output", type=Path, default=ROWS)
-    given = parser.parse_args()
-    use_threads()
+def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each trace, change, cache and way; with `--hashed`, write traces and yield nothing."""
     tokenizer, model = trained_tokenizer(), trained_model() if given.sample else None
     for path in given.traces:
         trace, sessions, tenth = path.name.split(".")[0], sessions_of(path), 0
         for name in dict.fromkeys(("untouched", *given.variants)):
             order, requests = requests_of(tokenizer, sessions, name)
             if not requests:
-                continue  # it has nothing of the kind
+                continue  # the trace has nothing that this changes
             whole = sum(len(prompt) + len(answer) for prompt, answer in requests) // BLOCK + 2 * len(requests)
             if given.hashed:
                 write_hashed(given.hashed / f"agents_{trace}.jsonl", requests)
@@ -219,18 +208,26 @@ def main() -> None:
             if model is not None:
                 turns = [prompt for (session, _), (prompt, _) in zip(order, requests, strict=True) if session == 0]
                 loss = lost(model, turns[: given.sample])
-            for cache, num_blocks in (("all", whole), ("10%", tenth)):
-                longest = max(-(-(len(prompt) + len(answer)) // BLOCK) for prompt, answer in requests)
-                num_blocks = max(num_blocks, 2 * longest)
+            longest = max(-(-(len(prompt) + len(answer)) // BLOCK) for prompt, answer in requests)
+            for cache, num_blocks in (("all", max(whole, 2 * longest)), ("10%", max(tenth, 2 * longest))):
                 for way in WAYS:
                     asked, computed, moved = count(requests, way, num_blocks)
-                    row = {"trace": trace, "variant": name, "cache": cache, "way": way, "blocks": str(num_blocks)}
-                    row |= {
-                        "prompts": str(len(requests)),
-                        "prompt_tokens": str(asked),
-                        "computed_tokens": str(computed),
-                    }
-                    row |= {"hit_rate": f"{1 - computed / asked:.4f}", "moved_tokens": str(moved)}
+                    row = {"trace": trace, "variant": name, "cache": cache, "way": way, "blocks": num_blocks}
+                    row |= {"prompts": len(requests), "prompt_tokens": asked, "computed_tokens": computed}
+                    row |= {"hit_rate": f"{1 - computed / asked:.4f}", "moved_tokens": moved}
                     row |= {"sampled_prompts": "", "kl": "", "first_equal": ""} | (loss if way == "anywhere" else {})
-                    print(*row.values(), flush=True)
-                    write_rows(given.output, replaced(given.output, [row | trained_columns()], KEY))
+                    yield row | {"model": NAME}
+
+
+main = Experiment(
+    "agents.csv",
+    rows,
+    {
+        "traces": option(nargs="+", type=Path),
+        "--variants": option(list(VARIANTS), choices=list(VARIANTS)),
+        "--sample": option(0, "turns of the first session through the model"),
+        "--hashed": option(type=Path, help="write TRACE.jsonl for `pc replay` into this folder instead"),
+    },
+    ("trace", "variant", "cache", "way"),
+    ("transformers",),
+).main

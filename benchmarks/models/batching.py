@@ -7,7 +7,7 @@ Usage:
 CPU time of whole calls on random models, in one process, alternating, medians; tokens are compared in every round.
 `shared`: prompts about one new document. `again`: the same prompts once more. `own`: prompts that share nothing.
 Transformers gets pages of its default size and of 16 tokens, and for `again` a manager that it keeps between calls.
-OMP_NUM_THREADS threads (1). Writes results/cpu/batching.csv.
+OMP_NUM_THREADS threads (1).
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import argparse
 import logging
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from ..harness.conditions import conditions, use_threads, version
-from ..harness.tables import RESULTS, write_rows
+from ..harness.conditions import version
+from ..harness.experiment import Experiment
 from ..harness.timing import rotated
 
-ROWS = RESULTS / "cpu" / "batching.csv"
 ROUNDS = 3
 REQUESTS, DOCUMENT, OWN, NEW = 8, 512, 24, 24
 TOKENS = 8192
-"""What each cache holds."""
+"""Tokens that each cache holds."""
 SIZES = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
 PC, LARGE, SMALL = "pc", "transformers, pages of 256", "transformers, pages of 16"
 PAGES = {LARGE: 256, SMALL: 16}
 
 
 def build_models() -> dict[str, Any]:
-    """Small models with random weights: full attention alone, and windows beside it."""
+    """Return small models with random weights: full attention alone, and windows beside it."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 4096}
@@ -51,13 +51,13 @@ def build_models() -> dict[str, Any]:
 
 
 def draw(length: int) -> list[int]:
-    """Random tokens."""
+    """Return random tokens."""
     drawn: list[int] = torch.randint(1, SIZES["vocab_size"], (length,)).tolist()
     return drawn
 
 
 def ask(model: Any, way: str, prompts: list[list[int]], keep: bool) -> tuple[float, list[list[int]]]:
-    """Seconds of CPU time of one call, and its answers."""
+    """Return the CPU seconds of one call and its answers."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     settings = ContinuousBatchingConfig(max_batch_tokens=1024)
@@ -72,8 +72,8 @@ def ask(model: Any, way: str, prompts: list[list[int]], keep: bool) -> tuple[flo
     return took, [output.generated_tokens for output in outputs.values()]
 
 
-def measure(model: Any) -> list[dict[str, str]]:
-    """Rows of one model: a workload and a way each."""
+def measure(model: Any) -> list[dict[str, Any]]:
+    """Return the rows of one model, one for each workload and way."""
     from pc.integrations.huggingface import enable_continuous_batching
 
     times: dict[tuple[str, str], list[float]] = {}
@@ -111,30 +111,21 @@ def measure(model: Any) -> list[dict[str, str]]:
             "cpu_s": f"{statistics.median(took):.4f}",
             "least_s": f"{min(took):.4f}",
             "most_s": f"{max(took):.4f}",
-            "calls": str(len(took)),
-            "hit_tokens": str(hits[work]) if way == PC else "",
-            "same_tokens": str(same[work, way]),
+            "calls": len(took),
+            "hit_tokens": hits[work] if way == PC else "",
+            "same_tokens": same[work, way],
         }
         for (work, way), took in times.items()
     ]
 
 
-def main() -> None:
-    """Prints and writes the table."""
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    use_threads()
+def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each model, workload and way."""
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
-    rows = []
+    sizes = {"requests": REQUESTS, "document": DOCUMENT, "own": OWN, "new_tokens": NEW}
     for name, model in build_models().items():
-        common = {
-            "model": name,
-            "requests": str(REQUESTS),
-            "document": str(DOCUMENT),
-            "own": str(OWN),
-            "new_tokens": str(NEW),
-            "transformers": version("transformers"),
-        }
-        rows += [common | row | conditions("cpu") for row in measure(model)]
-        for row in rows[-9:]:
-            print(name, row["workload"], row["way"], row["cpu_s"], row["hit_tokens"], row["same_tokens"], flush=True)
-    write_rows(ROWS, rows)
+        common = {"model": name, **sizes, "transformers": version("transformers")}
+        yield from (common | row for row in measure(model))
+
+
+main = Experiment("batching.csv", rows).main

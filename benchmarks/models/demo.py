@@ -1,14 +1,17 @@
-"""Takes rows that `pc demo` wrote into the tree, with the conditions they were measured under: make results."""
+"""Take rows that `pc demo` wrote into the tree, with the conditions they were measured under: make results."""
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
-from ..harness.conditions import conditions
-from ..harness.tables import RESULTS, read_rows, write_rows
+from ..harness.experiment import Experiment, option
+from ..harness.tables import Row, read_rows
 
 
-def main() -> None:
-    """Take over the rows of a file."""
-    write_rows(RESULTS / "cpu" / "demo.csv", [row | conditions("cpu") for row in read_rows(Path(sys.argv[1]))])
+def rows(given: argparse.Namespace) -> list[Row]:
+    """Return the rows of a file."""
+    return read_rows(given.file)
+
+
+main = Experiment("demo.csv", rows, {"file": option(type=Path)}).main

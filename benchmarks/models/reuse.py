@@ -9,7 +9,7 @@ All ways alternate in one process: call by call for the first token, token by to
 hand" keeps a DynamicCache of the document: a deep copy for each question, as transformers' documentation does, or one
 that is cropped afterwards and serves one question at a time. Each prompt ends in a new question; in a cold call the
 document is new too. An answer of 64 tokens is the beginning of one of 256, plus what follows the last token.
-OMP_NUM_THREADS threads (1). Writes results/cpu/reuse.csv.
+OMP_NUM_THREADS threads (1).
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ import itertools
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..harness.conditions import conditions, use_threads
-from ..harness.tables import RESULTS, replaced, write_rows
+from ..harness.experiment import Experiment, option
 from ..harness.timing import TokenClock, over, rotated
 from .load import random_llama, trained_model, trained_tokenizer
 
@@ -42,7 +41,6 @@ PROMPTS = (8, 256, 2048, 10240)
 QUESTION, ANSWERS = 24, (1, 64, 256)
 ROUNDS = {8: 9, 256: 7, 512: 5, 2048: 3, 6144: 3, 10240: 3}
 """By length of the document."""
-ROWS = RESULTS / "cpu" / "reuse.csv"
 PLAIN, PC, DEEP_COPY, CROPPED = WARM = ("plain", "pc", "by hand, deep copy", "by hand, cropped")
 
 
@@ -176,15 +174,15 @@ class Ways:
         return seconds
 
 
-def measure(size: str, length: int, rounds: int) -> list[dict[str, str]]:
-    """A row for each way, cold and warm.
+def measure(size: str, length: int, rounds: int) -> Iterator[dict[str, Any]]:
+    """Yield a row for each way, cold and warm.
 
     Raises:
         RuntimeError: A way gives other tokens.
     """
     from pc.integrations.huggingface import enable_prefix_caching
 
-    model, rows = build_model(size), []
+    model = build_model(size)
     with enable_prefix_caching(model, num_blocks=(2 * rounds + 4) * (length + 600) // 16) as handle:
         ways = Ways(model, length, read_text() if size == TRAINED else None)
         for name in (PLAIN, PC):
@@ -209,13 +207,10 @@ def measure(size: str, length: int, rounds: int) -> list[dict[str, str]]:
             for name in names:
                 label = f"{TRAINED}-135M, trained" if size == TRAINED else f"Llama {size}, random weights"
                 row = {"model": f"{label}, float32", "call": "warm" if warm else "cold"}
-                row |= {"way": name, "document_tokens": str(length), "prompt_tokens": str(prompt.shape[1])}
+                row |= {"way": name, "document_tokens": length, "prompt_tokens": prompt.shape[1]}
                 row |= _columns(seconds[name], seconds[PLAIN], steps.get(name, []), steps.get(PLAIN, []))
-                row |= {"peak_bytes": str(int(statistics.median(peaks[name])))}
-                row |= {"reused_tokens": str(reused) if name == PC and warm else "", "rounds": str(rounds)}
-                rows.append(row | conditions("cpu", "transformers"))
-                print(*list(row.values()), flush=True)
-    return rows
+                row |= {"peak_bytes": int(statistics.median(peaks[name]))}
+                yield row | {"reused_tokens": reused if name == PC and warm else "", "rounds": rounds}
 
 
 def _columns(first: list[float], plain: list[float], steps: list[float], plain_steps: list[float]) -> dict[str, str]:
@@ -232,16 +227,21 @@ def _columns(first: list[float], plain: list[float], steps: list[float], plain_s
     return row | {"decode_s_over_plain": f"{over(steps[:-1], plain_steps[:-1]):.4f}" if steps else ""}
 
 
-def main() -> None:
-    """Prints and writes the table; rows of other models and prompts stay."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sizes", nargs="*", default=["25M", "100M"])
-    parser.add_argument("--prompts", nargs="+", type=int, default=PROMPTS)
-    parser.add_argument("--rounds", type=int, default=9, help="at most")
-    parser.add_argument("--output", type=Path, default=ROWS)
-    arguments = parser.parse_args()
-    use_threads()
-    for size in arguments.sizes:
-        for length in arguments.prompts:
-            rows = measure(size, length, min(ROUNDS.get(length, 1), arguments.rounds))
-            write_rows(arguments.output, replaced(arguments.output, rows, ("model", "document_tokens")))
+def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the rows of each model and length."""
+    for size in given.sizes:
+        for length in given.prompts:
+            yield from measure(size, length, min(ROUNDS.get(length, 1), given.rounds))
+
+
+main = Experiment(
+    "reuse.csv",
+    rows,
+    {
+        "sizes": option(["25M", "100M"]),
+        "--prompts": option(PROMPTS),
+        "--rounds": option(9, "at most"),
+    },
+    ("model", "document_tokens"),
+    ("transformers",),
+).main

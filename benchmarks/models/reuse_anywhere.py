@@ -12,8 +12,7 @@ Three workloads of SmolLM2-135M-Instruct (`pc.demo.trained_model_folder`), each 
 
 The reference is exact prefix caching with greedy answers of eight tokens. Every other way is made to produce these
 answers, and its next-token distributions are compared: KL divergence, equal most likely tokens, and answers whose
-tokens are all the most likely ones. Prompts from before anything moved do not count. Rows go to
-results/cpu/reuse_anywhere.csv.
+tokens are all the most likely ones. Prompts from before anything moved do not count.
 """
 
 from __future__ import annotations
@@ -21,21 +20,17 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..harness.conditions import use_threads
-from ..harness.tables import RESULTS, replaced, write_rows
+from ..harness.experiment import Experiment, option
 from ..harness.timing import over
-from .load import trained_columns, trained_model, trained_tokenizer
+from .load import NAME, trained_model, trained_tokenizer
 
-ROWS = RESULTS / "cpu" / "reuse_anywhere.csv"
 ANSWER, TURNS = 8, 20
-KEY = ("workload", "size", "way", "recompute")
 
 
 @dataclass
@@ -174,7 +169,7 @@ def run(model: Any, workload: Workload, share: float | None, exact: list[Told] |
 
 
 def row(workload: Workload, told: list[Told], exact: list[Told], way: str, share: str) -> dict[str, str]:
-    """Over all prompts that count."""
+    """Return the row of a way over all prompts that count."""
     told, exact = told[workload.skipped :], exact[workload.skipped :]
     kl = same = tokens = answers = 0.0
     for one, want in zip(told, exact, strict=True):
@@ -192,33 +187,18 @@ def row(workload: Workload, told: list[Told], exact: list[Told], way: str, share
         "ttft_cpu_s": f"{statistics.median(one.cpu for one in told):.3f}",
         "over_prefix": f"{wall:.3f}", "over_prefix_cpu": f"{cpu:.3f}",
         "kl": f"{max(kl, 0) / tokens:.3g}", "same_top1": f"{same / tokens:.4f}",
-        "answers": f"{answers:.0f}", "tokens": f"{tokens:.0f}",
+        "answers": f"{answers:.0f}", "tokens": f"{tokens:.0f}", "model": NAME, "dtype": "float32",
     }  # fmt: skip
 
 
-def save(workload: Workload, told: list[Told], exact: list[Told], way: str, share: str, path: Path) -> None:
-    """Writes a row in the place of the one before."""
-    found = row(workload, told, exact, way, share)
-    print(*found.values(), flush=True)
-    write_rows(path, replaced(path, [found | trained_columns(dtype="float32")], KEY))
+MAKERS = {"order": order, "agent": agent, "edit": edit}
 
 
-def main() -> None:
-    """Prints rows and writes them as they come."""
+def rows(given: argparse.Namespace) -> Iterator[dict[str, str]]:
+    """Yield a row for each workload and way."""
     from pc.demo._models import read_document
     from pc.demo._workloads import line_end
 
-    makers = {"order": order, "agent": agent, "edit": edit}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workloads", nargs="*", default=list(makers), choices=list(makers))
-    parser.add_argument("--size", type=int, default=2048, help="tokens of text in a prompt, about")
-    parser.add_argument("--kept", type=int, default=3, help="results that an agent keeps besides the newest")
-    parser.add_argument("--turns", type=int, help="prompts of a workload at most")
-    parser.add_argument("--shares", nargs="*", type=float, default=[0, 0.05, 0.1, 0.2, 1])
-    parser.add_argument("--plain", action="store_true", help="the model's own generate too, on one prompt")
-    parser.add_argument("--output", type=Path, default=ROWS)
-    arguments = parser.parse_args()
-    use_threads()
     model, tokenizer = trained_model(), trained_tokenizer()
 
     def encode(text: str) -> list[int]:
@@ -227,15 +207,30 @@ def main() -> None:
 
     document = read_document()
     text = encode(document[document.index("Article II\n") :])
-    for name in arguments.workloads:
-        made = makers[name](encode, text, arguments.size, line_end(tokenizer), arguments.kept)
-        skipped = arguments.kept + 1 if name == "agent" else 1
-        workload = Workload(name, arguments.size, (made[0], min(made[1], arguments.turns or made[1])), skipped)
+    for name in given.workloads:
+        made = MAKERS[name](encode, text, given.size, line_end(tokenizer), given.kept)
+        skipped = given.kept + 1 if name == "agent" else 1
+        workload = Workload(name, given.size, (made[0], min(made[1], given.turns or made[1])), skipped)
         exact = run(model, workload, None, None)
-        save(workload, exact, exact, "prefix", "", arguments.output)
-        if arguments.plain:
+        yield row(workload, exact, exact, "prefix", "")
+        if given.plain:
             own = ask(model, made[0](skipped, [one.answer for one in exact]), exact[skipped].answer)
-            save(workload, [own] * (skipped + 1), exact[: skipped + 1], "all", "", arguments.output)
-        for share in arguments.shares:
-            told = run(model, workload, share, exact)
-            save(workload, told, exact, "anywhere", f"{share:g}", arguments.output)
+            yield row(workload, [own] * (skipped + 1), exact[: skipped + 1], "all", "")
+        for share in given.shares:
+            yield row(workload, run(model, workload, share, exact), exact, "anywhere", f"{share:g}")
+
+
+main = Experiment(
+    "reuse_anywhere.csv",
+    rows,
+    {
+        "workloads": option(list(MAKERS), choices=list(MAKERS)),
+        "--size": option(2048, "tokens of text in a prompt, about"),
+        "--kept": option(3, "results that an agent keeps besides the newest"),
+        "--turns": option(type=int, help="prompts of a workload at most"),
+        "--shares": option([0, 0.05, 0.1, 0.2, 1], "shares of moved text that are computed again", type=float),
+        "--plain": option(False, "the model's own generate too, on one prompt"),
+    },
+    ("workload", "size", "way", "recompute"),
+    ("transformers",),
+).main
