@@ -1,4 +1,4 @@
-"""Checks of the private names that an adapter uses of its framework.
+"""Checks of the private names that an adapter uses of its framework, and what plugins of engines share.
 
 An adapter's `api.py` is the only file that names anything private of the framework. It declares these names in tables,
 one for each feature, and calls the functions here before the feature is enabled:
@@ -28,14 +28,17 @@ import functools
 import importlib
 import inspect
 import io
+import os
 import re
 import token
 import tokenize
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from hashlib import sha256
 from operator import attrgetter
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
+
+from .tested import Series, Tested, release, requirement, say_untested
 
 _MEMBER = re.compile(r"([\w.]+)(\([^)]*\))?")
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -51,6 +54,18 @@ class Name(NamedTuple):
     """Names of the parameters. None: the name only has to exist."""
     others: bool
     """Whether the callable may require parameters that are not listed."""
+
+
+class UnsupportedVersionError(RuntimeError):
+    """The error for an installed engine that an adapter was not written for.
+
+    Examples:
+        >>> from pc.integrations.vllm import UnsupportedVersionError, check_version
+        >>> try:
+        ...     check_version("attention")
+        ... except UnsupportedVersionError as error:
+        ...     reason = str(error)
+    """
 
 
 def names(table: Mapping[str, str]) -> Iterator[Name]:
@@ -217,3 +232,90 @@ def _digest(code: Any, file: str) -> str:
 def _is_docstring(line: list[str]) -> bool:
     """Return whether a line, after its depth, is a single string."""
     return len(line) == 2 and line[1].lstrip("rRuUbB")[:1] in ("'", '"')
+
+
+def why_not(
+    feature: str,
+    package: str,
+    tested: Tested,
+    tables: Collection[Mapping[str, str]],
+    bodies: Mapping[str, Mapping[str, str]],
+    objects: Mapping[str, Any],
+    attributes: Mapping[str, str],
+) -> str:
+    """Return why the installed release of a framework cannot serve a feature, or "".
+
+    Args:
+        feature: The name of the feature, for the message.
+        package: The distribution; the module has its name with underscores.
+        tested: The oldest and the newest series that was tested. An older one is refused, a newer one is tried.
+        tables: Names that the feature uses, in the format of this module.
+        bodies: Bodies that the feature reimplements, as for `changed`.
+        objects: Objects of the framework that exist already, as for `absent`.
+        attributes: The attributes that they need, as for `absent`.
+    """
+    try:
+        version = str(importlib.import_module(package.replace("-", "_")).__version__)
+    except Exception as error:
+        found = "not installed" if isinstance(error, ImportError) else f"got {type(error).__name__}: {error}"
+        return f"{package}: {found}, needs {tested}; pip install '{requirement(package, tested)}'"
+    oldest: Series = tested.oldest
+    if release(version)[: len(oldest)] < oldest:
+        return f"{package}: got {version}, needs {tested}"
+    reasons = [reason for table in tables for reason in missing(table)] or changed(bodies)
+    reasons = reasons or absent(objects, attributes)
+    return f"{'; '.join(reasons)}, needed by {package} {version} ({feature}; written for {tested})" if reasons else ""
+
+
+def check_served(package: str, reason: str) -> None:
+    """Raise UnsupportedVersionError if there is a reason not to serve a feature; else log that a release is untested.
+
+    Args:
+        package: The distribution of the framework.
+        reason: The answer of `why_not`.
+    """
+    if reason:
+        raise UnsupportedVersionError(reason)
+    say_untested(package)
+
+
+def features_in_environment(variable: str) -> list[str]:
+    """Return the names that an environment variable lists, separated by commas."""
+    return [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
+
+
+def check_features(
+    variable: str, features: Collection[str], names: Sequence[str], check_version: Callable[[str], None]
+) -> None:
+    """Check the names of features, all of them before a version is checked.
+
+    Args:
+        variable: The environment variable that may list the names. Errors begin with it.
+        features: All features of the adapter.
+        names: The features to enable.
+        check_version: Called with each name. It raises if the installed engine cannot serve that feature.
+
+    Raises:
+        ValueError: A name is no feature.
+        UnsupportedVersionError: From `check_version`.
+    """
+    for name in names:
+        if name not in features:
+            raise ValueError(f"{variable}: got {name!r}, needs some of {', '.join(features)}")
+    for name in names:
+        check_version(name)
+
+
+def wrap_once(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a method of an engine by `wrap(method)`, unless this function has replaced it before.
+
+    Args:
+        owner: A class or module of the engine.
+        name: The name of the method.
+        wrap: Called with the engine's own method; returns the function that calls it.
+    """
+    method = getattr(owner, name)
+    if not getattr(method, "wrapped_by_pc", False):
+        wrapper = functools.wraps(method)(wrap(method))
+        wrapper.wrapped_by_pc = True  # type: ignore[attr-defined]
+        setattr(owner, name, wrapper)

@@ -37,7 +37,7 @@ from pc.integrations.huggingface import CompressedDocument, UnsupportedError  # 
 from pc.integrations.huggingface.api import CACHE_NAMES, OLDEST_BATCHING  # noqa: E402
 from pc.integrations.huggingface.compression.presses import press_key  # noqa: E402
 from pc.integrations.huggingface.compression.reading import check_compressible  # noqa: E402
-from pc.integrations.plugin import release_of  # noqa: E402
+from pc.integrations.tested import release  # noqa: E402
 
 
 def store(manager: pc.CacheManager, name: str, tokens: list[int], **options: object) -> None:
@@ -118,7 +118,7 @@ def test_a_model_is_served_again_once_what_hindered_it_is_gone() -> None:
 
 # The same kind in continuous batching.
 @pytest.mark.skipif(
-    release_of(transformers.__version__, 2) < OLDEST_BATCHING, reason="older transformers are refused by name"
+    release(transformers.__version__)[:2] < OLDEST_BATCHING, reason="older transformers are refused by name"
 )
 @pytest.mark.parametrize("name", ["layer dropped", "other KV heads", "window narrowed", "window to none"])
 def test_generate_batch_probes_a_changed_model_anew(name: str) -> None:
@@ -212,7 +212,7 @@ def test_what_is_computed_by_a_model_changed_in_a_call_is_not_published(change: 
 
 # The same kind in continuous batching, where another thread streams what is generated.
 @pytest.mark.skipif(
-    release_of(transformers.__version__, 2) < OLDEST_BATCHING, reason="older transformers are refused by name"
+    release(transformers.__version__)[:2] < OLDEST_BATCHING, reason="older transformers are refused by name"
 )
 @pytest.mark.parametrize("change", [change_hook, change_setting, change_class])
 def test_what_a_batching_session_computes_by_a_changed_model_is_not_published(change: Any) -> None:

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from .. import seam
-from ..plugin import release_of, series_text
-from ..tested import TESTED
+from ..tested import TESTED, release
 from .calls import UnsupportedError, callers_level, refuse_if
 
 if TYPE_CHECKING:
@@ -492,9 +491,9 @@ def check_batching(cache: type) -> None:
     Args:
         cache: What stands in for transformers' `PagedAttentionCache`. It must have every method of it.
     """
-    supported = f"transformers {series_text(OLDEST_BATCHING, TESTED['transformers'].newest)}"
+    supported = f"transformers {TESTED['transformers']._replace(oldest=OLDEST_BATCHING)}"
     version = str(importlib.import_module("transformers").__version__)
-    refuse_if(release_of(version, 2) < OLDEST_BATCHING, f"continuous batching needs {supported}, got {version}")
+    refuse_if(release(version)[:2] < OLDEST_BATCHING, f"continuous batching needs {supported}, got {version}")
     where = f"by continuous batching over blocks, written for {supported}, in {version}"
     for name, parameters in INTERFACES.items():
         found = list(inspect.signature(_find(name, where)).parameters)

@@ -22,9 +22,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import seam
-from ..plugin import UnsupportedVersionError as UnsupportedVersionError
-from ..plugin import release_of, series_text
-from ..tested import TESTED, requirement, say_untested
+from ..seam import UnsupportedVersionError as UnsupportedVersionError
+from ..tested import TESTED
 
 if TYPE_CHECKING:  # SGLang's classes, which are Any where it is not installed
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend as AttentionBackend
@@ -202,19 +201,9 @@ def why_not(feature: str, **objects: Any) -> str:
         feature: A key of `NAMES`.
         **objects: Objects of SGLang whose attributes are checked too, under the names that `ATTRIBUTES` uses.
     """
-    tested = TESTED["sglang"]
-    supported = series_text(*tested)
-    try:
-        version = str(importlib.import_module("sglang").__version__)
-    except Exception as error:
-        told = "not installed" if isinstance(error, ImportError) else f"got {type(error).__name__}: {error}"
-        return f"sglang: {told}, needs {supported}; pip install '{requirement('sglang')}'"
-    if not tested.oldest <= release_of(version, len(tested.oldest)):
-        return f"sglang: got {version}, needs {supported}"
-    reasons = seam.missing(REGISTRATION[feature]) + seam.missing(NAMES[feature])
-    reasons = reasons or seam.changed(BODIES.get(feature, {}))
-    reasons = reasons or seam.absent(objects, ATTRIBUTES[feature])
-    return f"{'; '.join(reasons)}, needed by sglang {version} ({feature}; written for {supported})" if reasons else ""
+    tables = [REGISTRATION[feature], NAMES[feature]]
+    bodies, attributes = BODIES.get(feature, {}), ATTRIBUTES[feature]
+    return seam.why_not(feature, "sglang", TESTED["sglang"], tables, bodies, objects, attributes)
 
 
 def check_version(feature: str) -> None:
@@ -230,9 +219,7 @@ def check_version(feature: str) -> None:
         ... except UnsupportedVersionError as error:
         ...     reason = str(error)  # names the versions that are served
     """
-    if reason := why_not(feature):
-        raise UnsupportedVersionError(reason)
-    say_untested("sglang")
+    seam.check_served("sglang", why_not(feature))
 
 
 def version() -> str:

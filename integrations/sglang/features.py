@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...cache.policies import DEPRECATED, POLICIES
-from ..plugin import check_features, features_in_environment
+from ..seam import check_features, features_in_environment
 from . import api
 from .api import check_version, logger
 

@@ -36,18 +36,15 @@ from operator import attrgetter
 from typing import Any
 
 from .. import seam
-from ..plugin import UnsupportedVersionError as UnsupportedVersionError
-from ..plugin import release_of, series_text, wrap_once
+from ..seam import UnsupportedVersionError as UnsupportedVersionError
+from ..seam import wrap_once
 from ..tested import TESTED, say_untested
 
-VERSIONS = {"vllm": TESTED["vllm"], "vllm_omni": TESTED["vllm-omni"]}
-"""The oldest and the newest series that was tested, by package. A newer one is tried."""
-
 SINCE = {"offload": (0, 33)}
-"""The oldest series of a feature, where it is not that of its package."""
+"""The oldest series that serves a feature, if it is not the oldest that was tested."""
 
-PACKAGES = {"omni": "vllm_omni"}
-"""The package whose names a feature uses, where it is not vLLM."""
+PACKAGES = {"omni": "vllm-omni"}
+"""The distribution whose names a feature uses, if it is not vLLM."""
 
 LOGGER = "vllm.pc"
 """vLLM shows messages of loggers below its own."""
@@ -549,22 +546,9 @@ def why_not(feature: str, **objects: Any) -> str:
     if whole != feature and (reason := why_not(whole, **objects)):
         return reason
     package = PACKAGES.get(feature, "vllm")
-    oldest, newest = SINCE.get(feature, VERSIONS[package][0]), VERSIONS[package][1]
-    supported = series_text(oldest, newest)
-    try:
-        version = str(importlib.import_module(package).__version__)
-    except Exception as error:
-        behind = series_text((*newest[:-1], newest[-1] + 1))
-        wanted = f"{package.replace('_', '-')}>={series_text(oldest)},<{behind}"
-        told = "not installed" if isinstance(error, ImportError) else f"got {type(error).__name__}: {error}"
-        return f"{package}: {told}, needs {supported}; pip install '{wanted}'"
-    if not oldest <= release_of(version, len(oldest)):
-        return f"{package}: got {version}, needs {supported}"
-    reasons = seam.missing(NAMES[feature]) or seam.changed(BODIES.get(feature, {}))
-    reasons = reasons or seam.absent(objects, ATTRIBUTES.get(feature, {}))
-    return (
-        f"{'; '.join(reasons)}, needed by {package} {version} ({feature}; written for {supported})" if reasons else ""
-    )
+    tested = TESTED[package]._replace(oldest=SINCE.get(feature, TESTED[package].oldest))
+    tables = [NAMES[feature]], BODIES.get(feature, {}), objects, ATTRIBUTES.get(feature, {})
+    return seam.why_not(feature, package, tested, *tables)
 
 
 def check_version(feature: str, **objects: Any) -> None:
@@ -580,9 +564,7 @@ def check_version(feature: str, **objects: Any) -> None:
         ... except UnsupportedVersionError as error:
         ...     reason = str(error)  # names the versions that are served
     """
-    if reason := why_not(feature, **objects):
-        raise UnsupportedVersionError(reason)
-    say_untested(PACKAGES.get(feature, "vllm").replace("_", "-"))
+    seam.check_served(PACKAGES.get(feature, "vllm"), why_not(feature, **objects))
 
 
 _logged: set[tuple[str, str]] = set()
@@ -594,7 +576,7 @@ def available(feature: str, **objects: Any) -> bool:
     if reason:
         log_off(feature, reason)
     else:
-        say_untested(PACKAGES.get(feature, "vllm").replace("_", "-"))
+        say_untested(PACKAGES.get(feature, "vllm"))
     return not reason
 
 
@@ -642,17 +624,29 @@ def is_vllms(name: Any) -> bool:
     return isinstance(name, str) and name.startswith("vllm.")
 
 
+def _call_after(owner: Any, name: str, hook: Callable[[Any], None]) -> None:
+    """Have `hook` called after a method of vLLM, once however often this is asked for.
+
+    Args:
+        owner: A class, or an object, of vLLM.
+        name: The name of the method.
+        hook: Called with the first argument of the method, which is the instance if `owner` is a class.
+    """
+
+    def wrap(vllms: Callable[..., Any]) -> Callable[..., Any]:
+        def call_both(*args: Any, **kwargs: Any) -> Any:
+            result = vllms(*args, **kwargs)
+            hook(args[0])
+            return result
+
+        return call_both
+
+    wrap_once(owner, name, wrap)
+
+
 def call_after_configuration(complete: Callable[[Any], None]) -> None:
     """Have `complete(vllm_config)` called for every configuration of an engine, once vLLM has completed it."""
-
-    def wrap(vllms: Callable[..., None]) -> Callable[..., None]:
-        def complete_both(self: Any, *args: Any, **kwargs: Any) -> None:
-            vllms(self, *args, **kwargs)
-            complete(self)
-
-        return complete_both
-
-    wrap_once(seam.find(CLASSES["VllmConfig"]), "__post_init__", wrap)
+    _call_after(seam.find(CLASSES["VllmConfig"]), "__post_init__", complete)
 
 
 # Attention.
@@ -913,6 +907,11 @@ def ask_workers(ask_all: Callable[[Any, Callable[[Callable[[Any], str]], str]], 
     wrap_once(seam.find("vllm.v1.engine.core:EngineCore"), "_initialize_kv_caches", wrap)
 
 
+def _update_of(runner: Any) -> str:
+    """Return the name of the method with which a model runner, V1 or V2, takes over the requests of a step."""
+    return "update_requests" if hasattr(runner, "update_requests") else "_update_states"
+
+
 def call_around_update(runner: Any, before: Callable[[Any], None], after: Callable[[list[str], Any], None]) -> None:
     """Have functions called around the update of a model runner's requests, V1 or V2, in each step.
 
@@ -921,8 +920,7 @@ def call_around_update(runner: Any, before: Callable[[Any], None], after: Callab
         before: Called with the step's `SchedulerOutput`, before blocks are zeroed or copied.
         after: Called with the batch's request ids in their order and the same output, before the forward pass.
     """
-    is_v2 = hasattr(runner, "update_requests")
-    name = "update_requests" if is_v2 else "_update_states"
+    name, is_v2 = _update_of(runner), hasattr(runner, "update_requests")
     vllms, prepare = getattr(runner, name), getattr(runner, "prepare_inputs", None)
 
     def update(output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -944,32 +942,15 @@ def call_around_update(runner: Any, before: Callable[[Any], None], after: Callab
 
 def check_sampling_params(check: Callable[[Any], None]) -> None:
     """Have `check(sampling_params)` called after vLLM's own check of the parameters. It may raise ValueError."""
-
-    def wrap(verify: Callable[..., None]) -> Callable[..., None]:
-        def verify_both(self: Any, *args: Any, **kwargs: Any) -> None:
-            verify(self, *args, **kwargs)
-            check(self)
-
-        return verify_both
-
-    wrap_once(seam.find("vllm.sampling_params:SamplingParams"), "verify", wrap)
+    _call_after(seam.find("vllm.sampling_params:SamplingParams"), "verify", check)
 
 
 def call_before_forward(runner: Any, act: Callable[[Any], None]) -> None:
     """Have `act(scheduler_output)` called before each forward pass of a model runner, V1 or V2.
 
-    Blocks that the step zeroes or copies are zeroed and copied by then.
+    By then vLLM has zeroed and copied the blocks that the step names.
     """
-
-    def wrap(update: Callable[..., Any]) -> Callable[..., Any]:
-        def update_both(output: Any, *args: Any, **kwargs: Any) -> Any:
-            result = update(output, *args, **kwargs)
-            act(output)
-            return result
-
-        return update_both
-
-    wrap_once(runner, "update_requests" if hasattr(runner, "update_requests") else "_update_states", wrap)
+    _call_after(runner, _update_of(runner), act)
 
 
 def replace_pooling(runner: Any, pool: Callable[..., Any]) -> Callable[..., Any]:

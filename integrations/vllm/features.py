@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...cache.policies import DEPRECATED, POLICIES
-from ..plugin import check_features, features_in_environment
+from ..seam import check_features, features_in_environment
 from . import api
 from .api import UnsupportedVersionError, available, check_version
 from .metrics import export_counts

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from pc.integrations import sglang, vllm
-from pc.integrations.plugin import check_features, features_in_environment, wrap_once
+from pc.integrations.seam import check_features, features_in_environment, wrap_once
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 each = pytest.mark.parametrize("plugin", [sglang, vllm], ids=["sglang", "vllm"])

@@ -14,7 +14,7 @@ from generate_cases import LLAMA
 
 from pc.integrations.huggingface import api
 from pc.integrations.huggingface.contiguous import store
-from pc.integrations.plugin import release_of
+from pc.integrations.tested import release
 
 BATCHING = "continuous batching"
 NEEDS = {
@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out tests of features that the installed transformers is too old for, as calls do."""
     framework = api.look()
     disabled = {*framework.disabled}
-    if release_of(framework.version, 2) < api.OLDEST_BATCHING:
+    if release(framework.version)[:2] < api.OLDEST_BATCHING:
         disabled.add(BATCHING)
     for item in items if disabled else ():
         needed = [feature for part, feature in NEEDS.items() if part in item.nodeid and feature in disabled]

@@ -37,7 +37,7 @@ def log_again(monkeypatch):
 @functools.cache
 def is_served(feature):
     """Return whether this release has all that a feature needs."""
-    if api.PACKAGES.get(feature) == "vllm_omni":
+    if api.PACKAGES.get(feature) == "vllm-omni":
         omni.use_omni()
     return not api.why_not(feature)
 

@@ -72,7 +72,7 @@ def test_an_older_vllm_omni_is_refused_with_its_range(monkeypatch, version):
     fake = types.ModuleType("vllm_omni")
     fake.__version__ = version
     monkeypatch.setitem(sys.modules, "vllm_omni", fake)
-    with pytest.raises(adapter.UnsupportedVersionError, match=rf"vllm_omni: got {version}, needs 0\.30$"):
+    with pytest.raises(adapter.UnsupportedVersionError, match=rf"vllm-omni: got {version}, needs 0\.30$"):
         api.check_version("omni")
 
 
@@ -85,7 +85,7 @@ def test_without_vllm_the_error_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize("feature", list(api.NAMES))
 def test_the_installed_version_is_served(feature):
     pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-    if api.PACKAGES.get(feature) == "vllm_omni":
+    if api.PACKAGES.get(feature) == "vllm-omni":
         omni.use_omni()
     installed = tuple(map(int, sys.modules["vllm"].__version__.split(".")[:2]))
     if installed < api.SINCE.get(feature, installed):
