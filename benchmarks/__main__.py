@@ -33,6 +33,7 @@ NAMES = {
     "vllm_scheduler": ("engines.vllm_scheduler", "a trace through vLLM's scheduler"),
     "vllm_serving": ("engines.vllm_serving", "a trace through vLLM's server"),
     "vllm_agents": ("engines.vllm_agents", "agents' traffic and changes of their prompts through vLLM's server"),
+    "vllm_compression": ("engines.vllm_compression", "compressed prompts behind vLLM's server: requests a minute"),
     "vllm_cpu": ("engines.vllm_cpu", "steps of vLLM on a CPU, its backend and ours"),
     "vllm_omni": ("engines.vllm_omni", "steps behind vLLM-Omni's cache of hidden states"),
     "sglang_radix": ("engines.sglang_radix", "a trace through SGLang's radix cache"),

@@ -63,8 +63,8 @@ class Server:
         return json.loads(text) if text else None
 
     def metric(self, name: str) -> float:
-        """The sum of one of vLLM's metrics over its labels."""
-        found = re.findall(rf"^vllm:{name}(?:\{{[^}}]*\}})? (\S+)$", self.get("/metrics"), re.M)
+        """Return the sum of a metric over its labels; `vllm:` may be left out of its name."""
+        found = re.findall(rf"^(?:vllm:)?{name}(?:\{{[^}}]*\}})? (\S+)$", self.get("/metrics"), re.M)
         if not found:
             raise ValueError(f"name: got {name!r}, needs one of the server's metrics")
         return sum(map(float, found))
