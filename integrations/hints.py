@@ -1,4 +1,4 @@
-"""Retention hints: what a caller knows of a prompt's future, passed through an engine to an eviction policy.
+"""Retention hints, which pass a caller's knowledge of a prompt's future through an engine to an eviction policy.
 
 vLLM and SGLang carry such hints in an envelope, `kv_hints`. The arguments of `retention_hints` become the payload of
 an action of the type `retention`, version 1.

@@ -668,7 +668,7 @@ def test_a_document_of_a_handle_that_serves_no_more_is_refused() -> None:
     document = document_of(handle)
     with document:
         handle.disable()
-        with pytest.raises(ValueError, match="document: cannot be read, caching is disabled"):
+        with pytest.raises(ValueError, match="document: cannot be served, caching is disabled"):
             model.generate(QUESTION)
         with enabled(model), pytest.raises(ValueError, match="document: its handle was disabled"):
             model.generate(QUESTION)

@@ -1,17 +1,14 @@
 """Prefix caching for HuggingFace `generate`: the KV of a prompt that was seen before is read, not computed again.
 
-```python
-from pc.integrations.huggingface import enable_prefix_caching
+```python from pc.integrations.huggingface import enable_prefix_caching handle = enable_prefix_caching(model)   # use
+model.generate as before; repeated prefixes are not computed again handle.stats() handle.disable() ```
 
-handle = enable_prefix_caching(model)   # model.generate as before, and faster from the second call on
-handle.stats()
-handle.disable()
-```
-
-Modules: `enable` puts a handle before a model's generate, through which users see `serving`. That compares the model's
-`identity`, asks `support` what can be served and hands a decoding loop to one of two ways, `paged` or `contiguous`,
-over blocks from a `store`; `images` is what a call shows besides tokens, `settings` what users choose, `calls` what
-they are told. `batching` does the same for `generate_batch` and `transformers serve`.
+Modules:
+- `enable`: puts a handle before a model's generate; `serving` runs its calls.
+- `identity`: notices when the model has changed. `support`: decides which calls can be served.
+- `paged`, `contiguous`: the two ways to run a decoding loop over blocks. `store`: the blocks' manager and requests.
+- `images`: images of a call. `settings`: the user's options. `calls`: reports, counts and warnings.
+- `batching`: the same for `generate_batch` and `transformers serve`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Everything private of transformers that this adapter uses, and everything whose name depends on the version.
+"""Every private name of transformers that this adapter uses, and every name that depends on the version.
 
 No other file of the adapter imports a submodule of transformers or names a private attribute. A feature is served if
 the installed transformers has what `NAMES` declares for it; see `pc.integrations.seam` for the format.
 
 - `look` checks all names. It runs when a handle is made.
-- `need` raises an UnsupportedError where the installed transformers cannot serve a feature. The call then falls back.
-- `CLASSES` are what other files import from here. One that transformers lacks is imported as an empty class, so that a
-  module can be imported before its feature is refused.
+- `need` raises an UnsupportedError if the installed transformers cannot serve a feature. The call then falls back.
+- `CLASSES` are the classes that other files import from here. A class that transformers lacks is imported as an empty
+  class, so that importing a module does not fail before its feature is refused.
 
 To use another name of transformers, add it to `NAMES` under the feature that needs it, and add a plain function here.
 `python -m pc.integrations.huggingface.api` checks the tables against the installed transformers.
@@ -107,7 +107,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     CHUNKS: {
         "transformers.generation.configuration_utils:GenerationConfig": "_mask_length"
-    },  # it then begins behind a cache
+    },  # chunked prefill starts after the cached tokens
     STATES: {
         "transformers.cache_utils:LinearAttentionCacheLayerMixin": (
             "__init__(number_of_states) conv_states recurrent_states has_previous_state"
@@ -134,9 +134,9 @@ NAMES: dict[str, dict[str, str]] = {
         "transformers.cache_utils:Cache": "update(key_states value_states layer_idx)",
     },
 }
-"""By feature, what the adapter uses. Without `CACHING` no model is served."""
+"""For each feature the names that the adapter uses. Without `CACHING` no model is served."""
 
-# Continuous batching is looked at when it is enabled: its modules take long to import.
+# Continuous batching is checked when it is enabled, because its modules take long to import.
 BATCHING = "continuous batching"
 OLDEST_BATCHING = (5, 19)
 PACKAGE = "transformers.generation.continuous_batching."
@@ -167,10 +167,10 @@ INTERFACES = {
     "scheduler:Scheduler.add_waiting_request": "self state",
     "scheduler:Scheduler.finish_request": "self request_id",
 }
-"""What continuous batching uses of `PACKAGE`, with all parameters that each has."""
+"""The functions and methods of `PACKAGE` that continuous batching uses, each with all its parameters."""
 
 UNUSED = frozenset({"update", "fill_block_table", "get_cache_for_block_table", "get_block_table_key"})
-"""Methods of transformers' cache by which attention reads it; here attention reads blocks."""
+"""Methods through which attention reads transformers' own paged cache. Here attention reads blocks instead."""
 
 CLASSES = {
     "AttentionInterface": "transformers.modeling_utils:AttentionInterface",
@@ -198,11 +198,11 @@ CLASSES = {
     "StoppingCriteriaList": "transformers.generation.stopping_criteria:StoppingCriteriaList",
     "update_cb_config_after_cache_creation": f"{PACKAGE}initialization:update_cb_config_after_cache_creation",
 }
-"""What other files may import from here, and where transformers has it."""
+"""Names that other files may import from here, and their paths in transformers."""
 
 
 def __getattr__(name: str) -> Any:
-    """Return one of `CLASSES`, or an empty class in place of one that the installed transformers lacks."""
+    """Return the class of `CLASSES` with this name, or an empty class if the installed transformers lacks it."""
     if name in _MADE:
         globals()[name] = _MADE[name]()
         return globals()[name]
@@ -222,7 +222,7 @@ def _found_or_none(path: str) -> Any:
         return None
 
 
-# Which features the installed transformers can serve.
+# Which features the installed transformers can serve
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ _last = Framework("")
 
 
 def look() -> Framework:
-    """Check every name of the installed transformers and return what was found."""
+    """Check every name in `NAMES` against the installed transformers and return the result."""
     global _last
     version = str(importlib.import_module("transformers").__version__)  # a lazy module, which may be replaced
     reasons = {feature: seam.missing(table) for feature, table in NAMES.items()}
@@ -263,24 +263,24 @@ def look() -> Framework:
 
 
 def need(feature: str) -> None:
-    """Raise an UnsupportedError where the installed transformers cannot serve a feature."""
+    """Raise an UnsupportedError if the installed transformers cannot serve a feature."""
     if feature in _last.disabled:
         raise UnsupportedError(f"{feature} needs another transformers", _last.disabled[feature])
 
 
-# What a cache is called. Version 5.24 renamed `past_key_values` and `cache_params` to `cache`.
+# Names of the cache. Version 5.24 renamed `past_key_values` and `cache_params` to `cache`.
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-"""The names of a cache as an argument, or in a result, the newest first."""
+"""Names of a cache as an argument or in a result, the newest first."""
 _RESULT = _found_or_none("transformers.generation.utils:GenerateDecoderOnlyOutput")
 CACHE = "cache" if "cache" in getattr(_RESULT, "__dataclass_fields__", {}) else "past_key_values"
 """The name of the cache in a result of generate."""
 RENAMES = CACHE == "cache"
-"""Whether transformers itself turns older names of the cache into the newest."""
+"""Whether transformers itself accepts the older names and renames them."""
 
 
 def cache_argument(model: Any) -> str:
-    """Return the name under which generate, and the forward pass, of a model take its cache."""
+    """Return the argument name of the cache in a model's generate and forward pass."""
     return next((n for n in CACHE_NAMES[1:] if not RENAMES and takes(model.forward, n)), CACHE)
 
 
@@ -295,19 +295,19 @@ def takes(function: Any, name: str) -> bool:
 
 
 def result_cache(result: Any) -> Any:
-    """Return the cache of a result of generate; None where there is none."""
+    """Return the cache in a result of generate, or None if it has none."""
     return getattr(result, CACHE, None)
 
 
 def drop_cache(result: Any) -> None:
-    """Leave the cache out of a result of generate, if it has a place for one."""
+    """Set the cache in a result of generate to None, if the result has a field for it."""
     if hasattr(result, CACHE):
         setattr(result, CACHE, None)
 
 
 def rename_cache(model: Any, arguments: dict[str, Any]) -> None:
-    """Turn an older name of the cache in generate's arguments into the newest, with the warning that generate gives."""
-    # Generate would blame the line of ours that calls it.
+    """Rename an older name of the cache in generate's arguments, with the same FutureWarning that generate gives."""
+    # The warning of generate itself would blame a line of this library.
     for name in CACHE_NAMES[1:] if RENAMES else ():
         if name in arguments and CACHE not in arguments:
             arguments[CACHE] = arguments.pop(name)
@@ -317,18 +317,18 @@ def rename_cache(model: Any, arguments: dict[str, Any]) -> None:
 
 
 def length_behind_crop(length: int, argument: int) -> int:
-    """Return how many of `length` tokens a layer's crop leaves, given its argument."""
-    # Older versions take the number of tokens to keep, if it is positive.
+    """Return the number of tokens that a layer keeps when its crop is called with an argument."""
+    # A positive argument is the number of tokens to keep in older versions of transformers.
     if argument > 0 and takes(seam.find("transformers.cache_utils:DynamicLayer.crop"), "tokens_to_remove"):
         raise ValueError(f"tokens_to_remove: got {argument}, needs a negative number of tokens, or 0")
     return length + argument if argument <= 0 else min(length, argument)
 
 
-# A call of generate, and its decoding loop.
+# A call of generate and its decoding loop
 
 
 def has_own_generate(model: Any) -> bool:
-    """Return whether a model's class replaces generate or the loop that samples."""
+    """Return whether a model's class overrides generate or the sampling loop."""
     mixin = seam.find(CLASSES["GenerationMixin"])
     return type(model).generate is not mixin.generate or type(model)._sample is not mixin._sample
 
@@ -339,23 +339,23 @@ def keeps_dynamic_cache(model: Any) -> bool:
 
 
 def keeps_logits(model: Any) -> bool:
-    """Return whether a model's forward pass can leave out the logits of all tokens but the last."""
+    """Return whether a model's forward pass can compute the logits of the last token only."""
     return bool(model._supports_logits_to_keep())
 
 
 def prepared_config(model: Any, given: Any, **options: Any) -> Any:
-    """Return the generation config of a call, with options that were given as arguments."""
+    """Return the generation config of a call, updated with the options that were passed as arguments."""
     config, _ = model._prepare_generation_config(given, **options)
     return config
 
 
 def is_of_hub(mode: Any) -> bool:
-    """Return whether the loop of a generation mode is code of the hub."""
+    """Return whether the loop of a generation mode is code from the hub."""
     return "/" in _loops()[mode]
 
 
 def loop_of(model: Any, mode: Any) -> Callable[..., Any]:
-    """Return the decoding loop of a generation mode, to be called with the model as its first argument."""
+    """Return the decoding loop of a generation mode. Its first argument is the model."""
     return getattr(type(model), _loops()[mode])  # type: ignore[no-any-return]
 
 
@@ -365,26 +365,27 @@ def _loops() -> dict[Any, str]:
 
 
 def check_mode(model: Any, mode: Any, config: Any, options: dict[str, Any]) -> None:
-    """Raise what generate raises where a generation mode does not go with a config and options."""
+    """Raise the error of generate if a generation mode does not allow a config and options."""
     model._validate_generation_mode(mode, config, options)
 
 
 def eos_tokens(config: Any) -> list[int]:
-    """Return the tokens that end an answer, as generate has prepared them in a config."""
+    """Return the end-of-sequence tokens in a config that generate has prepared."""
     tokens = getattr(config, "_eos_token_tensor", None)
     return [] if tokens is None else tokens.flatten().tolist()
 
 
 def positions(model: Any, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the positions that generate gives to tokens under a mask."""
+    """Return the positions that generate assigns to tokens under a mask."""
     found: torch.Tensor = model._prepare_position_ids_for_generation(input_ids, {"attention_mask": mask})
     return found
 
 
 class ModelInLoop:
-    """Stands in the place of a call's model in its decoding loop. What a subclass does not replace is the model's.
+    """A model as a decoding loop sees it. Methods that a subclass does not override are the model's own.
 
-    It sets `answered` of the call once the loop has the logits of the first token: until then the call can begin anew.
+    It sets `answered` of the call once the loop has the logits of the first token. Before that, the call can start
+    again.
     """
 
     def __init__(self, loop: Any) -> None:
@@ -410,24 +411,24 @@ class ModelInLoop:
         return outputs
 
     def prefill(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the prompt's forward pass: by the model's own steps, over what stands in its place."""
+        """Run the prompt's forward pass by the model's own method, which calls this object; return the output."""
         return type(self._model)._prefill(self, *args, **kwargs)
 
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
         generator = self._model._get_candidate_generator(*args, **kwargs)
-        if getattr(generator, "requires_model_outputs", False):  # older versions have none that does
+        if getattr(generator, "requires_model_outputs", False):  # in older versions no generator does
             self.drafts_from_outputs()
         return generator
 
     def drafts_from_outputs(self) -> None:
-        """Note that what drafts tokens reads what the model computes of the whole prompt. Called before the prompt."""
+        """Record, before the prompt is computed, that the candidate generator reads outputs for the whole prompt."""
 
 
-# Images.
+# Images
 
 
 def takes_encoded_images(model: Any) -> bool:
-    """Return whether a model's forward pass takes images that its vision tower has encoded before."""
+    """Return whether a model's forward pass accepts images that its vision tower has already encoded."""
     need(IMAGES)
     return bool(model._supports_mm_encoder_outputs()) and "image" in model.input_modalities
 
@@ -443,53 +444,53 @@ def repeat_encoded(model: Any, input_ids: torch.Tensor, outputs: dict[str, Any],
     return model._expand_multimodal_outputs(input_ids, outputs, expand_size=repeats)  # type: ignore[no-any-return]
 
 
-# Attention.
+# Attention
 
 SILENT_ENTRIES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation")
-"""Entries of a config that say nothing about keys and values."""
+"""Entries of a config that do not affect keys and values."""
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
-"""The name under which a modeling file has the attention functions it calls."""
+"""The name under which modeling files import the table of attention functions."""
 
 
 def uses_attention_interface(model: Any) -> bool:
-    """Return whether a model says that its attention goes through `AttentionInterface`."""
+    """Return whether a model declares that its attention goes through `AttentionInterface`."""
     return bool(getattr(model, "_supports_attention_backend", False))
 
 
 def attention_implementation(config: Any) -> str:
-    """Return the name of the attention function that a config asks for."""
+    """Return the name of the attention function that a config selects."""
     return str(config._attn_implementation)
 
 
 def registered(value: Any) -> list[dict[str, Any]]:
-    """Return the tables of functions by name of a registry of transformers; none if a value is no registry."""
+    """Return the tables of functions in a registry of transformers; [] if a value is not a registry."""
     kind, names = type(value), ("_local_mapping", "_global_mapping")
     return [getattr(value, name) for name in names] if hasattr(kind, "_global_mapping") else []
 
 
-# Hooks.
+# Hooks
 
 RECORDING = "_output_capturing_hooks_installed"
-"""The attribute by which transformers remembers that it put its recording hooks on a model."""
+"""The attribute that transformers sets on a model once it has added its recording hooks."""
 
 
 def is_own_hook(hook: Any) -> bool:
-    """Return whether transformers has put a hook on a module: it records outputs, and computes nothing."""
+    """Return whether transformers added a hook to a module. Such hooks record outputs and compute nothing."""
     return str(getattr(hook, "__module__", "")).startswith("transformers.")
 
 
-# Continuous batching.
+# Continuous batching
 
 
 KEPT_MANAGER = "_cached_continuous_batching_manager"
-"""The attribute under which transformers keeps a manager on a model from one call to the next."""
+"""The attribute in which transformers keeps a model's manager between calls."""
 
 
 def check_batching(cache: type) -> None:
     """Raise UnsupportedError unless transformers is recent enough and has every interface of continuous batching.
 
     Args:
-        cache: What stands in for transformers' `PagedAttentionCache`. It must have every method of it.
+        cache: The class that replaces transformers' `PagedAttentionCache`. It must have every method of that class.
     """
     supported = f"transformers {TESTED['transformers']._replace(oldest=OLDEST_BATCHING)}"
     version = str(importlib.import_module("transformers").__version__)
@@ -515,17 +516,17 @@ def _find(name: str, where: str) -> Any:
 
 
 def check_layers(config: Any) -> None:
-    """Raise the ValueError of transformers for a config whose layers its continuous batching does not run."""
+    """Raise the ValueError of transformers if its continuous batching cannot run the layers of a config."""
     seam.find(f"{PACKAGE}cache:group_layers_by_attn_type")(config)
 
 
 def kept_manager(model: Any) -> Any:
-    """Return the manager that transformers keeps on a model from one call to the next, or None."""
+    """Return the manager that transformers keeps on a model between calls, or None."""
     return getattr(model, KEPT_MANAGER, None)
 
 
 def make_scheduler(settings: Any, cache: Any) -> Any:
-    """Return the scheduler that a continuous batching config asks for, over a cache."""
+    """Return a new scheduler of the type that a continuous batching config names, for a cache."""
     found = seam.find(f"{PACKAGE}scheduler:SCHEDULER_MAPPING")
     kind = found.get(settings.scheduler_type) or seam.find(f"{PACKAGE}scheduler:FIFOScheduler")
     return kind(
@@ -534,7 +535,7 @@ def make_scheduler(settings: Any, cache: Any) -> Any:
 
 
 def without_masks(config: Any) -> Any:
-    """Return a copy of a config for which transformers makes no buffers of dense masks."""
+    """Return a copy of a config that makes transformers allocate no dense masks."""
     config = copy.copy(config)
     config._attn_implementation_internal = "blocks"
     return config
@@ -546,20 +547,20 @@ def finish(state: Any) -> None:
 
 
 def fail(processor: Any, error: Exception, state: Any) -> None:
-    """End a request of a processor with an error."""
+    """End a processor's request with an error."""
     processor._handle_request_error(error, state)
 
 
 def share_prefixes(manager: Any, share: bool) -> None:
-    """Say whether a manager's requests share what they begin with."""
+    """Enable or disable prefix sharing between a manager's requests."""
     manager._use_prefix_sharing = share
 
 
 def _make_processor() -> type:
-    """Return the class of processors whose forward pass is the method `step`."""
+    """Return a class of processors that call the method `step` as their forward pass."""
 
     class BatchProcessor(seam.find(CLASSES["ContinuousBatchProcessor"])):  # type: ignore[misc]
-        """Transformers' processor, with a forward pass of our own."""
+        """Transformers' processor with another forward pass."""
 
         @torch.no_grad()
         def _generation_step(self, model: Any) -> None:
@@ -569,10 +570,10 @@ def _make_processor() -> type:
 
 
 def _make_manager() -> type:
-    """Return the class of managers whose processor is made by the method `make_processor`."""
+    """Return a class of managers that call the method `make_processor` for their processor."""
 
     class BatchManager(seam.find(CLASSES["ContinuousBatchingManager"])):  # type: ignore[misc]
-        """Transformers' manager, with a processor of our own."""
+        """Transformers' manager with another processor."""
 
         def _create_batch_processor(self) -> Any:
             return self.make_processor()
@@ -581,7 +582,7 @@ def _make_manager() -> type:
 
 
 class ModelInStep:
-    """Stands in the place of a model in a step of continuous batching."""
+    """A model as transformers' continuous batching sees it during a step."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -591,11 +592,11 @@ class ModelInStep:
 
 
 _MADE = {"BatchManager": _make_manager, "BatchProcessor": _make_processor}
-"""Classes made when they are first imported, by name."""
+"""Functions that make a class when it is first imported, by name."""
 
 
 def _main() -> int:
-    """Print what the installed transformers lacks; 1 if anything is missing."""
+    """Print the features that the installed transformers cannot serve; return 1 if there are any."""
     framework = look()
     for feature, reason in framework.disabled.items():
         print(f"{feature}: {reason}")

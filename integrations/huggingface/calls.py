@@ -1,4 +1,4 @@
-"""What callers are told: why something is not served, counts, a report for each row of the last call, warnings."""
+"""Reports, counts and warnings about calls: why a call was not served, and what the cache did for each row."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ...cache import CacheManager, OutOfBlocks
 from ...cache.allocation import CacheStats
 
 _BETWEEN = (str(Path(__file__).parent), str(Path(warnings.__file__).parent / "contextlib.py"))
-"""Files between a caller's line and a warning, besides those of the packages below."""
+"""Files that lie between a caller's line and a warning, besides those of the packages below."""
 _PACKAGES = ("torch", "transformers", "peft")
 
 
 class UnsupportedError(ValueError):
-    """Raised, before anything is changed, when a model or a call cannot be served.
+    """The model or the call cannot be served. Raised before anything is changed.
 
     Args:
-        reason: Why, in words that are the same for every call of the kind.
-        detail: What is particular to this one.
+        reason: The reason, in words that are the same for every call of this kind.
+        detail: Details of this one call.
 
     Examples:
         >>> from transformers import MambaConfig, MambaForCausalLM
@@ -45,14 +45,14 @@ class UnsupportedError(ValueError):
 
 
 def refuse_if(condition: object, reason: str, detail: str = "") -> None:
-    """Raises an UnsupportedError where a condition holds."""
+    """Raise an UnsupportedError if a condition holds."""
     if condition:
         raise UnsupportedError(reason, detail)
 
 
 @contextmanager
 def refusing(reason: str) -> Iterator[None]:
-    """Turns what a model raises into an UnsupportedError."""
+    """Convert any exception of the block to an UnsupportedError."""
     try:
         yield
     except UnsupportedError:
@@ -62,12 +62,12 @@ def refusing(reason: str) -> Iterator[None]:
 
 
 def described(error: Exception) -> str:
-    """Return an error's type and message."""
+    """Return an error's type and message as text."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def unsupported_by(error: Exception) -> UnsupportedError:
-    """Return an error as the reason for which a call falls back; the reason is the same for errors of one type."""
+    """Return an error as the reason of a fallback. The reason is the same for all errors of one type."""
     if isinstance(error, UnsupportedError):
         return error
     return UnsupportedError(f"it failed before the first token with {type(error).__name__}", str(error))
@@ -75,7 +75,7 @@ def unsupported_by(error: Exception) -> UnsupportedError:
 
 @dataclass(frozen=True)
 class ServedStats(CacheStats):
-    """What `CacheStats` counts, and the calls of generate.
+    """The counts of `CacheStats` and counts of calls of generate.
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -89,23 +89,23 @@ class ServedStats(CacheStats):
 
     calls_served: int = 0
     calls_handed_back: dict[str, int] = field(default_factory=dict)
-    """By reason: calls that fell back to the model's own generate."""
+    """Number of calls that fell back to the model's own generate, by reason."""
     repaired_tokens: int = 0
-    """Of `moved_tokens` those that were computed again."""
+    """Number of tokens of `moved_tokens` that were computed again."""
     document_calls: int = 0
-    """Of `calls_served` those that read a compressed document."""
+    """Number of calls of `calls_served` that read a compressed document."""
 
 
 @dataclass(frozen=True)
 class RequestReport:
-    """What the cache did for one row of the last call.
+    """The work of the cache for one row of the last call.
 
     Attributes:
-        prompt_tokens: Tokens of the prompt, padding left out.
-        cached_tokens: How many of them were read from the cache.
-        cached_spans: Which: ranges [start, end) of the prompt, ascending; more than one with `reuse="gap"` alone.
-        moved_spans: With `reuse="anywhere"` ranges that were read from where other text, or another place, had them.
-        repaired_tokens: Tokens of those that were computed again.
+        prompt_tokens: Number of tokens in the prompt, without padding.
+        cached_tokens: Number of prompt tokens that were read from the cache.
+        cached_spans: The cached ranges [start, end) of the prompt, ascending. Only `reuse="gap"` gives more than one.
+        moved_spans: With `reuse="anywhere"`, ranges read from another position or from behind other text.
+        repaired_tokens: Number of tokens in `moved_spans` that were computed again.
 
     Examples:
         >>> from pc.integrations.huggingface import RequestReport
@@ -122,7 +122,7 @@ class RequestReport:
 
     @property
     def moved_tokens(self) -> int:
-        """Tokens in `moved_spans`."""
+        """Number of tokens in `moved_spans`."""
         return sum(end - start for start, end in self.moved_spans)
 
     def __repr__(self) -> str:
@@ -137,14 +137,14 @@ class RequestReport:
         moved_spans: Iterable[tuple[int, int]] = (),
         repaired_tokens: int = 0,
     ) -> RequestReport:
-        """The report of a prompt of which these ranges were read; empty ones are left out."""
+        """Return the report of a prompt of which these ranges were read. Empty ranges are dropped."""
         spans = tuple([(start, end) for start, end in cached_spans if start < end])
         known = sum(end - start for start, end in spans)
         return cls(prompt_tokens, known, spans, tuple(moved_spans), repaired_tokens)
 
 
 class Calls:
-    """Counts the calls of one handle and warns once of each reason, at the line that called.
+    """The counts of one handle's calls, and its warnings. Each reason is warned of once, at the caller's line.
 
     Args:
         fallback: "warn": a call that cannot be served falls back. "raise": it raises an UnsupportedError.
@@ -164,12 +164,12 @@ class Calls:
             self.over_documents += over_document
 
     def repair(self, tokens: int) -> None:
-        """Counts moved tokens that were computed again."""
+        """Count moved tokens that were computed again."""
         with self._lock:
             self.repaired += tokens
 
     def fall_back(self, error: Exception) -> None:
-        """Count a call that falls back to the model's own generate, and warn of the reason once.
+        """Count a call that falls back to the model's own generate, and warn once for each reason.
 
         Raises:
             UnsupportedError: The handle was made with fallback="raise".
@@ -182,43 +182,44 @@ class Calls:
         self.tell_fallback(unsupported)
 
     def tell_fallback(self, error: UnsupportedError) -> None:
-        """Warn once of a reason for which calls fall back to the model's own generate, or raise."""
+        """Warn once for each reason why calls fall back to the model's own generate, or raise."""
         does = "a call raises UnsupportedError" if self._raises else "falls back to the model's own generate"
         self.tell(error.reason, f"{does}: {error}")
 
     def tell_out_of_blocks(self, error: OutOfBlocks) -> None:
-        """Warn once that there was no block for an answer."""
+        """Warn once that no block was free for an answer."""
         self.tell("out of blocks", f"an answer is generated without the cache: {error}; give a larger num_blocks")
 
     def tell_failure(self, error: Exception) -> None:
-        """Warn once that an answer goes on without the cache."""
+        """Warn once that an answer continues without the cache."""
         if isinstance(error, OutOfBlocks):
             self.tell_out_of_blocks(error)
         else:
             self.tell("failure", f"an answer is generated without the cache: {described(error)}")
 
     def tell_unkept(self, error: Exception) -> None:
-        """Warn once that an answer, which is right, is not kept for later calls."""
-        self.tell("unkept", f"an answer is not kept for later calls: {described(error)}")
+        """Warn once that an answer, though right, is not cached for later calls."""
+        self.tell("unkept", f"an answer is not cached for later calls: {described(error)}")
 
     def tell_hidden(self, tokens: int, max_blocks: int, block_size: int) -> None:
-        """Warns once that cached tokens were computed again because their hidden states are asked for."""
+        """Warn once that cached tokens were computed again because the call needs their hidden states."""
         self.tell(
             "hidden states",
-            f"output_hidden_states=True: {tokens} cached tokens are computed again, whose hidden states are not kept. "
-            f"Kept are those of calls that asked for them, of {max_blocks} blocks of {block_size} tokens at most",
+            f"output_hidden_states=True: {tokens} cached tokens are computed again, because their hidden states are "
+            "not cached. Only calls with that argument cache hidden states, in at most "
+            f"{max_blocks} blocks of {block_size} tokens",
         )
 
     def tell_never_hits(self, name: str) -> None:
-        """Warns once that what is kept is never read, because the model changes from call to call."""
+        """Warn once that there are no hits, because the model changes from call to call."""
         self.tell(
             "never hits",
             f"nothing is read from the cache: it was emptied before each of the last calls, because {name} changed. "
-            "Let hooks and forward passes leave the model as they find it",
+            "Hooks and forward passes must leave the model unchanged",
         )
 
     def tell(self, reason: str, text: str) -> None:
-        """Warns once for each reason."""
+        """Warn once for each reason, at the caller's line."""
         with self._lock:
             new = reason not in self._told
             self._told.add(reason)
@@ -226,7 +227,7 @@ class Calls:
             warnings.warn(f"prefix caching: {text}", UserWarning, stacklevel=callers_level())
 
     def stats(self, manager: CacheManager | None) -> ServedStats:
-        """The manager's counts with those of the calls; zeros for a model without one."""
+        """Return the manager's counts and those of the calls. Without a manager, its counts are zero."""
         counts = CacheManager(1).stats() if manager is None else manager.stats()
         of_cache = {f.name: getattr(counts, f.name) for f in fields(counts)}
         if manager is None:
@@ -242,7 +243,7 @@ class Calls:
 
 
 def callers_level() -> int:
-    """The stacklevel of the first frame that is neither ours nor of a package that called us."""
+    """Return the stacklevel of the innermost frame that belongs neither to this adapter nor to `_PACKAGES`."""
     level, frame = 2, sys._getframe(2)
     while frame.f_back is not None:
         name = frame.f_globals.get("__name__", "").partition(".")[0]

@@ -1,4 +1,4 @@
-"""`enable_prefix_caching`: puts a handle before a model's own `generate`, through which users see its cache."""
+"""`enable_prefix_caching`, which replaces a model's `generate`, and the handle through which users see its cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .serving import Serving
 from .settings import CacheOptions, check_number
 
 RECOMPUTE = 0.1
-"""Share of moved tokens computed again: see docs/reuse_anywhere.md for what others lose."""
+"""Default share of moved tokens that are computed again; docs/reuse_anywhere.md compares shares."""
 
 
 def enable_prefix_caching(
@@ -44,52 +44,54 @@ def enable_prefix_caching(
     chunk: int = 128,
     fallback: str = "warn",
 ) -> PrefixCaching:
-    """Let `model.generate` reuse the KV of prompts it has seen, until `disable` is called.
+    """Let `model.generate` reuse the KV of prompts that it has seen, until `disable` is called.
 
-    The tokens are those of the model's own generate. A call that cannot be served (encoder-decoder models, caches of
-    your own, see `docs/huggingface.md`) goes to the model's own generate, with one warning that says why. A call that
-    fails in this library before its first token goes there too. Changed weights, buffers and settings are noticed, and
-    the cache starts anew.
+    Tokens are the same as those of the model's own generate. A call that cannot be served falls back to the model's own
+    generate, with one warning that says why. Examples are calls of encoder-decoder models and calls with a cache of
+    your own, see `docs/huggingface.md`. A call that fails in this library before its first token falls back too. If
+    weights, buffers or settings change, the handle notices it and empties the cache.
 
     Args:
-        model: A transformers model that generates text, or PEFT's around one, loaded on its devices.
-        num_blocks: Blocks of the cache. None: what fits in a fifth of the device's free memory (on a CPU a fifth of
-            all memory, 4 GiB at most), and no more than 32 of the model's longest sequences need.
-        block_size: Tokens of a block.
-        policy: Which block is evicted first: a name or an `EvictionPolicy`, see `CacheManager`.
-        reuse: "prefix": the leading run of cached blocks. "gap": cached blocks behind an evicted one too; the tokens
-            between are computed again. "anywhere": behind the prefix also text that is cached at another position or
-            behind other text: documents in another order, a conversation with its middle left out. **Approximate**: its
-            keys are turned to their places, but they were computed behind other text, so tokens may differ from those
-            without it; a share is computed again (`recompute`). What was computed so is kept apart.
-        host_blocks: Evicted blocks that are kept in host memory, to be read again.
-        cuda_graphs: Whether decode steps are captured in CUDA graphs and replayed. None: where that is possible, see
-            `docs/huggingface.md`; what cannot be captured runs eagerly.
-        disk: A directory for evicted blocks, and for all when caching is disabled; later processes with the same
-            model, weights and block size read them. None: no block is written.
-        disk_bytes: Bytes of those at most, those used longest ago go first. None: no limit.
-        window_blocks: Blocks of layers with a sliding window, which need those of the window and of what is written at
-            a time, however long a prompt is; with more of them, more of what was computed is found again. None: as
-            many as of other layers.
-        recompute: With "anywhere" the share of tokens found elsewhere that are computed again, the first of each piece,
-            0 to 1; with 1 all are, and results are those without it but for rounding. None: 0.1.
-        deterministic: Whether logits are the same to the last bit whatever is cached and whatever else is in the
-            batch: each row is computed by itself, and its prompt in chunks, see `docs/determinism.md`.
-        chunk: Tokens of such a chunk, at whose multiples hits end.
+        model: A transformers model that generates text, or a PEFT model around it, already on its devices.
+        num_blocks: Number of blocks in the cache. None: as many as fit into a fifth of the device's free memory (on a
+            CPU a fifth of all memory, at most 4 GiB), but at most for 32 of the model's longest sequences.
+        block_size: Number of tokens in a block.
+        policy: Eviction policy: a name or an `EvictionPolicy`, see `CacheManager`.
+        reuse: "prefix": reuse the leading run of cached blocks. "gap": also reuse cached blocks behind an evicted one;
+            the tokens between are computed again. "anywhere": also reuse text behind the prefix that is cached at
+            another position or behind other text, such as documents in another order or a conversation whose middle was
+            left out. **Approximate**: moved keys are rotated to their new positions, but they were computed behind
+            other text, so tokens may differ. A share of the moved tokens is computed again (`recompute`). Blocks
+            computed from moved text are kept apart.
+        host_blocks: Number of evicted blocks to keep in host memory, from where later calls read them.
+        cuda_graphs: Whether to capture decode steps in CUDA graphs and replay them. None: if possible, see
+            `docs/huggingface.md`. Steps that cannot be captured run eagerly.
+        disk: A directory for evicted blocks, and for all blocks when caching is disabled. Later processes with the same
+            model, weights and block size read them. None: write no blocks.
+        disk_bytes: Maximum number of bytes in `disk`; the least recently used blocks are deleted first. None: no limit.
+        window_blocks: Number of blocks for layers with a sliding window. These layers need blocks for the window and
+            for the tokens of a step, however long a prompt is. More blocks give more hits. None: as many as other
+            layers.
+        recompute: Share of moved tokens that "anywhere" computes again, the first tokens of each moved piece, from 0 to
+            1. With 1 all are computed again, and only rounding differs from no reuse. None: 0.1.
+        deterministic: Whether logits must be bitwise equal whatever is cached and whatever else is in the batch. Each
+            row is then computed separately, and its prompt in chunks, see `docs/determinism.md`.
+        chunk: Number of tokens in a deterministic chunk. Hits end at multiples of it.
         fallback: "warn": a call that cannot be served goes to the model's own generate. "raise": it raises an
             UnsupportedError that names the reason, for tests that must notice.
 
     Returns:
-        The handle: `stats()`, `last_requests`, `salt()`, `hint()`, `graphs`, `reset()`, `disable()`; also a context
-        manager that disables at its end.
+        The handle: `stats()`, `last_requests`, `salt()`, `hint()`, `graphs`, `reset()`, `disable()`. As a context
+        manager it disables caching at the end of the block.
 
     Raises:
-        TypeError: `model` has no `generate` of transformers, or `num_blocks`, `block_size` or `chunk` is not an
-            integer, or `cuda_graphs` or `deterministic` not a bool.
-        ValueError: Caching is already enabled for this model, a number is out of range, `policy` is one instance for
-            a model with several groups of layers, `cuda_graphs` is True and its decode steps cannot be captured,
-            `disk` is empty, `disk_bytes` is given without it, or `recompute` without "anywhere", or `deterministic`
-            with it, or with a `chunk` that is no multiple of `block_size`, or `fallback` is unknown.
+        TypeError: `model` has no `generate` of transformers. Or `num_blocks`, `block_size` or `chunk` is not an
+            integer. Or `cuda_graphs` or `deterministic` is not a bool.
+        ValueError: Caching is already enabled for this model, or a number is out of range, or `fallback` is unknown.
+            `policy` is one instance, but the model has several groups of layers. `cuda_graphs` is True, but decode
+            steps cannot be captured. `disk` is empty, or `disk_bytes` is given without it. `recompute` is given without
+            "anywhere". `deterministic` is given with "anywhere", or with a `chunk` that is not a multiple of
+            `block_size`.
         OSError: The directory cannot be made.
 
     Examples:
@@ -137,7 +139,12 @@ def enable_prefix_caching(
 
 
 def _share(recompute: Any, reuse: str) -> float:
-    """`recompute` as a number; TypeError or ValueError: it is none of 0 to 1, or not asked for."""
+    """Return `recompute` as a number.
+
+    Raises:
+        TypeError: It is not a number.
+        ValueError: It is not between 0 and 1, or `reuse` is not "anywhere".
+    """
     if recompute is None:
         return RECOMPUTE
     if reuse != "anywhere":
@@ -146,7 +153,7 @@ def _share(recompute: Any, reuse: str) -> float:
 
 
 def _check_deterministic(deterministic: Any, chunk: int, block_size: int, reuse: str, cuda_graphs: bool | None) -> None:
-    """Raises TypeError or ValueError for arguments under which bits cannot be held, or chunks not be kept."""
+    """Raise TypeError or ValueError for options that `deterministic` excludes."""
     if not isinstance(deterministic, bool):
         raise TypeError(f"deterministic: got {type(deterministic).__name__}, needs a bool")
     if deterministic and chunk % block_size:
@@ -158,10 +165,10 @@ def _check_deterministic(deterministic: Any, chunk: int, block_size: int, reuse:
 
 
 class PrefixCaching:
-    """What `enable_prefix_caching` returns.
+    """The handle that `enable_prefix_caching` returns.
 
     Examples:
-        Those of its methods go on from this one.
+        The examples of its methods continue this one.
 
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from pc.integrations.huggingface import enable_prefix_caching
@@ -177,7 +184,7 @@ class PrefixCaching:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self.untested = say_untested("transformers", "torch")
-        """The installed versions that no test of ours passed on, in words; None if there is none."""
+        """Installed versions that our tests did not pass on, as text; None if all are tested."""
 
     def __enter__(self) -> PrefixCaching:
         return self
@@ -187,31 +194,31 @@ class PrefixCaching:
 
     @property
     def unsupported(self) -> str | None:
-        """Why the model cannot be served; None when it can."""
+        """The reason why the model cannot be served; None if it can."""
         return self._serving.unsupported
 
     @property
     def framework(self) -> Framework:
-        """The version of transformers that the handle found, and which features it cannot serve with it."""
+        """The version of transformers when the handle was made, and the features that it cannot serve."""
         return self._serving.framework
 
     @property
     def last_requests(self) -> list[RequestReport]:
-        """A report per row of the last call, in the order of the batch; empty when it was not served here."""
+        """A report for each row of the last call, in the order of the batch; empty if the call fell back."""
         return self._serving.last_requests
 
     @property
     def manager(self) -> Any:
-        """Hands out the blocks; None when the model cannot be served."""
+        """The manager of the cache's blocks; None if the model cannot be served."""
         return self._serving.manager
 
     @property
     def graphs(self) -> GraphReport:
-        """How decode steps ran: captured in CUDA graphs, or eagerly and why."""
+        """Whether decode steps ran in CUDA graphs, or the reason why they ran eagerly."""
         return self._serving.steps.report()
 
     def stats(self) -> ServedStats:
-        """Counts of the cache since it was last empty, and of all calls: served, and by reason those that fell back.
+        """Return counts of the cache since it was last emptied, and of all calls: served, and fallbacks by reason.
 
         Examples:
             >>> handle.stats().calls_served, handle.stats().queried_tokens
@@ -220,7 +227,7 @@ class PrefixCaching:
         return self._serving.stats()
 
     def reset(self) -> None:
-        """Forgets every cached block; calls under way go on with those they have.
+        """Forget every cached block. Running calls keep the blocks they have.
 
         Examples:
             >>> handle.reset()
@@ -230,16 +237,16 @@ class PrefixCaching:
         self._serving.reset()
 
     def save(self, path: str | os.PathLike[str]) -> int:
-        """Writes every cached block to a file for its owner alone (0600): it holds what prompts can be guessed from.
+        """Write every cached block to a file that only its owner may read (0600), since blocks reveal prompts.
 
         Args:
-            path: The file; one that is there is replaced.
+            path: The file. An existing file is replaced.
 
         Returns:
-            How many blocks it has.
+            The number of blocks in the file.
 
         Raises:
-            ValueError: The model is not served, or by packed passes, whose blocks stay on the device.
+            ValueError: The model is not served, or is served by packed passes, whose blocks stay on the device.
             OSError: The file cannot be written.
 
         Examples:
@@ -253,17 +260,17 @@ class PrefixCaching:
         return engine.save(model, adapters, path)
 
     def load(self, path: str | os.PathLike[str]) -> int:
-        """Takes the blocks of a file into host memory, from where prompts read them.
+        """Read the blocks of a file into host memory, from where prompts reuse them.
 
         Args:
-            path: A file of `save`.
+            path: A file that `save` wrote.
 
         Returns:
-            How many blocks it has.
+            The number of blocks in the file.
 
         Raises:
-            ValueError: The file holds KV of another model, weights, dtype, adapter or block size, or is none of
-                `save`; or the model is not served, or by packed passes.
+            ValueError: The file was not written by `save`, or holds KV of another model, weights, dtype, adapter or
+                block size. Or the model is not served, or is served by packed passes.
             OSError: The file cannot be read.
 
         Examples:
@@ -281,25 +288,25 @@ class PrefixCaching:
         return engine.load(model, adapters, path)
 
     def compress(self, context_ids: Any, press: Any = "snapkv", budget: float = 0.5) -> CompressedDocument:
-        """Reads a text once and keeps a part of its keys and values, the tokens that each head needs most.
+        """Compute a text's keys and values once and keep those of the tokens that each head needs most.
 
-        **Approximate**, unlike all else here, and so never done unasked: calls within `with document:` read what was
-        kept, every other call is exact as before.
+        **Approximate.** Only calls within `with document:` read the compressed keys and values. All other calls stay
+        exact.
 
         Args:
-            context_ids: The text's tokens, `[1, length]` or `[length]`.
-            press: Which tokens are kept: "snapkv" (those the last tokens attend to), "expected_attention" (those that
-                queries like the last ones will attend to), "knorm" (keys of small norm), "streaming" (the first and
-                the last), budgets over heads as Ada-KV gives them; or an object of kvpress.
-            budget: Share of the tokens that a press by name keeps; one of kvpress has its own.
+            context_ids: Token ids of the text, `[1, length]` or `[length]`.
+            press: The rule that chooses tokens. "snapkv": tokens that the last tokens attend to. "expected_attention":
+                tokens that queries like the last ones will attend to. "knorm": keys of small norm. "streaming": the
+                first and last tokens. Heads share the budget as in Ada-KV. An object of kvpress works too.
+            budget: Share of the tokens to keep. A press of kvpress has its own budget instead.
 
         Returns:
-            The document. The same text, press and budget again give what was kept, as long as it fits in memory.
+            The document. The same text, press and budget return the same document while it is in memory.
 
         Raises:
-            TypeError: `press` is neither a name nor an object of kvpress, or `budget` is no number.
-            ValueError: No such press, a budget out of range, no tokens, or a model whose keys and values are not kept
-                by layers of full attention called through transformers' interface.
+            TypeError: `press` is neither a name nor an object of kvpress, or `budget` is not a number.
+            ValueError: The press is unknown, the budget is out of range, or there are no tokens. Or a layer of the
+                model does not compute full attention through transformers' attention interface.
 
         Examples:
             >>> document = handle.compress(prompt[:, :32], budget=0.25)
@@ -311,17 +318,17 @@ class PrefixCaching:
         return self._serving.documents.compress(context_ids, press, budget)
 
     def explain(self, inputs: Any, tokenizer: Any = None) -> Explanation:
-        """Says how far a prompt is cached, why no further, and what other kinds of reuse would save; computes nothing.
+        """Explain how far a prompt is cached, why no further, and what other kinds of reuse would save.
 
-        Within `with handle.salt(...)` the prompt has that salt.
+        Nothing is computed. Within `with handle.salt(...)` the prompt has that salt.
 
         Args:
-            inputs: Tokens, `[1, length]` or `[length]`; a mapping of arguments of `generate` (images, a mask); with a
-                tokenizer also a text.
-            tokenizer: Shows both texts where tokens differ (`Explanation.texts`).
+            inputs: Token ids, `[1, length]` or `[length]`, or a mapping of arguments of `generate`, such as images and
+                a mask. With a tokenizer also a text.
+            tokenizer: Decodes both texts at the first different token (`Explanation.texts`).
 
         Returns:
-            See `CacheManager.explain`.
+            The explanation, see `CacheManager.explain`.
 
         Raises:
             TypeError: `inputs` is a text and there is no tokenizer.
@@ -350,7 +357,7 @@ class PrefixCaching:
         return replace(found, texts=(tokenizer.decode(found.here), tokenizer.decode(found.there)))
 
     def salt(self, salt: Any) -> AbstractContextManager[None]:
-        """Within it, this thread's calls share blocks only with calls of the same salt.
+        """Return a context in which this thread's calls share blocks only with calls of the same salt.
 
         Args:
             salt: str, bytes or int.
@@ -370,11 +377,11 @@ class PrefixCaching:
         return self._serving.salt.within(salt)
 
     def hint(self, returns: float | None) -> AbstractContextManager[None]:
-        """Within it, what this thread knows of its conversations is told to the eviction policy when its calls end.
+        """Return a context that tells the eviction policy how likely this thread's conversations are to resume.
 
         Args:
-            returns: Probability that the conversation of a call goes on soon, 0 to 1; None: unknown. With 0 the
-                policies that honour it (`hazard`, `priority`) evict first what no other request used.
+            returns: Probability that the conversation of a call resumes soon, 0 to 1. None: unknown. With 0, the
+                policies that use hints (`hazard`, `priority`) evict first the blocks that no other request used.
 
         Raises:
             TypeError: `returns` is neither a number nor None.
@@ -389,7 +396,7 @@ class PrefixCaching:
         return self._serving.hint.within(returns)
 
     def disable(self) -> None:
-        """Gives the model its own `generate` back and frees the blocks; a second call does nothing.
+        """Restore the model's own `generate` and free the blocks. A second call does nothing.
 
         Examples:
             >>> handle.disable()
@@ -400,7 +407,11 @@ class PrefixCaching:
 
 
 def generating_model(model: Any) -> Any:
-    """The model whose `generate` runs the loop: PEFT and torch.compile wrap it. TypeError: there is none."""
+    """Return the model whose `generate` runs the loop, inside the wrappers of PEFT and torch.compile.
+
+    Raises:
+        TypeError: No transformers model is inside.
+    """
     inner = model
     while isinstance(inner, torch.nn.Module):
         if isinstance(inner, GenerationMixin):
@@ -411,9 +422,9 @@ def generating_model(model: Any) -> Any:
 
 
 class ReplacedMethod:
-    """What stands in the place of one model's method; it does not keep the model alive, and dies with it."""
+    """A replacement for one method of one model. It holds no strong reference to the model."""
 
-    # A handle's method `serve` takes its calls. A copy of the model has one without, which goes to its class's method.
+    # The method `serve` of a handle runs the calls. In a copy of the model it is None, and the class's own method runs.
 
     def __init__(self, model: Any, name: str, serve: Callable[..., Any] | None = None) -> None:
         self._model = weakref.ref(model)
@@ -428,7 +439,7 @@ class ReplacedMethod:
 
     @property
     def handle(self) -> Any:
-        """Whose method takes its calls; None where the model's class does."""
+        """The handle whose method runs the calls; None if the class's own method runs them."""
         return getattr(self._serve, "__self__", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -446,7 +457,7 @@ class ReplacedMethod:
 
 
 def check_not_replaced(model: Any, name: str, feature: str) -> None:
-    """Raises ValueError where something stands in the place of a model's method already."""
+    """Raise ValueError if a model's method is already replaced."""
     there = vars(model).get(name)
     if isinstance(there, ReplacedMethod) and there.handle is not None and not getattr(there.handle, "disabled", False):
         raise ValueError(f"model: {feature} is already enabled; call disable() on its handle first")

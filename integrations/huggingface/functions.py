@@ -1,9 +1,9 @@
 """The Python functions that a model's forward pass runs.
 
-A user can change a model without touching it: `LlamaAttention.forward = mine`, or `modeling_llama.rotate_half = mine`,
-or `torch.nn.functional.scaled_dot_product_attention = mine`. `Functions` begins with the classes of a model's modules.
-It follows the names that their code looks up in the globals of files, and keeps the values of those names. A digest of
-the code identifies the functions in other processes.
+A user can change a model without touching its object: `LlamaAttention.forward = mine`, or `modeling_llama.rotate_half =
+mine`, or `torch.nn.functional.scaled_dot_product_attention = mine`. `Functions` starts from the classes of a model's
+modules. It follows the global names that their code looks up, and keeps the values of those names. A digest of the code
+identifies the functions in other processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .api import registered
 from .paged.dispatch import Dispatch
 
 _KNOWN = {*sys.stdlib_module_names, "torch", "numpy", "pc"}
-"""Packages whose functions are compared, and not followed to what they call."""
+"""Packages whose functions are compared but not followed to the functions they call."""
 _OTHER = tuple(
     f"transformers.{name}"
     for name in (
@@ -31,29 +31,29 @@ _OTHER = tuple(
         "modeling_utils", "trainer", "utils",
     )
 )  # fmt: skip
-"""The same within transformers: loading, saving and decoding loops compute no keys and values."""
+"""The same for parts of transformers: loading, saving and decoding loops compute no keys and values."""
 _NUMBERS = (bool, int, float)
 
 
-_TWICE = ("__doc__", "__doc__")  # there in files and classes alike: an itemgetter of one name gives no tuple
-_CACHED = "_can_set_attn_implementation_cached_value"  # which transformers computes once for a class
+_TWICE = ("__doc__", "__doc__")  # two names that always exist: itemgetter returns a tuple only for several names
+_CACHED = "_can_set_attn_implementation_cached_value"  # transformers computes it once for each class
 _LAZY = frozenset({"__slotnames__", "__annotations__", "__annotations_cache__", "__doc__", _CACHED})
 
 
 class Functions:
-    """The functions of a model's forward pass, as they were when this was made."""
+    """The functions of a model's forward pass, as they were when this object was made."""
 
     def __init__(self, model: Any) -> None:
         self._spaces: dict[int, tuple[str, Any, dict[str, None]]] = {}  # by id: label, names to values, names
         self._found: dict[int, FunctionType] = {}
-        self._registered: list[tuple[dict[str, Any], str]] = []  # attention functions and others by name
+        self._registered: list[tuple[dict[str, Any], str]] = []  # tables of functions, and a name in each
         config = model.config
         self._settings = {
             v for c in (config, *vars(config).values()) for v in vars_of(c).values() if isinstance(v, str)
         }
         for kind in {type(m): None for m in model.modules()}:
             self._add_class(kind)
-        functional = torch.nn.functional  # torch's own modules look up all of these
+        functional = torch.nn.functional  # torch's own modules look up all its names
         self._look_up(functional.__name__, vars(functional), {n for n, v in vars(functional).items() if callable(v)})
         self._reads = [(values, itemgetter(*_TWICE, *names)) for _, values, names in self._of_files()]
         self._classes = [(values, _names_of(values)) for _, values, _ in self._of_classes()]
@@ -103,7 +103,7 @@ class Functions:
         _, _, known = self._spaces.setdefault(id(values), (label, values, {}))
         for name in sorted(names & values.keys()):
             value = _original(values[name])
-            if isinstance(value, ModuleType):  # followed for each function: it looks up names of its own there
+            if isinstance(value, ModuleType):  # followed for each function, which may look up other names in it
                 if value.__name__.partition(".")[0] not in sys.stdlib_module_names and id(vars(value)) not in within:
                     self._look_up(value.__name__, vars(value), names, (*within, id(values)))
                 known[name] = None
@@ -128,24 +128,24 @@ class Functions:
                 self._add(function)
 
     def _add_plain(self, kind: type) -> None:
-        """Add a class that is no module. Its functions are compared and not followed."""
+        """Add a class that is not a module. Its functions are compared but not followed."""
         for base in kind.__mro__:
             if base.__module__.partition(".")[0] not in _KNOWN and not base.__module__.startswith(_OTHER):
                 self._spaces.setdefault(id(base), (f"{base.__module__}.{base.__qualname__}", vars(base), {}))
 
     def changed(self) -> bool:
-        """Return whether a function, a class or a constant was replaced, or a function's code."""
+        """Return whether a function, a class, a constant or a function's code was replaced."""
         try:
             return not (
                 all(map(is_, self._values(), self._kept))
                 and [_size(values) for values, _ in self._classes] == self._sizes
                 and all(map(is_, [f.__code__ for f in self._functions], self._code))
             )
-        except KeyError:  # a name that is gone
+        except KeyError:  # a name was deleted
             return True
 
     def seen(self) -> Iterator[tuple[str, Any]]:
-        """Yield names and their values as of when this was made."""
+        """Yield names and the values that they had when this object was made."""
         labels = [f"{label}.{name}" for label, _, names in self._of_files() for name in (*_TWICE, *names)]
         for (label, *_), (_, names) in zip(self._of_classes(), self._classes, strict=True):
             labels += [f"{label}.{name}" for name in (*_TWICE, *names)]
@@ -168,7 +168,7 @@ class Functions:
 
 
 def _names_of(values: Any) -> list[str]:
-    """Return the names that a class has, without those that Python adds when it first needs them."""
+    """Return the names in a class, without those that Python adds on first use."""
     return [name for name in values if name not in _LAZY]
 
 
@@ -177,12 +177,12 @@ def _size(values: Any) -> int:
 
 
 def vars_of(value: Any) -> dict[str, Any]:
-    """Return the entries of a config; empty for other values."""
+    """Return the entries of a config; {} for other values."""
     return vars(value) if hasattr(value, "to_dict") else {}
 
 
 def _original(value: Any) -> Any:
-    """Return the value of a name before this package replaced it."""
+    """Return the value that a name had before this package replaced it."""
     if type(value) is Dispatch:
         return value.original
     return getattr(value, "_pc_original", value) if isinstance(value, FunctionType) else value
@@ -196,7 +196,7 @@ def _content(cell: Any) -> Any:
 
 
 def _functions(value: Any) -> Iterator[FunctionType]:
-    """Yield the Python functions that a value runs: of methods, properties, partial objects and wrappers too."""
+    """Yield the Python functions that a value runs, also those of methods, properties, partial objects and wrappers."""
     value = _original(value)
     if isinstance(value, FunctionType):
         yield value
@@ -211,7 +211,7 @@ def _functions(value: Any) -> Iterator[FunctionType]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Yield the names that a function and those within it look up."""
+    """Yield the names that a function and its nested functions look up."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -219,7 +219,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def code_digest(function: Any) -> str:
-    """Return a hash of a callable's code, defaults and what it closes over, the same in every process of one Python."""
+    """Return a hash of a callable's code, defaults and closure, equal in all processes of one Python version."""
     digest = hashlib.sha256()
     for line in _described(function, set()):
         digest.update(line)
@@ -227,7 +227,7 @@ def code_digest(function: Any) -> str:
 
 
 def _described(value: Any, seen: set[int]) -> Iterator[bytes]:
-    """Yield bytes that tell two values apart; of objects their class and, where they can be called, their code."""
+    """Yield bytes that differ for different values. An object yields its class, and its code if it is callable."""
     if isinstance(value, torch.Tensor):
         yield f"{value.dtype} {list(value.shape)}".encode()
         if value.device.type != "meta" and value.layout == torch.strided:

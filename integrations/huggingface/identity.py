@@ -1,6 +1,6 @@
-"""A comparison of a model with what it was: weights, buffers, modules, settings, hooks, functions and adapters.
+"""A check whether a model has changed: weights, buffers, modules, settings, hooks, functions and adapters.
 
-Keys and values of a prompt depend on these besides its tokens. An `Identity` keeps every attribute of every module and
+Besides the prompt's tokens, keys and values depend on these. An `Identity` keeps every attribute of every module and
 config, the versions and addresses of tensors, a sample of their elements, and the functions of the forward pass. It
 compares attributes by identity. A comparison takes less than a millisecond for 48 layers.
 """
@@ -24,26 +24,26 @@ from .api import KEPT_MANAGER, RECORDING, is_own_hook
 from .functions import Functions
 from .support import CHANGING_ROPE
 
-SAMPLED = 16  # elements of each weight that are compared before a call
-MANY = 1 << 14  # the same of weights whose version says nothing, because each forward pass raises it
+SAMPLED = 16  # number of elements of each weight that are compared before a call
+MANY = 1 << 14  # the same for weights whose version is useless, because each forward pass raises it
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ADAPTER_STATE = frozenset({"active_adapters", "_active_adapter", "disable_adapters", "_disable_adapters", "scaling"})
-"""Attributes in which PEFT's layers keep what is active. They are keys of a block's identity, not changes."""
+"""Attributes in which PEFT's layers keep the active adapters. They are part of a block's identity, not changes."""
 _INTERNAL = frozenset(vars(torch.nn.Module()))
-"""Attributes of every torch module. Of these only the tables below decide what a forward pass computes."""
+"""Attributes of every torch module. Only the tables below affect what a forward pass computes."""
 _TABLES = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 ATTACHED = frozenset({"generate", "init_continuous_batching", KEPT_MANAGER, RECORDING})
 """Attributes of a model that this package or transformers adds. They do not change keys and values."""
 ROW_HOOKS = ("adapter_names", "alora_offsets")
-"""Names of what PEFT gives its layers for each row of a call, through hooks that it adds for the call."""
+"""Names of the settings that PEFT gives its layers for each row, through hooks that it adds for one call."""
 
 
 @dataclass
 class SetByForward:
-    """Names of the attributes and tensors that forward passes leave otherwise than they found them.
+    """Names of the attributes and tensors that forward passes change.
 
-    PEFT's LoRA of parameters, for example, puts a parameter aside for each pass, which raises its version.
+    PEFT's LoRA on parameters, for example, replaces a parameter during each pass, which raises its version.
     """
 
     attributes: set[str] = field(default_factory=set)
@@ -51,7 +51,7 @@ class SetByForward:
 
 
 class Identity:
-    """A model as it was when this was made. `transient` names what does not count: see `set_by_forward`."""
+    """A model as it was when this object was made. Differences in `transient` do not count; see `set_by_forward`."""
 
     def __init__(self, model: Any, transient: SetByForward | None = None) -> None:
         attributes, rewritten = (set(), set()) if transient is None else (transient.attributes, transient.tensors)
@@ -62,10 +62,10 @@ class Identity:
         adapters = {id(m) for m in self.adapters}
         watched = [m for m in self._modules if not changes_itself(m)]
         self._left_out = _INTERNAL | ATTACHED | attributes
-        # The model's own attributes are read through the model: an identity must not keep its model alive.
+        # An identity must not keep its model alive, so it reads the model's own attributes through the model.
         self._root_names = [n for n in vars(model) if n not in self._left_out]
         self._settings: list[tuple[Any, dict[str, Any]]] = []
-        labels: list[tuple[str, tuple[Any, ...]]] = [("", tuple(self._root_names))]  # of what `_attributes` yields
+        labels: list[tuple[str, tuple[Any, ...]]] = [("", tuple(self._root_names))]  # of values of `_attributes`
         nested: dict[int, tuple[str, Any]] = {}
         for m in watched:
             left_out = _INTERNAL | {RECORDING} | attributes | (ADAPTER_STATE if id(m) in adapters else frozenset())
@@ -109,18 +109,18 @@ class Identity:
         )
 
     def _lengths(self) -> list[int]:
-        """Return sums of lengths, which show what has been added or taken away."""
+        """Return sums of lengths, which change if something is added or removed."""
         attributes = [own for _, own in self._settings]
         recorded = sum(RECORDING in own for own in attributes)
         return [sum(map(len, attributes)) - recorded, sum(map(len, self._dicts)), sum(map(len, self._lists))]
 
     def _hooks(self) -> list[tuple[int, Any]]:
-        """Return the hooks of all modules, without transformers' own and those that PEFT adds for one call."""
+        """Return the hooks of all modules, except transformers' own and those that PEFT adds for one call."""
         tables = [(number, table) for number, table in enumerate(self._hook_tables) if table]
         return [(n, hook) for n, table in tables for hook in table.values() if not is_harmless(hook)]
 
     def row_settings(self) -> dict[str, Any]:
-        """Return what PEFT's hooks give its layers for each row, by name.
+        """Return the settings that PEFT's hooks give its layers for each row, by name.
 
         Raises:
             ValueError: The hooks of two layers give different values.
@@ -143,17 +143,17 @@ class Identity:
         ]
 
     def changed(self, model: Any) -> bool:
-        """Return whether a tensor, a module, a hook, a setting or a function was replaced or written to.
+        """Return whether a tensor, a module, a hook, a setting or a function was replaced or modified.
 
-        Switching adapters is no change: see `adapter_keys`.
+        Switching adapters is not a change; see `adapter_keys`.
         """
         return self._restructured(model) or self._samples.elements() != self._content
 
     def watch(self, model: Any) -> Callable[[], bool]:
-        """Return a function that tells whether the model and its active adapters are still as they are now.
+        """Return a function that returns whether the model and its active adapters have not changed since now.
 
-        A call asks it before each forward pass. It compares no elements of tensors on a device, since that would wait
-        for the device.
+        A call runs it before each forward pass. It does not compare elements of tensors on a device, because that would
+        wait for the device.
         """
         states, reference = self._adapter_states(), weakref.ref(model)
 
@@ -180,11 +180,11 @@ class Identity:
                 and self._tensor_numbers() == self._numbers
                 and not self._functions.changed()
             )
-        except KeyError:  # an attribute that is gone
+        except KeyError:  # an attribute was deleted
             return True
 
     def adapter_keys(self) -> tuple[str, ...]:
-        """Return keys for the active PEFT adapters of each layer and their scaling; empty without adapters."""
+        """Return keys for the active PEFT adapters of each layer and their scaling; () without adapters."""
         states = [
             f"{i} {m.active_adapters} {m.disable_adapters} {getattr(m, 'scaling', None)}"
             for i, m in enumerate(self.adapters)
@@ -192,7 +192,7 @@ class Identity:
         return ("adapters", hashlib.sha256("\n".join(states).encode()).hexdigest()) if states else ()
 
     def difference(self, later: Identity) -> str:
-        """Return the name of one thing in which a later identity of the model differs."""
+        """Return the name of one difference between this and a later identity of the model."""
         before, after = self._seen(), later._seen()
         for name in (*before, *after):
             old, new = before.get(name, before), after.get(name, after)
@@ -214,7 +214,7 @@ class Identity:
 
 
 class _Number(int):
-    """A number in a list of values that are compared by identity; numbers are compared by value."""
+    """A number in a list of values that are compared by identity. Numbers are compared by value."""
 
 
 def _row_settings(hook: Any) -> dict[str, Any]:
@@ -223,7 +223,7 @@ def _row_settings(hook: Any) -> dict[str, Any]:
 
 
 def is_harmless(hook: Any) -> bool:
-    """Return whether a hook computes nothing: it records outputs for transformers, or names adapters of one call."""
+    """Return whether a hook computes nothing: it records outputs for transformers, or names adapters for one call."""
     return is_own_hook(hook) or bool(_row_settings(hook))
 
 
@@ -243,7 +243,7 @@ def _is_adapter(module: torch.nn.Module) -> bool:
 
 @contextmanager
 def without_row_settings(model: Any) -> Iterator[None]:
-    """Remove, for a while, the hooks by which PEFT tells its layers what each row of a call needs."""
+    """Remove within a block the hooks through which PEFT gives its layers settings for each row."""
     tables = [m._forward_pre_hooks for m in model.modules() if any(map(_row_settings, m._forward_pre_hooks.values()))]
     kept = [dict(table) for table in tables]
     try:
@@ -258,7 +258,7 @@ def without_row_settings(model: Any) -> Iterator[None]:
 
 
 def _within(module: torch.nn.Module) -> dict[str, list[int]]:
-    """Return the ids of what the dicts and lists among a module's attributes hold, by name of the attribute."""
+    """Return the ids of the values inside a module's dict and list attributes, by attribute name."""
     found = {}
     for name, value in vars(module).items():
         if isinstance(value, dict | list) and name not in _INTERNAL:
@@ -271,7 +271,7 @@ def _within(module: torch.nn.Module) -> dict[str, list[int]]:
 
 @contextmanager
 def set_by_forward(model: Any) -> Iterator[SetByForward]:
-    """Record which attributes and tensors the forward passes within this block change."""
+    """Record the attributes and tensors that forward passes within this block change."""
     found = SetByForward()
     before = [(m, dict(vars(m)), _within(m)) for m in model.modules()]
     tensors = {name: (t, t._version) for name, t in _named_tensors(model) if not t.is_inference()}
@@ -287,14 +287,14 @@ def set_by_forward(model: Any) -> Iterator[SetByForward]:
 
 
 def changes_itself(module: torch.nn.Module) -> bool:
-    """Return whether a module is a rotary embedding that changes with the length of its input."""
+    """Return whether a module is a rotary embedding that changes with the input length."""
     kind = getattr(module, "rope_type", None)
     kinds = kind.values() if isinstance(kind, dict) else (kind,)
     return any(k in CHANGING_ROPE for k in kinds if isinstance(k, str))
 
 
 def _nested(label: str, values: dict[str, Any], found: dict[int, tuple[str, Any]], depth: int = 3) -> None:
-    """Add the dicts and lists among values, and those within them, by id and with a name."""
+    """Add the dicts and lists among values, and those nested in them, by id and with a name."""
     for name, value in values.items():
         if isinstance(value, dict | list) and id(value) not in found and depth:
             own = _joined(label, str(name))
@@ -304,7 +304,7 @@ def _nested(label: str, values: dict[str, Any], found: dict[int, tuple[str, Any]
 
 
 def _configs(model: Any) -> list[Any]:
-    """Return the configs of all modules and those within them, each once."""
+    """Return the configs of all modules and their nested configs, without duplicates."""
     found: dict[int, Any] = {}
     for module in model.modules():
         config = vars(module).get("config")
@@ -315,9 +315,9 @@ def _configs(model: Any) -> list[Any]:
 
 
 def _named_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter and buffer once, by name; for a tensor subclass the tensors that it wraps.
+    """Yield every parameter and buffer once, by name; for a tensor subclass, the tensors that it wraps.
 
-    Buffers of rotary embeddings that change with the length are left out.
+    Buffers of rotary embeddings that change with the input length are skipped.
     """
     seen: set[int] = set()
     for label, module in model.named_modules():
@@ -332,17 +332,18 @@ def _named_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _inner(label: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     data = tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor
     if hasattr(type(data), "__tensor_flatten__"):
-        for name in getattr(data, "__tensor_flatten__")()[0]:  # noqa: B009  torch.Tensor itself has none
+        for name in getattr(data, "__tensor_flatten__")()[0]:  # noqa: B009  torch.Tensor lacks the method
             yield from _inner(_joined(label, name), getattr(data, name))
     elif tensor.layout == torch.strided and tensor.device.type != "meta":
         yield label, tensor
 
 
 class _Samples:
-    """Views of some elements of tensors, whose bytes can be compared with what they were."""
+    """Views of some elements of tensors. Their bytes show whether the tensors have changed."""
 
     def __init__(self, tensors: list[tuple[str, torch.Tensor, int]]) -> None:
-        # In host memory by size of an element, elsewhere by device and dtype; `names` has the bytes of each tensor.
+        # Tensors in host memory are grouped by element size, others by device and dtype. `names` has each tensor's
+        # bytes.
         host: dict[int, list[np.ndarray]] = {}
         other: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         names: dict[Any, list[tuple[str, int]]] = {}
@@ -362,12 +363,12 @@ class _Samples:
 
     @torch.no_grad()
     def elements(self) -> list[bytes]:
-        """Return the bytes of all samples, in a few pieces."""
+        """Return the bytes of all samples in a few pieces, one for each group."""
         found = [np.concatenate(views).tobytes() for views in self._host]
         return found + [torch.cat(v).cpu().view(torch.uint8).numpy().tobytes() for v in self._other]
 
     def by_name(self, pieces: list[bytes]) -> Iterator[tuple[str, bytes]]:
-        """Yield the bytes of each tensor among the pieces."""
+        """Yield the name and bytes of each tensor in the pieces."""
         for names, piece in zip(self._names, pieces, strict=True):
             begin = 0
             for name, count in names:
@@ -376,7 +377,7 @@ class _Samples:
 
 
 def _sample(tensor: torch.Tensor, most: int) -> torch.Tensor:
-    """Return a view of up to `most` elements, an odd distance apart, so that they are of different columns."""
+    """Return a view of up to `most` elements. Their distance is odd, so that they lie in different columns."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     count = min(span, most)
     return tensor.as_strided((count,), ((span // count - 1) | 1,), tensor.storage_offset())

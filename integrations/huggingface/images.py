@@ -1,4 +1,4 @@
-"""Images of a call, cut into what the vision tower encodes one by one, and what it gave, kept by their content."""
+"""Images of a call, split into the inputs of the vision tower, and a cache of the tower's outputs by content."""
 
 from __future__ import annotations
 
@@ -24,30 +24,34 @@ OTHERS = {
     "input_values": "sounds",
     "mm_encoder_outputs": "outputs of an encoder",
 }
-"""What a prompt may hold besides tokens and images, by the name of its argument."""
-LENGTHS = 1 << 16  # images whose number of tokens is remembered
+"""Other content that a prompt may hold, by the name of its argument. Such calls are not served."""
+LENGTHS = 1 << 16  # number of images whose token count is remembered
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What the tower encodes by itself: an image or a tile, or all of a call where they cannot be told apart."""
+    """One input of the vision tower: an image or a tile, or all images of a call if they cannot be separated."""
 
-    digest: bytes  # of its bytes and every option of the tower
-    inputs: dict[str, Any] = field(compare=False)  # arguments of the tower for it alone
+    digest: bytes  # hash of its bytes and of all options of the tower
+    inputs: dict[str, Any] = field(compare=False)  # arguments of the tower for this unit alone
 
 
 @dataclass(frozen=True)
 class Images:
     """The images of a call."""
 
-    units: list[Unit]  # in the order in which the tokens of the batch stand for them
-    token: int  # the id of these tokens
-    given: dict[str, Any]  # arguments of the tower as the caller gave them
+    units: list[Unit]  # in the order of their tokens in the batch
+    token: int  # id of the placeholder token of images
+    given: dict[str, Any]  # arguments of the tower as the caller passed them
 
 
 def take_images(model: Any, arguments: dict[str, Any]) -> Images | None:
-    """Takes pixels out of generate's arguments; UnsupportedError: other content than tokens that cannot be compared."""
-    # What else the tower is given stays: positions follow from it.
+    """Remove the pixels from generate's arguments and return them; None if there are none.
+
+    Raises:
+        UnsupportedError: The prompt has other content than tokens and images, or images that cannot be compared.
+    """
+    # Other arguments about images stay, because the model computes positions from them.
     for name, what in OTHERS.items():
         refuse_if(arguments.get(name) is not None, f"{what} beside tokens", name)
     main = next((name for name in PIXELS if arguments.get(name) is not None), None)
@@ -58,7 +62,7 @@ def take_images(model: Any, arguments: dict[str, Any]) -> Images | None:
     if not takes_encoded_images(model) or encoder is None:
         raise UnsupportedError("its forward pass takes no images that were encoded before")
     if type(token) is not int or model.main_input_name != "input_ids":
-        raise UnsupportedError("no token of its prompts stands for images")
+        raise UnsupportedError("its config names no placeholder token for images")
     refuse_if(arguments.get("assistant_model") is not None, "images with an assistant model")
     refuse_if(arguments.get("position_ids") is not None, "position_ids of your own beside images")
     names = [name for name in inspect.signature(encoder).parameters if name != "kwargs"]
@@ -70,13 +74,13 @@ def take_images(model: Any, arguments: dict[str, Any]) -> Images | None:
 
 
 def encoded_by_model(images: Images, model: Any, input_ids: torch.Tensor, repeats: int) -> dict[str, Any]:
-    """What generate would give to its loop for the images, rows of the batch repeated for beams and several answers."""
+    """Return the encoder outputs that generate would pass to its loop, with repeated rows for beams and samples."""
     outputs = encode(model, images.given)
     return repeat_encoded(model, input_ids[::repeats], outputs, repeats) if repeats > 1 else outputs
 
 
 def _apart(given: dict[str, Any], main: str) -> Iterator[dict[str, Any]]:
-    """The tower's arguments for each image: by the patches of a grid, or by a first dimension that all share."""
+    """Yield the tower's arguments for each image, split by the patches of a grid or by a common first dimension."""
     pixels = given[main]
     tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
     if not isinstance(pixels, torch.Tensor) or not pixels.numel() or any(not t.dim() for t in tensors.values()):
@@ -118,7 +122,7 @@ def _is_literal(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows `offset` to `offset + length` of a unit's output, that one row of a batch has tokens for."""
+    """Rows `offset` to `offset + length` of a unit's output, whose tokens are in one row of the batch."""
 
     unit: Unit
     offset: int
@@ -126,29 +130,29 @@ class Segment:
 
     @property
     def key(self) -> tuple[bytes, int, int]:
-        """Stands for its content."""
+        """A key for the content of these rows."""
         return self.unit.digest, self.offset, self.length
 
 
 @dataclass(frozen=True)
 class ImageSplit:
-    """How a prompt goes on from a cached prefix that ends within an image."""
+    """The ways in which a prompt may continue behind a cached prefix that ends inside an image."""
 
-    computes: bool = False  # whether its parts may be computed one by one: not where tokens attend in both directions
-    reads: bool = False  # whether the rest of an image may be computed behind blocks of one that was computed whole
+    computes: bool = False  # parts of an image may be computed separately; not if its tokens attend in both directions
+    reads: bool = False  # the rest of an image may be computed behind cached blocks of the whole image
 
 
 @dataclass(frozen=True)
 class _Form:
-    """How a model wants its tower's output."""
+    """The form in which a model expects the output of its vision tower."""
 
     kind: type
-    widths: tuple[int, ...]  # of its parts
-    lists: tuple[bool, ...]  # which of them are lists
+    widths: tuple[int, ...]  # width of each part
+    lists: tuple[bool, ...]  # whether each part is a list
 
 
 class VisionOutputs:
-    """The outputs of one model's vision tower, of `max_bytes` at most."""
+    """A cache of at most `max_bytes` for the outputs of one model's vision tower."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -157,14 +161,14 @@ class VisionOutputs:
         self._form: _Form | None = None
         self._apart: bool | None = None
         self._lock = threading.Lock()
-        self.split: ImageSplit | None = None  # None before the first prompt with images was looked at
+        self.split: ImageSplit | None = None  # None until the first prompt with images
 
     def length(self, unit: Unit) -> int | None:
-        """Tokens that stand for a unit; None for one that was never encoded."""
+        """Return the number of tokens of a unit; None if it was never encoded."""
         return self._lengths.get(unit.digest)
 
     def get(self, segments: list[Segment]) -> list[torch.Tensor | None]:
-        """The rows of segments that are kept, `[length, width]` each."""
+        """Return the cached rows of each segment, `[length, width]`, or None."""
         items = [EncoderItem(s.key, 0, s.length) for s in segments]
         with self._whole() as cache:
             cache.missing("call", items, [(0, 1)])
@@ -173,7 +177,7 @@ class VisionOutputs:
         return found
 
     def put(self, rows: dict[Segment, torch.Tensor]) -> None:
-        """Keeps the rows of segments, as far as there is room."""
+        """Cache the rows of segments as far as there is room."""
         with self._whole() as cache:
             for segment, output in rows.items():
                 with suppress(MemoryError):
@@ -182,7 +186,7 @@ class VisionOutputs:
 
     @contextmanager
     def _whole(self) -> Iterator[EncoderCache]:
-        """The cache under its lock; an interrupt, which may leave it half changed, empties it."""
+        """Yield the cache under its lock. After an interrupt, which may leave it inconsistent, the cache is emptied."""
         with self._lock:
             try:
                 yield self._cache
@@ -191,8 +195,11 @@ class VisionOutputs:
                 raise
 
     def encode(self, model: Any, units: list[Unit]) -> dict[bytes, torch.Tensor]:
-        """Runs the tower over units; by digest all rows of its output, `[length, width]`."""
-        # UnsupportedError: its output is not rows for tokens, or differs with the images beside one.
+        """Run the tower over units; return the output `[length, width]` of each, by digest.
+
+        Raises:
+            UnsupportedError: The output does not have one row for each token, or depends on the other images.
+        """
         units = list({unit.digest: unit for unit in units}.values())
         parts = self._run(model, units)
         if parts is None:
@@ -201,7 +208,7 @@ class VisionOutputs:
             alone = self._run(model, units[:1])
             self._apart = alone is not None and alike(parts[0], alone[0])
         if (len(units) > 1 and self._apart is False) or len(parts) != len(units):
-            raise UnsupportedError("what its vision tower gives for an image depends on others beside it")
+            raise UnsupportedError("the output of its vision tower for an image depends on other images")
         for unit, rows in zip(units, parts, strict=True):
             self._lengths[unit.digest] = len(rows)
         while len(self._lengths) > LENGTHS:
@@ -209,7 +216,7 @@ class VisionOutputs:
         return {unit.digest: rows for unit, rows in zip(units, parts, strict=True)}
 
     def _run(self, model: Any, units: list[Unit]) -> list[torch.Tensor] | None:
-        """The output of each of several units; None where it cannot be told whose a row is."""
+        """Return the output of each unit; None if the rows of several units cannot be told apart."""
         inputs = dict(units[0].inputs)
         if len(units) > 1:
             for name, value in inputs.items():
@@ -229,11 +236,11 @@ class VisionOutputs:
         groups = [[image] for image in range(len(units))] if len(units) > 1 else [list(range(len(pooled)))]
         flat = [[torch.cat([part[i].flatten(0, -2) for i in group]) for part in parts] for group in groups]
         if any(len({len(rows) for rows in each}) != 1 for each in flat):
-            raise UnsupportedError("what its vision tower gives is not rows for tokens")
+            raise UnsupportedError("the output of its vision tower does not have one row for each token")
         return [torch.cat(each, -1) for each in flat]
 
     def together(self, rows: list[torch.Tensor]) -> dict[str, Any]:
-        """Rows of segments in order, as a forward pass takes them: `mm_encoder_outputs`."""
+        """Return rows of segments in the form of a forward pass's argument `mm_encoder_outputs`."""
         if not rows or self._form is None:
             return {}
         parts = torch.cat(rows).split(self._form.widths, -1)
@@ -248,7 +255,7 @@ def _are_features(part: Any) -> bool:
 
 
 def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors differ by no more than rounding explains; NaN differs from everything."""
+    """Return whether the difference of two tensors is within rounding. NaN differs from everything."""
     tolerance = 1e-3 if a.dtype in (torch.float32, torch.float64) else 5e-2
     a, b = a.float(), b.float()
     return a.shape == b.shape and (not a.numel() or bool((a - b).abs().max() <= a.abs().max() * tolerance))

@@ -11,19 +11,18 @@ from .calls import UnsupportedError
 
 
 class WrongKernelError(UnsupportedError):
-    """Raised where a kernel does not give what PyTorch gives on the device of a model."""
+    """A kernel's result differs from PyTorch's on the model's device."""
 
 
 def require_kernels(model: Any, block_size: int, use: str) -> None:
-    """Raise WrongKernelError, which names the kernel, where one that the model needs is wrong on its device.
+    """Raise WrongKernelError, which names the kernel, if a kernel that the model needs is wrong on its device.
 
-    The kernels run once on each device for each version, compiled as the model's layers have them compiled: see
-    `pc check`.
+    The kernels run once for each device and version, compiled as for the model's layers; see `pc check`.
 
     Args:
         model: A model on its device.
-        block_size: Tokens of a block.
-        use: What the kernels are needed for: see `first_fault`.
+        block_size: Number of tokens in a block.
+        use: The purpose that needs the kernels; see `first_fault`.
     """
     if model.dtype not in FLOATS:  # refused elsewhere, by its name
         return

@@ -1,4 +1,4 @@
-"""Serves the calls of one model: each decoding loop over a cache that was made for the model as it is."""
+"""The calls of one model: each decoding loop runs over a cache that was made for the model in its current state."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ logger = logging.getLogger("pc.integrations.huggingface")
 
 
 class Serving:
-    """A model, the engine that serves its loops, and its calls; `PrefixCaching` is what users see of it."""
+    """A model, its calls, and the engine that runs its decoding loops over the cache; see `PrefixCaching` for users."""
 
     def __init__(self, model: Any, options: CacheOptions, cuda_graphs: bool | None) -> None:
         self._model: weakref.ref[Any] = weakref.ref(model)
@@ -56,19 +56,19 @@ class Serving:
         self._disabled = False
         self.documents = Documents(self._model, self._reader, self.salt, options, self._let_go)
         self.framework = look()
-        self._running = ScopedSetting(lambda value: None)  # whether this thread is within a call of the model
-        self._changed: str | None = None  # what was another one when the cache was last emptied for it
+        self._running = ScopedSetting(lambda value: None)  # whether this thread is inside a call of the model
+        self._changed: str | None = None  # what had changed when the cache was last emptied
         self._served_before = self._short_lives = 0
         self.unsupported: str | None = None
         self.last_requests: list[RequestReport] = []
-        # A wrong policy is told of before the model is looked at.
+        # A wrong policy is reported before the model is probed.
         CacheManager(1, options.block_size, policy=options.policy)
         with self._lock:
             self._set_up(model)
         weakref.finalize(model, _forget, weakref.ref(self)).atexit = False
 
     def _set_up(self, model: Any) -> None:
-        """Probe the model as it is now, and make an empty cache for it if it can be served."""
+        """Probe the model in its current state and make an empty cache for it, if it can be served."""
         if isinstance(self._engine, Contiguous):
             self._engine.leave_disk()
         self._engine, self.unsupported = None, None
@@ -87,7 +87,7 @@ class Serving:
         self.steps.prepare(model, None)
 
     def _choose_engine(self, model: Any) -> Contiguous | Paged:
-        """Packed passes over blocks where there are kernels and the model can follow, contiguous copies else."""
+        """Return an engine: packed passes over blocks if the device and the model allow it, else contiguous copies."""
         options = self._options
         copies = options.host_blocks or options.disk or options.window_blocks or options.chunk
         if model.device.type in CAPTURERS and options.reuse == "prefix" and not copies:
@@ -107,15 +107,15 @@ class Serving:
         return Contiguous(model, options)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's generate, over the cache where it can be served."""
+        """Run the model's generate, over the cache if the call can be served."""
         gradients = torch.is_grad_enabled()
         try:
             return self._generate(args, kwargs)
-        finally:  # an interrupt in the exit of torch.no_grad, which generate runs under, would leave them off
+        finally:  # an interrupt in the exit of generate's torch.no_grad would leave gradients off
             torch._C._set_grad_enabled(gradients)
 
     def explain(self, arguments: dict[str, Any]) -> Explanation:
-        """Why the one prompt of a call with these arguments is not cached further: see `PrefixCaching.explain`."""
+        """Return why the one prompt of a call is not cached further; see `PrefixCaching.explain`."""
         found: list[Explanation] = []
 
         def note(engine: Contiguous | Paged, loop: Loop) -> torch.Tensor:
@@ -145,7 +145,7 @@ class Serving:
             return self._ask(document, model, _arguments(original, model, args, kwargs))
         self.documents.look_elsewhere(kwargs.get("inputs", kwargs.get("input_ids", args[0] if args else None)))
         random = RandomState(model.device)
-        begun: list[Loop] = []  # the loop, from when `_run` answers for what becomes of the call
+        begun: list[Loop] = []  # filled once `_run` handles failures of the call
         try:
             arguments = _arguments(original, model, args, kwargs)
             engine, images = self._prepared(model, arguments)
@@ -166,14 +166,15 @@ class Serving:
         return self._fall_back(failure, functools.partial(original, model, *args, **kwargs))
 
     def _ask(self, document: CompressedDocument, model: Any, arguments: dict[str, Any]) -> Any:
-        """Run a call over a compressed document, after the checks of every call. It never falls back.
+        """Run a call over a compressed document, after the checks of every call.
 
-        Full attention is no substitute for what was asked: what cannot be served raises.
+        It never falls back, because full attention would give another result than the document. A call that cannot be
+        served raises.
         """
         check_arguments_over_document(arguments)
         engine, images = self._prepared(model, arguments)
         if engine is None:
-            raise UnsupportedError(f"document: cannot be read, {self.unsupported or 'caching is disabled'}")
+            raise UnsupportedError(f"document: cannot be served, {self.unsupported or 'caching is disabled'}")
 
         def answer(engine: Contiguous | Paged, loop: Loop) -> Any:
             check_loop(loop)
@@ -190,7 +191,7 @@ class Serving:
         return type(model).generate(model, **arguments | {"custom_generate": loop})
 
     def _fall_back(self, failure: Exception, generate: Callable[[], Any]) -> Any:
-        """Run the model's own generate because of a failure, which is counted if generate does not fail too."""
+        """Run the model's own generate because of a failure. If generate fails too, the failure is not counted."""
         is_reason = isinstance(failure, UnsupportedError)
         if is_reason:
             self._calls.fall_back(failure)
@@ -201,7 +202,7 @@ class Serving:
         return result
 
     def _explained(self, note: Any, arguments: dict[str, Any]) -> None:
-        """Prepare a call as generate does and have `note(engine, loop)` run in place of its loop."""
+        """Prepare a call as generate does, and call `note(engine, loop)` in place of its loop."""
         model, original = self._model_and_generate()
         if self.documents.current_document() is not None:
             raise ValueError("inputs: got a call over a compressed document, needs one outside of it")
@@ -212,18 +213,21 @@ class Serving:
         except UnsupportedError as error:
             raise ValueError(f"inputs: got a call that is not served, {error}") from error
         if engine is None:
-            raise ValueError(f"model: is not served, {self.unsupported or 'caching is disabled'}")
+            raise ValueError(f"model: cannot be served, {self.unsupported or 'caching is disabled'}")
         original(model, **arguments | {"custom_generate": self._decoding_loop(note, [], engine, arguments, images)})
 
     def _model_and_generate(self) -> tuple[Any, Any]:
         model: Any = self._model()
         if model is None:
-            raise RuntimeError("generate: the model of this handle is gone")
+            raise RuntimeError("generate: the model of this handle was deleted")
         return model, type(model).generate
 
     def _prepared(self, model: Any, arguments: dict[str, Any]) -> tuple[Contiguous | Paged | None, Images | None]:
-        """Return what serves the model, and the images of a call, which are taken out of its arguments."""
-        # UnsupportedError: the call cannot be served.
+        """Return the engine for a call, and the images that were taken out of its arguments.
+
+        Raises:
+            UnsupportedError: The call cannot be served.
+        """
         check_arguments(arguments)
         check_mode(model, arguments)
         take_stop_strings(model, arguments)
@@ -232,37 +236,43 @@ class Serving:
         return engine, None if engine is None else take_images(model, arguments)
 
     def _current(self, model: Any) -> tuple[Contiguous | Paged | None, tuple[str, ...]]:
-        """Return what serves the model as it is now, and the keys of its adapters; a changed model is probed anew.
+        """Return the engine for the model in its current state, and the keys of its adapters.
+
+        A model that has changed is probed again.
 
         Raises:
-            UnsupportedError: A call of the same thread is under way, and has changed the model for a moment.
+            UnsupportedError: A call of the same thread is running and has temporarily changed the model.
         """
         with self._lock:
             if self._disabled or model.training:
                 return (None if self._disabled else self._engine), ()
             before = self._identity
             if before.changed(model):
-                refuse_if(self._running.current, "a call within a call of the same model, which is changed for it")
+                refuse_if(self._running.current, "a call inside a call of the same model, which has changed the model")
                 lived = self._calls.served - self._served_before
                 self._set_up(model)
                 self._changed = before.difference(self._identity)
-                if lived:  # a cache that no call went over has not been missed
+                if lived:  # a cache that no call used is no loss
                     self._short_lives = self._short_lives + 1 if lived == 1 else 0
                 if self._short_lives > 1:
                     self._calls.tell_never_hits(self._changed)
             return self._engine, self._identity.adapter_keys()
 
     def _reader(self) -> Reader:
-        """What reads documents, as it is now; ValueError: nothing does."""
+        """Return the reader of documents for the model in its current state.
+
+        Raises:
+            ValueError: The model was deleted or is in training mode, caching is disabled, or a kernel is wrong.
+        """
         model = self._model()
         if model is None or self._disabled:
-            raise ValueError("handle: needs a model that is alive, and caching that is enabled")
+            raise ValueError("handle: needs a model that was not deleted, with caching enabled")
         if model.training:
             raise ValueError("model: is in training mode; call model.eval()")
         try:
             require_kernels(model, self._options.block_size, "documents")
         except WrongKernelError as error:
-            raise ValueError(f"model: got one whose documents cannot be read, since {error}") from error
+            raise ValueError(f"model: got one that cannot read documents, because {error}") from error
         engine, adapters = self._current(model)
         return Reader(model, adapters, engine.store if isinstance(engine, Contiguous) else None)
 
@@ -274,7 +284,7 @@ class Serving:
         arguments: dict[str, Any],
         images: Images | None,
     ) -> Any:
-        """Return the decoding loop that generate calls once it has prepared everything; `begun` gets the call."""
+        """Return the decoding loop for generate to call. The loop appends itself to `begun` when it starts."""
         given = {n: arguments.get(n) for n in ("tokenizer", "assistant_tokenizer", "assistant_model", "streamer")}
 
         def decode(
@@ -299,11 +309,11 @@ class Serving:
             begun.append(loop)
             return run(engine, loop)
 
-        decode.__signature__ = _DECODING  # type: ignore[attr-defined]  # generate asks three times, and never twice of one
+        decode.__signature__ = _DECODING  # type: ignore[attr-defined]  # generate asks three times
         return decode
 
     def _run(self, engine: Contiguous | Paged, loop: Loop) -> Any:
-        """Run a loop over the cache. What fails before the first token is run anew as generate would have run it."""
+        """Run a loop over the cache. If it fails before the first token, run it again as generate would have run it."""
         random, state = RandomState(loop.model.device), loop.continued_state()
         bypasses = False
         try:
@@ -327,40 +337,48 @@ class Serving:
         return self._fall_back(failure, functools.partial(_run_plainly, loop))
 
     def _serve(self, loop: Loop) -> tuple[Any, list[RequestReport]]:
-        """Runs a loop over the cache; UnsupportedError: before a token was computed."""
+        """Run a loop over the cache.
+
+        Raises:
+            UnsupportedError: The loop cannot be served. No token was computed.
+        """
         engine, loop = self._identified(loop)
         with self._running.within(True):
             return engine.run(loop, self._calls)
 
     def _identified(self, loop: Loop) -> tuple[Contiguous | Paged, Loop]:
-        """What serves a loop, and the loop with all that its KV depends on and what is known of it."""
+        """Return the engine for a loop, and the loop with all that its KV depends on."""
         with self._lock:
             engine, adapters = self._current(loop.model)
             if engine is None:
-                raise UnsupportedError(self.unsupported or "caching was disabled while the call began")
+                raise UnsupportedError(self.unsupported or "caching was disabled while the call started")
             loop.unchanged = self._identity.watch(loop.model)
         loop.adapters, loop.salt, loop.returns = self._row_adapters(loop), self.salt.current, self.hint.current
         lengths = [loop.input_ids.shape[1]] if loop.mask is None else loop.mask.sum(-1).tolist()
         keys = rope_keys(loop.model.config, lengths, loop.generation_config.max_length)
-        if loop.model_kwargs.get("token_type_ids") is not None:  # which may change KV without saying so in a token
+        if loop.model_kwargs.get("token_type_ids") is not None:  # they may change KV although the tokens are the same
             keys = (*keys, "token_type_ids")
         loop.keys = (*keys, *adapters)
         return engine, loop
 
     def _row_adapters(self, loop: Loop) -> list[str] | None:
-        """PEFT's adapter of each row, where named; UnsupportedError: not one for each, or more is set by row."""
+        """Return the PEFT adapter of each row, or None if the call names none.
+
+        Raises:
+            UnsupportedError: There is not one name for each row, or rows have other settings too.
+        """
         try:
             settings = dict(self._identity.row_settings())
         except ValueError as error:
             raise UnsupportedError(f"layers differ in {error}") from error
         names = settings.pop("adapter_names", None)
         if settings or (names is not None and len(names) != len(loop.input_ids)):
-            raise UnsupportedError("adapters are set by row in another way than one name for each")
+            raise UnsupportedError("adapters are set by row, but not as one name for each row")
         return names if names is None else [str(name) for name in names]
 
     @property
     def manager(self) -> Any:
-        """Hands out the blocks; None when the model cannot be served."""
+        """The manager of the cache's blocks; None if the model cannot be served."""
         return None if self._engine is None else self._engine.store.manager
 
     def stats(self) -> ServedStats:
@@ -380,7 +398,11 @@ class Serving:
                 self._engine.empty(model)
 
     def saved_engine(self) -> tuple[Contiguous, Any, tuple[str, ...]]:
-        """What can save or load blocks, for which model and adapters; ValueError: there is none."""
+        """Return the engine that can save or load blocks, the model, and the keys of its adapters.
+
+        Raises:
+            ValueError: The model is not served over contiguous copies.
+        """
         model = self._model()
         engine, adapters = (None, ()) if model is None else self._current(model)
         if not isinstance(engine, Contiguous):
@@ -396,7 +418,7 @@ class Serving:
                 self._engine.close()
             self._engine = None
             self.steps.drop()
-            if not self.documents.entered:  # else calls within a document have to be refused
+            if not self.documents.entered:  # while a document is entered, its calls must be refused
                 self._let_go()
 
     @property
@@ -405,14 +427,14 @@ class Serving:
         return self._disabled
 
     def _let_go(self) -> None:
-        """Give the model its own generate back, once caching is disabled and no document is entered any more."""
+        """Restore the model's own generate once caching is disabled and no document is entered."""
         model = self._model()
         serving = None if model is None else getattr(vars(model).get("generate"), "handle", None)
         if isinstance(serving, Serving) and serving.disabled:
             del vars(model)["generate"]
 
     def _warn_of_graphs(self, reason: str) -> None:
-        self._calls.tell("graphs", f"{reason}. It runs without CUDA graphs.")
+        self._calls.tell("graphs", f"{reason}. Decode steps run without CUDA graphs.")
 
 
 def _run_plainly(loop: Loop) -> Any:
@@ -424,7 +446,7 @@ def _run_plainly(loop: Loop) -> Any:
 
 
 class RandomState:
-    """The states of the random generators that generate draws from."""
+    """The states of the random generators from which generate draws."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -433,14 +455,14 @@ class RandomState:
         self._of_device = None if on_host else torch.get_device_module(device).get_rng_state(device)
 
     def restore(self) -> None:
-        """Set the generators to what they were."""
+        """Set the generators to the saved states."""
         torch.set_rng_state(self._host)
         if self._of_device is not None:
             torch.get_device_module(self._device).set_rng_state(self._of_device, self._device)
 
 
 def _without_frames(error: Exception) -> Exception:
-    """Return an error without what its frames hold: the call that is run anew needs the memory."""
+    """Return an error without its frames' references, because running the call again needs the memory."""
     logger.debug("a call falls back to the model's own generate", exc_info=error)
     seen: BaseException | None = error
     while seen is not None:
@@ -464,11 +486,11 @@ def _signature(function: Any) -> inspect.Signature:
 _DECODING = inspect.signature(
     lambda model, input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor=None, **kwargs: None
 )
-"""Of a decoding loop as generate calls it."""
+"""Signature of a decoding loop as generate calls it."""
 
 
 def _forget(handle: weakref.ref[Serving]) -> None:
-    """Frees what a handle holds of a model that is gone."""
+    """Free what a handle holds of a model that was deleted."""
     gone = handle()
     if gone is not None:
         gone.__dict__.pop("_identity", None)

@@ -1,4 +1,4 @@
-"""What users choose: once when they enable caching, and for a while around some of their calls."""
+"""The user's options, which are set once when caching is enabled, and settings for the calls within a block."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 
 from ...triton_ops._checks import check_share
 
-MAX_CPU_BYTES = 4 << 30  # bytes that a cache takes on a CPU by default at most
+MAX_CPU_BYTES = 4 << 30  # the largest default size of a cache on a CPU
 
 
 class CacheOptions(NamedTuple):
-    """Of the cache of one model: see the arguments of `enable_prefix_caching`."""
+    """Options of a model's cache; see the arguments of `enable_prefix_caching`."""
 
     num_blocks: int | None
     block_size: int
@@ -29,11 +29,16 @@ class CacheOptions(NamedTuple):
     window_blocks: int | None
     recompute: float = 0.0
     fallback: str = "warn"
-    chunk: int | None = None  # whose multiples prompts are computed from; None: as it comes
+    chunk: int | None = None  # tokens of a deterministic chunk; None: not deterministic
 
 
 def check_number(name: str, value: Any, least: int, optional: bool = False) -> None:
-    """Raises TypeError or ValueError unless an argument is an integer of at least `least`, or None where allowed."""
+    """Check that an argument is an integer of at least `least`, or None if it is optional.
+
+    Raises:
+        TypeError: It is of another type.
+        ValueError: It is too small.
+    """
     if optional and value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
@@ -43,7 +48,7 @@ def check_number(name: str, value: Any, least: int, optional: bool = False) -> N
 
 
 def memory_budget(model: Any) -> int:
-    """A fifth of a device's free memory; on a CPU a fifth of all memory, at most 4 GiB."""
+    """Return a fifth of a GPU's free memory; on a CPU, a fifth of all memory, at most 4 GiB."""
     if model.device.type == "cuda":
         return int(torch.cuda.mem_get_info(model.device)[0] // 5)
     if hasattr(os, "sysconf"):
@@ -52,14 +57,14 @@ def memory_budget(model: Any) -> int:
 
 
 def default_num_blocks(model: Any, bytes_per_block: int, block_size: int, taken: int = 0) -> int:
-    """What fits into the budget beside what is taken, and no more than 32 of the model's longest sequences need."""
+    """Return the number of blocks for the memory budget less `taken` bytes, at most for 32 of the longest sequences."""
     config = model.config.get_text_config(decoder=True)
     longest = getattr(config, "max_position_embeddings", None) or 4096
     return max(1, min((memory_budget(model) - taken) // max(bytes_per_block, 1), 32 * -(-longest // block_size)))
 
 
 _VALUES: ContextVar[Mapping[object, Any]] = ContextVar("pc_settings", default=MappingProxyType({}))
-"""What is set by which setting. A thread begins with nothing set; asyncio's tasks inherit, and so does `to_thread`."""
+"""The value of each setting. A new thread starts with none. Tasks of asyncio and `to_thread` inherit the values."""
 
 
 def inherited_settings() -> Callable[[], AbstractContextManager[None]]:
@@ -79,19 +84,19 @@ def inherited_settings() -> Callable[[], AbstractContextManager[None]]:
 
 
 class ScopedSetting:
-    """A value that calls within a `with` block see, of the thread or asyncio task that is in it, and no others."""
+    """A value that is seen by calls within a `with` block, in the same thread or asyncio task."""
 
     def __init__(self, check: Callable[[Any], None]) -> None:
-        self._check = check  # raises for what is not a value of it
+        self._check = check  # raises if a value is invalid
 
     @property
     def current(self) -> Any:
-        """The value where it is asked for; None where there is none."""
+        """The current value; None if none is set."""
         return _VALUES.get().get(self)
 
     @contextmanager
     def within(self, value: Any) -> Iterator[None]:
-        """Sets it, and what it was before at the end."""
+        """Set the value within a block, then restore the value before."""
         self._check(value)
         before = self.current
         self._set(value)
@@ -106,12 +111,12 @@ class ScopedSetting:
 
 
 def check_salt(salt: Any) -> None:
-    """Raises TypeError for a salt that is neither str, bytes nor int."""
+    """Raise TypeError unless a salt is str, bytes or int."""
     if isinstance(salt, bool) or not isinstance(salt, str | bytes | int):
         raise TypeError(f"salt: got {type(salt).__name__}, needs str, bytes or int")
 
 
 def check_returns(returns: Any) -> None:
-    """Raises TypeError or ValueError for what is neither a probability nor None."""
+    """Raise TypeError or ValueError unless a value is a probability or None."""
     if returns is not None:
         check_share("returns", returns)

@@ -1,4 +1,4 @@
-"""The blocks of one model's prompts: their manager, and its requests, which end whatever becomes of a call."""
+"""The manager of a model's blocks, and the requests of each call, which end even if the call is interrupted."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ AnyManager: TypeAlias = CacheManager[Any, Any, Any]  # of one group or of severa
 
 
 class Lease:
-    """The requests of one call. If the call is cut off, the next call ends those that are left."""
+    """The requests of one call. If the call is interrupted, the next call ends the requests that remain."""
 
     def __init__(
         self, manager: AnyManager, returns: float | None = None, unchanged: Callable[[], bool] = lambda: True
     ) -> None:
         self.manager = manager
         self.request_ids: list[str] = []
-        self.stale = False  # whether the model was found changed: the call publishes nothing any more
+        self.stale = False  # the model has changed, so the call must publish nothing more
         self._returns, self._unchanged = returns, unchanged
 
     def publishes(self) -> bool:
-        """Return whether the model is what the call began with; once it is not, never again. Ask before each pass."""
+        """Return whether the model is unchanged since the call started, so that the call may publish blocks.
+
+        Once False, it stays False. Callers must ask before each forward pass.
+        """
         self.stale = self.stale or not self._unchanged()
         return not self.stale
 
@@ -56,13 +59,15 @@ class Leases:
     def __init__(self, manager: AnyManager) -> None:
         self.manager = manager
         self.block_size = manager.block_size
-        # Looked through by the next call: a finalizer would be Python code in which an interrupt is swallowed.
+        # The next call looks through them. A finalizer would run Python code in which an interrupt is swallowed.
         self._leases: dict[weakref.ref[Lease], list[str]] = {}
 
     def lease(self, returns: float | None = None, unchanged: Callable[[], bool] = lambda: True) -> Lease:
-        """Return a lease for the requests of a call; `returns`: see `CacheManager.free`.
+        """Return a lease for the requests of a call.
 
-        `unchanged` tells whether the model is still what the call began with.
+        Args:
+            returns: See `CacheManager.free`.
+            unchanged: Returns whether the model is unchanged since the call started.
         """
         self.sweep()
         lease = Lease(self.manager, returns, unchanged)
@@ -70,9 +75,9 @@ class Leases:
         return lease
 
     def sweep(self) -> None:
-        """End the requests of calls that were cut off."""
+        """End the requests of calls that were interrupted."""
         for owner, request_ids in list(self._leases.items()):
             if owner() is None:
                 for request_id in request_ids:
                     free(self.manager, request_id)
-                self._leases.pop(owner, None)  # another thread may have ended them too
+                self._leases.pop(owner, None)  # another thread may have removed it too

@@ -1,4 +1,4 @@
-"""What can be served: of a model once, when caching is enabled, and of a call, before its first token."""
+"""Checks whether a model, when caching is enabled, or a call, before its first token, can be served."""
 
 from __future__ import annotations
 
@@ -34,45 +34,45 @@ from .images import Images
 BY_TOKEN = ("greedy_search", "sample")
 BY_TOKEN_OUTPUTS = ("output_attentions", "output_hidden_states")
 OWN_CACHE = f"{CACHE} of your own"
-CONTINUED = "_pc_continued"  # attribute by which a cache is known as the result of a served call
+CONTINUED = "_pc_continued"  # attribute that marks a cache as the result of a served call
 
 CHANGING_ROPE = ("dynamic", "longrope")
-"""Rotary embeddings that change their own buffers with the length; `rope_keys` takes them into account."""
+"""Rotary embeddings that change their buffers with the input length. `rope_keys` makes them part of the identity."""
 
 _OF_HUB = ("constraints", "force_words_ids", "penalty_alpha", "num_beam_groups", "dola_layers")
-"""Settings that may choose a decoding loop of the hub."""
+"""Settings that may select a decoding loop from the hub."""
 
 SERVED_ARGUMENTS = frozenset((
     *CACHE_NAMES, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict",
     "output_attentions", "output_hidden_states", "output_router_logits", "cache_position", "token_type_ids",
     "mm_token_type_ids", "labels",
 ))  # fmt: skip
-"""Arguments of the forward pass that generate makes itself, or that change nothing in a token's KV."""
+"""Arguments of the forward pass that generate makes itself, or that do not affect a token's KV."""
 
 
 class RecordedCriteria(StoppingCriteriaList):  # type: ignore[misc]  # transformers is untyped here
-    """Stopping criteria that remember which rows have stopped."""
+    """Stopping criteria that record which rows have stopped."""
 
     finished: torch.Tensor | None = None
     _drops = False
 
     @classmethod
     def of(cls, loop: Loop) -> RecordedCriteria:
-        """Those of a loop."""
+        """Return the stopping criteria of a loop."""
         criteria, config = cls(loop.options["stopping_criteria"]), loop.generation_config
-        # Rows that met an eos are padded from then on, so that only a caller who asked for logits sees theirs.
+        # Rows that met an eos are padded from then on, so only a caller who asked for logits sees their logits.
         seen = loop.own_processors or config.output_scores or config.output_logits
         criteria._drops = not seen and any(hasattr(c, "eos_token_id") for c in criteria)
         return criteria
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
-        """Which rows stop now, as transformers' own list says."""
+        """Return which rows stop now, as transformers' own list decides."""
         done = super().__call__(input_ids, scores, **kwargs)
         self.finished = done if self.finished is None else self.finished | done
         return done
 
     def dropped(self, num_rows: int) -> list[bool]:
-        """Of each row whether it has stopped, so that what is computed of it from now on is not seen."""
+        """Return for each row whether it has stopped and the caller sees nothing more of it."""
         if not self._drops or self.finished is None:
             return [False] * num_rows
         finished: list[bool] = self.finished.tolist()
@@ -81,26 +81,26 @@ class RecordedCriteria(StoppingCriteriaList):  # type: ignore[misc]  # transform
 
 @dataclass
 class Loop:
-    """One call of generate at the moment when its loop would begin."""
+    """One call of generate, just before its decoding loop starts."""
 
     function: Callable[..., Any]  # `GenerationMixin._sample` or another
-    mode: str  # its name, as `GenerationMode` has it
+    mode: str  # the loop's name in `GenerationMode`
     model: Any
     input_ids: torch.Tensor  # [batch, length], rows repeated for beams and several answers
-    generation_config: Any  # as prepared
+    generation_config: Any  # as prepared by generate
     options: dict[str, Any]  # other arguments of the loop
-    model_kwargs: dict[str, Any]  # arguments of the forward pass; the cache is among them, no output of a vision tower
-    own_processors: bool  # whether the caller gave logits processors
-    images: Images | None = None  # what was taken out of the arguments
-    adapters: list[str] | None = None  # PEFT's of each row, where the caller named them
-    keys: tuple[Any, ...] = ()  # what KV depends on besides tokens
-    salt: Any = None  # whose blocks may be shared
-    returns: float | None = None  # probability that the conversation goes on soon
-    unchanged: Callable[[], bool] = lambda: True  # whether the model is what `keys` stand for
+    model_kwargs: dict[str, Any]  # arguments of the forward pass, with the cache but without outputs of a vision tower
+    own_processors: bool  # whether the caller passed logits processors
+    images: Images | None = None  # removed from the arguments
+    adapters: list[str] | None = None  # PEFT adapter of each row, if the caller named adapters
+    keys: tuple[Any, ...] = ()  # all that KV depends on besides tokens
+    salt: Any = None  # only calls with an equal salt share blocks
+    returns: float | None = None  # probability that the conversation resumes soon
+    unchanged: Callable[[], bool] = lambda: True  # whether the model still has these `keys`
     answered: bool = False  # whether the loop has the logits of its first token
 
     def run(self, model: Any = None, options: dict[str, Any] | None = None, **inputs: Any) -> Any:
-        """The loop over `model`, the model itself where none is given, with some options and inputs replaced."""
+        """Run the loop and return its result; the arguments replace the model, some options and some inputs."""
         return self.function(
             self.model if model is None else model,
             self.input_ids,
@@ -110,74 +110,74 @@ class Loop:
         )
 
     def run_over(self, model: Any, criteria: RecordedCriteria) -> Any:
-        """The loop over what stands in the model's place and keeps its keys and values itself."""
+        """Run the loop with `model`, which keeps keys and values itself, and return the result without a cache."""
         result = self.run(model, {"stopping_criteria": criteria})
-        drop_cache(result)  # the empty one that transformers made
+        drop_cache(result)  # the empty cache that transformers made
         return result
 
     @functools.cached_property
     def mask(self) -> torch.Tensor | None:
-        """`[batch, length]`; None where no token is left out."""
+        """The attention mask `[batch, length]`; None if it masks no token."""
         mask = self.model_kwargs.get("attention_mask")
         return None if mask is None or bool(mask.all()) else mask
 
     @property
     def requested_outputs(self) -> dict[str, Any]:
-        """What of every token the caller wants to see: hidden states, attention weights."""
+        """The outputs for every token that the caller asked for: hidden states, attention weights."""
         config = self.generation_config
         wanted = {n: getattr(config, n, None) or self.model_kwargs.get(n) for n in BY_TOKEN_OUTPUTS}
         return {name: value for name, value in wanted.items() if value and config.return_dict_in_generate}
 
     @property
     def by_token(self) -> bool:
-        """Whether it computes each row that the caller gave token by token."""
+        """Whether the loop computes each of the caller's rows token by token."""
         return self.mode in BY_TOKEN and self.repeats == 1
 
     @property
     def by_row(self) -> bool:
-        """Whether its result has a row for each row of the cache."""
+        """Whether the result has a row for each row of the cache."""
         return self.mode in (*BY_TOKEN, "assisted_generation")
 
     @property
     def repeats(self) -> int:
-        """How often each row that the caller gave stands in `input_ids`."""
+        """The number of rows in `input_ids` for each row of the caller."""
         return max(self.generation_config.num_beams or 1, self.generation_config.num_return_sequences or 1)
 
     @property
     def cache_name(self) -> str:
-        """The name under which the model's forward takes its cache."""
+        """The argument name of the cache in the model's forward pass."""
         return next((name for name in CACHE_NAMES if name in self.model_kwargs), CACHE)
 
     @property
     def cache(self) -> Any:
-        """The cache that transformers made, or the caller gave."""
+        """The cache that transformers made or the caller passed."""
         return self.model_kwargs.get(self.cache_name)
 
     @property
     def continued(self) -> Any:
-        """The result of an earlier call that it goes on with in place of blocks, if it does."""
+        """The cache of an earlier result that this call continues, or None."""
         return self.cache if hasattr(self.cache, CONTINUED) else None
 
     def continued_state(self) -> list[tuple[Any, dict[str, Any]]]:
-        """What the layers of a cache are that the call goes on with, for `restore_continued`."""
+        """Return the state of the layers of a continued cache, for `restore_continued`."""
         cache = self.continued
         return [] if cache is None else [(layer, dict(vars(layer))) for layer in cache.layers]
 
     @staticmethod
     def restore_continued(state: list[tuple[Any, dict[str, Any]]]) -> None:
-        """Leaves out what a call has put into the layers: buffers are only written behind what they hold."""
+        """Restore the layers of a continued cache. The call has only written to buffers behind the earlier tokens."""
         for layer, attributes in state:
             vars(layer).clear()
             vars(layer).update(attributes)
 
     @property
     def eos(self) -> list[int]:
-        """Tokens that end an answer."""
+        """The end-of-sequence tokens."""
         return eos_tokens(self.generation_config)
 
 
 def check_model(model: Any) -> None:
-    """Raises UnsupportedError for a model whose KV cannot be cached by prefix; says why."""
+    """Raise an UnsupportedError with the reason if a model's KV cannot be cached by prefix."""
     need(CACHING)
     config = model.config
     refuse_if(has_own_generate(model), "it has a generate of its own")
@@ -187,7 +187,7 @@ def check_model(model: Any) -> None:
 
 
 def check_arguments(arguments: dict[str, Any]) -> None:
-    """Raises UnsupportedError for arguments of generate under which nothing of a call can be cached."""
+    """Raise UnsupportedError for arguments of generate with which no call can be served."""
     for name in ("custom_generate", "synced_gpus"):
         refuse_if(arguments.get(name), f"{name}")
     given = [arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None]
@@ -197,8 +197,11 @@ def check_arguments(arguments: dict[str, Any]) -> None:
 
 
 def take_stop_strings(model: Any, arguments: dict[str, Any]) -> None:
-    """Turns `stop_strings` and `tokenizer` into a criterion: generate drops the tokenizer of a custom decoding loop."""
-    # UnsupportedError: they stand in a generation config, or the tokenizer is needed for more.
+    """Replace `stop_strings` and `tokenizer` by a stopping criterion, since generate drops a custom loop's tokenizer.
+
+    Raises:
+        UnsupportedError: A generation config has stop strings, or the tokenizer is needed for token healing.
+    """
     configs = [c for c in (arguments.get("generation_config"), model.generation_config) if c is not None]
     if arguments.get("token_healing") or any(getattr(c, "token_healing", False) for c in configs):
         raise UnsupportedError("token healing")
@@ -210,7 +213,7 @@ def take_stop_strings(model: Any, arguments: dict[str, Any]) -> None:
 
 
 def ask_for_cache(model: Any, arguments: dict[str, Any]) -> None:
-    """Turns the cache on where the model's own defaults leave it out, as MPT's do, and the caller says nothing."""
+    """Enable the cache if the model's defaults disable it, as MPT's do, and the caller does not say."""
     own = arguments.get("generation_config")
     if arguments.get("use_cache") is None and getattr(own, "use_cache", None) is None:
         configs = (model.generation_config, model.config.get_text_config(decoder=True))
@@ -219,7 +222,7 @@ def ask_for_cache(model: Any, arguments: dict[str, Any]) -> None:
 
 
 def check_mode(model: Any, arguments: dict[str, Any]) -> None:
-    """Raises UnsupportedError for a decoding loop that transformers takes from the hub."""
+    """Raise UnsupportedError for a decoding loop that transformers loads from the hub."""
     own = arguments.get("generation_config")
     configs = [vars(c) for c in (own, model.generation_config) if c is not None]
     if any(known.get(name) is not None for known in (arguments, *configs) for name in _OF_HUB):
@@ -229,7 +232,7 @@ def check_mode(model: Any, arguments: dict[str, Any]) -> None:
 
 
 def check_loop(loop: Loop) -> None:
-    """Raises UnsupportedError for a call whose tokens could differ from those of the model's own generate."""
+    """Raise UnsupportedError for a call whose tokens could differ from those of the model's own generate."""
     model, kwargs, config = loop.model, loop.model_kwargs, loop.generation_config
     prepare = vars(model).get("prepare_inputs_for_generation", type(model).prepare_inputs_for_generation)
     if not str(getattr(prepare, "__module__", "")).startswith("transformers."):
@@ -247,7 +250,7 @@ def check_loop(loop: Loop) -> None:
     refuse_if(other, f"arguments that could change what a token's KV is: {', '.join(other)}")
     types = [kwargs[k] for k in ("token_type_ids", "mm_token_type_ids") if kwargs.get(k) is not None]
     if loop.images is None and any(bool(t.any()) for t in types):
-        raise UnsupportedError("token types could change what a token's KV is")
+        raise UnsupportedError("token types could change a token's KV")
     ids, mask, positions = loop.input_ids, kwargs.get("attention_mask"), kwargs.get("position_ids")
     refuse_if(ids.dim() != 2 or ids.shape[1] == 0, "input_ids hold no prompt", f"shape {list(ids.shape)}")
     refuse_if(mask is not None and mask.dim() != 2, "attention_mask has more than two dimensions")
@@ -259,7 +262,7 @@ def check_loop(loop: Loop) -> None:
 
 
 def _are_expected(positions: torch.Tensor, input_ids: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Whether positions, `[..., batch, length]` of one or several axes, are those transformers gives to text."""
+    """Return whether positions `[..., batch, length]` are those that transformers assigns to text."""
     if positions.shape[-1] != input_ids.shape[1]:
         return False
     if mask is None:
@@ -269,18 +272,18 @@ def _are_expected(positions: torch.Tensor, input_ids: torch.Tensor, mask: torch.
 
 
 def expected_positions(input_ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """The positions transformers gives to a left-padded batch, `[batch, length]` int64."""
+    """Return the positions that transformers assigns to a left-padded batch, `[batch, length]` int64."""
     ones = torch.ones_like(input_ids) if mask is None else mask.long()
     positions = ones.cumsum(-1) - 1
     return positions.masked_fill(ones == 0, 0)
 
 
 def rope_keys(config: Any, prompt_lens: list[int], max_length: int) -> tuple[str, ...]:
-    """Extra keys for rotary embeddings whose frequencies depend on the length of the sequence.
+    """Return extra keys for rotary embeddings whose frequencies depend on the sequence length.
 
-    "longrope" uses one set of frequencies up to the length the model was first trained at and another beyond,
-    "dynamic" changes them with every length beyond it (transformers, modeling_rope_utils.dynamic_rope_update). A key
-    rotated under one set must not be read under another.
+    "longrope" has one set of frequencies up to the length of the model's original training, and another beyond.
+    "dynamic" changes the frequencies with every length beyond it (transformers,
+    modeling_rope_utils.dynamic_rope_update). Keys rotated under one set must not be read under another.
 
     Raises:
         UnsupportedError: The frequencies would change during this call.
@@ -304,7 +307,7 @@ def rope_keys(config: Any, prompt_lens: list[int], max_length: int) -> tuple[str
 
 
 def changing_rope(config: Any) -> str | None:
-    """The kind of a model's rotary embeddings that change with the length, None where none do."""
+    """Return the kind of a model's rotary embeddings that change with the length; None if none do."""
     kinds = {_rope_type(rope) for rope in _rope_parameters(config.get_text_config(decoder=True))}
     return next((kind for kind in CHANGING_ROPE if kind in kinds), None)
 
@@ -314,7 +317,7 @@ def _rope_type(rope: dict[str, Any]) -> Any:
 
 
 def _rope_parameters(config: Any) -> Iterator[dict[str, Any]]:
-    """The parameter dictionaries of rotary embeddings; some models have one per kind of layer."""
+    """Yield the parameter dictionaries of rotary embeddings. Some models have one for each kind of layer."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if any(isinstance(value, dict) for value in rope.values()):
         yield from (value for value in rope.values() if isinstance(value, dict))
@@ -323,7 +326,7 @@ def _rope_parameters(config: Any) -> Iterator[dict[str, Any]]:
 
 
 def float32_precision() -> tuple[str, ...]:
-    """Return the precisions that torch may compute float32 in, whichever of its two interfaces has set them."""
+    """Return the precisions in which torch may compute float32, from both of its interfaces."""
     backends: Any = torch.backends
     places = [backends, backends.mkldnn, backends.mkldnn.matmul, backends.mkldnn.conv]
     places += [backends.cuda.matmul, backends.cudnn, backends.cudnn.conv]
@@ -331,14 +334,14 @@ def float32_precision() -> tuple[str, ...]:
 
 
 def modeling_globals(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """The globals of the files that define the forwards of a model's modules, each once."""
+    """Return the globals of the files that define the forward passes of a model's modules, without duplicates."""
     found = [getattr(inspect.unwrap(kind.forward), "__globals__", {}) for kind in {type(m) for m in model.modules()}]
     return list({id(names): names for names in found}.values())
 
 
 @contextmanager
 def eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Eval mode for a while; every submodule gets its own mode back."""
+    """Put a model in eval mode within a block, then restore the mode of each submodule."""
     training = [m for m in model.modules() if m.training]
     model.eval()
     try:
@@ -349,7 +352,7 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 def harmless_tokens(model: Any, count: int) -> np.ndarray:
-    """Token ids that differ and stand for no image and no other placeholder, `[count]` int64."""
+    """Return distinct token ids that are no placeholders, such as those of images, `[count]` int64."""
     config = model.config.get_text_config(decoder=True)
     special: set[int] = set()
     for c in (model.config, config):

@@ -1,9 +1,9 @@
-"""SGLang with this project's attention and eviction policies, as a plugin.
+"""A plugin that gives SGLang this project's attention and eviction policies.
 
-Installed beside SGLang, `register` is called by SGLang itself (entry point group `sglang.srt.plugins`) in each of its
-processes and does nothing until it is asked to: `PC_SGLANG=attention,eviction` in the environment, either or both. They
-are then chosen by SGLang's own options, `--attention-backend pc` and `--radix-eviction-policy pc_default`; see
-docs/sglang.md. SGLang is imported where it is used.
+SGLang calls `register` in each of its processes (entry point group `sglang.srt.plugins`). It does nothing unless the
+environment names features: `PC_SGLANG=attention`, `PC_SGLANG=eviction` or `PC_SGLANG=attention,eviction`. SGLang's own
+options then select them: `--attention-backend pc` and `--radix-eviction-policy pc_default`; see docs/sglang.md. This
+module imports SGLang only when a feature is enabled.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ __all__ = ["FEATURES", "UnsupportedVersionError", "check_version", "enable", "re
 def register() -> None:
     """Register with SGLang the features that the environment variable PC_SGLANG names, separated by commas.
 
-    Without the variable nothing happens. Where the installed SGLang lacks something that a feature needs, SGLang's own
+    Without the variable nothing happens. If the installed SGLang lacks something that a feature needs, SGLang's own
     code serves our names, and a warning in SGLang's log names what is missing.
 
     Raises:
-        ValueError: A name is no feature. SGLang logs the error, continues without any feature, and does not know our
+        ValueError: A name is not a feature. SGLang logs the error, continues without any feature, and does not know our
             names in its options.
 
     Examples:

@@ -1,15 +1,15 @@
-"""Everything private of SGLang that this adapter uses. No other file imports SGLang or reaches into its modules.
+"""Every private name of SGLang that this adapter uses. No other file imports SGLang or names its modules.
 
 A feature is served if the installed SGLang has what the tables here declare for it; see `seam` for their format.
 
-- `NAMES`: functions, methods with the parameters we rely on, fields and attributes of SGLang's classes. "registration"
-  is what makes our names known to SGLang's options; every feature needs its own part of it.
-- `ATTRIBUTES`: attributes of objects that exist once the engine has made them. Whoever gets such an object asks
-  `why_not(feature, runner=runner)`.
+- `NAMES`: functions, methods with the parameters we use, fields and attributes of SGLang's classes.
+- `REGISTRATION`: functions that make our names known to SGLang's options. Every feature needs its own part.
+- `ATTRIBUTES`: attributes of objects that the engine makes. Code that receives such an object calls `why_not(feature,
+  runner=runner)`.
 - `BODIES`: methods that this adapter replaces as a whole, with a digest for each release that was read. An unknown body
   refuses the feature.
 
-To use another name of SGLang, add it to `NAMES` or `ATTRIBUTES` under the feature that needs it, and a class that other
+To use another name of SGLang, add it to `NAMES` or `ATTRIBUTES` under the feature that needs it. Add a class that other
 files import to `CLASSES`. `python -m pc.integrations.sglang.api` checks the tables against the installed SGLang.
 """
 
@@ -25,7 +25,7 @@ from .. import seam
 from ..seam import UnsupportedVersionError as UnsupportedVersionError
 from ..tested import TESTED
 
-if TYPE_CHECKING:  # SGLang's classes, which are Any where it is not installed
+if TYPE_CHECKING:  # SGLang's classes are Any if it is not installed
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend as AttentionBackend
     from sglang.srt.layers.attention.verify_mask import VerifyMask as VerifyMask
     from sglang.srt.layers.radix_attention import AttentionType as AttentionType
@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # SGLang's classes, which are Any where it is not installed
     from sglang.srt.speculative.eagle_utils import default_tree_mask_mode as default_tree_mask_mode
 
 logger = logging.getLogger("sglang.pc")
-"""SGLang shows messages of loggers below its own."""
+"""SGLang shows the messages of loggers below its own."""
 
 REGISTRATION: dict[str, dict[str, str]] = {
     "attention": {
@@ -63,7 +63,7 @@ REGISTRATION: dict[str, dict[str, str]] = {
         "sglang.srt.mem_cache.registry:TreeCacheBuildContext": "__init__(params disable_radix_cache ...)",
     },
 }
-"""By feature: what makes our names known to SGLang's options. Without it SGLang refuses them by itself."""
+"""For each feature, the functions that add our names to SGLang's options. SGLang rejects names that were not added."""
 
 NAMES: dict[str, dict[str, str]] = {
     "attention": {
@@ -128,7 +128,7 @@ NAMES: dict[str, dict[str, str]] = {
         ),
     },
 }
-"""By feature: what it builds on, by module or module:class, and of each name the parameters it relies on."""
+"""For each feature, the names that it uses, by module or module:class, with the parameters that it uses."""
 
 ATTRIBUTES: dict[str, dict[str, str]] = {
     "attention": {
@@ -146,7 +146,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         ),
     },
 }
-"""By feature and object: attributes of what the engine has made."""
+"""For each feature and object, attributes of objects that the engine makes."""
 
 _CORE = "sglang.srt.mem_cache.unified_cache.unified_tree_core:UnifiedTreeCore"
 BODIES: dict[str, dict[str, dict[str, str]]] = {
@@ -157,7 +157,7 @@ BODIES: dict[str, dict[str, dict[str, str]]] = {
         "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache._evict": {"0.5.23": "958a84f8997c"},
     },
 }
-"""By feature the bodies that it replaces or that call what it replaces, and their digests by release."""
+"""For each feature, the bodies that it replaces, or that call what it replaces, and their digests by release."""
 
 CLASSES: dict[str, str] = {
     "AttentionBackend": "sglang.srt.layers.attention.base_attn_backend:AttentionBackend",
@@ -178,11 +178,11 @@ CLASSES: dict[str, str] = {
     "get_memory": "sglang.srt.runtime_context:get_memory",
     "get_parallel": "sglang.srt.runtime_context:get_parallel",
 }
-"""What other files may import from here, and where SGLang has it."""
+"""Names that other files may import from here, and their paths in SGLang."""
 
 
 def __getattr__(name: str) -> Any:
-    """Return one of `CLASSES`, or an empty class in place of one that the installed SGLang lacks."""
+    """Return the class of `CLASSES` with this name, or an empty class if the installed SGLang lacks it."""
     if name not in CLASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
@@ -191,11 +191,11 @@ def __getattr__(name: str) -> Any:
         return type(name, (), {"__doc__": f"{CLASSES[name]}, which the installed SGLang lacks."})
 
 
-# Which features the installed SGLang can serve.
+# Which features the installed SGLang can serve
 
 
 def why_not(feature: str, **objects: Any) -> str:
-    """Return why the installed SGLang cannot serve a feature, or "".
+    """Return the reason why the installed SGLang cannot serve a feature, or "".
 
     Args:
         feature: A key of `NAMES`.
@@ -210,7 +210,7 @@ def check_version(feature: str) -> None:
     """Check that the installed SGLang can serve a feature.
 
     Raises:
-        UnsupportedVersionError: It cannot; says what was found and what is needed.
+        UnsupportedVersionError: It cannot. The message names the installed and the supported versions.
 
     Examples:
         >>> from pc.integrations.sglang import UnsupportedVersionError, check_version
@@ -227,16 +227,16 @@ def version() -> str:
     return str(importlib.import_module("sglang").__version__)
 
 
-# What makes our names known to SGLang.
+# Registration of our names with SGLang
 
 
 def can_register(feature: str) -> bool:
-    """Return whether SGLang's options can be told the names of a feature, whoever serves them then."""
+    """Return whether SGLang's options can learn the names of a feature, even if SGLang's own code serves them."""
     return not seam.missing(REGISTRATION[feature])
 
 
 def register_backend(name: str, make: Callable[[Any], Any]) -> None:
-    """Have `--attention-backend` take a name, for which `make(runner)` gives the backend."""
+    """Make `--attention-backend` accept a name, for which `make(runner)` returns the backend."""
     from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
@@ -257,12 +257,12 @@ def stock_backend(runner: Any) -> Any:
 def register_policies(
     names: Sequence[str], make_cache: Callable[[Any, Any], Any], refuse: Callable[..., Any] | None
 ) -> None:
-    """Have `--radix-eviction-policy` take names.
+    """Make `--radix-eviction-policy` accept names.
 
     Args:
-        names: The first is ours for SGLang's own lru.
-        make_cache: Given the context of an engine and SGLang's own factory, returns the engine's radix cache.
-        refuse: Called where SGLang asks one of the other names for a leaf at a time; None: SGLang's lru answers.
+        names: Names of policies. The first stands for SGLang's own lru.
+        make_cache: Takes the context of an engine and SGLang's own factory; returns the engine's radix cache.
+        refuse: Called if SGLang asks another policy for one leaf at a time. None: SGLang's lru answers.
     """
     from sglang.srt.arg_groups import choices
     from sglang.srt.mem_cache import registry, utils
@@ -276,19 +276,19 @@ def register_policies(
 
 
 def register_core(name: str, make: Callable[[Any, Any], Any]) -> None:
-    """Have SGLang's unified cache take the core of a tree that `make(params, components)` gives."""
+    """Make SGLang's unified cache use the tree core that `make(params, components)` returns."""
     from sglang.srt.mem_cache.unified_cache.tree_core_registry import register_tree_core_backend
 
     register_tree_core_backend(name, make)
 
 
 def with_lru(context: Any) -> Any:
-    """Return the context of an engine whose policy is SGLang's own lru."""
+    """Return a copy of an engine's context with SGLang's own lru policy."""
     return dataclasses.replace(context, params=dataclasses.replace(context.params, eviction_policy="lru"))
 
 
 def _main() -> int:
-    """Print what the installed SGLang lacks of the tables, and unknown digests; return 1 if anything is printed."""
+    """Print what the installed SGLang lacks, and unknown digests; return 1 if anything is printed."""
     found = 0
     for feature, table in NAMES.items():
         tables = (*seam.missing(REGISTRATION[feature]), *seam.missing(table), *seam.changed(BODIES.get(feature, {})))

@@ -1,4 +1,4 @@
-"""SGLang's attention backend `pc`: what is served, what is refused by name, and the attention of its layers."""
+"""SGLang's attention backend `pc`, with checks that refuse unsupported models and layers by name."""
 
 from __future__ import annotations
 
@@ -26,26 +26,28 @@ CACHE_DTYPES = (*FLOATS, torch.float8_e4m3fn)
 
 
 class LayerCall(NamedTuple):
-    """What an attention call takes from its layer."""
+    """The arguments of an attention call that depend on its layer."""
 
     num_heads: int
     head_dim: int
     scale: float
     softcap: float
     kind: Kind
-    scales: dict[str, torch.Tensor]  # of a float8 cache
+    scales: dict[str, torch.Tensor]  # scales of a float8 cache
 
 
 class PagedAttnBackend(AttentionBackend):
-    """Decoder attention through `pc`: extend with prefix hits, chunks and mixed steps, decode, verification of drafts.
+    """Decoder attention through `pc`, for prefill with prefix hits, chunks, mixed steps, decode and draft verification.
 
-    Page sizes from 1, head sizes to `MAX_HEAD_DIM`, windows (in SGLang's pool for them, or in the common one), learned
-    sinks, tanh softcap, grouped queries, float8 e4m3 caches with the layers' scales, decode and verification in graphs.
-    Refused by name: MLA, encoders and cross attention, bidirectional spans, ALiBi (SGLang hands over no slopes), local
+    It supports page sizes from 1, head sizes up to `MAX_HEAD_DIM`, sliding windows (in SGLang's pool for them or in the
+    common pool), learned sinks, tanh softcap and grouped queries. It supports float8 e4m3 caches with the layers'
+    scales, and decode and verification in graphs.
+
+    It refuses by name: MLA, encoders and cross attention, bidirectional spans, ALiBi (SGLang passes no slopes), local
     attention in chunks, diffusion models, context parallelism, translated pools, other cache dtypes.
     """
 
-    needs_cpu_seq_lens = False  # lengths on the host are used where they are there, and never fetched
+    needs_cpu_seq_lens = False  # lengths on the host are used if present, but never copied from the device
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
@@ -70,18 +72,18 @@ class PagedAttnBackend(AttentionBackend):
 
     @property
     def verify_mask(self) -> VerifyMask | None:
-        """Where SGLang's tree builder leaves which drafts see which, once graphs are captured."""
+        """The buffer in which SGLang's tree builder writes the mask of drafts; None until graphs are captured."""
         return self._verify_mask
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """The metadata of a step outside of graphs."""
+        """Make the metadata of a step that runs without a graph."""
         batch, mode = forward_batch, forward_batch.forward_mode
         if mode.is_idle() or batch.batch_size == 0:
             self.forward_metadata = None
             return
         _check_batch(batch)
         rows, seq_lens = batch.req_pool_indices, batch.seq_lens
-        # With drafts the host's lengths may lag behind the device's.
+        # With drafts, lengths on the host may be older than those on the device.
         lengths = getattr(batch, "seq_lens_cpu", None) if batch.spec_info is None else None
         longest = None if lengths is None else int(lengths.max())
         if mode.is_decode() or mode.is_target_verify():
@@ -101,7 +103,7 @@ class PagedAttnBackend(AttentionBackend):
         self.forward_metadata = step
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Memory that captured graphs read."""
+        """Allocate memory that captured graphs read."""
         self.builder.reserve(max_bs, max_num_tokens)
         per_seq = max_num_tokens // max(max_bs, 1)
         if per_seq > 1 and not self.is_draft_worker:
@@ -110,13 +112,13 @@ class PagedAttnBackend(AttentionBackend):
             self._verify_mask = VerifyMask(buffer=buffer, mode=TreeMaskMode.QLEN_ONLY, max_bs=max_bs)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Chooses the metadata of a graph's size; outside of graphs `init_forward_metadata` does all."""
+        """Select the metadata of a graph's size. Without graphs, `init_forward_metadata` does all of the work."""
         self.forward_metadata = self._graph_step(forward_batch)
         if forward_batch.forward_mode.is_target_verify():
             self._keep_masks(forward_batch.spec_info, forward_batch.seq_lens)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Brings a graph's metadata up to date, recorded at the head of the graph."""
+        """Update a graph's metadata. The graph itself records these operations at its start."""
         step, verify = self._graph_step(forward_batch), forward_batch.forward_mode.is_target_verify()
         num_seqs = step.seq_lens.shape[0]
         seq_lens = forward_batch.seq_lens[:num_seqs]
@@ -130,7 +132,7 @@ class PagedAttnBackend(AttentionBackend):
         self.forward_metadata = step
 
     def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
-        """The masks once the drafts are there, where the step was prepared beside their making."""
+        """Set the masks once the drafts exist, if the step was prepared while they were computed."""
         step = self.forward_metadata
         if step is None or spec_info.custom_mask is None:
             return
@@ -140,18 +142,18 @@ class PagedAttnBackend(AttentionBackend):
             step.depths = spec_info.positions.to(torch.int32)
             self.builder.plan(step)
         elif self._verify_mask is None or spec_info.custom_mask is not self._verify_mask.buffer:
-            raise NotImplementedError("custom_mask: got a mask made beside a graph, needs the backend's own buffer")
+            raise NotImplementedError("custom_mask: got a mask made outside the graph, needs the backend's own buffer")
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """What the lengths of sequences that pad a graph are."""
+        """Return the length of the sequences that pad a graph."""
         return 1
 
     def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Attention of prompts, chunks and drafts; see `_attend`."""
+        """Compute attention for prompts, chunks and drafts; see `_attend`."""
         return self._attend(*args, **kwargs)
 
     def forward_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Attention of one token a sequence; see `_attend`."""
+        """Compute attention for one token of each sequence; see `_attend`."""
         return self._attend(*args, **kwargs)
 
     def _attend(
@@ -165,7 +167,7 @@ class PagedAttnBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        """Writes a layer's new keys and values, then attends: `[num_tokens, num_heads * value head_dim]`."""
+        """Write a layer's new keys and values, then return its attention `[num_tokens, num_heads * value head_dim]`."""
         given = [name for name, value in others.items() if value is not None]
         if given:
             raise NotImplementedError(f"{', '.join(given)}: not supported by pc's attention backend")
@@ -201,13 +203,13 @@ class PagedAttnBackend(AttentionBackend):
     ) -> None:
         place = KVWriteLoc.for_batch(forward_batch, swa_loc=step.window_slots)
         if call.scales and layer.k_scale is not None:
-            # SGLang divides in place.
+            # SGLang divides the tensors in place, so it gets copies.
             self.pool.set_kv_buffer(layer, place, k.clone(), v.clone(), layer.k_scale, layer.v_scale)
         else:
             self.pool.set_kv_buffer(layer, place, k, v)
 
     def _caches(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[num_blocks, page_size, num_kv_heads, head_dim]` as views of SGLang's slots."""
+        """Return keys and values `[num_blocks, page_size, num_kv_heads, head_dim]` as views of SGLang's slots."""
         blocks = []
         for slots in (self.pool.get_key_buffer(layer_id), self.pool.get_value_buffer(layer_id)):
             if slots.dim() != 3:
@@ -217,7 +219,7 @@ class PagedAttnBackend(AttentionBackend):
         return blocks[0], blocks[1]
 
     def _kind(self, layer: Any) -> Kind:
-        """SGLang counts the keys before a query, `pc` the query's own too."""
+        """Return the kind of a layer. SGLang's window counts the keys before a query; `pc` counts its own key too."""
         size = layer.sliding_window_size
         mapping = getattr(self.pool, "layers_mapping", None)
         in_window_pool = mapping is not None and hasattr(self.pool, "swa_kv_pool") and bool(mapping[layer.layer_id][1])
@@ -255,7 +257,7 @@ class PagedAttnBackend(AttentionBackend):
         return draft_masks(mask, query_len, seq_lens, of_all_keys)
 
     def _keep_masks(self, spec_info: Any, seq_lens: torch.Tensor) -> None:
-        """Has the masks where a graph reads them."""
+        """Copy the masks to the buffer that a graph reads."""
         mask, held = spec_info.custom_mask, self._verify_mask
         if mask is None or held is None or mask is held.buffer or mask.numel() == 0:
             return
@@ -286,7 +288,7 @@ def _check_batch(batch: Any) -> None:
 
 
 def _refusals(runner: Any) -> list[str]:
-    """What of an engine is not served."""
+    """Return the properties of an engine that are not supported."""
     config, parallel, reasons = runner.model_config, get_parallel(), []
     if runner.use_mla_backend:
         reasons.append("multi-head latent attention")
@@ -309,7 +311,7 @@ def _refusals(runner: Any) -> list[str]:
 
 
 def _layer_refusals(layer: Any) -> list[str]:
-    """What of a layer is not served."""
+    """Return the properties of a layer that are not supported."""
     reasons = []
     if layer.is_cross_attention:
         reasons.append("cross attention")

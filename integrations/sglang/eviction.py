@@ -1,8 +1,8 @@
-"""An eviction policy of `pc.cache` behind SGLang's radix tree.
+"""An eviction policy of `pc.cache` for SGLang's radix tree.
 
-SGLang asks a policy of its own for the priority of one leaf at a time, which tells nothing of requests and chains. Here
-the tree's core notifies the policy of pages as they are found, filled and released, and asks it which to evict: of a
-leaf, its end alone where that is enough.
+SGLang asks its own policies for the priority of one leaf at a time, so they learn nothing about requests and chains.
+Here the tree's core notifies the policy of pages that are found, filled and released, and asks it which pages to evict.
+If the end of a leaf is enough, only the end is evicted.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from .pages import PageState
 
 
 class PolicyTreeCore(UnifiedTreeCore):
-    """SGLang's own core of the tree in Python, with a policy in place of its heap of leaves.
+    """SGLang's own tree core in Python, with a policy in place of its heap of leaves.
 
-    A request's locks tell what it holds: it finds pages when it is admitted, fills some when its prompt or a chunk has
-    been computed, and releases them all at its end. A page that is chosen takes what stands behind it along.
+    Locks show which pages a request holds. A request finds pages when it is admitted, fills pages when its prompt or a
+    chunk has been computed, and releases all of them at its end. Evicting a page also evicts the pages behind it.
     """
 
     def __init__(self, params: Any, components: dict[Any, Any]) -> None:
         if set(components) != {ComponentType.FULL}:
-            raise ValueError(f"{params.eviction_policy}: got {len(components)} components, needs full attention alone")
+            raise ValueError(f"{params.eviction_policy}: got {len(components)} components, needs full attention only")
         if params.eviction_policy_config:
-            raise ValueError(f"{params.eviction_policy}: got a configuration for it, needs none")
+            raise ValueError(f"{params.eviction_policy}: got eviction_policy_config, needs none")
         self.policy_name = params.eviction_policy.lower().removeprefix(PREFIX)
         slots = getattr(params.token_to_kv_pool_allocator, "size", None)
         if not isinstance(slots, int):
@@ -50,18 +50,18 @@ class PolicyTreeCore(UnifiedTreeCore):
         super().__init__(dataclasses.replace(params, eviction_policy="lru", eviction_policy_config=None), components)
 
     def reset(self) -> None:
-        """Also a new policy, which knows nothing."""
+        """Reset the tree, with a new policy."""
         super().reset()
         self.pages = PageState(self._num_pages, self.page_size, make_policy(self.policy_name))
-        self._node_of = np.full(self._num_pages, -1)  # the node of each page, by its id
-        self._unlocked: dict[int, Any] = {}  # nodes that have not been locked yet
-        self._unreported: list[Any] = []  # nodes locked by requests, of which the policy has not heard yet
+        self._node_of = np.full(self._num_pages, -1)  # node id of each page
+        self._unlocked: dict[int, Any] = {}  # nodes that were never locked
+        self._unreported: list[Any] = []  # nodes that requests locked, not yet reported to the policy
         self._leaves: list[Any] = []
         self.root_node.pc_pages = np.zeros(0, np.int32)
         self.root_node.pc_waits = False
 
     def set_hicache_enabled(self) -> None:
-        """Refused: pages that leave the device go their own ways there."""
+        """Raise NotImplementedError: the policy could not follow pages that leave the device."""
         raise NotImplementedError(f"{PREFIX}{self.policy_name}: a hierarchical cache is not supported")
 
     def _add_new_node(self, parent: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +94,7 @@ class PolicyTreeCore(UnifiedTreeCore):
         self._unlocked.pop(node.id, None)
 
     def inc_lock_ref(self, node_id: Any, *args: Any, **kwargs: Any) -> Any:
-        """A request holds the pages up to this node."""
+        """Record that a request holds the pages up to a node."""
         result = super().inc_lock_ref(node_id, *args, **kwargs)
         node = self.node_by_id(node_id)
         path = self._path(node)
@@ -104,36 +104,36 @@ class PolicyTreeCore(UnifiedTreeCore):
                 self._unlocked.pop(each.id, None)
             if not self.checkpointing:
                 self._unreported.append(node)
-            elif any(each.pc_waits for each in path):  # filled meanwhile by another request that is over
+            elif any(each.pc_waits for each in path):  # another request, which has ended, filled them meanwhile
                 self._tell([each for each in path if each.pc_waits])
         return result
 
     def dec_lock_ref(self, node_id: Any, *args: Any, **kwargs: Any) -> Any:
-        """A request lets go of the pages up to this node."""
+        """Record that a request releases the pages up to a node."""
         node = self.node_by_id(node_id)
         path = self._path(node)
         result = super().dec_lock_ref(node_id, *args, **kwargs)
         if path:
             last = [each for each in path if _locks(each) == 0]
             self.pages.hold(_pages(path), -1, -sum(len(each.pc_pages) for each in last))
-            if node in self._unreported:  # a lock that was taken and given back, as while a request is looked at
+            if node in self._unreported:  # locked only briefly, as when the scheduler examines a request
                 self._unreported.remove(node)
                 self._unlocked |= {each.id: each for each in last if not each.pc_waits}
-            elif self.checkpointing:  # the request goes on with a longer lock
+            elif self.checkpointing:  # the request continues with a longer lock
                 self._unlocked |= {each.id: each for each in last}
             elif last:
                 self._release(last)
         return result
 
     def _tell(self, path: list[Any]) -> None:
-        """A request has found these nodes."""
+        """Notify the policy that a request has found these nodes."""
         waiting = sum(len(each.pc_pages) for each in path if each.pc_waits)
         for each in path:
             each.pc_waits = False
         self.pages.hit(_pages(path), waiting)
 
     def tell_hit(self, node_id: Any) -> None:
-        """A request is about to fill pages behind this node, which it has found."""
+        """Notify the policy that a request has found this node and is about to fill pages behind it."""
         node = self.node_by_id(node_id)
         if node in self._unreported:
             self._unreported.remove(node)
@@ -146,7 +146,7 @@ class PolicyTreeCore(UnifiedTreeCore):
         self.pages.release(_pages(nodes))
 
     def _path(self, node: Any) -> list[Any]:
-        """From below the root to the node."""
+        """Return the nodes of the path from below the root to a node."""
         path = []
         while node is not self.root_node:
             path.append(node)
@@ -154,7 +154,7 @@ class PolicyTreeCore(UnifiedTreeCore):
         return path[::-1]
 
     def evict_device_start(self, component_type: Any, request_cnt: int) -> None:
-        """SGLang names all that could be evicted; what it asked for is in `asked`."""
+        """Prepare an eviction. `request_cnt` is all that can be evicted; SGLang needs only `asked` tokens."""
         self._leaves = []
         for node in self._unreported:
             self._tell(self._path(node))
@@ -163,7 +163,7 @@ class PolicyTreeCore(UnifiedTreeCore):
             self._release([node])
 
     def evict_device_next_node(self, component_type: Any, tracker: dict[Any, int]) -> Any:
-        """The next leaf to be evicted, None when none is left."""
+        """Return the next leaf to evict, or None if there is none."""
         result = EvictDeviceNextNodeResult()
         while not self._leaves and self.pages.num_waiting:
             left = max(self.asked - tracker[ComponentType.FULL], 1)
@@ -173,19 +173,19 @@ class PolicyTreeCore(UnifiedTreeCore):
             if self._is_device_leaf(node):
                 result.node_id, result.made_progress = node.id, True
                 break
-            self.pages.refill(node.pc_pages)  # it is held in a way that the policy is not told of
+            self.pages.refill(node.pc_pages)  # a lock that the policy was not notified of holds it
             self._unlocked[node.id] = node
         return result
 
     def evict_device_end(self, component_type: Any) -> None:
-        """Leaves that are not needed after all wait again."""
+        """Make leaves that need not be evicted candidates again."""
         for node in reversed(self._leaves):
             self.pages.refill(node.pc_pages)
             self._release([node])
         self._leaves = []
 
     def _choose(self, count: int) -> None:
-        """Asks the policy for pages; then `_leaves` holds nodes of nothing else, the first to be evicted last."""
+        """Put nodes that consist of victims only into `_leaves`, the first victim last. The policy chooses victims."""
         chosen = self.pages.victims(count)
         numbers = self._node_of[chosen]
         order = numbers.argsort(kind="stable")
@@ -197,7 +197,7 @@ class PolicyTreeCore(UnifiedTreeCore):
             node = self.node_by_id(number)
             cuts.append((first, node))
         gone: dict[int, Any] = {}
-        for first, node in sorted(cuts, key=lambda cut: -cut[0]):  # what is cut again goes along with what is before it
+        for first, node in sorted(cuts, key=lambda cut: -cut[0]):  # a second split of a node includes the first
             place = first - self.pages.prefix_length.item(node.pc_pages.item(0))
             if place:
                 self._split_node(node.key, node, place * self.page_size)
@@ -207,9 +207,7 @@ class PolicyTreeCore(UnifiedTreeCore):
                 gone[each.id] = each
                 stack.extend(each.children.values())
         length = self.pages.prefix_length
-        leaves = sorted(
-            gone.values(), key=lambda node: length.item(node.pc_pages.item(0))
-        )  # behind comes what is deeper
+        leaves = sorted(gone.values(), key=lambda node: length.item(node.pc_pages.item(0)))  # deeper nodes come last
         taken = np.zeros(self._num_pages, np.bool_)
         taken[chosen] = True
         for node in leaves:
@@ -221,7 +219,7 @@ class PolicyTreeCore(UnifiedTreeCore):
         self._leaves = leaves
 
     def told(self, req: Any, finished: bool) -> None:
-        """What a request says of its pages: its caller's hints, and at its end how much it generated."""
+        """Pass on a request's hints for its pages, and at its end the number of tokens it generated."""
         hint, _ = read_or_warn(req, req.rid, logger)
         if hint is not None:
             ids = _pages(self._path(self.node_by_id(req.last_node)))
@@ -237,14 +235,14 @@ class PolicyTreeCore(UnifiedTreeCore):
 
 
 class PolicyRadixCache(UnifiedRadixCache):
-    """SGLang's radix cache over `PolicyTreeCore`, which it tells of requests."""
+    """SGLang's radix cache over `PolicyTreeCore`, which it notifies of requests."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(dataclasses.replace(params, tree_core_backend=CORE))
         announce(f"eviction by {params.eviction_policy} ({type(self.tree_core.pages.policy).__name__})")
 
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
-        """What a request has computed becomes part of the tree, and stays locked by it."""
+        """Insert the pages that a request has computed into the tree, locked by the request."""
         core = self.tree_core
         if req.lock is not None:
             core.tell_hit(req.lock.node)
@@ -272,7 +270,7 @@ def _locks(node: Any) -> int:
 
 
 def make_cache(context: Any, sglangs: Any) -> Any:
-    """Return the radix cache of an engine: ours for our policies; for its own and for `pc_lru` that of `sglangs`."""
+    """Return an engine's radix cache: for `pc_lru` and SGLang's policies SGLang's own (`sglangs`), else ours."""
     from .api import create_unified_radix_cache, get_memory
 
     params = context.params
@@ -280,7 +278,7 @@ def make_cache(context: Any, sglangs: Any) -> Any:
     if not name.startswith(PREFIX) or context.disable_radix_cache:
         return sglangs(context)
     if name == f"{PREFIX}lru":
-        announce("eviction by pc_lru (SGLang's own, whose order is that of ours)")
+        announce("eviction by pc_lru (SGLang's own lru, which evicts in the same order)")
         return sglangs(with_lru(context))
     memory = get_memory()
     given = [

@@ -1,4 +1,4 @@
-"""Registers features with SGLang in this process, each once, and says in the log what is active."""
+"""Registration of features with SGLang in this process, once each, and log messages about active features."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ PREFIX, CORE = "pc_", "pc"
 """The prefix of our policies in `--radix-eviction-policy`, and the name of the tree's core under them."""
 
 _SURPRISES = (AttributeError, ImportError, TypeError)
-"""What an SGLang raises that is not as the tables of `api` say. What we do not serve is a ValueError, which stays."""
+"""Exceptions of an SGLang that differs from the tables of `api`. Our refusals raise ValueError, which is not caught."""
 
 _enabled: set[str] = set()
 
 
 def announce(what: str) -> None:
-    """Say in the log what is active, and beside which SGLang."""
+    """Log an active feature and the version of SGLang."""
     from ... import __version__
 
     logger.info("pc %s, sglang %s: %s", __version__, api.version(), what)
 
 
 def warn_off(feature: str, reason: str) -> None:
-    """Say in the log that SGLang's own code runs in a feature's place, and why."""
+    """Log that SGLang's own code runs in place of a feature, and why."""
     logger.warning("%s is off, and SGLang's own code runs in its place: %s", feature, reason)
 
 
@@ -87,13 +87,13 @@ def _enable_eviction() -> str:
 
 
 def policy_names() -> list[str]:
-    """Return the names that `--radix-eviction-policy` takes of this package, its lru first."""
+    """Return the names of this package's policies for `--radix-eviction-policy`, `pc_lru` first."""
     names = sorted(POLICIES, key=lambda name: (name != "lru", name != "default"))
     return [f"{PREFIX}{name}" for name in (*names, *DEPRECATED)]
 
 
 def _refuse(name: str, **config: Any) -> Any:
-    raise ValueError(f"{name}: got a cache that asks for one leaf at a time, needs SGLang's UnifiedRadixCache")
+    raise ValueError(f"{name}: got a cache that asks for a single leaf, needs SGLang's UnifiedRadixCache")
 
 
 FEATURES: dict[str, Callable[[], str]] = {"attention": _enable_attention, "eviction": _enable_eviction}
@@ -105,13 +105,13 @@ def enable(*names: str, fallback: str = "raise") -> None:
 
     Args:
         *names: Keys of `FEATURES`.
-        fallback: With "warn", SGLang's own code serves our names in place of a feature that the installed SGLang
-            cannot serve, and a warning in its log says why. "raise" refuses such a feature.
+        fallback: "warn": if the installed SGLang cannot serve a feature, SGLang's own code serves its names, and a
+            warning in the log says why. "raise": such a feature is refused.
 
     Raises:
-        ValueError: A name is no feature, or `fallback` is unknown; nothing has been registered.
-        UnsupportedVersionError: With `fallback="raise"`, the installed SGLang lacks something that a feature needs;
-            nothing has been registered.
+        ValueError: A name is not a feature, or `fallback` is unknown. Nothing has been registered.
+        UnsupportedVersionError: With `fallback="raise"`, the installed SGLang lacks something that a feature needs.
+            Nothing has been registered.
 
     Examples:
         >>> from pc.integrations.sglang import enable
@@ -139,5 +139,5 @@ def enable(*names: str, fallback: str = "raise") -> None:
 
 
 def enable_by_environment() -> None:
-    """Register what the environment names; raises as `register`."""
+    """Register the features that the environment names. Raise like `register`."""
     enable(*features_in_environment(VARIABLE), fallback="warn")

@@ -1,6 +1,6 @@
-"""What an eviction policy may read of the pages that SGLang's tree holds, and what it is notified of.
+"""The pages in SGLang's tree, as an eviction policy sees them.
 
-Pages have numbers of their own here: where a page lies in the pool only the device knows.
+Pages are numbered by this module, because only the device knows the place of a page in the pool.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from ..policy_pool import FACTOR, PolicyPool
 
 
 class PageState(PolicyPool):
-    """Pages of the tree; `keys` are sums over the tokens up to and including each."""
+    """Pages of the tree. `keys` holds, for each page, a sum over the tokens up to and including the page."""
 
     def __init__(self, num_blocks: int, page_size: int, policy: EvictionPolicy) -> None:
         self.num_locked = 0
         super().__init__(num_blocks, policy, lambda: self.num_locked)
         self.num_waiting = 0
-        """Pages that the policy may choose."""
+        """Number of pages that the policy may choose as victims."""
         self._free = np.arange(num_blocks, dtype=np.int32)
         self._num_free = num_blocks
         self._of_token = _mixed(np.arange(1, page_size + 1, dtype=np.uint64)) | np.uint64(1)
 
     def keys_of(self, ids: Ids) -> npt.NDArray[np.uint64]:
-        """64 bits of the tokens up to and including each page, and of what keeps its tree apart; alike on all ranks."""
+        """Return 64 bits for each page, which depend on all tokens up to its end and the tree's seed, on every rank."""
         return _mixed(self.keys.take(ids))
 
     def fill(self, tokens: npt.NDArray[np.int64], before: int | None, seed: int) -> Ids:
-        """New pages of these tokens, `[pages, page_size]`, behind the page `before` (None: the first of their tree)."""
+        """Add pages for tokens `[pages, page_size]` behind the page `before` (None: at a tree's start); return them."""
         count = len(tokens)
         if count > self._num_free:
             raise RuntimeError(
@@ -50,7 +50,7 @@ class PageState(PolicyPool):
         return ids
 
     def refill(self, ids: Ids) -> None:
-        """To the policy these pages, which it chose and which stay after all, are filled anew."""
+        """Record that victims stay cached after all. To the policy they are newly filled pages."""
         self._fill(ids, self.keys.take(ids))
 
     def _fill(self, ids: Ids, sums: npt.NDArray[np.uint64]) -> None:
@@ -60,22 +60,22 @@ class PageState(PolicyPool):
         self.policy.completed(ids)
 
     def hit(self, ids: Ids, num_waiting: int) -> None:
-        """A request found these pages, in the order of their sequence; so many of them the policy might have chosen."""
+        """Record that a request found these pages, in sequence order; `num_waiting` of them could have been evicted."""
         self.num_waiting -= num_waiting
         self.accessed(ids, references=0)
 
     def hold(self, ids: Ids, change: int, num_changed: int) -> None:
-        """A lock more or less on these pages, and so many more or fewer of them that have one."""
+        """Add `change` to the locks of pages, and `num_changed` to the number of locked pages."""
         self.ref_count[ids] += change
         self.num_locked += num_changed
 
     def release(self, ids: Ids) -> None:
-        """These pages have no locks any more, in the order of their sequence."""
+        """Record that these pages, in sequence order, have no locks any more."""
         self.num_waiting += len(ids)
         self.released(ids)
 
     def victims(self, count: int) -> Ids:
-        """The policy's choice of up to so many pages, checked."""
+        """Return up to `count` victims that the policy chose, after a check."""
         count = min(count, self.num_waiting)
         if not count:
             return np.zeros(0, np.int32)
@@ -83,7 +83,7 @@ class PageState(PolicyPool):
         return super().victims(count)
 
     def empty(self, ids: Ids, waiting: Ids) -> None:
-        """These pages have left the tree; of them the policy had not chosen those `waiting`."""
+        """Record that pages left the tree. The policy had not chosen those in `waiting`."""
         if len(waiting):
             self.num_waiting -= len(waiting)
             self.removed(waiting)
@@ -91,7 +91,7 @@ class PageState(PolicyPool):
         self._num_free += len(ids)
 
     def check(self, pages: Any) -> None:
-        """Asserts that numbers are conserved; `pages` are all that are in the tree."""
+        """Assert that the numbers of pages are consistent. `pages` are all pages in the tree."""
         assert self._num_free + len(pages) == self.num_blocks, (self._num_free, len(pages), self.num_blocks)
         assert len(set(pages)) == len(pages)
         assert not set(pages) & set(self._free[: self._num_free].tolist())
@@ -99,7 +99,7 @@ class PageState(PolicyPool):
 
 
 def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Spreads each bit over the whole word (the finalizer of MurmurHash3)."""
+    """Mix the bits of each word (the finalizer of MurmurHash3)."""
     for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
         values = (values ^ (values >> np.uint64(33))) * np.uint64(factor)
     mixed: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(33))

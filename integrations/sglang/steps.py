@@ -1,6 +1,6 @@
-"""What the layers of a step share: block tables out of SGLang's slots, lengths, one plan for each window, tree masks.
+"""State shared by the layers of one step: block tables made from SGLang's slots, lengths, plans for each window, masks.
 
-Nothing here waits for the device. In a captured graph the same functions fill tensors that stay where they are.
+Nothing here waits for the device. In a captured graph the same functions fill tensors at fixed addresses.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from ...triton_ops._attention.layout import PlanShape
 from ...triton_ops._triton import INTERPRET
 
 WORD = 32
-"""Bits of a word of a tree mask."""
+"""Number of bits in a word of a tree mask."""
 
 
 class Kind(NamedTuple):
-    """What tells the layers of a model apart: they share a plan if these are equal, a table if `in_window_pool` is."""
+    """A kind of layer. Layers of equal kind share a plan; layers with the same `in_window_pool` share a block table."""
 
-    in_window_pool: bool  # its keys lie in the smaller pool that SGLang keeps for windowed layers
-    window: int  # keys a query sees, itself included; 0 for all
+    in_window_pool: bool  # keys are in SGLang's smaller pool for windowed layers
+    window: int  # number of keys a query attends to, with its own; 0: all
 
 
 @dataclass
 class AttentionStep:
-    """A step, or the captured graph of one size."""
+    """One step, or the captured graph of one size."""
 
-    seq_lens: torch.Tensor  # `[num_seqs]` int32, tokens of this step included
+    seq_lens: torch.Tensor  # `[num_seqs]` int32, with the tokens of this step
     query_start_loc: torch.Tensor  # `[num_seqs + 1]` int32
-    max_query_len: int | None  # upper bounds, None where the host knows none
+    max_query_len: int | None  # upper bounds; None if the host does not know them
     max_seq_len: int | None
     tables: dict[bool, torch.Tensor]  # `[num_seqs, max_blocks]` int32, by `Kind.in_window_pool`
     plans: dict[Kind, torch.Tensor] = field(default_factory=dict)
-    window_slots: torch.Tensor | None = None  # `[num_tokens]`, where the windowed layers' pool takes the tokens
-    tree_mask: torch.Tensor | None = None  # `[num_tokens, words]` int32; with it
+    window_slots: torch.Tensor | None = None  # `[num_tokens]`, slots in the windowed layers' pool
+    tree_mask: torch.Tensor | None = None  # `[num_tokens, words]` int32
     depths: torch.Tensor | None = None  # `[num_tokens]` int32, positions of the drafts in their branches
-    causal: bool = True  # not said in graphs of drafts, where the masks alone decide and padding may break the rule
+    causal: bool = True  # False in graphs of drafts: only the masks decide, and padding may break the causal rule
 
 
 class StepBuilder:
-    """Makes steps from SGLang's table of slots, and the memory that captured graphs read."""
+    """A builder of steps from SGLang's table of slots. It owns the memory that captured graphs read."""
 
     def __init__(self, runner: Any, kinds: set[Kind], num_kv_heads: int, batch_invariant: bool) -> None:
         self.page_size = int(runner.page_size)
@@ -51,7 +51,7 @@ class StepBuilder:
         self.num_kv_heads = num_kv_heads
         self.batch_invariant = batch_invariant
         self.pools = sorted({kind.in_window_pool for kind in kinds} | {False})
-        # On the CPU the operators need no plan, except where they run kernels in the interpreter.
+        # On a CPU the operators need no plan, unless they run kernels in the interpreter.
         planned = self.req_to_token.device.type != "cpu" or INTERPRET
         self.kinds = sorted(kinds) if planned else []
         self._memory: _GraphMemory | None = None
@@ -66,14 +66,14 @@ class StepBuilder:
         max_seq_len: int | None,
         drafts: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> AttentionStep:
-        """A step in memory of its own.
+        """Return a step with its own memory.
 
         Args:
-            rows: `[num_seqs]` of `req_to_token`.
-            seq_lens: `[num_seqs]`, any integers.
+            rows: `[num_seqs]`, rows of `req_to_token`.
+            seq_lens: `[num_seqs]`, any integer dtype.
             query_start_loc: `[num_seqs + 1]` int32.
-            max_query_len: Upper bound, None for what the shapes allow.
-            max_seq_len: Likewise; tables are no wider.
+            max_query_len: An upper bound. None: as much as the shapes allow.
+            max_seq_len: An upper bound, which limits the width of block tables. None: as much as the shapes allow.
             drafts: `tree_mask` and `depths` of a verification with masks.
         """
         width = self.req_to_token.shape[1]
@@ -85,24 +85,25 @@ class StepBuilder:
         return step
 
     def plan(self, step: AttentionStep) -> None:
-        """New plans for a step."""
+        """Make new plans for a step."""
         step.plans = {kind: self._plan(step, kind, None) for kind in self.kinds}
 
     def window_slots(self, slots: torch.Tensor | None) -> torch.Tensor | None:
-        """Where the windowed layers' pool takes tokens that go to `slots`; None where there is none."""
+        """Return the slots in the windowed layers' pool for tokens with these slots; None if there is no such pool."""
         if slots is None or not hasattr(self.pool, "translate_loc_from_full_to_swa"):
             return None
         translated: torch.Tensor = self.pool.translate_loc_from_full_to_swa(slots)
         return translated
 
     def _tables(self, rows: torch.Tensor, columns: int) -> dict[bool, torch.Tensor]:
-        """By pool: the numbers of the blocks that begin at each page of the sequences."""
+        """Return for each pool the block table of the sequences."""
         starts = self.req_to_token[:, : columns * self.page_size : self.page_size].index_select(0, rows)
         tables = {}
         for windowed in self.pools:
             slots = self.pool.translate_loc_from_full_to_swa(starts.to(torch.int64)) if windowed else starts
             blocks = torch.div(slots, self.page_size, rounding_mode="floor").to(torch.int32)
-            # A block that has left the window is taken away: its slots are translated to SGLang's padding, block 0.
+            # SGLang translates slots of a block that has left the window to block 0, its padding. Such blocks become
+            # holes.
             tables[windowed] = blocks.masked_fill_(blocks < 1, -1) if windowed else blocks
         return tables
 
@@ -121,7 +122,7 @@ class StepBuilder:
         )
 
     def reserve(self, max_seqs: int, max_tokens: int) -> None:
-        """Memory for the graphs of up to so many sequences and tokens."""
+        """Allocate memory for graphs of up to `max_seqs` sequences and `max_tokens` tokens."""
         columns = -(-self.req_to_token.shape[1] // self.page_size)
         device = self.req_to_token.device
 
@@ -140,9 +141,9 @@ class StepBuilder:
         self._graphs = {}
 
     def graph_step(self, num_seqs: int, query_len: int, drafts: bool) -> AttentionStep:
-        """The step of a graph: `num_seqs` sequences with `query_len` tokens each; the same object every time."""
+        """Return the step of a graph with `num_seqs` sequences of `query_len` tokens: the same object in every call."""
         if self._memory is None:
-            raise RuntimeError("init_cuda_graph_state has to be called before a graph's metadata")
+            raise RuntimeError("graph metadata: got no memory, needs init_cuda_graph_state first")
         key = num_seqs, query_len, drafts
         if key not in self._graphs:
             memory, tokens = self._memory, num_seqs * query_len
@@ -161,7 +162,7 @@ class StepBuilder:
     def refresh(
         self, step: AttentionStep, rows: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor | None
     ) -> None:
-        """Brings a graph's step up to date; every operation has fixed shapes and can be recorded."""
+        """Update a graph's step. Every operation has fixed shapes, so a graph can record it."""
         step.seq_lens.copy_(seq_lens)
         for windowed, table in self._tables(rows, step.tables[False].shape[1]).items():
             step.tables[windowed].copy_(table)
@@ -180,14 +181,14 @@ class _GraphMemory(NamedTuple):
 
 
 def draft_masks(custom_mask: torch.Tensor, query_len: int, seq_lens: torch.Tensor, of_all_keys: bool) -> torch.Tensor:
-    """Which drafts each draft of a sequence sees, out of what SGLang's tree builder leaves.
+    """Return which drafts of its sequence each draft sees, from the mask of SGLang's tree builder.
 
     Args:
-        custom_mask: One vector; for each sequence, then each of its drafts: all keys before the drafts and the drafts,
-            or the drafts alone.
-        query_len: Drafts of a sequence.
+        custom_mask: A vector. For each sequence, and each of its drafts, it has an entry for each key: all keys of the
+            sequence, or only the drafts.
+        query_len: Number of drafts of a sequence.
         seq_lens: `[num_seqs]`, without the drafts.
-        of_all_keys: Whether the keys before the drafts are in the vector.
+        of_all_keys: Whether the vector has entries for the keys before the drafts.
 
     Returns:
         `[num_seqs, query_len, query_len]` bool.
@@ -199,12 +200,12 @@ def draft_masks(custom_mask: torch.Tensor, query_len: int, seq_lens: torch.Tenso
     width = seq_lens.to(torch.int64) + query_len
     begin = (width * query_len).cumsum(0) - width * query_len
     index = begin[:, None, None] + places[:, None] * width[:, None, None] + (width - query_len)[:, None, None] + places
-    # Sequences that pad a graph have no part in the vector.
+    # Sequences that pad a graph have no entries in the vector.
     return custom_mask.take(index.clamp_(max=custom_mask.numel() - 1)).to(torch.bool)
 
 
 def pack_masks(masks: torch.Tensor) -> torch.Tensor:
-    """`tree_mask` of `pc.sparse_gap_attention`, `[num_seqs * query_len, words]` int32, of `draft_masks`."""
+    """Return masks as `tree_mask` of `pc.sparse_gap_attention`, `[num_seqs * query_len, words]` int32."""
     num_seqs, query_len, _ = masks.shape
     words = -(-query_len // WORD)
     bits = torch.nn.functional.pad(masks.to(torch.int64), (0, words * WORD - query_len))

@@ -353,5 +353,5 @@ def test_refused_calls(model: Any, handle: PrefixCaching) -> None:
     with pytest.raises(ValueError, match="document: it was closed"):
         document.__enter__()
     handle.disable()
-    with pytest.raises(ValueError, match="handle: needs a model that is alive"):
+    with pytest.raises(ValueError, match="handle: needs a model that was not deleted"):
         handle.compress(CONTEXT)

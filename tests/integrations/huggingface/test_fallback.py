@@ -121,7 +121,7 @@ def test_what_fails_behind_the_first_token_only_keeps_less(
         assert torch.equal(behind, then)
         assert handle.stats().calls_handed_back == {}
         assert [text.partition(": ")[2] for text in told] == [
-            "an answer is not kept for later calls: KeyError: 'on purpose'"
+            "an answer is not cached for later calls: KeyError: 'on purpose'"
         ]
         assert cache_of(got).get_seq_length() == cache_of(want).get_seq_length()
         assert_nothing_held(handle)

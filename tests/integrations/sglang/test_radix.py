@@ -151,9 +151,9 @@ def test_what_is_not_served_is_refused(make):
         make(context("pc_default", is_hybrid_swa=True))
     configured = context("pc_default")
     configured.params.eviction_policy_config = {"threshold": 1}
-    with pytest.raises(ValueError, match="pc_default: got a configuration for it, needs none"):
+    with pytest.raises(ValueError, match="pc_default: got eviction_policy_config, needs none"):
         make(configured)
-    with pytest.raises(ValueError, match="pc_default: got a cache that asks for one leaf at a time"):
+    with pytest.raises(ValueError, match="pc_default: got a cache that asks for a single leaf"):
         get_eviction_strategy("pc_default")
 
 
