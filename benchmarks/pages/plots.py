@@ -17,6 +17,7 @@ from .render_quality import losses
 INK, PAPER, GRID = "#1f2937", "#ffffff", "#d5dae1"
 DARK = {INK: "#e5e7eb", PAPER: "#1e2129", GRID: "#3d4452"}
 WIDTH = 5.6  # inches: what a phone shows without making it smaller
+ORACLES = {"belady": "--", "next_turn": "-."}  # lines of the policies of a replay that know the future
 LONGEST_NAME = 30  # characters of which a legend of that width holds two
 OURS_COLOR = "#2f74d0"
 RIVALS = ("#9aa5b1", "#e0903b", "#3f9d73", "#a46bbd", "#c2564b", "#7f8c4d", "#5aa3a8", "#b08a5b")
@@ -273,6 +274,66 @@ def plot_anywhere(source: Path, target: Path) -> None:
         axis.set(xlabel="time to first token, of prefix caching's")
 
     _plot_losses(source, target, lines, (OURS_COLOR, RIVALS[1], RIVALS[2]), 3.6, finish)
+
+
+def _plot_hits(
+    source: Path, target: Path, lines: Lines, levels: dict[str, float], finish: Callable[[Any], None]
+) -> None:
+    """Hit rates: a line for each policy, dashed for those that know the future, and a level for each that is alone."""
+    others = [name for name in lines if name not in ("lru", "hazard", *ORACLES)]
+    colors = {"lru": RIVALS[0], "hazard": OURS_COLOR} | dict(zip(others, RIVALS[1:], strict=False))
+
+    def draw(pyplot: Any) -> Any:
+        figure, axis = pyplot.subplots(figsize=(WIDTH, 3.8), layout="constrained")
+        for name, points in lines.items():
+            style = (
+                {"marker": "o", "color": colors[name]} if name in colors else {"linestyle": ORACLES[name], "color": INK}
+            )
+            axis.plot(*zip(*sorted(points), strict=True), markersize=4, label=name, **style)
+        for name, rate in levels.items():
+            axis.axhline(rate, linestyle=":", color=colors.get(name, INK), label=f"{name}, without hints")
+        axis.set(ylabel="share of blocks hit")
+        finish(axis)
+        axis.set_ylim(bottom=0)
+        axis.grid(axis="both")
+        _quiet(axis)
+        figure.legend(loc="outside upper left", ncols=2 if levels else 3, frameon=False)
+        return figure
+
+    _save(target, source, draw)
+
+
+def plot_replay(source: Path, target: Path) -> None:
+    """Hit rate of a replayed trace against capacity, a line for each policy."""
+    rows = read_rows(source)
+    lines: Lines = {}
+    for row in rows:
+        lines.setdefault(row["policy"], []).append((float(row["capacity_share"]), float(row["hit_rate"])))
+    shares = sorted({float(row["capacity_share"]) for row in rows})
+
+    def finish(axis: Any) -> None:
+        axis.set(xscale="log", xlabel="capacity, share of the trace's unique blocks")
+        axis.set_xticks(shares, [f"{share:.0%}" for share in shares])
+        axis.minorticks_off()
+
+    _plot_hits(source, target, lines, {}, finish)
+
+
+def plot_hints(source: Path, target: Path) -> None:
+    """Hit rate of a replayed trace against how good the caller's hints are; policies without hints are level."""
+    lines: Lines = {}
+    levels: dict[str, float] = {}
+    for row in read_rows(source):
+        if row["hints"] == "none":
+            levels[row["policy"]] = float(row["hit_rate"])
+        else:
+            quality = 1.0 if row["hints"] == "oracle" else float(row["hints"])
+            lines.setdefault(row["policy"], []).append((quality, float(row["hit_rate"])))
+
+    def finish(axis: Any) -> None:
+        axis.set(xlabel="quality of the hint (AUC): 0.5 is a guess, 1 the future")
+
+    _plot_hits(source, target, lines, levels, finish)
 
 
 def plot_demo(source: Path, target: Path) -> None:

@@ -14,7 +14,18 @@ from ..harness.registry import ROOT, operators
 from ..harness.tables import read_rows
 from . import render_cache, render_judges, render_models, render_operators, render_quality
 from .markdown import CHARTS, devices, results
-from .plots import digest, drawn_from, plot_anywhere, plot_demo, plot_operator, plot_quality, plot_reuse, plot_work
+from .plots import (
+    digest,
+    drawn_from,
+    plot_anywhere,
+    plot_demo,
+    plot_hints,
+    plot_operator,
+    plot_quality,
+    plot_replay,
+    plot_reuse,
+    plot_work,
+)
 
 MARKED = re.compile(r"(<!-- render: ([^>]*?) -->)(.*?)(<!-- /render -->)", re.DOTALL)
 _COMPARED = r"faster|slower|sooner|later|quicker|less|more|fewer|of (?:the )?(?:roofline|peak|copy|bandwidth|time)"
@@ -71,6 +82,10 @@ def charts() -> dict[Path, tuple[Path, Callable[[Path, Path], None]]]:
         (results("cpu", "quality.csv"), plot_quality),
         (results("cpu", "reuse_anywhere.csv"), plot_anywhere),
         (results("cpu", "demo.csv"), plot_demo),
+        (results("cpu", "replay_conversation.csv"), plot_replay),
+        (results("cpu", "replay_agents_miniswe.csv"), plot_replay),
+        (results("cpu", "replay_agents_taubench.csv"), plot_replay),
+        (results("cpu", "replay_conversation_hints.csv"), plot_hints),
     ):
         if read_rows(source):
             found[CHARTS / f"{source.stem}.svg"] = (source, draw)

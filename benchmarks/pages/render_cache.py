@@ -97,7 +97,7 @@ TABLES = {
         "replay_{}.csv",
         (
             ("policy", "l", "policy"),
-            ("told", "l", "hints"),
+            ("hints", "l", "hints"),
             ("hits", "r", "hit_rate:.4f"),
             ("to lru", "r", "lru_ratio:.2f"),
         ),
@@ -373,7 +373,7 @@ def render_hint_ways(page: Path) -> str:
         lines.append([way, *(hits.get(column, "") for column in columns)])
     heads = [
         "blocks hit through",
-        *(policy if told == "none" else f"{policy}, told {told}" for policy, told in columns),
+        *(policy if hint == "none" else f"{policy}, hint {hint}" for policy, hint in columns),
     ]
     said = f"The first {int(rows[0]['requests']):,} requests of {rows[0]['trace']}, {rows[0]['blocks']} blocks."
     return with_rows([said, "", *table(heads, "l" + "r" * len(columns), lines)], page, source)
