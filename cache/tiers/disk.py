@@ -34,8 +34,8 @@ class DiskTier:
     are the directories made here (0700). Files of other users are read where they can be, and neither removed nor
     counted. Nothing else in the directory is touched.
 
-    Methods may be called from several threads, and several processes may use one directory. docs/cache.md has the loop
-    from eviction to reuse.
+    Methods may be called from several threads, and several processes may use one directory.
+    docs/cache_tiers.md has the loop from eviction to reuse.
 
     Args:
         path: Created when absent; the entries of a layout lie in a folder of it.

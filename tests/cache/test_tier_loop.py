@@ -1,4 +1,4 @@
-"""The loop of docs/cache.md: evicted blocks go to a tier, and a later prompt finds their very content again."""
+"""The loop of docs/cache_tiers.md: evicted blocks go to a tier, and a later prompt finds their very content again."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ def test_finds_the_last_block_among_held_ones(policy: str) -> None:
 
 
 def history(m):
-    """What comes on top for explanations, whose own bounds are those of docs/cache.md."""
+    """What comes on top for explanations, whose own bounds are those of docs/cache_misses.md."""
     count, history = m.pools[0].num_blocks, m._state.history
     assert history.nbytes <= max(64 * count, 1 << 16) + max(32 * count, 1 << 16)
     return history.nbytes
