@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import statistics
+from collections import Counter
 from pathlib import Path
 
-from ..harness.registry import OURS, ROOT
+from ..harness.registry import OURS
 from ..harness.tables import RESULTS, Row, read_rows
-from .markdown import chart, commits, link, measured, results, short_time, table
+from .markdown import by_version, chart, commits, link, measured, results, short_time, table
 
 
 def demo_rows() -> list[Row]:
@@ -112,8 +112,6 @@ def render_batching(page: Path) -> str:
     return "\n".join([said, "", *table(heads, f"ll{'r' * (3 + len(others))}l", lines)])
 
 
-FAMILIES = ROOT / "docs" / "huggingface.md"
-
 KINDS = {
     "full attention": "Llama Qwen2 Qwen3 Qwen3Moe Mixtral Phi3 Olmo2 Glm4 Glm4Moe Granite SmolLM3 GPT2 Bloom Falcon",
     "windows, chunks, sinks": "Mistral Gemma2 Gemma3 Gemma3n Gemma4 GptOss Llama4 Cohere2 Olmo3 Exaone4",
@@ -127,43 +125,83 @@ KINDS = {
 """Families that a newcomer looks for, by kind of layer."""
 
 
-def _classes() -> list[tuple[str, str]]:
-    """Return each class of the table of families in docs/huggingface.md and its outcome."""
-    text = FAMILIES.read_text(encoding="utf-8")
-    return re.findall(r"^\| (\w+) \| (served|falls back) \|", text, re.MULTILINE)
+def _families() -> dict[str, dict[str, Row]]:
+    """Return the rows of each class by version of transformers, oldest version first."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in sorted(read_rows(RESULTS / "cpu" / "families.csv"), key=lambda row: by_version(row["transformers"])):
+        found.setdefault(row["class"], {})[row["transformers"]] = row
+    return found
+
+
+def _latest() -> list[Row]:
+    """Return a row for each class: that of the newest transformers that could build it."""
+    built = ([row for row in rows.values() if row["outcome"] != "not built"] for rows in _families().values())
+    return [rows[-1] for rows in built if rows]
 
 
 def render_families(_page: Path) -> str:
-    """Render a line for each kind of model, from the table of every class."""
+    """Render a line for each kind of model, from the rows of every class."""
     lines = []
     for kind, names in KINDS.items():
         outcome = "falls back" if kind == "fall back" else "served"
         suffixes = ("ForConditionalGeneration",) if kind == "vision-language" else ("ForCausalLM", "LMHeadModel")
-        classes = [name for name, was in _classes() if was == outcome]
+        classes = [row["class"] for row in _latest() if row["outcome"] == outcome]
         found = {name.removesuffix(end) for name in classes for end in suffixes if name.endswith(end)}
         lines.append((kind, ", ".join(name for name in names.split() if name in found)))
     return "\n".join(table(("models", "families, of those that were run"), "ll", lines))
 
 
-def render_families_versions(_page: Path) -> str:
-    """Render tokens, hits and warnings of each class with each transformers that it was run with."""
-    rows = [row for row in read_rows(RESULTS / "cpu" / "families.csv") if row["outcome"] != "not built"]
-    versions = sorted({row["transformers"] for row in rows})
-    known = {(row["class"], row["transformers"]): row for row in rows}
+def render_families_served(_page: Path) -> str:
+    """Render the names of all classes that are served, by how many tokens of a prompt they reuse."""
+    served = [row for row in _latest() if row["outcome"] == "served"]
     lines = []
-    for name in dict.fromkeys(row["class"] for row in rows):
-        here = [known.get((name, version)) for version in versions]
-        cells = [
-            ["does not run", "", ""]
-            if row is None
-            else ["same" if row["same_tokens"] == "True" else "other", row["reused"], row["warnings"]]
-            for row in here
-        ]
-        lines.append([name, *(cell for each in cells for cell in each)])
-    heads = [f"{version}: {what}" for version in versions for what in ("tokens", "reused of 70", "warnings")]
-    return "\n".join(table(("class", *heads), "l" + "lrr" * len(versions), lines))
+    for reused in sorted({int(row["reused"]) for row in served}, reverse=True):
+        names = sorted(row["class"] for row in served if int(row["reused"]) == reused)
+        lines.append((str(reused), str(len(names)), ", ".join(names)))
+    return "\n".join(table(("reused of 70", "classes", "names"), "rrl", lines))
+
+
+def render_families_fallen(_page: Path) -> str:
+    """Render the classes that fall back, each with its reason."""
+    rows = sorted((row["class"], row["why"]) for row in _latest() if row["outcome"] == "falls back")
+    lines = [(name, why.removeprefix(f"{name}: ").partition(" (")[0]) for name, why in rows]
+    return "\n".join(table(("class", "reason"), "ll", lines))
+
+
+def render_families_versions(_page: Path) -> str:
+    """Render what each transformers gave, and the classes whose outcome is not the same with all of them."""
+    families = _families()
+    versions = sorted({version for rows in families.values() for version in rows}, key=by_version)
+    lines = []
+    for version in versions:
+        rows = [known[version] for known in families.values() if version in known]
+        outcomes = Counter(row["outcome"] for row in rows)
+        warned = sum(int(row["warnings"] or 0) > 0 for row in rows if row["outcome"] == "served")
+        lines.append(
+            (
+                version,
+                *(str(outcomes[name]) for name in ("served", "different", "falls back", "not built")),
+                str(warned),
+            )
+        )
+    heads = (
+        "transformers",
+        "served, same tokens",
+        "other tokens",
+        "fall back",
+        "not built small",
+        "served with a warning",
+    )
+    unlike = []
+    for name, known in families.items():
+        outcomes_of = {version: row["outcome"] for version, row in known.items()}
+        if len(set(outcomes_of.values())) > 1:
+            unlike.append(f"{name} ({', '.join(map(': '.join, outcomes_of.items()))})")
+    return "\n".join(
+        [*table(heads, "lrrrrr", lines), "", f"Not the same with all versions: {', '.join(unlike) or 'none'}."]
+    )
 
 
 def render_families_summary(_page: Path) -> str:
     """Render how many classes of transformers are served."""
-    return f"{sum(outcome == 'served' for _, outcome in _classes())} classes of transformers"
+    return f"{sum(row['outcome'] == 'served' for row in _latest())} classes of transformers"

@@ -65,7 +65,7 @@ def enable_prefix_caching(
             computed from moved text are kept apart.
         host_blocks: Number of evicted blocks to keep in host memory, from where later calls read them.
         cuda_graphs: Whether to capture decode steps in CUDA graphs and replay them. None: if possible, see
-            `docs/huggingface.md`. Steps that cannot be captured run eagerly.
+            `docs/huggingface_options.md`. Steps that cannot be captured run eagerly.
         disk: A directory for evicted blocks, and for all blocks when caching is disabled. Later processes with the same
             model, weights and block size read them. None: write no blocks.
         disk_bytes: Maximum number of bytes in `disk`; the least recently used blocks are deleted first. None: no limit.
