@@ -37,7 +37,8 @@ def allocate(
     if state.prefix_only and reuse != "gap":
         hit = find_prefix(pool.table.leading(digests), num_tokens, wanted, size)
     else:
-        hit = find_in_groups(state.groups, state.pools, digests, num_tokens, wanted, reuse == "gap")
+        listed = [pool.table.find(digests) for pool in state.pools]
+        hit = find_in_groups(state.groups, listed, state.block_size, num_tokens, wanted, reuse == "gap")
     if state.reuses:
         hit = state.extended(request, hit, reuse, segments)
     check_available(state, hit)

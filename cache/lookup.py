@@ -10,7 +10,7 @@ import numpy as np
 from .allocation import MovedSpan
 from .groups import Group, Mask
 from .hashing import Words
-from .pool import EMPTY, BlockPool
+from .pool import EMPTY
 from .request import Request
 from .runs import Span, find_runs
 from .table import Ids
@@ -125,11 +125,9 @@ def longest_hit(
 
 
 def find_in_groups(
-    groups: Sequence[Group], pools: Sequence[BlockPool], digests: Words, num_tokens: int, wanted: int, gaps: bool
+    groups: Sequence[Group], listed: Sequence[Ids], block_size: int, num_tokens: int, wanted: int, gaps: bool
 ) -> Hit:
     """What a prompt gets: the longest prefix that all groups can serve; with `gaps`, also blocks behind it."""
-    block_size = pools[0].hasher.block_size
-    listed = [pool.table.find(digests) for pool in pools]
     resident = [ids >= 0 for ids in listed]
     hit = longest_hit(groups, resident, num_tokens, block_size)
     attention = [i for i, group in enumerate(groups) if not group.holds_states]

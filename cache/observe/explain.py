@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import copy
 from array import array
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -26,7 +26,9 @@ from ..runs import find_runs
 from .history import Ended
 
 if TYPE_CHECKING:
+    from ..groups import Group
     from ..state import ManagerState
+    from ..table import Ids
 
 EXCERPT = 16
 """Tokens that an explanation shows of a text."""
@@ -144,6 +146,49 @@ class Explanation:
         return f"{self.matched} of {self.num_tokens} tokens are cached: {why}{groups}{more}"
 
 
+class Table(Protocol):
+    """The cached blocks of a group, found by their hashes."""
+
+    def find(self, digests: Words) -> Ids:
+        """Return the block of each hash, -1 where no block has it."""
+
+
+class Source(NamedTuple):
+    """What an explanation reads of a cache: that of a manager, or that of an engine that an adapter knows.
+
+    Attributes:
+        hasher: The hash function of blocks.
+        groups: The groups of the cache.
+        tables: The cached blocks of each group.
+        texts: Remembered texts, oldest first, then those of running requests; of these also the request's name.
+        evicted: When and of which group hashes were evicted.
+        manager: The state of a manager, which may have found more than whole blocks, or text at other places.
+    """
+
+    hasher: BlockHasher
+    groups: Sequence[Group]
+    tables: Sequence[Table]
+    texts: Sequence[tuple[Ended, Hashable]]
+    evicted: Iterable[tuple[float, Words, int]] = ()
+    manager: ManagerState | None = None
+
+    @property
+    def block_size(self) -> int:
+        """Return the tokens of a block."""
+        return self.hasher.block_size
+
+    @classmethod
+    def of(cls, state: ManagerState) -> Source:
+        """Return what an explanation reads of a manager."""
+        texts: list[tuple[Ended, Hashable]] = [(entry, None) for entry, _ in state.history.ended]
+        for name, request in state.running.items():
+            tokens = request.tokens + request.pending if request.pending else request.tokens
+            texts.append(((request.keys, None, tokens, request.committed), name))
+        tables = [pool.table for pool in state.pools]
+        evicted = (entry for entry, _ in state.history.evicted)
+        return cls(state.hasher, state.groups, tables, texts, list(evicted), state)
+
+
 class Known(NamedTuple):
     """A text that the manager remembers, whole."""
 
@@ -158,28 +203,44 @@ class Known(NamedTuple):
 def explain(
     state: ManagerState, tokens: array[int], keys: EncodedKeys, below: Callable[[bytes], bool] | None = None
 ) -> Explanation:
-    """See `CacheManager.explain`."""
-    hasher = copy.copy(state.hasher)
+    """Explain a prompt to a manager, see `CacheManager.explain`."""
+    return explain_from(Source.of(state), tokens, keys, below)
+
+
+def explain_from(
+    source: Source, tokens: array[int], keys: EncodedKeys, below: Callable[[bytes], bool] | None = None
+) -> Explanation:
+    """Explain how far a prompt is cached, and why no further.
+
+    Args:
+        source: What is known of the cache.
+        tokens: The prompt.
+        keys: Its salt and extra keys.
+        below: Returns whether a lower tier has the block of a hash.
+    """
+    hasher = copy.copy(source.hasher)
     hasher.begin = feed_all  # what is explained leaves nothing among the manager's hashes
-    size, count = state.block_size, len(tokens)
+    size, count = source.block_size, len(tokens)
     chain = Chain(hasher, keys)
     digests = chain.extend(tokens, count // size)
-    hit, over_gaps = (find_in_groups(state.groups, state.pools, digests, count, count, gaps) for gaps in (False, True))
+    listed = [table.find(digests) for table in source.tables]
+    hit, over_gaps = (find_in_groups(source.groups, listed, size, count, count, gaps) for gaps in (False, True))
     gap_tokens = sum(end - start for start, end in over_gaps.cached) - hit.position
     blocks = hit.blocks
     if below is not None and not gap_tokens:
         blocks += sum(takewhile(bool, map(below, split_digests(digests)[blocks:])))
     if blocks > hit.blocks:
         hit = hit._replace(blocks=blocks, position=min(blocks * size, max(count - 1, 0)))
-    else:
-        hit = state.extended(Request(tokens, chain, digests, keys, 0, None), hit)
+    elif source.manager is not None:
+        hit = source.manager.extended(Request(tokens, chain, digests, keys, 0, None), hit)
     prompt = Known(_as_array(tokens), keys, digests, 0)
     if hit.position >= count - 1:
         return Explanation(count, hit.position, None, hit.position)
-    known = list(_known(state, hasher, prompt))
-    why = _absent(state, known, prompt, hit.blocks) or _different(state, prompt, known, hit)
-    moved = _moved_tokens(state, hasher, chain, prompt, known, hit)
-    return Explanation(count, hit.position, *why, gap_tokens, moved, groups=_by_group(state, known, prompt, hit.blocks))
+    known = list(_known(source, hasher, prompt))
+    why = _absent(source, known, prompt, hit.blocks) or _different(source, prompt, known, hit)
+    moved = _moved_tokens(source, hasher, chain, prompt, known, hit)
+    groups = _by_group(source, known, prompt, hit.blocks)
+    return Explanation(count, hit.position, *why, gap_tokens, moved, groups=groups)
 
 
 Why = tuple[str, int, Any, Any]
@@ -190,15 +251,11 @@ def _as_array(tokens: array[int]) -> Tokens:
     return np.frombuffer(tokens, np.uint32) if tokens else np.empty(0, np.uint32)
 
 
-def _known(state: ManagerState, hasher: BlockHasher, prompt: Known) -> Iterator[Known]:
+def _known(source: Source, hasher: BlockHasher, prompt: Known) -> Iterator[Known]:
     """All texts that are remembered, oldest first, and those of running requests."""
-    size = state.block_size
+    size = source.block_size
     behind = {digest: prompt.tokens[: (i + 1) * size] for i, digest in enumerate(split_digests(prompt.digests))}
-    texts: list[tuple[Ended, Hashable]] = [(entry, None) for entry, _ in state.history.ended]
-    for request_id, request in state.running.items():
-        tokens = request.tokens + request.pending if request.pending else request.tokens
-        texts.append(((request.keys, None, tokens, request.committed), request_id))
-    for (keys, before, own, committed), request_id in texts:
+    for (keys, before, own, committed), request_id in source.texts:
         text = _as_array(own)
         if before is not None:
             if before not in behind:
@@ -212,47 +269,45 @@ def _known(state: ManagerState, hasher: BlockHasher, prompt: Known) -> Iterator[
         yield Known(text, keys, digests, committed, request_id)
 
 
-def _absent(state: ManagerState, known: list[Known], prompt: Known, block: int) -> Why | None:
+def _absent(source: Source, known: list[Known], prompt: Known, block: int) -> Why | None:
     """Why a block that is known by its hash is not read; None where it is not known."""
     if block == len(prompt.digests):
         return None
-    start, digest = block * state.block_size, prompt.digests[block]
-    there = [bool(pool.table.find(digest[None])[0] >= 0) for pool in state.pools]
-    parts = [group.holds_states or bool(group.first_needed(1 << 40, 1)) for group in state.groups]
+    start, digest = block * source.block_size, prompt.digests[block]
+    there = [bool(table.find(digest[None])[0] >= 0) for table in source.tables]
+    parts = [group.holds_states or bool(group.first_needed(1 << 40, 1)) for group in source.groups]
     if any(there) and all(is_there for is_there, part in zip(there, parts, strict=True) if not part):
         lacking = [i for i, part in enumerate(parts) if part]
         return "window", start, None, min(lacking, key=lambda i: there[i])
-    found = _lost(state, known, prompt, block)
+    found = _lost(source, known, prompt, block)
     return found and (found[0], start, None, found[1])
 
 
 def _lost(
-    state: ManagerState, known: list[Known], prompt: Known, block: int, group: int | None = None
+    source: Source, known: list[Known], prompt: Known, block: int, group: int | None = None
 ) -> tuple[str, Any] | None:
     """Return why a block that is known by its hash is not cached (in a group), and since when or by whom."""
-    digest, end = prompt.digests[block], (block + 1) * state.block_size
+    digest, end = prompt.digests[block], (block + 1) * source.block_size
     same = [text for text in known if len(text.digests) > block and (text.digests[block] == digest).all()]
     for text in same:
         if text.request_id is not None and text.committed < end:
             return "uncommitted", text.request_id
-    times = [
-        when for (when, words, of), _ in state.history.evicted if group in (None, of) and (words == digest).all(1).any()
-    ]
+    times = [when for when, words, of in source.evicted if group in (None, of) and (words == digest).all(1).any()]
     if times:
         return "evicted", monotonic() - max(times)
     return ("evicted", None) if any(text.committed >= end for text in same) else None
 
 
-def _by_group(state: ManagerState, known: list[Known], prompt: Known, hit: int) -> tuple[GroupMiss, ...]:
+def _by_group(source: Source, known: list[Known], prompt: Known, hit: int) -> tuple[GroupMiss, ...]:
     """Return what each of several groups lacks behind a hit of so many blocks; of states, behind that of attention."""
-    size, count, misses = state.block_size, len(prompt.tokens), []
-    if len(state.groups) == 1:
+    size, count, misses = source.block_size, len(prompt.tokens), []
+    if len(source.groups) == 1:
         return ()
-    resident = [pool.table.find(prompt.digests) >= 0 for pool in state.pools]
-    own = [longest_hit([g], [there], count, size) for g, there in zip(state.groups, resident, strict=True)]
-    attention = [i for i, spec in enumerate(state.groups) if not spec.holds_states]
-    reach = longest_hit([state.groups[i] for i in attention], [resident[i] for i in attention], count, size)
-    for group, (spec, there) in enumerate(zip(state.groups, resident, strict=True)):
+    resident = [table.find(prompt.digests) >= 0 for table in source.tables]
+    own = [longest_hit([g], [there], count, size) for g, there in zip(source.groups, resident, strict=True)]
+    attention = [i for i, spec in enumerate(source.groups) if not spec.holds_states]
+    reach = longest_hit([source.groups[i] for i in attention], [resident[i] for i in attention], count, size)
+    for group, (spec, there) in enumerate(zip(source.groups, resident, strict=True)):
         miss = GroupMiss(group, type(spec).__name__, own[group] * size)
         last = (count - 1) // size if spec.holds_states else len(prompt.digests)
         end = min(max(reach, hit + 1) if spec.holds_states else hit + 1, last)
@@ -260,7 +315,7 @@ def _by_group(state: ManagerState, known: list[Known], prompt: Known, hit: int) 
         lacking = needed[~there[needed]]
         if lacking.size:
             block = lacking.item(0)
-            found = _lost(state, known, prompt, block, group)
+            found = _lost(source, known, prompt, block, group)
             if spec.holds_states and (found == ("evicted", None) or (found is None and reach > hit)):
                 found = "state", None  # what stands before it was computed, or is cached
             reason, other = found or ("never", None)
@@ -269,16 +324,16 @@ def _by_group(state: ManagerState, known: list[Known], prompt: Known, hit: int) 
     return tuple(misses)
 
 
-def _different(state: ManagerState, prompt: Known, known: list[Known], hit: Hit) -> Why:
+def _different(source: Source, prompt: Known, known: list[Known], hit: Hit) -> Why:
     """Return what keeps the block behind a hit from being a block that is remembered."""
-    size, block = state.block_size, hit.blocks
+    size, block = source.block_size, hit.blocks
     start = block * size
     agreed, end, other = _longest(prompt, known, block)
     apart, elsewhere = max(
         (
             (common_length(prompt.tokens, text.tokens), i)
             for i, text in enumerate(known)
-            if _differ(prompt, text) and _is_cached(state, text, block)
+            if _differ(prompt, text) and _is_cached(source, text, block)
         ),
         default=(0, -1),
     )
@@ -297,9 +352,10 @@ def _different(state: ManagerState, prompt: Known, known: list[Known], hit: Hit)
     return "never", start, None, None
 
 
-def _is_cached(state: ManagerState, text: Known, block: int) -> bool:
+def _is_cached(source: Source, text: Known, block: int) -> bool:
     """Return whether a block of a remembered text is still in the cache."""
-    return block < len(text.digests) and any(pool.table.find(text.digests[block][None])[0] >= 0 for pool in state.pools)
+    digests = text.digests[block : block + 1]
+    return any(table.find(digest[None])[0] >= 0 for table in source.tables for digest in digests)
 
 
 def _longest(prompt: Known, known: list[Known], block: int) -> tuple[int, str, Known | None]:
@@ -338,21 +394,22 @@ def _key_at(keys: EncodedKeys, position: int) -> Key:
 
 
 def _moved_tokens(
-    state: ManagerState, hasher: BlockHasher, chain: Chain, prompt: Known, known: list[Known], hit: Hit
+    source: Source, hasher: BlockHasher, chain: Chain, prompt: Known, known: list[Known], hit: Hit
 ) -> int:
     """How many tokens behind a hit `reuse="anywhere"` would find."""
-    namespace, size, user = chain.namespace, state.block_size, state.reuses.get("anywhere")
-    if namespace is None or not state.prefix_only:
+    namespace, size, manager = chain.namespace, source.block_size, source.manager
+    if namespace is None or manager is None or not manager.prefix_only:
         return 0
+    user, table = manager.reuses.get("anywhere"), source.tables[0]
     if isinstance(user, MovedText):
         content = user.index
     else:  # entered from what is remembered, as if it had been asked for before
-        content = ContentIndex(state.pools[0], size)
+        content = ContentIndex(manager.pools[0], size)
         for text in known:
             own = Chain(hasher, text.keys).namespace
             if own is None:  # hangs on a key placed within it
                 continue
-            ids = state.pools[0].table.find(text.digests)
+            ids = table.find(text.digests)
             for _, first, end in find_runs((ids >= 0).nonzero()[0]):
                 tokens = array("I", text.tokens[first * size : end * size].tobytes())
                 content.add(ids[first:end], int(ids[first - 1]) if first else -1, tokens, own, True)

@@ -47,6 +47,9 @@ if TYPE_CHECKING:  # SGLang's classes are Any if it is not installed
 logger = logging.getLogger("sglang.pc")
 """SGLang shows the messages of loggers below its own."""
 
+PREFIX, CORE = "pc_", "pc"
+"""The prefix of our policies in `--radix-eviction-policy`, and the name of the tree's core under them."""
+
 REGISTRATION: dict[str, dict[str, str]] = {
     "attention": {
         "sglang.srt.arg_groups.choices": (
@@ -225,6 +228,13 @@ def check_version(feature: str) -> None:
 def version() -> str:
     """Return the version of the installed SGLang."""
     return str(importlib.import_module("sglang").__version__)
+
+
+def announce(what: str) -> None:
+    """Log an active feature and the version of SGLang."""
+    from ... import __version__
+
+    logger.info("pc %s, sglang %s: %s", __version__, version(), what)
 
 
 # Registration of our names with SGLang

@@ -17,14 +17,16 @@ from ...cache.policies import make_policy
 from ...cache.table import Ids
 from ..hints import read_or_warn
 from .api import (
+    CORE,
+    PREFIX,
     ComponentType,
     EvictDeviceNextNodeResult,
     UnifiedRadixCache,
     UnifiedTreeCore,
+    announce,
     logger,
     with_lru,
 )
-from .features import CORE, PREFIX, announce
 from .pages import PageState
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ...cache.policies import DEPRECATED, POLICIES
 from ..seam import check_features, features_in_environment
 from . import api
-from .api import check_version, logger
+from .api import CORE, PREFIX, announce, check_version, logger
 
 VARIABLE = "PC_SGLANG"
 """The environment variable that names the features."""
@@ -17,20 +17,10 @@ VARIABLE = "PC_SGLANG"
 BACKEND = "pc"
 """The name of our backend for `--attention-backend`."""
 
-PREFIX, CORE = "pc_", "pc"
-"""The prefix of our policies in `--radix-eviction-policy`, and the name of the tree's core under them."""
-
 _SURPRISES = (AttributeError, ImportError, TypeError)
 """Exceptions of an SGLang that differs from the tables of `api`. Our refusals raise ValueError, which is not caught."""
 
 _enabled: set[str] = set()
-
-
-def announce(what: str) -> None:
-    """Log an active feature and the version of SGLang."""
-    from ... import __version__
-
-    logger.info("pc %s, sglang %s: %s", __version__, api.version(), what)
 
 
 def warn_off(feature: str, reason: str) -> None:

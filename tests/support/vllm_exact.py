@@ -9,14 +9,18 @@ import json
 import random
 import tempfile
 from collections import Counter, deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 
 BLOCK, PRIME = 16, (1 << 31) - 1
+RUNNERS = pytest.mark.parametrize("runner_v2", [False, True], ids=["v1", "v2"])
+ASYNC = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 8,
     "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1, "vocab_size": 1024,
@@ -244,3 +248,40 @@ def preempt(scheduler: Any, name: str) -> None:
     scheduler.running.remove(request)
     scheduler._preempt_request(request, 0.0)
     check_references(scheduler)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Return random tokens."""
+    return random.Random(seed).choices(range(3, 1000), k=length)
+
+
+Asked = tuple[list[int], int]
+"""The prompt of a request, and how many tokens it generates."""
+
+
+def random_traffic(
+    engine: ExactEngine, rng: random.Random, ask: Callable[[dict[str, Asked]], tuple[list[int], int, dict[str, Any]]]
+) -> dict[str, Asked]:
+    """Run 60 requests among aborts, preemptions and evictions; return what those that were not aborted asked for.
+
+    Args:
+        engine: The engine; its references to blocks are recounted after every step.
+        rng: The source of the disturbances.
+        ask: Called with the requests so far; returns the prompt of the next one, how many tokens it generates, and
+            further arguments of `ExactEngine.add`.
+    """
+    asked: dict[str, Asked] = {}
+    for number in range(60):
+        tokens, count, more = ask(asked)
+        asked[f"r{number}"] = tokens, count
+        engine.add(f"r{number}", tokens, count, **more)
+        for _ in range(rng.randrange(0, 12)):
+            engine.step()
+        if rng.random() < 0.3 and engine.scheduler.requests:
+            engine.abort(rng.choice(list(engine.scheduler.requests)))
+        if rng.random() < 0.3 and engine.scheduler.running:
+            preempt(engine.scheduler, rng.choice(engine.scheduler.running).request_id)
+        if rng.random() < 0.7:
+            lose(engine.scheduler, rng.randrange(1, 6), rng)
+    engine.run()
+    return {name: asked[name] for name in engine.said}

@@ -37,7 +37,7 @@ from .steps import CompressionStep, Packing
 
 
 @dataclass
-class Plan:
+class PromptPlan:
     """A plan for one request: the part of its prompt that is compressed, and how much of it stays.
 
     Attributes:
@@ -94,7 +94,7 @@ class Compression:
     """
 
     scheduler: Any
-    plans: dict[str, Plan] = field(default_factory=dict)
+    plans: dict[str, PromptPlan] = field(default_factory=dict)
     freed: dict[bytes, None] = field(default_factory=dict)
     counts: CompressionCounts = field(default_factory=CompressionCounts)
 
@@ -103,7 +103,7 @@ class Compression:
         self._manager = self._cache.coordinator.single_type_managers[0]
         self._pool = self._cache.block_pool
         self._size: int = self._manager.block_size
-        self._peers: defaultdict[tuple[Any, ...], dict[str, Plan]] = defaultdict(dict)
+        self._peers: defaultdict[tuple[Any, ...], dict[str, PromptPlan]] = defaultdict(dict)
         self._packings: list[Packing] = []
         self._stalled: list[Any] = []
         self._is_stuck = False
@@ -134,7 +134,7 @@ class Compression:
             name = (request.block_hashes[whole - 1], rest, options) if request.block_hashes else (request.request_id,)
             asks = options.until is not None and options.heads == "same" if options.share is None else options.share
             keys = self._keys(name, keep) if asks and request.block_hashes and tokens < prompt else []
-            plan = Plan(options, tokens, whole, keep, name, keys)
+            plan = PromptPlan(options, tokens, whole, keep, name, keys)
             self.plans[request.request_id] = self._peers[name][request.request_id] = plan
 
     def _keys(self, name: tuple[Any, ...], keep: int) -> list[bytes]:
@@ -164,7 +164,7 @@ class Compression:
                 blocks, count = KVCacheBlocks((list(blocks.blocks[0])[:limit],)), limit * self._size
         return blocks, count, *rest
 
-    def _shared(self, plan: Plan) -> list[Any] | None:
+    def _shared(self, plan: PromptPlan) -> list[Any] | None:
         """Return the shared packed blocks of a plan if all are cached, else None."""
         found = [find_cached(self._pool, key) for key in plan.keys]
         return None if None in found or not found else found
@@ -177,7 +177,7 @@ class Compression:
         elif plan.state == "found":
             self._compressed(request, plan)
 
-    def _compressed(self, request: Any, plan: Plan) -> None:
+    def _compressed(self, request: Any, plan: PromptPlan) -> None:
         """Note that a request holds packed blocks now."""
         plan.state, plan.is_compressed = "compressed", True
         self.counts.compressed_requests += 1
@@ -198,7 +198,7 @@ class Compression:
             return 0
         return num_new
 
-    def _compress(self, request: Any, plan: Plan) -> bool:
+    def _compress(self, request: Any, plan: PromptPlan) -> bool:
         """Compress a prompt that has been computed; return False while blocks are lacking."""
         pool, whole, before = self._pool, plan.whole, self._pool.get_num_free_blocks()
         table = self._manager.req_to_blocks[request.request_id]
@@ -231,11 +231,11 @@ class Compression:
         self.counts.compression_freed_blocks += max(pool.get_num_free_blocks() - before, 0)
         return True
 
-    def _packed_peer(self, plan: Plan) -> str | None:
+    def _packed_peer(self, plan: PromptPlan) -> str | None:
         """Return a running request that holds the tokens that this one keeps, packed; None: there is none."""
         return next((name for name, peer in self._peers[plan.name].items() if peer.state == "compressed"), None)
 
-    def _held_alone(self, plan: Plan, blocks: list[Any]) -> list[Any]:
+    def _held_alone(self, plan: PromptPlan, blocks: list[Any]) -> list[Any]:
         """Return the blocks of a prompt that no request holds but those that will keep the same tokens."""
         peers = self._peers[plan.name].items()
         tables = [self._manager.req_to_blocks.get(name, ()) for name, peer in peers if peer.state == "waiting"]

@@ -7,8 +7,8 @@ waiting requests, and those of requests that have ended since the first one that
 from __future__ import annotations
 
 from array import array
+from collections.abc import Hashable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from ....cache.groups import FullAttention, Group, Recurrent, SlidingWindow
 from ....cache.hashing import BlockHasher, Words, split_digests
 from ....cache.keys import EncodedKeys, KeyAt, encode_keys
-from ....cache.observe.explain import Explanation, explain
+from ....cache.observe.explain import Explanation, Source, explain_from
 from ....cache.observe.history import ENTRY_BYTES, TOKEN_BYTES, Ended, Latest
 from ....cache.table import Ids
 from ..api import token_ids
@@ -56,15 +56,14 @@ def why_not_explained(scheduler: Any) -> str:
 
 
 class GroupBlocks:
-    """The cached blocks of one of vLLM's groups, in place of a pool and its table.
+    """The cached blocks of one of vLLM's groups.
 
     `names` are vLLM's own hashes by ours. vLLM's hashes of other texts are unknown: their blocks count as cached, with
     block number 0.
     """
 
-    def __init__(self, pool: Any, group: int, hasher: BlockHasher, names: dict[bytes, bytes]) -> None:
+    def __init__(self, pool: Any, group: int, names: dict[bytes, bytes]) -> None:
         self._pool, self._group, self._names = pool, group, names
-        self.hasher, self.table = hasher, self
 
     def find(self, digests: Words) -> Ids:
         """Return the blocks of the explained prompt, -1 where they are not cached."""
@@ -75,58 +74,46 @@ class GroupBlocks:
 
 
 class Misses:
-    """Explains requests to a scheduler that is about to admit them; stands in for a manager's state."""
+    """Explains requests to a scheduler that is about to admit them."""
 
     def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
-        pool, self._requests = scheduler.kv_cache_manager.block_pool, scheduler.requests
-        self.block_size: int = scheduler.hash_block_size
-        self.hasher = BlockHasher("sha256", self.block_size)
-        self.groups = groups_of(scheduler) or (FullAttention(),)
-        self._names: dict[bytes, bytes] = {}
-        self.pools = [GroupBlocks(pool, group, self.hasher, self._names) for group in range(len(self.groups))]
-        self.prefix_only = False  # the jumps say what moved text would save: they know where text is
-        self.reuses: dict[str, Any] = {}
-        self.running: dict[str, Any] = {}
-        self._ended: Latest[Ended] = Latest(TOKEN_BYTES * len(pool.blocks))
-        self.history = SimpleNamespace(ended=self._ended, evicted=())
-
-    def extended(self, _: Any, hit: Any) -> Any:
-        """Return the hit: vLLM finds whole blocks alone."""
-        return hit
+        self._scheduler, self._pool = scheduler, scheduler.kv_cache_manager.block_pool
+        self._size: int = scheduler.hash_block_size
+        self._hasher = BlockHasher("sha256", self._size)
+        self._groups = groups_of(scheduler) or (FullAttention(),)
+        self._ended: Latest[Ended] = Latest(TOKEN_BYTES * len(self._pool.blocks))
 
     def explain(self, request: Any, jumps: GapJumps | None) -> Explanation:
         """Return how far the prompt of a request that is not admitted yet is cached, and why no further."""
         tokens, keys = array("I", token_ids(request)), _keys_of(request)
-        digests = self.hasher.hash_blocks(tokens, keys)
-        self._names.clear()
-        self._names.update(zip(split_digests(digests), request.block_hashes, strict=False))
-        others = (other for name, other in self._requests.items() if name != request.request_id)
-        self.running = {other.request_id: self._text_of(other) for other in others}
-        found = explain(self, tokens, keys)  # type: ignore[arg-type]
-        compression, block = self._scheduler.compression, found.position // self.block_size
+        digests = split_digests(self._hasher.hash_blocks(tokens, keys))
+        names = dict(zip(digests, request.block_hashes, strict=False))
+        tables = [GroupBlocks(self._pool, group, names) for group in range(len(self._groups))]
+        others = [other for other in self._scheduler.requests.values() if other.request_id != request.request_id]
+        texts: list[tuple[Ended, Hashable]] = [(entry, None) for entry, _ in self._ended]
+        texts += [(self._text_of(other), other.request_id) for other in others]
+        found = explain_from(Source(self._hasher, self._groups, tables, texts), tokens, keys)
+        compression, block = self._scheduler.compression, found.position // self._size
         if found.reason == "evicted" and compression is not None and request.block_hashes[block] in compression.freed:
             found = replace(found, reason="compressed", there=None)
-        if jumps is not None:
+        if jumps is not None:  # they know where text is that moved
             moved = jumps.find_moved(request, found.matched, {})
             found = replace(found, moved_tokens=sum(piece.end - piece.begin for piece in moved))
         return found
 
-    def _text_of(self, request: Any) -> Any:
-        """Return the tokens of a request whose KV is exact, as a manager's own request."""
-        compression, exact = self._scheduler.compression, moved_from(request) * self.block_size
+    def _text_of(self, request: Any) -> Ended:
+        """Return the tokens of a request whose KV is exact, and how many of them are written."""
+        compression, exact = self._scheduler.compression, moved_from(request) * self._size
         if compression is not None:
             exact = min(exact, compression.exact_tokens(request))
         tokens = array("I", token_ids(request)[:exact])
-        committed = min(request.num_computed_tokens, len(tokens))
-        return SimpleNamespace(tokens=tokens, pending=None, keys=_keys_of(request), committed=committed)
+        return _keys_of(request), None, tokens, min(request.num_computed_tokens, len(tokens))
 
     def remember(self, request: Any) -> None:
         """Remember a request that has ended."""
         text = self._text_of(request)
-        if text.committed >= self.block_size:
-            entry = (text.keys, None, text.tokens, text.committed)
-            self._ended.add(entry, ENTRY_BYTES + 4 * len(text.tokens))
+        if text[3] >= self._size:
+            self._ended.add(text, ENTRY_BYTES + 4 * len(text[2]))
 
 
 def _keys_of(request: Any) -> EncodedKeys:

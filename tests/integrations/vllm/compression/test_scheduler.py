@@ -11,16 +11,9 @@ import pytest
 pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
 
 from vllm_compressing import CompressingEngine, following_compressed
-from vllm_exact import BLOCK, following, lose, preempt
+from vllm_exact import ASYNC, BLOCK, RUNNERS, following, preempt, prompt, random_traffic
 
 from pc.integrations.vllm.compression import scheduler
-
-RUNNERS = pytest.mark.parametrize("runner_v2", [False, True], ids=["v1", "v2"])
-ASYNC = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-
-
-def prompt(length, seed=0):
-    return random.Random(seed).choices(range(3, 1000), k=length)
 
 
 def expected(engine, name, tokens, count):
@@ -73,27 +66,18 @@ def test_random_traffic(runner_v2, asynchronous, seed):
     rng = random.Random(seed)
     engine = CompressingEngine(110, runner_v2=runner_v2, asynchronous=asynchronous, policy=rng.choice(["fifo", "lru"]))
     roots = [prompt(rng.randrange(300, 500), 100 + seed + at) for at in range(3)]
-    asked = {}
-    for number in range(60):
-        root, name = rng.choice(roots), f"r{number}"
+
+    def ask(asked):
+        root = rng.choice(roots)
         tokens = root[: rng.randrange(200, len(root))] + prompt(rng.randrange(1, 40), rng.randrange(1 << 30))
         if rng.random() < 0.2 and asked:
             tokens = rng.choice(list(asked.values()))[0]
         options = {"budget": rng.choice([0.2, 0.5]), "until": rng.choice([None, rng.randrange(150, 400)])}
-        count = rng.randrange(1, 40)
-        asked[name] = tokens, count
-        engine.add(name, tokens, count, **({"pc_compress": options} if rng.random() < 0.7 else {}))
-        for _ in range(rng.randrange(0, 12)):
-            engine.step()
-        if rng.random() < 0.3 and engine.scheduler.requests:
-            engine.abort(rng.choice(list(engine.scheduler.requests)))
-        if rng.random() < 0.3 and engine.scheduler.running:
-            preempt(engine.scheduler, rng.choice(engine.scheduler.running).request_id)
-        if rng.random() < 0.7:
-            lose(engine.scheduler, rng.randrange(1, 6), rng)
-    engine.run()
-    assert len(engine.said) > 30
-    assert engine.said == {name: expected(engine, name, *asked[name]) for name in engine.said}
+        return tokens, rng.randrange(1, 40), {"pc_compress": options} if rng.random() < 0.7 else {}
+
+    asked = random_traffic(engine, rng, ask)
+    assert len(asked) > 30
+    assert engine.said == {name: expected(engine, name, *each) for name, each in asked.items()}
     compression = engine.scheduler.compression
     assert compression.counts.compressed_requests > 15
     assert not compression.plans

@@ -10,17 +10,11 @@ import torch
 
 pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
 
-from vllm_exact import BLOCK, ExactEngine, following, lose, preempt
+from vllm_exact import ASYNC, BLOCK, RUNNERS, ExactEngine, following, preempt, prompt, random_traffic
 
 from pc.integrations.vllm.eviction import jumps
 
-RUNNERS = pytest.mark.parametrize("runner_v2", [False, True], ids=["v1", "v2"])
-ASYNC = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 MIN_BLOCKS = jumps.MIN_TOKENS // BLOCK
-
-
-def prompt(length, seed=0):
-    return random.Random(seed).choices(range(3, 1000), k=length)
 
 
 def holes(engine, tokens, *ranges):
@@ -53,23 +47,15 @@ def test_random_traffic(runner_v2, asynchronous, seed):
     policy = rng.choice(["fifo", "default"])
     engine = ExactEngine(110, runner_v2=runner_v2, asynchronous=asynchronous, policy=policy)
     roots = [prompt(rng.randrange(300, 500), 100 + seed + at) for at in range(3)]
-    expected = {}
-    for number in range(60):
-        root, name = rng.choice(roots), f"r{number}"
-        tokens = root[: rng.randrange(200, len(root))] + prompt(rng.randrange(1, 40), rng.randrange(1 << 30))
-        expected[name] = following(tokens, rng.randrange(1, 40))
-        engine.add(name, tokens, len(expected[name]))
-        for _ in range(rng.randrange(0, 12)):
-            engine.step()
-        if rng.random() < 0.3 and engine.scheduler.requests:
-            engine.abort(rng.choice(list(engine.scheduler.requests)))
-        if rng.random() < 0.3 and engine.scheduler.running:
-            preempt(engine.scheduler, rng.choice(engine.scheduler.running).request_id)
-        if rng.random() < 0.7:
-            lose(engine.scheduler, rng.randrange(1, 6), rng)
-    engine.run()
-    assert len(engine.said) > 30
-    assert engine.said == {name: expected[name] for name in engine.said}
+
+    def ask(_):
+        root = rng.choice(roots)
+        own = prompt(rng.randrange(1, 40), rng.randrange(1 << 30))
+        return root[: rng.randrange(200, len(root))] + own, rng.randrange(1, 40), {}
+
+    asked = random_traffic(engine, rng, ask)
+    assert len(asked) > 30
+    assert engine.said == {name: following(*each) for name, each in asked.items()}
     assert engine.scheduler.jumps.num_jumped_tokens > 20 * BLOCK
     assert not engine.scheduler.jumps.pinned
 

@@ -10,17 +10,10 @@ pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
 
 from types import SimpleNamespace
 
-from vllm_exact import BLOCK, ExactEngine, following, lose, preempt
+from vllm_exact import ASYNC, BLOCK, RUNNERS, ExactEngine, following, prompt, random_traffic
 
 from pc.integrations.vllm.eviction import moved
 from pc.integrations.vllm.eviction.moved import LEAD
-
-RUNNERS = pytest.mark.parametrize("runner_v2", [False, True], ids=["v1", "v2"])
-ASYNC = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-
-
-def prompt(length, seed=0):
-    return random.Random(seed).choices(range(3, 1000), k=length)
 
 
 def run(engine, name, tokens, **extra):
@@ -100,28 +93,19 @@ def test_random_traffic(runner_v2, asynchronous, seed):
     policy = rng.choice(["fifo", "default"])
     engine = ExactEngine(140, runner_v2=runner_v2, asynchronous=asynchronous, policy=policy)
     roots = [prompt(rng.randrange(200, 400), 100 + seed + at) for at in range(3)]
-    expected = {}
-    for number in range(60):
-        root, name = rng.choice(roots), f"r{number}"
-        cut, at = rng.randrange(0, 60), rng.randrange(60, 150)
+    exact = []
+
+    def ask(asked):
+        root, cut, at = rng.choice(roots), rng.randrange(0, 60), rng.randrange(60, 150)
         tokens = root[: rng.choice([0, 100])] + prompt(rng.randrange(1, 40), rng.randrange(1 << 30)) + root[cut:]
         tokens = (tokens[:at] + rng.choice(roots)[:150] + tokens[at:])[: rng.randrange(200, 500)]
         reuse = rng.choice(["prefix", "gap", "anywhere", "anywhere"])
-        count = rng.randrange(1, 30)
         if reuse != "anywhere":
-            expected[name] = following(tokens, count)
-        engine.add(name, tokens, count, pc_reuse=reuse, salt=rng.choice([None, None, "salt"]))
-        for _ in range(rng.randrange(0, 12)):
-            engine.step()
-        if rng.random() < 0.3 and engine.scheduler.requests:
-            gone = rng.choice(list(engine.scheduler.requests))
-            engine.abort(gone)
-            expected.pop(gone, None)
-        if rng.random() < 0.3 and engine.scheduler.running:
-            preempt(engine.scheduler, rng.choice(engine.scheduler.running).request_id)
-        if rng.random() < 0.7:
-            lose(engine.scheduler, rng.randrange(1, 6), rng)
-    engine.run()
+            exact.append(f"r{len(asked)}")
+        return tokens, rng.randrange(1, 30), {"pc_reuse": reuse, "salt": rng.choice([None, None, "salt"])}
+
+    asked = random_traffic(engine, rng, ask)
+    expected = {name: following(*asked[name]) for name in exact if name in asked}
     assert len(expected) > 10
     assert {name: engine.said[name] for name in expected} == expected
     assert engine.moved
