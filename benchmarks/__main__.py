@@ -29,7 +29,7 @@ NAMES = {
     "compressed": ("models.compressed", "a compressed document beside the whole text: bytes, and a decode over it"),
     "families": ("models.families", "every class of transformers, small, with and without the cache"),
     "hints": ("engines.hints", "blocks hit with hints, by replay, generate and vLLM's scheduler"),
-    "vllm_replay": ("engines.vllm_replay", "a trace through vLLM's block manager, or its tier"),
+    "vllm_replay": ("engines.vllm_replay", "a trace through vLLM's tier in host memory"),
     "vllm_scheduler": ("engines.vllm_scheduler", "a trace through vLLM's scheduler"),
     "vllm_serving": ("engines.vllm_serving", "a trace through vLLM's server"),
     "vllm_agents": ("engines.vllm_agents", "agents' traffic and changes of their prompts through vLLM's server"),

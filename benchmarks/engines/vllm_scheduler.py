@@ -7,10 +7,10 @@ Usage:
 Hit rates are measured with one request at a time and must equal those of `pc replay`. CPU time is measured with 16
 requests at once, for `schedule` and `update_from_output`; vLLM's own queue and the policies alternate every few steps.
 The timed pool holds a share of the timed requests' blocks, so most blocks are evicted again. A block of the trace is
-`--split` blocks of vLLM. Writes results/cpu/vllm_scheduler.csv.
+`--split` blocks of vLLM.
 
 With `--gaps` the benchmark counts computed prompt tokens instead, with prefix hits alone and with jumps over gaps, at
-several capacities. Counts need no quiet machine. Writes results/cpu/vllm_gaps.csv.
+several capacities. Counts need no quiet machine.
 """
 
 from __future__ import annotations
@@ -21,28 +21,24 @@ import json
 import os
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import process_time
-from typing import Any, NamedTuple
+from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from pc.cache.replay import Trace, load_trace, replay
 
-from ..harness.conditions import conditions
-from ..harness.tables import RESULTS, write_rows
-from ..harness.timing import add_trace_options, in_rounds, over
+from ..harness.experiment import Experiment, option
+from ..harness.timing import over
+from .replay import TURN, Run, compare, last, options
 from .vllm_replay import hashes_of
 
 BLOCK_SIZE = 16
 JUMPED_SIZE = 64
 """Tokens of a block where gaps are counted: each block of a trace, which is more in truth, is worth a jump."""
-TURN = 10
-"""Steps of a policy before the next one's turn."""
-ROWS = RESULTS / "cpu" / "vllm_scheduler.csv"
-GAP_ROWS = RESULTS / "cpu" / "vllm_gaps.csv"
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -57,22 +53,10 @@ CONFIG = {
 }
 
 
-class Run(NamedTuple):
-    """The outcome of one pass over a trace."""
-
-    hit_rate: float
-    """Share of the trace's blocks that were cached."""
-    steps: int
-    seconds: float
-    """CPU time of the scheduler."""
-    computed: int
-    """Tokens that its steps computed."""
-
-
 def make_scheduler(
     policy: str | None, num_blocks: int, at_once: int, reuse: str = "gap", size: int = BLOCK_SIZE
 ) -> Any:
-    """VLLM's scheduler, with a policy behind its block pool or with its own queue (None)."""
+    """Return vLLM's scheduler, with a policy behind its block pool or with its own queue (None)."""
     import torch
     from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -109,7 +93,7 @@ def make_scheduler(
 def make_requests(
     trace: Trace, split: int, longest: int, returns: list[float] | None = None, size: int = BLOCK_SIZE
 ) -> list[Any]:
-    """Requests whose full blocks carry the hashes of the trace's; one more token follows, so that all can be hit."""
+    """Return requests whose full blocks have the trace's hashes; one more token follows, so that all can be hit."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
@@ -134,24 +118,11 @@ def make_requests(
 
 
 def largest_request(trace: Trace, split: int, longest: int) -> int:
-    """Blocks of vLLM that one request of a trace holds at most, answer included; without them it waits for ever."""
+    """Return the most blocks of vLLM that one request of a trace holds, with its answer; fewer would never admit it."""
     outputs = [max(1, min(output, longest)) for output in trace.outputs]
     return max(
         split * ids.size + (output // BLOCK_SIZE + 1) for ids, output in zip(trace.requests, outputs, strict=True)
     )
-
-
-def run(
-    trace: Trace,
-    policy: str | None,
-    capacity: int,
-    split: int,
-    at_once: int,
-    longest: int,
-    returns: list[float] | None = None,
-) -> Run:
-    """One pass; `at_once` requests run together, each of which generates at most `longest` tokens and has its hint."""
-    return list(passing(trace, policy, capacity, split, at_once, longest, returns))[-1]
 
 
 def passing(
@@ -165,7 +136,19 @@ def passing(
     reuse: str = "gap",
     size: int = BLOCK_SIZE,
 ) -> Iterator[Run | None]:
-    """Run a pass like `run`, and yield None every few steps, so that passes can alternate."""
+    """Run a trace, and yield None every few steps, so that passes can alternate.
+
+    Args:
+        trace: The requests; each block is `split` blocks of vLLM.
+        policy: A policy's name, or None for vLLM's own queue.
+        capacity: Blocks of the trace that the pool holds, without two of vLLM for each request that runs.
+        split: Blocks of vLLM for each block of the trace.
+        at_once: Requests that run together.
+        longest: Tokens that a request generates at most.
+        returns: A hint for each request.
+        reuse: What our scheduler reuses.
+        size: Tokens of a block of vLLM.
+    """
     from vllm.v1.outputs import ModelRunnerOutput
 
     num_blocks, largest = capacity * split + 2 * at_once, largest_request(trace, split, longest)
@@ -201,55 +184,46 @@ def passing(
     yield Run(hits / size / split / max(trace.num_blocks, 1), steps, seconds, computed)
 
 
-def count_gaps(trace: Trace, policies: list[str], shares: list[float]) -> list[dict[str, Any]]:
-    """Rows: tokens of prompts that are computed, by capacity and policy, with prefixes alone and with gaps."""
-    rows = []
+def count_gaps(trace: Trace, policies: Sequence[str], shares: Sequence[float]) -> Iterator[dict[str, Any]]:
+    """Yield rows: the share of prompt tokens that is computed, by capacity and policy, with prefixes or with gaps."""
     for share in shares:
         capacity = max(round(share * trace.unique_blocks), largest_request(trace, 1, 1))
         for policy, reuse in itertools.product(policies, ("prefix", "gap")):
             whole = JUMPED_SIZE * trace.num_blocks
-            passed = list(passing(trace, policy, capacity, 1, 1, 1, None, reuse, JUMPED_SIZE))[-1]
-            assert passed is not None
+            passed = last(passing(trace, policy, capacity, 1, 1, 1, None, reuse, JUMPED_SIZE))
             # A token is behind every prompt, or nothing of one that hits whole would be computed.
             computed = (passed.computed - len(trace.requests)) / whole
             row = {"trace": trace.name, "capacity_share": share, "blocks": capacity, "policy": policy, "reuse": reuse}
-            rows.append(row | {"computed": f"{computed:.4f}", "steps": passed.steps} | conditions("cpu"))
-            print(*list(rows[-1].values())[:7], flush=True)
-    return rows
+            yield row | {"computed": f"{computed:.4f}", "steps": passed.steps}
 
 
-def main() -> None:
-    """Prints and writes the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_trace_options(parser, "blocks of vLLM", "a name")
-    parser.add_argument("--gaps", action="store_true", help="count what is computed, with prefixes alone and with gaps")
-    given = parser.parse_args()
-    whole = load_trace(given.trace)
+def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for vLLM's own queue and for each policy."""
     if given.gaps:
-        policies = given.policy or ["lru", "hazard", "s3fifo", "arc"]
-        return write_rows(GAP_ROWS, count_gaps(whole, policies, [0.03, 0.1]))
-    capacity = max(round(given.share * whole.unique_blocks), largest_request(whole, 1, 1))
-    timed = whole.part(0, given.requests / len(whole.requests))
-    names = [None, *(given.policy or ["lru", "hazard"])]
-    largest = largest_request(timed, given.split, given.longest)
-    room = max(round(given.room * timed.unique_blocks), -(-largest // given.split))
-    times = in_rounds(lambda name: passing(timed, name, room, given.split, 16, given.longest), names, given.rounds)
-    rows = []
-    for name in names:
-        runs = times[name]
-        ratio = over(*((one.seconds for one in each) for each in (runs, times[None])))
-        row = {
-            "trace": whole.name,
+        yield from count_gaps(load_trace(given.trace), given.policy or ["lru", "hazard", "s3fifo", "arc"], [0.03, 0.1])
+        return
+    ways = [None, *(given.policy or ["lru", "hazard"])]
+    found = compare(given, passing, ways, 16, largest_request)
+    for name in ways:
+        own = found.runs[name]
+        replayed = "" if name is None else f"{replay(found.trace, name, found.capacity).hit_rate:.4f}"
+        yield {
+            "trace": found.trace.name,
             "policy": name or "vllm",
-            "blocks": capacity,
-            "hit_rate": f"{run(whole, name, capacity, 1, 1, 1).hit_rate:.4f}",
-            "replay_hit_rate": "" if name is None else f"{replay(whole, name, capacity).hit_rate:.4f}",
-            "requests": len(timed.requests),
-            "timed_blocks": room,
-            "steps": runs[0].steps,
-            "step_us": f"{statistics.median(r.seconds / r.steps for r in runs) * 1e6:.1f}",
-            "over_vllm": f"{ratio:.3f}",
+            "blocks": found.capacity,
+            "hit_rate": f"{found.hit_rates[name]:.4f}",
+            "replay_hit_rate": replayed,
+            "requests": found.requests,
+            "timed_blocks": found.room,
+            "steps": own[0].steps,
+            "step_us": f"{statistics.median(run.seconds / run.steps for run in own) * 1e6:.1f}",
+            "over_vllm": f"{over(*((run.seconds for run in each) for each in (own, found.runs[None]))):.3f}",
         }
-        rows.append(row | conditions("cpu"))
-        print(*list(row.values()), flush=True)
-    write_rows(ROWS, rows)
+
+
+main = Experiment(
+    lambda given: "vllm_gaps.csv" if given.gaps else "vllm_scheduler.csv",
+    rows,
+    options("blocks of vLLM", "a name")
+    | {"--gaps": option(False, "count what is computed, with prefixes alone and with gaps")},
+).main

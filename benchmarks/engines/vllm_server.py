@@ -17,11 +17,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pc.demo import trained_model_folder
+
 NEEDED = (
     *("fastapi", "uvicorn", "watchfiles", "prometheus_fastapi_instrumentator", "model_hosting_container_standards"),
     "setproctitle",
 )
-"""What the server imports beside the engine, and what names its processes (`Server.processes`)."""
+"""Packages that the server imports beside the engine, and the one that names its processes (`Server.processes`)."""
+MODEL = "SmolLM2-135M-Instruct"
+"""Name of the trained model in requests."""
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -41,8 +45,8 @@ class Server:
 
     Attributes:
         url: Of the server, without a path.
-        log: File of what it has said so far.
-        process: Of the API server; the engine and its workers are below it.
+        log: File of its output so far.
+        process: The API server's process; the engine and its workers are below it.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
@@ -70,7 +74,7 @@ class Server:
         return sum(map(float, found))
 
     def processes(self) -> dict[str, int]:
-        """Process ids by the names that vLLM gives its processes, of those below the API server."""
+        """Return the ids of the processes below the API server, by the names that vLLM gives them."""
         found: dict[str, int] = {}
         listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
         known = {self.process.pid}
@@ -82,7 +86,7 @@ class Server:
         return found
 
     def end(self) -> None:
-        """Ends it and all processes that it started."""
+        """End the server and all processes that it started."""
         self.process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(20)
@@ -99,7 +103,7 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def serving(model: str, options: Sequence[str] = (), variables: Mapping[str, str] | None = None) -> Iterator[Server]:
-    """A server that answers, ended when the block is left.
+    """Start a server, wait until it answers, and end it when the block is left.
 
     Args:
         model: Folder of the model.
@@ -107,7 +111,7 @@ def serving(model: str, options: Sequence[str] = (), variables: Mapping[str, str
         variables: Of the environment, over this process's own without `PC_VLLM*`.
 
     Raises:
-        RuntimeError: It ended, or did not answer within some minutes; with the end of its log.
+        RuntimeError: The server ended, or did not answer within some minutes; the message has the end of its log.
     """
     port = _free_port()
     own = {name: value for name, value in os.environ.items() if not name.startswith("PC_VLLM")}
@@ -131,19 +135,26 @@ def serving(model: str, options: Sequence[str] = (), variables: Mapping[str, str
 
 @contextlib.contextmanager
 def serving_all(
-    model: str, options: Sequence[str], configurations: Mapping[str, tuple[Mapping[str, str], Sequence[str]]]
+    configurations: Mapping[str, tuple[Mapping[str, str], Sequence[str]]], **options: object
 ) -> Iterator[dict[str, Server]]:
-    """A server of each configuration, which is variables and further options, side by side.
+    """Start servers of the trained model side by side.
+
+    Args:
+        configurations: By name, variables of the environment and further options of the command line.
+        options: Options of all servers' command lines, such as `max_num_seqs=4`.
 
     Raises:
-        RuntimeError: As `serving`; or our eviction is not on in those that `PC_VLLM` is set for, and off in others.
+        RuntimeError: A server does not answer; or our eviction is not on where `PC_VLLM` is set, or on elsewhere.
     """
+    common = ["--served-model-name", MODEL, "--enforce-eager", "--disable-uvicorn-access-log"]
+    for option, value in options.items():
+        common += [f"--{option.replace('_', '-')}", str(value)]
     with contextlib.ExitStack() as stack:
         servers = {}
         for name, (variables, more) in configurations.items():
-            servers[name] = stack.enter_context(serving(model, [*options, *more], variables))
+            servers[name] = stack.enter_context(serving(str(trained_model_folder()), [*common, *more], variables))
             if ("eviction (" in servers[name].log.read_text()) != ("PC_VLLM" in variables):
-                raise RuntimeError("PC_VLLM: the server's log does not say what was asked for")
+                raise RuntimeError("PC_VLLM: the server's log does not name the features that were set")
         yield servers
 
 

@@ -11,8 +11,7 @@ Conversations begin with one of a few system prompts. A client knows whether it 
 where hints are on. With a trace, its first requests are sent in their order, each block as `--block-size` tokens.
 
 The servers run side by side. Each configuration is measured in turn, in rounds, from an empty cache. The rows also have
-what `pc replay` gives for the requests of a round, one at a time in the order they were sent. Writes
-results/cpu/vllm_serving.csv.
+what `pc replay` gives for the requests of a round, one at a time in the order they were sent.
 """
 
 from __future__ import annotations
@@ -25,24 +24,21 @@ import random
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pc.cache.replay import Trace, hints_of, load_trace, replay
-from pc.demo import _models, trained_model_folder
+from pc.demo import _models
 from pc.integrations.hints import retention_hints
 
-from ..harness.conditions import conditions
-from ..harness.tables import RESULTS, replaced, write_rows
-from ..harness.timing import over
+from ..harness.experiment import Experiment, option
+from ..harness.timing import over, rotated
 from ..models.load import trained_tokenizer
-from .vllm_server import Server, serving_all
+from .vllm_server import MODEL, Server, serving_all
 
-ROWS = RESULTS / "cpu" / "vllm_serving.csv"
-MODEL = "SmolLM2-135M-Instruct"
 OUTPUT = 4
 """Tokens of each answer."""
 CONFIGURATIONS = {
@@ -59,9 +55,9 @@ class Ask(NamedTuple):
 
     conversation: int
     tokens: list[int]
-    """Added to the conversation."""
+    """Tokens that the client adds to the conversation."""
     goes_on: float
-    """How likely the client comes back to the conversation, which it knows."""
+    """Probability that the client continues the conversation; the client knows it."""
 
 
 class Sent(NamedTuple):
@@ -126,7 +122,7 @@ def make_traced(trace: Trace, block_size: int, longest: int, words: Sequence[int
 
 
 def ask(server: Server, prompt: list[int], goes_on: float, hinted: bool) -> Sent:
-    """Streams an answer."""
+    """Stream an answer to a prompt, with a hint if `hinted`."""
     body: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": OUTPUT, "temperature": 0}
     body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
     if hinted:
@@ -149,7 +145,7 @@ def ask(server: Server, prompt: list[int], goes_on: float, hinted: bool) -> Sent
 
 
 def drive(server: Server, scripts: Sequence[deque[Ask]], hinted: bool) -> list[Sent]:
-    """Clients at the same time, each with its script, or one for all; requests in the order they were sent."""
+    """Run clients at the same time, each with its script or all with one; return the requests in the order sent."""
     said: dict[int, list[int]] = {}
     scripts = (
         [deque(script) for script in scripts] if len({*map(id, scripts)}) > 1 else [deque(scripts[0])] * len(scripts)
@@ -170,7 +166,7 @@ def drive(server: Server, scripts: Sequence[deque[Ask]], hinted: bool) -> list[S
 
 
 def predict(sent: Sequence[Sent], policy: str, hinted: bool, num_blocks: int, block_size: int) -> float:
-    """The share of the prompts' tokens that `pc replay` says is hit."""
+    """Return the share of prompt tokens that `pc replay` hits."""
     known: dict[tuple[int, tuple[int, ...]], int] = {}
     requests = []
     for each in sent:
@@ -188,7 +184,7 @@ def predict(sent: Sequence[Sent], policy: str, hinted: bool, num_blocks: int, bl
 def measure(
     server: Server, scripts: Sequence[deque[Ask]], name: str, num_blocks: int, block_size: int
 ) -> dict[str, float]:
-    """One round of a configuration, from an empty cache."""
+    """Measure one round of a configuration, from an empty cache."""
     policy, hinted = CONFIGURATIONS[name]
     server.post("/reset_prefix_cache")
     counters = ("prefix_cache_hits_total", "prefix_cache_queries_total", "num_preemptions_total")
@@ -213,7 +209,7 @@ def measure(
 
 
 def make_row(workload: str, name: str, rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Medians over rounds; times are over those of vLLM in the same round."""
+    """Return medians over rounds; times are divided by those of vLLM in the same round."""
     own, stock = rounds[name], rounds["vllm"]
     medians = {key: statistics.median(each[key] for each in own) for key in own[0]}
     ratios = {
@@ -226,18 +222,8 @@ def make_row(workload: str, name: str, rounds: dict[str, list[dict[str, float]]]
     return row | counts | {key: f"{value:.3f}" for key, value in ratios.items()}
 
 
-def main() -> None:
-    """Prints and writes the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trace", help="a real one in place of the made conversations")
-    parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--requests", type=int, default=24, help="of each client")
-    parser.add_argument("--blocks", type=int, default=96, help="of the cache")
-    parser.add_argument("--block-size", type=int, default=32)
-    parser.add_argument("--running", type=int, default=4, help="requests that the server runs at once")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each configuration, when all rounds are measured."""
     words = trained_tokenizer().encode(_models.read_document(), add_special_tokens=False)
     if given.trace:
         whole = load_trace(given.trace)
@@ -246,21 +232,36 @@ def main() -> None:
         scripts = [make_traced(cut, given.block_size, 1900, words)] * given.clients
     else:
         workload, scripts = "conversations", make_chats(given.seed, given.clients, given.requests, words)
-    options = ["--served-model-name", MODEL, "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"]
-    options += ["--max-num-seqs", str(given.running), "--max-num-batched-tokens", "512", "--disable-uvicorn-access-log"]
-    options += ["--block-size", str(given.block_size), "--num-gpu-blocks-override", str(given.blocks)]
     features: dict[str, Any] = {
         policy: ({"PC_VLLM": "eviction", "PC_VLLM_POLICY": policy}, ()) for policy in ("lru", "hazard")
     }
+    options = {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": given.running, "max_num_batched_tokens": 512}
+    options |= {"block_size": given.block_size, "num_gpu_blocks_override": given.blocks}
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in CONFIGURATIONS}
-    with serving_all(str(trained_model_folder()), options, {"vllm": ({}, ())} | features) as servers:
+    with serving_all({"vllm": ({}, ())} | features, **options) as servers:
         for server in servers.values():
-            ask(server, words[:600], 0.0, False)  # what is made at the first request
+            ask(server, words[:600], 0.0, False)  # the first request takes longer
         for turn in range(given.rounds):
-            for name in list(CONFIGURATIONS)[:: 1 if turn % 2 == 0 else -1]:
+            for name in rotated(CONFIGURATIONS, turn):
                 server = servers[CONFIGURATIONS[name][0]]
                 rounds[name].append(measure(server, scripts, name, given.blocks, given.block_size))
                 print(turn, name, {key: round(value, 4) for key, value in rounds[name][-1].items()}, flush=True)
     shape = {name: getattr(given, name) for name in ("clients", "running", "blocks", "block_size")}
-    rows = [make_row(workload, name, rounds) | shape | conditions("cpu") for name in CONFIGURATIONS]
-    write_rows(ROWS, replaced(ROWS, rows, ("workload",)))
+    yield from (make_row(workload, name, rounds) | shape for name in CONFIGURATIONS)
+
+
+main = Experiment(
+    "vllm_serving.csv",
+    rows,
+    {
+        "--trace": option(help="a real one in place of the made conversations"),
+        "--clients": option(16),
+        "--requests": option(24, "of each client"),
+        "--blocks": option(96, "of the cache"),
+        "--block-size": option(32),
+        "--running": option(4, "requests that the server runs at once"),
+        "--rounds": option(2),
+        "--seed": option(0),
+    },
+    ("workload",),
+).main

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import time
@@ -180,15 +179,3 @@ def in_rounds(
         for name, result in in_turns({name: begin(name) for name in rotated(names, turn)}).items():
             found[name].append(result)
     return found
-
-
-def add_trace_options(parser: argparse.ArgumentParser, unit: str, policies: str) -> None:
-    """Add the options of a trace that runs through an engine's cache; a block is `--split` of the engine's units."""
-    parser.add_argument("trace")
-    parser.add_argument("--policy", action="append", help=f"{policies}; may be given again")
-    parser.add_argument("--share", type=float, default=0.03, help="capacity as a share of the trace's unique blocks")
-    parser.add_argument("--requests", type=int, default=150, help="how many are timed, from the beginning")
-    parser.add_argument("--split", type=int, default=32, help=f"{unit} for each block of the trace, when timed")
-    parser.add_argument("--longest", type=int, default=128, help="tokens that a timed request generates at most")
-    parser.add_argument("--room", type=float, default=0.25, help="timed pool as a share of the timed requests' blocks")
-    parser.add_argument("--rounds", type=int, default=5)

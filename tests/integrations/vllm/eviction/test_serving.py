@@ -11,6 +11,7 @@ pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
 
 from benchmarks.engines import vllm_scheduler as scheduler
 from benchmarks.engines import vllm_serving as serving
+from benchmarks.engines.replay import last
 from pc.cache.replay import Trace
 from pc.cache.replay.traces import continued
 
@@ -71,15 +72,15 @@ def test_a_pool_smaller_than_a_request_is_refused():
     """It waited for ever."""
     trace = Trace("t", 512, [np.arange(9)], [20], [0.0])
     with pytest.raises(ValueError, match="capacity: got 6 blocks of vLLM, needs more than the 11 of one request"):
-        scheduler.run(trace, None, 4, 1, 1, 20)
-    assert scheduler.run(trace, None, 10, 1, 1, 20).hit_rate == 0
+        last(scheduler.passing(trace, None, 4, 1, 1, 20))
+    assert last(scheduler.passing(trace, None, 10, 1, 1, 20)).hit_rate == 0
 
 
 def test_gaps_that_a_policy_makes_are_counted():
     """fifo gives up the beginning of what has grown since; lru leaves no gaps."""
     growing = [np.arange(5), np.arange(100, 103), np.arange(9), np.arange(200, 203), np.arange(9)]
     trace = Trace("t", 512, growing, [1] * 5, [0.0] * 5)
-    rows = scheduler.count_gaps(trace, ["fifo", "lru"], [12 / trace.unique_blocks])
+    rows = list(scheduler.count_gaps(trace, ["fifo", "lru"], [12 / trace.unique_blocks]))
     computed = {(row["policy"], row["reuse"]): round(float(row["computed"]) * trace.num_blocks) for row in rows}
     assert computed["lru", "gap"] == computed["lru", "prefix"]
     assert computed["fifo", "gap"] < computed["fifo", "prefix"]
