@@ -10,11 +10,15 @@ import asyncio
 import contextlib
 import copy
 import operator
+import os
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,6 +118,29 @@ def test_a_model_is_served_again_once_what_hindered_it_is_gone() -> None:
         assert changed_models.differing(model) == []
         assert handle.unsupported is None
         assert handle.last_requests[0].cached_tokens > 0
+
+
+# PyTorch: torch.compile of a model, or the first one of a process, leaves marks that change no forward pass.
+def test_compiling_a_model_elsewhere_empties_no_cache() -> None:
+    script = """
+import torch, changed_models, pc.integrations.huggingface as hf
+from pc.integrations.huggingface.contiguous.tiers import fingerprint
+from generate_cases import prompt
+model = changed_models.build()
+handle = hf.enable_prefix_caching(model, num_blocks=64)
+document, name = handle.compress(prompt(50)), fingerprint(model)
+model.generate(prompt(60), max_new_tokens=2)
+for _ in range(2):
+    with torch.no_grad():
+        torch.compile(model, backend="eager")(prompt(60))
+    model.generate(prompt(60), max_new_tokens=2)
+    assert handle.last_requests[0].cached_tokens == 48, handle.last_requests
+assert fingerprint(model) == name
+with document:
+    model.generate(prompt(60), max_new_tokens=2)
+"""
+    paths = os.pathsep.join([str(Path(__file__).parent / "support"), *sys.path])
+    subprocess.run([sys.executable, "-c", script], check=True, env=os.environ | {"PYTHONPATH": paths})
 
 
 # The same kind in continuous batching.
@@ -713,6 +740,142 @@ def test_threads_pools_and_tasks_read_the_document_that_they_were_started_in() -
         asyncio.run(serve())
         assert torch.equal(found[0], expected)
         assert torch.equal(generate(), exact)
+
+
+# The same kind: whatever else runs the model within a document would answer without the document.
+def few_blocks() -> Any:
+    return transformers.ContinuousBatchingConfig(num_blocks=64)
+
+
+def through_a_thread(call: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+def assisted(model: Any) -> Any:
+    return changed_models.build().generate(QUESTION, assistant_model=model, max_new_tokens=3)
+
+
+def classified(model: Any) -> Any:
+    other = transformers.LlamaForSequenceClassification(model.config).eval()
+    other.model = model.model
+    return other(QUESTION, use_cache=False)
+
+
+ENTRIES: dict[str, Callable[[Any], Any]] = {
+    "forward": lambda model: model(QUESTION),
+    "forward of a question": lambda model: model(QUESTION[:, 200:], use_cache=False),
+    "forward with a cache": lambda model: model(QUESTION, **{CACHE_NAMES[0]: transformers.DynamicCache()}),
+    "forward in a thread": lambda model: through_a_thread(lambda: model(QUESTION)),
+    "forward by a functional call": lambda model: torch.func.functional_call(model, {}, (QUESTION,)),
+    "compiled forward": lambda model: torch.compile(model, backend="eager")(QUESTION),
+    "forward below the head": lambda model: model.model(QUESTION),
+    "another head": classified,
+    "the class's generate": lambda model: type(model).generate(model, QUESTION, max_new_tokens=3),
+    "generate of a model that this one assists": assisted,
+    "generate_batch": lambda model: batching_cases.batched(model, [QUESTION[0].tolist()], 3, num_blocks=64),
+    "a manager": lambda model: model.init_continuous_batching(batching_cases.config(3), few_blocks()),
+}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ENTRIES)
+def test_no_other_entry_of_a_model_leaves_a_document_out_in_silence(name: str, attention: str) -> None:
+    if ("batch" in name or "manager" in name) and release_of(transformers.__version__, 2) < OLDEST_BATCHING:
+        pytest.skip("older transformers are refused by name")
+    model = changed_models.build()
+    model.set_attn_implementation(attention)
+    with enabled(model) as handle, torch.no_grad():
+        document = document_of(handle)
+        expected = ask(model, document).sequences
+        with document, pytest.raises(UnsupportedError, match="document"):
+            ENTRIES[name](model)
+        assert model.config._attn_implementation == attention
+        assert torch.equal(ask(model, document).sequences, expected)
+        ENTRIES[name](model)  # outside all is as ever
+        model.set_attn_implementation(attention)  # a manager that is never started leaves its own
+        assert torch.equal(ask(model, document).sequences, expected)
+
+
+# The same kind: forward passes that were compiled before, and managers that were made, or kept, before.
+def test_what_was_made_before_a_document_was_entered_does_not_leave_it_out() -> None:
+    model = changed_models.build()
+    compiled = torch.compile(model, backend="eager")
+    with enabled(model) as handle, torch.no_grad():
+        document = document_of(handle)
+        want = compiled(QUESTION).logits
+        for _ in range(2):
+            with document, pytest.raises(UnsupportedError, match="document"):
+                compiled(QUESTION)
+            assert torch.equal(compiled(QUESTION).logits, want)
+
+
+@pytest.mark.skipif(
+    release_of(transformers.__version__, 2) < OLDEST_BATCHING, reason="older transformers are refused by name"
+)
+@pytest.mark.parametrize("ours", [False, True])
+def test_managers_that_were_made_before_a_document_take_no_request_within_it(ours: bool) -> None:
+    model, ids = changed_models.build(), QUESTION[0].tolist()
+    with enabled(model) as handle, contextlib.ExitStack() as stack:
+        if ours:
+            stack.enter_context(huggingface.enable_continuous_batching(model, num_blocks=64))
+        document = document_of(handle)
+        manager = model.init_continuous_batching(batching_cases.config(3), few_blocks())
+        with document, pytest.raises(UnsupportedError, match="document"):
+            manager.start()
+        manager.start()
+        try:
+            with document:
+                for add in (manager.add_request, lambda prompt: manager.add_requests([prompt])):
+                    with pytest.raises(UnsupportedError, match="document"):
+                        add(ids)
+            manager.add_request(ids, request_id="one")
+            found = manager.get_result("one", timeout=60)
+        finally:
+            manager.stop()
+            manager.destroy()
+        assert found.error is None
+        assert found.generated_tokens == plain(model, input_ids=QUESTION, max_new_tokens=3)[0, 209:].tolist()
+
+
+# The same kind: what has to stay as it is. Guidance runs the model within a call, and probes run it as it is.
+def test_passes_within_a_call_over_a_document_are_as_ever() -> None:
+    model = changed_models.build(eos_token_id=None)
+    with enabled(model) as handle:
+        whole = handle.compress(CONTEXT, budget=1.0)
+        asked = {"max_new_tokens": 6, "guidance_scale": 1.5}
+        with whole:
+            found = model.generate(QUESTION, **asked)
+            other = handle.compress(CONTEXT, "streaming", budget=0.1)
+            with other:
+                pass
+            with torch.no_grad():
+                vision = changed_models.build()(QUESTION)  # another model
+        assert torch.equal(found, plain(model, input_ids=QUESTION, **asked))
+        assert torch.equal(vision.logits, model(QUESTION).logits)
+
+
+def words(count: int) -> Any:
+    """Return a tokenizer whose words are the numbers of tokens."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(token): token for token in range(count)}, "0"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+def test_pipelines_read_a_document() -> None:
+    model = changed_models.build(eos_token_id=None)
+    with enabled(model) as handle:
+        document = document_of(handle)
+        expected = ask(model, document).sequences
+        tokenizer = words(model.config.vocab_size)
+        pipe = transformers.TextGenerationPipeline(model, tokenizer)
+        asked = " ".join(map(str, QUESTION[0].tolist()))
+        with document:
+            (found,) = pipe(asked, return_tensors=True, max_new_tokens=6, do_sample=False)
+            with pytest.raises(UnsupportedError, match="document"):
+                transformers.FeatureExtractionPipeline(model, tokenizer)(asked)
+        assert found["generated_token_ids"] == expected[0].tolist()
 
 
 # asyncio: an async generator runs in the context of whoever asks it for its next item.

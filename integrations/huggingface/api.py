@@ -15,6 +15,7 @@ To use another name of transformers, add it to `NAMES` under the feature that ne
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import inspect
 import warnings
@@ -518,6 +519,29 @@ def _find(name: str, where: str) -> Any:
 def check_layers(config: Any) -> None:
     """Raise the ValueError of transformers if its continuous batching cannot run the layers of a config."""
     seam.find(f"{PACKAGE}cache:group_layers_by_attn_type")(config)
+
+
+def guard_managers(check: Callable[[Any], None]) -> None:
+    """Let all managers of continuous batching call `check(model)` first, where they are made, started or asked.
+
+    What `check` raises reaches the caller, and nothing was changed.
+    """
+    manager = _found_or_none(CLASSES["ContinuousBatchingManager"])
+    for name in ("__init__", "start", "add_request"):
+        method = getattr(manager, name, None)
+        if method is not None and not hasattr(method, "_pc_checks"):
+            setattr(manager, name, _checked(method, check))
+
+
+def _checked(method: Callable[..., Any], check: Callable[[Any], None]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        model = getattr(self, "model", None)  # it has none yet where it is made
+        check(model if model is not None else args[0] if args else kwargs.get("model"))
+        return method(self, *args, **kwargs)
+
+    checked._pc_checks = True  # type: ignore[attr-defined]
+    return checked
 
 
 def kept_manager(model: Any) -> Any:

@@ -38,6 +38,8 @@ _NUMBERS = (bool, int, float)
 _TWICE = ("__doc__", "__doc__")  # two names that always exist: itemgetter returns a tuple only for several names
 _CACHED = "_can_set_attn_implementation_cached_value"  # transformers computes it once for each class
 _LAZY = frozenset({"__slotnames__", "__annotations__", "__annotations_cache__", "__doc__", _CACHED})
+_BY_COMPILE = frozenset({"__init__", "__setstate__", "___needs_generation_tag_patch"})
+"""Attributes of `torch.nn.Module` that the first torch.compile of a process changes. No forward pass uses them."""
 
 
 class Functions:
@@ -157,7 +159,7 @@ class Functions:
         """Return lines that are the same in every process that runs the same functions."""
         found = [f"{f.__module__}.{f.__qualname__} {code_digest(f)}" for f in self._functions]
         for label, values, names in self._spaces.values():
-            for name in names or list(values):
+            for name in names or _names_of(values):
                 value = values[name]
                 if isinstance(value, _NUMBERS):
                     found.append(f"{label}.{name} {value!r}")
@@ -167,13 +169,19 @@ class Functions:
         return sorted(set(found))
 
 
+def _left_out(values: Any) -> frozenset[str]:
+    """Return names that a class may gain or change without another forward pass."""
+    return _LAZY | _BY_COMPILE if values.get("__module__") == torch.nn.Module.__module__ else _LAZY
+
+
 def _names_of(values: Any) -> list[str]:
-    """Return the names in a class, without those that Python adds on first use."""
-    return [name for name in values if name not in _LAZY]
+    """Return the names in a class, without those that Python and torch.compile add or change on first use."""
+    left_out = _left_out(values)
+    return [name for name in values if name not in left_out]
 
 
 def _size(values: Any) -> int:
-    return len(values) - sum(name in values for name in _LAZY)
+    return len(values) - sum(name in values for name in _left_out(values))
 
 
 def vars_of(value: Any) -> dict[str, Any]:

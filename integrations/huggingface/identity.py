@@ -33,8 +33,8 @@ _INTERNAL = frozenset(vars(torch.nn.Module()))
 """Attributes of every torch module. Only the tables below affect what a forward pass computes."""
 _TABLES = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-ATTACHED = frozenset({"generate", "init_continuous_batching", KEPT_MANAGER, RECORDING})
-"""Attributes of a model that this package or transformers adds. They do not change keys and values."""
+ATTACHED = frozenset({"generate", "init_continuous_batching", KEPT_MANAGER, RECORDING, "_is_torch_compile"})
+"""Attributes of a model that this package, transformers or torch.compile adds. They do not change keys and values."""
 ROW_HOOKS = ("adapter_names", "alora_offsets")
 """Names of the settings that PEFT gives its layers for each row, through hooks that it adds for one call."""
 

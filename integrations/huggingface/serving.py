@@ -37,6 +37,7 @@ from .support import (
     rope_keys,
     take_stop_strings,
 )
+from .visits import apart
 
 logger = logging.getLogger("pc.integrations.huggingface")
 
@@ -74,7 +75,7 @@ class Serving:
         self._engine, self.unsupported = None, None
         self.documents.forget()
         self.steps.drop()
-        with without_row_settings(model), set_by_forward(model) as transient:
+        with apart(), without_row_settings(model), set_by_forward(model) as transient:
             try:
                 with refusing("a look at it fails"):
                     check_model(model)

@@ -13,7 +13,7 @@ import torch
 from ....cache import CacheManager, FullAttention, Group, SlidingWindow
 from ....cache.allocation import CacheStats
 from ...tested import say_untested
-from ..api import ContinuousBatchingConfig, check_batching, check_layers, kept_manager
+from ..api import ContinuousBatchingConfig, check_batching, check_layers, kept_manager, look
 from ..calls import UnsupportedError, refuse_if
 from ..enable import ReplacedMethod, check_not_replaced, generating_model
 from ..identity import Identity, set_by_forward, without_row_settings
@@ -21,6 +21,7 @@ from ..paged.layers import LayerSpec, PagedStorage, layer_windows
 from ..paged.packed import probe_packed
 from ..settings import ScopedSetting, check_number, check_salt, default_num_blocks
 from ..support import check_model
+from ..visits import apart
 from .blocks import ScheduledBlocks, SharedBlocks
 
 REPLACED = "init_continuous_batching"
@@ -104,6 +105,8 @@ class ContinuousBatching:
         self.block_size = block_size
         self.untested = say_untested("transformers", "torch")
         """The installed versions that no test of ours passed on, in words; None if there is none."""
+        self.framework = look()
+        """The version of transformers that the handle found, and which features it cannot serve with it."""
         self._model: weakref.ref[Any] = weakref.ref(model)
         self._num_blocks, self._policy = num_blocks, policy
         self._lock = threading.RLock()
@@ -124,7 +127,7 @@ class ContinuousBatching:
         num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
         try:
             _check(model)
-            with without_row_settings(model), set_by_forward(model) as transient:
+            with apart(), without_row_settings(model), set_by_forward(model) as transient:
                 specs = probe_packed(model, self.block_size)
             refuse_if(len(specs) != num_layers, f"{len(specs)} of its {num_layers} layers cache keys and values")
             windows = layer_windows(model.config)

@@ -50,6 +50,7 @@ def check_loop_over_document(loop: Loop, content: Content) -> None:
     """Raise UnsupportedError for a loop that cannot read a document, or whose tokens are not known to be right."""
     config, model = loop.generation_config, loop.model
     refuse_if(loop.mode not in LOOPS, f"generation mode {loop.mode} {_OVER}")
+    refuse_if(getattr(config, "is_assistant", None), f"is_assistant {_OVER}: the model drafts for another one")
     if loop.mode == "assisted_generation":
         lookup = config.prompt_lookup_num_tokens is not None and config.assistant_early_exit is None
         name = "assistant_early_exit" if config.assistant_early_exit is not None else "use_mtp"

@@ -31,12 +31,12 @@ from ..contiguous.tiers import fingerprint
 from ..paged.dispatch import MarkedCall, install, mark
 from ..settings import CacheOptions, ScopedSetting, memory_budget
 from ..support import Loop, changing_rope, check_model
+from ..visits import Visit, apart, enter, leave, open_visits, visited
 from .document import CompressedDocument
 from .kept import Content, KeptLayer, WindowLayer, digest_of, keep
 from .layers import CachedPass
 from .presses import press_key
 from .questions import answer, check_loop_over_document, is_compiled
-from .visits import Visit, enter, leave, open_visits, visited
 
 
 class Reader(NamedTuple):
@@ -93,13 +93,17 @@ class Documents:
             self._left()
 
     @property
+    def model(self) -> Any:
+        """The model that reads the documents; None when it is gone."""
+        return self._model()
+
+    @property
     def entered(self) -> bool:
         """Whether some thread or task is within a document of the model, of whichever handle."""
         return bool(self._entered())
 
     def _entered(self) -> list[Visit]:
-        model = self._model()
-        return [visit for visit in open_visits() if visit.document.documents._model() is model]
+        return [visit for visit in open_visits() if visit.document.documents.model is self.model]
 
     def current_document(self) -> CompressedDocument | None:
         """Return the document that a call of this thread or task reads, if any.
@@ -107,8 +111,7 @@ class Documents:
         Raises:
             ValueError: It was closed, or another handle serves the model now.
         """
-        model = self._model()
-        visits = [visit for visit in visited() if visit.document.documents._model() is model]
+        visits = [visit for visit in visited() if visit.document.documents.model is self.model]
         if not visits:
             return None
         document = visits[-1].document
@@ -189,7 +192,8 @@ class Documents:
             raise ValueError(f"document: was read by {changed} than those of this call; compress it again")
         self.check_salt("document", content)
         check_loop_over_document(loop, content)
-        return answer(loop, content, reader.store, self._options.chunk, calls)
+        with apart():
+            return answer(loop, content, reader.store, self._options.chunk, calls)
 
     @torch.no_grad()
     def compress(self, context_ids: Any, press: Any, budget: float) -> CompressedDocument:
@@ -212,7 +216,8 @@ class Documents:
         if content is None:
             try:
                 check_compressible(reader.model)
-                content = read(reader.model, tokens, press, float(budget), key)
+                with apart():
+                    content = read(reader.model, tokens, press, float(budget), key)
                 adapters = digest_of(key, reader.adapters or None)
                 content = content._replace(adapters=adapters, salt=digest_of(key, salt))
             except UnsupportedError as error:

@@ -1,9 +1,10 @@
 """Dispatch of a paged pass without touching any config: the pass is found through the key tensor.
 
 `Cache.update` marks the key tensor it gives back with the pass it belongs to; transformers hands that very tensor to
-the attention function. The attention registry that a modeling file looks at is replaced by one whose functions look
-for the mark and otherwise call what the original registry gives. No state is set for the time of a call, so nothing
-can be left set or seen by other threads, models or calls. Transformers returns a four-dimensional mask as it is.
+the attention function. `install` replaces the attention registry that a modeling file looks at. The functions of the
+new one look for the mark and otherwise call what the original registry gives. No state is set for the time of a call,
+so nothing can be left set or seen by other threads, models or calls. Transformers returns a four-dimensional mask as it
+is.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import torch
 from ..api import PACKED, REGISTRY, AttentionInterface, need
 from ..calls import UnsupportedError, refuse_if
 from ..support import modeling_globals
+from ..visits import check_forward, may_be_within
 
 MARK = "_pc_pass"
 
 
 class MarkedCall(NamedTuple):
-    """What a layer attends with: `query [batch, num_heads, num_tokens, head_dim]`, and the keys that were marked."""
+    """The inputs of a layer's attention: `query [batch, num_heads, num_tokens, head_dim]`, and keys that are marked."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -34,10 +36,10 @@ class MarkedCall(NamedTuple):
 
 
 class PagedPass:
-    """What a marked key leads to."""
+    """A forward pass whose layers attend in a way of their own; marked keys lead to it."""
 
     def attend(self, call: MarkedCall) -> torch.Tensor:
-        """Attention of a call's queries over all that is cached, `[batch, num_tokens, num_heads, head_dim]`.
+        """Return attention of a call's queries over all that is cached, `[batch, num_tokens, num_heads, head_dim]`.
 
         A mark of this class itself, on a mask, is found where a layer's keys are not those just cached.
         """
@@ -59,7 +61,7 @@ class PagedPass:
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """What transformers' layers call: `AttentionInterface`'s signature over `attend`."""
+        """Attend as transformers' layers ask for it, with the parameters of `AttentionInterface`."""
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         refuse_if(not causal, "its attention uses attention that is not causal")
         refuse_if(dropout, "its attention uses dropout")
@@ -69,13 +71,13 @@ class PagedPass:
 
 
 def mark(key: torch.Tensor, batch: PagedPass) -> torch.Tensor:
-    """Binds a key tensor to a pass; the mark dies with the tensor."""
+    """Bind a key tensor to a pass; the mark dies with the tensor."""
     setattr(key, MARK, batch)
     return key
 
 
 def no_mask(num_tokens: int, device: torch.device) -> torch.Tensor:
-    """What to give as attention_mask: of the right shape, without memory, returned as it is by mask functions."""
+    """Return an attention_mask of the right shape, without memory, which mask functions return as it is."""
     # Marked too, so that a layer of the pass whose keys are not those just cached is refused, not computed.
     return mark(torch.ones((), dtype=torch.bool, device=device).expand(1, 1, num_tokens, num_tokens), PagedPass())
 
@@ -88,7 +90,7 @@ class Dispatch(AttentionInterface):  # type: ignore[misc]  # transformers is unt
         self._made: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def get_interface(self, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        """The original's function with a look at the key before it."""
+        """Return the original's function, which runs where the keys are not marked."""
         return self._before(self.original.get_interface(attn_implementation, default))
 
     def __getitem__(self, key: str) -> Callable[..., Any]:
@@ -111,7 +113,7 @@ class Dispatch(AttentionInterface):  # type: ignore[misc]  # transformers is unt
 
     def _before(self, found: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():  # a compiled forward is never part of a paged pass; traced as it was
-            return found
+            return _checking(found) if may_be_within() else found
         if found not in self._made:
             self._made[found] = _looking(found)
         return self._made[found]
@@ -123,6 +125,7 @@ def _looking(found: Callable[..., Any]) -> Callable[..., Any]:
         mask = args[0] if args else kwargs.get("attention_mask")
         batch: PagedPass | None = getattr(key, MARK, getattr(mask, MARK, None))
         if batch is None:
+            check_forward(module)
             return found(module, query, key, value, *args, **kwargs)
         kwargs["attention_mask"] = mask
         return batch.attention(module, query, key, value, **kwargs)
@@ -130,8 +133,21 @@ def _looking(found: Callable[..., Any]) -> Callable[..., Any]:
     return attention
 
 
+def _checking(found: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what a forward pass that is compiled calls while some thread is within a document."""
+
+    def attention(module: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_uncompiled(module)
+        return found(module, *args, **kwargs)
+
+    return attention
+
+
+_check_uncompiled = torch.compiler.disable(check_forward)
+
+
 def install(model: torch.nn.Module) -> int:
-    """Puts a `Dispatch` into the modeling files of a model, once each; how many files have one now."""
+    """Put a `Dispatch` into the modeling files of a model, once each, and return how many files have one now."""
     # It stays: without marked keys it costs a look-up, and taking it out could hit a pass of another model.
     need(PACKED)
     count = 0

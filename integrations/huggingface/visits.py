@@ -1,4 +1,4 @@
-"""The compressed documents that the calls of a thread or task read: entered by `with document:`, left at its end.
+"""The compressed documents that the calls of a thread or task read, from `with document:` to its end.
 
 A context variable keeps them, so each thread and each asyncio task has its own. Tasks take over what the task that
 creates them has entered; `carry` makes threads do the same, and what is submitted to a pool of threads.
@@ -9,19 +9,24 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, cast
 
-from ..settings import inherited_settings
+from .api import guard_managers
+from .calls import UnsupportedError
+from .settings import inherited_settings
 
 if TYPE_CHECKING:
-    from .document import CompressedDocument
+    from .compression.document import CompressedDocument
 
 _lock = threading.Lock()
 _open: list[Visit] = []  # of all threads
 _VISITS: ContextVar[tuple[Visit, ...]] = ContextVar("pc_documents", default=())
+_APART: ContextVar[bool] = ContextVar("pc_apart", default=False)
+_entered = False  # whether some block has not ended: forward passes that are compiled depend on it
 
 
 class Visit:
@@ -30,6 +35,11 @@ class Visit:
     def __init__(self, document: CompressedDocument) -> None:
         self.document, self.owner, self.open = document, _here(), True
         self.left_elsewhere = False  # so that a context which still has it tells nothing
+
+    def modules(self) -> Iterator[Any]:
+        """Return the modules of the document's model, with what is inside them."""
+        model = self.document.documents.model
+        return iter(()) if model is None else model.modules()
 
     @property
     def in_this_thread(self) -> bool:
@@ -51,9 +61,14 @@ def enter(document: CompressedDocument) -> Visit:
     carry()
     visit = Visit(document)
     with _lock:
-        _open.append(visit)
+        _change([*_open, visit])
     _VISITS.set((*_VISITS.get(), visit))
     return visit
+
+
+def _change(visits: list[Visit]) -> None:
+    global _entered
+    _open[:], _entered = visits, bool(visits)
 
 
 def open_visits() -> list[Visit]:
@@ -65,7 +80,7 @@ def open_visits() -> list[Visit]:
 def leave(visit: Visit) -> None:
     """End a block, whichever thread or task it is left in."""
     with _lock:
-        _open[:] = [other for other in _open if other is not visit]
+        _change([other for other in _open if other is not visit])
     visit.open, visit.left_elsewhere = False, visit.owner != _here()
     _VISITS.set(tuple(other for other in _VISITS.get() if other is not visit))
 
@@ -76,6 +91,53 @@ def visited() -> list[Visit]:
     return [v for v in _VISITS.get() if v.open or not (v.left_elsewhere or v.owner == here)]
 
 
+@contextmanager
+def apart() -> Iterator[None]:
+    """Let this thread's forward passes compute what they compute outside of documents.
+
+    Probes need that, and calls that were checked, which read their document through their own cache.
+    """
+    before = _APART.get()
+    _APART.set(True)
+    try:
+        yield
+    finally:
+        _APART.set(before)
+
+
+def check_forward(module: Any) -> None:
+    """Refuse an attention layer's pass that would leave out the document that this thread has entered.
+
+    Raises:
+        UnsupportedError: The layer belongs to the document's model, and no call of `model.generate` runs it.
+    """
+    if not _VISITS.get() or _APART.get() or not getattr(module, "is_causal", True):
+        return
+    if any(module is layer for visit in visited() for layer in visit.modules()):
+        raise UnsupportedError(
+            "a forward pass within `with document:` would not read the document: only model.generate reads it; "
+            "call the model outside of the block"
+        )
+
+
+def may_be_within() -> bool:
+    """Return whether some thread is within a document, for forward passes that are compiled."""
+    return _entered
+
+
+def check_manager(model: Any) -> None:
+    """Refuse continuous batching of a model whose document this thread has entered.
+
+    Raises:
+        UnsupportedError: The thread is within a document of the model.
+    """
+    if any(visit.document.documents.model is model for visit in visited()):
+        raise UnsupportedError(
+            "continuous batching within `with document:` would not read the document: only model.generate reads it; "
+            "use generate_batch and its managers outside of the block"
+        )
+
+
 def carry() -> None:
     """Let threads and pools of threads take over the documents of the thread that starts them or submits to them.
 
@@ -84,6 +146,7 @@ def carry() -> None:
     """
     if hasattr(threading.Thread.start, "_pc_carries"):
         return
+    guard_managers(check_manager)
     start, submit = threading.Thread.start, cast("Callable[..., Future[Any]]", ThreadPoolExecutor.submit)
 
     @functools.wraps(start)
