@@ -43,6 +43,10 @@ from pc.integrations.huggingface.compression.presses import press_key  # noqa: E
 from pc.integrations.huggingface.compression.reading import check_compressible  # noqa: E402
 from pc.integrations.tested import release  # noqa: E402
 
+needs_batching = pytest.mark.skipif(
+    release(transformers.__version__)[:2] < OLDEST_BATCHING, reason="older transformers are refused by name"
+)
+
 
 def store(manager: pc.CacheManager, name: str, tokens: list[int], **options: object) -> None:
     manager.allocate(name, tokens, **options)
@@ -144,9 +148,7 @@ with document:
 
 
 # The same kind in continuous batching.
-@pytest.mark.skipif(
-    release(transformers.__version__)[:2] < OLDEST_BATCHING, reason="older transformers are refused by name"
-)
+@needs_batching
 @pytest.mark.parametrize("name", ["layer dropped", "other KV heads", "window narrowed", "window to none"])
 def test_generate_batch_probes_a_changed_model_anew(name: str) -> None:
     make, change = changed_models.CHANGES[name]
@@ -238,9 +240,7 @@ def test_what_is_computed_by_a_model_changed_in_a_call_is_not_published(change: 
 
 
 # The same kind in continuous batching, where another thread streams what is generated.
-@pytest.mark.skipif(
-    release(transformers.__version__)[:2] < OLDEST_BATCHING, reason="older transformers are refused by name"
-)
+@needs_batching
 @pytest.mark.parametrize("change", [change_hook, change_setting, change_class])
 def test_what_a_batching_session_computes_by_a_changed_model_is_not_published(change: Any) -> None:
     model = batching_cases.LLAMA.build()
@@ -781,7 +781,7 @@ ENTRIES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ENTRIES)
 def test_no_other_entry_of_a_model_leaves_a_document_out_in_silence(name: str, attention: str) -> None:
-    if ("batch" in name or "manager" in name) and release_of(transformers.__version__, 2) < OLDEST_BATCHING:
+    if ("batch" in name or "manager" in name) and release(transformers.__version__)[:2] < OLDEST_BATCHING:
         pytest.skip("older transformers are refused by name")
     model = changed_models.build()
     model.set_attn_implementation(attention)
@@ -810,9 +810,7 @@ def test_what_was_made_before_a_document_was_entered_does_not_leave_it_out() -> 
             assert torch.equal(compiled(QUESTION).logits, want)
 
 
-@pytest.mark.skipif(
-    release_of(transformers.__version__, 2) < OLDEST_BATCHING, reason="older transformers are refused by name"
-)
+@needs_batching
 @pytest.mark.parametrize("ours", [False, True])
 def test_managers_that_were_made_before_a_document_take_no_request_within_it(ours: bool) -> None:
     model, ids = changed_models.build(), QUESTION[0].tolist()
