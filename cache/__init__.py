@@ -1,4 +1,4 @@
-"""Block identity, eviction and the manager that hands out block tables; numpy only in the hot path."""
+"""Block identity, eviction policies, and the manager of block tables. Its hot path uses numpy only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .tensors.step import Step
 from .tensors.tensor_cache import TensorCache
 
 GroupedCacheManager = CacheManager[GroupedAllocation, list[Pairs], tuple[Slots, ...]]
-"""A manager of several groups, for type checkers.
+"""A manager of several groups, for type annotations.
 
 Examples:
     >>> def tables(manager: pc.GroupedCacheManager, request_id: str) -> list[list[int]]:
@@ -36,7 +36,7 @@ Examples:
 
 if TYPE_CHECKING:
     from . import replay as replay
-else:  # hidden from type checkers, which would take any name for one of Any
+else:  # with __getattr__ visible, type checkers would accept any attribute name
 
     def __getattr__(name: str) -> Any:
         if name == "replay":  # no manager needs it

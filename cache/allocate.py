@@ -1,4 +1,4 @@
-"""How a request gets its blocks: those that are cached are held, the rest is taken."""
+"""Starting a request: cached blocks are held, and fresh blocks are allocated for the other tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def allocate(
     wanted: int,
     segments: Sequence[Span] | None = None,
 ) -> BaseAllocation:
-    """Starts a request: see `CacheManager.allocate`; `wanted` tokens are to have blocks at least."""
+    """Start a request whose first `wanted` tokens, at least, get blocks; see `CacheManager.allocate`."""
     if request_id in state.running or request_id in state.preempted:
         state.check_new("request_id", request_id)
     size, num_tokens, pool = state.block_size, len(tokens), state.pools[0]
@@ -43,7 +43,7 @@ def allocate(
         hit = state.extended(request, hit, reuse, segments)
     check_available(state, hit)
     state.begin()
-    if reuse not in ("prefix", "gap") and reuse not in state.reuses:  # from now on published blocks are entered
+    if reuse not in ("prefix", "gap") and reuse not in state.reuses:  # from now on published blocks are indexed
         state.reuses = state.with_reuse(reuse)
     allocation = admit(state, request_id, request, hit)
     begun, behind = hit.position - hit.copied, allocation.num_cached_tokens - hit.position
@@ -63,7 +63,7 @@ def allocate(
 
 
 def check_available(state: ManagerState, hit: Hit) -> None:
-    """Raises OutOfBlocks unless there are blocks for what a hit leaves to be taken."""
+    """Raise OutOfBlocks if there are too few blocks for those a hit does not cover."""
     for pool, part in zip(state.pools, hit.groups, strict=True):
         if part.prefix_lengths.size > pool.num_free:
             held = np.union1d(part.held, hit.borrowed) if hit.borrowed.size else part.held
@@ -71,9 +71,9 @@ def check_available(state: ManagerState, hit: Hit) -> None:
 
 
 def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit) -> BaseAllocation:
-    """Give a request its blocks, of which there are enough; the caller has called `begin`."""
+    """Give a request its blocks. The caller has checked that there are enough, and has called `begin`."""
     size, tables = state.block_size, request.tables
-    state.running[request_id] = request  # before anything is taken: comparing ids is the caller's code
+    state.running[request_id] = request  # before blocks are allocated, because comparing ids runs the caller's code
     for pool, (table, held, fresh, prefix_lengths, _) in zip(state.pools, hit.groups, strict=True):
         if held.size:
             pool.hold(held)
@@ -111,19 +111,19 @@ def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit)
 
 
 def _copy_beginning(state: ManagerState, request: Request, hit: Hit) -> list[Pairs]:
-    """The copy of a borrowed block's first tokens to the first fresh block."""
+    """Record that the first tokens of a borrowed block are copied to the first fresh block; return the copy."""
     pair = hit.borrowed.item(0), request.tables[0].item(hit.blocks)
     state.pools[0].refill(pair[1], hit.copied, pair[0])
     return [[pair]]
 
 
 def _load(state: ManagerState, hit: Hit) -> list[Pairs]:
-    """Per group, (host slot, block) of the blocks that are loaded."""
+    """Return, for each group, (host slot, block) of the blocks to load."""
     block, first = divmod(hit.committed, state.block_size)
     pairs = []
     for pool, part in zip(state.pools, hit.groups, strict=True):
         loaded = part.table[part.fresh][: len(part.slots)].tolist() if part.slots else []
         pairs.append(list(zip(part.slots, loaded, strict=True)))
-        if first:  # tokens taken back may have been swapped out behind the last one
+        if first:  # tokens that were rolled back may have been swapped out behind the last one
             pool.refill(part.table.item(block), first)
     return pairs

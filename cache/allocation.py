@@ -1,4 +1,4 @@
-"""What the manager hands out."""
+"""The results of a manager's methods."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PairsT = TypeVar("PairsT", default=Pairs)
 
 
 class MovedSpan(NamedTuple):
-    """Tokens of a prompt that are cached at another position, or behind other text: see `Allocation.moved`.
+    """Tokens of a prompt that are cached at another position or behind other text; see `Allocation.moved`.
 
     Attributes:
-        start: The first of them in this prompt.
-        end: Behind the last.
-        slots: Where their KV is, [end - start] int64, of any alignment.
-        delta: By how many positions their keys are to be turned, this prompt's minus those they were computed for.
-        targets: The slots of this request that they are to be copied to, [end - start] int64.
+        start: Position of the first token in this prompt.
+        end: Position after the last token.
+        slots: Slots of the cached KV, [end - start] int64. They need not start at a block boundary.
+        delta: Number of positions by which the keys must be rotated: this prompt's position minus the cached one.
+        targets: Slots of this request to copy the KV to, [end - start] int64.
 
     Examples:
         >>> manager = pc.CacheManager(num_blocks=16, block_size=4)
@@ -50,20 +50,20 @@ class MovedSpan(NamedTuple):
 
 
 class BaseAllocation:
-    """Blocks for some tokens of a request, and what is left to compute, whatever the number of groups.
+    """Blocks for some tokens of a request, and the spans to compute, for any number of groups.
 
     Attributes:
-        cached_spans: Token ranges [start, end) whose KV is there, ascending.
-        compute_spans: Token ranges [start, end) to compute, ascending; together they cover the tokens.
-        num_cached_tokens: Tokens in `cached_spans`.
-        wait_for: Id of a request that is computing the next block of this prompt at this moment, or None. Waiting for
-            its commit and allocating anew saves the work; going on is right too.
-        junction: The longest hit of the attention layers alone, in tokens, where a recurrent group has no state for it:
-            `CacheManager.checkpoint` there lets the next such prompt begin at it. None where there is none.
-        moved: Spans of tokens that are cached elsewhere, ascending, with `reuse="anywhere"` alone: before this step
-            computes anything their KV is to be copied to `MovedSpan.targets`, keys turned by `delta` positions
-            (`pc.move_slots`). `compute_spans` leaves them out. The blocks they are in are held until the next commit.
-        approximate_from: The first position whose block has, or stands behind, moved KV; None where all is exact.
+        cached_spans: Token ranges [start, end) whose KV is cached, ascending.
+        compute_spans: Token ranges [start, end) to compute, ascending. Both kinds of spans together cover the tokens.
+        num_cached_tokens: Number of tokens in `cached_spans`.
+        wait_for: Id of a request that is computing the next block of this prompt now, or None. The caller may wait for
+            its commit and allocate again, which saves the work. Continuing at once is right too.
+        junction: Length in tokens of the longest hit of the attention layers alone, if it is longer than the states of
+            a recurrent group allow; else None. A `CacheManager.checkpoint` there lets the next such prompt start there.
+        moved: Spans of tokens that are cached elsewhere, ascending; only with `reuse="anywhere"`. Before this step
+            computes anything, the caller must copy their KV to `MovedSpan.targets` with keys rotated by `delta`
+            positions (`pc.move_slots`). They are not in `compute_spans`. Their blocks are held until the next commit.
+        approximate_from: The first position whose block holds moved KV or is behind moved KV; None if all KV is exact.
     """
 
     __slots__ = (
@@ -104,16 +104,16 @@ class BaseAllocation:
         self.approximate_from = approximate_from
 
     def recompute_moved(self, fraction: float) -> Slots:
-        """The moved tokens to be computed again, so that they see what is before them now: the first of each span.
+        """Return the moved tokens to compute again, behind the text that is before them now: the first of each span.
 
-        A span's first tokens differ most from what they would be: later ones see them. Each span gives the same
-        number, those that are shorter give all they have (EPIC, arXiv:2410.15332).
+        The first tokens of a span differ most from exact KV, because later ones attend to them. Each span gives the
+        same number of tokens; a shorter span gives all (EPIC, arXiv:2410.15332).
 
         Args:
-            fraction: Share of all moved tokens, 0 to 1; with 1 nothing that was moved is read.
+            fraction: Share of all moved tokens, 0 to 1. With 1 no moved KV is used.
 
         Returns:
-            Their positions, ascending, [n] int64. They are computed with the other tokens, at once.
+            Their positions, ascending, [n] int64. Compute them together with the other tokens, in one pass.
 
         Raises:
             TypeError: `fraction` is not a number.
@@ -136,12 +136,12 @@ class BaseAllocation:
         return np.concatenate(chosen) if chosen else np.empty(0, np.int64)
 
     def slots_at(self, positions: npt.NDArray[Any], group: int = 0) -> Slots:
-        """The slots of any of the tokens, computed, cached or moved: [n] int64."""
+        """Return the slots of tokens at these positions, computed, cached or moved: [n] int64."""
         blocks = positions // self._block_size - self._first_block
         return self._tables[group][blocks].astype(np.int64) * self._block_size + positions % self._block_size
 
     def slot_runs(self, group: int = 0) -> list[Run]:
-        """The slot mapping of a group as runs of consecutive slots; tokens whose slot is -1 are in none."""
+        """Return the slot mapping of a group as runs of consecutive slots. Tokens with slot -1 are in no run."""
         size, base, table = self._block_size, self._first_block, self._tables[group]
         runs: list[Run] = []
         done = 0
@@ -158,22 +158,22 @@ class BaseAllocation:
         return runs
 
     def group_block_ids(self, group: int) -> Ids:
-        """`block_ids` of a group."""
+        """Return `block_ids` of a group."""
         return self._tables[group][max(self._new_block - self._first_block, 0) :]
 
     def group_slot_mapping(self, group: int) -> Slots:
-        """`slot_mapping` of a group, computed when it is first asked for."""
+        """Return `slot_mapping` of a group. It is computed on first use."""
         if self._slots is None:
             count = sum([end - start for start, end in self.compute_spans])
             self._slots = [slots_of_runs(self.slot_runs(g), count) for g in range(len(self._tables))]
         return self._slots[group]
 
     def group_copies(self, group: int) -> Pairs:
-        """`copies` of a group."""
+        """Return `copies` of a group."""
         return self._copies[group] if self._copies else []
 
     def group_loads(self, group: int) -> Pairs:
-        """`loads` of a group."""
+        """Return `loads` of a group."""
         return self._loads[group] if self._loads else []
 
     def __repr__(self) -> str:
@@ -183,7 +183,7 @@ class BaseAllocation:
 
 
 class Allocation(BaseAllocation):
-    """What a manager of one group gives; see `BaseAllocation` for the other attributes.
+    """The allocation of a manager with one group. See `BaseAllocation` for the other attributes.
 
     Examples:
         >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
@@ -196,27 +196,27 @@ class Allocation(BaseAllocation):
 
     @property
     def block_ids(self) -> Ids:
-        """Block numbers [n] int32, in the order of the sequence, -1 for a hole. Of `append` those newly taken."""
+        """Block numbers [n] int32 in sequence order, -1 for a hole. After `append`, only the new blocks."""
         return self.group_block_ids(0)
 
     @property
     def slot_mapping(self) -> Slots:
-        """Slot of every token of `compute_spans`, in order: [num_tokens] int64, -1 where KV is already there."""
+        """Slot of every token of `compute_spans`, in order: [num_tokens] int64, -1 if its KV is already cached."""
         return self.group_slot_mapping(0)
 
     @property
     def copies(self) -> Pairs:
-        """(source block, target block) to be copied, in order, before anything is written."""
+        """Pairs (source block, target block) to copy, in order, before anything is written."""
         return self.group_copies(0)
 
     @property
     def loads(self) -> Pairs:
-        """(host slot, block) to be copied before anything is written; only `resume` has any."""
+        """Pairs (host slot, block) to copy before anything is written. Only `resume` returns any."""
         return self.group_loads(0)
 
 
 class GroupedAllocation(BaseAllocation):
-    """What a manager of several groups gives: one entry a group; see `BaseAllocation` for the other attributes.
+    """The allocation of a manager with several groups: an entry for each group. See `BaseAllocation` for the rest.
 
     Examples:
         >>> groups = [pc.FullAttention(), pc.SlidingWindow(window=4)]
@@ -230,34 +230,37 @@ class GroupedAllocation(BaseAllocation):
 
     @property
     def block_ids(self) -> tuple[Ids, ...]:
-        """Per group, block numbers [n] int32, in the order of the sequence, -1 for a hole. Of `append` the new ones."""
+        """For each group, block numbers [n] int32 in sequence order, -1 for a hole.
+
+        After `append`, only the new blocks.
+        """
         return tuple([self.group_block_ids(group) for group in range(len(self._tables))])
 
     @property
     def slot_mapping(self) -> tuple[Slots, ...]:
-        """Per group, slot of every token of `compute_spans`: [num_tokens] int64, -1 where KV is already there.
+        """For each group, the slot of every token of `compute_spans`, [num_tokens] int64.
 
-        A recurrent group has -1 for all.
+        The slot is -1 if the token's KV is already cached. A recurrent group has -1 for all tokens.
         """
         return tuple([self.group_slot_mapping(group) for group in range(len(self._tables))])
 
     @property
     def copies(self) -> list[Pairs]:
-        """Per group, (source block, target block) to be copied, in order, before anything is written."""
+        """For each group, pairs (source block, target block) to copy, in order, before anything is written."""
         return [self.group_copies(group) for group in range(len(self._tables))]
 
     @property
     def loads(self) -> list[Pairs]:
-        """Per group, (host slot, block) to be copied before anything is written; only `resume` has any."""
+        """For each group, pairs (host slot, block) to copy before anything is written. Only `resume` returns any."""
         return [self.group_loads(group) for group in range(len(self._tables))]
 
 
 class AppendedTokens(tuple[SlotsT, PairsT], Generic[SlotsT, PairsT]):
-    """The slots and copies of `CacheManager.append_each`, with what else a `Step` is made of.
+    """The slots and copies of `CacheManager.append_each`, with the attributes that a `Step` is made of.
 
     Attributes:
-        slot_mapping: The slot of each new token, [n] int64; with several groups one array a group.
-        copies: What `Allocation.copies` is.
+        slot_mapping: The slot of each new token, [n] int64. With several groups, an array for each group.
+        copies: The same as `Allocation.copies`.
         requests: The requests, in order.
         positions: The position of each new token in its request, [n] int32.
 
@@ -281,7 +284,7 @@ class AppendedTokens(tuple[SlotsT, PairsT], Generic[SlotsT, PairsT]):
         self.positions = np.array(positions, np.int32)
         return self
 
-    def __getnewargs__(self) -> tuple[Any, ...]:  # for pickle and copy: a tuple would pass itself to `__new__`
+    def __getnewargs__(self) -> tuple[Any, ...]:  # for pickle and copy, because a tuple passes itself to `__new__`
         return self[0], self[1], self.requests, self.positions
 
     @property
@@ -294,28 +297,34 @@ class AppendedTokens(tuple[SlotsT, PairsT], Generic[SlotsT, PairsT]):
 
     @property
     def query_start_loc(self) -> npt.NDArray[np.int32]:
-        """Where the token of each request begins in the packed batch, [n + 1] int32."""
+        """The index of each request's token in the packed batch, [n + 1] int32."""
         return np.arange(len(self.requests) + 1, dtype=np.int32)
 
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Counters of a manager; tokens and blocks since it was made or reset, blocks of all groups together.
+    """Counters of a manager since it was made or reset. Blocks of all groups are added up.
 
     Attributes:
-        free_blocks: Without content.
-        cached_blocks: Complete, with a reference count of 0: published until evicted.
-        num_requests: Running now.
-        queried_tokens: Tokens of all prompts that `allocate` was given.
-        hit_tokens: Of those, tokens that need not be computed.
-        hit_tokens_by_cause: `hit_tokens` split: prefix, gap (behind a missing block), partial (a copied part).
-        moved_tokens: Of `queried_tokens`, those found at another place; not among `hit_tokens`.
-        index_bytes: Memory of the indexes of what is reused but for whole blocks: moved text, parts of blocks.
-        offloaded_blocks: Evicted blocks that `on_evict` said a lower tier took.
-        failed_offloads: Calls of `on_evict` that raised; the blocks they were given are lost.
-        merged_blocks: Blocks that another request had completed first.
-        residency: Evicted blocks by the ticks they had been there: up to 1, 4, 16 ... 2**20, and longer.
-        residency_sum: Ticks (accesses and releases of a pool) that evicted blocks had been there, summed up.
+        num_blocks: Blocks in the pools.
+        free_blocks: Blocks without content.
+        cached_blocks: Complete blocks with a reference count of 0. They stay published until evicted.
+        held_blocks: Blocks with a reference count above 0.
+        num_requests: Running requests.
+        total_requests: Requests that were started.
+        queried_tokens: Tokens in all prompts that `allocate` received.
+        hit_tokens: Tokens of `queried_tokens` that need not be computed.
+        hit_tokens_by_cause: `hit_tokens` by cause: prefix, gap (behind a missing block), partial (a copied part of a
+            block).
+        moved_tokens: Tokens of `queried_tokens` that were cached elsewhere. They do not count as `hit_tokens`.
+        index_bytes: Memory of the indexes for moved text and for parts of blocks.
+        evictions: Evicted blocks.
+        offloaded_blocks: Evicted blocks that a lower tier took, according to `on_evict`.
+        failed_offloads: Calls of `on_evict` that raised. Their blocks are lost.
+        merged_blocks: Blocks that were replaced by an equal block of another request.
+        residency: Evicted blocks by the number of ticks they had been cached: up to 1, 4, 16 ... 2**20, and longer.
+        residency_sum: Sum of the ticks that evicted blocks had been cached. A tick is an access or a release of a pool.
+        preemptions: Preempted requests.
         host_blocks: Host slots in use.
 
     Examples:
@@ -350,5 +359,5 @@ class CacheStats:
 
     @property
     def hit_rate(self) -> float:
-        """`hit_tokens / queried_tokens`, 0 before the first request."""
+        """`hit_tokens / queried_tokens`; 0 before the first request."""
         return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0

@@ -1,4 +1,4 @@
-"""Appending to running requests: blocks for new tokens, and a copy of the last block if others see it."""
+"""Appending to running requests: fresh blocks for new tokens, and a copy of the last block if other requests see it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from .table import Ids
 
 
 class Growth(NamedTuple):
-    """A request that grows to `end` tokens; windows drop the blocks that only queries before `position` read."""
+    """A request that grows to `end` tokens.
+
+    Windowed groups release the blocks that only queries before `position` read.
+    """
 
     request: Request
     end: int
@@ -25,11 +28,11 @@ class Growth(NamedTuple):
 
 
 def append(state: ManagerState, request_id: Hashable, new: array[int]) -> BaseAllocation:
-    """Add tokens to a request: see `CacheManager.append`."""
+    """Add tokens to a request; see `CacheManager.append`."""
     request, size = state.running.get(request_id) or state.get(request_id), state.block_size
     pending, start, old_blocks = request.pending, len(request.tokens), request.num_blocks
     if pending and new[: len(pending)] != pending[: len(new)]:
-        raise ValueError("token_ids: got others than the prompt goes on with, needs its next tokens")
+        raise ValueError("token_ids: got tokens that are not the next ones of the prompt, needs those")
     end = start + len(new)
     more, copies = -(-end // size) - old_blocks, None
     if more > 0 or pending or (request.check_tail and end > start):
@@ -47,12 +50,12 @@ def append(state: ManagerState, request_id: Hashable, new: array[int]) -> BaseAl
     first, num_blocks = start // size, request.num_blocks
     tables, spans = [table[first:num_blocks].copy() for table in request.tables], [(start, end)] if end > start else []
     allocation = state.allocation(tables, first, size, [], spans, False, copies, None, old_blocks)
-    request.tokens.extend(new)  # last: without new blocks this is the only change
+    request.tokens.extend(new)  # last, because without new blocks this is the only change
     return allocation
 
 
 def _take(state: ManagerState, request: Request, group: int, num_blocks: int) -> None:
-    """Take fresh blocks, up to so many, for a group's table; the request does not count them yet."""
+    """Allocate fresh blocks for a group's table, up to `num_blocks`. The request does not count them yet."""
     pool, old = state.pools[group], request.num_blocks
     ids = pool.take(np.arange(old + 1, num_blocks + 1, dtype=np.int32))
     request.grown_table(group, num_blocks)[old:num_blocks] = ids
@@ -60,7 +63,7 @@ def _take(state: ManagerState, request: Request, group: int, num_blocks: int) ->
 
 
 def append_each(state: ManagerState, request_ids: Sequence[Hashable], new: array[int]) -> AppendedTokens[Any, Any]:
-    """Add a token to each of several requests: see `CacheManager.append_each`."""
+    """Add a token to each of several requests; see `CacheManager.append_each`."""
     size, running = state.block_size, state.running
     try:
         requests = [running[request_id] for request_id in request_ids]
@@ -72,7 +75,7 @@ def append_each(state: ManagerState, request_ids: Sequence[Hashable], new: array
     slow = [r for r, at in zip(requests, positions, strict=True) if at % size == 0 or r.check_tail or r.pending]
     if slow:
         if any(request.pending and request.pending[0] != token for request, token in zip(requests, new, strict=True)):
-            raise ValueError("token_ids: got another than its prompt goes on with, needs its next token")
+            raise ValueError("token_ids: got a token that is not the next one of its prompt, needs that")
         copies = _grow_each(state, slow, (requests, positions))
     else:
         state.begin(growing=(requests, positions))
@@ -95,7 +98,7 @@ def append_each(state: ManagerState, request_ids: Sequence[Hashable], new: array
 def _grow_each(
     state: ManagerState, slow: list[Request], growing: tuple[Sequence[Request], Sequence[int]]
 ) -> list[Pairs]:
-    """Take the blocks that some of the growing requests need for a token more each: per group, the copies to make."""
+    """Allocate the blocks that some growing requests need for one more token each; return the copies of each group."""
     copies: list[Pairs] = [[] for _ in state.pools]
     if state.prefix_only and not any(request.check_tail for request in slow):
         full = [request for request in slow if len(request.tokens) % state.block_size == 0]
@@ -118,19 +121,19 @@ def _grow_each(
 
 
 def _take_one_each(state: ManagerState, requests: Sequence[Request]) -> None:
-    """Take a fresh block for each of several requests at once."""
+    """Allocate a fresh block for each of several requests in one call."""
     pool = state.pools[0]
     ids = pool.take(np.array([request.num_blocks + 1 for request in requests], np.int32), runs=False)
     for i, (request, block) in enumerate(zip(requests, ids.tolist(), strict=True)):
         at = request.num_blocks
         request.grown_table(0, at + 1)[at] = block
         request.num_blocks = at + 1
-        if request.priority or request.ttl is not None:  # what a batch's decode does for each request
+        if request.priority or request.ttl is not None:  # checked here because decode calls this for each request
             pool.hinted(ids[i : i + 1], request.priority, request.ttl)
 
 
 def _check_room(state: ManagerState, growths: Iterable[Growth]) -> None:
-    """Raise OutOfBlocks unless there are blocks for all requests, one after the other; changes nothing."""
+    """Raise OutOfBlocks if there are too few blocks for all requests together. Change nothing."""
     size = state.block_size
     for group, (pool, spec) in enumerate(zip(state.pools, state.groups, strict=True)):
         available, taken, dropped = pool.available, 0, Counter[int]()
@@ -151,18 +154,18 @@ def _check_room(state: ManagerState, growths: Iterable[Growth]) -> None:
 
 
 def _seen_tail(state: ManagerState, request: Request, group: int) -> int:
-    """Return the last block of a request if it is partly filled and others may see it, else -1."""
+    """Return the last block of a request if it is partly filled and other requests may see it, else -1."""
     first, filled = divmod(len(request.tokens), state.block_size)
     return request.tables[group].item(first) if request.check_tail and filled else -1
 
 
 def _is_shared(pool: BlockPool, block: int, dropped: int = 0) -> bool:
-    """Return whether other requests can see a block once so many references are dropped."""
+    """Return whether other requests can still see a block after `dropped` references are released."""
     return pool.table.lists(block) or pool.ref_count.item(block) - dropped > 1
 
 
 def _apply(state: ManagerState, growth: Growth) -> list[Pairs]:
-    """Take the blocks that a request needs, which are there: per group, the copies to make."""
+    """Allocate the blocks that a request needs, which are available; return the copies of each group."""
     request, end, position = growth
     first, filled = divmod(len(request.tokens), state.block_size)
     old_blocks, num_blocks = request.num_blocks, -(-end // state.block_size)
@@ -176,7 +179,7 @@ def _apply(state: ManagerState, growth: Growth) -> list[Pairs]:
             if _is_shared(pool, tail):
                 source, tail = tail, _replace_shared(state, request, group, first)
                 copies[group].append((source, tail))
-            pool.refill(tail, filled, source)  # others, or tokens taken back, may have been written there
+            pool.refill(tail, filled, source)  # other requests, or tokens that were rolled back, may have written there
         if num_blocks > old_blocks:
             if spec.holds_states:
                 request.grown_table(group, num_blocks)[old_blocks:num_blocks] = -1
@@ -188,20 +191,20 @@ def _apply(state: ManagerState, growth: Growth) -> list[Pairs]:
 
 
 def _grow(state: ManagerState, growth: Growth) -> list[Pairs]:
-    """Take the blocks that one request needs: per group, the copies to make."""
+    """Allocate the blocks that one request needs; return the copies of each group."""
     _check_room(state, (growth,))
     state.begin(growth.request)
     return _apply(state, growth)
 
 
 def _replace_shared(state: ManagerState, request: Request, group: int, block: int) -> int:
-    """Put a fresh block in the place of one that others see; return its number."""
+    """Replace a block that other requests see by a fresh one; return the number of the fresh block."""
     pool, old = state.pools[group], request.tables[group][block : block + 1].copy()
     fresh: Ids = pool.take(np.array([block + 1], np.int32))
     request.put_blocks(group, block, fresh.item(0))
     pool.hinted(fresh, request.priority, request.ttl)
-    if pool.ref_count.item(old.item(0)) > 1 and not state.offloading:  # the reference of a hidden holder does not last
+    if pool.ref_count.item(old.item(0)) > 1 and not state.offloading:  # a hidden holder soon drops its reference
         pool.release(old)
-    else:  # nothing else keeps it from being reused before the copy is made
+    else:  # keep the block from reuse until the copy is made
         request.keep_replaced(group, old)
     return fresh.item(0)

@@ -1,4 +1,4 @@
-"""Looks at what callers of `CacheManager.allocate` give that takes more than a line to look at."""
+"""Checks of arguments of `CacheManager.allocate`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .runs import Span
 
 
 def check_segments(segments: Any, reuse: str) -> list[Span]:
-    """The segments as pairs of integers."""
+    """Check segments and return them as pairs of integers."""
     if reuse != "anywhere":
         raise ValueError(f"segments: got some with reuse={reuse!r}, needs reuse='anywhere'")
     try:
@@ -25,7 +25,7 @@ def check_segments(segments: Any, reuse: str) -> list[Span]:
 
 
 def check_hint(priority: Any, ttl: Any) -> int:
-    """The priority as an int."""
+    """Check a priority and a ttl, and return the priority as an int."""
     if ttl is not None and not isinstance(ttl, int | float | np.number):
         raise TypeError(f"ttl: got {type(ttl).__name__}, needs seconds or None")
     if ttl is not None and not ttl >= 0:

@@ -1,4 +1,4 @@
-"""What becomes of blocks once they are written: published, merged with equal ones, released behind a window."""
+"""Committing written blocks: publish them, merge equal ones, and release those behind a window."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .state import ManagerState
 
 
 def commit(state: ManagerState, request_id: Hashable, num_tokens: int) -> Any:
-    """Publishes the complete blocks before a position: see `CacheManager.commit`."""
+    """Publish the complete blocks before a position; see `CacheManager.commit`."""
     request = state.running.get(request_id) or state.get(request_id)
     if not 0 <= num_tokens <= len(request.tokens):
         raise ValueError(f"num_tokens: got {num_tokens}, needs 0 to {len(request.tokens)}, its tokens")
@@ -37,7 +37,7 @@ def commit(state: ManagerState, request_id: Hashable, num_tokens: int) -> Any:
     replaced = replaced or [[] for _ in state.pools]
     if request.new_states:
         _publish_states(state, request, replaced)
-    # The last token may be computed again for its logits, so what it reads is kept.
+    # The last token may be computed again for its logits, so the blocks that it reads are kept.
     position = min(request.committed, request.computed, max(request.length - 1, 0))
     for group in range(len(state.pools)):
         state.leave_window(request, group, position)
@@ -45,7 +45,7 @@ def commit(state: ManagerState, request_id: Hashable, num_tokens: int) -> Any:
 
 
 def _publish_all(state: ManagerState, request_id: Hashable, request: Request, first: int, last: int) -> list[Pairs]:
-    """Publishes logical blocks [first, last) in all groups: what was replaced in each."""
+    """Publish logical blocks [first, last) in all groups; return the replaced blocks of each group."""
     if request.writing is not None:
         state.stop_writing(request)
     digests = _digests(state, request, first, last)
@@ -58,7 +58,7 @@ def _publish_all(state: ManagerState, request_id: Hashable, request: Request, fi
 
 
 def checkpoint(state: ManagerState, request_id: Hashable, num_tokens: int, group: int | None) -> int:
-    """Takes a block for a state: see `CacheManager.checkpoint`."""
+    """Allocate a block for a state; see `CacheManager.checkpoint`."""
     request, size = state.get(request_id), state.block_size
     recurrent = [at for at, spec in enumerate(state.groups) if spec.holds_states]
     if group is None:
@@ -75,7 +75,7 @@ def checkpoint(state: ManagerState, request_id: Hashable, num_tokens: int, group
     if held >= 0:
         if (group, block) in request.new_states:
             return held
-        raise ValueError(f"num_tokens: got {num_tokens}, whose state the request holds already")
+        raise ValueError(f"num_tokens: got {num_tokens}, but the request already holds that state")
     pool.check_available(1)
     state.begin(request)
     ids = pool.take(np.array([block + 1], np.int32))
@@ -87,7 +87,7 @@ def checkpoint(state: ManagerState, request_id: Hashable, num_tokens: int, group
 
 
 def _digests(state: ManagerState, request: Request, first: int, last: int) -> Words:
-    """Hashes of blocks [first, last), also where `digests` of the request lacks some."""
+    """Return the hashes of blocks [first, last). Compute those that the request lacks."""
     known, chain = request.digests, request.chain
     if last <= len(known):
         return known[first:last]
@@ -104,11 +104,11 @@ def _digests(state: ManagerState, request: Request, first: int, last: int) -> Wo
 
 
 def _publish(state: ManagerState, request: Request, group: int, first: int, last: int, digests: Words) -> Pairs:
-    """Publishes logical blocks [first, last) and swaps in the duplicates of those that already were."""
+    """Publish logical blocks [first, last). Replace a block that is already published by the published one."""
     pool, table = state.pools[group], request.tables[group]
     ids = table[first:last]
     present: Mask | None = None
-    if not state.prefix_only:  # blocks left a window, or a state was not kept
+    if not state.prefix_only:  # some blocks have left a window, or their state was not kept
         present = ids >= 0
         for at, block in request.new_states:
             if at == group and first <= block < last:
@@ -134,7 +134,7 @@ def _publish(state: ManagerState, request: Request, group: int, first: int, last
 
 
 def _publish_states(state: ManagerState, request: Request, replaced: list[Pairs]) -> None:
-    """Publishes the states of `checkpoint` that lie before the committed position."""
+    """Publish the states of `checkpoint` that are before the committed position."""
     size = state.block_size
     ready = [(group, block) for group, block in request.new_states if (block + 1) * size <= request.committed]
     request.new_states = [pair for pair in request.new_states if pair not in ready]
@@ -144,7 +144,7 @@ def _publish_states(state: ManagerState, request: Request, replaced: list[Pairs]
 
 
 def _digest_of(state: ManagerState, request: Request, group: int, block: int) -> Words:
-    """The hash of a logical block, `[1, words]`."""
+    """Return the hash of a logical block, `[1, words]`."""
     if block < len(request.digests):
         return request.digests[block : block + 1]
     number, pool = int(request.tables[group][block]), state.pools[group]
@@ -155,7 +155,7 @@ def _digest_of(state: ManagerState, request: Request, group: int, block: int) ->
 
 
 def _notify_stored(state: ManagerState, group: int, request: Request, blocks: Any, digests: Words) -> None:
-    """Notifies listeners of logical blocks that were published."""
+    """Notify listeners of logical blocks that were published."""
     size = state.block_size
     for at, start, end in find_runs(blocks):
         hashes = split_digests(digests[at : at + end - start])

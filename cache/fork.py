@@ -1,4 +1,4 @@
-"""Forking a request, and taking back the last tokens of one."""
+"""Forking a request, and rolling back its last tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .state import ManagerState
 
 
 def fork(state: ManagerState, request_id: Hashable, new_request_id: Hashable) -> None:
-    """Start a request on the same blocks: see `CacheManager.fork`."""
+    """Start a request on the same blocks; see `CacheManager.fork`."""
     parent = state.get(request_id)
     state.check_new("new_request_id", new_request_id)
     length = len(parent.tokens)
@@ -21,14 +21,14 @@ def fork(state: ManagerState, request_id: Hashable, new_request_id: Hashable) ->
     child = parent.copy()
     state.begin()
     if length % state.block_size:
-        parent.check_tail = child.check_tail = True  # a check too many does no harm
+        parent.check_tail = child.check_tail = True  # an unneeded check does no harm
     state.running[new_request_id] = child
     for group, pool in enumerate(state.pools):
         pool.share(child.held(group))
 
 
 def rollback(state: ManagerState, request_id: Hashable, num_tokens: int) -> None:
-    """Take back the last tokens of a request: see `CacheManager.rollback`."""
+    """Remove the last tokens of a request; see `CacheManager.rollback`."""
     request, size = state.get(request_id), state.block_size
     if not 0 <= num_tokens <= len(request.tokens):
         raise ValueError(f"num_tokens: got {num_tokens}, needs 0 to {len(request.tokens)}, its tokens")
@@ -43,7 +43,7 @@ def rollback(state: ManagerState, request_id: Hashable, num_tokens: int) -> None
     state.begin(request)
     complete = length // size
     for group, (pool, spec) in enumerate(zip(state.pools, state.groups, strict=True)):
-        first = complete if spec.holds_states else num_blocks  # of a block that is cut there is no state any more
+        first = complete if spec.holds_states else num_blocks  # a block that is cut loses its state
         ids = request.tables[group][first : request.num_blocks].copy()
         if first < num_blocks:
             request.put_blocks(group, slice(first, num_blocks), -1)
@@ -59,11 +59,11 @@ def rollback(state: ManagerState, request_id: Hashable, num_tokens: int) -> None
     if request.chain is not None and request.chain.hashed > complete:
         request.chain = None
         state.stop_writing(request)
-    del request.tokens[length:]  # last: with this the verb is complete
+    del request.tokens[length:]  # last, because this completes the verb
 
 
 def _check_resident(state: ManagerState, request: Request, length: int, needed_from: list[int]) -> None:
-    """Refuse to go back to a position whose blocks or state are gone."""
+    """Raise ValueError if the blocks or the state at a position were released."""
     size, num_tokens = state.block_size, len(request.tokens) - length
     for group, (spec, table, first) in enumerate(zip(state.groups, request.tables, needed_from, strict=True)):
         if spec.holds_states:
@@ -72,7 +72,7 @@ def _check_resident(state: ManagerState, request: Request, length: int, needed_f
             if length and length != request.committed and not kept:
                 raise ValueError(
                     f"num_tokens: got {num_tokens}, needs to end where a state is held or at the committed "
-                    f"{request.committed} tokens: the state at {length} is gone"
+                    f"{request.committed} tokens: the state at {length} was released"
                 )
         elif (table[first : -(-length // size)] < 0).any():
-            raise ValueError(f"num_tokens: got {num_tokens}, needs less: blocks left the window for good")
+            raise ValueError(f"num_tokens: got {num_tokens}, needs fewer: blocks behind the window were released")

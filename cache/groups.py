@@ -1,4 +1,4 @@
-"""What a group of layers needs resident: one chain of hashes serves them all, each group has its own block table."""
+"""Groups of layers, and the blocks that each needs for a hit. One chain of hashes serves all groups."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy.typing as npt
 from ..triton_ops._checks import check_integer
 
 Mask = npt.NDArray[np.bool_]
-"""Per block of a sequence, whether it is there."""
+"""For each block of a sequence, whether it is cached."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that share a block table.
+    """A group of layers that share a block table.
 
     Args:
-        num_blocks: Blocks of this group's own pool; None: the manager's num_blocks.
+        num_blocks: Number of blocks in this group's own pool. None: the manager's num_blocks.
 
     Examples:
         >>> isinstance(pc.SlidingWindow(window=8), pc.Group)
@@ -33,27 +33,30 @@ class Group:
             object.__setattr__(self, "num_blocks", check_integer("num_blocks", self.num_blocks, 1, 30))
 
     holds_states: ClassVar[bool] = False
-    """Whether a block is a state of the whole sequence up to its end, which only a checkpoint fills: computing can then
-    go on at the end of such a block alone."""
+    """Whether a block holds a state of the whole sequence up to its end. Only a checkpoint fills such a block, and
+    computing can continue only at the end of one."""
 
     def sink_blocks(self, block_size: int) -> int:
-        """Blocks at the start of the sequence that stay needed for ever."""
+        """Return the number of blocks at the start of the sequence that are always needed."""
         return 0
 
     def first_needed(self, position: Any, block_size: int) -> Any:
-        """The first block, sinks apart, that a query at `position` or later may read; of each where it is an array."""
+        """Return the first block, apart from sinks, that queries at `position` and later may read.
+
+        `position` may be an array, which gives an array.
+        """
         return 0
 
     def needed(self, position: int, end: int, block_size: int) -> npt.NDArray[np.int32]:
-        """The blocks before block `end` that queries at `position` and later read, ascending."""
+        """Return the blocks before block `end` that queries at `position` and later read, ascending."""
         first = min(self.first_needed(position, block_size), end)
         sinks = min(self.sink_blocks(block_size), first)
         return np.concatenate((np.arange(sinks, dtype=np.int32), np.arange(first, end, dtype=np.int32)))
 
     def servable(self, resident: Mask, num_tokens: int, block_size: int, room: int | None = None) -> Mask:
-        """For every length of a hit in blocks, 0 to `len(resident)`: whether computing could go on behind it.
+        """Return, for every hit length from 0 to `len(resident)` blocks, whether computing could continue behind it.
 
-        Of `num_tokens` the last is always computed; `room` limits the blocks that may be needed.
+        The last of `num_tokens` is always computed. `room` limits the number of blocks that may be needed.
         """
         missing = np.concatenate(([0], np.cumsum(~resident)))
         lengths = np.arange(resident.size + 1)
@@ -70,7 +73,7 @@ class Group:
 
 @dataclass(frozen=True)
 class FullAttention(Group):
-    """Every earlier token may be read: a hit needs all its blocks.
+    """Layers in which a query may read every earlier token. A hit needs all its blocks.
 
     Examples:
         >>> groups = [pc.FullAttention(), pc.SlidingWindow(window=8, num_blocks=8)]
@@ -82,7 +85,7 @@ class FullAttention(Group):
 
 @dataclass(frozen=True)
 class Tensors(Group):
-    """Per-token tensors (hidden states) that are wanted whole: a hit needs all its blocks.
+    """Per-token tensors (hidden states) of which all rows are wanted. A hit needs all its blocks.
 
     Examples:
         >>> manager = pc.CacheManager(16, block_size=4, groups=[pc.SlidingWindow(window=8), pc.Tensors()])
@@ -94,11 +97,13 @@ class Tensors(Group):
 
 @dataclass(frozen=True)
 class SlidingWindow(Group):
-    """A query at p reads t > p - window and t < num_sink_tokens; blocks behind the window are released.
+    """Layers in which a query at p reads t > p - window and t < num_sink_tokens.
+
+    Blocks behind the window are released.
 
     Args:
-        window: Tokens, the query's own included.
-        num_sink_tokens: Leading tokens that are always read.
+        window: Number of tokens that a query reads, with its own.
+        num_sink_tokens: Number of leading tokens that are always read.
 
     Examples:
         >>> manager = pc.CacheManager(16, block_size=4, groups=(pc.SlidingWindow(window=8, num_sink_tokens=4),))
@@ -116,11 +121,11 @@ class SlidingWindow(Group):
         object.__setattr__(self, "num_sink_tokens", check_integer("num_sink_tokens", self.num_sink_tokens, 0))
 
     def sink_blocks(self, block_size: int) -> int:
-        """Blocks that hold sink tokens."""
+        """Return the number of blocks that hold sink tokens."""
         return -(-self.num_sink_tokens // block_size)
 
     def first_needed(self, position: Any, block_size: int) -> Any:
-        """The block that the window of a query at `position` begins in."""
+        """Return the block in which the window of a query at `position` starts."""
         return _positive(position - self.window + 1) // block_size
 
 
@@ -128,9 +133,9 @@ class SlidingWindow(Group):
 class Recurrent(Group):
     """State-space layers, whose whole past is one state of fixed size.
 
-    The state that a request computes with is the engine's own. A block of this group is a copy of it at the end of a
-    block of tokens, taken with `CacheManager.checkpoint` where a forward pass left one; a hit needs the one at its
-    end. `num_blocks` is then the number of states that are kept.
+    The engine owns the state with which a request computes. A block of this group is a copy of the state at the end of
+    a block of tokens. `CacheManager.checkpoint` allocates it where a forward pass left a state. A hit needs the state
+    at its end. `num_blocks` is the number of states that are kept.
 
     Examples:
         >>> manager = pc.CacheManager(16, block_size=4, groups=[pc.FullAttention(), pc.Recurrent(num_blocks=4)])
@@ -144,10 +149,10 @@ class Recurrent(Group):
     holds_states: ClassVar[bool] = True
 
     def first_needed(self, position: Any, block_size: int) -> Any:
-        """The block whose end is the last boundary before `position`."""
+        """Return the block whose end is the last boundary before `position`."""
         return _positive(position - 1) // block_size
 
 
 def _positive(value: Any) -> Any:
-    """The greater of `value` and 0, for integers and arrays alike."""
+    """Return the greater of `value` and 0, for an integer or an array."""
     return (value + abs(value)) // 2

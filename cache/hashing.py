@@ -1,25 +1,25 @@
 """Identity of a block: a running hash over everything that decides its KV.
 
-The byte string that is hashed, all integers little-endian:
+The hashed byte string is, with all integers little-endian:
 
     root = b"pc.block.1" | u8 len(algorithm) | algorithm | u32 block_size | key(seed) | key(salt) | u32 n | key ...
     hash(block i) = digest(root | tokens of block 0 | ... | tokens of block i), a token being a u32
 
-The chain is one hasher that is fed block by block and asked for its digest after each, so a block costs its own
-tokens only. Where a `KeyAt` has its position in block i, the chain starts anew there, from the digest it had:
+The chain is one hasher that takes block after block and returns its digest after each. So hashing a block costs only
+its own tokens. If a `KeyAt` has its position in block i, the chain starts anew there, from its digest:
 
     root' = b"pc.extra.1" | hash(block i - 1), or digest(root) for i = 0 | u32 n | (u64 position | key) ...
     hash(block i + k) = digest(root' | tokens of block i | ... | tokens of block i + k)
 
-with the n keys of that block by position, then by their bytes. `pc.cache.keys` says what key(...) is. A request with
-moved KV has such a record with the key b"m", which is no key's, at the start of the first block that has some: its
-blocks from there on are approximate, and no other request has their hashes. Nothing depends on the process or the
+with the n keys of that block ordered by position, then by bytes. `pc.cache.keys` defines key(...). A request with moved
+KV has such a record at the start of the first block with moved KV, with the key b"m", which no other key encodes to.
+From there on its blocks are approximate, and no exact request has their hashes. Nothing depends on the process or the
 machine. Every record carries its length, so two different inputs never give the same bytes.
 
-sha256 and blake2b (32 bytes) are collision resistant: with 2**40 blocks the chance of any two sharing a hash is below
-2**-176, and no input that makes it happen is known, so equal hashes are taken for equal blocks. xxh3_128 is not
+sha256 and blake2b (32 bytes) are collision resistant: among 2**40 blocks the chance that any two share a hash is below
+2**-176. No input is known that makes them collide, so blocks with equal hashes are treated as equal. xxh3_128 is not
 cryptographic: 2**40 random blocks collide with a chance below 2**-48, but a tenant who chooses tokens on purpose may
-construct a collision. Use it where all tenants trust each other, or give each its own secret salt.
+construct a collision. Use it only if all tenants trust each other, or give each tenant its own secret salt.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ TokenIds = Sequence[int] | npt.NDArray[Any]
 
 
 def split_digests(digests: Words) -> list[bytes]:
-    """The digests of a run of blocks, one by one."""
+    """Return the digests of a run of blocks as a list."""
     raw, width = digests.tobytes(), 8 * digests.shape[1]
     return [raw[i : i + width] for i in range(0, len(raw), width)]
 
 
 class Hasher(Protocol):
-    """What the chain needs of a hash object; those of hashlib and xxhash have it."""
+    """The methods of a hash object that the chain uses. Objects of hashlib and xxhash have them."""
 
     def update(self, data: Any, /) -> None: ...  # noqa: D102
     def digest(self) -> bytes: ...  # noqa: D102
@@ -71,12 +71,17 @@ ALGORITHMS: dict[str, Callable[[], Hasher]] = {
     "blake2b": lambda: hashlib.blake2b(digest_size=32),
     "xxh3_128": _xxh3_128,
 }
-"""Name to constructor. Digests are a multiple of 8 bytes."""
+"""Constructors by name. Digests are a multiple of 8 bytes."""
 
 
 def encode_tokens(token_ids: TokenIds, name: str = "token_ids") -> array[int]:
-    """Token ids as an `array('I')`; TypeError unless they are a flat sequence of integers, ValueError out of range."""
-    if isinstance(token_ids, (list, tuple)):  # a union would be built at every call
+    """Return token ids as an `array('I')`.
+
+    Raises:
+        TypeError: They are not a flat sequence of integers.
+        ValueError: A token id is out of range.
+    """
+    if isinstance(token_ids, (list, tuple)):  # a union type would be built in every call
         try:
             if isinstance(token_ids, tuple):
                 return array("I", token_ids)
@@ -106,12 +111,16 @@ def encode_tokens(token_ids: TokenIds, name: str = "token_ids") -> array[int]:
 
 
 class BlockHasher:
-    """Hashes the complete blocks of sequences under one algorithm of `ALGORITHMS`, block size (in tokens) and seed.
+    """A hasher of the complete blocks of sequences, for one algorithm, block size (in tokens) and seed.
 
-    Without a seed all processes share the identity. `words` are the 64-bit words of an identity, for a caller that
-    brings identities of its own; None: the algorithm's. `pieces` iterates over the bytes of tokens block by block, each
-    in a tuple of its own. `begin` gives the first digests of a chain, whose tokens are these bytes;
-    `pc.cache.remembered` has a quicker one. Not to be used by two threads at once.
+    Without a seed all processes share the identity. A hasher must not be used by two threads at once.
+
+    Attributes:
+        words: Number of 64-bit words in an identity. A caller with identities of its own passes it; None: the
+            algorithm's.
+        pieces: Iterates over the bytes of tokens block by block, each in a tuple.
+        begin: Returns the first digests of a chain, whose tokens are given as bytes. `pc.cache.remembered` has a faster
+            one.
     """
 
     def __init__(self, algorithm: str, block_size: int, seed: int | None = None, words: int | None = None) -> None:
@@ -129,20 +138,26 @@ class BlockHasher:
         self.words = words or len(self.new().digest()) // 8
 
     def start(self, header: bytes) -> Hasher:
-        """The state before the first block of sequences with these keys; to be copied, never fed."""
+        """Return the state before the first block of sequences with these keys.
+
+        The caller must copy it before feeding it.
+        """
         hasher: Hasher = self._prefix.copy()
         hasher.update(header)
         return hasher
 
     def hash_blocks(self, tokens: array[int], keys: EncodedKeys = NO_KEYS) -> Words:
-        """The digests of all complete blocks of a sequence, `[blocks, words]`."""
+        """Return the digests of all complete blocks of a sequence, `[blocks, words]`."""
         return Chain(self, keys).extend(tokens, len(tokens) // self.block_size)
 
 
 class Chain:
-    """The running hash of one sequence: feed it whole blocks in order, it gives their digests.
+    """The running hash of one sequence. It takes whole blocks in order and returns their digests.
 
-    `hashed` counts the blocks so far; `header` are the bytes of its keys, `start` the state before the first block.
+    Attributes:
+        hashed: Number of blocks so far.
+        header: The bytes of the sequence's keys.
+        start: The state before the first block.
     """
 
     __slots__ = ("_owner", "_placed", "hashed", "hasher", "header", "start")
@@ -150,17 +165,17 @@ class Chain:
     def __init__(self, owner: BlockHasher, keys: EncodedKeys = NO_KEYS) -> None:
         self._owner = owner
         self.header, self._placed = keys.header, keys.placed
-        # Copied before it is fed.
+        # `start` is copied before the first block is fed.
         self.start = self.hasher = owner.plain if keys is NO_KEYS else owner.start(keys.header)
         self.hashed = 0
 
     @property
     def namespace(self) -> bytes | None:
-        """What stands for the empty prefix of this sequence, None with keys placed inside it."""
+        """The digest of the empty prefix of this sequence; None if keys are placed inside it."""
         return None if self._placed else self.start.digest()
 
     def copy(self) -> Chain:
-        """A chain that continues from here on its own."""
+        """Return an independent chain that continues from here."""
         other = object.__new__(Chain)
         other._owner, other._placed, other.header, other.start = self._owner, self._placed, self.header, self.start
         other.hasher = self.hasher.copy()
@@ -168,7 +183,10 @@ class Chain:
         return other
 
     def extend(self, tokens: array[int], end: int) -> Words:
-        """The digests of blocks `hashed` to `end`, `[end - hashed, words]`, of a sequence given from its start."""
+        """Return the digests of blocks `hashed` to `end`, `[end - hashed, words]`.
+
+        `tokens` starts with the sequence.
+        """
         start, owner = self.hashed, self._owner
         size, words = owner.block_size, owner.words
         if end <= start:
@@ -187,7 +205,10 @@ class Chain:
         return np.ndarray((end - start, words), np.uint64, digests)
 
     def _pass_keys(self, data: bytes, start: int, end: int) -> bytes:
-        """Hashes blocks [start, end), whose tokens are `data`, anew from every block that holds placed keys."""
+        """Hash blocks [start, end), whose tokens are `data`.
+
+        Restart the chain at every block that holds placed keys.
+        """
         size = self._owner.block_size
         width, at, restarted = 4 * size, start, False
         digests = []
@@ -201,7 +222,7 @@ class Chain:
         return b"".join(digests)
 
     def _restart(self, block: int) -> None:
-        """Starts the chain anew before a block that holds placed keys."""
+        """Restart the chain before a block that holds placed keys."""
         here = [(p, k) for p, k in self._placed if p // self._owner.block_size == block]
         records = b"".join(struct.pack("<Q", p) + k for p, k in here)
         last = self.hasher.digest()
@@ -209,15 +230,15 @@ class Chain:
         self.hasher.update(b"pc.extra.1" + last + struct.pack("<I", len(here)) + records)
 
     def feed(self, data: bytes) -> bytes:
-        """Hashes the next blocks, whose tokens are `data`."""
+        """Hash the next blocks, whose tokens are `data`, and return their digests."""
         update, digest = self.hasher.update, self.hasher.digest
-        # The longest loop of a long prompt; `update` gives None.
+        # The longest loop for a long prompt. `update` returns None.
         digests = [update(piece) or digest() for (piece,) in self._owner.pieces(data)]
         self.hashed += len(digests)
         return b"".join(digests)
 
 
 def feed_all(chain: Chain, data: bytes, end: int) -> bytes:
-    """The digests of the first `end` blocks, whose tokens are `data`: see `BlockHasher.begin`."""
+    """Return the digests of the first `end` blocks, whose tokens are `data`; see `BlockHasher.begin`."""
     chain.hasher = chain.start.copy()
     return chain.feed(data)

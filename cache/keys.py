@@ -1,9 +1,14 @@
-"""What decides the KV of a request besides its tokens, as bytes.
+"""Keys that decide the KV of a request besides its tokens, and their encoding as bytes.
 
-key(None) = b"n", key(str) = b"s" | u64 length | UTF-8, key(bytes) = b"b" | u64 length | bytes,
-key(int) = b"i" | u64 length | ASCII decimal, key(tuple or list) = b"t" | u64 count | keys; integers little-endian.
-Every record carries its length, so two different keys never give the same bytes. Only these very types are taken:
-what compares equal to one of them (True, 1.0, an enumeration's member) might stand for something else.
+    key(None) = b"n"
+    key(str) = b"s" | u64 length | UTF-8
+    key(bytes) = b"b" | u64 length | bytes
+    key(int) = b"i" | u64 length | ASCII decimal
+    key(tuple or list) = b"t" | u64 count | keys
+
+Integers are little-endian. Every record carries its length, so two different keys never give the same bytes. Only
+exactly these types are accepted: values that compare equal to one of them (True, 1.0, an enumeration's member) might
+mean something else.
 """
 
 from __future__ import annotations
@@ -16,15 +21,15 @@ from typing import NamedTuple, TypeAlias, Union
 from ..triton_ops._checks import check_integer
 
 Key: TypeAlias = Union[str, bytes, int, "list[Key]", "tuple[Key, ...]", None]
-"""A tuple and a list of the same keys are the same key."""
+"""A key. A tuple and a list of the same keys are equal keys."""
 
 
 @dataclass(frozen=True)
 class KeyAt:
     """An extra key that takes effect at a token position, such as the content hash of an image.
 
-    Blocks that end at or before `position` are shared with requests that lack the key; the block that holds it and
-    all later ones are not.
+    Blocks that end at or before `position` are shared with requests that lack the key. The block that holds the
+    position, and all later blocks, are not shared.
 
     Examples:
         >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
@@ -40,19 +45,19 @@ class KeyAt:
 
 
 ExtraKeys: TypeAlias = Union[Key, KeyAt, Sequence[Union[Key, KeyAt]]]  # noqa: UP007  an alias of strings has no |
-"""One key or a list or tuple of several."""
+"""One key, or a list or tuple of several."""
 
 FrozenKeys: TypeAlias = Union[str, bytes, int, KeyAt, "tuple[FrozenKeys, ...]", None]
-"""Keys that cannot be changed."""
+"""Immutable keys."""
 
 
 class EncodedKeys(NamedTuple):
-    """The keys of a request, encoded when they were given: what the caller does with his objects later is his.
+    """The keys of a request, encoded at once so that later changes of the caller's objects have no effect.
 
     Attributes:
-        header: Salt and keys that hold for the whole sequence.
+        header: Encoded salt and keys that hold for the whole sequence.
         placed: Position and bytes of each `KeyAt`, ascending.
-        extra_keys: For listeners: as given, lists as tuples.
+        extra_keys: The keys as given, with lists as tuples, for listeners.
     """
 
     header: bytes
@@ -61,7 +66,7 @@ class EncodedKeys(NamedTuple):
 
 
 def encode_key(key: Key, name: str = "extra_keys") -> bytes:
-    """The bytes of a key, injective over all keys; see the module's docstring."""
+    """Return the bytes of a key, which differ for different keys; see the module's docstring."""
     kind = type(key)
     if key is None:
         return b"n"
@@ -70,7 +75,7 @@ def encode_key(key: Key, name: str = "extra_keys") -> bytes:
     elif isinstance(key, bytes) and kind is bytes:
         tag, body = b"b", key
     elif isinstance(key, int) and kind is int:
-        if key.bit_length() > 14000:  # Python writes no more than 4300 digits unless it is told to
+        if key.bit_length() > 14000:  # Python converts at most 4300 digits by default
             raise ValueError(f"{name}: got an integer of {key.bit_length()} bits, needs at most 14000")
         tag, body = b"i", b"%d" % key
     elif isinstance(key, (tuple, list)) and kind in (tuple, list):
@@ -81,11 +86,11 @@ def encode_key(key: Key, name: str = "extra_keys") -> bytes:
 
 
 MOVED = b"m"
-"""The key of a block from which on KV is approximate; `encode_key` never gives it."""
+"""The key of a block from which on KV is approximate. `encode_key` never returns it."""
 
 
 def approximate_from(keys: EncodedKeys) -> int | None:
-    """The position from which on KV of a request is approximate, None where all is exact."""
+    """Return the position from which on a request's KV is approximate, or None if all KV is exact."""
     return next((position for position, key in keys.placed if key == MOVED), None)
 
 
@@ -93,9 +98,13 @@ NO_KEYS = EncodedKeys(encode_key(None) + struct.pack("<I", 0), (), None)
 
 
 def encode_keys(extra_keys: ExtraKeys = None, salt: Key = None) -> EncodedKeys:
-    """The keys of a request: a plain key (LoRA name) holds for the whole sequence, a `KeyAt` from its position on.
+    """Encode the keys of a request.
 
-    TypeError for a key of an unsupported type, ValueError for a position below 0 or past 2**64 - 1.
+    A plain key (LoRA name) holds for the whole sequence, a `KeyAt` from its position on.
+
+    Raises:
+        TypeError: A key has an unsupported type.
+        ValueError: A position is below 0 or above 2**64 - 1, or keys are nested too deeply.
     """
     if extra_keys is None and salt is None:
         return NO_KEYS
@@ -106,7 +115,7 @@ def encode_keys(extra_keys: ExtraKeys = None, salt: Key = None) -> EncodedKeys:
         plain = [encode_key(item) for item in items if not isinstance(item, KeyAt)]  # type: ignore[arg-type, union-attr]
         header = encode_key(salt, "salt") + struct.pack("<I", len(plain)) + b"".join(plain)
     except RecursionError:
-        raise ValueError("extra_keys, salt: got keys within keys without end, needs a few levels") from None
+        raise ValueError("extra_keys, salt: got keys that are nested too deeply, needs a few levels") from None
     given = None if extra_keys is None else frozen if type(extra_keys) in (list, tuple) else frozen[0]
     return EncodedKeys(header, tuple(sorted(placed)), given)
 

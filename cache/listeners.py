@@ -1,4 +1,4 @@
-"""Those who are notified that blocks are published in the prefix cache, or leave it."""
+"""Listeners, which are notified of blocks that are published in the prefix cache or removed from it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ log = logging.getLogger("pc.cache")
 
 
 class Listener(Protocol):
-    """Is notified of every block that is published in the prefix cache or leaves it, in order.
+    """An object that is notified, in order, of every block that is published in the prefix cache or removed from it.
 
-    Called at the end of the verb that caused it, under the manager's lock, when the manager's state is whole. It may
-    call the manager; what that causes is notified after this. It must not wait for another thread that does. What it
-    raises is logged (logger "pc.cache"), and the verb returns as if it had not. A `KeyboardInterrupt` in the middle of
-    a notification goes to the caller of the verb; the notification is then repeated, to all listeners, after the next
-    verb: each comes at least once.
+    A notification comes at the end of the verb that caused it, under the manager's lock, when the manager's state is
+    consistent. The listener may call the manager; it is notified of the consequences after this. It must not wait for
+    another thread that calls the manager.
+
+    An exception of the listener is logged (logger "pc.cache"), and the verb returns normally. A `KeyboardInterrupt`
+    during a notification goes to the caller of the verb. The notification is then repeated to all listeners after the
+    next verb, so each notification comes at least once.
     """
 
     def stored(
         self, group: int, hashes: list[bytes], parent: bytes | None, token_ids: list[int], extra_keys: FrozenKeys
     ) -> None:
-        """A run of blocks of one sequence was published; `parent` is the hash of the block before, if any.
+        """Blocks of one sequence were published. `parent` is the hash of the block before them, or None.
 
-        `extra_keys` are as given to `allocate`, lists as tuples.
+        `extra_keys` are the keys given to `allocate`, with lists as tuples.
         """
 
     def removed(self, group: int, hashes: list[bytes]) -> None:
@@ -38,7 +40,7 @@ class Listener(Protocol):
 class Listeners:
     """The listeners that callers append to `registered`, and a queue of events for them.
 
-    While listeners are being notified (`busy`), the verbs that they call leave their events in the queue.
+    While listeners are being notified (`busy`), verbs that they call add their events to the queue.
     """
 
     def __init__(self) -> None:
@@ -53,13 +55,13 @@ class Listeners:
 
     def notify(self) -> None:
         """Notify all listeners of all queued events, in order."""
-        self.busy = True  # an interrupt leaves it so: `ManagerState.undo` puts it right
+        self.busy = True  # stays True after an interrupt, until `ManagerState.undo`
         while self.queue:
             event, args = self.queue[0]
             for listener in tuple(self.registered):
                 try:
                     getattr(listener, event)(*args)
                 except Exception:  # noqa: PERF203
-                    log.exception("%s.%s raised; the manager goes on", type(listener).__name__, event)
+                    log.exception("%s.%s raised; the manager continues", type(listener).__name__, event)
             del self.queue[0]
         self.busy = False

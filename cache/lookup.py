@@ -1,4 +1,4 @@
-"""What of a prompt is cached, over all groups, and which blocks are still to be taken."""
+"""The lookup of a prompt's cached blocks in all groups, and the choice of blocks to allocate."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .table import Ids
 
 
 class GroupHit(NamedTuple):
-    """What a request gets in one group.
+    """The blocks that a request gets in one group.
 
     Attributes:
-        table: Block numbers by logical block: cached ones, and -1 or anything where there are none.
+        table: Block numbers by logical block. Entries of blocks that are not cached are undefined.
         held: The cached blocks of the table, in order.
-        fresh: Logical blocks to be taken, as an index of the table.
-        prefix_lengths: Of these: the same, counted from 1.
-        slots: Host slots that the first of them are loaded from.
+        fresh: Logical blocks to allocate, as an index of the table.
+        prefix_lengths: The numbers of these logical blocks, counted from 1.
+        slots: Host slots from which the first of these blocks are loaded.
     """
 
     table: Ids
@@ -35,23 +35,24 @@ class GroupHit(NamedTuple):
 
 
 class Hit(NamedTuple):
-    """What of a prompt is there, and what is to be taken.
+    """The cached part of a prompt, and the blocks to allocate.
 
     Attributes:
-        blocks: Complete blocks of the prefix that need not be computed.
-        position: Tokens of the prefix that need not be computed.
+        blocks: Number of complete blocks of the prefix that need not be computed.
+        position: Number of tokens of the prefix that need not be computed.
         cached: All token ranges that need not be computed.
-        groups: What each group gets.
-        committed: Tokens of the prefix whose KV is there.
-        published: Leading blocks of which all that are held are published in the prefix cache.
-        num_tokens: Tokens that get blocks.
-        written: Whether the last token is computed again though its KV is there.
+        groups: The blocks that each group gets.
+        committed: Number of tokens of the prefix whose KV is cached.
+        published: Number of leading blocks whose held blocks are all published in the prefix cache.
+        num_tokens: Number of tokens that get blocks.
+        written: Whether the last token is computed again although its KV is cached.
         attention_hit: See `Allocation.junction`.
         loads: Whether blocks are loaded from the host.
-        borrowed: Blocks of others that are read before this step computes anything, each once: held until the next
-            commit.
-        copied: How many first tokens of the first of these go to the first fresh block: `position` counts them.
-        moved: Runs of tokens that are cached elsewhere in these, still without their targets.
+        borrowed: Blocks of other requests that are read before this step computes anything, without duplicates. They
+            are held until the next commit.
+        copied: Number of first tokens of the first borrowed block that are copied to the first fresh block. `position`
+            includes them.
+        moved: Runs of tokens that are cached in borrowed blocks, still without their targets.
     """
 
     blocks: int
@@ -70,34 +71,37 @@ class Hit(NamedTuple):
 
 
 class Reuse(Protocol):
-    """A way to reuse more than whole blocks that a prompt begins with; for one group that needs all its blocks.
+    """A way to reuse more than the leading whole blocks of a prompt. It works with one group that needs all its blocks.
 
     `extend` runs in the middle of verbs and changes nothing. `published` and `removed` run when a verb is complete,
     under the manager's lock, and may run twice for the same blocks.
     """
 
     def extend(self, request: Request, hit: Hit, reuse: str, segments: Sequence[Span] | None) -> Hit:
-        """What a request gets beyond a hit: `borrowed`, and what is in them. Nothing is changed but the request.
+        """Return the hit with `borrowed` blocks and the tokens reused from them. Change nothing but the request.
 
         `reuse` and `segments` are those of `CacheManager.allocate`.
         """
 
     def published(self, request: Request, first: int, last: int) -> None:
-        """Logical blocks [first, last) of a request are published."""
+        """Record that logical blocks [first, last) of a request are published."""
 
     def removed(self, words: Words) -> None:
-        """Blocks with these hashes, `[blocks, words]`, were evicted."""
+        """Record that blocks with these hashes, `[blocks, words]`, were evicted."""
 
     def clear(self) -> None:
-        """Nothing is published any more."""
+        """Record that no block is published any more."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Number of bytes of the index."""
 
 
 def find_prefix(held: Ids, num_tokens: int, wanted: int, block_size: int) -> Hit:
-    """What a prompt gets in one group that needs all blocks: `held` are cached, `wanted` tokens get blocks at least."""
+    """Return a prompt's hit in one group that needs all blocks.
+
+    `held` are the cached blocks. At least `wanted` tokens get blocks.
+    """
     end = (hit := held.size) * block_size
     count = wanted if wanted > end else end
     num_blocks = -(-count // block_size)
@@ -108,7 +112,10 @@ def find_prefix(held: Ids, num_tokens: int, wanted: int, block_size: int) -> Hit
 
 
 def prefix_hit(blocks: int, end: int, whole: int, groups: list[GroupHit], published: int, num_tokens: int) -> Hit:
-    """The first `end` of the `whole` tokens of a prompt are cached; the very last is computed again for its logits."""
+    """Return a hit of the first `end` of `whole` tokens.
+
+    The last token of a prompt is computed again for its logits.
+    """
     position = end - 1 if 0 < end == whole else end
     cached = [(0, position)] if position else []
     return Hit(blocks, position, cached, groups, end, published, num_tokens, position < end)
@@ -117,7 +124,7 @@ def prefix_hit(blocks: int, end: int, whole: int, groups: list[GroupHit], publis
 def longest_hit(
     groups: Sequence[Group], resident: Sequence[Mask], num_tokens: int, block_size: int, rooms: Sequence[int] = ()
 ) -> int:
-    """Blocks of the longest prefix behind which every group can go on; see `Group.servable`."""
+    """Return the number of blocks of the longest prefix behind which every group can continue; see `Group.servable`."""
     servable = np.ones(resident[0].size + 1, np.bool_)
     for i, (group, there) in enumerate(zip(groups, resident, strict=True)):
         servable &= group.servable(there, num_tokens, block_size, rooms[i] if rooms else None)
@@ -127,7 +134,7 @@ def longest_hit(
 def find_in_groups(
     groups: Sequence[Group], listed: Sequence[Ids], block_size: int, num_tokens: int, wanted: int, gaps: bool
 ) -> Hit:
-    """What a prompt gets: the longest prefix that all groups can serve; with `gaps`, also blocks behind it."""
+    """Return the longest prefix that all groups can serve. With `gaps`, also reuse blocks behind it."""
     resident = [ids >= 0 for ids in listed]
     hit = longest_hit(groups, resident, num_tokens, block_size)
     attention = [i for i, group in enumerate(groups) if not group.holds_states]
@@ -164,9 +171,10 @@ def find_in_groups(
 
 
 def cached_spans(hit: int, reused: Ids, num_tokens: int, block_size: int) -> tuple[list[Span], bool]:
-    """Token ranges of `hit` leading and the `reused` blocks, neighbours joined, and whether the last token was cut off.
+    """Return the token ranges of the `hit` leading and the `reused` blocks, and whether the last token was cut off.
 
-    That of a prompt is computed again for its logits though its KV is there.
+    Neighbouring ranges are joined. The last token of a prompt is computed again for its logits although its KV is
+    cached.
     """
     blocks = np.concatenate((np.arange(hit), reused))
     spans = [(first * block_size, end * block_size) for _, first, end in find_runs(blocks)]
@@ -179,7 +187,7 @@ def cached_spans(hit: int, reused: Ids, num_tokens: int, block_size: int) -> tup
 
 
 def complement(spans: list[Span], num_tokens: int) -> list[Span]:
-    """What `spans` leave of [0, num_tokens)."""
+    """Return the parts of [0, num_tokens) that are not in `spans`."""
     if not spans or (len(spans) == 1 and not spans[0][0]):
         end = spans[0][1] if spans else 0
         return [(end, num_tokens)] if end < num_tokens else []

@@ -1,4 +1,4 @@
-"""The manager: what callers see of it, every argument checked, every verb under one lock."""
+"""The manager as callers see it. It checks every argument and runs every verb under one lock."""
 
 from __future__ import annotations
 
@@ -35,28 +35,29 @@ AllocationT = TypeVar("AllocationT", bound=BaseAllocation, default=Allocation)
 
 
 class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
-    """Gives requests block tables, finds what is cached, and decides what is evicted.
+    """A manager of block tables: it finds cached blocks, allocates blocks for requests, and decides which to evict.
 
-    All methods may be called from several threads; each is atomic. A method that raises has changed nothing, also when
-    what it raises is an interrupt that came in the middle of it (`KeyboardInterrupt`, an exception that another thread
-    raises in this one); or it had been completed when the interrupt came. An interrupt that is undone may cost the
-    eviction policy what it had learned, and listeners may be notified of the same twice. After `os.fork()` the child
-    has a manager of its own in the state before the verbs that other threads were running.
+    All methods are thread-safe and atomic. A method that raises has changed nothing. This includes interrupts
+    (`KeyboardInterrupt`, or an exception that another thread raises in this one), unless the method was already
+    complete. An interrupt that is undone may cost the eviction policy what it had learned, and listeners may be
+    notified twice. After `os.fork()` the child has its own manager, in the state before any verb that another thread
+    was running.
 
-    With one group results are `Allocation`, arrays and lists; with several, `GroupedAllocation` and one of each per
-    group. To a type checker a manager without `groups`, or with a tuple of one, is of the first kind
-    (`CacheManager`), one with another sequence of the second (`GroupedCacheManager`).
+    With one group, results are `Allocation`, arrays and lists. With several groups, results are `GroupedAllocation` and
+    one array or list for each group. To a type checker, a manager without `groups` or with a tuple of one group is a
+    `CacheManager` of the first kind. A manager with another sequence is a `GroupedCacheManager`.
 
     Args:
-        num_blocks: Blocks of each group's cache tensors.
-        block_size: Tokens a block.
-        policy: Name of an eviction policy (`pc.cache.policies.POLICIES`), its class, or (one group) an instance.
-        hash_algorithm: "sha256", "blake2b" or "xxh3_128"; see `pc.cache.hashing` for what each promises.
-        groups: Specs of the layer groups; None: one group of full attention.
-        seed: Makes hashes differ from those of managers with another seed; None: the same everywhere.
-        partial_reuse: Whether a prompt that agrees with a cached block in its first tokens only reuses those, through
-            a copy (`Allocation.copies`). With one group of full attention; costs about 400 bytes a block.
-        host_blocks: Block-sized slots of host memory, of each group, that `preempt(mode="swap")` may use.
+        num_blocks: Number of blocks in each group's cache tensors.
+        block_size: Number of tokens in a block.
+        policy: Name of an eviction policy (`pc.cache.policies.POLICIES`), its class, or, with one group, an instance.
+        hash_algorithm: "sha256", "blake2b" or "xxh3_128"; see `pc.cache.hashing` for the strength of each.
+        groups: Specs of the layer groups. None: one group of full attention.
+        seed: Makes hashes differ from those of managers with another seed. None: the same hashes everywhere.
+        partial_reuse: Whether a prompt whose next tokens agree with only the first tokens of a cached block reuses
+            these through a copy (`Allocation.copies`). Needs one group of full attention; costs about 400 bytes for
+            each block.
+        host_blocks: Number of block-sized slots of host memory in each group for `preempt(mode="swap")`.
 
     Examples:
         Those of its methods begin with `manager = pc.CacheManager(num_blocks=8, block_size=4)`.
@@ -131,20 +132,26 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
     @property
     def listeners(self) -> list[Listener]:
-        """Hear of stores and removals; append to it. See `Listener` for what they may do."""
+        """Objects that are notified of published and removed blocks. Append to this list.
+
+        See `Listener` for the rules.
+        """
         return self._state.listeners.registered
 
     @property
     def on_evict(self) -> OnEvict | None:
-        """Called with (group, blocks, hashes) of blocks that were evicted, for a lower tier.
+        """A function that is called with (group, blocks, hashes) of evicted blocks, for a lower tier to store them.
 
-        It is called without the manager's lock, so that a slow tier stops no other thread, in the thread of the verb
-        that evicted them, once that is done and before it returns. The blocks have their next request, which cannot
-        know their slots yet, and until it returns they are not handed out again: so they still hold what their hashes
-        say. Read them, or order their copy before later writes. It may call the manager. It returns the hashes it took,
-        as a list or set, or None; `stats().offloaded_blocks` counts them. If it raises, that is logged (logger
-        "pc.cache") and counted (`stats().failed_offloads`), its blocks are lost, and the verb returns as if it had not.
-        A `KeyboardInterrupt` in it goes to the caller of the verb, which is done.
+        It runs in the thread of the verb that evicted the blocks, after the verb is complete and before it returns. It
+        runs without the manager's lock, so a slow tier blocks no other thread. It may call the manager.
+
+        Until it returns, the blocks still hold the KV of their hashes: their next request cannot know their slots yet,
+        and they are not allocated again. Read the blocks in it, or order their copy before later writes.
+
+        It returns the hashes that it took, as a list or set, or None; `stats().offloaded_blocks` counts them. If it
+        raises, the exception is logged (logger "pc.cache") and counted (`stats().failed_offloads`), its blocks are
+        lost, and the verb returns normally. A `KeyboardInterrupt` in it goes to the caller of the verb, which is
+        complete.
         """
         return self._state.on_evict
 
@@ -154,16 +161,16 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
     @property
     def pools(self) -> tuple[BlockPool, ...]:
-        """The block pool of each group, to look at."""
+        """The block pool of each group, for reading."""
         return tuple(self._state.pools)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of bookkeeping: fields, tables, policies, remembered hashes and texts, the index of text."""
+        """Bytes of bookkeeping: fields, tables, policies, remembered hashes and texts, and the index of text."""
         return self._state.nbytes + self._state.index_bytes + self._state.history.nbytes
 
     def _run(self, verb: Callable[..., Any], *args: Any) -> Any:
-        """Runs a verb under the lock; what it has evicted is handed to a tier, where there is one."""
+        """Run a verb under the lock, and pass the blocks it has evicted to a tier, if there is one."""
         if self._state.on_evict is not None:
             return offload.run(self._state, self._lock, verb, args)
         with self._lock: return self._state.run(verb, args)  # fmt: skip  # noqa: E701  in one line no interrupt is between
@@ -180,36 +187,37 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         num_tokens: int | None = None,
         segments: Sequence[Span] | None = None,
     ) -> AllocationT:
-        """Starts a request: finds its cached blocks and takes blocks for the rest.
+        """Start a request: find its cached blocks and allocate blocks for the other tokens.
 
         Args:
-            request_id: Any hashable that no running request has; one that equals another is the same id.
-            token_ids: The prompt: list, array or numpy array of integers.
-            extra_keys: What decides the KV besides tokens: one key or a list of several, plain (LoRA name) or `KeyAt`.
-                Read now: what becomes of the list later does not matter.
+            request_id: Any hashable that no running request has. Ids that are equal are the same id.
+            token_ids: The prompt: a list, array or numpy array of integers.
+            extra_keys: Keys that decide the KV besides tokens: one key or a list of several, plain (LoRA name) or
+                `KeyAt`. Later changes of the list have no effect.
             salt: Requests with different salts never share a block.
-            reuse: "prefix": the leading run of cached blocks. "gap": cached blocks behind a missing one too.
-                "anywhere": behind the prefix also text that is cached at another position, or behind other text, with
-                the same keys and salt (`Allocation.moved`). Such KV is approximate: blocks from there on have an
-                identity of their own, which no request with "prefix" or "gap" ever finds. With one group of full
-                attention. Blocks published after the first such request are found so, not those of a prompt with a
-                `KeyAt`.
-            priority: Above 0 asks policies that honour it to keep the blocks longer, generated ones too.
-            ttl: Seconds for which the priority holds; None: until evicted.
-            num_tokens: Take blocks for so many tokens of the prompt only, or as many as are cached if these are more;
-                `append` takes those for its next tokens. None: for all.
-            segments: With "anywhere": the spans (start, end) of tokens in which text may be found, ascending, none
-                across two of them (documents, tool results). None: in all of the prompt.
+            reuse: "prefix": reuse the leading run of cached blocks. "gap": also reuse cached blocks behind a missing
+                one. "anywhere": also reuse text behind the prefix that is cached at another position or behind other
+                text, with the same keys and salt (`Allocation.moved`). Such KV is approximate: blocks from there on
+                have hashes of their own, which no request with "prefix" or "gap" ever finds. It needs one group of full
+                attention. It finds only blocks that were published after the first such request, and no blocks of a
+                prompt with a `KeyAt`.
+            priority: Policies that use priorities keep blocks with a priority above 0 longer, generated ones too.
+            ttl: Seconds for which the priority holds. None: until evicted.
+            num_tokens: Allocate blocks for only this many tokens of the prompt, or for the cached tokens if these are
+                more. `append` allocates blocks for the next tokens. None: for all.
+            segments: With "anywhere", the spans (start, end) of tokens in which to look for text, ascending. A match
+                never crosses a span, such as a document or a tool result. None: the whole prompt.
 
         Returns:
-            Block ids of the prompt, or its part. At least the last token of a whole prompt is to be computed; its
-            slot is -1 when its KV is there.
+            The allocation of the prompt or of its part. At least the last token of a whole prompt must be computed. Its
+            slot is -1 if its KV is cached.
 
         Raises:
-            OutOfBlocks: Too few blocks.
-            ValueError: A request id in use, a token id out of range, an unknown `reuse`, num_tokens below 0,
-                "anywhere" with several groups or a window, segments without it or not ascending.
-            TypeError: token_ids or keys of the wrong type.
+            OutOfBlocks: There are too few blocks.
+            ValueError: The request id is in use, a token id is out of range, `reuse` is unknown, or `num_tokens` is
+                below 0. Or "anywhere" is given with several groups or a window. Or segments are not ascending, or given
+                without "anywhere".
+            TypeError: `token_ids` or keys have the wrong type.
 
         Examples:
             >>> allocation = manager.allocate("a", [5, 6, 7, 8, 9], salt="tenant 1")
@@ -233,21 +241,21 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         return self._run(allocate.allocate, *args)
 
     def append(self, request_id: Hashable, token_ids: TokenIds) -> AllocationT:
-        """Adds tokens to a request and takes the blocks they need.
+        """Add tokens to a request and allocate the blocks that they need.
 
         Args:
             request_id: A running request.
-            token_ids: The new tokens. While a prompt is allocated in part, its next ones.
+            token_ids: The new tokens. While a prompt is allocated in part, its next tokens.
 
         Returns:
-            The allocation of the new tokens: block_ids has the blocks newly taken, compute_spans all new tokens.
-            `copies` is not empty when other requests see the last block: the request gets a copy of it.
+            The allocation of the new tokens: `block_ids` has the fresh blocks, `compute_spans` all new tokens. If other
+            requests see the last block, the request gets a copy of it, listed in `copies`.
 
         Raises:
-            OutOfBlocks: Too few blocks.
-            KeyError: An unknown request.
-            ValueError: A token id out of range, or tokens that are not the next ones of the prompt.
-            TypeError: token_ids of the wrong type.
+            OutOfBlocks: There are too few blocks.
+            KeyError: The request is unknown.
+            ValueError: A token id is out of range, or the tokens are not the next ones of the prompt.
+            TypeError: `token_ids` has the wrong type.
 
         Examples:
             >>> allocation = manager.allocate("a", range(7))
@@ -258,22 +266,23 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         return self._run(append.append, request_id, encode_tokens(token_ids))
 
     def append_each(self, request_ids: Sequence[Hashable], token_ids: TokenIds) -> AppendedTokens[SlotsT, PairsT]:
-        """Adds one token to each of several requests: `append` for a step of decoding, at a tenth of its cost.
+        """Add one token to each of several requests, at a tenth of the cost of `append` for each.
 
-        Every token before has been computed, committed or not.
+        All earlier tokens must have been computed; they need not be committed.
 
         Args:
-            request_ids: Running requests, each once.
-            token_ids: One token for each.
+            request_ids: Running requests, without duplicates.
+            token_ids: One token for each request.
 
         Returns:
-            (slots, copies): the slot of each new token, [n] int64, and what `Allocation.copies` is; with several
-            groups one of each per group. Its attributes are what a `Step` is made of.
+            (slots, copies): the slot of each new token, [n] int64, and copies like `Allocation.copies`. With several
+            groups, one of each for each group. Its attributes are the arguments of a `Step`.
 
         Raises:
-            OutOfBlocks: Too few blocks; no request has got its token.
-            KeyError: An unknown request.
-            ValueError: Another number of tokens than of requests, a request given twice, a token id out of range.
+            OutOfBlocks: There are too few blocks. No request has got its token.
+            KeyError: A request is unknown.
+            ValueError: There are not as many tokens as requests, a request is given twice, or a token id is out of
+                range.
 
         Examples:
             >>> allocations = [manager.allocate(request, range(6)) for request in ("a", "b")]
@@ -287,20 +296,20 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         return self._run(append.append_each, request_ids, new)
 
     def commit(self, request_id: Hashable, num_tokens: int) -> PairsT:
-        """Says that every position before `num_tokens` has been written: publishes complete blocks in the prefix cache.
+        """Publish the complete blocks before `num_tokens`, whose positions have all been written, in the prefix cache.
 
         Args:
             request_id: A running request.
-            num_tokens: Absolute position; what was committed before stays so.
+            num_tokens: The absolute position. Earlier commits stay valid.
 
         Returns:
-            (old block, new block) for each block that an equal one, completed by another request, replaced in this
-            request's table; with several groups one list per group. Old blocks are not handed out again before this
+            (old block, new block) for each block of this request that was replaced by an equal block of another
+            request. With several groups, one list for each group. Old blocks are not allocated again before this
             request's next commit or free.
 
         Raises:
-            KeyError: An unknown request.
-            ValueError: More tokens than the request has blocks for.
+            KeyError: The request is unknown.
+            ValueError: `num_tokens` is more than the request has blocks for.
 
         Examples:
             >>> both = [manager.allocate(request, range(5)) for request in ("a", "b")]  # compute the same prompt
@@ -314,23 +323,24 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         return self._run(commit.commit, request_id, num_tokens)
 
     def checkpoint(self, request_id: Hashable, num_tokens: int, group: int | None = None) -> int:
-        """Takes a block for the state of a recurrent group behind `num_tokens` tokens.
+        """Allocate a block for the state of a recurrent group behind `num_tokens` tokens.
 
-        Write the state there before the next commit of that position, which publishes it: a later prompt with
-        these tokens and their KV then begins there. `Allocation.junction` names positions where that pays.
+        Write the state to the block before the next commit of that position. The commit publishes it, and a later
+        prompt with these tokens and their KV starts there. `Allocation.junction` names positions where this pays.
 
         Args:
             request_id: A running request.
-            num_tokens: A multiple of the block size, at most the request's tokens.
-            group: Which recurrent group; None: the only one.
+            num_tokens: A multiple of the block size, at most the number of the request's tokens.
+            group: Number of the recurrent group. None: the only one.
 
         Returns:
-            The block, the same again when asked for twice before the commit.
+            The block. A second call before the commit returns the same block.
 
         Raises:
             OutOfBlocks: All states of the group are held.
-            KeyError: An unknown request.
-            ValueError: No block boundary, past the request's end, a state that it holds already, or another group.
+            KeyError: The request is unknown.
+            ValueError: The position is not a block boundary, or is past the request's end, or the request holds its
+                state already. Or the group is not recurrent.
 
         Examples:
             >>> manager = pc.CacheManager(8, block_size=4, groups=[pc.FullAttention(), pc.Recurrent(num_blocks=4)])
@@ -343,19 +353,19 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         return self._run(commit.checkpoint, request_id, check_integer("num_tokens", num_tokens), group)
 
     def rollback(self, request_id: Hashable, num_tokens: int) -> None:
-        """Takes back the last tokens of a request (rejected speculation) and the blocks they alone needed.
+        """Remove the last tokens of a request (rejected speculation) and free the blocks that only they needed.
 
-        What a prompt that was allocated in part had still to come is forgotten, but with no token taken back.
+        If a prompt was allocated in part, its remaining tokens are forgotten, unless `num_tokens` is 0.
 
         Args:
             request_id: A running request.
-            num_tokens: How many.
+            num_tokens: Number of tokens to remove.
 
         Raises:
-            KeyError: An unknown request.
-            ValueError: More tokens than the request has, or blocks of a sliding window are gone that would be read
-                again. With a recurrent group, no state is there: it has to end at a state that the request holds, or
-                at the committed position, whose state the engine has kept.
+            KeyError: The request is unknown.
+            ValueError: The request has fewer tokens, or a sliding window would need blocks that were released. With a
+                recurrent group: the request must end at a state that it holds, or at the committed position, whose
+                state the engine has kept.
 
         Examples:
             >>> allocation = manager.allocate("a", range(6))
@@ -367,14 +377,14 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         self._run(fork.rollback, request_id, check_integer("num_tokens", num_tokens))
 
     def fork(self, request_id: Hashable, new_request_id: Hashable) -> None:
-        """Starts a request that shares everything with a running one (parallel sampling, beam search).
+        """Start a request that shares all blocks of a running one (parallel sampling, beam search).
 
-        The first to append to a block that they share in part gets a copy of it, listed in `Allocation.copies`.
-        Priority and ttl are the parent's.
+        The first of them to append to a partly filled block gets a copy of it, listed in `Allocation.copies`. Priority
+        and ttl are the parent's.
 
         Raises:
-            KeyError: An unknown request.
-            ValueError: new_request_id is running, or the request has tokens that are not committed.
+            KeyError: The request is unknown.
+            ValueError: `new_request_id` is running, or the request has tokens that are not committed.
 
         Examples:
             >>> allocation, merged = manager.allocate("a", range(6)), manager.commit("a", 6)
@@ -385,16 +395,16 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         self._run(fork.fork, request_id, new_request_id)
 
     def free(self, request_id: Hashable, returns: float | None = None) -> None:
-        """Ends a request, running or preempted: its complete, committed blocks stay published, the others are free.
+        """End a request, running or preempted. Its complete, committed blocks stay published; the others become free.
 
         Args:
             request_id: The request.
-            returns: Probability that its conversation goes on soon, 0 to 1, where the caller knows something: a tool
-                call is pending, the window was closed. With 0 the policies that honour it (`hazard`,
-                `priority`) evict first what only this conversation used. None: unknown.
+            returns: Probability that the conversation resumes soon, 0 to 1, if the caller knows something: a tool call
+                is pending, the window was closed. With 0, the policies that use hints (`hazard`, `priority`) evict
+                first the blocks that only this conversation used. None: unknown.
 
         Raises:
-            KeyError: An unknown request.
+            KeyError: The request is unknown.
             TypeError: `returns` is not a number.
             ValueError: `returns` is not between 0 and 1.
 
@@ -409,22 +419,22 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         self._run(_free, request_id, returns)
 
     def preempt(self, request_id: Hashable, mode: str = "recompute") -> PairsT:
-        """Takes a running request's blocks away until `resume`; its tokens are kept.
+        """Take a running request's blocks away until `resume`. Its tokens are kept.
 
         Args:
             request_id: A running request.
-            mode: "recompute": what is not cached any more at `resume` is computed again. "swap": what later queries
-                read of its KV goes to host memory. Where a group has too few slots for that, what they read at the
-                last block boundary before for which the slots suffice; the rest as with "recompute". With a recurrent
-                group the last boundary with a state.
+            mode: "recompute": KV that is no longer cached at `resume` is computed again. "swap": the KV that later
+                queries read goes to host memory. If a group has too few slots, the KV up to the last block boundary
+                that fits goes there, and the rest is treated as with "recompute". With a recurrent group, up to the
+                last boundary with a state.
 
         Returns:
-            (block, host slot) to be copied before anything is written; with several groups one list per group, each
-            with slots of its own.
+            Pairs (block, host slot) to copy before anything is written. With several groups, one list for each group,
+            each with its own slots.
 
         Raises:
-            KeyError: An unknown request.
-            ValueError: An unknown mode.
+            KeyError: The request is unknown.
+            ValueError: The mode is unknown.
 
         Examples:
             >>> manager = pc.CacheManager(num_blocks=8, block_size=4, host_blocks=4)
@@ -437,7 +447,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         return self._run(swap.preempt, request_id, mode == "swap")
 
     def victim(self) -> Hashable:
-        """The running request to preempt first: of the lowest priority the one started last; None when none runs.
+        """Return the running request to preempt first: the last started of those with the lowest priority, or None.
 
         Examples:
             >>> first, second = manager.allocate("a", range(4)), manager.allocate("b", range(4), priority=1)
@@ -450,15 +460,16 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             return min(order, key=lambda row: row[:2])[2] if order else None
 
     def resume(self, request_id: Hashable) -> AllocationT:
-        """Gives a preempted request blocks again.
+        """Give a preempted request blocks again.
 
         Returns:
-            As `allocate` does; `loads` lists (host slot, block) to be copied before anything is written, with several
-            groups one list per group. The slots are in use until this request's next commit, preempt or free.
+            An allocation like that of `allocate`. `loads` lists (host slot, block) to copy before anything is written;
+            with several groups, one list for each group. The slots stay in use until this request's next commit,
+            preempt or free.
 
         Raises:
-            KeyError: A request that is not preempted.
-            OutOfBlocks: Too few blocks; the request stays preempted.
+            KeyError: The request is not preempted.
+            OutOfBlocks: There are too few blocks. The request stays preempted.
 
         Examples:
             >>> manager = pc.CacheManager(num_blocks=2, block_size=4, host_blocks=4)
@@ -472,11 +483,11 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         return self._run(swap.resume, request_id)
 
     def block_table(self, request_id: Hashable, group: int = 0) -> Ids:
-        """Block numbers of a running request in the order of its sequence, [n] int32, -1 for a hole; a copy.
+        """Return a copy of a running request's block table: [n] int32, in sequence order, -1 for a hole.
 
         Raises:
-            KeyError: An unknown request.
-            IndexError: An unknown group.
+            KeyError: The request is unknown.
+            IndexError: The group is unknown.
 
         Examples:
             >>> allocation = manager.allocate("a", range(9))
@@ -492,10 +503,10 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             return request.tables[group][: request.num_blocks].copy()
 
     def num_tokens(self, request_id: Hashable) -> int:
-        """Tokens of a running request that have blocks, those not computed yet included.
+        """Return how many tokens of a running request have blocks, computed or not.
 
         Raises:
-            KeyError: An unknown request.
+            KeyError: The request is unknown.
 
         Examples:
             >>> allocation, step = manager.allocate("a", range(9)), manager.append("a", [9])
@@ -507,12 +518,12 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             return len(self._state.get(request_id).tokens)
 
     def block_hashes(self, request_id: Hashable) -> list[bytes]:
-        """The hashes of a running request's full blocks, in order, written or not: what a lower tier is asked for.
+        """Return the hashes of a running request's full blocks, in order, written or not, for a lookup in a lower tier.
 
-        Of a prompt that is allocated in part all of them.
+        A prompt that is allocated in part has the hashes of all its blocks.
 
         Raises:
-            KeyError: An unknown request.
+            KeyError: The request is unknown.
 
         Examples:
             >>> allocation = manager.allocate("a", range(9))
@@ -528,20 +539,20 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
     def explain(
         self, token_ids: TokenIds, extra_keys: ExtraKeys = None, salt: Key = None, below: Any = None
     ) -> Explanation:
-        """Say how far a prompt is cached, why no further, and what other kinds of reuse would save; changes nothing.
+        """Explain how far a prompt is cached, why no further, and what other kinds of reuse would save. Change nothing.
 
-        It takes time in proportion to what is remembered: the latest text, of as many tokens as the pool would hold in
+        The time is proportional to what is remembered: the latest text, of as many tokens as the pool would hold in
         blocks of 16, and the latest evictions. Text of another salt is never shown.
 
         Args:
             token_ids: The prompt, as for `allocate`.
             extra_keys: Its keys, as for `allocate`.
             salt: Its salt.
-            below: Returns whether a lower tier has the block of a hash; blocks that it has count as cached.
+            below: Returns whether a lower tier has the block with a hash. Such blocks count as cached.
 
         Raises:
-            ValueError: A token id out of range.
-            TypeError: token_ids or keys of the wrong type.
+            ValueError: A token id is out of range.
+            TypeError: `token_ids` or keys have the wrong type.
 
         Examples:
             >>> allocation, merged = manager.allocate("a", range(20, 32)), manager.commit("a", 12)
@@ -554,7 +565,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         return self._run(explain.explain, encode_tokens(token_ids), encode_keys(extra_keys, salt), below)
 
     def stats(self) -> CacheStats:
-        """Counters since the manager was made or reset.
+        """Return the counters since the manager was made or reset.
 
         Examples:
             >>> allocation = manager.allocate("a", range(9))
@@ -566,7 +577,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             return self._state.stats()
 
     def reset(self) -> None:
-        """Forgets all cached blocks and counters.
+        """Forget all cached blocks and counters.
 
         Raises:
             RuntimeError: Requests are running.
@@ -581,7 +592,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         self._run(ManagerState.reset)
 
     def check(self) -> None:
-        """Asserts that all is consistent: free + cached + held = all, no block in two places, counts right.
+        """Assert that the state is consistent: free + cached + held = all, each block in one place, counts right.
 
         Examples:
             >>> allocation = manager.allocate("a", range(9))
@@ -593,11 +604,11 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
 
 _MANAGERS: WeakSet[CacheManager[Any, Any, Any]] = WeakSet()
-"""All that there are, for a child process."""
+"""All managers of this process, for a child process."""
 
 
 def _after_fork() -> None:
-    """Free the managers of a child process from the verbs of threads that it does not have."""
+    """Release the locks of a child's managers, which threads that the child lacks may hold, and undo their verbs."""
     for manager in list(_MANAGERS):
         if not manager._lock._is_owned():  # type: ignore[attr-defined]
             manager._lock = threading.RLock()

@@ -1,8 +1,8 @@
-"""Evicted blocks on their way to a lower tier, handed over outside the manager's lock before the verb returns.
+"""The transfer of evicted blocks to a lower tier, without the manager's lock, before the verb returns.
 
-By then the verb is complete and its request has the blocks. They still hold what their hashes say: nobody knows their
-new slots before the verb returns. A hidden holder, counted like a request, keeps them from being reused if the request
-ends meanwhile.
+By then the verb is complete and its request has the blocks. The blocks still hold the KV of their hashes, because the
+caller does not know its new slots before the verb returns. A hidden holder, counted like a request, keeps them from
+being reused if the request ends meanwhile.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ log = logging.getLogger("pc.cache")
 
 
 class Evicted:
-    """A hidden holder of evicted blocks while `on_evict` is called with them.
+    """A hidden holder of evicted blocks during the call of `on_evict`.
 
     Attributes:
-        victims: Per group that evicted some: the group, the blocks, and their hashes.
-        taken: Blocks that the tier took.
-        failed: Calls of `on_evict` that raised.
+        victims: For each group that evicted blocks: the group, the blocks, and their hashes.
+        taken: Number of blocks that the tier took.
+        failed: Number of calls of `on_evict` that raised.
     """
 
     def __init__(self, victims: list[tuple[int, Ids, list[bytes]]]) -> None:
@@ -42,7 +42,7 @@ class Evicted:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody hands these blocks over: their thread has ended, or asks this outside of `on_evict`."""
+        """Whether nobody passes these blocks to a tier: their thread has ended, or calls this outside of `on_evict`."""
         if self._thread == threading.get_ident():
             return not self._inside.locked()
         return self._thread not in sys._current_frames()
@@ -54,20 +54,20 @@ class Evicted:
     def _hand_over(self, state: ManagerState) -> None:
         for group, blocks, hashes in self.victims:
             on_evict = state.on_evict
-            if on_evict is None or self not in state.offloading:  # an interrupt's handler has called the manager
+            if on_evict is None or self not in state.offloading:  # the handler of an interrupt has called the manager
                 return
             try:
                 kept = on_evict(group, blocks.copy(), list(hashes))
             except Exception:
                 self.failed += 1
-                log.exception("on_evict raised; %d blocks are lost, the manager goes on", len(hashes))
+                log.exception("on_evict raised; %d blocks are lost, the manager continues", len(hashes))
             else:
                 if isinstance(kept, (list, tuple, set, frozenset, dict)):
                     self.taken += sum(1 for block_hash in hashes if block_hash in kept)
 
 
 def run(state: ManagerState, lock: Any, verb: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Run a verb under the lock, then hand the blocks that it evicted to `on_evict` without the lock."""
+    """Run a verb under the lock, then pass the blocks that it evicted to `on_evict`, without the lock."""
     with lock: result, evicted = state.run(_hold_evicted, (verb, args))  # fmt: skip  # noqa: E701  see `hand_over`
     if evicted is not None:
         try:

@@ -1,4 +1,4 @@
-"""The blocks of one group: reference counts, the table of published blocks, the free list, and who is evicted."""
+"""The blocks of one group: reference counts, the table of published blocks, the free list, and eviction."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from .policies import Block, EvictionPolicy
 from .policies.acquire import acquire
 from .table import HashTable, Ids, count_nonzero
 
-# As arrays they take a third of the time that numbers take.
+# Adding arrays takes a third of the time of adding numbers.
 ONE, ZERO = np.array(1, np.int32), np.array(0, np.int32)
 
 
 EMPTY: Ids = np.empty(0, np.int32)
 
-# Blocks as an index of the fields: a slice where they are consecutive, which is several times as quick.
+# Blocks as an index of the fields. A slice is several times faster; it is used if blocks are consecutive.
 Index = slice | npt.NDArray[np.intp]
 
-# A pool, the blocks that it evicted, their hashes, the tick, and the ticks at which they were taken.
+# A pool, the blocks that it evicted, their hashes, the tick, and the ticks at which they were allocated.
 Eviction = tuple["BlockPool", Ids, Words, int, Ticks]
 
 log = logging.getLogger("pc.cache")
 
 
 class Watcher(Protocol):
-    """A cache that follows the slots of a pool."""
+    """A cache that mirrors the slots of a pool."""
 
     def refill(self, block: int, first: int, source: int) -> None:
         """See `BlockPool.refill`; called under the manager's lock."""
 
 
 class Log:
-    """What the pools of a manager share about the verb that runs.
+    """State of the running verb, shared by the pools of a manager.
 
     Attributes:
-        in_policy: Whether a policy is being called at this moment. A policy must not call the manager.
+        in_policy: Whether a policy is being called now. A policy must not call the manager.
         evicted: Blocks that lose their hashes, logged before they do.
         published: Pools and blocks that get hashes, logged before they do.
-        later: Tasks for when the verb is complete, each a function and its arguments. A task may be done twice.
+        later: Tasks to run when the verb is complete, each a function and its arguments. A task may run twice.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Log:
 
 
 class OutOfBlocks(RuntimeError):  # noqa: N818  the name is part of the interface
-    """Too few blocks are free or unreferenced; the call that raised it has changed nothing.
+    """Too few blocks are free or unreferenced. The call that raised it has changed nothing.
 
     Examples:
         >>> manager = pc.CacheManager(num_blocks=2, block_size=4)
@@ -79,26 +79,25 @@ class BlockPool:
     """Blocks `0..num_blocks - 1`, each free, held by requests, or cached (complete, with a reference count of 0).
 
     Complete blocks are those in the table: their KV is written and they are published in the prefix cache. Only they
-    outlive their last holder; blocks that are partial, or not committed yet, are known only to the requests that hold
-    them.
+    outlive their last holder. Partial or uncommitted blocks are known only to the requests that hold them.
 
-    A policy is called in the middle of the manager's work. It must not call the manager (`Log.in_policy`). Its
-    exceptions are logged (logger "pc.cache"). If it names no valid victims, the pool evicts the blocks used longest
-    ago.
+    The pool calls the policy in the middle of the manager's work, so the policy must not call the manager
+    (`Log.in_policy`). Its exceptions are logged (logger "pc.cache"). If it names no valid victims, the pool evicts the
+    least recently used blocks.
 
-    `words` and the references of requests decide all other fields: `rebuild` derives them after an interrupted verb.
-    The pool logs each change of `words` before it makes it (`Log`).
+    `words` and the references of requests determine all other fields: `rebuild` derives them after an interrupted verb.
+    The pool logs each change of `words` before it makes the change (`Log`).
 
     Attributes:
-        last_access: Tick of the last access or release of each block.
-        access_count: Requests that took the block since it was last filled.
-        prefix_length: Blocks of its sequence up to and including it.
-        taken_at: Tick at which the block was last taken fresh: while it stands, the content is the same.
-        words: Hash of each published block, `[num_blocks, words]`, 0 for the others.
-        num_free: Blocks without content.
-        num_cached: Complete blocks with a reference count of 0: published until evicted.
-        on_first_choice: Called once, after the first victims were chosen: a policy may take more memory from then on.
-        watchers: Notified which slots of a block that stays in use take other tokens; see `Watcher`.
+        last_access: Tick of each block's last access or release.
+        access_count: Number of requests that used the block since it was last filled.
+        prefix_length: Number of blocks of its sequence up to and including the block.
+        taken_at: Tick at which the block was last allocated. While the tick is the same, so is the content.
+        words: Hash of each published block, `[num_blocks, words]`; 0 for other blocks.
+        num_free: Number of blocks without content.
+        num_cached: Number of complete blocks with a reference count of 0. They stay published until evicted.
+        on_first_choice: Called once, after the first victims were chosen. From then on a policy may use more memory.
+        watchers: Notified of slots that take other tokens in a block that stays in use; see `Watcher`.
         log: Changes and tasks of the running verb, shared by the pools of a manager.
     """
 
@@ -124,47 +123,50 @@ class BlockPool:
         self._rising = self.table.numbers.tobytes()
         self._absent = b"\xff" * (4 * num_blocks)
         self.policy = policy
-        # A policy of one's own is not believed without a look.
+        # The victims of a user's own policy are checked.
         self._trusted = type(policy).__module__.startswith("pc.cache.")
         policy.bind(self)
 
     @property
     def available(self) -> int:
-        """Blocks that can be taken now."""
+        """Number of blocks that can be allocated now."""
         return self.num_free + self.num_cached
 
     @property
     def num_held(self) -> int:
-        """Blocks that requests hold."""
+        """Number of blocks that requests hold."""
         return self.num_blocks - self.num_free - self.num_cached
 
     @property
     def complete(self) -> npt.NDArray[np.bool_]:
-        """Per block, whether it is published."""
+        """For each block, whether it is published."""
         return self.table.listed
 
     def digests_of(self, ids: Ids) -> list[bytes]:
-        """The hashes of published blocks."""
+        """Return the hashes of published blocks."""
         return split_digests(self.words[ids])
 
     def keys_of(self, ids: Ids) -> npt.NDArray[np.uint64]:
-        """The first word of the hash of each block."""
-        # Rows first: to take from a column, numpy copies all of it.
+        """Return the first word of each block's hash."""
+        # Take rows first, because numpy copies a whole column to take from it.
         return self.words.take(ids, axis=0)[:, 0]
 
     def unreferenced(self, ids: Ids) -> int:
-        """How many of these blocks have a reference count of 0."""
+        """Return how many of these blocks have a reference count of 0."""
         return ids.size - int(count_nonzero(self.ref_count.take(ids)))
 
     def index_of(self, ids: Ids) -> Index:
-        """Blocks, at least one, as an index of the fields."""
+        """Return blocks, at least one, as an index of the fields."""
         first = ids.item(0)
         if self._rising.startswith(ids.tobytes(), 4 * first):
             return slice(first, first + ids.size)
         return ids.astype(np.intp)
 
     def check_available(self, count: int, held: Ids = EMPTY) -> None:
-        """Raises OutOfBlocks unless `count` blocks can be taken; `held` are cached ones that are about to be held."""
+        """Raise OutOfBlocks unless `count` blocks can be allocated.
+
+        `held` are cached blocks that will be held first.
+        """
         available = self.available
         if held.size and count + held.size > available:
             available -= self.unreferenced(held)
@@ -172,9 +174,9 @@ class BlockPool:
             raise OutOfBlocks(count, int(available))
 
     def hold(self, ids: Ids) -> None:
-        """Takes a reference on complete blocks, in the order of their sequence."""
+        """Add a reference to complete blocks, in the order of their sequence."""
         first = ids.item(0)
-        # `HashTable.leading` returns consecutive blocks so.
+        # `HashTable.leading` returns consecutive blocks as a view of `numbers`.
         consecutive = ids.base is self.table.numbers
         index: Index = slice(first, first + ids.size) if consecutive else self.index_of(ids)
         if type(index) is slice:
@@ -192,21 +194,21 @@ class BlockPool:
         self._call("accessed", ids, True)
 
     def share(self, ids: Ids) -> None:
-        """Takes one more reference on held blocks."""
+        """Add one more reference to held blocks."""
         self.ref_count[ids] += 1
 
     def unshare(self, ids: Ids) -> None:
-        """Drops what `share` took; that is a release, and an access, only of blocks that nothing else holds."""
+        """Drop the references that `share` added. Only for blocks without other references is that a release."""
         alone = self.ref_count.take(ids) == 1
         self.ref_count[ids[~alone]] -= 1
         if alone.any():
             self.release(ids[alone])
 
     def take(self, prefix_lengths: Ids, runs: bool = True) -> Ids:
-        """Takes fresh blocks, one for each prefix length: empty ones first, then victims of the policy.
+        """Allocate fresh blocks, one for each prefix length: free blocks first, then victims of the policy.
 
-        The caller has made sure that so many are available. Without `runs` each is of another sequence; else they are a
-        run of one, the lengths ascending.
+        The caller has checked that enough blocks are available. With `runs` the blocks belong to one sequence, and the
+        lengths ascend. Without `runs` each belongs to another sequence.
         """
         count, num_free = prefix_lengths.size, self.num_free
         if not num_free:
@@ -229,10 +231,10 @@ class BlockPool:
         return ids
 
     def refill(self, block: int, first: int, source: int = -1) -> None:
-        """Says that the slots of a block from `first` on take other tokens than they, or what is copied there, held.
+        """Record that the slots of a block from `first` on get new contents.
 
-        Watchers are notified when the verb is complete. `source` is the block that the caller is told to copy to it, as
-        its slots are now; -1 is no block.
+        Watchers are notified when the verb is complete. `source` is the block that the caller must copy to this block;
+        -1: none.
         """
         if block >= 0 and self.watchers:
             self.log.later.append((self._notify_watchers, block, first, source))
@@ -244,7 +246,7 @@ class BlockPool:
     def _evict(self, count: int) -> tuple[Ids, Index]:
         """Evict blocks; return them and their index."""
         victims = self._choose(count)
-        ids = victims[::-1]  # chosen tail first: so neighbours in memory are neighbours in the new sequence too
+        ids = victims[::-1]  # tails are chosen first, so neighbours in memory stay neighbours
         index, words = self.index_of(ids), self.words
         before = words[index].copy() if type(index) is slice else words.take(index, axis=0)
         self.log.evicted.append((self, victims, before[::-1], self.clock, self.taken_at.take(victims)))
@@ -261,7 +263,7 @@ class BlockPool:
         if victims is not False:
             if (self._trusted and victims.size == count) or self._all_evictable(victims, count):
                 return victims
-            log.error("%s.victims(%d) chose what cannot be evicted: %s", type(self.policy).__name__, count, victims)
+            log.error("%s.victims(%d) returned invalid victims: %s", type(self.policy).__name__, count, victims)
         cached = (self.complete & (self.ref_count == 0)).nonzero()[0].astype(np.int32)
         order = np.lexsort((-self.prefix_length[cached], self.last_access[cached]))
         oldest: Ids = cached[order[:count]]
@@ -280,37 +282,37 @@ class BlockPool:
         )
 
     def _call(self, hook: str, *args: Any) -> Any:
-        """Calls a hook of the policy; False where it raises."""
+        """Call a hook of the policy; return False if it raises."""
         try:
             self.log.in_policy = True
             return getattr(self.policy, hook)(*args)
         except Exception:
-            log.exception("%s.%s raised; the manager goes on", type(self.policy).__name__, hook)
+            log.exception("%s.%s raised; the manager continues", type(self.policy).__name__, hook)
             return False
         finally:
             self.log.in_policy = False
 
     def hinted(self, ids: Ids, priority: int, ttl: float | None) -> None:
-        """See `EvictionPolicy.hinted`; holes are left out, and without a hint nothing is done."""
+        """Pass a hint to the policy, without holes; see `EvictionPolicy.hinted`. Do nothing without a hint."""
         if (priority or ttl is not None) and ids.size:
             self._call("hinted", ids[ids >= 0], priority, ttl)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of bookkeeping, the policy's own not counted."""
+        """Bytes of bookkeeping, without the policy's."""
         fields = (self.ref_count, self.last_access, self.taken_at, self.access_count, self.prefix_length, self.words)
         return sum(field.nbytes for field in fields) + self._free.nbytes + 3 * len(self._rising) + self.table.nbytes
 
     def ended(self, returns: float | None, output_tokens: int) -> None:
-        """Notifies the policy that a request has ended; the releases follow."""
+        """Notify the policy that a request has ended. The releases follow."""
         if returns is not None:
             self._call("returning", returns)
         self._call("finished", output_tokens)
 
     def release(self, ids: Ids, split: int = 0) -> None:
-        """Drops a reference on each block, in the order of their sequence; what is complete stays published.
+        """Drop a reference to each block, in the order of their sequence. Complete blocks stay published.
 
-        The first `split` are likely to be consecutive, apart from the others.
+        The first `split` blocks and the others are indexed separately, because each part is likely to be consecutive.
         """
         self.clock += 1
         kept: Ids | None = None
@@ -345,9 +347,11 @@ class BlockPool:
             self._call("released", kept)
 
     def publish(self, ids: Ids, digests: Words) -> tuple[Ids, Ids]:
-        """Publishes written blocks under their hashes: (blocks, duplicates) where another block has the hash already.
+        """Publish written blocks under their hashes.
 
-        The caller is to use the other one, on which a reference has been taken, and to release its own.
+        Returns:
+            (blocks, duplicates): blocks whose hash another block already has, and these other blocks, each with a new
+            reference. The caller must use the duplicates and release its own blocks.
         """
         index, table = self.index_of(ids), self.table
         slots = table.slot_of[index]
@@ -378,7 +382,7 @@ class BlockPool:
         return blocks
 
     def reset(self) -> None:
-        """Empties every block; the caller has made sure that none is held."""
+        """Empty every block. The caller has checked that none is held."""
         self.table.clear()
         self.words.fill(0)
         self.ref_count.fill(0)
@@ -389,15 +393,15 @@ class BlockPool:
         self._call("clear")
 
     def rebuild(self, held: Ids) -> None:
-        """Derives every field anew from the hashes and all block references that there are, `held`, with repetition.
+        """Derive every field from the hashes and from `held`, all block references with repetition.
 
-        The policy forgets what it has learned; it is told of all blocks in the order of their last access.
+        The policy forgets what it has learned. It is notified of all blocks in the order of their last access.
         """
         self.ref_count[:] = np.bincount(held, minlength=self.num_blocks) if held.size else 0
         listed: npt.NDArray[np.bool_] = np.asarray(self.words.any(axis=1))
         unheld = self.ref_count == 0
         self.table.renew(listed.nonzero()[0].astype(np.int32))
-        known = np.concatenate((self._free, self.table.numbers))  # what was free keeps its order
+        known = np.concatenate((self._free, self.table.numbers))  # free blocks keep their order
         order = known[np.sort(np.unique(known, return_index=True)[1])]
         free = order[(unheld & ~listed)[order]]
         self._free[: free.size] = free
@@ -413,7 +417,7 @@ class BlockPool:
                     self._call(hook, ids[chosen])
 
     def check(self, held: Ids) -> None:
-        """Asserts every invariant of the pool; `held` are all block references that there are, with repetition."""
+        """Assert every invariant of the pool. `held` are all block references, with repetition."""
         refs = np.bincount(held, minlength=self.num_blocks) if held.size else np.zeros(self.num_blocks, np.int64)
         assert np.array_equal(refs, self.ref_count), "reference counts differ from what requests hold"
         free = self._free[: self.num_free]
@@ -431,7 +435,7 @@ class BlockPool:
 
 
 class HostSlots:
-    """Block-sized slots of host memory for one group, by number; the memory itself is the engine's."""
+    """The numbers of block-sized slots of host memory for one group. The engine owns the memory."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -439,21 +443,21 @@ class HostSlots:
 
     @property
     def num_free(self) -> int:
-        """Slots not in use."""
+        """Number of slots that are not in use."""
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """`count` slots; the caller has made sure that so many are free."""
+        """Return `count` free slots. The caller has checked that there are enough."""
         return [self._free.pop() for _ in range(count)]
 
     def give_back(self, slots: list[int]) -> None:
-        """Makes slots free."""
+        """Free slots."""
         self._free += slots
 
     def rebuild(self, held: list[int]) -> None:
-        """Makes all slots free but these."""
+        """Free all slots except these."""
         self._free = sorted(set(range(self.count)).difference(held), reverse=True)
 
     def check(self, held: list[int]) -> None:
-        """Asserts that every slot is free or held, once."""
+        """Assert that every slot is either free or held, once."""
         assert sorted([*self._free, *held]) == list(range(self.count)), "a host slot is lost or in two places"

@@ -1,6 +1,6 @@
-"""Hashes of prompts seen before: a prompt that begins with the same tokens is not hashed again.
+"""Hashes of earlier prompts, so that a prompt that begins with the same tokens is not hashed again.
 
-Without it everything is right, only slower: `BlockHasher.begin` then hashes every block.
+Without them results are the same, only slower: `BlockHasher.begin` then hashes every block.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ from .hashing import Chain
 OVERHEAD = 800
 """Bytes of an entry besides its tokens and digests: objects, the dictionary and the state of a hasher."""
 BLOCK_BYTES = 256
-"""Bytes that the bookkeeping of a block may take; remembered hashes get those that are left."""
+"""Bytes that the bookkeeping of a block may use. Remembered hashes get the rest."""
 BASE_BYTES = 1 << 20
-"""Bytes that it may take besides, whatever the number of blocks."""
+"""Additional bytes that bookkeeping may use, for any number of blocks."""
 QUEUE_BYTES = 16
-"""Bytes of `BLOCK_BYTES` that policies may come to need before hashes are fitted again."""
+"""Bytes of `BLOCK_BYTES` reserved for policies, which may grow before hashes are fitted again."""
 
 Key = tuple[int, bytes, bytes]
-"""Where a chunk begins, the digest before it (of the first chunk the bytes of the request's keys), and its tokens."""
+"""The first block of a chunk, the digest before it, and its tokens. The first chunk has the keys' bytes as digest."""
 
 
 class RememberedHashes:
-    """An LRU dictionary of chunks of prompts, of `capacity` bytes: the digests of their blocks and the hasher behind.
+    """An LRU dictionary of chunks of prompts.
 
-    A walk makes the first chunk of a prompt the last to go: without it those behind it are not found.
+    The digests of their blocks and the hasher after them, up to `capacity` bytes.
+
+    A lookup touches the first chunk of a prompt last, so it is evicted last. Without it, later chunks cannot be found.
     """
 
     def __init__(self) -> None:
@@ -39,7 +41,7 @@ class RememberedHashes:
         self.nbytes = 0
 
     def fit(self, num_blocks: int, taken: int) -> None:
-        """Take the bytes that pools and policies, which take `taken`, leave of those for so many blocks."""
+        """Set the capacity to the bytes that pools and policies, which use `taken`, leave of those for `num_blocks`."""
         self.capacity = max(BASE_BYTES + (BLOCK_BYTES - QUEUE_BYTES) * num_blocks - taken, 0)
 
     def begin(self, chain: Chain, data: bytes, end: int) -> bytes:
@@ -47,7 +49,7 @@ class RememberedHashes:
         chunks, width, walked, digests = self._chunks, len(data) // max(end, 1), list[Key](), list[bytes]()
         block, before, hasher, fed = 0, chain.header, chain.start, False
         while block < end:
-            # Chunks are short where prompts branch, long where they run on.
+            # Chunks are short at the start, where prompts branch, and long later.
             reach = block + (16 if block < 64 else 64 if block < 256 else 128 if block < 1024 else 256)
             key = (block, before, data[block * width : reach * width])
             entry = chunks.get(key) if reach <= end and not fed else None

@@ -24,28 +24,28 @@ _changing = attrgetter(*CHANGING)
 class Request:
     """A running request.
 
-    A verb may grow `tokens` and the room of `tables` in place. It replaces everything else: `ManagerState.begin` keeps
-    the attributes as they were.
+    A verb may grow `tokens` and the room of `tables` in place. It replaces all other values, because
+    `ManagerState.begin` keeps references to the old ones.
 
     Attributes:
         tokens: The tokens that have blocks.
         pending: The rest of a prompt that is allocated in chunks.
         committed: Positions before this one have been written.
         computed: Queries before this one need not be computed. It is less than `committed` while the last token of a
-            prompt that is cached whole is to be computed again.
-        published: Logical blocks before this one, as far as the request holds them, are published in the prefix cache.
-        tables: Per group, block numbers by logical block, with room to grow; -1 is a hole.
-        num_blocks: Logical blocks; the rest of each table is room.
-        chain: Running hash behind `chain.hashed` blocks; None when it must be built again.
-        digests: Hashes of the complete blocks of the prompt, as far as they still hold.
-        hit: Leading blocks that were cached when the request began.
-        released: Per group, logical blocks before this one, sinks apart, were released.
-        replaced: Per group, blocks that were replaced in the table, held until the next commit or free.
-        check_tail: Whether the next append must check if others see the last block, which is partly filled.
-        loading: Per group, host slots that the KV is copied from, held until the next commit or free.
-        new_states: (group, logical block) of states taken by `checkpoint` that no commit has published yet.
-        prompt_tokens: Tokens that the request began with.
-        writing: The hash of the block that this request computes, for others to wait for, or None.
+            fully cached prompt must be computed again.
+        published: Logical blocks before this one that the request holds are published in the prefix cache.
+        tables: For each group, block numbers by logical block, with room to grow; -1 is a hole.
+        num_blocks: Number of logical blocks. The rest of each table is room.
+        chain: Running hash after `chain.hashed` blocks; None if it must be built again.
+        digests: Hashes of the complete blocks of the prompt, as far as they are still valid.
+        hit: Number of leading blocks that were cached when the request started.
+        released: For each group, logical blocks before this one, apart from sinks, were released.
+        replaced: For each group, blocks that were replaced in the table, held until the next commit or free.
+        check_tail: Whether the next append must check if other requests see the last, partly filled block.
+        loading: For each group, host slots that the KV is copied from, held until the next commit or free.
+        new_states: (group, logical block) of states of `checkpoint` that no commit has published yet.
+        prompt_tokens: Number of tokens with which the request started.
+        writing: Hash of the block that this request computes and others may wait for, or None.
     """
 
     __slots__ = (*CHANGING, "hit", "keys", "priority", "prompt_tokens", "tokens", "ttl")
@@ -78,12 +78,12 @@ class Request:
 
     @property
     def namespace(self) -> bytes | None:
-        """Return `Chain.namespace`; None also for a chain that must be built again."""
+        """The namespace of the chain (`Chain.namespace`); None if the chain must be built again."""
         return self.chain.namespace if self.chain is not None else None
 
     @property
     def length(self) -> int:
-        """Count all known tokens, also those of the prompt that have no blocks yet."""
+        """Number of all known tokens, with those of the prompt that have no blocks yet."""
         return len(self.tokens) + (len(self.pending) if self.pending else 0)
 
     def snapshot(self) -> tuple[Request, int, tuple[Any, ...]]:
@@ -91,10 +91,10 @@ class Request:
         return self, len(self.tokens), _changing(self)
 
     def restore(self, length: int, values: tuple[Any, ...]) -> None:
-        """Put back what `snapshot` returned."""
+        """Restore the values that `snapshot` returned."""
         for name, value in zip(CHANGING, values, strict=True):
             setattr(self, name, value)
-        self.chain = None  # it may have been fed: it must be built again
+        self.chain = None  # it may have been fed, so it must be built again
         del self.tokens[length:]
 
     def copy(self) -> Request:
@@ -140,12 +140,12 @@ class Request:
 
 @dataclass
 class Preempted:
-    """What is left of a preempted request.
+    """The state that is kept of a preempted request.
 
     Attributes:
-        position: Computing can continue here with the KV in host memory, or one token before if it is the end.
-        blocks: Per group, the logical blocks in host memory.
-        slots: Per group, the host slot of each of these.
+        position: Computing can continue here with the KV in host memory, or one token earlier if it is the end.
+        blocks: For each group, the logical blocks in host memory.
+        slots: For each group, the host slots of these blocks.
     """
 
     tokens: array[int]

@@ -1,4 +1,4 @@
-"""Slots of blocks, and runs of consecutive numbers: what a slice or one plain copy serves at once."""
+"""Slots of blocks, and runs of consecutive numbers, which one slice or one copy can handle."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import numpy as np
 import numpy.typing as npt
 
 Slots = npt.NDArray[np.int64]
-"""Slots of tokens, -1 for a token that has none."""
+"""Slots of tokens; -1 for a token without a slot."""
 
 Span = tuple[int, int]
 """A range [start, end)."""
 
 Run = tuple[int, int, int]
-"""Where it begins in the order of the numbers, its first number, and the number behind its last."""
+"""A run: its index in the sequence of numbers, its first number, and the number after its last."""
 
-# Up to so many numbers a loop is quicker than vector operations.
+# A loop is faster than vector operations for up to this many numbers.
 SHORT = 128
 
 
 def find_runs(values: npt.NDArray[Any] | list[int]) -> list[Run]:
-    """Runs of consecutive rising numbers, in their order; negative numbers are in none."""
+    """Return the runs of consecutive rising numbers, in order. Negative numbers are in no run."""
     count = len(values)
     if count > SHORT:
         return _find_long_runs(np.asarray(values))
@@ -35,7 +35,7 @@ def find_runs(values: npt.NDArray[Any] | list[int]) -> list[Run]:
     runs, begin, behind = [], 0, first + 1
     for at in range(1, count):
         number = numbers[at]
-        if number != behind or not number:  # 0 behind -1 is no neighbour
+        if number != behind or not number:  # 0 does not continue a run after -1
             runs.append((begin, first, behind))
             begin, first, behind = at, number, number
         behind += 1
@@ -56,9 +56,10 @@ def _find_long_runs(values: npt.NDArray[Any]) -> list[Run]:
 
 
 def slot_runs(blocks: npt.NDArray[Any] | list[int], block_size: int, begin: int, count: int) -> list[Run]:
-    """Slots of `count` tokens, at least one, as runs in their order; they begin at `begin` of the first block.
+    """Return the slots of `count` tokens, at least one, as runs in order.
 
-    `blocks` are those that hold them and no others; negative ones are absent and give no runs.
+    The tokens start at offset `begin` of the first block. `blocks` are exactly the blocks that hold them. Negative
+    blocks are absent and give no runs.
     """
     runs = [(at * block_size - begin, a * block_size, b * block_size) for at, a, b in find_runs(blocks)]
     if runs:
@@ -71,7 +72,7 @@ def slot_runs(blocks: npt.NDArray[Any] | list[int], block_size: int, begin: int,
 
 
 def slots_of_runs(runs: list[Run], count: int) -> Slots:
-    """The slots of `count` tokens, -1 for those in no run."""
+    """Return the slots of `count` tokens; -1 for tokens in no run."""
     if len(runs) == 1 and runs[0][2] - runs[0][1] == count:
         return np.arange(runs[0][1], runs[0][2])
     slots = np.full(count, -1, np.int64)
@@ -87,7 +88,7 @@ def slots_of_runs(runs: list[Run], count: int) -> Slots:
 
 
 def pad_tables(tables: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]:
-    """Block tables below each other, -1 behind the end of each: [len(tables), the longest one's length, at least 1]."""
+    """Stack block tables and pad them with -1: [len(tables), length of the longest, at least 1]."""
     padded = np.full((len(tables), max([1, *map(len, tables)])), -1, np.int32)
     for row, table in zip(padded, tables, strict=True):
         row[: len(table)] = table

@@ -1,18 +1,19 @@
-"""The state that the verbs of a manager work on: pools, requests, and who computes what.
+"""The state of a manager, on which its verbs work: pools, requests, and the blocks that requests are computing.
 
-How a verb stays whole. A verb is a function of a `ManagerState`. It looks and computes first, and raises whatever there
-is to raise. Then it calls `ManagerState.begin` with the requests that it will change, and applies. `begin` takes one
-snapshot; pools log the hashes that they overwrite. If an exception comes before the end, `ManagerState.undo` puts the
-snapshot and the hashes back and rebuilds the rest from them: reference counts, tables, free lists, host slots, writers,
-and what the policy knows. An interrupt (`KeyboardInterrupt`, or what another thread raises in this one) is such an
-exception, and may come between any two instructions. The rebuild takes time in proportion to all blocks.
+Verbs are atomic. A verb is a function of a `ManagerState`. It looks and computes first, and raises all its errors. Then
+it calls `ManagerState.begin` with the requests that it will change, and applies the changes. `begin` takes one
+snapshot; pools log the hashes that they overwrite. If an exception comes before the end, `ManagerState.undo` restores
+the snapshot and the hashes. It rebuilds the rest from them: reference counts, tables, free lists, host slots, writers,
+and the policy's knowledge. An interrupt (`KeyboardInterrupt`, or an exception that another thread raises in this one)
+is such an exception, and may come between any two instructions. The time of a rebuild is proportional to the number of
+blocks.
 
-Three rules keep verbs out of this:
+Three rules keep verbs free of this:
 - A verb grows a request's tokens and tables in place, and replaces every other value (`Request`).
-- A verb that removes a request, or tokens of one, removes them in one step. From that step on it is complete, and what
-  is left of it can be rebuilt.
-- What others must learn of (listeners, watchers, the history, indexes of text) is queued in `ManagerState.later`, and
-  done once the verb is complete. A task may be done twice.
+- A verb that removes a request, or tokens of one, removes them in one step. From that step on it is complete, and its
+  remaining changes can be rebuilt.
+- Notifications of others (listeners, watchers, the history, indexes of text) are queued in `Log.later`, and run once
+  the verb is complete. A task may run twice.
 """
 
 from __future__ import annotations
@@ -37,23 +38,23 @@ from .remembered import RememberedHashes
 from .request import Preempted, Request
 from .table import Ids
 
-# Requests between two fits of the remembered hashes.
+# Number of requests between two adjustments of the capacity for remembered hashes
 FIT_EVERY = 256
-# Interrupts in a row that undoing a verb withstands.
+# Number of consecutive interrupts that undoing a verb withstands
 ATTEMPTS = 100
 
 T = TypeVar("T")
 
-# The counters of `CacheManager.stats`: requests, tokens asked for, tokens by where they were found, and events.
+# The counters of `CacheManager.stats`: requests, queried tokens, hit tokens by cause, and events
 COUNTS = (
     *("requests", "queried", "prefix", "gap", "partial", "moved"),
     *("merged", "preemptions", "offloaded", "failed_offloads"),
 )
 Counts = dict[str, int]
 
-# What cannot be rebuilt, as it was before the running verb changed it: requests, each with its number of tokens and its
-# attributes; requests that only get tokens, and their lengths; `counts`, `reuses` and `offloading`; how many requests
-# were running and preempted.
+# Values that cannot be rebuilt, from before the running verb changed them: requests with their number of tokens and
+# attributes; requests that only get tokens, with their lengths; `counts`, `reuses` and `offloading`; the numbers of
+# running and of preempted requests.
 Snapshot = tuple[
     "Sequence[tuple[Request, int, tuple[Any, ...]]]",
     "tuple[Sequence[Request], Sequence[int]]",
@@ -62,20 +63,20 @@ Snapshot = tuple[
     int,
 ]
 
-# The snapshot of a verb whose first change removes a request: nothing is put back.
+# The snapshot of a verb whose first change removes a request. Nothing is restored.
 REMOVAL: Snapshot = ((), ((), ()), ({}, {}, []), sys.maxsize, sys.maxsize)
 
 
 class ManagerState:
-    """The state of a manager; its lock is the manager's business.
+    """The state of a manager. The manager holds the lock.
 
     Attributes:
         prefix_only: Whether there is one group, which needs all its blocks.
-        reuses: By name, indexes that find more than whole blocks of a prefix, once somebody asked for them.
+        reuses: Indexes that find more than whole blocks of a prefix, by name. They are made on first use.
         log: Changed hashes and tasks of the running verb; see `Log`.
-        snapshot: What the running verb is about to change; None while it only looks.
-        offloading: Holders of the blocks that `on_evict` is called with at this moment.
-        writers: The request that computes the block of a hash.
+        snapshot: The values that the running verb may change; None while it only reads.
+        offloading: Holders of the blocks with which `on_evict` is being called.
+        writers: The request that computes the block of each hash.
         history: Memory of `CacheManager.explain`.
         counts: The counters of `CacheManager.stats`.
     """
@@ -112,7 +113,7 @@ class ManagerState:
         self.memory.fit(sum(pool.num_blocks for pool in self.pools), self.nbytes - self.memory.nbytes)
 
     def with_reuse(self, name: str) -> dict[str, Reuse]:
-        """Return `reuses` with one more of `pc.cache.reuse`, which is imported when somebody first asks for it."""
+        """Return `reuses` with one more index of `pc.cache.reuse`, which is imported on first use."""
         module = importlib.import_module(".reuse", __package__)
         return {**self.reuses, name: module.make_reuse(name, self.pools[0])}
 
@@ -123,14 +124,14 @@ class ManagerState:
         return hit
 
     def run(self, verb: Callable[..., T], args: tuple[Any, ...]) -> T:
-        """Call a verb with this state and `args`, then notify listeners; a verb that raises has changed nothing."""
+        """Call a verb with this state and `args`, then notify listeners. A verb that raises has changed nothing."""
         log, listeners = self.log, self.listeners
         if log.in_policy:
             raise RuntimeError("the manager was called from within a hook of its eviction policy")
         nested = listeners.busy
         try:
             if self.snapshot is not None or log.evicted or log.later or self.offloading:
-                self._settle()  # what interrupts have left
+                self._settle()  # finish after earlier interrupts
             result = verb(self, *args)
             if self.snapshot is not None:
                 self.snapshot = None  # from here on the verb is complete
@@ -141,20 +142,20 @@ class ManagerState:
             return result
         except BaseException:
             attempts = 0
-            while True:  # no call is before the first attempt, so that no further interrupt comes before it
+            while True:  # no call before the first attempt, where an interrupt could come
                 try:
                     self.undo(nested)
                     break
-                except BaseException:  # another one: from the start again
+                except BaseException:  # another interrupt: start again
                     attempts += 1
                     if attempts == ATTEMPTS:
                         raise
             raise
 
     def begin(self, *requests: Request, growing: tuple[Sequence[Request], Sequence[int]] = ((), ())) -> None:
-        """Take the snapshot. From here on the running verb changes these requests, and may take and release blocks.
+        """Take the snapshot. After this the running verb changes these requests, and may allocate and release blocks.
 
-        `growing`: further requests that only get tokens, and their lengths.
+        `growing`: other requests that only get tokens, and their lengths.
         """
         if self.log.published:
             self.log.published.clear()
@@ -163,9 +164,9 @@ class ManagerState:
         self.snapshot = changing, growing, fields, len(self.running), len(self.preempted)
 
     def undo(self, nested: bool) -> None:
-        """Undo a verb that did not come to its end, or complete it if it has removed something already.
+        """Undo a verb that did not finish, or complete it if it has already removed something.
 
-        `nested`: a listener called the verb.
+        `nested`: whether a listener called the verb.
         """
         self.log.in_policy, self.listeners.busy = False, nested
         if self.snapshot is None:
@@ -191,7 +192,7 @@ class ManagerState:
         self.snapshot = None
 
     def settle(self) -> None:
-        """Bring to its end what interrupts have left; not for a hook of a policy, in the middle of a verb."""
+        """Finish what interrupts have left unfinished. A policy's hook, in the middle of a verb, must not call this."""
         log = self.log
         if (self.snapshot is not None or log.evicted or log.later or self.offloading) and not log.in_policy:
             self.run(lambda state: None, ())
@@ -214,7 +215,7 @@ class ManagerState:
             self.snapshot = None
 
     def _finish(self) -> None:
-        """Do what a complete verb has queued; an interrupt leaves the rest to the next verb."""
+        """Run the tasks that a complete verb has queued. After an interrupt, the next verb runs the rest."""
         evicted, later = self.log.evicted, self.log.later
         while evicted:
             pool, _, words, now, then = evicted[0]
@@ -234,7 +235,7 @@ class ManagerState:
             self.listeners.add("removed", group, split_digests(words))
 
     def _rebuild(self) -> None:
-        """Derive from requests and hashes what follows from them."""
+        """Derive all state that follows from requests and hashes."""
         self.writers.clear()
         self.writers.update({r.writing: i for i, r in self.running.items() if r.writing is not None})
         for group, (pool, host) in enumerate(zip(self.pools, self.host, strict=True)):
@@ -263,26 +264,33 @@ class ManagerState:
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of what finds more than whole blocks of a prefix."""
+        """Bytes of the indexes that find more than whole blocks of a prefix."""
         return sum(user.nbytes for user in self.reuses.values())
 
     def per_group(self, values: list[T]) -> Any:
-        """One value a group as callers see it: the value itself where there is one group."""
+        """Return one value for each group as callers see it: a list, or the value itself if there is one group."""
         return values if len(values) > 1 else values[0]
 
     def get(self, request_id: Hashable) -> Request:
-        """A running request."""
+        """Return a running request.
+
+        Raises:
+            KeyError: No such request is running.
+        """
         if (request := self.running.get(request_id)) is None:
             raise KeyError(f"request_id: got {request_id!r}, needs a running request")
         return request
 
     def check_new(self, name: str, request_id: Hashable) -> None:
-        """Refuses an id in use."""
+        """Raise ValueError if an id is in use."""
         if request_id in self.running or request_id in self.preempted:
             raise ValueError(f"{name}: got {request_id!r}, which is running, needs a new one")
 
     def start_writing(self, request_id: Hashable, request: Request, block: int) -> Hashable:
-        """Notes that a request computes a block of its prompt, unless another does: the id of that one, or None."""
+        """Record that a request computes a block of its prompt.
+
+        If another request already does, return its id, else None.
+        """
         if block < len(request.digests):
             digest = request.digests[block].tobytes()
             writer = self.writers.setdefault(digest, request_id)
@@ -292,13 +300,13 @@ class ManagerState:
         return None
 
     def stop_writing(self, request: Request) -> None:
-        """Others may compute what a request said that it computes."""
+        """Record that a request no longer computes its block, so that others may."""
         if request.writing is not None:
             self.writers.pop(request.writing, None)
             request.writing = None
 
     def end_step(self, request: Request) -> None:
-        """Gives back what was held for the step that is over: replaced blocks, host slots that were read."""
+        """Release what was held for the last step: replaced blocks, and host slots that were read."""
         loading, request.loading = request.loading, []
         replaced, request.replaced = request.replaced, None
         for host, slots in zip(self.host, loading, strict=False):
@@ -307,7 +315,7 @@ class ManagerState:
             pool.release(ids)
 
     def release(self, request_id: Hashable, request: Request, returns: float | None = None) -> None:
-        """End a running request and release all it holds; the caller has set `snapshot`."""
+        """End a running request and release all it holds. The caller has set `snapshot`."""
         del self.running[request_id]
         if request.replaced is not None or request.loading:
             self.end_step(request)
@@ -323,11 +331,14 @@ class ManagerState:
                 pool.release(request.held(group))
 
     def behind_window(self, request: Request, group: int, position: int) -> tuple[int, int, Ids]:
-        """Blocks that no query at `position` or later reads: the range of logical blocks, and those held in it."""
+        """Return the blocks that no query at `position` or later reads.
+
+        A range of logical blocks, and those held in it.
+        """
         spec, size = self.groups[group], self.block_size
         last = spec.first_needed(position, size)
         first = max(request.released[group], spec.sink_blocks(size))
-        if request.new_states:  # still to be written
+        if request.new_states:  # their states must still be written
             last = min([last, *[block for at, block in request.new_states if at == group]])
         if last <= first:
             return first, first, EMPTY
@@ -335,7 +346,7 @@ class ManagerState:
         return first, last, ids[ids >= 0]
 
     def leave_window(self, request: Request, group: int, position: int) -> None:
-        """Release the blocks that `behind_window` names."""
+        """Release the blocks that `behind_window` returns."""
         first, last, ids = self.behind_window(request, group, position)
         if last > first:
             request.put_blocks(group, slice(first, last), -1)
@@ -388,7 +399,7 @@ class ManagerState:
         self.listeners.add("cleared")
 
     def check(self) -> None:
-        """Asserts every invariant."""
+        """Assert every invariant."""
         assert self.snapshot is None, "a verb was left in the middle"
         assert {r.writing: i for i, r in self.running.items() if r.writing is not None} == self.writers, "a lost writer"
         for group, pool in enumerate(self.pools):

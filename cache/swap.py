@@ -1,7 +1,7 @@
-"""Requests whose blocks are released for a while, and what of their KV waits in host memory.
+"""Preempting and resuming requests, and keeping a part of their KV in host memory.
 
-Only what a later query reads is kept: all blocks of full attention, the last ones and the sinks of a window, the
-state at a boundary. Groups have to agree on one position to go on from, the greatest at which each has its blocks.
+Only KV that a later query reads is kept: all blocks of full attention, the last blocks and the sinks of a window, the
+state at a boundary. All groups must continue at one position, the greatest at which each has its blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .table import Ids
 
 
 def preempt(state: ManagerState, request_id: Hashable, swap: bool) -> Any:
-    """Ends a running request but keeps its tokens: see `CacheManager.preempt`."""
+    """End a running request but keep its tokens; see `CacheManager.preempt`."""
     request = state.get(request_id)
     saved = Preempted(request.tokens, request.pending, request.keys, request.priority, request.ttl)
     state.begin(request)
@@ -37,7 +37,7 @@ def preempt(state: ManagerState, request_id: Hashable, swap: bool) -> Any:
 
 
 def resume(state: ManagerState, request_id: Hashable) -> BaseAllocation:
-    """Starts a preempted request again: see `CacheManager.resume`."""
+    """Start a preempted request again; see `CacheManager.resume`."""
     saved = state.preempted.get(request_id)
     if saved is None:
         raise KeyError(f"request_id: got {request_id!r}, needs a preempted request")
@@ -52,7 +52,7 @@ def resume(state: ManagerState, request_id: Hashable) -> BaseAllocation:
     state.begin()
     allocation = admit(state, request_id, request, hit)
     request.loading = saved.slots
-    del state.preempted[request_id]  # last: with this the verb is complete
+    del state.preempted[request_id]  # last, because this completes the verb
     return allocation
 
 
@@ -64,7 +64,7 @@ def drop(state: ManagerState, request_id: Hashable) -> None:
 
 
 def _save(state: ManagerState, request: Request, saved: Preempted) -> list[Pairs]:
-    """Takes host slots for what computing needs to go on as far behind as they allow."""
+    """Allocate host slots for the KV up to the greatest position that they allow; return the copies of each group."""
     size, committed, num_tokens = state.block_size, request.committed, len(request.tokens)
     tables = _with_released(state, request)
     free = [host.num_free for host in state.host]
@@ -84,9 +84,9 @@ def _save(state: ManagerState, request: Request, saved: Preempted) -> list[Pairs
 
 
 def _with_released(state: ManagerState, request: Request) -> list[Ids]:
-    """The tables of a request, with released blocks that are still cached in their places."""
+    """Return the tables of a request. Holes are filled with released blocks that are still cached."""
     tables = [table[: request.num_blocks].copy() for table in request.tables]
-    for group, block in request.new_states:  # not known to be written
+    for group, block in request.new_states:  # they may not be written yet
         tables[group][block] = -1
     complete = request.committed // state.block_size
     digests: Words | None = None
@@ -100,7 +100,7 @@ def _with_released(state: ManagerState, request: Request) -> list[Ids]:
 
 
 def _find(state: ManagerState, digests: Words, saved: Preempted) -> Hit:
-    """What a preempted request gets: what is still cached is held, what is in host memory is loaded."""
+    """Return the hit of a preempted request: cached blocks are held, and blocks in host memory are loaded."""
     size, num_tokens = state.block_size, len(saved.tokens)
     total = num_tokens + (len(saved.pending) if saved.pending else 0)
     listed = [pool.table.find(digests) for pool in state.pools]
@@ -113,7 +113,7 @@ def _find(state: ManagerState, digests: Words, saved: Preempted) -> Hit:
         there[:whole] |= slots[:whole] >= 0
     hit = longest_hit(state.groups, resident, total, size)
     end = hit * size
-    if saved.position > end:  # within a block: all that is needed there is in host memory
+    if saved.position > end:  # inside a block: all KV needed there is in host memory
         hit, end = whole, saved.position
     position, last, num_blocks = min(end, max(total - 1, 0)), -(-end // size), -(-num_tokens // size)
     behind = np.arange(last, num_blocks, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""The table from block hash to block number: open addressing over numpy, a whole run of blocks at a time."""
+"""A hash table from block hash to block number, which handles a whole run of blocks with numpy operations."""
 
 from __future__ import annotations
 
@@ -14,29 +14,31 @@ Ids = npt.NDArray[np.int32]
 Places = npt.NDArray[np.int64]
 """Slots of the table."""
 
-# Without the two Python calls of the public one; `any` and `all` as methods take several times as long.
+# Without the two Python calls of the public function. The methods `any` and `all` take several times as long.
 count_nonzero = np._core.multiarray.count_nonzero if hasattr(np, "_core") else np.count_nonzero
 
-# Up to so many blocks are handled one by one: a round of vector operations costs as much.
+# Up to this many blocks are handled one by one, because a round of vector operations costs as much.
 FEW = 24
-# Set in a slot that an insertion had to pass; the rest of it is the number of the block there.
+# Set in a slot that an insertion had to pass. The other bits are the number of the block there.
 PASSED = 1 << 30
 
 
 def view(values: Any) -> Any:
-    """To read and write single elements of an array through: a third of the time that numpy takes."""
+    """Return a view of an array for access to single elements, in a third of numpy's time."""
     return memoryview(values)
 
 
 class HashTable:
-    """Finds, inserts and removes runs of blocks by hash.
+    """A table that finds, inserts and removes runs of blocks by hash.
 
-    Open addressing with double hashing. A slot is live when the block in it points back at it, so removal is one
-    vector write. Each slot remembers whether an insertion ever had to pass it: a search goes on only behind such
-    slots, which keeps it at one or two rounds however much was removed; the marks are renewed when a sixteenth is set.
-    Six to twelve slots a block: a quarter less time to insert than with half as many. `words`, the hash of every block,
-    is the pool's, 0 for a block that is not in the table. `slot_of` has the slot of each block, -1 for one that is not.
-    `numbers` are all block numbers.
+    It uses open addressing with double hashing. A slot is live if its block points back at it, so removal is one vector
+    write. Each slot remembers whether an insertion ever had to pass it. A search continues only past such slots, so it
+    takes one or two rounds even after many removals. The marks are renewed when a sixteenth of the slots has one. There
+    are six to twelve slots for each block; with half as many, insertion takes a third longer.
+
+    Attributes:
+        slot_of: Slot of each block; -1 for a block that is not in the table.
+        numbers: All block numbers.
     """
 
     def __init__(self, words: Words) -> None:
@@ -46,36 +48,36 @@ class HashTable:
         self._size = max(16, 1 << (6 * num_blocks - 1).bit_length())
         self._mask = self._size - 1
         self._key_mask = np.uint64(self._mask)
-        self._slots = np.full(self._size + 1, num_blocks, np.int32)  # the last is no hash's own
+        self._slots = np.full(self._size + 1, num_blocks, np.int32)  # no hash maps to the last slot
         self._num_passed = 0
-        self.slot_of = np.full(num_blocks + 1, -1, np.int32)  # the last is that of empty slots: none
+        self.slot_of = np.full(num_blocks + 1, -1, np.int32)  # the last entry is for empty slots
         self._slots_view, self._slot_of_view = view(self._slots), view(self.slot_of)
         self._words_view, self._width = view(words.reshape(-1)), words.shape[1]
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, the hashes themselves not counted."""
+        """Bytes held, without the hashes."""
         return self._slots.nbytes + self.slot_of.nbytes
 
     @property
     def listed(self) -> npt.NDArray[np.bool_]:
-        """Per block, whether it is in the table."""
+        """For each block, whether it is in the table."""
         return self.slot_of[:-1] >= 0
 
     def contains(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        """Whether each block is in the table."""
+        """Return whether each block is in the table."""
         return self.slot_of.take(ids) >= 0
 
     def lists(self, block: int) -> bool:
-        """Whether one block is in the table."""
+        """Return whether one block is in the table."""
         return bool(self._slot_of_view[block] >= 0)
 
     def find(self, digests: Words) -> Ids:
-        """The block of each hash of `digests` `[n, words]`, -1 where there is none."""
+        """Return the block of each hash in `digests` `[n, words]`; -1 if there is none."""
         return self.search(digests)[0]
 
     def search(self, digests: Words) -> tuple[Ids, Places]:
-        """Like `find`, and the slot where each search ended."""
+        """Return the same as `find`, and the slot where each search ended."""
         found, ends, rows = self._probe(digests, exact=False)
         hit = found >= 0
         if count_nonzero(hit) and not (rows[hit] == digests[hit]).all():  # two hashes share their first 64 bits
@@ -92,7 +94,10 @@ class HashTable:
         return steps
 
     def _probe(self, digests: Words, exact: bool) -> tuple[Ids, Places, Words]:
-        """Blocks, slots where searches ended, and the hashes seen there; by the first word unless `exact`."""
+        """Return blocks, the slots where searches ended, and the hashes seen there.
+
+        Compare first words unless `exact`.
+        """
         at = self._start(digests[:, 0])
         found, rows, left = self._match(at, digests, exact)
         if left.size:
@@ -106,7 +111,10 @@ class HashTable:
         return found, at, rows
 
     def _match(self, at: Places, digests: Words, exact: bool) -> tuple[Ids, Words, npt.NDArray[np.intp]]:
-        """The live blocks at these slots that have these hashes, -1 for others; the hashes there; who must go on."""
+        """Return the live blocks at these slots with these hashes, or -1; the hashes there.
+
+        And the rows to search further.
+        """
         slots = self._slots.take(at)
         index = (slots & (PASSED - 1)).astype(np.intp)
         rows = self._words.take(index, axis=0, mode="clip")
@@ -123,7 +131,7 @@ class HashTable:
         parts: list[Ids] = []
         at, count = start, len(digests)
         while at < count:
-            if len(parts) == FEW and at - start < 4 * FEW:  # they are scattered
+            if len(parts) == FEW and at - start < 4 * FEW:  # the blocks are scattered
                 found = self.find(digests[at:])
                 parts.append(found[: int(np.append(found, -1).argmin())])
                 break
@@ -144,7 +152,7 @@ class HashTable:
         return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else self.numbers[:0]
 
     def _find_one(self, digests: Words, row: int) -> int:
-        """Return the block of one hash, -1 where there is none."""
+        """Return the block of one hash; -1 if there is none."""
         slots, slot_of, mask, key = self._slots_view, self._slot_of_view, self._mask, digests.item(row, 0)
         at = key & mask
         while True:
@@ -158,9 +166,10 @@ class HashTable:
             at = (at + ((key >> 40) | 1)) & mask
 
     def put(self, ids: Ids, digests: Words) -> Ids | None:
-        """Adds blocks that are not in the table under their words, all different, except those whose hash is there.
+        """Add blocks, none of which is in the table, under their words, which are all different.
 
-        For each, -1, or the block that has its hash; None when it is -1 for all.
+        A block whose hash another block already has is not added. For each block, return that other block, or -1 if
+        there is none. Return None if all are -1.
         """
         if self._num_passed > self._size // 16:
             self.renew(self.listed.nonzero()[0].astype(np.int32))
@@ -183,9 +192,9 @@ class HashTable:
         taken = places >= PASSED
         places &= PASSED - 1
         taken |= self.slot_of.take(places) == at
-        at[taken] = self._size  # nowhere, so that the others can be written in one go
+        at[taken] = self._size  # a slot that no hash has, so that one operation writes all
         self._slots[at] = ids
-        taken |= self._slots.take(at) != ids  # another block of this run took the place
+        taken |= self._slots.take(at) != ids  # another block of this run took the slot
         rest = taken.nonzero()[0]
         index = ids.astype(np.intp)
         self.slot_of[index] = at
@@ -202,7 +211,7 @@ class HashTable:
         return duplicates
 
     def _put_rest(self, ids: Ids, digests: Words, rows: list[int]) -> Ids | None:
-        """Adds some of the blocks one by one, which is quicker for a few."""
+        """Add some of the blocks one by one, which is faster for a few."""
         slots, slot_of, mask = self._slots_view, self._slot_of_view, self._mask
         first_word, width = self._words_view, self._width
         duplicates: dict[int, int] = {}
@@ -223,7 +232,7 @@ class HashTable:
                 slot = slots[at]
             if row in duplicates:
                 continue
-            while free < 0:  # every slot of the search is live: it goes on behind its end
+            while free < 0:  # every slot of the search is live: search beyond its end
                 if slot < PASSED:
                     self._num_passed += 1
                     slots[at] = slot | PASSED
@@ -246,14 +255,14 @@ class HashTable:
         return found
 
     def _place(self, ids: Ids, at: Places, key: npt.NDArray[np.uint64]) -> None:
-        """Puts blocks into the first slots from `at` on that are not live."""
+        """Put blocks into the first slots from `at` on that are not live."""
         step: Places | None = None
         while ids.size:
             slots = self._slots.take(at)
             free = self.slot_of.take(slots & (PASSED - 1)) != at
             self._slots[at[free]] = (ids | slots & PASSED)[free]
             slots = self._slots.take(at)
-            lost = slots & (PASSED - 1) != ids  # taken before, or by another block of this run
+            lost = slots & (PASSED - 1) != ids  # taken earlier, or by another block of this run
             left = lost.nonzero()[0]
             if not left.size:
                 self.slot_of[ids] = at
@@ -267,23 +276,23 @@ class HashTable:
             at = (at + step) & self._mask
 
     def remove(self, ids: Ids | slice | npt.NDArray[np.intp]) -> None:
-        """Takes blocks out of the table; those that are not in it are left alone."""
+        """Remove blocks from the table. Blocks that are not in it are ignored."""
         self.slot_of[ids] = -1
 
     def renew(self, live: Ids) -> None:
-        """Has these blocks, and no others, under their words, whatever was in the table before."""
+        """Replace the content of the table by these blocks under their words."""
         self.clear()
         key = self._words[live, 0]
         self._place(live, self._start(key), key)
 
     def clear(self) -> None:
-        """Empties the table."""
+        """Empty the table."""
         self._slots.fill(self._words.shape[0])
         self._num_passed = 0
         self.slot_of.fill(-1)
 
     def check(self) -> None:
-        """Asserts that every block in the table is found under its hash, once."""
+        """Assert that every block in the table is found under its hash, once."""
         live = np.flatnonzero(self.listed).astype(np.int32)
         assert np.array_equal(self._slots[self.slot_of[live]] & (PASSED - 1), live), "a slot and its block disagree"
         assert np.array_equal(self.find(self._words[live]), live), "a block is not found under its hash"

@@ -700,9 +700,9 @@ def test_a_document_of_a_handle_that_serves_no_more_is_refused() -> None:
         with enabled(model), pytest.raises(ValueError, match="document: its handle was disabled"):
             model.generate(QUESTION)
     assert "generate" not in vars(model)
-    with pytest.raises(ValueError, match="caching that is enabled"):
+    with pytest.raises(ValueError, match="needs a model that was not deleted, with caching enabled"):
         document.__enter__()
-    with enabled(model), pytest.raises(ValueError, match="caching that is enabled"):
+    with enabled(model), pytest.raises(ValueError, match="needs a model that was not deleted, with caching enabled"):
         document.__enter__()
 
 

@@ -1,1 +1,1 @@
-"""What a manager shows of itself: explanations, events, metrics."""
+"""Observation of a manager: explanations, events, metrics."""

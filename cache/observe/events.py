@@ -1,12 +1,12 @@
 """Events of the cache for routers, in the wire format of vLLM and SGLang: ZMQ and msgpack.
 
-A message has three frames: topic, sequence number (8 bytes, big-endian), msgpack `[timestamp, [events], dp_rank]`. An
-event is a map with its name under "type". A ROUTER socket replays: a request is an empty frame and a start sequence in
-8 bytes, the answer an empty frame and one message for each batch from there on, then one with sequence -1 and nothing
-in it.
+A message has three frames: topic, sequence number (8 bytes, big-endian), and msgpack `[timestamp, [events], dp_rank]`.
+An event is a map with its name under "type". A ROUTER socket replays messages. Its request is an empty frame and a
+start sequence in 8 bytes. Its answer is an empty frame and a message for each batch from there on, then an empty
+message with sequence -1.
 
-Extra keys go out as they are; an integer that msgpack cannot carry (outside of 64 bits) as its decimal digits, a string
-that is no valid Unicode as the bytes that were hashed.
+Extra keys are sent unchanged, with two exceptions. An integer outside of 64 bits is sent as decimal digits. A string
+that is not valid Unicode is sent as the bytes that were hashed.
 """
 
 from __future__ import annotations
@@ -28,29 +28,30 @@ END = (-1).to_bytes(8, "big", signed=True)
 
 
 class EventPublisher:
-    """Publishes which blocks enter a manager's prefix cache and which leave it.
+    """A publisher of events about blocks that enter or leave a manager's prefix cache.
 
-    Needs the extra `events` (pyzmq, msgpack). Events are collected as they happen and sent by `flush`, once a step.
+    It needs the extra `events` (pyzmq, msgpack). Events are collected as they happen. Call `flush` once a step to send
+    them.
 
     Args:
         manager: The manager to watch.
-        endpoint: Where to bind the PUB socket, such as `tcp://*:5557`.
-        replay_endpoint: Where to bind the ROUTER socket that replays; None: no replay.
-        topic: First frame.
-        dp_rank: Data-parallel rank named in every batch.
-        buffer_batches: Batches kept for replay.
-        medium: Name of the memory the blocks are in.
+        endpoint: Address to bind the PUB socket to, such as `tcp://*:5557`.
+        replay_endpoint: Address to bind the ROUTER socket for replays to. None: no replay.
+        topic: First frame of each message.
+        dp_rank: Data-parallel rank in every batch.
+        buffer_batches: Number of batches kept for replay.
+        medium: Name of the memory that holds the blocks.
 
     Raises:
         ImportError: pyzmq or msgpack is missing.
-        TypeError: A dp_rank or buffer_batches that is no integer.
-        ValueError: A dp_rank that a message cannot carry, or no batch to keep.
-        zmq.ZMQError: An endpoint that cannot be bound; nothing is left open.
+        TypeError: `dp_rank` or `buffer_batches` is not an integer.
+        ValueError: A message cannot carry `dp_rank`, or `buffer_batches` is below 1.
+        zmq.ZMQError: An endpoint cannot be bound. Nothing is left open.
 
     Attributes:
-        dropped: Events that could not be packed and were left out, each with a warning.
-        endpoint: Where the PUB socket is bound, with the port that a `*` stood for.
-        replay_endpoint: Likewise for the ROUTER socket, None without replay.
+        dropped: Number of events that could not be packed and were dropped, each with a warning.
+        endpoint: Address of the PUB socket, with the actual port in place of a `*`.
+        replay_endpoint: Address of the ROUTER socket; None without replay.
 
     Examples:
         >>> from pc.cache.observe.events import EventPublisher
@@ -109,7 +110,7 @@ class EventPublisher:
     def stored(
         self, group: int, hashes: list[bytes], parent: bytes | None, token_ids: list[int], extra_keys: Any
     ) -> None:
-        """Blocks of one sequence were published in the prefix cache, each the parent of the next."""
+        """Record that blocks of one sequence were published. Each is the parent of the next."""
         self._add(
             {
                 "type": "BlockStored",
@@ -128,11 +129,11 @@ class EventPublisher:
         )
 
     def removed(self, group: int, hashes: list[bytes]) -> None:
-        """Blocks were evicted."""
+        """Record that blocks were evicted."""
         self._add({"type": "BlockRemoved", "block_hashes": hashes, "medium": self._medium, "group_idx": group})
 
     def cleared(self) -> None:
-        """The manager was reset."""
+        """Record that the manager was reset."""
         self._add({"type": "AllBlocksCleared"})
 
     def _add(self, event: dict[str, Any]) -> None:
@@ -140,10 +141,10 @@ class EventPublisher:
             self._pending.append(event)
 
     def flush(self) -> int | None:
-        """Sends what has happened since the last call as one batch.
+        """Send the events since the last call as one batch.
 
         Returns:
-            The batch's sequence number, None when nothing had happened.
+            The batch's sequence number; None if there were no events.
         """
         with self._lock:
             if not self._pending:
@@ -157,7 +158,7 @@ class EventPublisher:
             return sequence
 
     def _packed(self, events: list[dict[str, Any]]) -> bytes:
-        """A batch; an event that cannot be packed is left out rather than every one after it."""
+        """Return a packed batch. An event that cannot be packed is dropped, so that later events are not lost too."""
         now = time.time()
         try:
             payload: bytes = self._pack([now, events, self._dp_rank])
@@ -187,12 +188,12 @@ class EventPublisher:
                 for sequence, payload in batches:
                     router.send_multipart([client, b"", self._topic, sequence.to_bytes(8, "big"), payload])
                 router.send_multipart([client, b"", b"", END, b""])
-            except Exception as error:  # of one client; the others are served on
+            except Exception as error:  # of one client; the others are still served
                 warnings.warn(f"a replay was not sent: {error}", RuntimeWarning, stacklevel=2)
         router.close(linger=0)
 
     def close(self) -> None:
-        """Sends what is pending, stops listening and closes the sockets; once is enough, twice does no harm."""
+        """Send pending events, stop listening and close the sockets. A second call does nothing."""
         if self._closing.is_set():
             return
         try:
@@ -208,13 +209,13 @@ class EventPublisher:
 
 
 def _listed(extra_keys: Any) -> list[Any]:
-    """A request's extra keys as msgpack can carry them; a placed key as (key, position)."""
+    """Return a request's extra keys in a form that msgpack can carry; a placed key as (key, position)."""
     keys = [extra_keys] if isinstance(extra_keys, str | bytes | int | KeyAt) else list(extra_keys)
     return [_publishable((key.key, key.position) if isinstance(key, KeyAt) else key) for key in keys]
 
 
 def _publishable(key: Any) -> Any:
-    """A key as msgpack can carry it, the same object where it can."""
+    """Return a key in a form that msgpack can carry; the same object if possible."""
     if isinstance(key, int) and not -(2**63) <= key < 2**64:
         return str(key)
     if isinstance(key, str) and not key.isascii():

@@ -1,8 +1,8 @@
-"""What is remembered for `CacheManager.explain`: delete it and all is right, only unexplained.
+"""Memory for `CacheManager.explain`. Without it everything works, but misses cannot be explained.
 
-For each request that ended with published blocks, `History` keeps the written tokens behind the request's own hit.
-The tokens of the hit were remembered with the request that computed them. The hash of a block covers all tokens before
-it, so it joins the pieces of a text again. `History` also keeps the hashes of evicted blocks.
+For each request that ended with published blocks, `History` keeps the written tokens behind the request's own hit. The
+tokens of the hit were remembered with the request that computed them. The hash of a block covers all tokens before it,
+so it joins the pieces of a text again. `History` also keeps the hashes of evicted blocks.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from ..pool import BlockPool
 from ..request import Request
 
 TOKEN_BYTES = 64
-"""Of remembered tokens for each block of a pool: as many as it holds in blocks of 16 tokens."""
+"""Bytes of remembered tokens for each block of a pool: enough for all its tokens with blocks of 16."""
 HASH_BYTES = 32
-"""Of remembered hashes for each block of a pool."""
+"""Bytes of remembered hashes for each block of a pool."""
 LEAST_BYTES = 1 << 16
-"""Of either in the smallest pool."""
+"""Minimum bytes of either."""
 ENTRY_BYTES = 256
-"""What an entry takes besides."""
+"""Bytes of an entry besides its tokens or hashes."""
 
 Ended = tuple[EncodedKeys, bytes | None, "array[int]", int]
-"""Of a request that left published blocks: its keys; the hash of the block before its own tokens, None where these are
-all; these tokens; how many positions of the sequence had been written."""
+"""A request that left published blocks: its keys; the hash of the block before its own tokens, or None if there is
+none; these tokens; the number of written positions."""
 
 T = TypeVar("T")
 
 
 class Latest(deque[tuple[T, int]]):
-    """The latest entries, each with its bytes, of `capacity` bytes in all."""
+    """The latest entries, each with its size, up to `capacity` bytes in all."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
         self.capacity, self.nbytes = max(capacity, LEAST_BYTES), 0
 
     def add(self, entry: T, nbytes: int) -> None:
-        """Adds one, and forgets the oldest ones that no longer fit."""
+        """Add an entry, and forget the oldest ones that no longer fit."""
         self.append((entry, nbytes))
         self.nbytes += nbytes
         while self.nbytes > self.capacity and self:
             self.nbytes -= self.popleft()[1]
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Forget all entries."""
         super().clear()
         self.nbytes = 0
 
 
 class History:
-    """What is remembered of requests that ended (`ended`), and of blocks that pools evicted (`evicted`, and when)."""
+    """Memory of requests that ended (`ended`), and of blocks that pools evicted, with the time (`evicted`)."""
 
     def __init__(self, pools: Sequence[BlockPool]) -> None:
         self._block_size = pools[0].hasher.block_size
@@ -71,7 +71,8 @@ class History:
         """Remember the written text of a request that has published blocks."""
         if request.published:
             size, tokens, committed = self._block_size, request.tokens, request.committed
-            # A block that nobody wrote to its end never became findable; the rest of an unfinished one explains a miss.
+            # A block that was not written to its end was never published. The rest of an unfinished block explains a
+            # miss.
             end = len(tokens) if len(tokens) < (committed // size + 1) * size else committed
             hit = request.hit if request.hit <= min(len(request.digests), committed // size) else 0
             before = request.digests[hit - 1].tobytes() if hit else None
@@ -83,6 +84,6 @@ class History:
         self.evicted.add((monotonic(), words, group), ENTRY_BYTES + words.nbytes)
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Forget everything."""
         self.ended.clear()
         self.evicted.clear()

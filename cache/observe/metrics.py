@@ -1,4 +1,4 @@
-"""The manager's counters for Prometheus."""
+"""A manager's counters for Prometheus."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ COUNTERS = {
     "total_requests": "Requests allocated",
     "queried_tokens": "Prompt tokens looked up",
     "evictions": "Blocks evicted",
-    "merged_blocks": "Blocks another request had completed first",
+    "merged_blocks": "Blocks replaced by an equal block of another request",
     "preemptions": "Requests preempted",
 }
 
 
 class CacheCollector:
-    """Reports `CacheManager.stats()` to `prometheus_client` (extra `metrics`) whenever it is scraped.
+    """A collector that reports `CacheManager.stats()` to `prometheus_client` (extra `metrics`) on every scrape.
 
-    Every series has the label `manager`, so that several managers of one registry stay apart.
+    Every series has the label `manager`, which separates several managers in one registry.
 
     Args:
         manager: The manager to report.
-        registry: Where to report; None: the default registry.
-        prefix: Begins every metric's name.
-        name: Value of the label; None: the smallest number that no other manager there has.
+        registry: The registry to report to. None: the default registry.
+        prefix: Start of every metric's name.
+        name: Value of the label. None: the smallest number that no other manager there has.
 
     Raises:
         ImportError: prometheus_client is missing.
-        ValueError: Another collector of that registry and prefix has the name, or the registry has the metrics already.
+        ValueError: Another collector with this registry and prefix has the name, or the registry already has the
+            metrics.
 
     Examples:
         >>> from prometheus_client import CollectorRegistry
@@ -82,7 +83,7 @@ class CacheCollector:
         self.name, self._prefix, self._closed = name, prefix, False
 
     def close(self) -> None:
-        """Reports the manager no longer; without effect the second time."""
+        """Stop reporting the manager. A second call does nothing."""
         with _lock:
             groups = _groups.get(self._registry, {})
             group = groups.get(self._prefix)
@@ -96,14 +97,14 @@ class CacheCollector:
 
 
 class _Group:
-    """The managers that one registry has under one prefix: a metric may be described only once."""
+    """The managers in one registry under one prefix, because a metric may be described only once."""
 
     def __init__(self, core: Any, prefix: str) -> None:
         self.managers: dict[str, CacheManager] = {}
         self._core, self._prefix = core, prefix
 
     def collect(self) -> Iterable[Any]:
-        """Called by the registry."""
+        """Yield the metrics. The registry calls this."""
         core, prefix = self._core, self._prefix
         stats = {name: manager.stats() for name, manager in self.managers.items()}
         for texts, kind in ((GAUGES, core.GaugeMetricFamily), (COUNTERS, core.CounterMetricFamily)):

@@ -1,4 +1,4 @@
-"""How long evicted blocks had been cached."""
+"""Statistics of how long evicted blocks had been cached."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ BOUNDS = 1 << np.arange(0, 21, 2)
 
 
 class Residency:
-    """Counts of evicted blocks by how long they had been cached, in ticks of a pool's clock; added up when read."""
+    """Counts of evicted blocks by how long they had been cached, in ticks of a pool's clock.
+
+    Sums are computed on reading.
+    """
 
     def __init__(self) -> None:
         self._all: tuple[Ticks, int, dict[int, Ticks]]
@@ -20,19 +23,19 @@ class Residency:
 
     @property
     def evictions(self) -> int:
-        """Count the blocks evicted so far."""
+        """Number of blocks evicted so far."""
         counts, _, waiting = self._all
         return int(counts.sum()) + sum(then.size for then in waiting.values())
 
     def add(self, now: int, then: Ticks) -> None:
-        """Count blocks evicted at tick `now` that were taken at `then`; the same tick again counts nothing."""
+        """Count blocks evicted at tick `now` that were allocated at `then`. A second call for a tick does nothing."""
         if now not in self._all[2]:
             if len(self._all[2]) > 256:
                 self.totals()
             self._all[2][now] = then
 
     def totals(self) -> tuple[Ticks, int]:
-        """Return evicted blocks by age, one count for each of `BOUNDS` and one beyond, and the sum of their ages."""
+        """Return counts of evicted blocks by age, for each of `BOUNDS` and beyond, and the sum of their ages."""
         counts, total, waiting = self._all
         if waiting:
             ages = np.concatenate([now - then for now, then in waiting.items()])
@@ -42,5 +45,5 @@ class Residency:
         return counts, total
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all counts."""
         self._all = (np.zeros(BOUNDS.size + 1, np.int64), 0, {})

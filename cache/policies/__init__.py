@@ -27,9 +27,9 @@ else:
 
 
 class _Policies(UserDict[str, "type[EvictionPolicy] | str"]):
-    """Policy classes by name; a value `module:class` is imported at first use.
+    """Policy classes by name. A value `module:class` is imported on first use.
 
-    Deprecated names are found, but not listed.
+    Deprecated names can be looked up, but are not listed.
     """
 
     def __contains__(self, name: object) -> bool:
@@ -48,7 +48,7 @@ class _Policies(UserDict[str, "type[EvictionPolicy] | str"]):
 
 
 DEPRECATED = {"segmented": "default"}
-"""Names of policies that are gone, and the policies that serve in their place."""
+"""Names of removed policies, and the policies that replace them."""
 
 POLICIES = _Policies(
     lru=LRU,
@@ -60,18 +60,18 @@ POLICIES = _Policies(
     s3fifo="..replay:S3FIFO",
     arc="..replay:ARC",
 )
-"""What `CacheManager(policy=...)` accepts as a name; those of `pc.cache.replay` are there for comparison."""
+"""Names that `CacheManager(policy=...)` accepts. Those of `pc.cache.replay` are for comparison only."""
 
 
 PolicyLike: TypeAlias = "str | EvictionPolicy | type[EvictionPolicy]"
 
 
 def make_policy(policy: PolicyLike) -> EvictionPolicy:
-    """A policy from its name, its class, or an instance that has no pool yet.
+    """Return a policy, given its name, its class, or an instance that has no pool yet.
 
     Raises:
-        ValueError: An unknown name, or an instance that already serves a pool.
-        TypeError: Anything else.
+        ValueError: The name is unknown, or the instance already serves a pool.
+        TypeError: The argument is of another type.
 
     Examples:
         >>> from pc.cache.policies import make_policy
@@ -92,10 +92,10 @@ def make_policy(policy: PolicyLike) -> EvictionPolicy:
 
 
 def choose(policy: EvictionPolicy, count: int) -> Ids:
-    """`count` victims of a policy, looked at before anybody gets them; for engines whose own pool asks.
+    """Return `count` victims of a policy, after a check. For engines that have their own pool.
 
     Raises:
-        RuntimeError: Another number of blocks, one twice, or one that a request holds.
+        RuntimeError: The policy returned another number of blocks, a block twice, or a block that a request holds.
 
     Examples:
         >>> from pc.cache.policies import choose

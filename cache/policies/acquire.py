@@ -1,4 +1,4 @@
-"""Taking the blocks of a sequence through a policy alone, without a manager's requests."""
+"""Allocating the blocks of a sequence with a policy alone, without a manager's requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .base import Block
 
 
 def acquire(pool: Any, sequence: TokenIds | Sequence[bytes]) -> list[Block]:
-    """See `EvictionPolicy.acquire`; of a `BlockPool`, which imports this file."""
+    """Allocate the blocks of a sequence in a `BlockPool`; see `EvictionPolicy.acquire`."""
     size, words = pool.hasher.block_size, pool.hasher.words
     if len(sequence) and isinstance(sequence[0], bytes):
         raw, count = b"".join(sequence), len(sequence)  # type: ignore[arg-type]

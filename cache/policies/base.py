@@ -1,4 +1,4 @@
-"""What an eviction policy is told, asked, and allowed to read."""
+"""The interface of eviction policies: their notifications, `victims`, and the view of a pool that they may read."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ class Block(NamedTuple):
     number: int
     """Block number."""
     cached: bool
-    """Whether its KV was there; else it is fresh and has to be computed."""
+    """Whether its KV is cached. Else the block is fresh and must be computed."""
     hash: bytes | None
-    """Its identity, None for a partial block."""
+    """Its hash; None for a partial block."""
     ref_count: int
     last_access: int
-    """Tick of the pool's clock, which advances with every access and release."""
+    """Tick of the pool's clock, which advances with every access and every release."""
     access_count: int
     prefix_length: int
-    """Complete blocks of its sequence up to and including this one."""
+    """Number of complete blocks of its sequence up to and including this one."""
 
 
 class PoolView(Protocol):
-    """What a policy may read of the blocks it chooses among; `pc.cache.pool.BlockPool` is one.
+    """The view of a pool that a policy may read, such as `pc.cache.pool.BlockPool`.
 
-    An adapter that puts a policy behind another engine's pool gives it these. Arrays are `[num_blocks]`, indexed by
-    block number and kept up to date before a policy is told of what changed them.
+    An adapter that runs a policy for another engine's pool provides this view. Arrays are `[num_blocks]`, indexed by
+    block number, and are updated before a policy is notified of the change.
 
     Examples:
         >>> pool = pc.CacheManager(num_blocks=8, block_size=4).pools[0]
@@ -51,45 +51,45 @@ class PoolView(Protocol):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the pool, free ones included."""
+        """Number of blocks in the pool, free ones included."""
 
     @property
     def num_held(self) -> int:
-        """Blocks that requests hold."""
+        """Number of blocks that requests hold."""
 
     @property
     def clock(self) -> int:
-        """The tick of now: rises with every access and every release."""
+        """The current tick, which advances with every access and every release."""
 
     @property
     def ref_count(self) -> npt.NDArray[np.int32]:
-        """Holders of each block."""
+        """Reference count of each block."""
 
     @property
     def last_access(self) -> npt.NDArray[np.int64]:
-        """Tick of the last access or release."""
+        """Tick of each block's last access or release."""
 
     @property
     def access_count(self) -> npt.NDArray[np.int32]:
-        """Requests that took the block since it was last filled."""
+        """Number of requests that used the block since it was last filled."""
 
     @property
     def prefix_length(self) -> npt.NDArray[np.int32]:
-        """Blocks of its sequence up to and including it."""
+        """Number of blocks of its sequence up to and including the block."""
 
     def keys_of(self, ids: Ids) -> npt.NDArray[np.uint64]:
-        """64 bits of the hash of each block: equal for equal content, also after an eviction."""
+        """Return 64 bits of the hash of each block. Equal contents have equal bits, also after an eviction."""
 
     def acquire(self, sequence: TokenIds | Sequence[bytes]) -> list[Block]:
-        """What `EvictionPolicy.acquire` returns."""
+        """Allocate the blocks of a sequence; see `EvictionPolicy.acquire`."""
 
 
 class EvictionPolicy(ABC):
-    """Decides which unreferenced block is evicted next.
+    """A policy that decides which unreferenced block is evicted next.
 
-    A policy is told of accesses and releases in whole runs of blocks, in the order of their sequence, and asked for
-    victims. It may read what `PoolView` has and writes none of it. Only `victims` has to be written; see
-    docs/policies.md for a policy of one's own.
+    A policy is notified of accesses and releases in whole runs of blocks, in the order of their sequence, and is asked
+    for victims. It may read the fields of `PoolView` and must not write them. A subclass must implement `victims`; all
+    other methods are optional. See docs/policies.md for how to write a policy.
 
     Examples:
         >>> class MostRecent(pc.EvictionPolicy):
@@ -119,39 +119,51 @@ class EvictionPolicy(ABC):
     pool: PoolView
 
     def bind(self, pool: PoolView) -> None:
-        """Gives the policy its pool, once, before anything else; per-block state is made here."""
+        """Give the policy its pool, once, before any other call. Make state for each block here."""
         self.pool = pool
 
-    def accessed(self, ids: Ids, hit: bool) -> None:  # noqa: B027  most policies need not know
-        """A request took these blocks: cached ones (`hit`), or fresh ones about to be computed."""
+    def accessed(self, ids: Ids, hit: bool) -> None:  # noqa: B027  most policies ignore it
+        """Record that a request uses these blocks: cached blocks (`hit`), or fresh blocks that will be computed."""
 
     def hinted(self, ids: Ids, priority: int, ttl: float | None) -> None:  # noqa: B027
-        """A request asked to keep these blocks: `priority` above 0, for `ttl` seconds; called after `accessed`."""
+        """Record a request's hint to keep these blocks with a `priority` above 0 for `ttl` seconds.
+
+        Called after `accessed`.
+        """
 
     def completed(self, ids: Ids) -> None:  # noqa: B027
-        """These blocks are written and published: their hashes hold. The array changes afterwards."""
+        """Record that these blocks are written and published, so their hashes are valid.
+
+        The caller reuses the array.
+        """
 
     def returning(self, probability: float) -> None:  # noqa: B027
-        """The caller of `free` said how likely the conversation goes on soon; `finished` follows at once."""
+        """Record the probability, from the caller of `free`, that the conversation resumes soon.
+
+        `finished` follows at once.
+        """
 
     def finished(self, output_tokens: int) -> None:  # noqa: B027
-        """A request has ended after so many tokens of its own; its releases follow."""
+        """Record that a request has ended after generating `output_tokens` tokens. Its releases follow."""
 
     def released(self, ids: Ids) -> None:  # noqa: B027
-        """The reference counts of these cached blocks are 0 now: from now on they may be chosen."""
+        """Record that the reference counts of these cached blocks are 0, so that they may be chosen as victims."""
 
     @abstractmethod
     def victims(self, count: int) -> Ids:
-        """Chooses `count` of the released blocks, none twice, and forgets them. At least `count` are there."""
+        """Choose `count` of the released blocks, without duplicates, and forget them.
+
+        The caller has checked that there are enough.
+        """
 
     def removed(self, ids: Ids) -> None:  # noqa: B027
-        """These released blocks left without being chosen."""
+        """Record that these released blocks were removed without being chosen."""
 
     def clear(self) -> None:  # noqa: B027
-        """The pool was emptied: forget every block."""
+        """Forget every block: the pool was emptied."""
 
     def check(self) -> None:  # noqa: B027
-        """Asserts that the policy's own state holds together; changes nothing."""
+        """Assert that the policy's own state is consistent. Change nothing."""
 
     @property
     def nbytes(self) -> int:
@@ -163,16 +175,18 @@ class EvictionPolicy(ABC):
         return total
 
     def acquire(self, sequence: TokenIds | Sequence[bytes]) -> list[Block]:
-        """Takes the blocks of a sequence: the cached prefix, then fresh ones for the rest, evicting as needed.
+        """Allocate the blocks of a sequence.
+
+        The cached prefix, and fresh blocks for the rest, with evictions as needed.
 
         Args:
             sequence: Token ids, or the hashes of its blocks in order.
 
         Returns:
-            One `Block` per (complete or partial) block. They are referenced until `pool.release`.
+            A `Block` for each complete or partial block. The blocks are referenced until `pool.release`.
 
         Raises:
-            OutOfBlocks: Too few free and unreferenced blocks; nothing has changed.
+            OutOfBlocks: There are too few free and unreferenced blocks. Nothing has changed.
 
         Examples:
             >>> manager = pc.CacheManager(num_blocks=8, block_size=4)

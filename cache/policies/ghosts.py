@@ -1,4 +1,4 @@
-"""Bounded memories of blocks that were evicted."""
+"""Bounded memories of evicted blocks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ HALF, LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
 
 
 class Ghosts:
-    """Remembers a number for each of the blocks evicted lately, by the first word of their hash.
+    """A memory of a number for each recently evicted block, by the first word of its hash.
 
-    A direct-mapped table of 8 bytes an entry: a newer ghost simply takes the place of an older one. Two blocks are
-    taken for each other with a chance of 2**-32, which costs a wrong guess and no more.
+    It is a direct-mapped table of 8 bytes an entry: a newer ghost overwrites an older one. Two blocks are confused with
+    a probability of 2**-32, which only costs a wrong guess.
 
     Args:
-        capacity: Places; of as many ghosts about a third has been overwritten by others.
+        capacity: Number of entries. When as many ghosts were stored, about a third have been overwritten.
 
     Examples:
         >>> from pc.cache.policies import Ghosts
@@ -49,7 +49,7 @@ class Ghosts:
         return slots
 
     def remember(self, keys: Keys, values: Values) -> Values:
-        """Stores a number of at least 0 for each key, and returns the numbers that are lost for it."""
+        """Store a number of at least 0 for each key; return the numbers that are lost for it."""
         slots = self._slots(keys)
         tags = (keys >> HALF).astype(np.uint32)
         old = self._values.take(slots)
@@ -57,12 +57,12 @@ class Ghosts:
         self._values[slots] = values
         stayed = self._tags.take(slots) == tags
         if count_nonzero(stayed) < stayed.size:
-            # Two of these keys fell on one slot: the earlier is lost, and what was there is returned once.
+            # Two of these keys share a slot. The earlier one is lost, and the slot's old number is returned once.
             return np.concatenate((old[stayed & (old >= 0)], values[~stayed]))
         return old[old >= 0]
 
     def recall(self, keys: Keys, forget: bool = False) -> Values:
-        """What was stored for each key, -1 where nothing is known; `forget` makes it so from then on."""
+        """Return the number stored for each key, or -1. With `forget`, remove it."""
         slots = self._slots(keys)
         values: Values = self._values.take(slots)
         values[self._tags.take(slots) != (keys >> HALF).astype(np.uint32)] = -1
@@ -71,36 +71,41 @@ class Ghosts:
         return values
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Forget everything."""
         self._values.fill(-1)
 
 
 WAYS = 8
-"""Places that a block may be in; the ghost of the oldest request there gives way. With one place the loss is random,
-and a prefix with holes in it is not recognized: Mooncake's synthetic trace falls from 1.26 to 1.05 times lru."""
+"""Number of places in which a block may be. The ghost of the oldest request there is overwritten.
+
+With one place the loss is random, and a prefix with holes is not recognized: Mooncake's synthetic trace falls from 1.26
+to 1.05 times lru.
+"""
 SERIAL_BITS = 28
 
 
 class GhostRecord(NamedTuple):
-    """What is known of evicted blocks."""
+    """Facts about evicted blocks."""
 
-    serial: Numbers  # the request that used it last, int64
-    uses: Numbers  # how often it was used, at most 5
-    tail: Numbers  # whether it was that request's last block, 0 or 1
+    serial: Numbers  # serial of the request that used it last, int64
+    uses: Numbers  # number of uses, at most 5
+    tail: Numbers  # 1 if it was that request's last block, else 0
 
 
 def _halves(places: Keys) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-    """The high and the low halves."""
+    """Return the high and the low halves."""
     halves = places.view(np.uint32)
     low = int(sys.byteorder == "big")
     return halves[:, 1 - low :: 2], halves[:, low::2]
 
 
 class RequestGhosts:
-    """Remembers of each block evicted lately who used it last and how often, by the first word of its hash.
+    """A memory of each recently evicted block.
 
-    8 bytes a place: half of the hash, then serial, uses and tail. Two blocks are taken for each other with a chance of
-    2**-29 at each look, which costs a wrong guess and no more.
+    The request that used it last, and its uses, by the first word of its hash.
+
+    It takes 8 bytes a place: half of the hash, then serial, uses and tail. Two blocks are confused with a probability
+    of 2**-29 in each lookup, which only costs a wrong guess.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -110,11 +115,11 @@ class RequestGhosts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: none before ghosts are expected, since memory that was never written to takes no room."""
+        """Bytes held. Before any ghost is stored there are none, because untouched memory takes no room."""
         return self._places.nbytes if self._written else 0
 
     def expect(self) -> None:
-        """Blocks were evicted, and will be remembered."""
+        """Record that blocks were evicted, and that ghosts will be stored."""
         self._written = True
 
     def _set_of(self, keys: Keys) -> npt.NDArray[np.intp]:
@@ -122,7 +127,7 @@ class RequestGhosts:
         return rows
 
     def remember(self, keys: Keys, records: GhostRecord, now: int) -> GhostRecord:
-        """Remembers evicted blocks; returns what was known of those that had to give way."""
+        """Store ghosts of evicted blocks; return the ghosts that they overwrite."""
         if not keys.size:
             return records
         self.expect()
@@ -144,12 +149,12 @@ class RequestGhosts:
         lost = self._read(old[(old != 0) & stayed], now)
         if count_nonzero(stayed) == stayed.size:
             return lost
-        rest = ~stayed  # several of these blocks chose one place
+        rest = ~stayed  # several of these blocks have the same place
         again = self.remember(keys[rest], GhostRecord(*(part[rest] for part in records)), now)
         return GhostRecord(*(np.concatenate(parts) for parts in zip(lost, again, strict=True)))
 
     def recall(self, keys: Keys, now: int) -> tuple[Numbers, GhostRecord]:
-        """Which of the blocks that are filled again are known, and what of them, which is forgotten then."""
+        """Find which of these newly filled blocks have ghosts; return their indices and the ghosts, and remove them."""
         if not self._written:
             return np.empty(0, np.intp), GhostRecord(*(np.empty(0, np.int64) for _ in range(3)))
         rows = self._set_of(keys)
@@ -170,7 +175,7 @@ class RequestGhosts:
         return GhostRecord(now - age, value >> 1 & 7, value & 1)
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Forget everything."""
         self._places = np.zeros((int(self._sets), WAYS), np.uint64)  # 0: empty
         self._flat = self._places.reshape(-1)
         self._written = False

@@ -1,4 +1,4 @@
-"""The RFC's rule: of unreferenced blocks the one accessed longest ago, among equals the longest prefix."""
+"""The least recently used unreferenced block is evicted first; of equal ones, the block with the longest prefix."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from .run_queue import QueuedPolicy
 
 
 class LRU(QueuedPolicy):
-    """Least recently used, tail first.
+    """Least recently used, with the tail of a request first.
 
-    A running request reads all its blocks at every step, so a block's last access is the release by its last holder.
+    A running request reads all its blocks in every step, so the last access of a block is its last release.
 
     Examples:
         >>> pc.CacheManager(num_blocks=8, policy="lru").pools[0].policy.__class__.__name__

@@ -1,4 +1,4 @@
-"""Hints of the caller first: blocks of the lowest priority go first, among equals the one used longest ago."""
+"""A policy that evicts blocks of the lowest priority first, and of equal priority the least recently used."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from ..table import Ids
 from .base import PoolView
 from .run_queue import QueuedPolicy, RunQueue
 
-GONE = -(1 << 31)  # priority of blocks of a conversation that is over
+GONE = -(1 << 31)  # priority of blocks of a finished conversation
 
 
 class Priority(QueuedPolicy):
-    """Honours `allocate(..., priority=, ttl=)`; without hints it is lru.
+    """A policy that uses `allocate(..., priority=, ttl=)`. Without hints it is lru.
 
-    A block keeps the highest priority that a running hint gives it. When `ttl` seconds have passed since the hint, the
-    block has priority 0 again. Of a conversation that `free(..., returns=0)` says is over, blocks without priority that
-    only its last request used go first of all. Nothing is pinned: when only blocks of high priority are left, they go.
+    A block keeps the highest priority of its running hints. When `ttl` seconds have passed since the hint, its priority
+    is 0 again. If `free(..., returns=0)` says that a conversation is over, blocks without priority that only its last
+    request used are evicted first of all. Nothing is pinned: if only blocks of high priority are left, they are
+    evicted.
 
     Args:
-        now: The clock, in seconds.
+        now: Returns the time in seconds.
 
     Examples:
         >>> manager = pc.CacheManager(num_blocks=2, block_size=4, policy="priority")
@@ -45,7 +46,7 @@ class Priority(QueuedPolicy):
         self._until = np.zeros(pool.num_blocks)
         self._by_priority: dict[int, RunQueue] = {}
         self._order: list[int] = []  # heap of the priorities that have a queue
-        self._places = 0  # of all queues, at most
+        self._places = 0  # upper bound of the places in all queues
         self._expired = self.queues[0]
         self._ends: list[tuple[float, int, Ids]] = []
         self._end_places = 0
@@ -54,7 +55,7 @@ class Priority(QueuedPolicy):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of arrays, queues and hints that run out."""
+        """Bytes of arrays, queues and hints that expire."""
         hints = 500 * len(self._by_priority) + 200 * len(self._ends)
         return super().nbytes + 4 * (self._places + self._end_places) + hints
 
@@ -72,7 +73,7 @@ class Priority(QueuedPolicy):
         if ttl is not None and ids.size:
             heapq.heappush(self._ends, (until, self._next_ticket(), ids))
             self._end_places += ids.size
-            if self._end_places > 2 * self.pool.num_blocks + 64:  # forgets those that a later hint has moved
+            if self._end_places > 2 * self.pool.num_blocks + 64:  # forget entries that a later hint has replaced
                 ends = [(until, ticket, ids[self._until[ids] == until]) for until, ticket, ids in self._ends]
                 self._ends = [end for end in ends if end[2].size]
                 heapq.heapify(self._ends)
@@ -86,7 +87,7 @@ class Priority(QueuedPolicy):
         self._gone = probability == 0
 
     def released(self, ids: Ids) -> None:
-        if self._gone:  # what no other request has used goes first
+        if self._gone:  # blocks that no other request used are evicted first
             own = ids[(self.pool.access_count.take(ids) == 1) & (self._priority.take(ids) <= 0)]
             self._priority[own] = GONE
             self._until[own] = np.inf
@@ -124,7 +125,7 @@ class Priority(QueuedPolicy):
                 self._places += waiting.size
 
     def _oldest(self) -> RunQueue:
-        """The queue whose head goes next: priority 0 with what has fallen back to it, then the higher ones."""
+        """Return the queue with the next victim: priority 0 together with expired hints, then higher priorities."""
         over = self._expired.first()
         while self._order:
             priority = self._order[0]

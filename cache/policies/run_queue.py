@@ -1,4 +1,4 @@
-"""The queue most policies are made of, and what such policies have in common."""
+"""The queue of released blocks that most policies use, and a base class for such policies."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import numpy.typing as npt
 from ..table import Ids, count_nonzero
 from .base import EvictionPolicy, PoolView
 
-LOOK = 64  # places looked at together: taking a few blocks must not cost a look at a whole long run
+LOOK = 64  # places checked together, so that a few victims do not cost a scan of a long run
 
 
 class RunQueue:
-    """Released blocks in the order they shall be evicted, as runs so that all work is on vectors.
+    """Released blocks in the order in which they are evicted, stored as runs so that all work is on vectors.
 
-    A block that is taken out merely loses its ticket; its place in the run is skipped when the run comes up. Runs are
+    A block that is removed only loses its ticket. Its place in the run is skipped when the run is reached. Runs are
     compacted when half of the places are empty, so every operation is O(1) a block, amortized.
 
     Args:
-        ticket_of: Per block, the run it waits in, or -1; queues of one policy share it.
+        ticket_of: For each block, the ticket of its run, or -1. The queues of a policy share the array.
 
     Examples:
         >>> from pc.cache.policies import RunQueue
@@ -40,19 +40,19 @@ class RunQueue:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the runs; tickets are counted by whoever owns them."""
+        """Bytes of the runs. The owner of the tickets counts those."""
         return 4 * self._places
 
     def push(self, ticket: int, ids: Ids) -> None:
-        """Appends a run, its first block to be evicted first. Tickets are unique and rise."""
-        self._ticket_of[ids.astype(np.intp)] = ticket  # a third of the time that int32 takes
+        """Append a run. Its first block is evicted first. Tickets are unique and rise."""
+        self._ticket_of[ids.astype(np.intp)] = ticket  # takes a third of the time of int32
         self._runs.append((ticket, ids))
         self._places += ids.size
         if self._places > 2 * self._ticket_of.size + 64:
             self.compact()
 
     def head(self) -> int | None:
-        """The ticket of the oldest run that still has a block, None when the queue is empty."""
+        """Return the ticket of the oldest run that still has a block; None if the queue is empty."""
         while self._runs:
             ticket, ids = self._runs[0]
             live = self._ticket_of.take(ids[:LOOK]) == ticket
@@ -64,7 +64,7 @@ class RunQueue:
         return None
 
     def _drop(self, count: int) -> None:
-        """Takes the first places out of the oldest run."""
+        """Remove the first places of the oldest run."""
         if count:
             ticket, ids = self._runs.popleft()
             if count < ids.size:
@@ -72,11 +72,14 @@ class RunQueue:
             self._places -= count
 
     def first(self) -> int | None:
-        """The block to be evicted next, None when the queue is empty."""
+        """Return the block to evict next; None if the queue is empty."""
         return None if self.head() is None else int(self._runs[0][1][0])
 
     def pop(self, count: int) -> Ids:
-        """Blocks from the front of the queue, 1 to `count` unless it is empty; they lose their tickets."""
+        """Remove 1 to `count` blocks from the front of the queue, or none if it is empty; return them.
+
+        They lose their tickets.
+        """
         while self._runs:
             ticket, ids = self._runs[0]
             ids = ids[: max(count, LOOK)]
@@ -94,19 +97,19 @@ class RunQueue:
         return np.empty(0, np.int32)
 
     def compact(self) -> None:
-        """Drops the places of blocks that were taken out."""
+        """Drop the places of removed blocks."""
         runs = [(ticket, ids[self._ticket_of[ids] == ticket]) for ticket, ids in self._runs]
         self._runs = deque((ticket, ids) for ticket, ids in runs if ids.size)
         self._places = sum(ids.size for _, ids in self._runs)
 
     def clear(self) -> None:
-        """Forgets every run; the tickets are the caller's."""
+        """Forget every run. The caller resets the tickets."""
         self._runs.clear()
         self._places = 0
 
 
 def too_few(count: int) -> RuntimeError:
-    """What `victims` raises instead of looking for ever for blocks that were never released.
+    """Return the error that `victims` raises instead of searching forever for blocks that were never released.
 
     Examples:
         >>> from pc.cache.policies import too_few
@@ -117,7 +120,7 @@ def too_few(count: int) -> RuntimeError:
 
 
 def compact_together(queues: Iterable[RunQueue], num_blocks: int) -> None:
-    """Compacts queues that share their tickets once all their places together pass twice the number of blocks.
+    """Compact queues that share their tickets, once all their places together exceed twice the number of blocks.
 
     Examples:
         >>> from pc.cache.policies import RunQueue, compact_together
@@ -131,12 +134,12 @@ def compact_together(queues: Iterable[RunQueue], num_blocks: int) -> None:
 
 
 class QueuedPolicy(EvictionPolicy):
-    """Released blocks wait in one of several queues that share their tickets.
+    """A policy whose released blocks wait in one of several queues that share their tickets.
 
-    A subclass pushes what was released, and says in `next_victims` which queue the next victims come from.
+    A subclass pushes the released blocks, and returns the next victims in `next_victims`.
 
     Attributes:
-        queues: `num_queues` of them.
+        queues: The `num_queues` queues.
 
     Examples:
         >>> from pc.cache.policies import QueuedPolicy
@@ -158,11 +161,11 @@ class QueuedPolicy(EvictionPolicy):
 
     def accessed(self, ids: Ids, hit: bool) -> None:
         if hit:
-            self._ticket_of[ids.astype(np.intp)] = -1  # a third of the time that int32 takes
+            self._ticket_of[ids.astype(np.intp)] = -1  # takes a third of the time of int32
 
     @abstractmethod
     def next_victims(self, count: int) -> Ids:
-        """1 to `count` blocks from the front of a queue; none where all are empty."""
+        """Return 1 to `count` blocks from the front of a queue; none if all queues are empty."""
 
     def victims(self, count: int) -> Ids:
         first = self.next_victims(count)

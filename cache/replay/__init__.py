@@ -1,4 +1,4 @@
-"""Request traces replayed through eviction policies, and the policies that are there to be compared with."""
+"""Replay of request traces through eviction policies, with policies for comparison."""
 
 from __future__ import annotations
 

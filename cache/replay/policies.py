@@ -1,4 +1,4 @@
-"""Policies to compare with: known ones as their papers have them, and the optimum that knows the future."""
+"""Policies for comparison: known policies as in their papers, and the optimum, which knows the future."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from ..table import Ids
 from .traces import NEVER, BlockIds, digests_of
 
 NO_BLOCKS = np.empty(0, np.int32)
-MOST = 63  # counts of uses above it are equal to `LFU`
+MOST = 63  # `LFU` treats all counts above this one alike
 
 
 class LFU(QueuedPolicy):
-    """Least frequently used: fewest requests used it; among equals as lru. Counts begin anew after an eviction.
+    """Least frequently used: the block that the fewest requests used, and of equal ones the least recently used.
+
+    Counts start again after an eviction.
 
     Examples:
         >>> pc.CacheManager(num_blocks=8, policy="lfu").pools[0].policy.__class__.__name__
@@ -39,7 +41,7 @@ class LFU(QueuedPolicy):
 
 
 class FIFO(EvictionPolicy):
-    """The block filled first goes first, within a request tail first; uses do not count.
+    """First in, first out: the block that was filled first, and within a request the tail first. Uses do not count.
 
     Examples:
         >>> pc.CacheManager(num_blocks=8, policy="fifo").pools[0].policy.__class__.__name__
@@ -60,7 +62,7 @@ class FIFO(EvictionPolicy):
     def released(self, ids: Ids) -> None:
         self._waits[ids] = True
         overdue = ids[self._passed[ids]]
-        if overdue.size:  # their turn came while they were held
+        if overdue.size:  # their turn came while requests held them
             self._passed[overdue] = False
             self._turn[overdue] = self.pool.clock
             self._queue.appendleft((self.pool.clock, overdue[::-1]))
@@ -100,7 +102,7 @@ class FIFO(EvictionPolicy):
 
 
 def next_part(queue: deque[tuple[int, Ids]], count: int) -> tuple[int, Ids]:
-    """The front of the oldest run: taking a few blocks must not cost a look at all of a long one."""
+    """Return the front of the oldest run, so that a few victims do not cost a scan of a long run."""
     turn, ids = queue.popleft()
     width = 2 * count + 64
     if ids.size > width:
@@ -111,7 +113,8 @@ def next_part(queue: deque[tuple[int, Ids]], count: int) -> tuple[int, Ids]:
 class S3FIFO(EvictionPolicy):
     """S3-FIFO (Yang et al., SOSP 2023).
 
-    A small queue for newcomers, a main queue for those used again, ghosts of newcomers that were not.
+    It has a small queue for new blocks, a main queue for blocks that were used again, and ghosts of new blocks that
+    were not.
 
     Examples:
         >>> pc.CacheManager(num_blocks=8, policy="s3fifo").pools[0].policy.__class__.__name__
@@ -138,7 +141,7 @@ class S3FIFO(EvictionPolicy):
 
     def released(self, ids: Ids) -> None:
         self._waits[ids] = True
-        self._push(1, ids[self._turn.take(ids) < 0][::-1])  # their turn came while they were held
+        self._push(1, ids[self._turn.take(ids) < 0][::-1])  # their turn came while requests held them
 
     def _push(self, queue: int, ids: Ids) -> None:
         if ids.size:
@@ -192,7 +195,8 @@ class S3FIFO(EvictionPolicy):
 class ARC(QueuedPolicy):
     """Adaptive replacement cache (Megiddo and Modha, FAST 2003).
 
-    Blocks used once and blocks used again, each in order of last use; ghosts of both move the border between.
+    It has a queue of blocks used once and a queue of blocks used again, each in order of last use. Ghosts of both move
+    the border between them.
 
     Examples:
         >>> pc.CacheManager(num_blocks=8, policy="arc").pools[0].policy.__class__.__name__
@@ -206,7 +210,7 @@ class ARC(QueuedPolicy):
         self._again = np.zeros(pool.num_blocks, np.bool_)
         self._ghosts = Ghosts(2 * pool.num_blocks)
         self._waiting = [0, 0]
-        self._target = 0.0  # blocks used once that may stay
+        self._target = 0.0  # number of blocks used once that may stay
 
     def accessed(self, ids: Ids, hit: bool) -> None:
         if hit:
@@ -252,12 +256,12 @@ class ARC(QueuedPolicy):
 
 
 class Belady(EvictionPolicy):
-    """The optimum that knows the future, for replays only.
+    """The optimum, which knows the future, for replays only.
 
-    The block whose next use lies farthest ahead goes first, among blocks of one next use the longest prefix.
+    It evicts the block whose next use is farthest ahead, and of equal ones the block with the longest prefix.
 
     Args:
-        requests: Block ids of every request to come, in order.
+        requests: Block ids of all requests to come, in order.
 
     Examples:
         >>> from pc.cache.replay import Trace, replay
@@ -319,13 +323,13 @@ class Belady(EvictionPolicy):
 
 
 class NextTurn(Belady):
-    """Knows when the conversation of each request goes on, and nothing of what is asked for then; for replays only.
+    """A policy that knows when each conversation resumes, but not which blocks it will use. For replays only.
 
-    As `Belady`, with the soonest turn of those that used a block in place of its next use; what was not asked for when
-    its turn came waits for the next one.
+    It is like `Belady`, with the soonest next turn of the requests that used a block in place of the block's next use.
+    A block that a turn did not use waits for the next turn.
 
     Args:
-        turns: Per request, the number of the one that goes on from it, as `next_turns` finds it.
+        turns: For each request, the number of the request that continues it, from `next_turns`.
 
     Examples:
         >>> from pc.cache.replay import Trace, replay

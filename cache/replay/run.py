@@ -1,8 +1,8 @@
-"""Replays request traces through a block pool and an eviction policy, and measures what would have been hit.
+"""Replay of request traces through a block pool and an eviction policy, to measure the hits.
 
-Rules, the same for every policy: requests run one after another in the order of their start; the blocks of the
-current request are pinned while it runs and released at its end; the cache starts empty and cold misses count. A
-request of more blocks than the capacity keeps its first blocks only. Hit rates are shares of all blocks of all
+The rules are the same for every policy. Requests run one after another in the order of their start. The blocks of the
+current request are pinned while it runs and released at its end. The cache starts empty and cold misses count. If a
+request has more blocks than the capacity, only its first blocks are kept. Hit rates are shares of all blocks of all
 requests.
 """
 
@@ -24,12 +24,12 @@ ORACLES: dict[str, Callable[[Trace], EvictionPolicy]] = {
     "belady": lambda trace: Belady(trace.requests),
     "next_turn": lambda trace: NextTurn(next_turns(trace)),
 }
-DEAF = ("lru", *ORACLES)  # policies that no hint changes: they are run once
+DEAF = ("lru", *ORACLES)  # policies that use no hints and run only once
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one policy reached at one capacity.
+    """Result of one policy at one capacity.
 
     Examples:
         >>> from pc.cache.replay import Trace, replay
@@ -43,16 +43,16 @@ class Result:
     trace: str
     policy: str
     hints: str
-    """What policies were told of the future: see `hints_of`; none: nothing; given: what the caller gave."""
+    """The hints that the policy got: see `hints_of`. "none": no hints; "given": the caller's own."""
     capacity_share: float
     """Capacity as a share of the trace's unique blocks."""
     capacity_blocks: int
     hit_rate: float
     """Share of blocks in leading runs of cached blocks."""
     gap_hit_rate: float
-    """Share of blocks cached anywhere in the prompt at lookup: what reuse behind gaps could take at most."""
+    """Share of blocks that were cached anywhere in the prompt at lookup: the upper bound for reuse behind gaps."""
     lru_ratio: float
-    """`hit_rate` over that of lru at this capacity; nan when lru was not run or hit nothing."""
+    """`hit_rate` divided by that of lru at this capacity; nan if lru was not run or had no hits."""
     seconds: float
     """CPU time of the replay."""
 
@@ -65,16 +65,16 @@ def replay(
     hints: str | Sequence[float] = "none",
     hits_of_each: list[int] | None = None,
 ) -> Result:
-    """Runs a trace at one capacity; see the module's docstring for the rules.
+    """Run a trace at one capacity; see the module's docstring for the rules.
 
     Args:
         trace: The requests.
-        policy: A policy's name, a fresh policy, "belady", which knows the future, or "next_turn", which knows when each
-            conversation goes on.
-        capacity: Blocks.
-        progress: Called now and then with the number of requests done since the last call.
-        hints: "none", as `hints_of` takes it, or what `free(..., returns=)` is told after each request.
-        hits_of_each: Appended to for each request: blocks it hit.
+        policy: Name of a policy, or a new policy. "belady" knows the future, "next_turn" when each conversation
+            resumes.
+        capacity: Number of blocks.
+        progress: Called from time to time with the number of requests done since the last call.
+        hints: "none", a name for `hints_of`, or the `returns` of `free` after each request.
+        hits_of_each: A list to which the number of hit blocks of each request is appended.
 
     Examples:
         >>> from pc.cache.replay import Trace, replay
@@ -131,15 +131,15 @@ def compare(
     unique_blocks: int | None = None,
     hints: Sequence[str] = ("none",),
 ) -> list[Result]:
-    """Replays every policy at every capacity; `lru_ratio` is filled in where lru is among the policies.
+    """Replay every policy at every capacity. `lru_ratio` is filled in if lru is among the policies.
 
     Args:
         trace: The requests.
-        policies: Names.
+        policies: Names of policies.
         shares: Capacities, as shares of `unique_blocks`.
         progress: As in `replay`.
-        unique_blocks: Of the whole, where `trace` is a part; None: of the trace.
-        hints: What policies are told of the future, each tried with every policy.
+        unique_blocks: Number of unique blocks in the whole trace, if `trace` is a part. None: of `trace`.
+        hints: Hints, as in `replay`, each of which is tried with every policy.
 
     Examples:
         >>> from pc.cache.replay import Trace, compare

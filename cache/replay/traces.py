@@ -1,4 +1,4 @@
-"""Request traces: which blocks each request of a real workload had, and hints from their own future."""
+"""Request traces, which list the blocks of each request of a real workload, and hints from a trace's own future."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ BlockIds = npt.NDArray[np.int64]
 Row = tuple[float, BlockIds, int]  # start in seconds, blocks, tokens generated
 
 BAD_LINE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, EOFError, RecursionError, zlib.error)
-NEVER = 1 << 60  # the number of a request that does not come
-SESSION_GAP = 60.0  # seconds between the starts of sessions whose traces have times of their own only
+NEVER = 1 << 60  # number of a request that never comes
+SESSION_GAP = 60.0  # seconds between starts of sessions, if a trace has only times within sessions
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Trace:
 
     Attributes:
         name: File name without its suffixes.
-        block_size: Tokens a block.
-        requests: Per request the ids of its blocks; an id stands for the whole prefix up to and including its block.
-        outputs: Per request, tokens it generated.
-        times: Per request, seconds since the trace began.
+        block_size: Number of tokens in a block.
+        requests: Block ids of each request. An id identifies the whole prefix up to and including its block.
+        outputs: Number of generated tokens of each request.
+        times: Start of each request, in seconds since the trace began.
 
     Examples:
         >>> from pc.cache.replay import Trace, replay
@@ -53,34 +53,37 @@ class Trace:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of all requests together."""
+        """Number of blocks of all requests together."""
         return sum(r.size for r in self.requests)
 
     def part(self, start: float, end: float) -> Trace:
-        """The requests between two shares of the trace, 0 to 1."""
+        """Return the requests between two shares of the trace, 0 to 1."""
         cut = slice(int(start * len(self.requests)), int(end * len(self.requests)))
         name = f"{self.name} {start:.0%}-{end:.0%}"
         return Trace(name, self.block_size, self.requests[cut], self.outputs[cut], self.times[cut])
 
 
 def load_trace(path: str | Path, block_size: int | None = None) -> Trace:
-    """Reads a trace, `.jsonl` or `.jsonl.gz`.
+    """Read a trace from a `.jsonl` or `.jsonl.gz` file.
 
-    Two layouts are recognized by the keys of the first line. A request a line with `hash_ids`, `timestamp` and
-    `output_length` (Mooncake: milliseconds, 512 tokens a block; Qwen-Bailian, known by `chat_id`: seconds, 16 tokens a
-    block). A session a line with `id`, `block_size` and `requests`, whose ids are local to the session and given whole
-    (`hash_ids`) or as `keep` leading ids of the request before plus `runs` of [start, count]; sub-agents nest. Session
-    k is taken to begin at k * 60 s.
+    The keys of the first line decide between two layouts.
 
-    Where an id of the first layout comes behind different blocks, ids stand for a block's own tokens only; they are
+    - A request in each line, with `hash_ids`, `timestamp` and `output_length`. In Mooncake's traces times are
+      milliseconds and blocks have 512 tokens. In Qwen-Bailian's traces, which have `chat_id`, times are seconds and
+      blocks have 16 tokens.
+    - A session in each line, with `id`, `block_size` and `requests`. Ids are local to the session. A request has all
+      ids (`hash_ids`), or the number of leading ids to `keep` of the request before, and `runs` of [start, count].
+      Sub-agents are nested. Session k starts at k * 60 s.
+
+    If an id of the first layout follows different blocks, ids identify only a block's own tokens. They are then
     replaced by ids of the whole prefix.
 
     Args:
         path: The file.
-        block_size: Tokens a block where the file does not say it and the above does not hold.
+        block_size: Number of tokens in a block, if the file does not say and the above does not hold.
 
     Raises:
-        ValueError: No requests, or a line of neither layout, which is named by its number.
+        ValueError: There are no requests, or a line has neither layout. The message names the line.
 
     Examples:
         >>> import json, tempfile
@@ -124,9 +127,9 @@ def load_trace(path: str | Path, block_size: int | None = None) -> Trace:
 
 
 def _rows(line: Any, first: dict[str, Any], number: int) -> list[Row]:
-    """The requests of a line, in the layout of the first one."""
+    """Return the requests of a line, in the layout of the first line."""
     if not isinstance(line, dict):
-        raise ValueError(f"got {type(line).__name__}, needs an object")
+        raise ValueError(f"got {type(line).__name__}, needs a JSON object")
     if "hash_ids" in first:
         at = float(line["timestamp"]) * (1.0 if "chat_id" in first else 1e-3) if "timestamp" in line else float(number)
         return [(at, _ids(line["hash_ids"]), int(line.get("output_length", 0)))]
@@ -161,7 +164,7 @@ def _ids(values: Any) -> BlockIds:
 
 
 def prefix_ids(requests: list[BlockIds]) -> list[BlockIds]:
-    """Ids that stand for whole prefixes: the given ones, unless one of them comes behind different blocks."""
+    """Return ids that identify whole prefixes: the given ids, unless one of them follows different blocks."""
     if not any(ids.size for ids in requests):
         return requests
     ids = np.concatenate(requests)
@@ -186,7 +189,7 @@ def prefix_ids(requests: list[BlockIds]) -> list[BlockIds]:
 
 
 def digests_of(ids: BlockIds) -> npt.NDArray[np.uint64]:
-    """Two words a block that stand in for its hash: the id, scattered over 64 bits, and the id itself."""
+    """Return two words for each block that stand for its hash: the id, scattered over 64 bits, and the id itself."""
     words = np.empty((ids.size, 2), np.uint64)
     words[:, 1] = ids.astype(np.uint64)
     mixed = words[:, 1] * np.uint64(0x9E3779B97F4A7C15)
@@ -197,9 +200,9 @@ def digests_of(ids: BlockIds) -> npt.NDArray[np.uint64]:
 
 
 def next_turns(trace: Trace) -> list[int]:
-    """Of each request, the number of the next one that goes on from it; `NEVER`: none.
+    """Return for each request the number of the next request that continues it, or `NEVER`.
 
-    That is one that asks for the last block but one, which is never partial.
+    A request continues another if it uses the other's last block but one, which is never partial.
     """
     next_use: dict[int, int] = {}
     turns = []
@@ -210,21 +213,22 @@ def next_turns(trace: Trace) -> list[int]:
 
 
 def continued(trace: Trace) -> npt.NDArray[np.bool_]:
-    """Of each request, whether a later one goes on from it."""
+    """Return for each request whether a later one continues it."""
     return np.array(next_turns(trace), np.int64) < NEVER
 
 
 def hints_of(trace: Trace, hints: str, seed: int = 0) -> list[float]:
-    """What `free(..., returns=)` is told after each request.
+    """Return the `returns` that `free` gets after each request.
 
     Args:
         trace: The requests.
-        hints: "oracle", which gives 0 or 1, or the area under the ROC curve that a noisy bit shall have, 0.5 to 1: the
-            bit is wrong for that share of both kinds, and what is told is how often it is right.
-        seed: Of the noise.
+        hints: "oracle" gives 1 if a later request continues the request, else 0. A number from 0.5 to 1 gives noisy
+            hints with this area under the ROC curve (AUC): the true bit is flipped with probability 1 - AUC, and the
+            hint is the probability of a continuation, given the flipped bit.
+        seed: Seed of the noise.
 
     Raises:
-        ValueError: Neither.
+        ValueError: `hints` is neither.
 
     Examples:
         >>> from pc.cache.replay import Trace, hints_of

@@ -1,4 +1,4 @@
-"""Reuse of more than whole blocks that a prompt begins with: see `pc.cache.lookup.Reuse`. The core knows it by name."""
+"""Ways to reuse more than the leading whole blocks of a prompt; see `pc.cache.lookup.Reuse`."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ USERS: dict[str, type[PartialBlocks] | type[MovedText]] = {"partial": PartialBlo
 
 
 def make_reuse(name: str, pool: BlockPool) -> Reuse:
-    """Return one of `USERS` over the blocks of a pool."""
+    """Return a new index from `USERS`, by name, for the blocks of a pool."""
     return USERS[name](pool)

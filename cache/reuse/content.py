@@ -1,16 +1,16 @@
-"""What published blocks hold by content alone, so that text is found wherever it stands and whatever is before it.
+"""An index of published blocks by their tokens alone, which finds text at any position and behind any other text.
 
-As rsync finds pieces of a file: a block has a fingerprint, a polynomial of its tokens modulo 2**32,
+It works as rsync does for files. A block has a fingerprint, a polynomial of its tokens modulo 2**32:
 
     f(t) = t[0] + t[1] m + ... + t[B - 1] m**(B - 1)
 
-which the sums of t[i] m**i over B neighbours, times m**-i, give for the B tokens behind every offset i of a prompt.
-What the table of fingerprints has is compared with the block's own tokens, keys and salt before it counts, so a
-fingerprint decides how fast text is found, never which. Neighbouring blocks of the sequence that a block was computed
-in extend a match to both sides, token by token.
+The sums of t[i] m**i over B neighbours, times m**-i, give the fingerprint of the B tokens behind every offset i of a
+prompt. Before a match counts, the block's own tokens, keys and salt are compared. So fingerprints only affect speed,
+never results. Neighbouring blocks of the sequence in which a block was computed extend a match to both sides, token by
+token.
 
-An entry says "block b, since it was taken at tick t, holds these tokens". It counts while the block is published and
-was not taken anew, so evictions and verbs that are undone need no word of it.
+An entry says "block b, since it was allocated at tick t, holds these tokens". It is valid while the block is published
+and was not allocated again. So evictions and undone verbs need not update the index.
 """
 
 from __future__ import annotations
@@ -30,17 +30,20 @@ from ..table import Ids
 Tokens = npt.NDArray[np.uint32]
 
 FACTOR = 0x85EBCA6B
-"""m: odd, so that it has an inverse modulo 2**32."""
+"""The factor m. It is odd, so it has an inverse modulo 2**32."""
 INVERSE = pow(FACTOR, -1, 1 << 32)
 CHUNK = 4096
-"""Offsets of a prompt that are looked at together: what is computed of them stays in a core's cache."""
+"""Number of offsets of a prompt that are processed together, so that their data stays in a core's cache."""
 PLACES = 4
-"""Of the table of fingerprints for each block: one in nine blocks loses its place to another, and is found by a
-neighbour alone; more places leave a core's cache."""
+"""Number of places in the table of fingerprints for each block.
+
+One in nine blocks loses its place to another and is found only through a neighbour. A larger table does not fit in a
+core's cache.
+"""
 
 
 class ContentMatch(NamedTuple):
-    """Tokens `start` to `end` of a prompt that are cached in `slots`, where they stood `delta` positions before."""
+    """Tokens `start` to `end` of a prompt that are cached in `slots`, where they were `delta` positions earlier."""
 
     start: int
     end: int
@@ -49,7 +52,7 @@ class ContentMatch(NamedTuple):
 
 
 class _Scratch:
-    """Memory for `CHUNK` offsets: where it is taken anew for every prompt, its pages cost more than all else."""
+    """Reused memory for `CHUNK` offsets. Allocating it for every prompt would cost more than all other work."""
 
     def __init__(self, block_size: int) -> None:
         self.up, self.down = _powers(FACTOR, CHUNK + block_size), _powers(INVERSE, CHUNK)
@@ -63,9 +66,9 @@ class _Scratch:
         self.nbytes: int = sum(part.nbytes for part in (*arrays, *self.sums))
 
     def windows(self, part: Tokens, size: int) -> Tokens:
-        """Sums of `size` neighbours, t[i] m**i each, at every offset: of two, of four, and so on, then of what is left.
+        """Return sums of t[i] m**i over `size` neighbours at every offset, by doubling: of two, of four, and so on.
 
-        A running sum would wait for itself at every token.
+        A running sum would depend on the previous token in every step.
         """
         done, width, (sums, other) = 0, 1, self.sums
         sums = np.multiply(part, self.up[: part.size], out=sums[: part.size])
@@ -73,7 +76,7 @@ class _Scratch:
         while True:
             if size & width:
                 here = sums[done : done + part.size - size + 1]
-                if total is None:  # two rounds on its memory is written again
+                if total is None:  # its memory is overwritten two rounds later
                     total = here if width == size else here.copy()
                 else:
                     total += here
@@ -85,21 +88,21 @@ class _Scratch:
             width *= 2
 
     def scale(self, factor: np.uint32) -> None:
-        """Makes `scaled` what `down` is, times a factor; most prompts have the same."""
+        """Set `scaled` to `down` times a factor. Most prompts have the same factor."""
         if factor != self._factor:
-            self._factor = np.uint32(0)  # until it holds
+            self._factor = np.uint32(0)  # until `scaled` is complete
             np.multiply(self.down, factor, out=self.scaled)
             self._factor = factor
 
 
 class ContentIndex:
-    """The content of the published blocks of a pool, about 180 bytes a block; memory is taken once, here."""
+    """The contents of a pool's published blocks, about 180 bytes for each. All memory is allocated here."""
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         count, self._pool, self._size = pool.num_blocks, pool, block_size
         bits = min(max((PLACES * count - 1).bit_length(), 4), 30)
         self._shift = np.uint32(32 - bits)
-        # Sixteen bits of a fingerprint in each place: a prompt is compared with what the core's cache holds.
+        # Each place has sixteen bits of a fingerprint, so that a prompt is compared with data in the core's cache.
         self._marks = np.zeros(1 << bits, np.uint16)
         self._blocks = np.zeros(1 << bits, np.int32)
         self._prints = np.zeros(count, np.uint32)
@@ -109,7 +112,7 @@ class ContentIndex:
         self._before, self._behind = np.full(count, -1, np.int32), np.full(count, -1, np.int32)
         self._exact = np.zeros(count, np.bool_)
         self._scratch = _Scratch(block_size)
-        self.approximate = False  # whether a block of a request with moved KV was ever entered
+        self.approximate = False  # whether a block of a request with moved KV was ever added
 
     @property
     def nbytes(self) -> int:
@@ -118,12 +121,13 @@ class ContentIndex:
         return sum(part.nbytes for part in (self._marks, self._blocks, *by_block)) + self._scratch.nbytes
 
     def add(self, ids: Ids, before: int, tokens: array[int], namespace: bytes, exact: bool) -> None:
-        """Enters published blocks of one sequence, behind the block `before` (-1: none), with their tokens.
+        """Add published blocks of one sequence, behind the block `before` (-1: none), with their tokens.
 
-        `namespace` stands for keys and salt; `exact`: no moved KV is in them or before them. Exact text is found first.
+        `namespace` identifies keys and salt. `exact`: no moved KV is in the blocks or before them. Exact text is found
+        first.
         """
-        index = self._pool.index_of(ids)  # mostly a slice, through which writes cost a tenth
-        self._stamps[index] = -1  # from here on to the last line there is no entry
+        index = self._pool.index_of(ids)  # usually a slice, for which writes cost a tenth
+        self._stamps[index] = -1  # the entry is invalid until the last line
         rows, word = np.frombuffer(tokens, np.uint32).reshape(-1, self._size), np.frombuffer(namespace, np.uint64)
         self._tokens[index], self._namespaces[index], self._exact[index] = rows, word, exact
         self._before[index], self._behind[index] = np.append(before, ids[:-1]), np.append(ids[1:], -1)
@@ -131,7 +135,7 @@ class ContentIndex:
             self._behind[before] = ids[0]
         prints = rows @ self._scratch.up[: self._size] * _factor(word)
         self._prints[index] = prints
-        at, new = prints >> self._shift, ids  # the high bits: low ones of a polynomial are weak
+        at, new = prints >> self._shift, ids  # the high bits, because the low bits of a polynomial are weak
         if not exact:
             self.approximate = True
             there = self._blocks[at]
@@ -141,16 +145,19 @@ class ContentIndex:
         self._stamps[index] = self._pool.taken_at[index]
 
     def leave_out(self, ids: Ids) -> None:
-        """Published blocks whose KV hangs on more than tokens, keys and salt are not found."""
+        """Exclude published blocks whose KV depends on more than tokens, keys and salt."""
         self._stamps[ids] = -1
 
     def _live(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        """Whether the entries of blocks count."""
+        """Return whether the entries of blocks are valid."""
         live: npt.NDArray[np.bool_] = self._stamps[ids] == self._pool.taken_at[ids]
         return live & self._pool.table.contains(ids)
 
     def find(self, tokens: Tokens, begin: int, end: int, namespace: bytes) -> Iterator[ContentMatch]:
-        """Runs of cached text among `tokens[begin:end]`, ascending; none overlap and each holds a whole block."""
+        """Yield runs of cached text in `tokens[begin:end]`, ascending, without overlaps.
+
+        Each includes a whole block.
+        """
         size, text, word = self._size, tokens[begin:end], np.frombuffer(namespace, np.uint64)
         if text.size < size:
             return
@@ -184,7 +191,7 @@ class ContentIndex:
             number = int(hits.searchsorted(done))
 
     def agreed_before(self, match: ContentMatch, tokens: Tokens) -> int:
-        """In how many tokens, of two blocks at most, the text before a match is what its KV was computed behind."""
+        """Return how many tokens before a match, up to two blocks, are those behind which its KV was computed."""
         block, offset = divmod(match.slots.item(0), self._size)
         stood, before = self._tokens[block, :offset], self._neighbour(self._before, block, -1)
         if before >= 0:
@@ -192,7 +199,7 @@ class ContentIndex:
         return common_length(tokens[: match.start][::-1], stood[::-1])
 
     def _candidates(self, text: Tokens) -> tuple[npt.NDArray[np.intp], Tokens]:
-        """Offsets of `text` whose fingerprint may be in the table, and their fingerprints."""
+        """Return offsets of `text` whose fingerprint may be in the table, and their fingerprints."""
         size, scratch, offsets, prints = self._size, self._scratch, [], []
         for begin in range(0, text.size - size + 1, CHUNK):
             part = text[begin : begin + CHUNK + size - 1]
@@ -211,13 +218,13 @@ class ContentIndex:
         return np.concatenate(offsets), np.concatenate(prints)
 
     def _consecutive(self, ids: Ids, behind: Ids) -> npt.NDArray[np.bool_]:
-        """Whether blocks stood directly before others in their sequences."""
+        """Return whether blocks came directly before others in their sequences."""
         lengths = self._pool.prefix_length
         consecutive: npt.NDArray[np.bool_] = lengths[ids] + 1 == lengths[behind]
         return consecutive
 
     def _extended(self, text: Tokens, done: int, first: int, ids: list[int]) -> ContentMatch:
-        """A run of whole blocks at `first`, with what agrees before it, down to `done`, and behind it."""
+        """Return a run of whole blocks at `first`, extended by equal tokens before it, down to `done`, and after it."""
         size, end, lead, tail = self._size, first + len(ids) * self._size, 0, 0
         while (block := self._neighbour(self._before, ids[0], -1)) >= 0 and first > done and not lead:
             agreed = common_length(text[max(first - size, done) : first][::-1], self._tokens[block][::-1])
@@ -236,7 +243,7 @@ class ContentIndex:
         return ContentMatch(first, end, slots, first - stood)
 
     def _neighbour(self, links: Ids, block: int, step: int) -> int:
-        """The block before or behind one in the sequence it was computed in, -1 where that is gone."""
+        """Return the block before or behind one in the sequence of its computation; -1 if it is not cached."""
         other, pool = links.item(block), self._pool
         if other < 0 or not pool.table.lists(other) or self._stamps.item(other) != pool.taken_at.item(other):
             return -1
@@ -245,7 +252,7 @@ class ContentIndex:
 
 
 def _powers(base: int, count: int) -> Tokens:
-    """Powers of `base` modulo 2 ** 32, from 1 on."""
+    """Return powers of `base` modulo 2 ** 32, from power 0 on."""
     factors = np.full(count, base, np.uint32)
     factors[0] = 1
     powers: Tokens = np.cumprod(factors, dtype=np.uint32)
@@ -253,13 +260,13 @@ def _powers(base: int, count: int) -> Tokens:
 
 
 def _factor(namespace: npt.NDArray[np.uint64]) -> np.uint32:
-    """What keys and salt multiply a fingerprint by: an odd number."""
+    """Return the odd number by which keys and salt multiply a fingerprint."""
     factor: np.uint32 = np.uint32(namespace.item(0) >> 32 | 1)
     return factor
 
 
 def common_length(one: Tokens, other: Tokens) -> int:
-    """In how many tokens two texts agree from their beginning."""
+    """Return how many leading tokens two texts have in common."""
     count = min(one.size, other.size)
     differ = (one[:count] != other[:count]).nonzero()[0]
     return differ.item(0) if differ.size else count

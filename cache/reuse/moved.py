@@ -1,4 +1,4 @@
-"""Text of a prompt that is cached at another position or behind other text: what `reuse="anywhere"` finds."""
+"""`reuse="anywhere"`: text of a prompt that is cached at another position or behind other text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .content import ContentIndex, ContentMatch
 
 
 class MovedText:
-    """Text found by content; a `pc.cache.lookup.Reuse`."""
+    """A `pc.cache.lookup.Reuse` that finds text by content."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool, self._block_size = pool, pool.hasher.block_size
@@ -31,7 +31,7 @@ class MovedText:
         return self.index.nbytes
 
     def published(self, request: Request, first: int, last: int) -> None:
-        """Enters blocks, those that are exact and others apart."""
+        """Add blocks to the index, exact ones and approximate ones separately."""
         table, size = request.tables[0], self._block_size
         namespace, moved = self._namespace_of(request.keys), approximate_from(request.keys)
         border = last if moved is None else min(max(moved // size, first), last)
@@ -44,18 +44,18 @@ class MovedText:
                 self.index.add(ids, before, request.tokens[begin * size : end * size], namespace, end == border)
 
     def removed(self, words: Words) -> None:
-        """Does nothing: an entry counts while its block is published."""
+        """Do nothing: an entry is valid only while its block is published."""
 
     def clear(self) -> None:
-        """Does nothing, likewise."""
+        """Do nothing, for the same reason."""
 
     def extend(self, request: Request, hit: Hit, reuse: str, segments: Sequence[Span] | None) -> Hit:
-        """A hit of exact blocks with what is cached behind it, or elsewhere; the request's identity follows from it.
+        """Return a hit of exact blocks with text that is cached behind it or elsewhere, and set the request's identity.
 
-        First come blocks that another such request has left behind the same exact ones, then what is found by content.
+        Blocks that another such request computed behind the same exact blocks come first, then text found by content.
         """
         if reuse != "anywhere" or request.keys.placed or hit.position >= len(request.tokens) - 1:
-            return hit  # KV behind a key that is placed within text hangs on more than tokens
+            return hit  # KV behind a key placed inside text depends on more than tokens
         size, exact, namespace = self._block_size, hit.blocks, request.namespace
         assert namespace is not None
         if self.index.approximate and not hit.copied and exact < len(request.digests):
@@ -78,7 +78,7 @@ class MovedText:
         return hit
 
     def _follow_approximate(self, request: Request, hit: Hit) -> Hit:
-        """A hit that goes on with the blocks of a request whose KV is approximate from the same block on."""
+        """Return the hit, continued with blocks of a request whose KV is approximate from the same block on."""
         table, digests, keys, chain = self._pool.table, request.digests, request.keys, request.chain
         self._set_identity(request, hit.blocks, hit.blocks + 1)
         ids = table.leading(request.digests, hit.blocks)
@@ -91,21 +91,21 @@ class MovedText:
         return find_prefix(held, len(request.tokens), hit.num_tokens, self._block_size)
 
     def _set_identity(self, request: Request, block: int, end: int | None = None) -> None:
-        """Gives a request's blocks from `block` on an identity of their own, up to `end`; before it stays what was."""
-        if request.keys.placed:  # a shorter look has set it
+        """Give a request's blocks from `block` to `end` hashes of their own. Earlier blocks keep their hashes."""
+        if request.keys.placed:  # set by an earlier, shorter call
             keys: EncodedKeys = request.keys
         else:
             keys = _mark_moved(request.keys, block * self._block_size)
         before: Words = request.digests[:block]
         count = len(request.tokens) // self._block_size if end is None else end
         chain = Chain(self._pool.hasher, keys)
-        if block:  # where it starts anew, which takes the digest alone
+        if block:  # the chain restarts here and needs only the digest
             chain.hasher, chain.hashed = _Ended(before[-1].tobytes()), block
         request.keys, request.chain = keys, chain
         request.digests = np.concatenate((before, chain.extend(request.tokens, count)))
 
     def _fitting(self, hit: Hit, found: list[ContentMatch]) -> list[ContentMatch]:
-        """The first runs whose blocks can be held until commit beside those that the request takes."""
+        """Return the first runs whose blocks can be held until commit besides the blocks that the request takes."""
         pool, (part,), kept = self._pool, hit.groups, list[ContentMatch]()
         held: Ids = np.concatenate((part.held, hit.borrowed))
         room = pool.available - part.prefix_lengths.size
@@ -117,14 +117,14 @@ class MovedText:
         return kept
 
     def _namespace_of(self, keys: EncodedKeys) -> bytes | None:
-        """What stands for keys and salt of text that is found by content; None where a key is placed within it."""
+        """Return the identity of keys and salt for text found by content; None if a key is placed inside the text."""
         if any(key != MOVED for _, key in keys.placed):
             return None
         return Chain(self._pool.hasher, keys._replace(placed=())).namespace
 
 
 def _cut(run: ContentMatch, span: Span) -> ContentMatch:
-    """What of a run lies in a span."""
+    """Return the part of a run inside a span."""
     start, end = max(run.start, span[0]), min(run.end, span[1])
     if start >= end:
         return run._replace(end=run.start)
@@ -132,7 +132,7 @@ def _cut(run: ContentMatch, span: Span) -> ContentMatch:
 
 
 def _mark_moved(keys: EncodedKeys, position: int) -> EncodedKeys:
-    """The keys of a request whose KV is approximate from a block's first position on; listeners see a `KeyAt`."""
+    """Return a request's keys if its KV is approximate from a block's first position on. Listeners see a `KeyAt`."""
     given = keys.extra_keys
     some = () if given is None else given if isinstance(given, tuple) else (given,)
     placed = tuple(sorted([*keys.placed, (position, MOVED)]))
@@ -140,7 +140,7 @@ def _mark_moved(keys: EncodedKeys, position: int) -> EncodedKeys:
 
 
 class _Ended:
-    """A hasher of which only the digest is left."""
+    """A hasher that has ended and only keeps its digest."""
 
     def __init__(self, digest: bytes) -> None:
         self._digest = digest

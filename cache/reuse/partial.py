@@ -1,4 +1,4 @@
-"""The part of a block that a prompt has in common with a cached one: it is copied."""
+"""Reuse of a part of a block: a prompt copies the tokens that it has in common with a cached block."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from ..runs import Span
 from .content import common_length
 
 CANDIDATES = 32
-"""Blocks whose tokens are compared behind one prefix, the latest first: popular prefixes have many."""
+"""Maximum number of blocks that are compared behind one prefix, the latest first. Popular prefixes have many."""
 ENTRY_BYTES = 400
-"""What an entry takes besides its tokens."""
+"""Bytes of an entry besides its tokens."""
 
 
 class PartialBlocks:
-    """The tokens of published blocks, by what comes before them; a `pc.cache.lookup.Reuse`."""
+    """A `pc.cache.lookup.Reuse` that keeps the tokens of published blocks by the prefix before them."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool, self._block_size = pool, pool.hasher.block_size
         self.clear()
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Forget everything."""
         self._behind: dict[bytes, dict[bytes, array[int]]] = {}
         self._parent_of: dict[bytes, bytes] = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, about."""
+        """Approximate number of bytes held."""
         return len(self._parent_of) * (ENTRY_BYTES + 4 * self._block_size)
 
     def published(self, request: Request, first: int, last: int) -> None:
-        """Enters blocks that are not there yet."""
+        """Add blocks that are not in the index yet."""
         parent, size = request.namespace, self._block_size
         if parent is None:
             return
@@ -53,7 +53,7 @@ class PartialBlocks:
             parent = block_hash
 
     def removed(self, words: Words) -> None:
-        """Leave blocks out."""
+        """Remove blocks from the index."""
         for block_hash in split_digests(words):
             parent = self._parent_of.get(block_hash)
             children = self._behind.get(parent, {}) if parent is not None else {}
@@ -63,10 +63,10 @@ class PartialBlocks:
             self._parent_of.pop(block_hash, None)
 
     def extend(self, request: Request, hit: Hit, reuse: str, segments: Sequence[Span] | None) -> Hit:
-        """A hit with the tokens that its first fresh block has in common with a cached one, where there is one.
+        """Return the hit, extended by the tokens that its first fresh block has in common with a cached block.
 
-        Not where blocks come back from the host, which a copy must not overwrite, and none that takes the last
-        available block for itself.
+        There is no extension if blocks are loaded from the host, because a copy must not overwrite them. It also never
+        takes the last available block.
         """
         (part,), namespace, size, pool = hit.groups, request.namespace, self._block_size, self._pool
         behind_a_gap = hit.cached and hit.cached[-1][1] > hit.position
@@ -86,7 +86,7 @@ class PartialBlocks:
         return hit._replace(position=reached, cached=[(0, reached)], committed=reached, borrowed=source, copied=common)
 
     def longest(self, parent: bytes, tokens: array[int]) -> tuple[bytes | None, int]:
-        """The block behind a prefix that has the most leading tokens in common with `tokens`, and how many."""
+        """Return the block behind a prefix with the most leading tokens in common with `tokens`, and how many."""
         best: tuple[bytes | None, int] = (None, 0)
         asked = np.frombuffer(tokens, np.uint32) if tokens else np.empty(0, np.uint32)
         children = self._behind.get(parent, {})

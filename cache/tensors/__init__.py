@@ -1,1 +1,1 @@
-"""Tensors besides the KV: per-token ones along the slots of the KV blocks, and outputs of encoders by their content."""
+"""Tensors besides the KV: per-token tensors along the slots of KV blocks, and outputs of encoders by content."""

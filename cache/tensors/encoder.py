@@ -22,9 +22,9 @@ class EncoderItem:
     """One image, clip or sound in a prompt.
 
     Attributes:
-        content_hash: Identifies the content: equal ones have equal encoder outputs.
-        start: Position of its first token.
-        length: Tokens it stands for, the rows of its encoder output.
+        content_hash: A hash of the content. Items with equal hashes have equal encoder outputs.
+        start: Position of the item's first token.
+        length: Number of its tokens, which is the number of rows of its encoder output.
 
     Examples:
         >>> image = pc.EncoderItem("sha256 of the pixels", start=4, length=3)
@@ -42,17 +42,17 @@ class EncoderItem:
 
     @property
     def end(self) -> int:
-        """Position behind its last token."""
+        """Position after its last token."""
         return self.start + self.length
 
     def overlaps(self, spans: Iterable[Span]) -> bool:
-        """Whether one of its tokens is in a span [start, end)."""
+        """Return whether one of its tokens is in a span [start, end)."""
         return any(self.start < end and start < self.end for start, end in spans)
 
 
 @dataclass
 class EncoderEntry:
-    """An output as policies see it; times are ticks, which count accesses of the whole cache."""
+    """An encoder output as policies see it. Times are ticks, which count accesses of the whole cache."""
 
     output: torch.Tensor  # [length, *features]
     nbytes: int
@@ -73,15 +73,15 @@ POLICIES: dict[str, EncoderPolicy] = {
 
 
 class EncoderCache:
-    """Encoder outputs by content hash, within a budget of bytes.
+    """A cache of encoder outputs by content hash, within a budget of bytes.
 
-    Outputs that requests hold stay. Of the others the output whose key under the policy is smallest is evicted first.
-    Two contents are the same if their hashes are equal and of one type. Use it from one thread at a time.
+    Outputs that requests hold are never evicted. Of the others, the output with the smallest key under the policy is
+    evicted first. Two contents are the same if their hashes are equal and of one type. Not thread-safe.
 
     Args:
         max_bytes: Budget of all outputs.
         policy: "lru", "fifo", "lfu", "largest", or a function from an `EncoderEntry` to its key.
-        device: Where outputs are kept; None: where they were computed.
+        device: Device to keep outputs on. None: the device of their computation.
 
     Examples:
         >>> cache = pc.EncoderCache(max_bytes=1 << 20)
@@ -120,18 +120,19 @@ class EncoderCache:
     def missing(
         self, request_id: Hashable, items: Iterable[EncoderItem], compute_spans: Sequence[Span]
     ) -> list[EncoderItem]:
-        """Hold the outputs that a request needs, and return the items that the encoder must compute.
+        """Hold the cached outputs that a request needs, and return the items that the encoder must compute.
 
         Args:
             request_id: The request that holds the outputs until `release`.
             items: All items of its prompt.
-            compute_spans: Token ranges that are about to be computed; items outside of them are not needed.
+            compute_spans: Token ranges that will be computed. Items outside of them are not needed.
 
         Returns:
             Items to encode and then to `put`, one for each content.
 
         Raises:
-            ValueError: Items of one content differ in length, or from the cached output; nothing is held then.
+            ValueError: Two items with one content differ in length, or an item differs from the cached output. No
+                output is held then.
 
         Examples:
             >>> clip = pc.EncoderItem("clip", start=20, length=5)
@@ -161,16 +162,16 @@ class EncoderCache:
         entry.holders.add(request_id)
 
     def put(self, request_id: Hashable, item: EncoderItem, output: torch.Tensor) -> None:
-        """Cache an output and hold it; an output that is already cached stays instead.
+        """Cache an output and hold it. If an output is already cached for the content, hold that instead.
 
         Args:
             request_id: The request that holds it until `release`.
-            item: The item that it is the output of.
+            item: The item whose output this is.
             output: `[length, *features]`. Do not change it afterwards.
 
         Raises:
-            ValueError: Another number of rows than the item has tokens.
-            MemoryError: It does not fit beside the outputs that requests hold; nothing has changed.
+            ValueError: The output does not have a row for each token of the item.
+            MemoryError: It does not fit beside the outputs that requests hold. Nothing has changed.
 
         Examples:
             >>> cache.put("third", pc.EncoderItem("clip", start=20, length=5), torch.ones(5, 8))
@@ -197,7 +198,7 @@ class EncoderCache:
         self.nbytes += size
 
     def _victims(self, item: EncoderItem, size: int) -> list[Hashable]:
-        """Return the contents to evict so that an output of `size` bytes fits; changes nothing."""
+        """Return the contents to evict so that an output of `size` bytes fits. Change nothing."""
         idle = {content: entry for content, entry in self._entries.items() if not entry.holders}
         held, excess, victims = self.nbytes - sum([e.nbytes for e in idle.values()]), self.nbytes + size, []
         if held + size > self.max_bytes:
@@ -212,7 +213,7 @@ class EncoderCache:
         return victims
 
     def output(self, item: EncoderItem) -> torch.Tensor:
-        """Return the whole output of an item, `[length, *features]`; do not change it.
+        """Return the whole output of an item, `[length, *features]`. Do not change it.
 
         Raises:
             KeyError: It is not cached.
@@ -224,21 +225,22 @@ class EncoderCache:
         try:
             return self._entries[_identity(item.content_hash)].output
         except KeyError:
-            raise KeyError(f"item: got {item.content_hash!r}, needs one that was put and is still here") from None
+            raise KeyError(f"item: got {item.content_hash!r}, needs a cached one") from None
 
     def place(
         self, embeddings: torch.Tensor, positions: npt.NDArray[np.integer[Any]], items: Iterable[EncoderItem]
     ) -> None:
-        """Write the rows of items over the embeddings of the tokens they stand for.
+        """Copy the cached rows of items to the embeddings of their tokens.
 
         Args:
-            embeddings: `[num_tokens, *features]`, written to.
+            embeddings: `[num_tokens, *features]`, modified in place.
             positions: `[num_tokens]`, position of each token in its prompt.
-            items: Items of that prompt; only those that overlap the positions must be cached.
+            items: Items of that prompt. Only those that overlap the positions must be cached.
 
         Raises:
-            KeyError: An output is not cached; nothing has been written.
-            ValueError: An output has another length than its item, or other rows than embeddings; likewise.
+            KeyError: An output is not cached. Nothing has been written.
+            ValueError: An output differs in length from its item, or its rows differ in shape from embeddings. Nothing
+                has been written.
 
         Examples:
             >>> embeddings = torch.zeros(4, 8)
@@ -263,7 +265,7 @@ class EncoderCache:
             embeddings[where] = output[index].to(embeddings.device, embeddings.dtype)
 
     def release(self, request_id: Hashable) -> None:
-        """Release everything that a request holds; nothing happens if it holds nothing.
+        """Release all outputs that a request holds, if it holds any.
 
         Examples:
             >>> cache, image = pc.EncoderCache(max_bytes=12), pc.EncoderItem("image", start=4, length=3)
@@ -277,7 +279,7 @@ class EncoderCache:
             entry.holders.discard(request_id)
 
     def check(self) -> None:
-        """Assert that the bytes are right and within the budget.
+        """Assert that the number of bytes is right and within the budget.
 
         Examples:
             >>> cache.check()
@@ -291,7 +293,7 @@ def _check_length(item: EncoderItem, output: torch.Tensor) -> None:
 
 
 def _identity(content_hash: Hashable) -> Hashable:
-    """Return a key that tells contents apart: 1, True and 1.0 are equal but are not hashes of one content."""
+    """Return a key that separates contents: 1, True and 1.0 are equal but must not count as one hash."""
     if isinstance(content_hash, tuple):
         return tuple, tuple(_identity(part) for part in content_hash)
     return type(content_hash), content_hash

@@ -1,7 +1,7 @@
-"""Rows of named tensors by slot: moved by plain copies where host memory allows it, by kernels elsewhere.
+"""Rows of named tensors by slot, which are moved by plain copies in host memory and by kernels elsewhere.
 
-In host memory it is one copy for each run of consecutive slots: for a few rows Python and PyTorch around a copy cost
-more than the copy, so there is as little of both as possible.
+In host memory there is one copy for each run of consecutive slots. For a few rows, Python and PyTorch cost more than
+the copy itself, so this code uses little of both.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ PLAIN = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
 }
-"""What PyTorch copies bit by bit in every way of copying."""
+"""Dtypes that PyTorch copies bit by bit in every kind of copy."""
 Named = dict[str, torch.Tensor]
 RowKind = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of one token's row
-Piece = tuple[bool, int, int]  # whether its rows are cached, and the range of slots or else of new rows
-Range = tuple[Ids, int, int, int]  # block table of a request, its length, and which new rows are its last
-_ALONE_BYTES = 1 << 20  # up to here more threads gain less than it takes to start them
-_FEW_RUNS, _RUN_BYTES = 2, 1 << 20  # what several threads copy as well one by one as all at once
+Piece = tuple[bool, int, int]  # whether its rows are cached, and the range of slots (cached) or of new rows
+Range = tuple[Ids, int, int, int]  # block table of a request, its length, and the range of its new rows
+_ALONE_BYTES = 1 << 20  # below this size, starting threads costs more than it gains
+_FEW_RUNS, _RUN_BYTES = 2, 1 << 20  # copies of this size are as fast one by one as together
 
 
 class NamedRows(NamedTuple):
-    """A cached name: its rows, and whether the caller named it or it was discovered."""
+    """A cached name: its rows, and whether the caller registered it or it was discovered."""
 
     rows: torch.Tensor
     registered: bool
@@ -50,11 +50,11 @@ class NamedRows(NamedTuple):
     dtype: torch.dtype
     row_bytes: int
     flat: torch.Tensor | None
-    """`[num_blocks * block_size, *features]` in host memory, where no kernel is needed to move them."""
+    """`[num_blocks * block_size, *features]` in host memory, if no kernel is needed to move the rows; else None."""
 
 
 class MissingRowsError(LookupError):
-    """Rows of a name were asked for that no step stored, or whose blocks have had other content since.
+    """No step stored the requested rows of a name, or their blocks have other contents now.
 
     Examples:
         >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
@@ -69,7 +69,7 @@ class MissingRowsError(LookupError):
 
 
 class RowStore:
-    """What a `TensorCache` keeps, without requests: every slot and block that it is given is in range."""
+    """The rows of a `TensorCache`, by slot. All slots and blocks passed to it must be in range."""
 
     def __init__(self, entries: Mapping[str, NamedRows], valid: ValidRows, device: torch.device) -> None:
         self.entries = entries
@@ -79,13 +79,16 @@ class RowStore:
         self._written: torch.cuda.Event | None = None
 
     def require(self, names: Iterable[str]) -> None:
-        """Raises KeyError for a name that is not cached."""
+        """Raise KeyError for a name that is not cached."""
         for name in names:
             if name not in self.entries:
                 raise KeyError(f"names: got {name!r}, needs one of {', '.join(self.entries) or 'none'}")
 
     def there(self, names: Sequence[str] | None, table: Ids, count: int) -> dict[str, Mask]:
-        """Per name, which of the first tokens of a block table have a row; without names, of those that have any."""
+        """Return for each name which of the first tokens of a block table have a row.
+
+        Without names, for all with any row.
+        """
         self.require(names or ())
         blocks = table[: -(-count // self.valid.block_size)]
         there = self.valid.there(self.entries if names is None else names, blocks, count)
@@ -94,7 +97,7 @@ class RowStore:
         return there
 
     def write(self, slots: StepSlots, new: Named) -> None:
-        """See `TensorCache.write`."""
+        """Write rows; see `TensorCache.write`."""
         if slots.runs is not None:
             self.valid.clear_spans(slots.spans)
         else:
@@ -114,7 +117,7 @@ class RowStore:
             self.valid.mark(new, slots.kept)
 
     def on_host(self, new: Named) -> bool:
-        """Whether rows and their cache are all where plain copies serve; waits for what a device still writes there."""
+        """Return whether plain copies can move all these rows. Wait for a device's pending writes to host memory."""
         for name, tensor in new.items():
             if self.entries[name].flat is None or not tensor.is_cpu:
                 return False
@@ -123,7 +126,7 @@ class RowStore:
         return True
 
     def _scatter(self, new: Named, index: torch.Tensor) -> None:
-        for device in {tensor.device for tensor in new.values()}:  # one launch for each
+        for device in {tensor.device for tensor in new.values()}:  # one launch for each device
             some = {name: tensor.detach() for name, tensor in new.items() if tensor.device == device}
             if device.type == "cpu":
                 self._wait()
@@ -133,7 +136,7 @@ class RowStore:
                 self._written.record(torch.cuda.current_stream(device))
 
     def read(self, slots: StepSlots, names: Sequence[str]) -> Named:
-        """See `TensorCache.read`."""
+        """Read rows; see `TensorCache.read`."""
         self.require(names)
         if not self.valid.holds(names, slots.spans if slots.runs is not None else ascending(find_runs(slots.kept))):
             raise MissingRowsError(f"{', '.join(names)}: a row of the step's slots is missing")
@@ -147,14 +150,17 @@ class RowStore:
         return dict(zip(names, gather_slots_list([e.rows for e in entries], slots.index), strict=True))
 
     def gather(self, names: Sequence[str], slots: Slots, device: str | torch.device | None) -> list[torch.Tensor]:
-        """Rows in slots, zeros for one that is -1."""
+        """Return the rows in slots, with zeros for slot -1."""
         self._wait()
         if not names:
             return []
         return gather_slots_list([self.entries[name].rows for name in names], torch.from_numpy(slots), device)
 
     def by_copies(self, names: Sequence[str], ranges: Sequence[Range], new: Named) -> list[torch.Tensor] | None:
-        """Rows of names that the host can copy, and new ones; None where a kernel moves them or one is missing."""
+        """Return rows joined by host copies, cached ones and new ones.
+
+        None if a kernel is needed or a row is missing.
+        """
         self._wait()
         pieces = find_pieces(self.valid, names, ranges)
         if pieces is None:
@@ -176,7 +182,7 @@ class RowStore:
         query_start_loc: npt.NDArray[np.integer],
         positions: npt.NDArray[np.integer] | None,
     ) -> list[torch.Tensor]:
-        """Rows of whole requests out of block tables, and the new ones at their positions or else at the ends."""
+        """Return the rows of whole requests: cached rows, and new rows at their positions or else at the ends."""
         self._wait()
         return join_prefix_list(
             [self.entries[name].rows for name in new],
@@ -189,7 +195,7 @@ class RowStore:
         )
 
     def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copies the rows of blocks to other blocks: (source, target) pairs, one after the other."""
+        """Copy the rows of blocks to other blocks: (source, target) pairs, one after another."""
         self._wait()
         for source, target in pairs:
             if self.entries:
@@ -198,7 +204,7 @@ class RowStore:
             self.valid.loaded(target, self.valid.bits_of(source), source)
 
     def swap_out(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Keeps the rows of blocks, (block, host slot) pairs, until they are swapped in."""
+        """Keep the rows of blocks, (block, host slot) pairs, until they are swapped in."""
         self._wait()
         for block, slot in pairs:
             index = torch.tensor([block])
@@ -207,7 +213,7 @@ class RowStore:
             self._swapped[slot] = kept, self.valid.bits_of(block)
 
     def swap_in(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Brings rows back, (host slot, block) pairs; of names that have gone since, none."""
+        """Restore rows, (host slot, block) pairs. Rows of names that were dropped meanwhile are lost."""
         self._wait()
         for slot, block in pairs:
             rows, bits = self._swapped.pop(slot, ({}, {}))
@@ -218,14 +224,14 @@ class RowStore:
             self.valid.loaded(block, bits)
 
     def _wait(self) -> None:
-        """Waits for what a device still writes to host memory."""
+        """Wait for a device's pending writes to host memory."""
         if self._written is not None:
             self._written.synchronize()
             self._written = None
 
 
 def worth_copies(num_runs: int, num_bytes: int) -> bool:
-    """Whether runs of rows are best copied one by one."""
+    """Return whether it is fastest to copy runs of rows one by one."""
     return num_runs <= _FEW_RUNS or num_bytes >= _RUN_BYTES * num_runs or _alone(num_bytes)
 
 
@@ -234,14 +240,15 @@ def _alone(num_bytes: int) -> bool:
 
 
 def _bare(rows: torch.Tensor) -> bool:
-    """Whether the memory of rows is nothing but the rows."""
+    """Return whether the rows fill their memory without gaps or lazy negation."""
     return type(rows) is torch.Tensor and rows.is_contiguous() and not rows.is_neg()
 
 
 def write_rows(rows: torch.Tensor, flat: torch.Tensor, slots: StepSlots, new: torch.Tensor, row_bytes: int) -> None:
-    """Writes new rows `[num_tokens, *features]`, of the dtype of `rows` and in host memory, to at least one slot.
+    """Write new rows `[num_tokens, *features]` in host memory, of the dtype of `rows`, to at least one slot.
 
-    `rows` are `[num_blocks, block_size, *features]`, contiguous, and `flat` is the same memory with slots in front.
+    `rows` are `[num_blocks, block_size, *features]`, contiguous. `flat` is the same memory with slots as first
+    dimension.
     """
     runs, num_bytes = slots.runs, slots.count * row_bytes
     alone = _alone(num_bytes)
@@ -258,7 +265,7 @@ def write_rows(rows: torch.Tensor, flat: torch.Tensor, slots: StepSlots, new: to
 
 
 def find_pieces(valid: ValidRows, names: Sequence[str], ranges: Iterable[Range]) -> list[Piece] | None:
-    """What the rows of requests are put together from, in order; None where one of them is missing."""
+    """Return the pieces, in order, from which rows of requests are joined; None if a row is missing."""
     pieces: list[Piece] = []
     size = valid.block_size
     for table, length, begin, end in ranges:
@@ -277,9 +284,9 @@ def find_pieces(valid: ValidRows, names: Sequence[str], ranges: Iterable[Range])
 def join_pieces(
     flat: torch.Tensor, pieces: Sequence[Piece], new: torch.Tensor, count: int, row_bytes: int
 ) -> torch.Tensor:
-    """Cached rows and new ones of a name, of one dtype and in host memory, one piece behind the other in fresh memory.
+    """Return pieces of cached and new rows of one name, one after another in new memory. All are in host memory.
 
-    `flat` is `[num_blocks * block_size, *features]`; `count`, the rows of all pieces, is at least one.
+    `flat` is `[num_blocks * block_size, *features]`. `count`, the number of rows of all pieces, is at least one.
     """
     shape = (count, *flat.shape[1:])
     if count * row_bytes >= QUICK_BYTES:

@@ -1,4 +1,4 @@
-"""What one forward pass computed: its outputs, which tokens of which requests they belong to, and their slots."""
+"""The outputs of one forward pass, with the requests, tokens and slots that they belong to."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 from ..allocation import BaseAllocation
 from ..runs import Run, Slots, Span, find_runs
 
-_FEW_RUNS, _SHORT = 8, 8  # above so many runs, shorter ones are moved slot by slot
+_FEW_RUNS, _SHORT = 8, 8  # with more runs than this, shorter runs are moved slot by slot
 
 
 def ascending(runs: Iterable[Run]) -> list[Span]:
-    """The same slots in ascending order, touching runs as one: blocks are often handed out in descending order."""
+    """Return slots in ascending order, with adjacent runs joined. Blocks are often allocated in descending order."""
     spans: list[Span] = []
     for first, end in sorted([(first, end) for _, first, end in runs]):
         begin = spans.pop()[0] if spans and spans[-1][1] == first else first
@@ -27,10 +27,13 @@ def ascending(runs: Iterable[Run]) -> list[Span]:
 
 
 class StepSlots:
-    """Slots of `count` tokens, as runs of all that are not negative; without an array, it is made when it is needed.
+    """The slots of `count` tokens, as runs of the slots that are not negative.
 
-    `runs` is None where they are short; `spans` has the slots in ascending order, none where runs are short;
-    `low` is the lowest slot, 0 of none, `high` the highest, -1 of none.
+    Attributes:
+        runs: The runs; None if they are short.
+        spans: The slots in ascending order; empty if runs are short.
+        low: The lowest slot; 0 without slots.
+        high: The highest slot; -1 without slots.
     """
 
     def __init__(self, count: int, runs: list[Run], array: Slots | None = None) -> None:
@@ -40,7 +43,7 @@ class StepSlots:
         self.spans: list[Span]
         if array is not None:
             self.array = array
-        if len(runs) == 1:  # as of a request that decodes, where the rest would take longest
+        if len(runs) == 1:  # a fast path, for a request that decodes
             _, first, end = runs[0]
             self.spans, self.low, self.high = [(first, end)], first if end - first >= count else -1, end - 1
             return
@@ -57,7 +60,12 @@ class StepSlots:
 
     @classmethod
     def of(cls, slot_mapping: npt.ArrayLike) -> StepSlots:
-        """Looks through an array of slots; TypeError unless they are integers, ValueError unless `[num_tokens]`."""
+        """Return the slots of an array.
+
+        Raises:
+            TypeError: The slots are not integers.
+            ValueError: Their shape is not `[num_tokens]`.
+        """
         slots = np.asarray(slot_mapping)
         if slots.dtype != np.int64 or not slots.flags.carray:
             if slots.size and slots.dtype.kind not in "iu":
@@ -77,7 +85,7 @@ class StepSlots:
 
     @cached_property
     def array(self) -> Slots:
-        """The slots, `[num_tokens]`, -1 for a token that is not stored."""
+        """The slots, `[num_tokens]`; -1 for a token that is not stored."""
         slots = np.full(self.count, -1, np.int64)
         for begin, first, end in self._runs:
             slots[begin : begin + end - first] = np.arange(first, end)
@@ -85,17 +93,17 @@ class StepSlots:
 
     @cached_property
     def kept(self) -> Slots:
-        """Those that are not -1."""
+        """The slots that are not -1."""
         return self.array if self.low >= 0 else self.array[self.array >= 0]
 
     @cached_property
     def index(self) -> torch.Tensor:
-        """The memory of `array` as a tensor."""
+        """A tensor that shares the memory of `array`."""
         return torch.from_numpy(self.array)
 
 
 class StepRequest(NamedTuple):
-    """A request in a step: its rows [begin, end) there, how many tokens it has, and whether gaps lie between them."""
+    """A request in a step: its rows [begin, end), its number of tokens, and whether its positions have gaps."""
 
     request: Hashable
     begin: int
@@ -109,11 +117,10 @@ class Step:
     """The outputs of a forward pass over the tokens of a batch.
 
     Attributes:
-        outputs: By name, nested mappings and sequences included: tensors `[num_tokens, *features]`, and anything else.
-        slot_mapping: `[num_tokens]` int64 on the host: the slot of each token, -1 for one that is not stored. The same
-            that the KV of these tokens was written to.
-        requests: Ids of the requests in the order of the batch; needed for `TensorCache.join` alone.
-        query_start_loc: `[num_requests + 1]`, where the tokens of each request begin.
+        outputs: Outputs by name, also in nested mappings and sequences: tensors `[num_tokens, *features]`, and others.
+        slot_mapping: `[num_tokens]` int64 on the host: the slot to which each token's KV was written; -1 if not stored.
+        requests: Ids of the requests in batch order. Only `TensorCache.join` needs them.
+        query_start_loc: `[num_requests + 1]`, start of each request's tokens.
         positions: `[num_tokens]`, position of each token in its request, ascending within it.
 
     Examples:
@@ -132,12 +139,12 @@ class Step:
 
     @classmethod
     def of(cls, allocations: Mapping[Hashable, BaseAllocation], outputs: Mapping[str, object], group: int = 0) -> Step:
-        """The step that computes all `compute_spans` of some allocations, request after request.
+        """Return the step that computes all `compute_spans` of some allocations, one request after another.
 
         Args:
-            allocations: By request id, in the order of the batch.
-            outputs: As in `outputs`.
-            group: Whose slots to take, when the manager has several groups.
+            allocations: Allocations by request id, in batch order.
+            outputs: As the attribute `outputs`.
+            group: The group whose slots to use, if the manager has several.
 
         Examples:
             >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
@@ -161,19 +168,19 @@ class Step:
 
     @classmethod
     def at(cls, slots: StepSlots, outputs: Mapping[str, object]) -> Step:
-        """A step whose slots have been looked through already."""
+        """Return a step for slots that have been checked."""
         step = object.__new__(_StepAt)
         step.__dict__.update(outputs=outputs, slots=slots, requests=(), query_start_loc=None, positions=None)
         return step
 
     @cached_property
     def slots(self) -> StepSlots:
-        """`slot_mapping` looked through, once for all tensors."""
+        """The slots of `slot_mapping`, checked once for all tensors."""
         return StepSlots.of(self.slot_mapping)
 
     @cached_property
     def is_decode(self) -> bool:
-        """Whether it may have as many requests as tokens, so that a row a token and a row a request look alike."""
+        """Whether there may be as many requests as tokens, which makes rows of tokens and requests look alike."""
         if self.requests:
             return self.slots.count <= len(self.requests)
         return self.slots.all_single
@@ -191,7 +198,7 @@ class Step:
 
 
 class _StepAt(Step):
-    """A step of slots, whose array is made when it is read: storing mostly goes without."""
+    """A step given by its slots. The array is made on demand, because storing usually does not need it."""
 
     @cached_property
     def slot_mapping(self) -> Slots:
@@ -199,7 +206,7 @@ class _StepAt(Step):
 
 
 class _StepOf(_StepAt):
-    """A step of allocations, whose arrays are made when they are read: storing and joining mostly go without."""
+    """A step of allocations. Arrays are made on demand, because storing and joining usually do not need them."""
 
     @cached_property
     def query_start_loc(self) -> npt.NDArray[np.int32]:
@@ -212,7 +219,7 @@ class _StepOf(_StepAt):
 
 
 def leaves(outputs: object, prefix: str = "") -> list[tuple[str, object]]:
-    """Every leaf of nested mappings, lists and tuples, named by its path with dots: `{"a": {"b": x}}` gives "a.b"."""
+    """Return every leaf of nested mappings, lists and tuples, named by its path: `{"a": {"b": x}}` gives "a.b"."""
     if isinstance(outputs, Mapping):
         items = outputs.items()
     elif isinstance(outputs, list | tuple) and not isinstance(outputs, torch.Size):

@@ -1,4 +1,4 @@
-"""Per-token tensors besides the KV (hidden states, multimodal features), cached along the slots of the KV blocks."""
+"""A cache of per-token tensors besides the KV (hidden states, multimodal features), along the slots of KV blocks."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ _log = logging.getLogger("pc.cache")
 
 
 class TensorCache:
-    """Named tensors `[num_blocks, block_size, *features]` that follow the same slots as the KV cache.
+    """Named tensors `[num_blocks, block_size, *features]` that follow the slots of the KV cache.
 
-    A request whose prefix is cached gets whole tensors, although only its suffix was computed: `store` every step, then
-    `load` or `join`. A row is only ever given to a request whose block held the same tokens when the row was stored:
-    a slot holds exactly the names of the last step that wrote it, and what it held is forgotten once the manager hands
-    it out anew, with its block or to tokens that take the place of rejected ones.
+    A request whose prefix is cached gets tensors for all its tokens, although only its suffix was computed. Call
+    `store` in every step, then `load` or `join`. A request gets a row only if its block held the same tokens when the
+    row was stored. A slot holds exactly the names of the last step that wrote it. Its rows are forgotten when the
+    manager allocates the block again, or when other tokens replace rejected ones.
 
-    Not safe for use from several threads at once.
+    Not thread-safe.
 
     Args:
-        manager: Whose requests and blocks to follow; None: slots and block tables are given in each call, every step
-            that writes a slot of the KV cache has to be stored, and `forget` is to be told of blocks that something
-            else fills.
-        num_blocks: Blocks of the KV cache.
-        block_size: Tokens a block.
+        manager: The manager whose requests and blocks to follow. None: each call passes slots and block tables, every
+            step that writes a slot of the KV cache must be stored, and `forget` must be called for blocks that
+            something else fills.
+        num_blocks: Number of blocks in the KV cache.
+        block_size: Number of tokens in a block.
         device: "cpu" or "cuda", where the rows are kept.
-        pin: Whether host memory is pinned, so that a device reads and writes it directly; ignored without a device.
-        max_bytes: Bound of all names together; None: half of the memory that is available now.
-        group: Whose slots and block tables are followed, when the manager has several groups.
+        pin: Whether to pin host memory, so that a device accesses it directly. Ignored without a device.
+        max_bytes: Limit for all names together. None: half of the memory that is available now.
+        group: The group whose slots and block tables to follow, if the manager has several.
         exclude: Names that are never discovered, because their first dimension may equal the token count by
-            coincidence, or because their rows are never read again; `register` overrules it.
+            coincidence, or because their rows are never read. `register` overrides it.
 
     Examples:
         >>> manager = pc.CacheManager(num_blocks=16, block_size=4)
@@ -97,16 +97,16 @@ class TensorCache:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names that are cached."""
+        """Cached names."""
         return tuple(self._entries)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all names; what is swapped out is not counted, the manager's host slots bound it."""
+        """Bytes of all names, without swapped-out rows, which the manager's host slots bound."""
         return sum(entry.rows.nbytes for entry in self._entries.values())
 
     def cost(self, feature_shape: Sequence[int], dtype: torch.dtype) -> int:
-        """Bytes that a name of this shape and dtype takes.
+        """Return the number of bytes that a name of this shape and dtype takes.
 
         Examples:
             >>> cache.cost((32,), torch.bfloat16)
@@ -115,7 +115,7 @@ class TensorCache:
         return self.num_blocks * self.block_size * math.prod(feature_shape) * dtype.itemsize
 
     def rows(self, name: str) -> torch.Tensor:
-        """The cache of a name itself, `[num_blocks, block_size, *features]`.
+        """Return the cache of a name itself, `[num_blocks, block_size, *features]`.
 
         Examples:
             >>> cache.rows("hidden").shape
@@ -124,7 +124,7 @@ class TensorCache:
         return self._entries[name].rows
 
     def stored(self, name: str) -> Mask:
-        """Which slots of a name hold a row, `[num_blocks, block_size]`.
+        """Return which slots of a name hold a row, `[num_blocks, block_size]`.
 
         Examples:
             >>> cache = pc.TensorCache(None, num_blocks=2, block_size=4)
@@ -136,16 +136,16 @@ class TensorCache:
         return bits.reshape(self.num_blocks, self.block_size)
 
     def register(self, name: str, feature_shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Allocates the cache of a name, unless it is there already, equal in shape and dtype.
+        """Allocate the cache of a name, unless it exists with this shape and dtype.
 
         Args:
-            name: Under which steps give the tensor; dots lead into nested outputs.
+            name: Name of the tensor in the outputs of steps. Dots lead into nested outputs.
             feature_shape: Shape of one token's row.
-            dtype: Of the rows.
+            dtype: Dtype of the rows.
 
         Raises:
-            ValueError: The name is there with another shape or dtype, or a size is negative.
-            MemoryError: It does not fit into `max_bytes`; nothing has been allocated.
+            ValueError: The name exists with another shape or dtype, or a size is negative.
+            MemoryError: It does not fit into `max_bytes`. Nothing has been allocated.
 
         Examples:
             >>> cache.register("decoder.hidden", (8,), torch.bfloat16)
@@ -167,7 +167,7 @@ class TensorCache:
             raise ValueError(f"{name}: got rows {list(shape)} {dtype}, needs {list(entry.features)} {entry.dtype}")
 
     def _allocate(self, new: Mapping[str, RowKind], registered: bool) -> None:
-        """Makes new names, all or none of them."""
+        """Allocate new names: all of them or none."""
         total = self.nbytes
         for name, (shape, dtype) in new.items():
             size = self.cost(shape, dtype)
@@ -182,7 +182,7 @@ class TensorCache:
         made = {}
         for name, (shape, dtype) in new.items():
             full = (self.num_blocks, self.block_size, *shape)
-            with torch.inference_mode(False):  # else no step outside of that mode could write them
+            with torch.inference_mode(False):  # otherwise no step outside of that mode could write them
                 rows = torch.empty(full, dtype=dtype, pin_memory=True) if self.pin else empty(full, dtype, self.device)
                 flat = rows.flatten(0, 1) if on_host(rows) and dtype in PLAIN else None
             made[name] = NamedRows(rows, registered, shape, dtype, math.prod(shape) * dtype.itemsize, flat)
@@ -191,12 +191,12 @@ class TensorCache:
             self._valid.add(name)
 
     def _discover(self, new: Mapping[str, RowKind]) -> list[str]:
-        """Makes new names as long as there is room; those that found none."""
+        """Allocate new names as long as there is room; return those without room."""
         refused = []
         for name, kind in new.items():
             try:
                 self._allocate({name: kind}, registered=False)
-            except MemoryError as error:  # noqa: PERF203  one must not keep the others out
+            except MemoryError as error:  # noqa: PERF203  one failure must not exclude others
                 refused.append(name)
                 self._warn_once(name, f"{error}; it is not cached")
         return refused
@@ -207,23 +207,23 @@ class TensorCache:
             _log.warning("TensorCache: %s", text)
 
     def store(self, step: Step) -> dict[str, object]:
-        """Keeps the rows of a step in the slots of its tokens.
+        """Store the rows of a step in the slots of its tokens.
 
-        Tensors whose first dimension equals the step's token count are kept, those that were not registered under the
-        name they have here, from now on. A step with one token a request does not make a name known, since its logits
-        look the same; nor does a tensor that finds no room.
+        Tensors whose first dimension equals the step's token count are stored. Names that are not registered are
+        discovered here. A step with one token for each request discovers no name, because per-request tensors such as
+        logits have the same shape. A tensor without room is not stored either.
 
         Args:
-            step: Every step is to be stored, also one without outputs to keep: what it computed replaces what its slots
-                held.
+            step: The step. Every step must be stored, even without outputs, because what it computed replaces the
+                contents of its slots.
 
         Returns:
             The outputs that are not per-token tensors, by name.
 
         Raises:
-            ValueError: A slot out of range, or a name whose row shape or dtype differs from before, or a registered one
-                with another number of rows. As with the other error, nothing has been written.
-            TypeError: Outputs that are no mapping, or slots that are not integers.
+            ValueError: A slot is out of range, a name's row shape or dtype differs from before, or a registered name
+                has another number of rows. After any error, nothing has been written.
+            TypeError: Outputs are not a mapping, or slots are not integers.
 
         Examples:
             >>> outputs = {"hidden": torch.randn(1, 32), "loss": torch.tensor(0.5)}
@@ -236,10 +236,11 @@ class TensorCache:
         return others
 
     def _sort(self, step: Step) -> tuple[Named, dict[str, object]]:
-        """Per-token tensors, allocated where they are new, and everything else.
+        """Return per-token tensors, with new names allocated, and all other outputs.
 
-        A tensor with a row for each token is discovered, unless the step decodes: it may as well have one for each
-        request. A discovered name with fewer rows than tokens is given up, one with more is passed over: it is padded.
+        A tensor with a row for each token is discovered, unless the step decodes, since it may have a row for each
+        request. A discovered name is dropped if it has fewer rows than tokens, and ignored in this step if it has more
+        (padding).
         """
         outputs, num_tokens = step.outputs, step.slots.count
         if not isinstance(outputs, Mapping):
@@ -291,11 +292,11 @@ class TensorCache:
         return mine, others
 
     def write(self, slots: StepSlots, mine: Named) -> None:
-        """`store` of what has been looked through already: a few microseconds less.
+        """Store rows like `store`, but without checks, which saves a few microseconds.
 
         Args:
-            slots: Of the step's tokens, in range.
-            mine: By name, which has been registered, `[slots.count, *features]` of its dtype; nothing is checked.
+            slots: Slots of the step's tokens, in range.
+            mine: For each registered name, rows `[slots.count, *features]` of its dtype.
 
         Examples:
             >>> from pc.cache.tensors.step import StepSlots
@@ -308,17 +309,21 @@ class TensorCache:
         self._store.write(slots, mine)
 
     def _checked_slots(self, step: Step) -> StepSlots:
-        """The slots of a step, all in range."""
+        """Return the slots of a step.
+
+        Raises:
+            ValueError: A slot is out of range.
+        """
         slots, limit = step.slots, self.num_blocks * self.block_size
         if slots.low < -1 or slots.high >= limit:
             raise ValueError(f"slot_mapping: got values from {slots.low} to {slots.high}, needs -1 to {limit - 1}")
         return slots
 
     def prepare(self, allocation: BaseAllocation) -> None:
-        """Carries out `copies` and `loads` of an allocation on the rows, and forgets what its slots to compute held.
+        """Apply `copies` and `loads` of an allocation to the rows, and forget the rows in its slots to compute.
 
-        To be called before its step is computed when an allocation has copies (a partial block that was shared, or
-        reused in part) or loads (swapped out before); at other times it changes nothing that `store` would not.
+        Call it before the allocation's step is computed if it has copies (a shared or partly reused block) or loads
+        (rows that were swapped out). Otherwise it changes nothing that `store` would not.
 
         Examples:
             >>> manager.fork("a", "c")
@@ -334,7 +339,7 @@ class TensorCache:
         self._valid.clear(mapping[mapping >= 0])
 
     def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copies the rows of blocks to other blocks: (source, target) pairs, one after the other.
+        """Copy the rows of blocks to other blocks: (source, target) pairs, one after another.
 
         Examples:
             >>> cache.copy([(2, 9)])
@@ -344,11 +349,12 @@ class TensorCache:
         self._store.copy(pairs)
 
     def swap_out(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Keeps the rows of blocks that `CacheManager.preempt` gave up, in host memory, until they are loaded again.
+        """Keep the rows of blocks that `CacheManager.preempt` released in host memory, until they are loaded again.
+
+        Call it before anything is written.
 
         Args:
-            pairs: (block, host slot), as preempt returns them (for this group); to be called before anything is
-                written.
+            pairs: (block, host slot), as `preempt` returns them for this group.
 
         Examples:
             >>> manager = pc.CacheManager(num_blocks=16, block_size=4, host_blocks=4)
@@ -361,17 +367,17 @@ class TensorCache:
         self._store.swap_out(pairs)
 
     def forget(self, block_ids: Iterable[int] | Ids) -> None:
-        """Drops what is stored in blocks that something else has filled or will fill, such as a connector or a tier.
+        """Forget the rows of blocks that something else fills, such as a connector or a tier.
 
-        A manager tells of blocks that it hands out anew; without one, this is to be called for each of them whose first
-        token no stored step writes.
+        A manager reports the blocks that it allocates again. Without a manager, call this for each such block whose
+        first token no stored step writes.
 
         Args:
-            block_ids: Block numbers in any order; -1 is none.
+            block_ids: Block numbers in any order. Entries of -1 are ignored.
 
         Raises:
             TypeError: They are not integers.
-            ValueError: A number that no block has; nothing has been dropped.
+            ValueError: A number is out of range. Nothing has been forgotten.
 
         Examples:
             >>> cache.forget([manager.block_table("a")[2]])
@@ -383,16 +389,18 @@ class TensorCache:
     def available(
         self, request: Hashable | Ids, names: Sequence[str] | None = None, num_tokens: int | None = None
     ) -> int:
-        """Leading tokens of a request whose rows are all there; what a hit has beyond them is to be computed again.
+        """Return the number of leading tokens of a request whose rows are all stored.
+
+        Tokens of a hit beyond them must be computed again.
 
         Args:
             request: As in `load`.
-            names: Which tensors; None: all.
+            names: Names of tensors. None: all.
             num_tokens: As in `load`.
 
         Raises:
-            KeyError: An unknown request or name.
-            ValueError: num_tokens is missing or too large.
+            KeyError: The request or a name is unknown.
+            ValueError: `num_tokens` is missing or too large.
 
         Examples:
             >>> allocation = manager.append("a", [7, 8])
@@ -411,22 +419,22 @@ class TensorCache:
         missing: str = "raise",
         device: str | torch.device | None = None,
     ) -> Named:
-        """The tensors of a whole request, from its first token on.
+        """Return the tensors of a whole request, from its first token on.
 
         Args:
-            request: The id of a running request; without a manager its block table, block numbers in order.
-            names: Which tensors; None: all that have a row of this request.
-            num_tokens: Of how many leading tokens; None: all tokens the manager knows of. Needed with a block table.
-            missing: "raise", or "zero" to read zeros where a name has no row.
-            device: Where the tensors go; None: where the cache is.
+            request: Id of a running request. Without a manager, its block table: block numbers in order.
+            names: Names of tensors. None: all that have a row of this request.
+            num_tokens: Number of leading tokens. None: all tokens that the manager knows. Required with a block table.
+            missing: "raise", or "zero" to read zeros for rows that are missing.
+            device: Device of the results. None: the device of the cache.
 
         Returns:
-            By name `[num_tokens, *features]`.
+            Tensors `[num_tokens, *features]` by name.
 
         Raises:
-            MissingRowsError: A row was never stored, or its block has had other content since.
-            KeyError: An unknown request or name.
-            ValueError: num_tokens is missing or too large, a block number out of range, or another `missing`.
+            MissingRowsError: A row was never stored, or its block has other contents now.
+            KeyError: The request or a name is unknown.
+            ValueError: `num_tokens` is missing or too large, a block number is out of range, or `missing` is unknown.
 
         Examples:
             >>> cache.load("a", ["hidden"])["hidden"].shape
@@ -453,7 +461,7 @@ class TensorCache:
         return {name: loaded[name] for name in there}
 
     def _table(self, request: Hashable | Ids, num_tokens: int | None) -> tuple[Ids, int]:
-        """Block table and length to read of a request."""
+        """Return the block table of a request, and the number of tokens to read."""
         if self.manager is not None and isinstance(request, Hashable):
             table = self.manager.block_table(request, self.group)
             known = self.manager.num_tokens(request)
@@ -471,19 +479,19 @@ class TensorCache:
         return table, count
 
     def read(self, step: Step, names: Sequence[str]) -> Named:
-        """The rows in the slots of a step, in the order of its tokens: what `store` kept, until others are written.
+        """Return the rows in the slots of a step, in the order of its tokens. `store` wrote them.
 
         Args:
-            step: Its outputs are not looked at.
-            names: Which tensors.
+            step: The step. Its outputs are ignored.
+            names: Names of tensors.
 
         Returns:
-            By name `[num_tokens, *features]`, on the device of the cache; zeros for a token without a slot.
+            Tensors `[num_tokens, *features]` by name, on the device of the cache, with zeros for tokens without a slot.
 
         Raises:
             MissingRowsError: A slot holds no row of a name.
-            KeyError: An unknown name.
-            ValueError: A slot out of range.
+            KeyError: A name is unknown.
+            ValueError: A slot is out of range.
 
         Examples:
             >>> step = pc.Step.of({"a": manager.append("a", [7])}, {"hidden": torch.randn(1, 32)})
@@ -494,24 +502,24 @@ class TensorCache:
         return self._store.read(self._checked_slots(step), names)
 
     def join(self, step: Step, names: Sequence[str] | None = None) -> dict[Hashable, Named]:
-        """Whole tensors of all requests of a step: cached rows and the step's own, read once and written once.
+        """Return tensors of all tokens for each request of a step: cached rows and the step's own rows.
 
-        It gives what `store` and then `load` give, without reading the new rows back; the step may be stored before or
-        after. The results of one name are parts of one packed tensor, on a device if the step's outputs are; where no
-        request had cached rows they are the output itself, or parts of it.
+        The result equals `store` and then `load`, but new rows are not read back. The step may be stored before or
+        after. The results of one name are views of one packed tensor, on a device if the step's outputs are. If no
+        request has cached rows, they are the output itself, or views of it.
 
         Args:
-            step: With requests, query_start_loc and positions (see `Step.of`); each request reaches to the last of its
-                positions.
-            names: Which tensors; None: all per-token tensors of the step.
+            step: A step with requests, query_start_loc and positions (see `Step.of`). Each request ends at its last
+                position.
+            names: Names of tensors. None: all per-token tensors of the step.
 
         Returns:
-            By request and name `[num_tokens of the request, *features]`.
+            Tensors `[num_tokens of the request, *features]` by request and name.
 
         Raises:
-            MissingRowsError: A cached row was never stored, or its block has had other content since.
-            KeyError: An unknown request or name.
-            ValueError: A step without requests, or as in `store`.
+            MissingRowsError: A cached row was never stored, or its block has other contents now.
+            KeyError: The request or a name is unknown.
+            ValueError: The step has no requests, or a reason of `store` applies.
 
         Examples:
             >>> step = pc.Step.of({"a": manager.append("a", [7])}, {"hidden": torch.randn(1, 32)})
@@ -568,7 +576,7 @@ class TensorCache:
 
 
 def _slots_of(table: Ids, num_tokens: int, block_size: int) -> Slots:
-    """Slots of the first tokens of a block table, -1 in holes."""
+    """Return the slots of the first tokens of a block table, with -1 in holes."""
     blocks = table[: -(-num_tokens // block_size)].astype(np.int64)[:, None]
     slots = blocks * block_size + np.arange(block_size)
     if blocks.size and blocks.min() < 0:
@@ -584,7 +592,7 @@ def _refuse_missing(there: Mapping[str, Mask], request: object) -> None:
 
 
 def _available_bytes(device: torch.device) -> int:
-    """Memory that is free on a device, or in the host."""
+    """Return the free memory of a device, or of the host."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:

@@ -1,4 +1,4 @@
-"""Which slots hold a row of which name, for caches that follow the blocks of a manager."""
+"""Flags for slots that hold a row of a name, for caches that follow the blocks of a manager."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Mask = npt.NDArray[np.bool_]
 
 
 class _PlannedCopy(NamedTuple):
-    """A copy that the manager has planned and that is not made yet."""
+    """A copy that the manager has planned and that was not made yet."""
 
-    taken_at: int  # of the target; with another value it is no longer planned
+    taken_at: int  # of the target; if it has changed, the copy is no longer planned
     first: int  # the target's first slot that is not copied
     source: int  # -1: from host memory
-    bits: dict[str, Mask]  # the source's: another request may go on in it before the copy is made
+    bits: dict[str, Mask]  # of the source, because another request may write to it before the copy
 
 
 class ValidRows:
-    """One bit per name and slot, void once the block has been handed out anew.
+    """A flag for each name and slot, which is void once the block has been allocated again.
 
-    A pool tells when that is, and which slots of a block in use take other tokens. Without one, a block is taken to be
-    handed out anew when its first slot is written.
+    The pool reports that, and slots of a block in use that get other tokens. Without a pool, a block counts as
+    allocated again when its first slot is written.
     """
 
     def __init__(self, num_blocks: int, block_size: int, pool: BlockPool | None) -> None:
@@ -42,11 +42,11 @@ class ValidRows:
             pool.watchers.add(self)
 
     def add(self, name: str) -> None:
-        """Begins a name, without a row."""
+        """Add a name without rows."""
         self._bits[name] = np.zeros(self.num_blocks * self.block_size, np.bool_)
 
     def drop(self, name: str) -> None:
-        """Ends a name."""
+        """Remove a name."""
         del self._bits[name]
 
     def _blocks(self, slots: Slots) -> Slots:
@@ -54,14 +54,14 @@ class ValidRows:
         return blocks
 
     def _current(self, blocks: npt.NDArray[np.integer]) -> Mask | bool:
-        """Per block, whether it has the content that its bits are about."""
+        """Return for each block whether its flags are about its current content."""
         if self._pool is None:
             return True
         current: Mask = self._seen[blocks] == self._pool.taken_at[blocks]
         return current
 
     def clear(self, slots: Slots) -> None:
-        """Clears the bits of slots (none negative) about to be written, and of their blocks where those were reused."""
+        """Clear the flags of slots (none negative) before a write, and of whole blocks that were allocated again."""
         if self._pool is not None and slots.size:
             blocks = self._blocks(slots)
             blocks = np.concatenate((blocks[:1], blocks[1:][blocks[1:] != blocks[:-1]]))
@@ -75,7 +75,7 @@ class ValidRows:
             bits[slots] = False
 
     def clear_spans(self, spans: Iterable[Span]) -> None:
-        """`clear` of spans of slots, without looking at each slot."""
+        """Clear the flags of spans of slots like `clear`, without reading each slot."""
         for first, end in spans:
             if self._pool is not None:
                 seen, taken, size = self._seen, self._pool.taken_at, self.block_size
@@ -91,19 +91,22 @@ class ValidRows:
                 bits[first:end] = False
 
     def mark(self, names: Iterable[str], slots: Slots) -> None:
-        """Sets the bits of slots (none negative) that were cleared and written since."""
+        """Set the flags of slots (none negative) that were cleared and then written."""
         for name in names:
             self._bits[name][slots] = True
 
     def mark_spans(self, names: Iterable[str], spans: Iterable[Span]) -> None:
-        """`mark` of spans of slots."""
+        """Set the flags of spans of slots like `mark`."""
         for name in names:
             bits = self._bits[name]
             for first, end in spans:
                 bits[first:end] = True
 
     def holds(self, names: Iterable[str], spans: Iterable[Span]) -> bool:
-        """Whether every slot of some spans holds a row of every name; bytes compare sooner than arrays."""
+        """Return whether every slot of some spans holds a row of every name.
+
+        Bytes are compared, which is faster than arrays.
+        """
         for first, end in spans:
             if self._pool is not None:
                 low, high = first // self.block_size, (end - 1) // self.block_size + 1
@@ -115,7 +118,7 @@ class ValidRows:
         return True
 
     def forget(self, blocks: Iterable[int] | Slots) -> None:
-        """Clears all bits of blocks; entries of -1 are none.
+        """Clear all flags of blocks. Entries of -1 are ignored.
 
         Raises:
             TypeError: They are not integers.
@@ -132,7 +135,7 @@ class ValidRows:
             bits.reshape(self.num_blocks, self.block_size)[index] = False
 
     def refill(self, block: int, first: int, source: int) -> None:
-        """Told by the pool: slots of a block from `first` on take other tokens than they, or a copy's source, held."""
+        """Record that slots of a block from `first` on get new contents, except for a copy's. The pool calls this."""
         for bits in self._bits.values():
             bits[block * self.block_size + first : (block + 1) * self.block_size] = False
         assert self._pool is not None
@@ -141,11 +144,11 @@ class ValidRows:
             self._copies[block] = _PlannedCopy(taken, first, source, self.bits_of(source) if source >= 0 else {})
 
     def bits_of(self, block: int) -> dict[str, Mask]:
-        """Per name, which slots of a block hold a row."""
+        """Return for each name which slots of a block hold a row."""
         return self.there(self._bits, np.array([block]))
 
     def loaded(self, block: int, bits: dict[str, Mask], source: int = -1) -> None:
-        """Sets which slots of a block hold a row now, by name; copied from a block or, where -1, from host memory."""
+        """Set which slots of a block hold a row, by name, after a copy from block `source` (-1: from host memory)."""
         count, planned = self.block_size, self._copies.pop(block, None)
         if planned is not None and self._pool is not None and planned.taken_at == self._pool.taken_at[block]:
             count = planned.first
@@ -157,7 +160,7 @@ class ValidRows:
             self._bits[name][slots[:count]] = bits[name][:count]
 
     def there(self, names: Iterable[str], blocks: npt.NDArray[np.integer], count: int | None = None) -> dict[str, Mask]:
-        """Per name, which slots of a block table hold a row, those of its first `count` tokens; none of a hole's."""
+        """Return for each name which slots of a block table's first `count` tokens hold a row. Holes hold none."""
         present = ((blocks >= 0) & self._current(blocks))[:, None]
         there = {}
         for name in names:

@@ -1,4 +1,4 @@
-"""Blocks on disk: a directory that outlives the process, and that several processes may share."""
+"""A tier on disk: a directory that outlives the process, and that several processes may share."""
 
 from __future__ import annotations
 
@@ -21,34 +21,35 @@ from .tier import Layout, Tensors, check_key, check_tensors
 
 _ENTRY = re.compile(r"([0-9a-f]{2,128})-1\.block")
 _PARTIAL = re.compile(r"[0-9a-f]{2,128}-1\.block\.[0-9a-f]{16}\.partial")
-_ABANDONED_SECONDS = 3600.0  # of an empty partial file, or one whose file system has no locks
+_ABANDONED_SECONDS = 3600.0  # age of an empty partial file, or of one without file locks
 
 
 class DiskTier:
-    """Tensors of evicted blocks by block hash, one file each; a `pc.cache.tiers.tier.Tier`.
+    """Tensors of evicted blocks by block hash, each in a file; a `pc.cache.tiers.tier.Tier`.
 
-    An entry is written beside its place and moved there, so a crash leaves no half entry under a valid name; what a
-    crash left is removed at the next start, what another process is writing is not. Its key, layout and checksum are
-    compared whenever it is read. An entry that is damaged is dropped with a warning; one that cannot be written is not
-    taken, with one warning for all that fail alike until one is written. Files are for their owner alone (0600), and so
-    are the directories made here (0700). Files of other users are read where they can be, and neither removed nor
-    counted. Nothing else in the directory is touched.
+    An entry is written beside its place and then moved there, so a crash leaves no incomplete entry. Remains of a crash
+    are removed at the next start, but not files that another process is writing. Reading an entry compares its key,
+    layout and checksum. A damaged entry is deleted with a warning. An entry that cannot be written is refused, with one
+    warning for all failures of a kind.
 
-    Methods may be called from several threads, and several processes may use one directory.
-    docs/cache_tiers.md has the loop from eviction to reuse.
+    Only their owner can read the files (0600) and the directories made here (0700). Files of other users are read if
+    possible, and neither removed nor counted. Nothing else in the directory is touched.
+
+    Thread-safe, and several processes may use one directory. docs/cache_tiers.md shows the loop from eviction to reuse.
 
     Args:
-        path: Created when absent; the entries of a layout lie in a folder of it.
-        layout: Of which model and shape the entries are; None: of one that the caller alone knows.
-        capacity_bytes: Own files of this layout to keep at most; those used longest ago go first. None: no limit.
+        path: The directory, created if absent. The entries of a layout are in a folder in it.
+        layout: Model and tensor shapes of the entries. None: the caller takes care that they match.
+        capacity_bytes: Maximum bytes of this user's files with this layout; the least recently used are deleted. None:
+            no limit.
 
     Raises:
-        OSError: The directory is not there and cannot be made.
-        ValueError: An empty path, a capacity below 1.
-        TypeError: A layout that is none.
+        OSError: The directory is absent and cannot be created.
+        ValueError: The path is empty, or the capacity is below 1.
+        TypeError: `layout` is not a Layout.
 
     Attributes:
-        directory: Where the entries of this layout are.
+        directory: Folder of the entries of this layout.
         nbytes: Bytes of the entries that count towards the capacity.
 
     Examples:
@@ -75,9 +76,9 @@ class DiskTier:
         self.directory = Path(path) if layout is None else Path(path) / layout.digest
         self.capacity_bytes = capacity_bytes
         self.nbytes = 0
-        self._failure: int | None = None  # the errno of the last write, where it failed
+        self._failure: int | None = None  # errno of the last write, if it failed
         self._lock = threading.Lock()
-        self._own: OrderedDict[bytes, int] = OrderedDict()  # bytes of each file of this user, used longest ago first
+        self._own: OrderedDict[bytes, int] = OrderedDict()  # bytes of each file of this user, least recently used first
         Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             self.directory.mkdir(mode=0o700, exist_ok=True)
@@ -96,7 +97,7 @@ class DiskTier:
             if _PARTIAL.fullmatch(name):
                 _remove_abandoned(self.directory / name)
             elif match := _ENTRY.fullmatch(name):
-                with contextlib.suppress(OSError, ValueError):  # gone since, or no key
+                with contextlib.suppress(OSError, ValueError):  # deleted meanwhile, or not a key
                     status = os.lstat(self.directory / name)
                     if stat.S_ISREG(status.st_mode) and _is_own(status):
                         found.append((status.st_mtime_ns, bytes.fromhex(match[1]), status.st_size))
@@ -116,7 +117,7 @@ class DiskTier:
             return False
 
     def put(self, key: bytes, tensors: Tensors) -> bool:
-        """Writes a block, and says whether it is on disk now; see `Tier.put`."""
+        """Write a block; return whether it is on disk now. See `Tier.put`."""
         check_key(key)
         check_tensors(tensors, self.layout)
         if key in self:
@@ -142,27 +143,27 @@ class DiskTier:
         return key in self
 
     def put_many(self, entries: Mapping[bytes, Tensors]) -> set[bytes]:
-        """See `Tier.put_many`; every argument is checked before the first is written."""
+        """Write several blocks, after a check of all arguments. See `Tier.put_many`."""
         for key, tensors in entries.items():
             check_key(key)
             check_tensors(tensors, self.layout)
         return {key for key, tensors in entries.items() if self.put(key, tensors)}
 
     def get(self, key: bytes) -> dict[str, torch.Tensor] | None:
-        """Reads a block: its tensors on the CPU, or None when it is not there, cannot be read or was damaged."""
+        """Read a block's tensors to the CPU; return None if it is absent, unreadable or damaged."""
         check_key(key)
         path = self._path(key)
         try:
             descriptor, status = _open_file(path)
             with open(descriptor, "rb") as file:
                 data = file.read()
-        except OSError:  # evicted by another process, or not ours to read
+        except OSError:  # evicted by another process, or unreadable
             with self._lock:
                 self.nbytes -= self._own.pop(key, 0)
             return None
         try:
             tensors = unpack(data, key, self.layout)
-        except Exception as error:  # whatever is wrong with one entry, the others are served
+        except Exception as error:  # any damage affects only this entry
             warnings.warn(f"a block on disk is dropped: {path.name}: {error}", RuntimeWarning, stacklevel=2)
             self.discard(key)
             return None
@@ -174,22 +175,22 @@ class DiskTier:
         return tensors
 
     def get_many(self, keys: Sequence[bytes]) -> list[dict[str, torch.Tensor] | None]:
-        """See `Tier.get_many`."""
+        """Read several blocks; see `Tier.get_many`."""
         return [self.get(key) for key in keys]
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
-        """See `Tier.contains_many`."""
+        """Return whether each block is on disk; see `Tier.contains_many`."""
         return [key in self for key in keys]
 
     def discard(self, key: bytes) -> None:
-        """Removes a block, if it is there and this user's."""
+        """Remove a block, if it exists and belongs to this user."""
         check_key(key)
         with self._lock:
             self.nbytes -= self._own.pop(key, 0)
             _unlink(self._path(key))
 
     def _warn(self, error: OSError) -> None:
-        """A full disk or a folder that went away refuses every block: said once, in a text that names no file."""
+        """Warn once of an error that affects every block, such as a full disk. The text names no file."""
         if self._failure is None or self._failure != error.errno:
             self._failure = error.errno
             text = f"a block is not kept on disk: [Errno {error.errno}] {error.strerror}: {self.directory}"
@@ -199,7 +200,7 @@ class DiskTier:
         return self.directory / f"{key.hex()}-1.block"
 
     def _count(self, key: bytes, size: int) -> None:
-        """Counts an entry as the one used last, and drops others that are then too many."""
+        """Record an entry as the most recently used, and delete others that exceed the capacity."""
         self.nbytes += size - self._own.pop(key, 0)
         self._own[key] = size
         while self.capacity_bytes is not None and self.nbytes > self.capacity_bytes:
@@ -213,24 +214,24 @@ def _is_own(status: os.stat_result) -> bool:
 
 
 def _unlink(path: Path) -> None:
-    """Removes a file of this user, as far as that can be done."""
+    """Remove a file of this user; ignore errors."""
     with contextlib.suppress(OSError):
         if _is_own(os.lstat(path)):
             os.unlink(path)
 
 
 def _open_file(path: Path) -> tuple[int, os.stat_result]:
-    """Opens a plain file to read; a link, a folder or a pipe in its place is an OSError."""
+    """Open a plain file for reading. Raise OSError for a link, a folder or a pipe."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
-        raise OSError(f"{path} is no file")
+        raise OSError(f"{path} is not a plain file")
     return descriptor, status
 
 
 def _write(partial: Path, data: bytearray, path: Path) -> None:
-    """Writes a file and moves it to its place, locked until it is there: unlocked ones are taken for abandoned."""
+    """Write a file and move it to its place. It is locked until then, because unlocked files count as abandoned."""
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(descriptor, "wb") as file:
         _lock(descriptor)
@@ -241,8 +242,8 @@ def _write(partial: Path, data: bytearray, path: Path) -> None:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Takes the lock of a file, which ends with its process: False where it is taken, None where there are none."""
-    # Of the file, not of a process number: containers that share the directory see each other's.
+    """Lock a file until the process ends. Return False if another process holds the lock, None without file locks."""
+    # A lock of the file, not a process number, works between containers that share the directory.
     try:
         import fcntl
 
@@ -255,13 +256,13 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Removes a partial file of this user that no process writes any more."""
+    """Remove a partial file of this user that no process is writing."""
     with contextlib.suppress(OSError):
         descriptor, status = _open_file(path)
         with open(descriptor, "rb"):
             old = time.time() - status.st_mtime > _ABANDONED_SECONDS
             if not _is_own(status) or not (status.st_size or old):
-                return  # an empty one may have been made a moment ago, and its writer is about to lock it
+                return  # the writer of a new, empty file may not have locked it yet
             locked = _lock(descriptor)
             if locked or (locked is None and old):
                 os.unlink(path)

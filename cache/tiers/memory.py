@@ -1,4 +1,4 @@
-"""A tier in host memory: the blocks used last, as many as fit."""
+"""A tier in host memory, which keeps the most recently used blocks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .tier import Tensors, check_key, check_tensors
 
 
 class MemoryTier:
-    """The blocks used last, in host memory; a `pc.cache.tiers.tier.Tier`. Methods may be called from several threads.
+    """The most recently used blocks, in host memory; a `pc.cache.tiers.tier.Tier`. Thread-safe.
 
     Args:
-        max_blocks: How many; those used longest ago give way.
+        max_blocks: Maximum number of blocks. The least recently used are evicted.
 
     Examples:
         >>> from pc.cache.tiers.memory import MemoryTier
@@ -41,16 +41,16 @@ class MemoryTier:
         return key in self._blocks
 
     def keys(self) -> list[bytes]:
-        """The blocks there are, those used longest ago first."""
+        """Return the keys of all blocks, the least recently used first."""
         with self._lock:
             return list(self._blocks)
 
     def put(self, key: bytes, tensors: Tensors) -> bool:
-        """Takes a block in place of the one used longest ago; see `Tier.put`."""
+        """Store a block in place of the least recently used; see `Tier.put`."""
         return bool(self.put_many({key: tensors}))
 
     def put_many(self, entries: Mapping[bytes, Tensors]) -> set[bytes]:
-        """See `Tier.put_many`."""
+        """Store several blocks; see `Tier.put_many`."""
         for key, tensors in entries.items():
             check_key(key)
             check_tensors(tensors, None)
@@ -64,7 +64,7 @@ class MemoryTier:
             return {key for key in copies if key in self._blocks}
 
     def get(self, key: bytes) -> dict[str, torch.Tensor] | None:
-        """A copy of a block's tensors, which is then the one used last; see `Tier.get`."""
+        """Return a copy of a block's tensors and mark the block as recently used; see `Tier.get`."""
         check_key(key)
         with self._lock:
             tensors = self._blocks.get(key)
@@ -74,15 +74,15 @@ class MemoryTier:
         return host_copy(tensors)
 
     def discard(self, key: bytes) -> None:
-        """Removes a block, if it is there."""
+        """Remove a block, if it exists."""
         check_key(key)
         with self._lock:
             self._blocks.pop(key, None)
 
     def get_many(self, keys: Sequence[bytes]) -> list[dict[str, torch.Tensor] | None]:
-        """See `Tier.get_many`."""
+        """Return copies of several blocks; see `Tier.get_many`."""
         return [self.get(key) for key in keys]
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
-        """See `Tier.contains_many`."""
+        """Return whether each block exists; see `Tier.contains_many`."""
         return [key in self for key in keys]

@@ -1,4 +1,4 @@
-"""Blocks in a Mooncake store: memory of several machines, shared by the processes that run one model."""
+"""A tier in a Mooncake store: memory of several machines, shared by the processes that run one model."""
 
 from __future__ import annotations
 
@@ -18,56 +18,57 @@ from .tier import Layout, Tensors, check_key, check_tensors
 
 _NOT_FOUND, _EXISTS = -704, -705
 _UNREACHABLE = -800
-"""From this code down a transfer or a call of another process failed; those above are about one object."""
+"""At or below this code, a transfer or a call of another process failed. Codes above it concern one object."""
 
 
 class Store(Protocol):
-    """What is needed of `mooncake.store.MooncakeDistributedStore`; negative numbers are errors."""
+    """The methods of `mooncake.store.MooncakeDistributedStore` that the tier uses. Negative results are errors."""
 
     def register_buffer(self, address: int, size: int, /) -> int:
-        """Makes memory known to the transfer engine."""
+        """Register memory with the transfer engine."""
 
     def unregister_buffer(self, address: int, /) -> int:
-        """Ends that."""
+        """Unregister memory."""
 
     def batch_put_from(self, keys: list[str], addresses: list[int], sizes: list[int], /) -> list[int]:
-        """Stores memory under keys; 0 each where it worked."""
+        """Store memory under keys; return 0 for each success."""
 
     def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int], /) -> list[int]:
-        """Reads values into memory of at most these sizes; the bytes of each."""
+        """Read values into memory of at most these sizes; return the number of bytes of each."""
 
     def batch_is_exist(self, keys: list[str], /) -> list[int]:
-        """1 for a key that is there, 0 for one that is not."""
+        """Return 1 for each key that exists, else 0."""
 
     def remove(self, key: str, /) -> int:
-        """Drops a key."""
+        """Remove a key."""
 
     def close(self) -> int:
-        """Leaves the store."""
+        """Leave the store."""
 
 
 class MooncakeTier:
     """Tensors of evicted blocks by block hash, in a Mooncake store; a `pc.cache.tiers.tier.Tier`.
 
-    Blocks go in batches through one buffer that is registered once. A value carries its key, layout and checksum, which
-    are compared when it is read: what does not fit is a miss. When the store fails, that is a warning, and for
-    `retry_seconds` a miss without asking it, so that requests go on. The store gives up old values on its own.
+    Blocks are transferred in batches through one buffer that is registered once. A value carries its key, layout and
+    checksum, which are compared when it is read. A value that does not match is a miss. If the store fails, the tier
+    warns, and answers with misses for `retry_seconds` without calling the store, so that requests continue. The store
+    evicts old values itself.
 
-    Methods may be called from several threads; they take turns at the buffer.
+    Thread-safe: threads take turns at the buffer.
 
     Args:
-        store: Set up; see `connect` for one that is made here.
-        layout: Of which model and shape the blocks are.
-        batch_blocks: Blocks that the buffer holds.
-        retry_seconds: How long a store that failed is left alone.
+        store: A store that is set up; see `connect` to make one.
+        layout: Model and tensor shapes of the blocks.
+        batch_blocks: Number of blocks in the buffer.
+        retry_seconds: Time without calls after the store failed.
 
     Raises:
-        TypeError: A layout that is none.
-        ValueError: A number out of range.
+        TypeError: `layout` is not a Layout.
+        ValueError: A number is out of range.
         ConnectionError: The store does not accept the buffer.
 
     Attributes:
-        failures: Calls of the store that failed.
+        failures: Number of failed calls of the store.
 
     Examples:
         >>> import ctypes
@@ -127,19 +128,19 @@ class MooncakeTier:
         batch_blocks: int = 64,
         retry_seconds: float = 30.0,
     ) -> MooncakeTier:
-        """A tier with a store of its own (extra `mooncake`).
+        """Return a tier with its own store (extra `mooncake`).
 
         Args:
-            layout: As above.
-            metadata_server: Such as `http://10.0.0.1:8080/metadata`.
-            master: Such as `10.0.0.1:50051`.
-            hostname: By which the others reach this process.
-            segment_bytes: Memory that this process gives to the store; 0: none.
-            transfer_bytes: Memory that the transfer engine works with.
+            layout: As for the class.
+            metadata_server: Address such as `http://10.0.0.1:8080/metadata`.
+            master: Address such as `10.0.0.1:50051`.
+            hostname: Name by which other machines reach this process.
+            segment_bytes: Memory that this process contributes to the store. 0: none.
+            transfer_bytes: Memory for the transfer engine.
             protocol: "tcp" or "rdma".
-            device: Of rdma, such as "mlx5_0".
-            batch_blocks: As above.
-            retry_seconds: As above.
+            device: Device for rdma, such as "mlx5_0".
+            batch_blocks: As for the class.
+            retry_seconds: As for the class.
 
         Raises:
             ImportError: Mooncake is missing.
@@ -162,11 +163,11 @@ class MooncakeTier:
         return tier
 
     def put(self, key: bytes, tensors: Tensors) -> bool:
-        """Stores a block; see `Tier.put`."""
+        """Store a block; see `Tier.put`."""
         return bool(self.put_many({key: tensors}))
 
     def put_many(self, entries: Mapping[bytes, Tensors]) -> set[bytes]:
-        """See `Tier.put_many`; every argument is checked before the first is stored."""
+        """Store several blocks, after a check of all arguments. See `Tier.put_many`."""
         for key, tensors in entries.items():
             check_key(key)
             check_tensors(tensors, self.layout)
@@ -185,11 +186,11 @@ class MooncakeTier:
             return took
 
     def get(self, key: bytes) -> dict[str, torch.Tensor] | None:
-        """Reads a block; see `Tier.get`."""
+        """Read a block; see `Tier.get`."""
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[bytes]) -> list[dict[str, torch.Tensor] | None]:
-        """See `Tier.get_many`."""
+        """Read several blocks; see `Tier.get_many`."""
         for key in keys:
             check_key(key)
         found: list[dict[str, torch.Tensor] | None] = []
@@ -205,7 +206,7 @@ class MooncakeTier:
                     if 0 <= size <= row.nbytes:
                         try:
                             tensors = unpack(memoryview(row)[:size], key, self.layout)
-                        except Exception as error:  # whatever is wrong with one value, the others are served
+                        except Exception as error:  # any damage affects only this value
                             damaged.append(key)
                             text = f"a block of the store is dropped: {key.hex()}: {error}"
                             warnings.warn(text, RuntimeWarning, stacklevel=2)
@@ -218,7 +219,7 @@ class MooncakeTier:
         return isinstance(key, bytes) and self.contains_many([key])[0]
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
-        """See `Tier.contains_many`."""
+        """Return whether each block is in the store; see `Tier.contains_many`."""
         with self._lock:
             return self._exist(keys)
 
@@ -228,13 +229,13 @@ class MooncakeTier:
         return [code == 1 for code in self._ask(partial(self._store.batch_is_exist, self._names(keys)), len(keys))]
 
     def discard(self, key: bytes) -> None:
-        """Asks the store to drop a block; it keeps one that is being read, and gives it up later on its own."""
+        """Ask the store to remove a block. The store keeps a block that is being read, and evicts it later."""
         check_key(key)
         with self._lock:
             self._ask(lambda: [self._store.remove(self._names([key])[0])], 1)
 
     def close(self) -> None:
-        """Gives the buffer back, and leaves the store if it was made here; then nothing is found or taken."""
+        """Release the buffer, and leave the store if it was made here. After that every lookup is a miss."""
         with self._lock:
             if self._closed:
                 return
@@ -252,7 +253,7 @@ class MooncakeTier:
         return [keys[first : first + len(self._buffer)] for first in range(0, len(keys), len(self._buffer))]
 
     def _ask(self, call: Callable[[], Sequence[int]], count: int) -> Sequence[int]:
-        """What the store answers for each of `count` keys; "not found" where it fails, or failed not long ago."""
+        """Return the store's answer for each of `count` keys, or "not found" if it fails or has failed recently."""
         nothing = [_NOT_FOUND] * count
         if self._closed or time.monotonic() < self._left_alone_until:
             return nothing
@@ -269,6 +270,6 @@ class MooncakeTier:
     def _leave_alone(self, reason: str, answer: Sequence[int]) -> Sequence[int]:
         self.failures += 1
         self._left_alone_until = time.monotonic() + self.retry_seconds
-        text = f"the Mooncake store is left alone for {self.retry_seconds} s: {reason}"
+        text = f"the Mooncake store is not used for {self.retry_seconds} s: {reason}"
         warnings.warn(text, RuntimeWarning, stacklevel=4)
         return answer

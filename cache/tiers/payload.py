@@ -1,10 +1,10 @@
-"""A block as one run of bytes that tells what it is, and whether it is whole.
+"""A block as bytes, with a header that identifies it and a checksum.
 
     magic (8) | checksum (16) | layout digest (16, zeros without one) | u32 key length | u32 description length |
-    key | description | data of each tensor, one behind the other
+    key | description | data of each tensor, one after another
 
-The description is JSON, `[[name, dtype, [size, ...]], ...]`. The checksum is blake2b over everything behind it.
-Integers are little-endian.
+The description is JSON, `[[name, dtype, [size, ...]], ...]`. The checksum is blake2b over everything after it. Integers
+are little-endian.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _HEAD = struct.Struct("<8s16s16sII")
 
 
 def pack(key: bytes, tensors: Tensors, layout: Layout | None) -> bytearray:
-    """A block's bytes; the tensors are dense, of any dtype, strides and device."""
+    """Return a block as bytes. Tensors must be dense, with any dtype, strides and device."""
     data = bytearray(_HEAD.size + len(key) + len(_describe(tensors)) + sum(t.nbytes for t in tensors.values()))
     pack_into(memoryview(data), key, tensors, layout)
     return data
 
 
 def largest_size(layout: Layout) -> int:
-    """Bytes of a layout's block, whatever its key."""
+    """Return the maximum number of bytes of a block with this layout, for any key."""
     rows = [[name, _name(dtype), list(shape)] for name, (shape, dtype) in layout.tensors.items()]
     return _HEAD.size + MAX_KEY_BYTES + len(_encode(rows)) + layout.nbytes
 
 
 def pack_into(target: memoryview, key: bytes, tensors: Tensors, layout: Layout | None) -> int:
-    """Writes a block's bytes to the beginning of writable memory; how many they are."""
+    """Write a block's bytes to the start of writable memory; return their number."""
     description = _describe(tensors)
     at = _HEAD.size + len(key) + len(description)
     digest = bytes(16) if layout is None else bytes.fromhex(layout.digest)
@@ -56,17 +56,21 @@ def pack_into(target: memoryview, key: bytes, tensors: Tensors, layout: Layout |
 
 
 def unpack(data: bytes | bytearray | memoryview, key: bytes, layout: Layout | None) -> dict[str, torch.Tensor]:
-    """The tensors of a block, in memory of their own; ValueError where it is damaged, or of another key or layout."""
+    """Return the tensors of a block, in new memory.
+
+    Raises:
+        ValueError: The block is damaged, or has another key or layout.
+    """
     view = memoryview(data)
     if len(view) < _HEAD.size:
-        raise ValueError(f"it has {len(view)} bytes, less than any block")
+        raise ValueError(f"the block has {len(view)} bytes, fewer than any block")
     magic, checksum, digest, key_length, length = _HEAD.unpack_from(view)
     if magic != MAGIC or checksum != _checksum(view[_CHECKED:]):
-        raise ValueError("its checksum is wrong")
+        raise ValueError("the checksum is wrong")
     if bytes(view[_HEAD.size : _HEAD.size + key_length]) != key:
-        raise ValueError("it is another block's")
+        raise ValueError("the block has another key")
     if digest != (bytes(16) if layout is None else bytes.fromhex(layout.digest)):
-        raise ValueError("it is of another layout")
+        raise ValueError("the block has another layout")
     at = _HEAD.size + key_length + length
     tensors = {}
     for name, dtype, shape in json.loads(bytes(view[at - length : at])):
@@ -77,12 +81,12 @@ def unpack(data: bytes | bytearray | memoryview, key: bytes, layout: Layout | No
         at += tensor_bytes
         tensors[name] = tensor
     if at != len(view):
-        raise ValueError(f"it has {len(view)} bytes, needs {at}")
+        raise ValueError(f"the block has {len(view)} bytes, needs {at}")
     return tensors
 
 
 def host_copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same tensors in host memory of their own."""
+    """Return copies of tensors in host memory."""
     return {
         name: tensor.detach().to("cpu", copy=True).resolve_conj().resolve_neg().contiguous()
         for name, tensor in tensors.items()

@@ -1,4 +1,4 @@
-"""What a tier below the KV cache is: blocks by their hash, for one layout, that may be lost but never be wrong."""
+"""The interface of tiers below the KV cache, which keep blocks by hash and may lose but never change them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Tensors = Mapping[str, torch.Tensor]
 
 @runtime_checkable
 class Tier(Protocol):
-    """Keeps the tensors of blocks that were evicted, for as long as it likes.
+    """A store for tensors of evicted blocks, which it may drop at any time.
 
-    Losing an entry is allowed at any time, giving one that is not what was put never is. Methods may be called from
-    several threads. None raises because a disk, a network or another process fails: that is a miss, or an entry not
-    taken. Bad arguments raise TypeError or ValueError before anything is touched.
+    It must never return tensors that differ from those that were put. Its methods must be thread-safe. No method may
+    raise because a disk, a network or another process fails: it then reports a miss, or an entry that was not stored.
+    Invalid arguments raise TypeError or ValueError before anything is changed.
 
     Examples:
         >>> import tempfile
@@ -36,50 +36,50 @@ class Tier(Protocol):
     """
 
     def put(self, key: bytes, tensors: Tensors) -> bool:
-        """Takes a block; the tensors may be overwritten once this has returned.
+        """Store a block. The caller may overwrite the tensors after the call.
 
         Args:
-            key: Its hash, 1 to 64 bytes.
-            tensors: By name, on any device.
+            key: Hash of the block, 1 to 64 bytes.
+            tensors: Tensors by name, on any device.
 
         Returns:
-            Whether it took it, or had it already.
+            Whether the block is stored now.
 
         Raises:
-            TypeError: No bytes, or no dense tensors by name.
-            ValueError: A key of another length, or tensors that differ from the layout.
+            TypeError: The key is not bytes, or `tensors` does not hold dense tensors by name.
+            ValueError: The key has another length, or the tensors differ from the layout.
         """
 
     def get(self, key: bytes) -> dict[str, torch.Tensor] | None:
-        """The tensors of a block in host memory, the caller's own; None when it is not there. Keys are as in `put`."""
+        """Return new tensors of a block in host memory, or None if it is not stored. Keys are as in `put`."""
 
     def __contains__(self, key: object, /) -> bool:
-        """Whether a `get` would find it, as far as can be told without reading it."""
+        """Return whether `get` would probably find a block, without reading it."""
 
     def discard(self, key: bytes) -> None:
-        """Removes a block, if it is there."""
+        """Remove a block, if it exists."""
 
     def put_many(self, entries: Mapping[bytes, Tensors]) -> set[bytes]:
-        """`put` of several blocks; the keys of those that were taken or there already."""
+        """Store several blocks like `put`; return the keys of those that are stored now."""
 
     def get_many(self, keys: Sequence[bytes]) -> list[dict[str, torch.Tensor] | None]:
-        """`get` of several blocks, in their order."""
+        """Read several blocks like `get`, in order."""
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
-        """`in` for several blocks, in their order."""
+        """Return `in` for several blocks, in order."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What the entries of a tier are: of which model, and which tensors a block has. Another layout's are never read.
+    """The model and the tensors of a tier's entries. Entries with another layout are never read.
 
     Args:
-        model: Fingerprint of the model and its weights, whatever decides the values besides tokens and extra keys.
-        tensors: By name (shape of one block's tensor, dtype).
+        model: Fingerprint of the model and its weights, and of all else that decides values besides tokens and keys.
+        tensors: For each name, the shape of one block's tensor and its dtype.
 
     Raises:
-        TypeError: A model that is no string, or tensors that are no mapping to shapes and dtypes.
-        ValueError: A negative size.
+        TypeError: `model` is not a string, or `tensors` is not a mapping to shapes and dtypes.
+        ValueError: A size is negative.
 
     Examples:
         >>> from pc.cache.tiers.tier import Layout
@@ -92,7 +92,7 @@ class Layout:
     model: str
     tensors: Mapping[str, tuple[Sequence[int], torch.dtype]]
     digest: str = field(init=False, compare=False)
-    """32 hexadecimal digits that stand for all of it; the same in every process."""
+    """32 hexadecimal digits that identify the layout, the same in every process."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str):
@@ -115,7 +115,7 @@ class Layout:
 
     @classmethod
     def of(cls, model: str, tensors: Tensors) -> Layout:
-        """The layout of blocks like this one, of a model as above."""
+        """Return the layout of blocks with tensors like these, of a model as for the class."""
         return cls(model, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()})
 
     @property
@@ -128,7 +128,7 @@ class Layout:
 
 
 def check_key(key: bytes) -> None:
-    """Raises TypeError unless a key is bytes, ValueError where it is empty or too long."""
+    """Raise TypeError unless a key is bytes, ValueError if it is empty or too long."""
     if not isinstance(key, bytes):
         raise TypeError(f"key: got {type(key).__name__}, needs bytes")
     if not 0 < len(key) <= MAX_KEY_BYTES:
@@ -136,7 +136,7 @@ def check_key(key: bytes) -> None:
 
 
 def check_tensors(tensors: Tensors, layout: Layout | None) -> None:
-    """Raises TypeError unless they are dense tensors by name, ValueError where they differ from the layout."""
+    """Raise TypeError unless these are dense tensors by name, ValueError if they differ from the layout."""
     if not isinstance(tensors, Mapping):
         raise TypeError(f"tensors: got {type(tensors).__name__}, needs a mapping by name")
     for name, tensor in tensors.items():

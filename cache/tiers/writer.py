@@ -1,4 +1,4 @@
-"""A tier that takes blocks at once and writes them in a thread of its own, so that no request waits for a slow disk."""
+"""A tier that accepts blocks at once and writes them in its own thread, so that no request waits for a slow disk."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _BATCH = 64
 
 
 class TierWriter:
-    """Writes to another tier in the background; a `pc.cache.tiers.tier.Tier` itself.
+    """A tier that writes to another tier in the background; a `pc.cache.tiers.tier.Tier`.
 
-    What is handed over is copied to host memory before the call returns, so its blocks may be overwritten; `get` and
-    `in` see what is still queued. A full queue takes nothing more and says so, it never waits. An exception of the
-    other tier is counted, kept in `last_error` and warned of; the worker goes on. Methods may be called from several
-    threads. Close it, or use it in a `with` block: what is queued when the process ends otherwise is lost.
+    `put` copies tensors to host memory before it returns, so their blocks may be overwritten. `get` and `in` also see
+    queued blocks. A full queue refuses blocks and never waits. An exception of the other tier is counted, kept in
+    `last_error` and reported as a warning; the worker continues. Thread-safe. Close it, or use it in a `with` block,
+    because blocks that are queued at the end of the process are lost.
 
     Args:
-        tier: What to write to. Nothing else is to write the same keys to it.
-        max_bytes: Bound of the tensors that are queued or being written.
+        tier: The tier to write to. Nothing else may write the same keys to it.
+        max_bytes: Limit for tensors that are queued or being written.
 
     Attributes:
-        written: Blocks that the other tier took.
-        refused: Blocks not taken because the queue was full or closed, or that the other tier did not take.
-        failed: Blocks lost to an exception of the other tier.
+        written: Number of blocks that the other tier stored.
+        refused: Number of blocks refused by a full or closed queue, or by the other tier.
+        failed: Number of blocks lost to an exception of the other tier.
         last_error: The last of these exceptions.
 
     Examples:
@@ -65,11 +65,11 @@ class TierWriter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors that are queued or being written."""
+        """Bytes of tensors that are queued or being written."""
         return self._nbytes
 
     def __len__(self) -> int:
-        """Blocks that are queued or being written."""
+        """Return the number of blocks that are queued or being written."""
         return len(self._queued) + len(self._writing)
 
     def __enter__(self) -> TierWriter:
@@ -81,11 +81,11 @@ class TierWriter:
         self.close()
 
     def put(self, key: bytes, tensors: Tensors) -> bool:
-        """Takes a block to be written, and says whether it is queued: not when full or closed; see `Tier.put`."""
+        """Queue a block; return whether it is queued, which fails if the queue is full or closed. See `Tier.put`."""
         return bool(self.put_many({key: tensors}))
 
     def put_many(self, entries: Mapping[bytes, Tensors]) -> set[bytes]:
-        """`put` of several blocks; the keys of those that are queued."""
+        """Queue several blocks like `put`; return the keys of those that are queued."""
         for key, tensors in entries.items():
             check_key(key)
             check_tensors(tensors, None)
@@ -130,7 +130,7 @@ class TierWriter:
             took: set[bytes] = set()
             try:
                 took = set(self.tier.put_many(batch)) & batch.keys()
-            except BaseException as raised:  # even SystemExit must not end the worker unseen
+            except BaseException as raised:  # even SystemExit must not end the worker silently
                 error = raised
                 _warn(f"{len(batch)} blocks were not written: {type(error).__name__}: {error}")
             with self._changed:
@@ -146,11 +146,11 @@ class TierWriter:
             del batch, error
 
     def get(self, key: bytes) -> dict[str, torch.Tensor] | None:
-        """The tensors of a block, queued or in the other tier; see `Tier.get`."""
+        """Return the tensors of a block, from the queue or the other tier; see `Tier.get`."""
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[bytes]) -> list[dict[str, torch.Tensor] | None]:
-        """See `Tier.get_many`."""
+        """Return the tensors of several blocks; see `Tier.get_many`."""
         for key in keys:
             check_key(key)
         with self._changed:
@@ -167,7 +167,7 @@ class TierWriter:
         return key in self.tier
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
-        """See `Tier.contains_many`."""
+        """Return whether each block is queued or in the other tier; see `Tier.contains_many`."""
         with self._changed:
             here = [key in self._queued or key in self._writing for key in keys]
         missing = [key for key, queued in zip(keys, here, strict=True) if not queued]
@@ -175,7 +175,7 @@ class TierWriter:
         return [queued or next(there) for queued in here]
 
     def discard(self, key: bytes) -> None:
-        """Removes a block from the queue and from the other tier; waits where it is just being written."""
+        """Remove a block from the queue and the other tier. Wait while it is being written."""
         check_key(key)
         with self._changed:
             while key in self._writing or key in self._copying:
@@ -187,7 +187,7 @@ class TierWriter:
         self.tier.discard(key)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Waits at most `timeout` seconds until nothing is queued or being written; returns whether that is so."""
+        """Wait at most `timeout` seconds until all blocks are written; return whether they are."""
         end = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             while self._queued or self._writing or self._copying:
@@ -198,9 +198,9 @@ class TierWriter:
         return True
 
     def close(self, timeout: float | None = None) -> bool:
-        """Takes nothing more, and waits as `flush` until what is queued is written; returns whether all of it is.
+        """Accept no more blocks, and wait like `flush` until all are written; return whether they are.
 
-        What is left is still being written.
+        Blocks that are still queued are written later.
         """
         with self._changed:
             self._closed = True
@@ -212,6 +212,6 @@ class TierWriter:
 
 
 def _warn(text: str) -> None:
-    # Where warnings are errors, the worker has no caller to raise it to.
+    # If warnings are errors, the worker has no caller that could handle them.
     with contextlib.suppress(RuntimeWarning):
         warnings.warn(text, RuntimeWarning, stacklevel=3)

@@ -118,7 +118,7 @@ def test_a_prompt_takes_blocks_in_chunks():
     a = manager.allocate("a", prompt, num_tokens=6)
     assert (a.compute_spans, a.block_ids.size, manager.num_tokens("a")) == ([(0, 6)], 2, 6)
     manager.commit("a", 6)
-    with pytest.raises(ValueError, match="prompt goes on"):
+    with pytest.raises(ValueError, match="not the next ones of the prompt"):
         manager.append("a", [99])
     b = manager.append("a", prompt[6:14])
     assert (b.compute_spans, b.block_ids.size) == ([(6, 14)], 2)

@@ -162,7 +162,7 @@ def test_keys_that_hold_themselves_are_refused():
     endless.append(endless)
     manager = pc.CacheManager(4)
     for options in ({"extra_keys": endless}, {"extra_keys": [pc.KeyAt(0, endless)]}, {"salt": endless}):
-        with pytest.raises(ValueError, match="extra_keys, salt: got keys within keys"):
+        with pytest.raises(ValueError, match="extra_keys, salt: got keys that are nested too deeply"):
             manager.allocate("a", [1], **options)
     assert manager.stats().num_requests == 0
 

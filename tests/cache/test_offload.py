@@ -74,7 +74,7 @@ def test_a_tier_that_raises_loses_its_blocks_and_nothing_else(number, cache_erro
     assert (stats.failed_offloads, stats.offloaded_blocks) == (1, 0)
     lost = stats.evictions - before.evictions
     assert lost > 0
-    assert cache_errors == [f"on_evict raised; {lost} blocks are lost, the manager goes on"]
+    assert cache_errors == [f"on_evict raised; {lost} blocks are lost, the manager continues"]
     assert manager.stats().held_blocks == sum(
         (manager.block_table(name, group) >= 0).sum()
         for name in ("b", "c")[: stats.num_requests]
@@ -305,7 +305,7 @@ def test_a_listener_that_raises_is_logged_and_others_still_hear(cache_errors):
     manager.listeners.extend([Listener(broken), other])
     manager.allocate("a", list(range(16)))
     assert manager.commit("a", 16) == []
-    assert cache_errors == ["Listener.stored raised; the manager goes on"]
+    assert cache_errors == ["Listener.stored raised; the manager continues"]
     manager.free("a")
     assert manager.allocate("b", [9] * 4).block_ids.size == 1
     manager.free("b")
@@ -353,7 +353,7 @@ def test_a_policy_hook_that_raises_or_calls_back_costs_nothing(hook, calls_back,
     manager.free("c")
     manager.reset()
     manager.check()
-    assert f"Mine.{hook} raised; the manager goes on" in cache_errors
+    assert f"Mine.{hook} raised; the manager continues" in cache_errors
     assert ("from within a hook" in caplog.text) == calls_back
 
 
@@ -365,5 +365,5 @@ def test_victims_that_cannot_be_evicted_are_not(answer, caplog, cache_errors):
     manager = full(policy)
     a = manager.allocate("b", [9] * 8)
     assert sorted(a.block_ids.tolist()) == [2, 3], "what was used longest ago, the tail first"
-    assert "cannot be evicted" in caplog.text
+    assert "returned invalid victims" in caplog.text
     manager.check()

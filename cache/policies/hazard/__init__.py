@@ -1,8 +1,9 @@
-"""Learned eviction: evicts the blocks that are least likely to be asked for again soon.
+"""Learned eviction, which evicts the blocks that are least likely to be used again soon.
 
-`policy` logs notifications (`log`) and applies them to a row per request (`runs`). `model` estimates hazard rates of
-reuse, evicted blocks included (`evicted`), and what a block is worth; `victims` evicts what is worth least. A guard
-(`evicted`) simulates lru in a shadow cache, and evicts by it where it hits more.
+`policy` logs notifications (`log`) and applies them to a table with a row for each request (`runs`). `model` estimates
+hazard rates of reuse, with evicted blocks included (`evicted`), and the worth of a block. `victims` evicts the blocks
+of least worth. A guard (`evicted`) simulates lru in a shadow cache, and evicts in lru's order while that gives more
+hits.
 """
 
 from __future__ import annotations

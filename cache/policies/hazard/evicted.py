@@ -24,8 +24,8 @@ LEAST, MOST = 3.0, 10.0  # the same in mean requests: less is chance where few f
 class ShadowGuard:
     """Simulates lru in a shadow cache, and the learned order too while lru is in force; the one that hit more decides.
 
-    lru is in force first: what a model that has seen no reuse evicts too early comes back only once it is lost.
-    What lru would hold needs no second cache: it is the blocks used last, evicted ones included, back to the request at
+    lru is in force first: what a model that has seen no reuse evicts too early comes back only once it is lost. What
+    lru would hold needs no second cache: it is the blocks used last, evicted ones included, back to the request at
     which they fill the capacity.
     """
 

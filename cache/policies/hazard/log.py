@@ -1,7 +1,7 @@
-"""The event log: hits and releases that the policy was notified of and has not applied yet.
+"""The event log: hits and releases that the policy was notified of but has not applied yet.
 
-All of it is for speed: to log costs a request next to nothing, as where everything hits, and what is drained for many
-requests at once costs a fraction of what it costs one by one.
+The log only saves time: logging costs a request almost nothing, and applying many requests together costs a fraction of
+applying them one by one.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from ...table import count_nonzero
 from .model import Ending
 from .runs import Numbers
 
-BlockRun = bytes | slice  # blocks as int32 or, of many that are consecutive, as a slice, which takes half the time
+BlockRun = bytes | slice  # block numbers as int32 bytes, or as a slice if many are consecutive, in half the time
 
-NO_OWNER, ONE = np.array(-1), np.array(1)  # as arrays they take two thirds of the time that numbers take
-BATCH_MIN = 8  # requests applied together at least: fewer are quicker one by one
-BATCH_BLOCKS = 16384  # blocks of them: more leave the CPU's cache
+NO_OWNER, ONE = np.array(-1), np.array(1)  # arrays take two thirds of the time of numbers
+BATCH_MIN = 8  # minimum number of requests to apply together; fewer are faster one by one
+BATCH_BLOCKS = 16384  # maximum number of their blocks; more do not fit in the CPU's cache
 
 
 class ReusedPieces(NamedTuple):
-    """Blocks that were hit, in pieces that are consecutive in one chain; the owner is the first block's."""
+    """Blocks that were hit, split into pieces that are consecutive in one chain. `owner` is that of the first block."""
 
     owner: Numbers
     size: Numbers
@@ -31,28 +31,27 @@ class ReusedPieces(NamedTuple):
 
 
 class EventLog:
-    """Hits and releases.
+    """A log of hits and releases.
 
-    Mostly there are two notifications of a request in a row: of what it hit, then of what it releases, which begins
-    with the same. That is one event. It is kept as bytes: arrays would keep more memory from being used again at once.
-
-    `owner` has for each block the serial of its last user and, in the low `place_bits`, the place in its chain; -1 for
-    none. It is brought up to date here. Chains and counts are int32 as bytes, one for each request that has ended.
+    A request usually causes two notifications in a row: its hit, then its release, which starts with the same blocks.
+    They form one event, kept as bytes, because arrays would keep more memory from being reused at once. `owner` has for
+    each block the serial of its last user and, in the low `place_bits`, the place in its chain; -1 for none. Draining
+    the log updates it. Chains and counts are int32 as bytes, one for each request that has ended.
     """
 
     def __init__(self, owner: Numbers, place_bits: int) -> None:
         self._owner = owner
         self._place_bits = place_bits
-        # Of some hits their owners, or a list of the first ones of those that are one piece each, then sizes and times.
+        # For some hits, their owners or a list of the first owners of those in one piece; then sizes and times
         self._reused: list[tuple[Any, list[int], list[int]]] = []
-        self.hit: BlockRun | None = None  # what was hit last, while nothing else was logged
-        self.events: list[BlockRun] = []  # what `owner` does not reflect yet, in its order
-        self.hits: list[int] = []  # how many of each event's first were hit before all went; -1 - time for a hit alone
+        self.hit: BlockRun | None = None  # the last hit, if nothing was logged after it
+        self.events: list[BlockRun] = []  # events that `owner` does not reflect yet, in order
+        self.hits: list[int] = []  # for each event, how many first blocks were hit; -1 - time for a hit alone
         self.chains: list[bytes] = []
-        self.counts: list[bytes] = []  # how often the blocks of a chain were used
+        self.counts: list[bytes] = []  # number of uses of each block in a chain
         self.endings: list[Ending] = []
-        self.num_reused = self.num_blocks = 0  # blocks hit that `owner` reflects; blocks in all events
-        self.whole = True  # whether every request that `owner` reflects released just what it had hit
+        self.num_reused = self.num_blocks = 0  # number of hit blocks in `owner`; of blocks in all events
+        self.whole = True  # whether every request so far released exactly the blocks that it had hit
 
     @property
     def nbytes(self) -> int:
@@ -60,14 +59,14 @@ class EventLog:
         return 12 * self.num_blocks  # a hit has its owners, a release its blocks and their counts
 
     def push_hit(self, now: int) -> None:
-        """Makes the last hit, of the request of this number, an event of its own."""
+        """Make the last hit, of the request with number `now`, an event of its own."""
         if self.hit is not None:
             self.events.append(self.hit)
             self.hits.append(-1 - now)
             self.hit = None
 
     def match_hit(self, event: BlockRun, now: int) -> int:
-        """How many blocks of what is released at this number were just hit, as far as they are the first."""
+        """Return how many of the first released blocks were just hit."""
         hit: Any = self.hit
         if isinstance(event, bytes):
             begins = isinstance(hit, bytes) and event.startswith(hit)
@@ -80,7 +79,7 @@ class EventLog:
         return len(hit) // 4 if isinstance(hit, bytes) else int(hit.stop - hit.start)
 
     def drain(self, now: int) -> None:
-        """Brings `owner` up to date at the number of the next request."""
+        """Update `owner` for all events. `now` is the number of the next request."""
         self.push_hit(now)
         events, hits = self.events, self.hits
         if events:
@@ -89,7 +88,7 @@ class EventLog:
             self._apply(events, hits, now - (sum([hit >= 0 for hit in hits]) if alone else len(hits)), alone)
 
     def _apply(self, events: list[BlockRun], hits: list[int], serial: int, alone: bool) -> None:
-        """Applies events, the first release of which has this number."""
+        """Apply events. `serial` is the number of the first release."""
         index = np.frombuffer(b"".join([event for event in events if type(event) is bytes]), np.int32).astype(np.intp)
         if alone or len(events) < BATCH_MIN or slice in map(type, events):
             self._apply_each(events, hits, index, serial)
@@ -116,7 +115,7 @@ class EventLog:
         self._apply_each(events[done:], hits[done:], index[starts[done] :], serial + done)
 
     def _apply_batch(self, index: Numbers, sizes: Numbers, hits: list[int], serial: int) -> bool:
-        """Applies events that have no block in common; False if some have: then nothing has changed."""
+        """Apply events that share no block. Return False, with nothing changed, if some do."""
         owner, places = self._owner, np.arange(index.size)
         first = sizes.cumsum() - sizes
         values = ((np.arange(serial, serial + sizes.size) << self._place_bits) - first).repeat(sizes) + places
@@ -134,9 +133,9 @@ class EventLog:
         return True
 
     def _apply_each(self, events: list[BlockRun], hits: list[int], index: Numbers, serial: int) -> None:
-        """Applies events in their order; `index` has the blocks of those that are no slices."""
+        """Apply events in order. `index` has the blocks of the events that are not slices."""
         owner, at = self._owner, 0
-        firsts: list[int] = []  # of the last hits that were one piece each
+        firsts: list[int] = []  # first owners of the last hits that were one piece each
         for event, hit in zip(events, hits, strict=True):
             if type(event) is slice:
                 place: Any = event
@@ -177,7 +176,7 @@ class EventLog:
         self.num_reused += sum(sizes)
 
     def reused(self) -> ReusedPieces | None:
-        """What was hit, as far as it is drained; None: nothing."""
+        """Return the drained hits; None if there are none."""
         if not self._reused:
             return None
         found: list[ReusedPieces] = []
@@ -199,12 +198,12 @@ class EventLog:
 
 
 def last_of(event: BlockRun) -> int:
-    """The last block."""
+    """Return the last block of an event."""
     return int.from_bytes(event[-4:], byteorder) if isinstance(event, bytes) else event.stop - 1
 
 
 def _split_pieces(used: list[Any]) -> ReusedPieces:
-    """The pieces of some hits: their owners, and of each hit size and time."""
+    """Return the pieces of some hits, given their owners, and the size and time of each hit."""
     sizes, times = used[0][1:]
     if len(used) > 1:
         sizes, times = [size for _, some, _ in used for size in some], [time for _, _, some in used for time in some]

@@ -1,16 +1,17 @@
-"""The hazard model: how likely a block is asked for again by the next request, after it has been idle for so many.
+"""The hazard model, which estimates how likely the next request uses a block that has been idle for some requests.
 
-Survival analysis of blocks: a proportional hazards model. The hazard rate of a block is piecewise constant in its idle
-time, which is requests since its last use: `rate[stratum][idle time] * factor[new blocks] * factor[output] *
-factor[tail]`. Strata are the uses of a block, the output of the request that used it last, and the caller's hint. Rates
-are occurrences over exposure: reuses, divided by the idle time during which blocks were at risk of one, evicted blocks
-(ghosts) included, or eviction would decide what is learned. Both are shrunk towards a prior.
+It is survival analysis with proportional hazards. The hazard rate of a block is piecewise constant in its idle time,
+which is the number of requests since its last use: `rate[stratum][idle time] * factor[new blocks] * factor[output] *
+factor[tail]`. Strata are the uses of a block, the output length of the request that used it last, and the caller's
+hint. Rates are occurrences over exposure: the number of reuses, divided by the idle time during which blocks were at
+risk of reuse. Evicted blocks (ghosts) are included, because otherwise evictions would bias the rates. Rates and factors
+are shrunk towards a prior.
 
-From the rates follows a Gittins index for each stratum and idle time: the most hits for the capacity that a block takes
-until some later time. That is what eviction compares.
+The rates give a Gittins index for each stratum and idle time: the maximum, over later times, of expected hits for the
+capacity that a block occupies until then. Eviction compares these indices.
 
-For speed alone: factors are rounded to levels, so that indices are computed once a fit and looked up; `score` does for
-one block what `scores` does for many; whole requests are counted at a time.
+Some things only save time: factors are rounded to levels, so that indices are computed once for each fit and looked up;
+`score` is `scores` for one block; whole requests are counted at once.
 """
 
 from __future__ import annotations
@@ -25,35 +26,37 @@ from ...table import view
 from .runs import COVARIATES, USE_BOUNDS, USES, Numbers, RunTable
 
 AGES = 32  # buckets of idle time (age), in requests since the last use
-EDGES = 2 * (2 ** (np.arange(AGES + 1) / 2) - 1)  # where each begins, in requests
+EDGES = 2 * (2 ** (np.arange(AGES + 1) / 2) - 1)  # start of each bucket, in requests
 WIDTHS = np.append(np.diff(EDGES)[:-1], 2000.0)
 EDGE_LIST, WIDTH_LIST = EDGES.tolist(), WIDTHS.tolist()
-SPANS = np.append(np.diff(EDGES)[:-1], np.inf)  # widths, the last bucket without an end
+SPANS = np.append(np.diff(EDGES)[:-1], np.inf)  # widths; the last bucket has no end
 
 OUTPUTS, HINTS = 3, 5
 GROUPS = OUTPUTS * HINTS  # a stratum is `4 * group + uses`, a group `3 * hint + output`
 OUTPUT_BOUNDS = (30, 100)
 FINE_OUTPUT_BOUNDS = (10, 30, 100, 200, 300, 500, 800)
 NEW_BOUNDS = np.array([1, 2, 4, 8, 16, 32, 64])
-HINT_BOUNDS = (0.1, 0.35, 0.65)  # hint 0 is none; the others are of rising probability
+HINT_BOUNDS = (0.1, 0.35, 0.65)  # hint 0: none; the others have rising probability
 NEW, OUTPUT, TAIL = 0, 8, 16  # places of the factors of new blocks, output, and whether it is the request's last block
 FACTORS = 18
-LEVELS = 24  # steps of a third of an octave that the product of factors is rounded to, so that indices are looked up
-KNOWN = 1 << 14  # ages whose place among the buckets is looked up
+LEVELS = 24  # the product of factors is rounded to steps of a third of an octave, for lookups
+KNOWN = 1 << 14  # number of ages with a precomputed bucket
 PLACES = np.interp(np.arange(KNOWN), EDGES[:AGES], np.arange(float(AGES)))
 BUCKETS = PLACES.astype(np.intp)
 PARTS = PLACES - BUCKETS
-FADING = 1 - 1e-7 * np.arange(KNOWN)  # among equals the older one is worth a little less
+FADING = 1 - 1e-7 * np.arange(KNOWN)  # of two equal blocks, the older one is worth a little less
 
-DECAY = 0.97  # of all sums in each 50 requests: about 1,600 count
-# Weights of what is assumed before much was seen: halving or doubling them changes hits by about 1 %.
+DECAY = 0.97  # factor of all sums every 50 requests, so about 1,600 requests count
+# Weights of the priors. Halving or doubling them changes hits by about 1 %.
 PRIOR, FACTOR_PRIOR, AGE_PRIOR = 50.0, 50.0, 200.0
 
 
 class HazardModel:
-    """Occurrences and exposure, decaying sums, and the rates and indices that follow from them.
+    """Occurrences and exposure, as decaying sums, with the rates and indices computed from them.
 
-    `rate` is the baseline hazard, reuses a request of idle time, `[strata, AGES]`; `factor` is `[FACTORS]`.
+    Attributes:
+        rate: Baseline hazard, in reuses for each request of idle time, `[strata, AGES]`.
+        factor: Factors of covariates, `[FACTORS]`.
     """
 
     def __init__(self) -> None:
@@ -75,11 +78,16 @@ class HazardModel:
     def expose(
         self, group: Numbers, covariates: Numbers, since: Numbers, until: Numbers, at_risk: Numbers, stale: bool = False
     ) -> None:
-        """Counts intervals at risk: blocks that were idle from age `since` to `until`.
+        """Count intervals at risk: blocks that were idle from age `since` to `until`.
 
-        All are `[n]`; covariates are the bucket of new blocks + 8 * that of output, `at_risk` weighted blocks by
-        2 * uses + tail, `[n, 8]`. `stale` rates are of long ago: factors are learned against new ones, or they would
-        make up for it all.
+        Args:
+            group: `[n]`, as all arguments but `at_risk`.
+            covariates: Bucket of new blocks + 8 * bucket of output.
+            since: Start of the interval.
+            until: End of the interval.
+            at_risk: Weighted blocks by 2 * uses + tail, `[n, 8]`.
+            stale: Whether the rates are old. Factors are then fitted against new rates, because they would otherwise
+                absorb the whole change.
         """
         new, output = covariates % 8 + NEW, covariates // 8 + OUTPUT
         ages = min(bisect(EDGE_LIST, float(until.max())), AGES)
@@ -107,7 +115,7 @@ class HazardModel:
         self._factor_exposure += hits / self.factor
 
     def reuse(self, group: Numbers, covariates: Numbers, cell: Numbers, age: Numbers, weight: Numbers) -> None:
-        """Counts occurrences: blocks that were asked for again; a cell is 2 * uses + tail."""
+        """Count occurrences: blocks that were used again. A cell is 2 * uses + tail."""
         bucket = EDGES[:AGES].searchsorted(age, side="right") - 1
         places = (group * USES + cell // 2) * AGES + bucket
         self._events += np.bincount(places, weight, self._events.size).reshape(self._events.shape)
@@ -116,12 +124,12 @@ class HazardModel:
 
     def _fit_rates(self) -> None:
         events, exposure = self._events.sum(axis=0), self._exposure.sum(axis=0)
-        prior = AGE_PRIOR * WIDTHS  # falls with age: one never seen must not look good
+        prior = AGE_PRIOR * WIDTHS  # falls with age, because an age never seen must not look good
         pooled = (events + prior * 0.05 / (EDGES[:AGES] + 300)) / (exposure + prior)
         self.rate = (self._events + PRIOR * WIDTHS * pooled) / (self._exposure + PRIOR * WIDTHS)
 
     def fit(self, decay: float) -> None:
-        """Rates, factors and indices from the sums, which then lose weight."""
+        """Compute rates and factors from the sums, then decay the sums. Indices are computed on demand."""
         self._fit_rates()
         self.factor = (self._factor_events + FACTOR_PRIOR) / (self._factor_exposure + FACTOR_PRIOR)
         self._indexed = False
@@ -129,16 +137,16 @@ class HazardModel:
             sums *= decay
 
     def _find_index(self) -> None:
-        """Indices from rates, once scores are needed: where everything hits they never are."""
+        """Compute indices from rates. Called only when scores are needed; without evictions they never are."""
         level = self._levels()
         used = np.flatnonzero(np.repeat(self._seen, USES))
-        levels = np.bincount(level).nonzero()[0]  # `unique` imports 40 ms of numpy when it is first called
+        levels = np.bincount(level).nonzero()[0]  # not `unique`, whose first call takes 40 ms for imports
         self._row_of_level = (AGES + 1) * level
         self._index[used[:, None], levels] = _index(self.rate[used], levels)
         self._indexed = True
 
     def _levels(self) -> npt.NDArray[np.intp]:
-        """The level of each product of factors, by covariates + COVARIATES * tail."""
+        """Return the level of each product of factors, by covariates + COVARIATES * tail."""
         factor = self.factor
         product = factor[TAIL:, None, None] * factor[OUTPUT:TAIL, None] * factor[NEW:OUTPUT]
         levels = np.rint(3 * np.log2(product)).astype(np.intp) + LEVELS // 2
@@ -146,9 +154,10 @@ class HazardModel:
         return clipped
 
     def scores(self, stratum: Numbers, covariates: Numbers, age: Numbers) -> Numbers:
-        """Gittins indices: hits to be had for each block and request of capacity.
+        """Return Gittins indices: expected hits for each block and request of capacity.
 
-        All are `[n]`: stratum 4 * group + uses, covariates as in `RunTable`, idle times with the longest first.
+        All arguments are `[n]`: stratum 4 * group + uses, covariates as in `RunTable`, and idle times with the longest
+        first.
         """
         part: Numbers
         fading: Numbers
@@ -170,7 +179,7 @@ class HazardModel:
         return fading
 
     def score(self, stratum: int, covariates: int, age: int) -> float:
-        """`scores` of one block."""
+        """Return `scores` of one block."""
         if not self._indexed:
             self._find_index()
         bucket = min(bisect(EDGE_LIST, age) - 1, AGES - 1)
@@ -180,11 +189,11 @@ class HazardModel:
         return float((here + part * (self._index_at[at + 1] - here)) * (1 - 1e-7 * age))
 
 
-ROWS = LEVELS * (AGES + 1) * np.arange(GROUPS * USES)  # where the indices of each stratum begin
+ROWS = LEVELS * (AGES + 1) * np.arange(GROUPS * USES)  # start of each stratum's indices
 
 
 def _within_buckets(age: Numbers, ages: int) -> npt.NDArray[np.float64]:
-    """How much of an idle time of these ages, `[n]`, lies in each of the first buckets, `[n, ages]`."""
+    """Return the part of an idle time, for ages `[n]`, that lies in each of the first buckets, `[n, ages]`."""
     time = age[:, None] - EDGES[:ages]
     np.maximum(time, 0.0, out=time)
     np.minimum(time, SPANS[:ages], out=time)
@@ -192,7 +201,7 @@ def _within_buckets(age: Numbers, ages: int) -> npt.NDArray[np.float64]:
 
 
 def _index(rate: Numbers, levels: Numbers) -> Numbers:
-    """For each stratum, level and age the greatest ratio, over all later ages, of expected hits to expected waiting."""
+    """Return, for each stratum, level and age, the maximum over later ages of expected hits over expected waiting."""
     rates = (rate.T[:, :, None] * 2.0 ** ((levels - LEVELS // 2) / 3)).reshape(AGES, -1)
     survive = np.exp(-rates * WIDTHS[:, None])
     hits = np.ones_like(rates)
@@ -213,14 +222,14 @@ def _index(rate: Numbers, levels: Numbers) -> Numbers:
     return by_stratum
 
 
-# What the end of a request says of its blocks: the stratum of one used once, the covariates of a tail with no new
-# blocks, and whether the caller said that the conversation is over.
+# The end of a request, as it applies to its blocks: the stratum of a block used once, the covariates of a tail without
+# new blocks, and whether the caller said that the conversation is over.
 Ending = tuple[int, int, bool]
 UNKNOWN_ENDING: Ending = (0, COVARIATES, False)  # of a request whose end was not notified
 
 
 def ending_of(returns: float | None, output_tokens: int) -> Ending:
-    """From the caller's hint and the tokens generated."""
+    """Return the ending for a caller's hint and the number of generated tokens."""
     hint = 0 if returns is None else 1 + bisect(HINT_BOUNDS, returns)
     stratum = USES * (hint * OUTPUTS + bisect(OUTPUT_BOUNDS, output_tokens))
     return stratum, COVARIATES + 8 * bisect(FINE_OUTPUT_BOUNDS, output_tokens), returns == 0
@@ -229,44 +238,47 @@ def ending_of(returns: float | None, output_tokens: int) -> Ending:
 ENDINGS = [ending_of(None, output_tokens) for output_tokens in range(FINE_OUTPUT_BOUNDS[-1])]  # without a hint
 CELLS = 2 * USES  # a cell of a request's blocks is 2 * uses + tail
 SUM = np.ones(CELLS, np.float32)
-MOST_COUNTED = (1 << 15) - 1  # blocks of a request that are counted
-YOUNG = 512  # requests whose idle time is counted in every call
+MOST_COUNTED = (1 << 15) - 1  # maximum number of blocks of a request that are counted
+YOUNG = 512  # number of latest requests whose idle time is counted in every call
 
 
 class IntervalsAtRisk:
-    """Collects reuses, which end an interval at risk, and counts them with all exposure before the model is fitted.
+    """A collector of reuses, which end intervals at risk.
 
-    Blocks not reused yet are censored: they add exposure and no occurrence. Keeps `at_risk` and `counted_to` of rows.
+    It counts them with all exposure before each fit of the model.
+
+    Blocks that were not reused yet are censored: they add exposure and no occurrence. It maintains `at_risk` and
+    `counted_to` of rows.
     """
 
     def __init__(self, runs: RunTable, model: HazardModel) -> None:
         self._runs = runs
         self._model = model
         self._calls = 0
-        self._begun = 0  # rows before it have `at_risk`
+        self._begun = 0  # `at_risk` is filled for rows before this one
         self._used: list[tuple[Numbers, Numbers, Numbers, Numbers]] = []  # rows, first and last places, times
         self._recalled: list[tuple[Numbers, Numbers, Numbers]] = []  # rows, cells, times
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is not counted yet."""
+        """Bytes of intervals that are not counted yet."""
         return sum(part.nbytes for parts in (*self._used, *self._recalled) for part in parts)
 
     def used(self, rows: Numbers, first: Numbers, last: Numbers, times: Numbers) -> None:
-        """Blocks at places `first` to `last` of rows were asked for at these times."""
+        """Record that blocks at places `first` to `last` of rows were used at these times."""
         self._used.append((rows, first, last, times))
 
     def recalled(self, rows: Numbers, uses: Numbers, tail: Numbers, times: Numbers) -> None:
-        """Evicted blocks were asked for at these times."""
+        """Record that evicted blocks were used at these times."""
         self._recalled.append((rows, _cell_of(uses, tail), times))
 
     def forgotten(self, rows: Numbers, uses: Numbers, tail: Numbers) -> None:
-        """Evicted blocks are not remembered any more: their intervals are censored here."""
+        """Record that ghosts of evicted blocks were lost. Their intervals are censored here."""
         begun = rows < self._begun
         np.subtract.at(self._runs.at_risk, (rows[begun], _cell_of(uses, tail)[begun]), np.int16(1))
 
     def learn(self, now: int, stale: bool) -> None:
-        """Counts all exposure up to now; of old requests, whose hazard changes slowly, in every fourth call."""
+        """Count all exposure up to now. For old requests, whose hazard changes slowly, do so in every fourth call."""
         runs, model = self._runs, self._model
         self._open_new_rows()
         self._calls += 1
@@ -291,7 +303,7 @@ class IntervalsAtRisk:
         runs.counted_to[due] = age
 
     def _open_new_rows(self) -> None:
-        """Intervals of new rows: none of their blocks has been asked for again."""
+        """Open intervals for new rows, none of whose blocks was reused yet."""
         runs = self._runs
         rows = slice(self._begun, runs.count)
         self._begun = runs.count
@@ -310,16 +322,16 @@ class IntervalsAtRisk:
         runs.counted_to[rows] = 0
 
     def _weights(self, rows: Numbers) -> npt.NDArray[np.float32]:
-        """What each block of a request counts."""
+        """Return the weight of each block of a request."""
         return (1 / np.sqrt(np.maximum(self._runs.size[rows], 1))).astype(np.float32)
 
     def _reuses(self) -> tuple[Numbers, Numbers, Numbers]:
-        """Rows, times and, by cell, blocks of what was asked for since the last call, `[n]` and `[n, 8]`."""
+        """Return rows, times and, by cell, the numbers of blocks reused since the last call: `[n]` and `[n, 8]`."""
         runs = self._runs
         parts: list[tuple[Numbers, Numbers, Numbers]] = []
         if self._recalled:
             rows, cells, times = (np.concatenate(part) for part in zip(*self._recalled, strict=True))
-            starts = np.append(True, (rows[1:] != rows[:-1]) | (times[1:] != times[:-1]))  # blocks of a request at once
+            starts = np.append(True, (rows[1:] != rows[:-1]) | (times[1:] != times[:-1]))  # one entry for each request
             number = np.bincount(CELLS * (starts.cumsum() - 1) + cells, minlength=CELLS * np.count_nonzero(starts))
             parts.append((rows[starts], times[starts], number.reshape(-1, CELLS)))
         if self._used:
@@ -329,7 +341,7 @@ class IntervalsAtRisk:
             number = np.zeros((rows.size, CELLS), np.intp)
             begin, last = first, last - tail
             for cell, bound in zip(range(CELLS - 2, -1, -2), (*bounds[::-1], size), strict=True):
-                end = np.minimum(np.maximum(bound, first), last)  # a column at a time: rows of four take much longer
+                end = np.minimum(np.maximum(bound, first), last)  # by column; rows of four take much longer
                 number[:, cell] = end - begin
                 begin = end
             number.reshape(-1)[(CELLS * np.arange(rows.size) + 2 * _uses(bounds, size) + 1)[tail]] = 1
@@ -341,12 +353,12 @@ class IntervalsAtRisk:
         return rows, times, number
 
     def renumbered(self) -> None:
-        """Rows were dropped, after everything was counted."""
+        """Record that rows were dropped after everything was counted."""
         self._begun = self._runs.count
 
 
 def _uses(bounds: Numbers, size: Numbers) -> Numbers:
-    """The uses of the last of `size` blocks, from the bounds of their uses, `[3, n]`."""
+    """Return the class of uses of the last of `size` blocks, from the bounds of their uses, `[3, n]`."""
     uses: Numbers = (bounds[0] >= size).astype(np.intp)
     for bound in bounds[1:]:
         uses += bound >= size

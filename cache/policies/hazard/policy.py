@@ -1,4 +1,4 @@
-"""The policy itself: logs its notifications as cheaply as lru does, and drains the log when victims are needed."""
+"""The policy, which logs notifications as cheaply as lru, and drains the log when victims are needed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .model import DECAY, ENDINGS, NEW_BOUNDS, UNKNOWN_ENDING, HazardModel, Inte
 from .runs import USE_BOUNDS, USES, RunTable
 from .victims import VictimChooser
 
-EVERY = 50  # requests between fits of the model; 100 hits 1 to 4 % less in small caches
-IDLE = 1024  # requests after which the model is fitted though nothing is evicted
-FIRST = 16  # requests before the first fit: from fewer nothing is learned
-EARLY = 5  # at first after a fifth of all requests so far: some agents are done in 50; a quarter to a tenth hit alike
-MEMORY = 8192  # requests that are learned from; with 4096 the conversation trace at 30 % capacity falls below lru
-GHOSTS, GHOST_FLOOR = 4, 65_536  # ghosts a block, and at least: what returns late returns to small caches too
-LONG = 256  # blocks from which a request may become a slice, if they are consecutive: half the time
-LOG_REQUESTS, LOG_BLOCKS = 512, 1 << 16  # drained together at most: more took 70 ms at a time, of a million blocks
+EVERY = 50  # requests between fits of the model; 100 gives 1 to 4 % fewer hits in small caches
+IDLE = 1024  # requests after which the model is fitted even if nothing is evicted
+FIRST = 16  # requests before the first fit; fewer teach nothing
+EARLY = 5  # early fits come after a fifth of the requests so far; a quarter to a tenth hit alike
+MEMORY = 8192  # latest requests to learn from; with 4096 the conversation trace at 30 % is below lru
+GHOSTS, GHOST_FLOOR = 4, 65_536  # ghosts for each block, and the minimum, because small caches see late returns too
+LONG = 256  # a request with at least this many consecutive blocks becomes a slice, in half the time
+LOG_REQUESTS, LOG_BLOCKS = 512, 1 << 16  # maximum drained at once; more took 70 ms for a million blocks
 LEAST_USES = USE_BOUNDS.astype(np.int32)[:, None]
 
 
@@ -34,7 +34,7 @@ def _index_of(ids: Ids) -> npt.NDArray[np.intp]:
 
 
 class Hazard(EvictionPolicy):
-    """Learned eviction that honours `free(..., returns=)`; see the package and docs/policies.md.
+    """Learned eviction that uses the hints of `free(..., returns=)`; see the package and docs/policies.md.
 
     Examples:
         >>> from pc.cache.replay import Trace, replay
@@ -45,16 +45,16 @@ class Hazard(EvictionPolicy):
     """
 
     def bind(self, pool: PoolView) -> None:
-        """Also makes all state per block: 18 bytes of each, and 32 of ghosts."""
+        """Make all state for each block too: 18 bytes, and 32 bytes of ghosts."""
         super().bind(pool)
         self._index_of: Callable[[Ids], Any] = getattr(pool, "index_of", _index_of)
         self._place_bits = max(pool.num_blocks.bit_length(), 1)
-        self._owner = np.full(pool.num_blocks, -1, np.int64)  # serial of the last user and place in its chain, or -1
-        self._earlier_uses = np.zeros(pool.num_blocks, np.uint8)  # before the block was evicted and filled again
-        self._forked = np.zeros(pool.num_blocks, np.bool_)  # whether other requests went on behind it
+        self._owner = np.full(pool.num_blocks, -1, np.int64)  # last user's serial and the place in its chain, or -1
+        self._earlier_uses = np.zeros(pool.num_blocks, np.uint8)  # uses before the block was evicted and filled again
+        self._forked = np.zeros(pool.num_blocks, np.bool_)  # whether other requests continued behind the block
         self._log_limit = min(2 * pool.num_blocks + 64, LOG_BLOCKS)
         self._previous = np.full(pool.num_blocks, -1, np.int32)  # the block before it in the chain of its last user
-        self._child_count = np.zeros(pool.num_blocks, np.int32)  # runs whose `parent` the block is
+        self._child_count = np.zeros(pool.num_blocks, np.int32)  # number of runs whose `parent` the block is
         self._ghosts = RequestGhosts(GHOSTS * pool.num_blocks + GHOST_FLOOR)
         self._begin()
 
@@ -77,10 +77,10 @@ class Hazard(EvictionPolicy):
         if hit:
             log, number = self._log, len(ids)
             index = self._index_of(ids) if number >= LONG else None
-            self._last_hit = event = index if type(index) is slice else ids.tobytes()  # the array may be written to
+            self._last_hit = event = index if type(index) is slice else ids.tobytes()  # the array may change
             if log.hit is not None:
                 log.push_hit(self._now)
-                if log.num_blocks > self._log_limit:  # other requests hold the same blocks: nothing is released
+                if log.num_blocks > self._log_limit:  # nothing is released while other requests hold the blocks
                     self._drain()
                     log = self._log
             log.hit = event
@@ -133,7 +133,7 @@ class Hazard(EvictionPolicy):
                 self._learn()
 
     def _drain(self) -> None:
-        """Applies the log to rows and the guard."""
+        """Apply the log to rows and the guard."""
         log = self._log
         log.drain(self._now)
         self._drained_at = self._now
@@ -154,7 +154,7 @@ class Hazard(EvictionPolicy):
             self._claim_reused(used)
         if ended:
             self._mark_shared(rows)
-        if ended > 1:  # among these are requests that later ones in the batch went on from
+        if ended > 1:  # later requests of the batch may have continued some of these
             guard.fill(runs, room)
         runs.trim_all()
         if runs.count:
@@ -164,7 +164,7 @@ class Hazard(EvictionPolicy):
             self._judged = self._now
 
     def _add_rows(self, log: EventLog, moved: bool) -> slice:
-        """Rows for requests that have ended; `moved`: blocks may follow others than before."""
+        """Add rows for requests that have ended. `moved`: blocks may follow other blocks than before."""
         runs = self.runs
         rows = runs.add(log.chains)
         chain = np.frombuffer(b"".join(log.chains), np.int32)
@@ -173,7 +173,7 @@ class Hazard(EvictionPolicy):
         starts = sizes.cumsum() - sizes
         bounds = runs.bounds[rows]
         group, output, runs.final[rows] = zip(*log.endings, strict=True)
-        if np.minimum.reduce(count) >= USE_BOUNDS[-1]:  # as where everything hits
+        if np.minimum.reduce(count) >= USE_BOUNDS[-1]:  # as if everything hits
             bounds[:] = sizes[:, None]
             runs.stratum[rows], runs.covariates[rows] = np.add(group, USES - 1), output
         else:
@@ -195,13 +195,13 @@ class Hazard(EvictionPolicy):
         return rows
 
     def _mark_shared(self, rows: slice) -> None:
-        """How much of the chains of conversations that are over other requests went on from."""
+        """Record how much of the chains of finished conversations other requests share."""
         for row in (rows.start + self.runs.final[rows].nonzero()[0]).tolist():
             forks = self._forked.take(self.runs.blocks(row)).nonzero()[0]
             self.runs.shared[row] = self.runs.base[row] + forks[-1] + 1 if forks.size else 0
 
     def _claim_reused(self, used: ReusedPieces) -> None:
-        """Later requests take over the fronts of runs."""
+        """Record that later requests took over the fronts of runs."""
         runs, (owner, sizes, times) = self.runs, used
         found = owner >= 0
         if count_nonzero(found) < found.size:
@@ -221,7 +221,7 @@ class Hazard(EvictionPolicy):
         self._chooser.reparent(runs.advance_starts(rows, first, last))
 
     def _learn(self) -> None:
-        """Fits the model, and drops rows that are of no use any more."""
+        """Fit the model, and drop rows that are no longer useful."""
         runs = self.runs
         steps = (self._now - self._last_fit) / EVERY
         self.intervals.learn(self._now, stale=steps > 2)
@@ -260,7 +260,7 @@ class Hazard(EvictionPolicy):
         return ids
 
     def _evict(self, count: int) -> int:
-        """Evicts up to `count` blocks by the order in force, what is over first; returns how many."""
+        """Evict up to `count` blocks in the order in force, finished conversations first; return how many."""
         chooser = self._chooser
         if self.guard.learned:
             return chooser.least(count, self._now)
@@ -268,7 +268,7 @@ class Hazard(EvictionPolicy):
         return over + chooser.oldest(count - over)
 
     def _refresh(self, count: int) -> None:
-        """Brings everything up to date and ranks the runs anew, if the learned order is in force."""
+        """Apply all notifications and, if the learned order is in force, rank the runs again."""
         self._drain()
         if self._now >= FIRST and self._now - self._last_fit >= min(EVERY, self._now / EARLY):
             self._learn()

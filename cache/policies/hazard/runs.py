@@ -1,7 +1,7 @@
-"""State per request: the blocks that it used last form one run of its chain.
+"""State of each request: the blocks that it used last form one run of its chain.
 
-A table of columns, since a fit looks at thousands of requests at once. For speed alone: chains are bytes, which are cut
-without a copy's bookkeeping.
+The state is a table of columns, because a fit reads thousands of requests at once. Chains are bytes only to save time,
+since cutting bytes is cheap.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Numbers = npt.NDArray[Any]
 
 USES = 4  # classes of use: a block used once, at least 2, 3 and 5 times
 USE_BOUNDS = np.array([2, 3, 5])
-COVARIATES = 64  # covariates are the bucket of new blocks + 8 * that of output, and of a request's last block 64 more
+COVARIATES = 64  # bucket of new blocks + 8 * bucket of output; a request's last block has 64 more
 
 COLUMNS: dict[str, tuple[str, int]] = {
     "serial": ("i8", 1),
@@ -38,35 +38,34 @@ COLUMNS: dict[str, tuple[str, int]] = {
     "counted_to": ("i4", 1),
     "at_risk": ("i2", 2 * USES),
 }
-LEAST = 64  # rows made at once at least
-TRIM_MIN = 8  # blocks of a chain up to which it is kept whole: to trim it saves nothing
+LEAST = 64  # minimum number of rows to add
+TRIM_MIN = 8  # chains of up to this many blocks are not trimmed, which would save nothing
 NO_BLOCKS = b""
 
 
 class RunTable:
-    """A row for each request that has blocks left or is learned from, in the order of their serial numbers.
+    """A table with a row for each request that has blocks left or is learned from, in the order of serial numbers.
 
-    `views` are the same columns, flat, for a look at one row: a third of the time that numpy takes; made anew as rows
-    grow. `chains` has the blocks of each row's chain from place `base` on, int32 as bytes; `places` counts them all.
-
-    Columns are `[rows, ...]`, of which the first `count` are in use.
+    `views` are the same columns, flat, for reading single rows in a third of numpy's time; they are made again when the
+    table grows. `chains` has the blocks of each row's chain from place `base` on, int32 as bytes; `places` counts them
+    all. Columns are `[rows, ...]`, of which the first `count` are in use.
     """
 
-    serial: Numbers  # number of the request, which is its time too
-    start: Numbers  # first place of its chain that is still its run; a later request with this prefix takes the front
-    end: Numbers  # behind the last: eviction takes the end; single places between may be another request's by now
-    size: Numbers  # blocks of its chain
-    bounds: Numbers  # blocks of the chain used at least 2, 3 and 5 times, [rows, 3]
+    serial: Numbers  # number of the request, which is also its time
+    start: Numbers  # first place of the run in the chain; later requests with this prefix take the front
+    end: Numbers  # place after the run; eviction shortens it; other requests may own places between
+    size: Numbers  # number of blocks in the chain
+    bounds: Numbers  # number of blocks of the chain used at least 2, 3 and 5 times, [rows, 3]
     last: Numbers  # the block at `end - 1`
-    parent: Numbers  # the block before `start`, -1 for none
-    shared: Numbers  # blocks of the chain before it have led to other requests too; known where `final`
-    owned: Numbers  # blocks that no other request used since, evicted ones included
-    stratum: Numbers  # with covariates, what the model knows the block at `end - 1` by, see `HazardModel.scores`
+    parent: Numbers  # the block before `start`; -1: none
+    shared: Numbers  # other requests continued behind blocks before this place; known if `final`
+    owned: Numbers  # number of blocks that no other request used since, with evicted ones
+    stratum: Numbers  # with covariates, the class of the block at `end - 1`; see `HazardModel.scores`
     covariates: Numbers
     final: Numbers  # whether the caller said that the conversation is over
     base: Numbers  # place of the first block in `chains`
     counted_to: Numbers  # age up to which its exposure is counted
-    at_risk: Numbers  # `owned` by 2 * uses + tail, as far as counted, [rows, 8]
+    at_risk: Numbers  # `owned` by 2 * uses + tail, as counted so far, [rows, 8]
 
     def __init__(self) -> None:
         self.count = self.places = 0
@@ -85,7 +84,7 @@ class RunTable:
         return int(sum(getattr(self, name).nbytes for name in COLUMNS)) + 4 * self.places
 
     def add(self, chains: list[bytes]) -> slice:
-        """Appends a row for each chain, with all its blocks; the other columns are still to be filled in."""
+        """Append a row for each chain with all its blocks. The caller fills in the other columns."""
         sizes = [len(chain) // 4 for chain in chains]
         first, last = self.count, self.count + len(chains)
         if last > self.serial.size:
@@ -106,11 +105,11 @@ class RunTable:
         return rows
 
     def rows_of(self, serials: Numbers) -> npt.NDArray[np.intp]:
-        """The rows of requests that have one."""
+        """Return the rows of requests that have one."""
         return self.serial[: self.count].searchsorted(serials)
 
     def find(self, serials: Numbers) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-        """Which of some requests have a row still, and the rows."""
+        """Return which of these requests still have a row, and the rows."""
         serial = self.serial[: self.count]
         if not self.count:
             return (np.empty(0, np.intp),) * 2
@@ -119,34 +118,34 @@ class RunTable:
         return known, rows.take(known)
 
     def groups_of(self, rows: Numbers) -> npt.NDArray[np.intp]:
-        """Their groups, of which strata are parts."""
+        """Return the groups of rows. Strata are parts of groups."""
         return self.stratum.take(rows).astype(np.intp) // USES
 
     def covariates_of(self, rows: Numbers) -> npt.NDArray[np.intp]:
-        """Their covariates but for the last block's."""
+        """Return the covariates of rows, without the mark of a last block."""
         return self.covariates.take(rows).astype(np.intp) % COVARIATES
 
     def nonempty(self) -> npt.NDArray[np.intp]:
-        """Rows that have blocks left."""
+        """Return the rows that have blocks left."""
         return (self.end[: self.count] > self.start[: self.count]).nonzero()[0]
 
     def class_at(self, rows: Numbers, end: Numbers) -> tuple[Numbers, Numbers]:
-        """The stratum and covariates of the last of `end` blocks of each chain."""
+        """Return the stratum and covariates of the last of `end` blocks of each chain."""
         uses = (self.bounds[rows] >= end[:, None]).sum(axis=1)
         tail = end == self.size[rows]
         return USES * self.groups_of(rows) + uses, self.covariates_of(rows) + COVARIATES * tail
 
     def advance_starts(self, rows: Numbers, first: Numbers, last: Numbers) -> list[int]:
-        """Runs begin behind places `first` to `last`, from which requests went on; returns the rows changed."""
+        """Start runs behind places `first` to `last`, from which requests continued; return the changed rows."""
         start_of, moved = self.views.start, set()
         for row, begins, ends in zip(rows.tolist(), first.tolist(), last.tolist(), strict=True):
-            if begins <= start_of[row] < ends:  # one by one: several requests may have gone on from a run
+            if begins <= start_of[row] < ends:  # one by one, because several requests may continue one run
                 start_of[row] = ends
                 moved.add(row)
         return list(moved)
 
     def shrink_to(self, row: int, end: int) -> None:
-        """A run ends before a place of its chain that was in it."""
+        """End a run before a place of its chain."""
         views = self.views
         views.end[row] = end
         if end > views.start[row]:
@@ -158,25 +157,25 @@ class RunTable:
         self._shortened.add(row)
 
     def block(self, row: int, place: int) -> int:
-        """The block at a place of a chain that was in its run lately."""
+        """Return the block at a place of a chain that was recently in its run."""
         at = 4 * (place - self.views.base[row])
         return int.from_bytes(self.chains[row][at : at + 4], byteorder)
 
     def blocks(self, row: int, first: int = 0, last: int | None = None) -> Ids:
-        """Blocks at places of a chain that were in its run lately; all that are left of it."""
+        """Return blocks at places of a chain that were recently in its run; without `last`, all that are kept."""
         base, chain = self.views.base[row], self.chains[row]
         if last is None:
             return np.frombuffer(chain, np.int32)
         return np.frombuffer(chain, np.int32, last - first, 4 * (first - base))
 
     def trim_all(self) -> None:
-        """Trims chains whose runs were shortened, once blocks behind their end cannot be asked for any more."""
+        """Trim chains whose runs were shortened, once blocks behind their end are no longer needed."""
         for row in self._shortened:
             self.trim(row)
         self._shortened.clear()
 
     def trim(self, row: int) -> None:
-        """Drops blocks of a chain once few of them are in its run."""
+        """Drop blocks of a chain once few of them are in its run."""
         views, chain = self.views, self.chains[row]
         start, end, size = views.start[row], views.end[row], len(chain) // 4
         if start >= end:
@@ -191,7 +190,7 @@ class RunTable:
         self.chains[row] = left
 
     def piece_start(self, row: int, start: int, end: int) -> int:
-        """Where the blocks that are worth the same as the one at `end - 1` begin."""
+        """Return the first place of the blocks that have the same worth as the block at `end - 1`."""
         views = self.views
         if end == views.size[row]:
             return end - 1
@@ -205,7 +204,7 @@ class RunTable:
         return start
 
     def keep(self, rows: Numbers) -> None:
-        """Drops all rows but these, which are ascending."""
+        """Drop all rows except these, which ascend."""
         self.chains = [self.chains[row] for row in rows.tolist()]
         for name in COLUMNS:
             column = getattr(self, name)
@@ -214,7 +213,7 @@ class RunTable:
         self.places = sum([len(chain) for chain in self.chains]) // 4
 
     def check(self, child_count: Numbers) -> None:
-        """Asserts that rows hold together, and that so many of them are children of each block."""
+        """Assert that rows are consistent and that `child_count` is right for each block."""
         rows, alive = slice(self.count), self.nonempty()
         start, end = self.start[rows], self.end[rows]
         sizes = np.array([len(chain) // 4 for chain in self.chains], np.intp)
@@ -228,7 +227,10 @@ class RunTable:
         assert (children == child_count).all(), "children of a block are miscounted"
 
     def check_blocks(self, owner: Numbers, place_bits: int, first: int, pending: list[Ids]) -> None:
-        """Asserts that each block is where `owner` says; requests from serial `first` on have chains in `pending`."""
+        """Assert that each block is where `owner` says.
+
+        Requests from serial `first` on have their chains in `pending`.
+        """
         for block in (owner >= 0).nonzero()[0].tolist():
             serial, place = divmod(owner.item(block), 1 << place_bits)
             if serial >= first:

@@ -1,7 +1,8 @@
-"""Which blocks are evicted: from the end of the run whose last block is worth least, while blocks are worth the same.
+"""The choice of victims: blocks are evicted from the end of the run whose last block has the least worth.
 
-A block is evicted before its parent: it cannot be hit without it. For speed alone: scores of the runs that may go next
-are kept in a heap for some requests, and owners and child counts are read through memoryviews.
+A run loses blocks while their worth is the same. A block is evicted before its parent, because it cannot be hit without
+the parent. Some things only save time: scores of likely next runs are kept in a heap for some requests, and owners and
+child counts are read through memoryviews.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from ...table import Ids, count_nonzero, view
 from .model import HazardModel
 from .runs import NO_BLOCKS, Numbers, RunTable
 
-Part = tuple[Ids, int, bool]  # evicted blocks of one request, its serial, and whether the first of them was its last
+Part = tuple[Ids, int, bool]  # evicted blocks of a request, its serial, and whether the first was its last block
 
-FRESH = 32  # runs for each request that scores are kept for: looking at all again costs in proportion to them
-# Requests that scores are kept for. Where few runs fit, not beyond one: what the last request left may be worth least,
-# and to keep whole conversations others have to go at once.
+FRESH = 32  # scores are kept for a request for every 32 runs, because ranking costs in proportion to runs
+# Bounds for the number of requests for which scores are kept. If few runs fit, it is one: the last request's blocks may
+# be worth least, and whole conversations are only kept if others are evicted at once.
 LEAST, LONGEST = 1, 64
 SPARE = 64  # runs ranked beyond one for each block
-LOOK = 64  # places looked at together at least
-FINISHED_SCORE = -1.0  # score of what the caller said is over
+LOOK = 64  # minimum number of places checked together
+FINISHED_SCORE = -1.0  # score of blocks of a finished conversation
 
 
 class VictimChooser:
-    """Chooses victims, and counts in `child_count` the children of each block: runs that begin behind it.
+    """A chooser of victims. It counts in `child_count` the children of each block: runs that start behind it.
 
     `owner` and `place_bits` are as in `EventLog`.
     """
@@ -50,11 +51,14 @@ class VictimChooser:
         return 100 * len(self._heap)
 
     def is_due(self, now: int) -> bool:
-        """Whether the scores have to be made anew."""
+        """Return whether scores must be computed again."""
         return now >= self._until
 
     def reparent(self, rows: list[int]) -> None:
-        """The runs of these rows begin behind another block now, or they are over: their chains may be cut."""
+        """Update the parents of these rows' runs, which start behind another block now or are empty.
+
+        Their chains may be cut.
+        """
         runs, child_count = self._runs, self._child_count_of
         views, chains = runs.views, runs.chains
         start_of, end_of, parent_of, places = views.start, views.end, views.parent, 0
@@ -73,14 +77,14 @@ class VictimChooser:
         runs.places -= places
 
     def taken(self) -> list[Part]:
-        """The blocks evicted since the last call."""
+        """Return the blocks evicted since the last call."""
         parts, self._parts = self._parts, []
         return parts
 
     def rank(self, count: int, now: int, learned: bool) -> None:
-        """Scores every run whose last block has no child, and keeps those of which `count` blocks may be taken.
+        """Score every run whose last block has no child, and keep those from which `count` blocks may be evicted.
 
-        Unless the learned order is in force, only what is over is scored.
+        If lru is in force, only blocks of finished conversations are scored.
         """
         runs = self._runs
         rows = runs.nonempty()
@@ -100,11 +104,11 @@ class VictimChooser:
         heapify(self._heap)
 
     def drop_ranks(self) -> None:
-        """Rows have other numbers now."""
+        """Forget the ranks, because rows have new numbers."""
         self._heap, self._until = [], 0
 
     def least(self, count: int, now: int, below: float = math.inf) -> int:
-        """Takes up to `count` blocks of the least score, below a bound, out of their runs; returns how many."""
+        """Evict up to `count` blocks with the least scores below a bound; return how many."""
         heap = self._heap
         left = count
         while left and heap and heap[0][0] < below:
@@ -129,7 +133,7 @@ class VictimChooser:
         return self._model.score(views.stratum[row], views.covariates[row], now - views.serial[row])
 
     def oldest(self, count: int) -> int:
-        """Takes `count` blocks in the order of lru; see `least`."""
+        """Evict `count` blocks in lru's order; return how many, see `least`."""
         left = count
         for row in self._runs.nonempty().tolist():
             while left and self._runs.start[row] < self._runs.end[row]:
@@ -139,16 +143,16 @@ class VictimChooser:
         return count - left
 
     def _evict_from(self, row: int, count: int, by_score: bool) -> tuple[int, int]:
-        """Takes up to `count` blocks from a run's end; returns how many, and the row this makes a candidate, or -1.
+        """Evict up to `count` blocks from a run's end; return how many, and the row that becomes a candidate, or -1.
 
-        `by_score`: stops where the worth changes, and before blocks that have children.
+        With `by_score`, stop where the worth changes, and before blocks that have children.
         """
         runs = self._runs
         views = runs.views
         start, end, serial = views.start[row], views.end[row], views.serial[row]
         owner = serial << self._place_bits
         tail = end == views.size[row]
-        if tail and by_score:  # a piece of its own, which has no children
+        if tail and by_score:  # the tail is a piece of its own and has no children
             chosen, looked = runs.blocks(row, end - 1, end), 1
             if self._owner_of[views.last[row]] == owner + end - 1:
                 self._owner_of[views.last[row]] = -1
@@ -189,10 +193,10 @@ class VictimChooser:
         return number, parent_row
 
     def _row_ending_in(self, block: int) -> int:
-        """The row whose last block this is, or -1."""
+        """Return the row whose last block this is, or -1."""
         runs, owner = self._runs, self._owner_of[block]
         serial, place = owner >> self._place_bits, owner & ((1 << self._place_bits) - 1)
         row = int(runs.serial[: runs.count].searchsorted(serial))
         if row == runs.count or runs.views.serial[row] != serial:
-            return -1  # released since runs were brought up to date: ranked with them next time
+            return -1  # released since the last update; the next ranking includes it
         return row if runs.views.end[row] - 1 == place else -1
