@@ -333,7 +333,7 @@ class ManagerState:
     def behind_window(self, request: Request, group: int, position: int) -> tuple[int, int, Ids]:
         """Return the blocks that no query at `position` or later reads.
 
-        A range of logical blocks, and those held in it.
+        The result is a range of logical blocks, and the blocks held in it.
         """
         spec, size = self.groups[group], self.block_size
         last = spec.first_needed(position, size)

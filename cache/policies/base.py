@@ -177,7 +177,7 @@ class EvictionPolicy(ABC):
     def acquire(self, sequence: TokenIds | Sequence[bytes]) -> list[Block]:
         """Allocate the blocks of a sequence.
 
-        The cached prefix, and fresh blocks for the rest, with evictions as needed.
+        They are its cached prefix, and fresh blocks for the rest, with evictions as needed.
 
         Args:
             sequence: Token ids, or the hashes of its blocks in order.

@@ -100,9 +100,9 @@ def _halves(places: Keys) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32
 
 
 class RequestGhosts:
-    """A memory of each recently evicted block.
+    """A memory of the last user and the number of uses of each recently evicted block.
 
-    The request that used it last, and its uses, by the first word of its hash.
+    Entries are found by the first word of a block's hash.
 
     It takes 8 bytes a place: half of the hash, then serial, uses and tail. Two blocks are confused with a probability
     of 2**-29 in each lookup, which only costs a wrong guess.
