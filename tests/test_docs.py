@@ -28,7 +28,8 @@ def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     from pc.demo._models import train_tokenizer
 
     # No hub is reached: any name gives a small model, and its tokenizer.
-    (tmp_path / "contract.txt").write_text("the party of the first part " * 40)
+    for name in ("contract.txt", "LICENSE"):
+        (tmp_path / name).write_text("the party of the first part " * 40)
     monkeypatch.chdir(tmp_path)
     tokenizer = train_tokenizer((tmp_path / "contract.txt").read_text(), 300)
     config = transformers.LlamaConfig(vocab_size=300, hidden_size=64, intermediate_size=64, num_hidden_layers=2)
