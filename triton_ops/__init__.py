@@ -1,4 +1,4 @@
-"""Operators: a file each with its contract; kernels in kernels, what several share in _attention and _copy."""
+"""Operators, each in a file with its contract. Kernels are in `kernels`, shared code is in `_attention` and `_copy`."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ def debug_mode_enabled() -> bool:
 
 
 def set_debug_mode(enabled: bool) -> None:
-    """Turn value checks on device tensors on or off; the environment variable PC_DEBUG=1 starts with them on.
+    """Turn value checks on device tensors on or off. The environment variable PC_DEBUG=1 turns them on at the start.
 
-    They cost a synchronization per call. On CPU tensors the checks always run, because reading there needs none.
+    They cost a synchronization per call. On CPU tensors the checks always run, because reading values there is free.
 
     Examples:
         >>> pc.set_debug_mode(True)  # operators on a GPU now refuse a block number that is out of range
@@ -38,22 +38,27 @@ def set_debug_mode(enabled: bool) -> None:
 
 
 def reads_values(tensor: torch.Tensor) -> bool:
-    """Return whether checks may read values: free on the CPU, while a device has to synchronize."""
+    """Return whether checks may read values, which is free on the CPU but synchronizes with a device."""
     return _debug or tensor.is_cpu
 
 
 def on_host(*tensors: torch.Tensor) -> bool:
-    """Return whether PyTorch on the CPU serves these tensors."""
+    """Return whether PyTorch on the CPU computes operators on these tensors."""
     return not KERNELS_ON_CPU and not any(t.is_cuda for t in tensors)
 
 
 def bad_argument(name: str, got: object, needs: str, error: type[Exception] = ValueError) -> Exception:
-    """Return the error for argument `name`; call it only after a check has failed, since it formats text."""
+    """Return the error for argument `name`. Call it only after a check has failed, because it formats text."""
     return error(f"{name}: got {got}, needs {needs}")
 
 
 def check_integer(name: str, value: Any, least: int | None = None, bits: int = 63) -> int:
-    """Return an int: TypeError for a bool or another type; with `least`, ValueError outside [least, 2**bits)."""
+    """Return a value as an int.
+
+    Raises:
+        TypeError: The value is a bool or no integer.
+        ValueError: `least` is given, and the value is outside [least, 2**bits).
+    """
     try:
         number = index(value)
     except TypeError:
@@ -66,7 +71,12 @@ def check_integer(name: str, value: Any, least: int | None = None, bits: int = 6
 
 
 def check_share(name: str, value: Any) -> float:
-    """Return a float: TypeError for a bool or another type, ValueError outside 0 to 1."""
+    """Return a value as a float.
+
+    Raises:
+        TypeError: The value is a bool or no number.
+        ValueError: The value is outside 0 to 1.
+    """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise bad_argument(name, type(value).__name__, "a number from 0 to 1", TypeError)
     share = float(value)
@@ -76,7 +86,7 @@ def check_share(name: str, value: Any) -> float:
 
 
 def describe(tensor: object) -> str:
-    """Return the dtype, shape and device of a tensor, or the type of anything else, for an error."""
+    """Return the dtype, shape and device of a tensor, or the type of another object, for an error message."""
     if not isinstance(tensor, torch.Tensor):
         return "None" if tensor is None else type(tensor).__name__
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -94,8 +104,8 @@ def check_tensor(
     """Check type, rank, dtype and device of a tensor argument, from metadata alone.
 
     Raises:
-        TypeError: Not a tensor, or a dtype outside `dtypes`.
-        ValueError: Another rank than `ndim` (described by `layout`), or another device.
+        TypeError: The value is not a tensor, or its dtype is not in `dtypes`.
+        ValueError: The rank is not `ndim` (`layout` describes it), or the device is another.
     """
     if not isinstance(value, torch.Tensor):
         raise bad_argument(name, describe(value), f"a tensor {layout}", TypeError)
@@ -109,7 +119,7 @@ def check_tensor(
 
 
 def refuse_grad(operator: object, arguments: Mapping[str, object]) -> None:
-    """Raise RuntimeError for a tensor, or one in a list, that gradients flow through: no operator has a derivative."""
+    """Raise RuntimeError for a tensor, also in a list, that needs a gradient, because no operator has a derivative."""
     has_tangents = forward_ad._current_level >= 0
     if not (has_tangents or torch.is_grad_enabled()):
         return
@@ -127,7 +137,7 @@ def refuse_grad(operator: object, arguments: Mapping[str, object]) -> None:
 
 
 def check_last_dim(name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError for a tensor whose last dimension is not contiguous."""
+    """Raise ValueError if the last dimension of a tensor is not contiguous."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise bad_argument(name, f"strides {list(tensor.stride())}", "a contiguous last dimension")
 
@@ -138,7 +148,7 @@ def check_index(name: str, index: torch.Tensor, layout: str) -> None:
 
 
 def lowest_entry(name: str, index: torch.Tensor, limit: int) -> int:
-    """Return the lowest entry of an index after checking -1 <= entry < limit; 0 where values are not read."""
+    """Check that -1 <= entry < limit and return the lowest entry of an index; return 0 if values may not be read."""
     if not index.numel() or not reads_values(index):
         return 0
     low, high = (int(bound) for bound in torch.aminmax(index))
@@ -148,7 +158,7 @@ def lowest_entry(name: str, index: torch.Tensor, limit: int) -> int:
 
 
 def check_caches(name: str, caches: Sequence[torch.Tensor]) -> None:
-    """Check cache tensors of one call: same blocks, same device."""
+    """Check that cache tensors of one call have the same blocks and the same device."""
     layout = "[num_blocks, block_size, *features]"
     if not caches:
         raise bad_argument(name, "an empty list", "at least one tensor")
@@ -178,7 +188,7 @@ def check_rows(name: str, rows: Sequence[torch.Tensor], caches: Sequence[torch.T
 
 
 def check_reachable(name: str, tensor: torch.Tensor, index: torch.Tensor, index_name: str) -> None:
-    """Check that a kernel can reach the tensor: host memory beside an index on an accelerator must be pinned."""
+    """Check that a kernel can access a tensor: host memory used with an index on a device must be pinned."""
     if index.device not in (tensor.device, torch.device("cpu")) and (tensor.is_cuda or not index.is_cuda):
         raise bad_argument(index_name, f"device {index.device}", f"device {tensor.device} of {name}, or the host")
     if not tensor.is_cuda and index.is_cuda and not tensor.is_pinned():

@@ -1,8 +1,9 @@
-"""A launch of a kernel without triton's work per launch, and the arguments that named tuples are to it.
+"""A launch of a kernel without triton's work for each launch, and named tuples as kernel arguments.
 
-At a launch Triton looks at every argument: 36 us for the 63 of an attention kernel where the launch of the compiled
-kernel takes 6 (both on a CPU, with a driver that does nothing). Whoever launches the same kernel for every layer of
-every step knows that nothing but addresses has changed, and keeps a `Launch` in a `LaunchCache`.
+At a launch Triton inspects every argument. For the 63 arguments of an attention kernel this takes 36 us, where
+launching the compiled kernel takes 6 us (both on a CPU, with a driver that does nothing). A caller that launches the
+same kernel for every layer of every step knows that only addresses have changed. It keeps a `Launch` in a
+`LaunchCache`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Programs = tuple[int, int, int]
 
 @functools.cache
 def num_numbers(bundle: type[tuple[Any, ...]]) -> int:
-    """How many fields of a named tuple are numbers: its first ones. Those in capitals are what is compiled for."""
+    """Return how many fields of a named tuple are numbers: its first ones. Constants have names in capitals."""
     names: tuple[str, ...] = bundle._fields  # type: ignore[attr-defined]
     count = sum(not name.isupper() for name in names)
     assert not any(name.isupper() for name in names[:count]), "numbers before what is compiled for"
@@ -25,17 +26,17 @@ def num_numbers(bundle: type[tuple[Any, ...]]) -> int:
 
 
 def numbers(bundle: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The numbers of a named tuple, as kernels take them."""
+    """Return the numbers of a named tuple, as kernels take them."""
     return bundle[: num_numbers(type(bundle))]
 
 
 def flags(bundle: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What kernels are compiled for of a named tuple: its last fields."""
+    """Return the constants of a named tuple: its last fields."""
     return bundle[num_numbers(type(bundle)) :]
 
 
 def constants(bundle: tuple[Any, ...]) -> dict[str, Any]:
-    """The same by name."""
+    """Return the constants of a named tuple by name."""
     values = flags(bundle)
     return dict(zip(bundle._fields[-len(values) :], values, strict=True))  # type: ignore[attr-defined]
 
@@ -48,31 +49,32 @@ def _triton() -> Any:
 
 
 def _is_profiled() -> bool:
-    """Whether a profiler has asked triton to be told of launches."""
+    """Return whether a profiler has registered for triton's launches."""
     knobs = _triton().knobs.runtime
     enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def current_stream() -> int:
-    """The stream that kernels are launched on now."""
+    """Return the stream on which kernels are launched now."""
     driver = _triton().runtime.driver.active
     stream: int = driver.get_current_stream(driver.get_current_device())
     return stream
 
 
 class Launch:
-    """A kernel and all that it is launched with but tensors; after the first launch what was compiled for it.
+    """A kernel with all its arguments except tensors. After the first launch it also holds the compiled kernel.
 
     Args:
-        kernel: A `triton.jit` function; its parameters are tensors, then numbers, then constants.
-        constants: What it is compiled for, by name and in its order.
+        kernel: A `triton.jit` function. Its parameters are tensors, then numbers, then constants.
+        constants: The constants for which it is compiled, by name and in its order.
         programs: The grid.
         numbers: Integers and floats between tensors and constants.
-        num_warps, num_stages: As triton takes them; None: its default.
-        reusable: Addresses of later launches are multiples of 16 bytes where those of the first are, and nowhere else;
-            triton sorts out those of which that is not known.
-        max_registers: Of a thread, so that more programs fit on a processor; 0: as many as the compiler likes.
+        num_warps: As triton takes it.
+        num_stages: As triton takes it. None: its default.
+        reusable: Whether addresses in later launches are multiples of 16 bytes exactly where those of the first launch
+            are. Otherwise triton inspects each launch.
+        max_registers: Limit for a thread, so that more programs fit on a processor. 0: no limit.
     """
 
     __slots__ = (
@@ -104,7 +106,7 @@ class Launch:
 
     @property
     def numbers(self) -> tuple[Any, ...]:
-        """What it was given between tensors and constants."""
+        """The numbers between tensors and constants."""
         return self._bound[: len(self._bound) - len(self._values)]
 
     def __call__(
@@ -114,11 +116,16 @@ class Launch:
         programs: Programs | None = None,
         numbers: tuple[Any, ...] = (),
     ) -> None:
-        """Launches the kernel on these tensors.
+        """Launch the kernel on these tensors.
 
-        From call to call tensors may differ in address and in what nothing was compiled for. `stream`: the current one,
-        where the caller has asked for it. With `programs` a grid and numbers of this call alone, integers that are not
-        specialized in their value below 2**31.
+        From call to call tensors may differ in address and in unspecialized values.
+
+        Args:
+            tensors: The tensors.
+            stream: The current stream, if the caller has asked for it already.
+            programs: A grid for this call alone.
+            numbers: With `programs`, numbers for this call alone: integers below 2**31 for which the kernel is not
+                specialized.
         """
         if programs is None:
             programs, behind = self.programs, self._bound
@@ -126,16 +133,16 @@ class Launch:
             behind = (*numbers, *self._values)
         if self._run is None:
             self._compile(programs, (*tensors, *behind[: len(behind) - len(self._values)]))
-        elif _is_profiled():  # it wants to know which kernel it is
+        elif _is_profiled():  # the profiler needs the kernel's name
             self._compiled[programs](*tensors, *behind)
         else:
             stream = current_stream() if stream is None else stream
             self._run(*programs, stream, self._function, self._packed, None, None, None, *tensors, *behind)
 
     def _compile(self, programs: Programs, arguments: tuple[Any, ...]) -> None:
-        """Launches as triton does, which compiles, and keeps what it has compiled."""
+        """Launch through triton, which compiles the kernel, and keep the compiled kernel."""
         compiled = self._kernel[programs](*arguments, **self.constants, **self.options)
-        # Not on ROCm, where triton compiles for the size of a tensor's storage as well.
+        # Not on ROCm, where triton also specializes for the size of a tensor's storage.
         if self._reusable and torch.version.hip is None and isinstance(compiled, _triton().compiler.CompiledKernel):
             assert self._kernel.arg_names[len(arguments) :] == list(self.constants), "constants in the kernel's order"
             self._compiled, self._function, self._packed = compiled, compiled.function, compiled.packed_metadata

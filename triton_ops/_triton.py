@@ -1,4 +1,4 @@
-"""What is known of triton without importing it: whether it is there, and where kernels run."""
+"""Facts about triton that need no import of it: whether it is installed, and where kernels run."""
 
 from __future__ import annotations
 
@@ -10,29 +10,33 @@ __all__ = ["HAS_TRITON", "INTERPRET", "KERNELS_ON_CPU", "is_set", "load_kernels"
 
 
 def is_set(name: str) -> bool:
-    """Whether an environment variable is switched on."""
+    """Return whether an environment variable is set to a true value."""
     return os.environ.get(name, "0").lower() in ("1", "true", "yes", "on")
 
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-"""Whether triton is installed: not on Windows and macOS, and not with every torch."""
+"""Whether triton is installed. It is not on Windows and macOS, and not with every torch."""
 
 INTERPRET = HAS_TRITON and is_set("TRITON_INTERPRET")
 """Whether kernels run in triton's interpreter. Fixed at import, as `triton.jit` fixes it."""
 
 KERNELS_ON_CPU = INTERPRET or (HAS_TRITON and is_set("PC_KERNELS_ON_CPU"))
-"""Whether operators on CPU tensors launch kernels: in the interpreter, and with PC_KERNELS_ON_CPU=1 in whatever Triton
-driver is active, which then runs compiled kernels on host memory (tests/emulator). Fixed at import."""
+"""Whether operators on CPU tensors launch kernels: in the interpreter, or with PC_KERNELS_ON_CPU=1 in the active Triton
+driver, which then runs compiled kernels on host memory (tests/emulator). Fixed at import."""
 
 
 def load_kernels() -> None:
-    """Imports every kernel: for the interpreter, which `triton.jit` asks for, and for whoever looks at all of them."""
+    """Import all kernels. The interpreter needs this, because `triton.jit` reads its setting at import."""
     kernels = importlib.import_module(f"{__package__}.kernels")
     for module in pkgutil.iter_modules(kernels.__path__):
         importlib.import_module(f"{kernels.__name__}.{module.name}")
 
 
 def require_triton(op: str) -> None:
-    """RuntimeError where triton is not installed, which `op` is about to launch kernels of."""
+    """Check that triton is installed, before an operator launches a kernel.
+
+    Raises:
+        RuntimeError: It is not.
+    """
     if not HAS_TRITON:
         raise RuntimeError(f"pc.{op}: tensors on an accelerator need triton; pip install triton")

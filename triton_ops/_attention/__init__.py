@@ -1,1 +1,1 @@
-"""What the attention operators share: checks, what runs on CPU tensors, kernels, the plan and their constants."""
+"""Code that attention operators share: checks, computation on CPU tensors, launches, plans and their constants."""

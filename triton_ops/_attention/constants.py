@@ -1,9 +1,9 @@
-"""Tile sizes and launch options, keyed by architecture, head_dim, dtype and regime.
+"""Tile sizes and launch options, by architecture, head_dim, dtype and regime.
 
-What a sweep on a device chose stands in `tuned.py` and goes before the rules here. The rules were chosen without a GPU,
-from registers, shared memory and spills of compiled kernels (`make kernels` writes the table) and from published sweeps
-of others: BLOCK_M 128 with 8 warps reaches wgmma without a spill, 4 warps spill; a decode tile of 16 rows leaves room
-for four programs per SM.
+Constants in `tuned.py`, which a sweep on a device chose, take precedence over the rules here. The rules were chosen
+without a GPU, from registers, shared memory and spills of compiled kernels (`make kernels` writes the table) and from
+published sweeps of other projects. For example, BLOCK_M 128 with 8 warps reaches wgmma without a spill, and 4 warps
+spill. A decode tile of 16 rows leaves room for four programs per SM.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Tiles:
     block_n: int
     num_warps: int
     num_stages: int
-    two_loops: bool  # tiles that every row attends to whole have a loop of their own, without masks
-    max_registers: int = 0  # of a thread, so that more programs fit on a processor; 0: as the compiler likes
-    parts: int = 1  # programs that have a part each of a latent row's value
+    two_loops: bool  # tiles without masked keys have their own loop, without masks
+    max_registers: int = 0  # limit for a thread, so that more programs fit on a processor; 0: no limit
+    parts: int = 1  # number of programs that share the columns of a latent row's value
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a device offers: "sm_90", "gfx942" and so on, its processors, and whether it converts float8 e4m3."""
+    """A device's architecture ("sm_90", "gfx942", ...), number of processors, and ability to convert float8 e4m3."""
 
     name: str
     num_processors: int
@@ -42,8 +42,8 @@ class Architecture:
 
 @functools.cache
 def architecture(device: torch.device) -> Architecture:
-    """The architecture of a device; the interpreter passes for a small one, so that splits happen there too."""
-    if KERNELS_ON_CPU and not INTERPRET:  # whatever the active driver compiles for
+    """Return the architecture of a device. The interpreter counts as a small device, so that it splits too."""
+    if KERNELS_ON_CPU and not INTERPRET:  # the target of the active driver
         from triton.runtime import driver as drivers
 
         driver = drivers.active
@@ -58,30 +58,30 @@ def architecture(device: torch.device) -> Architecture:
     return Architecture(name, properties.multi_processor_count, (properties.major, properties.minor) >= (8, 9))
 
 
-# Targets that multiply from shared memory, by wgmma or tcgen05.
+# Targets that multiply from shared memory, with wgmma or tcgen05.
 _ASYNC_MATRIX = frozenset({"sm_90", "sm_100"})
-# Shared memory of 160 KB and more a processor; others have 100.
+# Targets with at least 160 KB of shared memory for each processor. Others have 100.
 _LARGE_SHARED = frozenset({"sm_80", "sm_90", "sm_100", "interpreter"})
 
-# Registers of a thread of a decode, by warps: left to itself the compiler takes 168 and spills. Three programs of 4
-# warps have 168, two 240.
+# Register limits for a thread of a decode, by number of warps. Without a limit the compiler uses 168 and spills. Three
+# programs of 4 warps have 168 registers for each thread, two have 240.
 DECODE_REGISTERS = {2: 255, 4: 240, 8: 0}
 
 
 def multiplies_from_shared(arch: str, block_m: int) -> bool:
-    """Whether tiles of 16-bit numbers are multiplied by wgmma or tcgen05, which take 64 rows at least."""
+    """Return whether tiles of 16-bit numbers are multiplied by wgmma or tcgen05, which need at least 64 rows."""
     return arch in _ASYNC_MATRIX and block_m >= 64
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least `n`."""
+    """Return the smallest power of two that is at least `n`."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def tuned_tiles(
     arch: str, regime: str, head_dim: int, itemsize: int, group: int | None, block_size: int | None
 ) -> Tiles | None:
-    """What a sweep chose for 16-bit keys and values of this kind; None where none has."""
+    """Return the tiles that a sweep chose for 16-bit keys and values of this kind, or None."""
     if itemsize != 2 or group is None or block_size is None:
         return None
     blocks = 16 if block_size % TILE_KEYS else TILE_KEYS
@@ -90,7 +90,7 @@ def tuned_tiles(
 
 
 def programs_per_processor(arch: str) -> int:
-    """How many programs of a decode a processor gets."""
+    """Return the number of decode programs for each processor."""
     return PROGRAMS[arch][0] if arch in PROGRAMS else 4
 
 
@@ -104,14 +104,17 @@ def decode_tiles(
     block_size: int | None = None,
     heavy: bool = False,
 ) -> Tiles:
-    """Up to DECODE_QUERIES queries a sequence: `rows` is queries * heads of a group; `heavy` as for `prefill_tiles`."""
+    """Return the tiles for up to DECODE_QUERIES queries of a sequence.
+
+    `rows` is the number of queries times the heads of a group. `heavy` is as in `prefill_tiles`.
+    """
     block_m = min(64, max(16, next_power_of_2(rows)))
     tuned = None if quantized else tuned_tiles(arch, "decode", head_dim, itemsize, group, block_size)
     if tuned is not None and tuned.block_m == block_m:
         return tuned
     row_bytes = max(16, next_power_of_2(head_dim)) * (1 if quantized else itemsize)
     is_large = arch in _LARGE_SHARED
-    # Two tiles in flight behind the one that is computed, and three programs a processor where their tiles fit.
+    # Two tiles in flight while one is computed, and three programs for each processor if their tiles fit.
     block_n = max(16, min(64 if head_dim <= 64 else 32, (16384 if is_large else 8192) // row_bytes))
     num_stages = 4 if is_large and (row_bytes <= 512 or head_dim > 256) else 3
     if itemsize == 4:
@@ -134,11 +137,14 @@ def decode_tiles(
 def latent_tiles(
     arch: str, head_dim: int, value_dim: int, itemsize: int, rows: int, quantized: bool, decoding: bool, narrow: bool
 ) -> Tiles:
-    """Of latent rows: `rows` is queries * heads; `narrow`: a block's elements are fewer than 2**31."""
+    """Return the tiles for latent rows.
+
+    `rows` is the number of queries times heads. `narrow`: a block has fewer than 2**31 elements.
+    """
     block_v = max(16, next_power_of_2(value_dim))
     row_bytes = (block_v + next_power_of_2(head_dim - value_dim)) * itemsize
     if arch == "interpreter":
-        # Parts there too, so that they are tested.
+        # Parts in the interpreter too, so that they are tested.
         parts = 2 if rows > 16 and narrow and value_dim == block_v >= 32 else 1
         return Tiles(16 if rows <= 16 else 32, 32, 4, 1, True, parts=parts)
     if itemsize == 4 or row_bytes > 1152:  # the 576 columns of DeepSeek's models; of more, larger tiles have no room
@@ -170,9 +176,9 @@ def prefill_tiles(
     quantized: bool = False,
     two_tiles: bool = False,
 ) -> Tiles:
-    """For everything longer; `heavy` when a score takes more than a product and a mask.
+    """Return the tiles for longer queries. `heavy`: a score takes more than a product and a mask.
 
-    `two_tiles`: what finds keys takes few registers, so that there are some for steps of two tiles.
+    `two_tiles`: finding keys takes few registers, so that steps of two tiles are possible.
     """
     wide = head_dim > 128
     tuned = None if heavy or quantized else tuned_tiles(arch, "prefill", head_dim, itemsize, group, block_size)

@@ -1,4 +1,4 @@
-"""Keys and values that lie in no cache of blocks, seen as one: views, block tables, and tensors that sizes tell."""
+"""Views of dense keys and values as caches of blocks, with their block tables and other small index tensors."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .._dispatch import LaunchCache, aligned, may_cache_tensors, needs_dispatche
 from .._launch import Launch, current_stream
 from .._triton import KERNELS_ON_CPU, require_triton
 
-# What serving caches use, and the kernels are tuned for. Any other length is a block a token: a kernel is compiled for
-# a block size, so it may not follow the length.
+# The block size that serving caches use and kernels are tuned for. For other lengths each token is a block, because a
+# kernel is compiled for a block size, which must not follow the length.
 BLOCK_SIZE = 16
 _COLUMNS_A_PROGRAM = 1024
 
 
 class DenseBlocks(NamedTuple):
-    """Keys and values as caches of blocks: block j of sequence b has the number b * per_sequence + j * per_block."""
+    """Keys and values as caches of blocks. Block j of sequence b has the number b * per_sequence + j * per_block."""
 
     key_cache: torch.Tensor
     value_cache: torch.Tensor
@@ -30,21 +30,21 @@ class DenseBlocks(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Tokens of a block."""
+        """Number of tokens in a block."""
         return self.key_cache.shape[1]
 
 
 def as_blocks(key: torch.Tensor, value: torch.Tensor, size: int = 0, in_place: bool = False) -> DenseBlocks:
-    """Keys and values `[batch, seq_len, num_kv_heads, head_dim]` as caches with the same block numbers.
+    """Return keys and values `[batch, seq_len, num_kv_heads, head_dim]` as caches with the same block numbers.
 
-    They are views, unless no two views have the same numbers: more than one sequence, and heads before tokens in one of
-    the two alone.
+    The caches are views if views with equal block numbers exist. They do not exist if there are several sequences and
+    only one of the two tensors has heads before tokens.
 
     Args:
-        key: Any strides with a contiguous last dimension.
-        value: The same; its head_dim may be another.
-        size: Tokens of a block, which divide the length; 0: as kernels like it.
-        in_place: Whether blocks are whole sequences then, not copies.
+        key: Keys with any strides and a contiguous last dimension.
+        value: Values, likewise. Their head_dim may differ.
+        size: Number of tokens in a block, a divisor of the length. 0: the size that kernels prefer.
+        in_place: If there are no such views, make each sequence one block instead of copying.
     """
     batch, length = key.shape[:2]
     if batch == 0 or length == 0:
@@ -62,13 +62,13 @@ def as_blocks(key: torch.Tensor, value: torch.Tensor, size: int = 0, in_place: b
 
 
 def _steps(dense: torch.Tensor, size: int) -> tuple[int, int, int]:
-    """Elements from block to block, and blocks from sequence to sequence and from one of a sequence to the next."""
+    """Return the elements between blocks, and the blocks between sequences and between neighbours in a sequence."""
     batch, length = dense.shape[:2]
     by_sequence = dense.stride(0) if batch > 1 else 0
     by_block = dense.stride(1) * size if length > size else 0
     if by_sequence == length // size * by_block:
         return by_block, length // size if batch > 1 else 0, 1
-    # A compiler that looks on knows no gcd of lengths, and needs none of usual strides.
+    # A compiler cannot compute the gcd of symbolic lengths, and usual strides do not need it.
     step = by_block or by_sequence or 1
     if by_sequence % step:
         step = math.gcd(int(by_sequence), int(by_block))
@@ -86,11 +86,11 @@ _made: LaunchCache[torch.Tensor] = LaunchCache()
 
 
 def _once(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Remembers what `make(device, *sizes)` gives, which is never written to."""
+    """Decorate `make(device, *sizes)` so that its results, which nobody writes to, are cached."""
 
     @functools.wraps(make)
     def run(device: torch.device, *sizes: int) -> torch.Tensor:
-        # What a captured graph reads has to live as long as it does.
+        # A tensor that a captured graph reads must live as long as the graph.
         on_gpu = device.type == "cuda"
         if not may_cache_tensors(on_gpu):
             return make(device, *sizes)
@@ -102,13 +102,13 @@ def _once(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 @_once
 def arange_i32(device: torch.device, count: int, step: int) -> torch.Tensor:
-    """0, step, 2 * step, ...: `[count]` int32."""
+    """Return 0, step, 2 * step, ... as `[count]` int32."""
     return torch.arange(count, dtype=torch.int32, device=device) * step
 
 
 @_once
 def full_i32(device: torch.device, count: int, value: int) -> torch.Tensor:
-    """The same value: `[count]` int32."""
+    """Return `[count]` int32 filled with a value."""
     return torch.full((count,), value, dtype=torch.int32, device=device)
 
 
@@ -116,7 +116,7 @@ def full_i32(device: torch.device, count: int, value: int) -> torch.Tensor:
 def strided_block_table(
     device: torch.device, batch: int, length: int, per_sequence: int, per_block: int
 ) -> torch.Tensor:
-    """Block tables `[batch, length]` int32 of `DenseBlocks`."""
+    """Return block tables `[batch, length]` int32 for `DenseBlocks`."""
     rows = torch.arange(batch, dtype=torch.int32, device=device) * per_sequence
     blocks = torch.arange(length, dtype=torch.int32, device=device) * per_block
     return rows.unsqueeze(1) + blocks
@@ -125,9 +125,9 @@ def strided_block_table(
 def choose_packed_tables(
     starts: torch.Tensor, num_columns: int
 ) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """What makes block tables `[num_seqs, num_columns]` and lengths of cu_seqlens, for packed keys as blocks of one.
+    """Return a function from cu_seqlens to block tables `[num_seqs, num_columns]` and lengths, for blocks of one key.
 
-    By one kernel on a device; a compiler that looks on sees PyTorch, and makes a kernel of it itself.
+    On a device one kernel makes both. If a compiler watches, PyTorch does, and the compiler makes a kernel of it.
     """
     batch, device, (stride,) = starts.shape[0] - 1, starts.device, starts.stride()
     columns = arange_i32(device, num_columns, 1)

@@ -1,14 +1,14 @@
-"""What attention kernels take besides tensors and options, as the host makes it: strides, traits, sizes of tiles."""
+"""Parameters of attention kernels that the host makes from a call: strides, traits, and sizes of tiles."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# How a cache is stored: as the query's dtype; as codes that the compiler converts, or, on a device of Nvidia's and to
-# float16, `packed_codes` (HELD_CODES: held); as uint8 codes of float8 e4m3 that are read as a 256th of what they stand
-# for; E4M3_PACKED: the same, on a device of Nvidia's.
+# How a cache is stored. PLAIN_CACHE: in the query's dtype. NATIVE_CODES: as codes that the compiler converts.
+# PACKED_CODES, HELD_CODES: as codes that `packed_codes` converts to float16 on NVIDIA devices. E4M3_BITS: as uint8
+# codes of float8 e4m3, read as a 256th of their values. E4M3_PACKED: the same on NVIDIA devices.
 PLAIN_CACHE, NATIVE_CODES, PACKED_CODES, HELD_CODES, E4M3_BITS, E4M3_PACKED = range(6)
-# Arguments of the kernels that differ from step to step: nothing is compiled for their values.
+# Arguments of kernels that differ from step to step. Kernels are not specialized for their values.
 UNSPECIALIZED = [
     *("num_seqs", "num_tokens", "max_tiles", "max_items", "max_q", "num_splits", "target_items", "extra_items"),
     *("decode_queries", "by_sequence", "key_begin", "num_rows", "top_k", "max_blocks", "max_union", "tree_keys"),
@@ -17,7 +17,7 @@ UNSPECIALIZED = [
 
 
 class Strides(NamedTuple):
-    """Elements from token, head, block and slot to the next, and keys that a row of the tree's mask has bits for."""
+    """Elements between tokens, heads, blocks and slots, and the number of keys in a row of the tree's mask."""
 
     stride_qt: int
     stride_qh: int
@@ -34,10 +34,10 @@ class Strides(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """What kernels are compiled for of a call: which tensors are given, how the cache is stored, and sizes.
+    """The properties of a call for which kernels are compiled: present tensors, cache storage, and sizes.
 
-    HEAD_DIM: columns of a key, or of a part of a latent row's value, behind which are REST more; 0 where values are not
-    the first columns of keys.
+    HEAD_DIM is the number of columns of a key, or of a part of a latent row's value, which is followed by REST more
+    columns. REST is 0 unless values are the first columns of keys.
     """
 
     POSITIONS: bool
@@ -57,9 +57,9 @@ class Traits(NamedTuple):
 
 
 class TileSizes(NamedTuple):
-    """Rows and keys of a tile; powers of two that hold a program's columns of a key and a value, and a group's heads.
+    """Rows and keys of a tile, and powers of two for a program's columns of keys and values and a group's heads.
 
-    BLOCK_R: the REST of a latent row. PARTS: programs that have a part of its value each.
+    BLOCK_R is for the REST of a latent row. PARTS is the number of programs that share a latent row's value.
     """
 
     BLOCK_M: int

@@ -1,7 +1,7 @@
-"""Which keys a query attends to: the predicate's options, and what follows from them.
+"""The predicate: the options that decide which keys a query attends to, and all that follows from them.
 
-Kernels ask `kernels/predicate.py` for attended keys and tiles, the CPU and plans the methods of `Mask`;
-nothing else knows an option but for BOUNDED.
+Kernels use `kernels/predicate.py` to find attended keys and tiles. The CPU path and plans use the methods of `Mask`. No
+other file reads the options, except BOUNDED.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Mask(NamedTuple):
-    """The predicate's options. BOUNDED: a query does not attend to all keys before it."""
+    """The options of the predicate. BOUNDED: a query does not attend to all keys before it."""
 
     window: int
     num_sink_tokens: int
@@ -24,11 +24,14 @@ class Mask(NamedTuple):
     BOUNDED: bool
 
     def is_whole(self, last: int) -> bool:
-        """Whether queries up to position `last` attend to all keys before them, and where not causal behind them."""
+        """Return whether queries up to position `last` attend to all earlier keys (if not causal, later ones too)."""
         return not self.BOUNDED or (self.CAUSAL and last < self.window)
 
     def attended_range(self, first: int, last: int, seq_len: int) -> tuple[int, int, int]:
-        """Keys that queries at positions first to last attend to: [0, sink_end) and [begin, end), as these three."""
+        """Return the keys to which queries at positions first to last attend: [0, sink_end) and [begin, end).
+
+        The result is (sink_end, begin, end).
+        """
         begin, end = 0, min(seq_len, last + 1) if self.CAUSAL else seq_len
         if self.WINDOW:
             begin = max(0, first - self.window + 1)
@@ -39,14 +42,17 @@ class Mask(NamedTuple):
         return min(self.num_sink_tokens, begin), begin, end
 
     def max_tiles(self, queries: int) -> int:
-        """How many tiles the last queries of a sequence attend to at most; any number where nothing bounds them."""
+        """Return the most tiles that the last queries of a sequence attend to.
+
+        A large number if nothing bounds them.
+        """
         if not self.BOUNDED:
             return 1 << 31
-        # The first of the window's keys may be the last one of its tile.
+        # The first key of the window may be the last key of its tile.
         return -(-(self.window + queries - 2) // TILE_KEYS) + 1 + -(-self.num_sink_tokens // TILE_KEYS)
 
     def live(self, t: Any, positions: Any) -> Any:
-        """Which keys at positions t queries attend to, arrays or tensors: `[queries, keys]`."""
+        """Return whether each query attends to the keys at positions t, `[queries, keys]`, for arrays or tensors."""
         p = positions[:, None]
         live = t <= p if self.CAUSAL else (t == t) & (p == p)
         if self.WINDOW:
@@ -56,7 +62,7 @@ class Mask(NamedTuple):
         return live
 
     def attended_tiles(self, positions: np.ndarray, seq_len: int, num_tiles: int, key_begin: int) -> np.ndarray:
-        """Which tiles hold a key from key_begin on that queries at ascending positions may attend to."""
+        """Return which tiles have a key, from key_begin on, to which queries at ascending positions may attend."""
         import numpy as np  # which kernels do without
 
         keys = np.arange(num_tiles * TILE_KEYS)

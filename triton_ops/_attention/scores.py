@@ -1,4 +1,4 @@
-"""What a score is besides scale * q.k; `kernels/scores.py` has it in kernels."""
+"""Modifiers of a score besides scale * q.k, on the CPU. `kernels/scores.py` has them in kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Terms(NamedTuple):
-    """The options that change a score; PLAIN: none of them is given. NEGATIVE: scale is below 0."""
+    """The options that change a score. PLAIN: no option is set. NEGATIVE: scale is below 0."""
 
     softcap: float
     SOFTCAP: bool
@@ -17,7 +17,10 @@ class Terms(NamedTuple):
     NEGATIVE: bool
 
     def apply(self, score: torch.Tensor, distance: torch.Tensor, alibi_slopes: torch.Tensor | None) -> torch.Tensor:
-        """Modifies scores `[num_heads, queries, keys]`, scale * q.k, in place; distance: key less query position."""
+        """Modify scores `[num_heads, queries, keys]`, scale * q.k, in place.
+
+        Distance: key position minus query position.
+        """
         if self.SOFTCAP:
             score = score.div_(self.softcap).tanh_().mul_(self.softcap)
         if alibi_slopes is not None:

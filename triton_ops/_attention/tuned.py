@@ -1,4 +1,4 @@
-"""Constants that a sweep on a device chose, each with its reason; written by `python benchmarks/sweep.py --write`."""
+"""Constants that a sweep on a device chose, each with its reason. `python benchmarks/sweep.py --write` writes them."""
 
 from __future__ import annotations
 

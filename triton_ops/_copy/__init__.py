@@ -1,1 +1,1 @@
-"""Moves rows of bytes between tensors: what the gather, scatter, copy and join operators share."""
+"""Code that the gather, scatter, copy and join operators share. It moves rows of bytes between tensors."""

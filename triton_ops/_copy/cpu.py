@@ -1,4 +1,4 @@
-"""The moves in PyTorch on CPU tensors: one parallel call per tensor, in 16-byte elements where rows allow."""
+"""Moves of rows with PyTorch on CPU tensors, in one parallel call for each tensor, by 16 bytes if rows allow it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 _SLAB_BYTES = 1 << 20
 _ROWS_A_RUN = 16
 _COPY_BYTES = (1 << 20, 1 << 24)
-_FEW_BYTES, _FEW_ROWS = 1 << 14, 32  # what is moved and looked through faster than its views and bounds are made
-# None, which the dispatcher lets pass, has no attributes; an empty index has no bounds.
+_FEW_BYTES, _FEW_ROWS = 1 << 14, 32  # up to here, copying all is faster than making views or bounds
+# None has no attributes, and the dispatcher lets it pass. An empty index has no bounds.
 _REFUSALS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 QUICK_BYTES = 32 << 20
-"""From here on glibc maps fresh memory for every result, and `empty` is worth its calls."""
+"""From this size on, glibc maps new memory for every result, and `empty` pays off."""
 
 _HUGE_FROM = 4 << 20
 _PAGE = 4096
@@ -43,7 +43,10 @@ _madvise = _find_madvise()
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`torch.empty`; large on the CPU, of huge pages if granted: faulting 64 MB in takes several times its copy."""
+    """Return `torch.empty`, on the CPU with huge pages for large tensors if the system grants them.
+
+    Page faults for 64 MB take several times as long as copying them.
+    """
     tensor = torch.empty(shape, dtype=dtype, device=device)
     size = tensor.untyped_storage().nbytes()
     if _madvise is not None and tensor.is_cpu and size >= _HUGE_FROM:
@@ -53,14 +56,17 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in a plain dtype of its element size, since indexing does not know every dtype."""
+    """Return a view of the tensor in a plain dtype of its element size: indexing does not support every dtype."""
     return tensor.view(_BITS[tensor.dtype.itemsize])
 
 
 def _as_matrices(
     source: torch.Tensor, target: torch.Tensor, leading: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Both tensors as `[rows, units]` of their widest common unit; None where rows are no contiguous, even grid."""
+    """Return both tensors as `[rows, units]` of their widest common unit.
+
+    None if rows are not a regular contiguous grid.
+    """
     itemsize = source.dtype.itemsize
     width = math.prod(source.shape[leading[0] :])
     offsets = int(source.storage_offset() * itemsize) | int(target.storage_offset() * itemsize)
@@ -86,11 +92,11 @@ def _as_matrices(
 
 
 def quick_gather(cache: torch.Tensor, leading: int, index: torch.Tensor) -> torch.Tensor | None:
-    """The fast path of a gather, in as few calls as can be: a contiguous cache and a small result; else None.
+    """Gather with few calls, if the cache is contiguous and the result small; return None otherwise.
 
-    What a call does before it copies counts: between two of them a model has run, and neither the code nor the objects
-    of the last call are left in the processor's caches. `index_select` checks the range of an index by itself; what it
-    refuses, the long way serves or refuses by name.
+    The work before the copy counts, because a model has run between two calls and evicted the code and objects of the
+    last call from the processor's caches. `index_select` checks the range of an index. If it refuses the index, the
+    general path computes the result or raises an error with names.
     """
     try:
         if cache.requires_grad or not cache.is_contiguous() or cache.dim() < 2 or index.dim() != 1:
@@ -104,16 +110,16 @@ def quick_gather(cache: torch.Tensor, leading: int, index: torch.Tensor) -> torc
 
 
 def fits(source: torch.Tensor, cache: torch.Tensor, leading: int, index: torch.Tensor) -> bool:
-    """Whether a source is one row of the cache per entry of the index, and no gradient is expected."""
+    """Return whether a source has one row of the cache for each entry of the index, and needs no gradient."""
     if source is None or cache is None or index is None or source.dtype != cache.dtype:
         return False
     return source.shape == index.shape + cache.shape[leading:] and not (source.requires_grad or cache.requires_grad)
 
 
 def quick_scatter(source: torch.Tensor, cache: torch.Tensor, leading: int, index: torch.Tensor) -> bool:
-    """The fast path of a scatter between contiguous tensors; False, and nothing done, where it does not apply."""
+    """Scatter between contiguous tensors with few calls; return False, with nothing done, if that is not possible."""
     try:
-        # A copy would take a source of another shape for one to be repeated.
+        # A copy would broadcast a source of another shape.
         if not fits(source, cache, leading, index) or source.dim() < 2:
             return False
         if not (source.is_contiguous() and cache.is_contiguous() and index.dim() == 1):
@@ -130,7 +136,7 @@ def quick_scatter(source: torch.Tensor, cache: torch.Tensor, leading: int, index
             low, high = (int(bound) for bound in torch.aminmax(index))
         if low < 0 or high >= target.shape[0]:
             return False
-        # A plain copy moves wider vectors, which shows where neither calls nor memory are the limit.
+        # A plain copy moves wider vectors, which matters if neither calls nor memory are the limit.
         one_run = high - low + 1 == index.shape[0] and _COPY_BYTES[0] <= rows.nbytes < _COPY_BYTES[1]
         if one_run and torch.equal(index, torch.arange(low, high + 1)):
             target[low : high + 1].copy_(rows)
@@ -142,7 +148,7 @@ def quick_scatter(source: torch.Tensor, cache: torch.Tensor, leading: int, index
 
 
 def gather_rows(source: torch.Tensor, leading: int, index: torch.Tensor, target: torch.Tensor, lowest: int) -> None:
-    """target[i] = row index[i] of source, zeros where it is negative; a `lowest` entry of 0 or more saves looking."""
+    """Set target[i] to row index[i] of source, or zeros if it is negative. `lowest` >= 0: no index is negative."""
     if not target.numel():
         return
     if lowest < 0:
@@ -164,7 +170,7 @@ def gather_rows(source: torch.Tensor, leading: int, index: torch.Tensor, target:
 
 
 def scatter_rows(source: torch.Tensor, target: torch.Tensor, leading: int, index: torch.Tensor, lowest: int) -> None:
-    """Row index[i] of target = source[i], nothing where it is negative; arguments as in `gather_rows`."""
+    """Set row index[i] of target to source[i], or skip it if it is negative. Arguments are as in `gather_rows`."""
     if not source.numel():
         return
     if lowest < 0:
@@ -172,7 +178,7 @@ def scatter_rows(source: torch.Tensor, target: torch.Tensor, leading: int, index
         if not kept.numel():
             return
         first, last = int(kept[0]), int(kept[-1]) + 1
-        if last - first == kept.numel():  # padding before or behind: no copy of what is left
+        if last - first == kept.numel():  # padding only at the ends: no copy of the rest
             source, index = source[first:last], index[first:last]
         else:
             source, index = as_bits(source)[kept].view(source.dtype), index[kept]
@@ -188,7 +194,7 @@ def scatter_rows(source: torch.Tensor, target: torch.Tensor, leading: int, index
 
 
 def copy_rows(cache: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.Tensor, lowest: tuple[int, int]) -> None:
-    """cache[target_ids[i]] = cache[source_ids[i]], through a buffer that stays in the processor's cache."""
+    """Set cache[target_ids[i]] = cache[source_ids[i]], through a buffer that fits in the processor's cache."""
     if not cache.numel():
         return
     slab = max(1, _SLAB_BYTES // row_bytes(cache))
@@ -208,7 +214,7 @@ def join_sequences(
     query_start_loc: list[int],
     out: torch.Tensor,
 ) -> None:
-    """Joins sequence by sequence: whole blocks, the cached part of the next one, then the new rows."""
+    """Join rows sequence by sequence: whole blocks, the cached part of the next block, then the new rows."""
     block_size, begin = cache.shape[1], 0
     is_contiguous = cache.is_contiguous()
     for s, length in enumerate(seq_lens):
@@ -235,10 +241,10 @@ def join_sequences(
 
 
 def join_rows(cache: torch.Tensor, new: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
-    """out[i] = slot rows[i] of cache, row -2 - rows[i] of new, or zeros at -1.
+    """Set out[i] to slot rows[i] of cache, to row -2 - rows[i] of new, or to zeros at -1.
 
-    Long runs of one origin are gathered straight into their place. Short ones are gathered from the cache as if all
-    rows came from there, and the new ones written over.
+    Long runs of one origin are gathered directly into place. Otherwise all rows are gathered from the cache, and then
+    the new rows overwrite theirs.
     """
     kind = rows.clamp(-2, 0)
     edges = torch.nonzero(kind.diff()).squeeze(1).add_(1).tolist()

@@ -1,4 +1,4 @@
-"""Launches the kernel that moves rows of several tensors at once."""
+"""Launches of the kernel that moves rows of several tensors at once."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from .._triton import INTERPRET, require_triton
 from .layout import MAX_OUTER, row_layout
 
 MAX_TENSORS = 8
-"""Tensors a launch: each adds a branch to the kernel, and a compiled variant per combination of units."""
+"""Maximum number of tensors in a launch. Each adds a branch to the kernel, and compiled variants for its units."""
 
 TILE_UNITS = 8192 if INTERPRET else 1024
-"""Units a program: eight for each of 128 threads, four 16-byte vectors, so that loads are in flight before the first
-store. Sixteen single bytes a thread and more cost so many addresses that registers spill."""
+"""Units moved by a program: eight for each of 128 threads, or four 16-byte vectors.
+
+So all loads are issued before the first store. With sixteen or more single bytes for each thread, addresses take so
+many registers that they spill.
+"""
 
 NUM_WARPS = 4
 
 
 def tile_of(width: int, unit: int) -> tuple[int, int]:
-    """Rows of a tile, and columns: the largest power of two that wastes at most an eighth of a row's last tile."""
+    """Return rows and columns of a tile. Columns: the largest power of two that wastes at most an eighth of a row."""
     cols = min(next_power_of_2(width), TILE_UNITS)
     while cols * unit > 512 and -(-width // cols) * cols > width + width // 8:
         cols //= 2
@@ -43,11 +46,18 @@ def launch_move_rows(
     target_index: torch.Tensor | None = None,
     extras: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    """Copies row source_index[i] of each source to row target_index[i] of the target in the same place, other memory.
+    """Copy row source_index[i] of each source to row target_index[i] of the target at the same place in `targets`.
 
-    Indices are `[num_rows]`, None for 0, 1, 2 and so on. A source index reads zeros at -1, and at -2 and below row
-    -2 - index of the `extras`, by their first dimension; a negative target index writes nothing. `leading`: for sources
-    and for targets 1, when an index counts their first dimension, or 2, when it counts slots. `op` is for errors.
+    Args:
+        op: Name of the operator, for errors.
+        sources: Tensors to read.
+        targets: Tensors to write, in other memory.
+        leading: For sources and for targets, 1 if an index counts the first dimension, 2 if it counts slots.
+        num_rows: Length of the indices.
+        source_index: `[num_rows]`; None: 0, 1, 2, ... An entry of -1 reads zeros. An entry of -2 or below reads row -2
+            - entry of the `extras`.
+        target_index: `[num_rows]`; None: 0, 1, 2, ... A negative entry writes nothing.
+        extras: Tensors whose first dimension counts rows.
     """
     require_triton(op)
     assert source_index is None or source_index.is_contiguous()
@@ -73,15 +83,15 @@ _Work = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class _Move(NamedTuple):
-    """One launch, as far as shapes, strides and the lowest bits of addresses tell."""
+    """One launch, as determined by shapes, strides and the lowest bits of addresses."""
 
     launch: Launch
-    dtypes: tuple[Any, ...]  # triton's integer type that each tensor is taken for
-    reinterpret: Callable[..., Any]  # triton's
+    dtypes: tuple[Any, ...]  # the integer type of triton for each tensor
+    reinterpret: Callable[..., Any]  # triton's function
 
 
 def _lowest_bits(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """What layouts are chosen by: how far each address is behind a multiple of 16 bytes."""
+    """Return the distance of each address from a multiple of 16 bytes, which decides between layouts."""
     return tuple([tensor.data_ptr() & 15 for tensor in tensors])
 
 
@@ -89,7 +99,7 @@ _moves: LaunchCache[list[_Move]] = LaunchCache(_lowest_bits)
 
 
 def _split(source: torch.Tensor, extra: torch.Tensor, target: torch.Tensor, leading: tuple[int, int]) -> list[_Work]:
-    """The tensors themselves, or slices of them where a row has more strided dimensions than the kernel takes."""
+    """Return the tensors, or slices of them if a row has more strided dimensions than the kernel supports."""
     extra_leading = 1 if extra is not source else leading[0]
     layout = row_layout((source, extra, target), (leading[0], extra_leading, leading[1]))
     if len(layout.sizes) <= MAX_OUTER:

@@ -1,4 +1,4 @@
-"""How the rows of two strided tensors line up, in the widest unit that both can be moved in."""
+"""The layout of rows of strided tensors in the widest unit in which all of them can be moved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_OUTER = 3
 
 
 class Address(NamedTuple):
-    """Where row `i` of a tensor begins: (i // block_size) * block + (i % block_size) * slot, in grains."""
+    """The address of row `i` of a tensor: (i // block_size) * block + (i % block_size) * slot, in grains."""
 
     block_size: int
     block: int
@@ -19,17 +19,17 @@ class Address(NamedTuple):
 
 
 class RowLayout(NamedTuple):
-    """A row as `outer` nested strides around `inner` contiguous grains; every number counts grains."""
+    """A row as `outer` nested strides around `inner` contiguous grains. Every number counts grains."""
 
     grain: int  # bytes, a power of two up to 16 that divides every address, stride and size
-    inner: int  # grains that are contiguous in all tensors
+    inner: int  # number of grains that are contiguous in all tensors
     sizes: tuple[int, ...]  # of the outer dimensions, innermost first
     addresses: tuple[Address, ...]  # one per tensor
-    strides: tuple[tuple[int, ...], ...]  # per tensor those of the outer dimensions, innermost first
+    strides: tuple[tuple[int, ...], ...]  # for each tensor, strides of the outer dimensions, innermost first
 
 
 def address_of(tensor: torch.Tensor, leading: int) -> Address:
-    """Address of the rows under the first `leading` (1 or 2) dimensions, in elements."""
+    """Return the address of rows behind the first `leading` (1 or 2) dimensions, in elements."""
     if leading == 1:
         return Address(1, tensor.stride(0), 0)
     num_blocks, block_size = tensor.shape[:2]
@@ -40,7 +40,7 @@ def address_of(tensor: torch.Tensor, leading: int) -> Address:
 
 
 def row_layout(tensors: tuple[torch.Tensor, ...], leading: tuple[int, ...]) -> RowLayout:
-    """Lines up rows, none empty, of the same shape and dtype behind 1 or 2 `leading` dimensions of each tensor."""
+    """Return the common layout of rows, none empty, of one shape and dtype, behind the `leading` dimensions of each."""
     itemsize = tensors[0].dtype.itemsize
     shape = tensors[0].shape[leading[0] :]
     strides = [t.stride()[lead:] for t, lead in zip(tensors, leading, strict=True)]
@@ -72,5 +72,5 @@ def row_layout(tensors: tuple[torch.Tensor, ...], leading: tuple[int, ...]) -> R
 
 
 def row_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of one row behind the first dimension."""
+    """Return the number of bytes of one row behind the first dimension."""
     return math.prod(tensor.shape[1:]) * tensor.dtype.itemsize

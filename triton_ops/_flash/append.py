@@ -154,7 +154,7 @@ class Append:
         self._is_code = k.dtype == torch.float8_e4m3fn
         self._is_scaled = is_quantized and not self._is_code
         self._sees_ahead = options.causal or max(options.window) >= 0
-        # Queries stand where the new keys do.
+        # Queries have the positions of the new keys.
         self._together = starts is None and known(count == keys.max_queries) and query.shape[0] == self._total
         self._together = self._together and (self._sees_ahead or count == 1)
         self._is_fused = rotary is not None and self._together and v.shape == k.shape and not self._is_code
@@ -197,7 +197,7 @@ class Append:
                 nth = token - keys.starts.index_select(0, sequence) if self._sees_ahead else 0
                 angles = rotary.angles(sequence, nth)
             query = rotary.turned(query, angles)
-        if self._is_code:  # as it is, whatever it is multiplied by
+        if self._is_code:  # stored unchanged, without its scale
             codes = [x.view(torch.uint8) for x in (k, v, *caches[:2])]
             scatter_slots_list(codes[:2], codes[2:], slots)
         else:

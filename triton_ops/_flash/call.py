@@ -90,7 +90,7 @@ def run_chosen(
         if not may_cache_tensors(on_gpu):
             return choose(options, *values)(*values)
         given = [tensor for tensor in values if tensor is not None]
-        types = tuple(map(type, values))  # which are None, for one
+        types = tuple(map(type, values))  # some may be None
         where = (current_device(), current_stream()) if on_gpu else None
         kind = (choose, options, types, debug_mode_enabled(), where)
         run = _chosen.lookup(kind, given)

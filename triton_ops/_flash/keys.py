@@ -1,7 +1,7 @@
-"""Keys and values of a batch as operators take them, and the same seen in another order: by chunks, from the end.
+"""Keys and values of a batch as operators take them, and functions that reorder keys: in chunks, or from the end.
 
-What masks and paddings FlashAttention has beside a window needs no operator of its own: a block table says which keys a
-sequence has, in which order. Where they do not lie at blocks' begins, smaller blocks are seen in the same memory.
+FlashAttention's masks and paddings, except windows, need no operator of their own: a block table selects the keys of a
+sequence and their order. Unaligned keys are viewed with a smaller block size.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ class PagedKV(NamedTuple):
     """Keys and values as the operators take them, and the batch that reads them.
 
     Attributes:
-        key_cache, value_cache: Of blocks.
-        tables: `[batch, max_blocks]`.
-        lens: `[batch]`, keys of each sequence.
-        starts: `[batch + 1]`, where its queries begin.
-        max_queries: Of a sequence, at most.
-        max_keys: Of a sequence, at most; None: what the tables hold.
+        key_cache: Cache of keys, in blocks.
+        value_cache: Cache of values, in blocks.
+        tables: Block tables, `[batch, max_blocks]`.
+        lens: `[batch]`, number of keys of each sequence.
+        starts: `[batch + 1]`, start of each sequence's queries.
+        max_queries: Upper bound for a sequence's queries.
+        max_keys: Upper bound for a sequence's keys. None: the size of the tables.
         fewer_keys: Whether a sequence may have fewer keys than queries.
-        plan: Made for these tables and lengths; None: operators make their own.
+        plan: A plan for these tables and lengths. None: operators make their own.
     """
 
     key_cache: torch.Tensor
@@ -43,12 +44,12 @@ class PagedKV(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """How many keys a sequence's table holds."""
+        """Number of keys that a sequence's table holds."""
         return self.tables.shape[1] * self.key_cache.shape[1]
 
     @property
     def longest(self) -> int:
-        """The largest number of keys that a sequence may have."""
+        """Maximum number of keys of a sequence."""
         return self.capacity if self.max_keys is None else self.max_keys
 
 

@@ -22,11 +22,11 @@ class Row(NamedTuple):
 
     Attributes:
         operator: The operator, as in `torch.ops.pc`.
-        case: What is special about the call.
-        error: The largest difference from the formula; infinite where a result has a wrong shape or is no number.
-        allowed: The largest difference that rounding explains; 0 where bytes must be equal.
-        seconds: How long the calls took, compilation included.
-        problem: What is wrong; empty where nothing is.
+        case: A description of the call.
+        error: The largest difference from the formula; infinite if a result has a wrong shape or is NaN.
+        allowed: The largest difference that rounding explains; 0 if bytes must be equal.
+        seconds: Time of the calls, with compilation.
+        problem: The fault; empty if there is none.
 
     Examples:
         >>> from pc.check import Row
@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether the kernel gives what the formula gives."""
+        """Whether the kernel's result agrees with the formula's."""
         return not self.problem
 
 
@@ -64,13 +64,13 @@ def check_kernels(
 
     Args:
         device: The device whose kernels are checked.
-        small: Checks only what a model with such attention layers launches.
-        uses: With `small`, what for: some of `USES`.
-        only: Checks only cases whose name, "operator: case", contains this.
+        small: Check only the kernels that a model with these attention layers launches.
+        uses: With `small`, the purposes to check: some of `USES`.
+        only: Check only cases whose name, "operator: case", contains this text.
         advance: Called with the name of each case before it runs.
 
     Returns:
-        A row for each case. A case that raises has the error as its problem; those after it still run.
+        A row for each case. If a case raises, its row has the error as problem, and later cases still run.
     """
     cases: Iterable[Case] = all_cases(wide=not INTERPRET and device.type != "cpu")
     if small is not None:
