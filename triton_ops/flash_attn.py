@@ -1,11 +1,12 @@
-"""FlashAttention's interface on this package's operators: its three functions, forward only.
+"""FlashAttention's interface on this package's operators: its functions, forward only.
 
-Names, shapes and meanings are those of FlashAttention 2.8 (https://github.com/Dao-AILab/flash-attention) in its order,
-and by name those that FlashAttention 3 and its forks for serving add. Queries go to the operators packed, keys and
-values as blocks of a cache: dense ones as views, by block tables that their sizes tell (`_attention/dense.py`).
+Names, shapes and meanings are those of FlashAttention 2.8 (https://github.com/Dao-AILab/flash-attention), in its order.
+Arguments that FlashAttention 3 and its forks for serving add are keyword-only. Operators get queries packed, and keys
+and values as blocks of a cache. Dense keys and values are viewed as blocks, with block tables that depend only on their
+sizes (`_attention/dense.py`).
 
-The metadata of a call decide views, tables and the operator. They are chosen once for calls of a kind: `_choose_...`
-below return what runs such a call.
+The metadata of a call decide views, tables and the operator. These are chosen once for all calls of a kind: each
+`_choose_...` function below returns a function that runs such a call.
 """
 
 from __future__ import annotations
@@ -75,9 +76,9 @@ def _options(
     attention_chunk: int,
     dropout_p: float = 0.0,
 ) -> tuple[Any, ...]:
-    """Return the fields of FlashOptions as a tuple that has a hash; calls of a kind make FlashOptions once."""
+    """Return the fields of FlashOptions as a hashable tuple. FlashOptions is made once for all calls of a kind."""
     if dropout_p:
-        raise bad_argument("dropout_p", dropout_p, "0: there is no dropout, this is forward only")
+        raise bad_argument("dropout_p", dropout_p, "0, because only the forward pass is computed")
     if attention_chunk:
         attention_chunk = bound("attention_chunk", attention_chunk) or 0
     if type(window_size) is not tuple:
@@ -115,50 +116,54 @@ def flash_attn_func(
     return_softmax_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> Any:
-    """Attention of a batch of sequences of one length, as FlashAttention's `flash_attn_func`; forward only.
+    """Compute attention for a batch of sequences of one length, like FlashAttention's `flash_attn_func`; forward only.
 
-    The query at index i stands at position p = i + seqlen_k - seqlen_q (the mask begins at the bottom right) and
-    attends to keys p - window_size[0] to p + window_size[1], -1 being no bound; causal is window_size[1] = 0. A row
-    with nothing to attend to gives 0 and lse -inf.
+    The query with index i has position p = i + seqlen_k - seqlen_q (the mask is aligned to the bottom right). It
+    attends to keys p - window_size[0] to p + window_size[1]. -1 means no bound, and causal means window_size[1] = 0. A
+    row without keys gives 0 and lse -inf.
 
-    k and v are read where they are, whatever their strides, if their last dimension is contiguous; they are copied
-    where one has its heads before its tokens and the other behind, in a batch of several sequences.
+    k and v are read in place with any strides, if their last dimension is contiguous. They are copied if there are
+    several sequences and only one of the two has its heads before its tokens.
 
     Args:
-        q: `[batch, seqlen_q, num_heads, head_dim]`, float16, bfloat16, float32, or float8_e4m3fn (out is bfloat16).
+        q: `[batch, seqlen_q, num_heads, head_dim]`, float16, bfloat16, float32, or float8_e4m3fn (out is then
+            bfloat16).
         k: `[batch, seqlen_k, num_kv_heads, head_dim]`, the same dtype; or float8_e4m3fn or int8.
-        v: Like k; its head_dim may be another.
-        dropout_p: 0; refused otherwise.
-        softmax_scale: Factor on q.k; None: head_dim ** -0.5.
-        causal: Whether a query sees no key behind its own position.
-        window_size: How many keys before and behind its position a query sees.
-        softcap: A score becomes softcap * tanh(score / softcap) when positive.
-        alibi_slopes: `[num_heads]`, or `[batch, num_heads]` of each sequence, which are attended to one by one then;
-            adds -slope * abs(t - p) to the score of key t. Queries that see keys behind them take two passes.
-        deterministic: Heeded as it is: the same bits for the same call.
-        return_attn_probs: Whether to return (out, lse, an empty tensor), as FlashAttention 2 without dropout.
-        s_aux: `[num_heads]`, a learned logit per head that joins the softmax's denominator (attention sinks).
-        q_descale: `[batch, num_kv_heads]`, what a quantized q is multiplied by; ignored for others.
+        v: Like k, but its head_dim may differ.
+        dropout_p: Must be 0.
+        softmax_scale: Factor on q.k. None: head_dim ** -0.5.
+        causal: Whether a query attends to no key after its position.
+        window_size: Number of keys before and after its position that a query attends to.
+        softcap: If positive, a score becomes softcap * tanh(score / softcap).
+        alibi_slopes: `[num_heads]`, or `[batch, num_heads]` with slopes for each sequence, which then takes one call
+            for each. Adds -slope * abs(t - p) to the score of key t. If queries attend to later keys, this takes two
+            passes.
+        deterministic: No effect: the same call always gives the same bits.
+        return_attn_probs: Whether to return (out, lse, an empty tensor), like FlashAttention 2 without dropout.
+        s_aux: `[num_heads]`, a learned logit for each head that is added to the softmax's denominator (attention
+            sinks).
+        q_descale: `[batch, num_kv_heads]`, factor of a quantized q; ignored for other dtypes.
         k_descale: The same for k.
         v_descale: The same for v.
-        qv: `[batch, seqlen_q, num_heads, head_dim of v]`, a second part of the queries, for MLA: a score is
-            softmax_scale * (q.k + qv.v), by default (head_dim + head_dim of v) ** -0.5. For one KV head, without
-            window, alibi_slopes or s_aux, not quantized; rows that hold v and behind it k are read where they are.
-        attention_chunk: When positive, a query sees keys of its own chunk of so many positions alone.
-        num_splits: Without effect, as are pack_gqa and sm_margin: how the work is split is chosen here.
-        pack_gqa: Without effect.
-        sm_margin: Without effect.
+        qv: `[batch, seqlen_q, num_heads, head_dim of v]`, a second part of the queries, for MLA. A score is
+            softmax_scale * (q.k + qv.v), by default (head_dim + head_dim of v) ** -0.5. It needs one KV head and
+            excludes window, alibi_slopes, s_aux and quantization. If v and k are in one row, in this order, they are
+            read in place.
+        attention_chunk: If positive, a query attends only to keys in its own chunk of this many positions.
+        num_splits: No effect, like pack_gqa and sm_margin: this package decides how the work is split.
+        pack_gqa: No effect.
+        sm_margin: No effect.
         return_softmax_lse: Whether to return (out, lse).
-        out: `[batch, seqlen_q, num_heads, head_dim of v]`, written to and returned.
+        out: `[batch, seqlen_q, num_heads, head_dim of v]`, which is written to and returned.
 
     Returns:
-        out `[batch, seqlen_q, num_heads, head_dim of v]`; with the lse `[batch, num_heads, seqlen_q]` float32, natural
-        logarithms with sinks included, where asked for.
+        out `[batch, seqlen_q, num_heads, head_dim of v]`. If asked for, also the lse `[batch, num_heads, seqlen_q]`
+        float32, a natural logarithm that includes sinks.
 
     Raises:
-        TypeError: An argument of a wrong type or dtype.
-        ValueError: A wrong shape or device, or an option that is not served.
-        RuntimeError: A tensor that requires grad while grad mode is on.
+        TypeError: An argument has a wrong type or dtype.
+        ValueError: A shape or device is wrong, or an option is not supported.
+        RuntimeError: A tensor requires grad while grad mode is on.
 
     Examples:
         >>> from pc.flash_attn import flash_attn_func
@@ -235,34 +240,33 @@ def flash_attn_varlen_func(
     return_softmax_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> Any:
-    """Attention of packed sequences, as FlashAttention's `flash_attn_varlen_func` and vLLM's; forward only.
+    """Compute attention for packed sequences, like FlashAttention's `flash_attn_varlen_func` and vLLM's; forward only.
 
-    Masks, refusals and the arguments that are not explained here are those of `flash_attn_func`.
+    Masks, errors and arguments that are not explained here are those of `flash_attn_func`.
 
     Args:
-        q: `[total_q, num_heads, head_dim]`, sequences one behind the other; rows past the last one give 0.
-        k: `[total_k, num_kv_heads, head_dim]`, read where it is; with block_table
-            `[num_blocks, block_size, num_kv_heads, head_dim]`, a paged cache of any block size and strides.
+        q: `[total_q, num_heads, head_dim]`, one sequence after another. Rows after the last sequence give 0.
+        k: `[total_k, num_kv_heads, head_dim]`, read in place; with block_table `[num_blocks, block_size, num_kv_heads,
+            head_dim]`, a paged cache with any block size and strides.
         v: Like k.
-        cu_seqlens_q: `[batch + 1]` int32, where each sequence's queries begin.
-        cu_seqlens_k: `[batch + 1]` int32, the same for keys; with block_table only their differences count. None if
+        cu_seqlens_q: `[batch + 1]` int32, start of each sequence's queries.
+        cu_seqlens_k: `[batch + 1]` int32, the same for keys. With block_table only their differences count. None if
             seqused_k and block_table are given.
-        max_seqlen_q: Upper bound of a sequence's queries; None: all of them. A tensor is read, which synchronizes.
+        max_seqlen_q: Upper bound for a sequence's queries. None: all queries. Reading a tensor synchronizes.
         max_seqlen_k: The same for keys.
         block_table: `[batch, max_blocks]` int32, block numbers of each sequence.
-        seqused_q: `[batch]` int32, how many of each sequence's queries count, from its first on; others give 0 and lse
-            -inf.
-        seqused_k: `[batch]` int32, how many keys of each sequence count, instead of cu_seqlens_k's differences.
-        scheduler_metadata: A plan of `get_scheduler_metadata`; one that does not fit has no effect, as has fa_version.
-        out: `[total_q, num_heads, head_dim of v]`, written to and returned.
+        seqused_q: `[batch]` int32, number of first queries of each sequence that count. Others give 0 and lse -inf.
+        seqused_k: `[batch]` int32, number of keys of each sequence, instead of cu_seqlens_k's differences.
+        scheduler_metadata: A plan of `get_scheduler_metadata`. A plan that does not fit has no effect, like fa_version.
+        out: `[total_q, num_heads, head_dim of v]`, which is written to and returned.
 
     Returns:
-        out `[total_q, num_heads, head_dim of v]`; with the lse `[num_heads, total_q]` float32 where asked for.
+        out `[total_q, num_heads, head_dim of v]`. If asked for, also the lse `[num_heads, total_q]` float32.
 
     Raises:
-        TypeError: An argument of a wrong type or dtype.
-        ValueError: A wrong shape or device, or an option that is not served.
-        RuntimeError: A tensor that requires grad while grad mode is on.
+        TypeError: An argument has a wrong type or dtype.
+        ValueError: A shape or device is wrong, or an option is not supported.
+        RuntimeError: A tensor requires grad while grad mode is on.
 
     Examples:
         >>> from pc.flash_attn import flash_attn_varlen_func
@@ -389,50 +393,51 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     out: torch.Tensor | None = None,
 ) -> Any:
-    """Attention over a cache that new keys and values are written to first, as `flash_attn_with_kvcache`.
+    """Write new keys and values to a cache and attend to it, like FlashAttention's `flash_attn_with_kvcache`.
 
-    New keys go to positions cache_seqlens, cache_seqlens + 1, ... of their sequences, rotated there if rotary_cos is
-    given; queries are rotated as if they were there too where causal or in a window, all at cache_seqlens otherwise. No
-    value on the device is read, so that the call can be captured in a CUDA graph. Masks, refusals and the arguments
-    that are not explained here are those of `flash_attn_func`.
+    New keys go to positions cache_seqlens, cache_seqlens + 1, ... of their sequences. If rotary_cos is given, they are
+    rotated for these positions. Queries are then rotated too: for the same positions if causal or in a window,
+    otherwise all for cache_seqlens. No value on the device is read, so a CUDA graph can capture the call. Masks, errors
+    and arguments that are not explained here are those of `flash_attn_func`.
 
     Args:
         q: `[batch, seqlen_q, num_heads, head_dim]`; with cu_seqlens_q `[total_q, num_heads, head_dim]`.
-        k_cache: `[batch of the cache, seqlen_cache, num_kv_heads, head_dim]`, or with block_table
-            `[num_blocks, block_size, num_kv_heads, head_dim]`; any strides with a contiguous last dimension. The dtype
-            of q, or float8_e4m3fn or int8 with k_descale.
-        v_cache: Like k_cache; its head_dim may be another.
-        k: `[batch, seqlen_new, num_kv_heads, head_dim]`, new keys to be written; with cu_seqlens_k_new
-            `[total_new, num_kv_heads, head_dim]`.
+        k_cache: `[batch of the cache, seqlen_cache, num_kv_heads, head_dim]`, or with block_table `[num_blocks,
+            block_size, num_kv_heads, head_dim]`; any strides with a contiguous last dimension. It has the dtype of q,
+            or float8_e4m3fn or int8 with k_descale.
+        v_cache: Like k_cache, but its head_dim may differ.
+        k: `[batch, seqlen_new, num_kv_heads, head_dim]`, new keys to write; with cu_seqlens_k_new `[total_new,
+            num_kv_heads, head_dim]`.
         v: Like k.
         rotary_cos: `[max_positions, rotary_dim / 2]`, cosines; only with k.
-        rotary_sin: The same of sines.
-        cache_seqlens: `[batch]` int32 or one int, keys in the cache before this call; None: the cache is full.
-        cache_batch_idx: `[batch]` int32, which sequence of a dense cache, or which row of block_table, is each of the
-            batch; None: in order.
-        cache_leftpad: `[batch]` int32, where a sequence begins in the cache; None: at 0.
-        block_table: `[batch, max_blocks]` int32, block numbers of each sequence; -1: nothing there. More rows than the
-            batch with cache_batch_idx.
+        rotary_sin: The same for sines.
+        cache_seqlens: `[batch]` int32 or one int, number of keys in the cache before this call. None: the cache is
+            full.
+        cache_batch_idx: `[batch]` int32, the sequence of a dense cache, or the row of block_table, for each sequence of
+            the batch. None: in order.
+        cache_leftpad: `[batch]` int32, start of each sequence in the cache. None: 0.
+        block_table: `[batch, max_blocks]` int32, block numbers of each sequence; -1: no block. With cache_batch_idx it
+            may have more rows than the batch.
         rotary_interleaved: Whether pairs of features are (2i, 2i + 1); otherwise (i, i + rotary_dim / 2).
-        page_table: Another name of block_table.
-        cu_seqlens_q: `[batch + 1]` int32, where each sequence's queries begin in a packed q.
-        max_seqlen_q: Upper bound of a packed sequence's queries; None: all of them.
-        cu_seqlens_k_new: `[batch + 1]` int32, where each sequence's new keys begin in a packed k.
-        rotary_seqlens: `[batch]` int32, positions of the first new tokens for the rotation; None: cache_seqlens.
-        k_descale: `[batch, num_kv_heads]`, what a quantized k_cache is multiplied by; new keys are stored divided by
-            it, and with them it may not differ between sequences.
+        page_table: Another name for block_table.
+        cu_seqlens_q: `[batch + 1]` int32, start of each sequence's queries in a packed q.
+        max_seqlen_q: Upper bound for a packed sequence's queries. None: all queries.
+        cu_seqlens_k_new: `[batch + 1]` int32, start of each sequence's new keys in a packed k.
+        rotary_seqlens: `[batch]` int32, positions of the first new tokens for the rotation. None: cache_seqlens.
+        k_descale: `[batch, num_kv_heads]`, factor of a quantized k_cache. New keys are divided by it; with new keys it
+            must be the same for all sequences.
         v_descale: The same for v_cache.
-        scheduler_metadata: A plan of `get_scheduler_metadata`; one that does not fit has no effect.
-        out: Like the result, written to and returned.
+        scheduler_metadata: A plan of `get_scheduler_metadata`. A plan that does not fit has no effect.
+        out: A tensor like the result, which is written to and returned.
 
     Returns:
-        out like q with the head_dim of v_cache; with the lse `[batch, num_heads, seqlen_q]` float32, packed
-        `[num_heads, total_q]`, where asked for.
+        out like q, with the head_dim of v_cache. If asked for, also the lse `[batch, num_heads, seqlen_q]` float32, or
+        `[num_heads, total_q]` if packed.
 
     Raises:
-        TypeError: An argument of a wrong type or dtype.
-        ValueError: A wrong shape or device, or an option that is not served.
-        RuntimeError: A tensor that requires grad while grad mode is on.
+        TypeError: An argument has a wrong type or dtype.
+        ValueError: A shape or device is wrong, or an option is not supported.
+        RuntimeError: A tensor requires grad while grad mode is on.
 
     Examples:
         >>> from pc.flash_attn import flash_attn_with_kvcache
@@ -513,7 +518,7 @@ def _choose_cached(
 
 
 class _CacheTensors(NamedTuple):
-    """The tensors of `flash_attn_with_kvcache` beside queries, keys and FlashTensors."""
+    """The tensors of `flash_attn_with_kvcache` besides queries, keys and FlashTensors."""
 
     lens: torch.Tensor | None
     table: torch.Tensor | None
@@ -562,7 +567,7 @@ def _check_cached(
 
 
 class _CacheLayout(NamedTuple):
-    """The views, tables and lengths of a call's keys, with defaults for the tensors that it leaves out."""
+    """The views, tables and lengths of a call's keys, with defaults for absent tensors."""
 
     views: list[tuple[torch.Size, tuple[int, ...]]] | None
     tables: torch.Tensor | None
@@ -622,7 +627,7 @@ class _CacheLayout(NamedTuple):
 def _rotary(interleaved: bool, lens: torch.Tensor, cos: Any, sin: Any, first: torch.Tensor | None) -> Rotary | None:
     if cos is None:
         return None
-    if cos.dtype.itemsize == 1:  # of which no index takes rows
+    if cos.dtype.itemsize == 1:  # float8, which cannot be indexed
         cos, sin = cos.to(torch.bfloat16), sin.to(torch.bfloat16)
     return Rotary(cos, sin, lens if first is None else first, interleaved)
 
@@ -648,22 +653,22 @@ def flash_attn_combine(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums results over disjoint sets of keys, as FlashAttention 3's `flash_attn_combine`.
+    """Combine results over disjoint sets of keys, like FlashAttention 3's `flash_attn_combine`.
 
     Args:
         out_partial: `[num_splits, batch, seqlen, num_heads, head_dim]` or `[num_splits, total, num_heads, head_dim]`,
-            any strides; what it holds where its lse is -inf does not count.
-        lse_partial: The same without head_dim, float32, natural logarithms.
-        out: The sum's shape and dtype, written to and returned.
-        out_dtype: Of the sum; None: that of out_partial.
+            any strides. Rows whose lse is -inf are ignored.
+        lse_partial: The same shape without head_dim, float32, natural logarithms.
+        out: A tensor with the result's shape and dtype, which is written to and returned.
+        out_dtype: Dtype of the result. None: that of out_partial.
 
     Returns:
         out, without num_splits, and its lse `[batch, seqlen, num_heads]` or `[total, num_heads]` float32.
 
     Raises:
-        TypeError: An argument that is no tensor.
-        ValueError: A wrong shape or device.
-        RuntimeError: A tensor that requires grad while grad mode is on.
+        TypeError: An argument is not a tensor.
+        ValueError: A shape or device is wrong.
+        RuntimeError: A tensor requires grad while grad mode is on.
 
     Examples:
         >>> from pc.flash_attn import flash_attn_combine
@@ -703,40 +708,42 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> torch.Tensor:
-    """A plan of a step for all of its layers, as FlashAttention 3's `get_scheduler_metadata`: `pc.attention_plan`.
+    """Return the plan of a step for all layers, like FlashAttention 3's `get_scheduler_metadata`.
 
-    It is heeded where a call's block table holds max_seqlen_k tokens in blocks of page_size, and options, lengths and
-    queries are these; any other call makes its own.
+    See `pc.attention_plan`.
+
+    A call uses the plan if its block table holds max_seqlen_k tokens in blocks of page_size, and its options, lengths
+    and queries are these. Any other call makes its own plan.
 
     Args:
-        batch_size: Sequences.
-        max_seqlen_q: Queries of a sequence, at most; of each, without cu_seqlens_q.
-        max_seqlen_k: Tokens that a row of the block table holds.
-        num_heads_q: Without effect, as are headdim, headdim_v, qkv_dtype, has_softcap, num_splits, pack_gqa, sm_margin.
-        num_heads_kv: KV heads; decides how finely work is cut.
-        headdim: Without effect.
-        cache_seqlens: `[batch]` int32, keys of each sequence before those of the call.
-        qkv_dtype: Without effect.
-        headdim_v: Without effect.
-        cu_seqlens_q: `[batch + 1]` int32, where each sequence's queries begin.
-        cu_seqlens_k_new: `[batch + 1]` int32, where its new keys begin.
-        cache_leftpad: Of such a call a plan is not heeded.
-        page_size: Tokens of a block; None: those of a dense cache.
-        max_seqlen_k_new: New keys of each sequence, without cu_seqlens_k_new.
+        batch_size: Number of sequences.
+        max_seqlen_q: Upper bound for a sequence's queries; without cu_seqlens_q, the number for each.
+        max_seqlen_k: Number of tokens in a row of the block table.
+        num_heads_q: No effect, like headdim, headdim_v, qkv_dtype, has_softcap, num_splits, pack_gqa and sm_margin.
+        num_heads_kv: Number of KV heads, which decides how finely the work is split.
+        headdim: No effect.
+        cache_seqlens: `[batch]` int32, number of each sequence's keys before those of the call.
+        qkv_dtype: No effect.
+        headdim_v: No effect.
+        cu_seqlens_q: `[batch + 1]` int32, start of each sequence's queries.
+        cu_seqlens_k_new: `[batch + 1]` int32, start of each sequence's new keys.
+        cache_leftpad: A call with this argument does not use a plan.
+        page_size: Number of tokens in a block. None: that of a dense cache.
+        max_seqlen_k_new: Number of new keys of each sequence, without cu_seqlens_k_new.
         causal: As for the call.
         window_size: As for the call.
-        attention_chunk: Of such a call a plan is not heeded.
-        has_softcap: Without effect.
-        num_splits: Without effect.
-        pack_gqa: Without effect.
-        sm_margin: Without effect.
+        attention_chunk: A call with this argument does not use a plan.
+        has_softcap: No effect.
+        num_splits: No effect.
+        pack_gqa: No effect.
+        sm_margin: No effect.
 
     Returns:
         One int32 tensor, for `scheduler_metadata`.
 
     Raises:
-        TypeError: An argument of a wrong type or dtype.
-        ValueError: A wrong shape, device or number.
+        TypeError: An argument has a wrong type or dtype.
+        ValueError: A shape, device or number is wrong.
 
     Examples:
         >>> from pc.flash_attn import get_scheduler_metadata

@@ -104,7 +104,7 @@ def _attention(
     planned: bool = False,
     **options: Any,
 ) -> Call:
-    """Build a batch of sequences for an attention operator, with NaN wherever the operator must not look."""
+    """Build a batch of sequences for an attention operator, with NaN in all data that the operator must not read."""
     draw, (num_heads, kv_heads) = _Draw(f"{operator} {name}"), heads
     n, width = len(lens), max(-(-length // block_size) for length in lens) + 1
     num_blocks = n * width + 3
@@ -428,7 +428,7 @@ def _join(operator: str, dtype: torch.dtype, placed: bool) -> Call:
 
 
 def _flash_append(dtype: torch.dtype) -> Call:
-    """Build a call of `flash_attn_with_kvcache` that writes new, rotated keys first."""
+    """Build a call of `flash_attn_with_kvcache` that first writes new, rotated keys."""
     draw, size, lens = _Draw("flash_attn_with_kvcache"), 16, (20, 0, 31)
     tables = draw.order(9).view(3, 3).int()
     query, key, value = (draw.normal(3, 2, heads, 64).to(dtype) for heads in (4, 2, 2))
@@ -456,7 +456,7 @@ def _flash_append(dtype: torch.dtype) -> Call:
 
 
 def _flash_varlen(dtype: torch.dtype) -> Call:
-    """Build a call of `flash_attn_varlen_func`, whose packed keys a kernel makes block tables of."""
+    """Build a call of `flash_attn_varlen_func`, for whose packed keys a kernel makes block tables."""
     draw, lens, queries = _Draw("flash_attn_varlen_func"), (33, 5, 70), (7, 5, 1)
     query = draw.normal(sum(queries), 4, 64).to(dtype)
     keys, values = (draw.normal(sum(lens), 2, 64).to(dtype) for _ in range(2))
@@ -482,10 +482,10 @@ CHUNK: Options = {"lens": (1, 33, 90), "queries": (1, 33, 40)}
 
 
 def small_cases(shape: Shape, use: str) -> list[Case]:
-    """Return the cases of the kernels that a model with such layers launches.
+    """Return the cases for the kernels that a model with such layers launches.
 
     Args:
-        shape: Its attention layers.
+        shape: The model's attention layers.
         use: "packed" passes over blocks, "moved" text, or compressed "documents".
     """
     dtype, pairs = shape.dtype, shape.head_dim // 2
@@ -521,7 +521,7 @@ USES = ("packed", "moved", "documents")
 
 
 def _attends(operator: str, name: str, dtype: torch.dtype = F16, calls: str = "", **given: Any) -> Case:
-    """Return a case of attention; float16 shows a small fault more clearly than bfloat16."""
+    """Return an attention case. float16 shows a small fault more clearly than bfloat16."""
     name = f"{_in(dtype)}, {name}"
     return Case(operator, name, partial(_attention, calls or operator, name, dtype=dtype, **given), calls)
 
@@ -531,7 +531,7 @@ def _in(dtype: torch.dtype) -> str:
 
 
 def all_cases(wide: bool) -> Iterator[Case]:
-    """Yield cases of every operator; `wide`: also sizes that take an interpreter too long."""
+    """Yield cases of every operator. `wide`: also sizes that take too long in an interpreter."""
     yield from _attention_cases(wide)
     for dtype in (F16, BF16, F32):
         yield Case("reshape_and_cache", _in(dtype), partial(_write, _in(dtype), dtype, None, 3, 80, 8))

@@ -34,11 +34,11 @@ Expected = torch.Tensor | Near | Within
 
 
 def difference(found: torch.Tensor, expected: Expected) -> tuple[float, float]:
-    """Return how far a result is off, and how far it may be.
+    """Return the difference between a result and its expectation, and the largest allowed difference.
 
-    A kernel may err at most twice as much as the formula errs in the result's dtype, plus one rounding. In float32 both
-    errors come from the order of a sum, so that a single element may be eight roundings off. The second number of what
-    must be equal is 0.
+    The error of a kernel may be at most twice the error of the formula in the result's dtype, plus one rounding. In
+    float32 both errors come from the order of a sum, so a single element may be off by eight roundings. If results must
+    be equal, the second number is 0.
     """
     found = found.detach().cpu()
     if isinstance(expected, torch.Tensor):
@@ -57,7 +57,7 @@ def difference(found: torch.Tensor, expected: Expected) -> tuple[float, float]:
     rounding = (expected.rounded.double() - exact).masked_fill(infinite, 0)
     one = torch.finfo(dtype).eps * max(1.0, _worst(exact.masked_fill(infinite, 0)))
     allowed = 2 * _worst(rounding) + (8 if dtype == torch.float32 else 1) * one
-    # The mean finds what is a little wrong everywhere; an excess is shown on the scale of the largest error.
+    # The mean finds small errors everywhere. An excess is shown on the scale of the largest error.
     excess = _rms(error) / (2 * _rms(rounding) + one)
     return (max(_worst(error), excess * allowed) if not excess <= 1 else _worst(error)), allowed
 
@@ -67,7 +67,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _worst(errors: torch.Tensor) -> float:
-    """Return the largest absolute value; infinite where a value is no number."""
+    """Return the largest absolute value; infinite if a value is NaN."""
     worst = errors.abs().max().item() if errors.numel() else 0.0
     return math.inf if math.isnan(worst) else worst
 
@@ -111,7 +111,7 @@ def positions(call: Mapping[str, Any], index: int) -> torch.Tensor:
 
 
 def caches(call: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values `[num_blocks, block_size, kv_heads, width]`; latent rows are both."""
+    """Return keys and values `[num_blocks, block_size, kv_heads, width]`. Latent rows are both."""
     if "cache" not in call:
         return call["key_cache"], call["value_cache"]
     rows = call["cache"].unsqueeze(2)

@@ -1,4 +1,4 @@
-"""The first fault of the kernels that a model needs, looked for once on each device and remembered."""
+"""A search for the first wrong kernel that a model needs, run once for each device. Results are remembered."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _lock = threading.Lock()
 
 
 def first_fault(device: torch.device, shape: Shape, use: str) -> Row | None:
-    """Return the first kernel of a use that is wrong on a device, None where all are right.
+    """Return the first kernel that is wrong on a device for a use, or None if all are right.
 
-    What was right is remembered in a file for every process of the user, what was wrong in this process alone: another
-    one looks again. Neither an unreadable nor an unwritable folder is an error.
+    If all are right, a file records this for all processes of the user. A fault is remembered in this process only;
+    another process checks again. An unreadable or unwritable folder is not an error.
 
     Args:
-        device: The device that kernels would run on. Where PyTorch serves its tensors, nothing is wrong.
+        device: The device on which kernels would run. If PyTorch computes its operators, nothing is wrong.
         shape: The model's attention layers.
-        use: What for, one of `USES`.
+        use: The purpose, one of `USES`.
     """
     if not runs_kernels(device):
         return None
@@ -51,7 +51,7 @@ def first_fault(device: torch.device, shape: Shape, use: str) -> Row | None:
 
 
 def forget_checks() -> None:
-    """Forget what this process knows."""
+    """Forget the results that this process knows."""
     with _lock:
         _known.clear()
 
@@ -78,7 +78,7 @@ def _code() -> str:
 
 
 def _path(about: str) -> Path | None:
-    """Return the file of a result; None where there is no home."""
+    """Return the file of a result; None if there is no home directory."""
     folder = os.environ.get("XDG_CACHE_HOME", "")
     try:
         root = Path(folder) if os.path.isabs(folder) else Path.home() / ".cache"
@@ -95,7 +95,7 @@ def _read(path: Path) -> str | None:
 
 
 def _write(path: Path, about: str) -> None:
-    """Write a file in one move, so that no process sees a part of it."""
+    """Write a file and move it into place, so that no process sees an incomplete file."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:

@@ -1,8 +1,8 @@
-"""Kernels: plain modules that import triton, imported by what builds a launch.
+"""Kernels: plain modules that import triton, and are imported only to build a launch.
 
-Triton takes a quarter of a second to import and its decorators nearly as long for all kernels, which a process that
-stays on CPU tensors never needs; and `import pc` has to work where triton does not exist. So a module outside of this
-folder imports nothing of it but in a function that is about to launch a kernel.
+Importing triton takes a quarter of a second, and decorating all kernels nearly as long. A process that only uses CPU
+tensors never needs this, and `import pc` must work without triton. So a module outside of this folder imports from it
+only in a function that is about to launch a kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _mend_interpreter() -> None:
 
     def patch_tensor_for_numpy(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
-        # The interpreter calls int() on an array of one element, which numpy refuses from 2.5 on.
+        # The interpreter calls int() on an array of one element, which numpy 2.5 and later refuse.
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_tensor_for_numpy

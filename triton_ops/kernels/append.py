@@ -24,7 +24,7 @@ def _append_kernel(
     stride_bt, stride_c, stride_s,
     HALF: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of tokens,)."""
+    """Compute slots, lengths and angles of new keys. Grid (tiles of tokens,)."""
     token = tl.cast(tl.program_id(0), tl.int64) * TILE + tl.arange(0, TILE)
     mask = token < num_tokens
     seq = token // count

@@ -1,7 +1,7 @@
-"""The attention kernel, one for every operator, regime and option; what it takes; and the sum of its splits.
+"""The attention kernel, one for all operators, regimes and options, its tensors, and the merge of its splits.
 
-A program owns BLOCK_M rows, a row being one query token and one head of a KV head's group, and walks over key tiles of
-TILE keys (`program.py`). Here it finds which rows these are, from the plan's work list or from its place in the grid.
+A program owns BLOCK_M rows and walks over key tiles of TILE keys (`program.py`). A row is one query token and one head
+of a KV head's group. This file finds the rows, from the plan's work list or from the program's place in the grid.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from .scores import _finish
 
 
 class AttentionTensors(NamedTuple):
-    """Where the tensors of an attention call begin."""
+    """Pointers to the tensors of an attention call."""
 
     query_ptr: Any  # [num_tokens, NUM_HEADS, HEAD_DIM]
     key_ptr: Any  # [num_blocks, BLOCK_SIZE, NUM_HEADS // GROUP, HEAD_DIM]
     value_ptr: Any  # [num_blocks, BLOCK_SIZE, NUM_HEADS // GROUP, VALUE_DIM]; with REST not read
     out_ptr: Any  # [num_tokens, NUM_HEADS, VALUE_DIM]
     lse_ptr: Any  # [num_tokens, NUM_HEADS]
-    partial_ptr: Any  # a row of VALUE_DIM for each split and row,
-    partial_lse_ptr: Any  # and its base-2 lse
+    partial_ptr: Any  # a row of VALUE_DIM for each split and row
+    partial_lse_ptr: Any  # the base-2 lse of these
     tables_ptr: Any  # [num_seqs, max_blocks], or [num_seqs, TABLE_HEADS, max_blocks]
     seq_lens_ptr: Any  # [num_seqs]
     starts_ptr: Any  # [num_seqs + 1]
@@ -58,7 +58,7 @@ class AttentionTensors(NamedTuple):
 
 @triton.jit
 def _find_sequence(starts_ptr, num_seqs, index, STRIDE: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The last sequence whose first row tile (STRIDE 1) or first token (STRIDE 0) is at or before `index`."""
+    """Return the last sequence whose first row tile (STRIDE 1) or first token (STRIDE 0) is at or before `index`."""
     count = 0
     for base in range(0, num_seqs, 128):
         offs = base + tl.arange(0, 128)
@@ -71,7 +71,7 @@ def _find_sequence(starts_ptr, num_seqs, index, STRIDE: tl.constexpr, GROUP: tl.
 
 @triton.jit
 def _table_of(tables_ptr, seq, head, stride_bt, stride_bh, TABLE_HEADS: tl.constexpr):
-    """Where a sequence's block table begins; with TABLE_HEADS above 1, that of one of its KV heads."""
+    """Return a pointer to a sequence's block table; with TABLE_HEADS above 1, to the table of one of its KV heads."""
     table_ptr = tables_ptr + tl.cast(seq, tl.int64) * stride_bt
     if TABLE_HEADS > 1:
         table_ptr += tl.cast(head, tl.int64) * stride_bh
@@ -80,7 +80,7 @@ def _table_of(tables_ptr, seq, head, stride_bt, stride_bh, TABLE_HEADS: tl.const
 
 @triton.jit
 def _zero_padding(tensors, num_seqs, num_tokens, kv_head, traits, tile):
-    """Zeros, and -inf as lse, for query tokens past the last sequence."""
+    """Write zeros, and -inf as lse, for query tokens after the last sequence."""
     offs_g = tl.arange(0, tile.BLOCK_G)
     for token in range(tl.load(tensors.starts_ptr + num_seqs) + tl.program_id(0), num_tokens, tl.num_programs(0)):
         row = tl.cast(token, tl.int64) * traits.NUM_HEADS + kv_head * traits.GROUP + offs_g
@@ -98,7 +98,7 @@ def _zero_padding(tensors, num_seqs, num_tokens, kv_head, traits, tile):
 def _zero_padding_once(
     tensors, num_seqs, num_tokens, kv_head, decode_queries, traits, tile, GRID_HEADS: tl.constexpr, DECODE: tl.constexpr
 ):
-    """`_zero_padding` by one launch of a call, and by programs of the first split and row tile of each KV head."""
+    """Call `_zero_padding` in one launch of a call, in programs of the first split and row tile of each KV head."""
     zeroes = (tl.program_id(1) < GRID_HEADS) & (tl.program_id(2) == 0)
     if not DECODE:
         zeroes = zeroes & (decode_queries == 0)
@@ -109,7 +109,7 @@ def _zero_padding_once(
 
 @triton.jit
 def _with_equal_strides(strides):
-    """Values lie as keys do: what is added to both pointers is computed once."""
+    """Return strides with those of keys for values too, so that offsets common to both are computed once."""
     return Strides(
         strides.stride_qt, strides.stride_qh, strides.stride_kb, strides.stride_kt, strides.stride_kh,
         strides.stride_kb, strides.stride_kt, strides.stride_kh, strides.stride_bt, strides.stride_bh,
@@ -119,7 +119,7 @@ def _with_equal_strides(strides):
 
 @triton.jit
 def _work_item(items_ptr, item, max_q, num_splits, traits, SPLIT_HEADS: tl.constexpr):
-    """Of a decode's work item the row of the plan, its live tiles, and where its part goes if it is one of several."""
+    """Return a decode work item's row of the plan, its live tiles, and the place of its partial result, if any."""
     item_ptr = items_ptr + tl.cast(item, tl.int64) * ITEM
     row = tl.load(item_ptr + ITEM_ROW)
     i_begin = tl.load(item_ptr + ITEM_BEGIN)
@@ -127,7 +127,7 @@ def _work_item(items_ptr, item, max_q, num_splits, traits, SPLIT_HEADS: tl.const
     split_row = tl.cast(item, tl.int64) * max_q * SPLIT_HEADS
     if traits.TABLE_HEADS > 1:
         split_row -= row % traits.TABLE_HEADS * traits.GROUP
-    # A plan that was made for another call may split where this one has no room for parts.
+    # A plan made for another call may have splits where this call has no room for partial results.
     is_split = (tl.load(item_ptr + ITEM_COUNT) > 1) & (num_splits > 1)
     return row, i_begin, i_end, split_row, is_split
 
@@ -138,17 +138,18 @@ def _attention_kernel(
     scale, terms, mask, key_begin, strides, traits, tile,
     DECODE: tl.constexpr, SPLIT_TILES: tl.constexpr, TWO_LOOPS: tl.constexpr, EQUAL_STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """DECODE: grid (any, KV heads * row tiles * parts), a work list. Else: grid (row tiles, KV heads * parts, splits).
+    """Compute attention, as a decode over a work list or as a prefill.
 
-    A prefill leaves sequences of up to decode_queries queries to the decode, and is alone where these are 0.
-    TABLE_HEADS above 1: a table and a row of the plan per KV head; a decode's work items then tell the KV head.
+    DECODE: grid (any, KV heads * row tiles * parts). Else: grid (row tiles, KV heads * parts, splits). A prefill skips
+    sequences of up to decode_queries queries, which the decode handles; with 0 there is no decode. TABLE_HEADS above 1:
+    each KV head has a table and a row of the plan, and a decode's work items name the KV head.
     """
     if EQUAL_STRIDES:
         strides = _with_equal_strides(strides)
     GROUP: tl.constexpr = traits.GROUP
     TABLE_HEADS: tl.constexpr = traits.TABLE_HEADS
     KV_HEADS: tl.constexpr = traits.NUM_HEADS // GROUP
-    # KV heads that program_id(1) tells apart, and heads beside each other in a decode's partial results.
+    # Number of KV heads in program_id(1), and of heads side by side in a decode's partial results.
     GRID_HEADS: tl.constexpr = KV_HEADS // TABLE_HEADS if DECODE else KV_HEADS
     SPLIT_HEADS: tl.constexpr = GROUP if DECODE and TABLE_HEADS > 1 else traits.NUM_HEADS
     num_rows = num_seqs * TABLE_HEADS
@@ -162,12 +163,12 @@ def _attention_kernel(
         item_step = tl.num_programs(0)
     else:
         kv_head = place
-        # The last tiles of a causal prefill are the longest: they start first.
+        # The last tiles of a causal prefill take longest, so they start first.
         item_begin = tl.num_programs(0) - 1 - tl.program_id(0)
         item_end = item_begin + 1
         item_step = 1
     _zero_padding_once(tensors, num_seqs, num_tokens, kv_head, decode_queries, traits, tile, GRID_HEADS, DECODE)
-    # What a program of a decode needs it needs once: kept through a loop over items, it would take registers.
+    # Hoisting these loads out of the loop over items would keep their values in registers.
     ONCE: tl.constexpr = DECODE and (traits.CODES == PLAIN_CACHE or traits.REST > 0)
     for item in tl.range(item_begin, item_end, item_step, disable_licm=ONCE):
         if DECODE:
@@ -221,9 +222,10 @@ def _merge_splits_kernel(
     TABLE_HEADS: tl.constexpr, SINKS: tl.constexpr, WITH_LSE: tl.constexpr, NUM_HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, heads, parts of a head): BLOCK_S splits at once, in the order of their keys.
+    """Merge splits. Grid (rows, heads, parts of a head): BLOCK_S splits at once, in the order of their keys.
 
-    by_sequence: rows are max_q queries of each sequence, of which the decodes have splits; else they are all tokens.
+    by_sequence: rows are max_q queries of each sequence, of which only decodes have splits. Otherwise rows are all
+    tokens.
     """
     head = tl.program_id(1)
     first_v = tl.program_id(2) * BLOCK_V
@@ -273,8 +275,8 @@ def _merge_splits_kernel(
             safe = tl.where(m_new == float("-inf"), 0.0, m_new)
             alpha = tl.exp2(m - safe)
             weight = tl.exp2(part_lse - safe)
-            # A product would be fused with the first addition of its lane alone: lanes with the same sum, which all
-            # write it to one place of shared memory, would differ in its last bit.
+            # A product would be fused only with the first addition of its own lane. Lanes with the same sum, which all
+            # write it to one place of shared memory, would then differ in the last bit.
             weighted = tl.fma(part, weight[:, None], 0.0)
             acc = acc * alpha[:, None] + tl.sum(weighted, 0)[None, :]
             total = total * alpha + tl.sum(weight, 0)

@@ -1,13 +1,13 @@
-"""Kernels that take named tuples: what belongs together is one parameter of every function it goes through.
+"""Kernels that take named tuples, which group the parameters that functions pass on together.
 
-Triton (3.6 to 3.9) takes tuples from the host too, but compiles for the values of their numbers, whatever
-`do_not_specialize` says. So a kernel's tuples are spelled out where it is launched: `kernel` writes the function that
-puts them together,
+Triton (3.6 to 3.9) accepts tuples from the host too, but compiles for the values of their numbers, regardless of
+`do_not_specialize`. So a launch passes the fields of a kernel's tuples one by one. `kernel` writes the function that
+rebuilds the tuples:
 
     def _some_kernel(ptr, number, FLAG: tl.constexpr, BLOCK: tl.constexpr):
         body(ptr, Options(number, FLAG), BLOCK)
 
-and Triton compiles the same code for it as for one that was written so by hand. Fields in capitals are compiled for.
+Triton compiles the same code for it as for a function written by hand. Fields in capitals are constants.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from .._launch import num_numbers
 
 
 def kernel(do_not_specialize: Sequence[str], **bundles: type[tuple[Any, ...]]) -> Callable[[Callable[..., None]], Any]:
-    """`triton.jit` of a function whose parameters in `bundles` are named tuples, of these classes.
+    """Return a decorator like `triton.jit`, for a function that takes named tuples: the parameters in `bundles`.
 
-    The kernel has their numbers where the function has them, and what they are compiled for before its own constants;
-    for none of the numbers anything is compiled, except for addresses (..._ptr) and strides (stride_...).
+    The kernel takes a tuple's numbers in the place of the tuple, and its constants before the function's own constants.
+    It is not specialized for any of the numbers, except addresses (..._ptr) and strides (stride_...).
     """
 
     def decorate(function: Callable[..., None]) -> Any:
         text = _text(function, bundles)
         known = {"body": triton.jit(function), "tl": tl, "__name__": function.__module__}
         known |= {bundle.__name__: bundle for bundle in bundles.values()}
-        # Triton reads the source of what it compiles.
+        # Triton reads the source of the functions it compiles.
         file = f"<{function.__module__}.{function.__name__} with its tuples spelled out>"
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
         exec(compile(text, file, "exec"), known)
@@ -47,7 +47,7 @@ def kernel(do_not_specialize: Sequence[str], **bundles: type[tuple[Any, ...]]) -
 
 
 def _text(function: Callable[..., None], bundles: Mapping[str, type[tuple[Any, ...]]]) -> str:
-    """The source of the function that puts the tuples of `function` together and calls it by the name `body`."""
+    """Return the source of a function that rebuilds the tuples of `function` and calls it by the name `body`."""
     plain, compiled, passed = [], [], []
     own_constants: list[str] = []
     for parameter in inspect.signature(function).parameters.values():

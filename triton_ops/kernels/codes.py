@@ -1,7 +1,7 @@
 """Codes of quantized caches in kernels, bit for bit those of `_quantize.py`.
 
-Kernels see float8 as uint8 and convert by bit operations, since sm_80 has no instruction for it and the interpreter of
-triton no type; on newer devices the attention kernel has the device convert it.
+Kernels see float8 as uint8 and convert it with bit operations, because sm_80 has no instruction for it and triton's
+interpreter has no type. On newer devices the attention kernel uses the device's conversion.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def to_code(x, scale, KIND: tl.constexpr):
-    """float32 x / scale as int8 (KIND 1) or as the uint8 code of float8 e4m3 (KIND 2), as `quantize` gives it."""
+    """Return float32 x / scale as int8 (KIND 1) or as the uint8 code of float8 e4m3 (KIND 2), like `quantize`."""
     x = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
     if KIND == 1:
         x = tl.where(x != x, 0.0, x)
@@ -23,9 +23,9 @@ def to_code(x, scale, KIND: tl.constexpr):
         bits = tl.minimum(tl.maximum(x, -448.0), 448.0).to(tl.uint32, bitcast=True)
         sign = (bits >> 24) & 0x80
         magnitude = bits & 0x7FFFFFFF
-        # From 2**-6 on: round 20 mantissa bits away, then move the exponent's bias from 127 to 7.
+        # From 2**-6 on, round 20 mantissa bits away, then change the exponent's bias from 127 to 7.
         normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960
-        # Below: multiples of 2**-9, rounded by adding 2**14, whose unit in the last place is that.
+        # Below, round to multiples of 2**-9 by adding 2**14, whose unit in the last place is 2**-9.
         subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
         rounded = sign | tl.where(magnitude < 0x3C800000, subnormal, normal)
         code = tl.where(x != x, 0x7F, rounded).to(tl.uint8)
@@ -34,19 +34,20 @@ def to_code(x, scale, KIND: tl.constexpr):
 
 @triton.jit
 def from_e4m3(code):
-    """float16 value of the uint8 code of a float8 e4m3."""
+    """Return the float16 value of the uint8 code of a float8 e4m3."""
     return (small_e4m3(code, False) * 256.0).to(tl.float16)
 
 
 @triton.jit
 def small_e4m3(code, PACKED: tl.constexpr):
-    """A 256th of it, exactly: its bits in their places, whose exponent float16 counts from 8 lower.
+    """Return a 256th of the value of a float8 e4m3 code, exactly: its bits shifted to the places of float16.
 
-    PACKED: two codes at once in registers of Nvidia's, three instructions for a code where one by one they take eight.
+    The exponent's bias in float16 is 8 higher, which gives the factor. PACKED: convert two codes at once in a register
+    on NVIDIA devices, with three instructions for a code instead of eight.
     """
     if PACKED:
-        # Bytes into the upper halves of half words, moved right by one behind the sign. A byte of 0x7F without its sign
-        # carries into bit 7 when 1 is added, and prmt makes a byte of ones of that: NaN.
+        # Move bytes into the upper halves of half words and shift them right by one behind the sign. Adding 1 to a byte
+        # of 0x7F without its sign carries into bit 7, of which prmt makes a byte of ones: NaN.
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 nan, place, ones;
@@ -72,13 +73,13 @@ def small_e4m3(code, PACKED: tl.constexpr):
 
 @triton.jit
 def packed_codes(code, HELD: tl.constexpr):
-    """float16 values of codes in float8 e4m3 or int8, two at once in registers of Nvidia's, exactly.
+    """Return the float16 values of float8 e4m3 or int8 codes, exactly, two at once in a register on NVIDIA devices.
 
-    HELD: by the threads that loaded them. Else the compiler may convert in the registers that a matrix unit reads, and
-    fill these from shared memory byte by byte.
+    HELD: convert in the threads that loaded the codes. Otherwise the compiler may convert in the registers that a
+    matrix unit reads, and fill these from shared memory byte by byte.
     """
     if code.dtype == tl.int8:
-        # A code and 128 more are the last bits of a float16 from 1024 on, whose unit in the last place is 1.
+        # A code plus 128 is the last bits of a float16 from 1024 on, whose unit in the last place is 1.
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 more, low, high, least;

@@ -1,4 +1,4 @@
-"""Where each row of joined sequences comes from."""
+"""The kernel that finds the origin of each row of joined sequences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _bisect(values, target, low, high, steps):
-    """First index in [low, high) whose value is above target, else high; `steps` halvings suffice."""
+    """Return the first index in [low, high) whose value is above target, else high, in `steps` halvings."""
     for _ in range(steps):
         middle = (low + high) // 2
         open_ = low < high
@@ -28,7 +28,7 @@ def _join_map_kernel(
     num_seqs, num_rows, max_blocks, block_size, seq_steps, token_steps, stride_bs, stride_bb,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of rows,)."""
+    """Write the origin of each row. Grid (tiles of rows,)."""
     offs = tl.cast(tl.program_id(0), tl.int64) * TILE + tl.arange(0, TILE)
     low = tl.zeros([TILE], tl.int64)
     sequence = _bisect(seq_ends, offs, low, low + num_seqs, seq_steps)

@@ -1,4 +1,4 @@
-"""Where a plan's parts begin, and its columns, for kernels: `_attention/layout.py` says what they are."""
+"""The parts and columns of a plan, for kernels; see `_attention/layout.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .._triton import INTERPRET
 
 
 def kernel_constants(*values: int) -> Iterator[Any]:
-    """Numbers for kernels; the interpreter runs their code as Python, where numbers are what they are."""
+    """Return constants for kernels. The interpreter runs kernels as Python, so it gets plain numbers."""
     return (value if INTERPRET else tl.constexpr(value) for value in values)
 
 
@@ -34,7 +34,7 @@ DEAD_TILES, PARTIAL_TILES = kernel_constants(layout.DEAD_TILES, layout.PARTIAL_T
 
 @triton.jit
 def _plan_parts(plan_ptr, num_rows, max_tiles, max_items):
-    """Where info, items, tiles and ranks begin."""
+    """Return pointers to info, items, tiles and ranks."""
     info_ptr = plan_ptr + HEADER
     items_ptr = info_ptr + tl.cast(num_rows, tl.int64) * INFO
     tiles_ptr = items_ptr + tl.cast(max_items, tl.int64) * ITEM
@@ -44,7 +44,7 @@ def _plan_parts(plan_ptr, num_rows, max_tiles, max_items):
 
 @triton.jit
 def _plan_rows(plan_ptr, row, num_rows, max_tiles, max_items):
-    """Where a row's info, tiles and ranks begin."""
+    """Return pointers to a row's info, tiles and ranks."""
     info_ptr, _, tiles_ptr, ranks_ptr = _plan_parts(plan_ptr, num_rows, max_tiles, max_items)
     row64 = tl.cast(row, tl.int64)
     return info_ptr + row64 * INFO, tiles_ptr + row64 * max_tiles, ranks_ptr + row64 * (max_tiles + 1)

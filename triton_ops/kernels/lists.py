@@ -1,7 +1,7 @@
-"""Attention of queries that have lists of blocks of their own: no plan, since the lists are of one layer.
+"""Attention for queries that have lists of blocks of their own. There is no plan, because lists differ by layer.
 
-`_list_blocks_kernel` unites the lists of a few neighbouring queries, with a bit for each query that has the block in
-its list; `_list_attention_kernel` walks over the union, so that a block that several of them chose is read once.
+`_list_blocks_kernel` unites the lists of a few neighbouring queries, with a bit for each query that has a block in its
+list. `_list_attention_kernel` walks over the union, so a block that several queries chose is read once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .scores import _slopes
 
 
 class ListRows(NamedTuple):
-    """The rows of a program: a head of a query each, and which of the united queries that is."""
+    """The rows of a program: one head of one query each, and the index of that query among the united ones."""
 
     member: Any  # [BLOCK_M]
     token: Any  # [BLOCK_M], counted from the sequence's first query
@@ -37,7 +37,7 @@ class ListRows(NamedTuple):
 
 @triton.jit
 def _list_sequence(starts_ptr, seq_lens_ptr, num_seqs, item, QUERIES: tl.constexpr):
-    """The sequence of a query tile, its first token, queries and keys, and the tile's first query."""
+    """Return a query tile's sequence, its first token, its numbers of queries and keys, and the tile's first query."""
     seq = _find_sequence(starts_ptr, num_seqs, item, 1, 1, QUERIES)
     q_begin = tl.load(starts_ptr + seq)
     q_len = tl.load(starts_ptr + seq + 1) - q_begin
@@ -57,7 +57,7 @@ def _list_blocks_kernel(
     POSITIONS: tl.constexpr, TABLE_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     QUERIES: tl.constexpr, BLOCK_K: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (query tiles, KV heads): the blocks that queries of a tile chose, are present and in the attended range."""
+    """Write the blocks that a tile's queries chose and that are present and attended. Grid (query tiles, KV heads)."""
     item = tl.program_id(0)
     head = tl.program_id(1)
     seq, q_begin, q_len, seq_len, first = _list_sequence(starts_ptr, seq_lens_ptr, num_seqs, item, QUERIES)
@@ -82,7 +82,7 @@ def _list_blocks_kernel(
             exists = (block >= 0) & (block < blocks)
             live = _live_blocks(exists, block * BLOCK_SIZE, pos, mask, BLOCK_SIZE)
             if TREE:
-                # Of the call's own tokens the mask decides, not the depth.
+                # The tree mask decides about the call's own tokens, not the depth.
                 live = exists & (live | ((block + 1) * BLOCK_SIZE > seq_len - q_len))
             live = live & (tl.load(table_ptr + block, mask=live, other=-1) >= 0)
             mark = tl.load(marks_ptr + block, mask=live, other=0).to(tl.int32) | (1 << query)
@@ -103,7 +103,7 @@ def _list_blocks_kernel(
 
 @triton.jit
 def _list_share(count_ptr, split, num_splits):
-    """The entries of a union that a split walks over."""
+    """Return the entries of a union that a split walks over."""
     count = tl.load(count_ptr)
     per = (count + num_splits - 1) // num_splits
     begin = tl.minimum(split * per, count)
@@ -114,7 +114,7 @@ def _list_share(count_ptr, split, num_splits):
 def _list_keys(
     union_ptr, table_ptr, i, i_end, piece, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Block number, position and chosen-by bits of each of a step's keys; blocks begin every WIDTH keys."""
+    """Return block number, position and query bits of each key of a step. A new block starts every WIDTH keys."""
     offs_n = tl.arange(0, BLOCK_N)
     i += offs_n // WIDTH
     offset = offs_n % WIDTH + piece * WIDTH
@@ -129,7 +129,7 @@ def _list_keys(
 def _list_rows(
     tensors, strides, kv_head, row_begin, first, q_begin, q_len, seq_len, traits, tile, QUERIES: tl.constexpr
 ):
-    """Rows row_begin to row_begin + BLOCK_M of the QUERIES queries from `first` on of a sequence."""
+    """Return rows row_begin to row_begin + BLOCK_M of a sequence's QUERIES queries from `first` on."""
     row = row_begin + tl.arange(0, tile.BLOCK_M)
     member = row // traits.GROUP
     token = first + member
@@ -148,7 +148,7 @@ def _list_rows(
 
 @triton.jit
 def _load_list_query(rows, first, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
-    """WIDTH columns of the rows' queries from column `first` on."""
+    """Load WIDTH columns of the rows' queries from column `first` on."""
     offs_d = tl.arange(0, BLOCK_D)
     mask = rows.mask_m[:, None] & (offs_d[None, :] < WIDTH)
     return tl.load(rows.q_ptrs + first + offs_d[None, :], mask=mask, other=0.0)
@@ -156,7 +156,10 @@ def _load_list_query(rows, first, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _load_list_queries(rows, key_at, other_at, rest_at, traits, tile):
-    """The rows' queries: a part's own columns, those of the other part, and the rest behind; the first if none."""
+    """Load the rows' queries: a part's own columns, those of the other part, and the rest.
+
+    Absent ones repeat the first.
+    """
     q = _load_list_query(rows, key_at, traits.HEAD_DIM, tile.BLOCK_D)
     other = q
     rest = q
@@ -171,7 +174,10 @@ def _load_list_queries(rows, key_at, other_at, rest_at, traits, tile):
 def _list_step(
     m, total, acc, number, t, bits, seq_len, queries, rows, tree, cache, terms, mask, traits, BLOCK_N: tl.constexpr
 ):
-    """One step of the online softmax: keys at positions t of these blocks, and bits of the queries that chose them."""
+    """Run a step of the online softmax over keys at positions t.
+
+    `bits` has a bit for each query that chose the block.
+    """
     offs_d = tl.arange(0, cache.BLOCK_D)
     live = ((bits[None, :] >> rows.member[:, None]) & 1 != 0) & rows.mask_m[:, None]
     row_lo, row_hi = _row_spans(rows.pos, seq_len, 0, mask)
@@ -211,7 +217,7 @@ def _list_attention_kernel(
     scale, terms, mask, strides, traits, tile,
     QUERIES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Grid (query tiles, KV heads * row tiles * parts, splits)."""
+    """Compute attention over united lists. Grid (query tiles, KV heads * row tiles * parts, splits)."""
     BLOCK_SIZE: tl.constexpr = traits.BLOCK_SIZE
     BLOCK_N: tl.constexpr = tile.BLOCK_N
     KV_HEADS: tl.constexpr = traits.NUM_HEADS // traits.GROUP
@@ -250,13 +256,13 @@ def _list_attention_kernel(
     acc = tl.zeros([tile.BLOCK_M, tile.BLOCK_V], tl.float32)
     number, t, bits = _list_keys(union_ptr, table_ptr, i_begin, i_end, 0, BLOCK_SIZE, BLOCK_N, WIDTH)
     for step in tl.range(0, (i_end - i_begin + PARTS - 1) // PARTS * PIECES):
-        # Numbers of the next step's blocks are on their way while this one's keys are.
+        # Load the next step's block numbers while this step's keys are loaded.
         following = step + 1
         next_number, next_t, next_bits = _list_keys(
             union_ptr, table_ptr, i_begin + following // PIECES * PARTS, i_end, following % PIECES,
             BLOCK_SIZE, BLOCK_N, WIDTH,
         )  # fmt: skip
-        # Put together where they are handed on: a variable of the loop would forget what is compiled for.
+        # Build the tuple where it is passed on. As a variable of the loop it would lose its constants.
         m, total, acc = _list_step(
             m, total, acc, number, t, bits, seq_len,
             Queries(q, other, rest, rows.pos, slope, factor, traits.UPCAST, ROWS, True, SHIFT, tile.PARTS, traits.REST),

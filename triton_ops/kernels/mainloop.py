@@ -1,7 +1,7 @@
-"""The loop over live tiles of keys: where the keys of a step lie, found ahead of it, and what the step adds.
+"""The loop over live tiles of keys: the addresses of a step's keys, found in advance, and the online softmax.
 
-The numbers of a step's blocks are loaded a step before its keys, so that the loads of keys and values wait for nothing
-and as many of them are in flight as there are stages.
+The numbers of a step's blocks are loaded one step before its keys. So loads of keys and values wait for nothing, and as
+many of them are in flight as there are stages.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ PLAIN_CACHE, NATIVE_CODES, PACKED_CODES, HELD_CODES, E4M3_BITS, E4M3_PACKED = ke
     parameters.PLAIN_CACHE, parameters.NATIVE_CODES, parameters.PACKED_CODES,
     parameters.HELD_CODES, parameters.E4M3_BITS, parameters.E4M3_PACKED,
 )  # fmt: skip
-# How far ahead an absent key is: beyond every end.
+# Distance of an absent key: beyond every end.
 (ABSENT,) = kernel_constants(1 << 31)
 
 
 class Queries(NamedTuple):
-    """The rows of a program, in a tile's order, and what their scores are made of.
+    """The rows of a program, in a tile's order, with the numbers that their scores need.
 
-    UPCAST: products are of float32. ROWS: `factor` is one a row. LAZY and SHIFT: as for `_rescale`. PARTS above 1:
-    latent rows have another part; REST: and a rest.
+    UPCAST: compute products in float32. ROWS: `factor` has one number for each row. LAZY and SHIFT: as for `_rescale`.
+    PARTS above 1: latent rows have another part. REST: latent rows have a rest.
     """
 
     q: Any  # [BLOCK_M, BLOCK_D]
@@ -49,7 +49,9 @@ class Queries(NamedTuple):
 
 
 class CachedHead(NamedTuple):
-    """Keys and values of a KV head in the cache; with REST the key_ptr is at a part of the value, which is its key too.
+    """Keys and values of a KV head in the cache.
+
+    With REST, key_ptr points at a part of the value, which is also its key.
 
     other, behind: columns from there to the other part, and to the rest.
     """
@@ -74,9 +76,9 @@ class CachedHead(NamedTuple):
 
 
 class LiveTiles(NamedTuple):
-    """The live tiles that a program's rows attend to, numbered 0, 1, 2, ...: n_sink with sink tokens, then the others.
+    """The live tiles to which a program's rows attend, numbered 0, 1, 2, ...: n_sink with sink tokens, then others.
 
-    Without has_holes every tile of the sequence is live and ranks are tiles.
+    Without has_holes every tile of the sequence is live, and ranks are tiles.
     """
 
     table_ptr: Any
@@ -88,7 +90,7 @@ class LiveTiles(NamedTuple):
 
 
 class TreeRows(NamedTuple):
-    """Where the rows' masks over the call's own tokens begin, the first of these, their number, and their depths."""
+    """The rows' masks over the call's own tokens: pointers to them, the first token, their number, and their depths."""
 
     rows: Any
     own_begin: Any
@@ -97,7 +99,10 @@ class TreeRows(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """What is the same in every step of a program: its rows attend to keys of [lo, hi) and to sink tokens."""
+    """The values that are the same in every step of a program.
+
+    Its rows attend to keys in [lo, hi) and to sink tokens.
+    """
 
     queries: Queries
     cache: CachedHead
@@ -108,13 +113,13 @@ class Walk(NamedTuple):
     lo: Any
     hi: Any
     key_begin: Any
-    # Triton 3.6 knows what the tuples in a tuple are compiled for where a constant comes last.
+    # Triton 3.6 keeps the constants of nested tuples only if a constant comes last.
     TREE: bool
 
 
 @triton.jit
 def _tile_start(i, i_end, jump, skip, hi, tiles, SINKS: tl.constexpr):
-    """First key of the i-th live tile; `hi`, behind all keys, from i_end on."""
+    """Return the first key of the i-th live tile; from i_end on `hi`, which is behind all keys."""
     exists = i < i_end
     i = tl.where(i < jump, i, i + skip)
     rank = tiles.rank_lo + i - tiles.n_sink
@@ -126,7 +131,7 @@ def _tile_start(i, i_end, jump, skip, hi, tiles, SINKS: tl.constexpr):
 
 @triton.jit
 def _step_start(step, i_begin, i_end, jump, skip, hi, tiles, SINKS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """First key of a step, and of its second tile where it has one."""
+    """Return the first key of a step, and of its second tile if it has one."""
     i = i_begin + step * BLOCK_N // TILE
     start = _tile_start(i, i_end, jump, skip, hi, tiles, SINKS)
     second = start
@@ -139,7 +144,7 @@ def _step_start(step, i_begin, i_end, jump, skip, hi, tiles, SINKS: tl.constexpr
 
 @triton.jit
 def _key_positions(start, second, BLOCK_N: tl.constexpr):
-    """Positions of a step's keys: from `start` on, those past TILE of them from `second` on."""
+    """Return the positions of a step's keys: from `start` on, and beyond TILE keys from `second` on."""
     offs_n = tl.arange(0, BLOCK_N)
     t = start + offs_n
     if BLOCK_N > TILE:
@@ -149,13 +154,13 @@ def _key_positions(start, second, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _block_numbers(table_ptr, start, second, hi, FULL: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Block number of each of a step's keys, or one for all of them; -1 where there is none.
+    """Return the block number of each key of a step, or one number for all; -1 for an absent block.
 
-    One load a block, if blocks begin where tiles do and are not too many; else one a key. FULL: steps that begin below
-    hi end there too.
+    There is one load for each block if blocks start at tiles and are few; otherwise one for each key. FULL: steps that
+    start below hi also end there.
     """
     SPAN: tl.constexpr = BLOCK_N if BLOCK_N < TILE else TILE
-    # Keys that lie in one block wherever a step begins: the power of two in BLOCK_SIZE.
+    # Number of keys in one block wherever a step starts: the power of two in BLOCK_SIZE.
     POWER: tl.constexpr = BLOCK_SIZE & -BLOCK_SIZE
     PART: tl.constexpr = POWER if POWER < SPAN else SPAN
     if BLOCK_N <= TILE and BLOCK_SIZE % BLOCK_N == 0:
@@ -186,7 +191,7 @@ def _block_numbers(table_ptr, start, second, hi, FULL: tl.constexpr, BLOCK_SIZE:
 
 @triton.jit
 def _tree_scores(live, t, hi, tree):
-    """`live`, but for the call's own tokens what the bits of the rows' masks say."""
+    """Return `live`, with the bits of the rows' masks in place for the call's own tokens."""
     own = t - tree.own_begin
     is_own = (own >= 0) & (t < hi)
     word = tl.load(tree.rows[:, None] + (own // 32)[None, :], mask=(is_own & (own < tree.keys))[None, :], other=0)
@@ -195,14 +200,14 @@ def _tree_scores(live, t, hi, tree):
 
 @triton.jit
 def _depths(t, hi, tree):
-    """Key positions t, where those of the call's own tokens are their depths."""
+    """Return key positions t, with the depths in place of positions for the call's own tokens."""
     return tl.load(tree.positions_ptr + t - tree.own_begin, mask=(t >= tree.own_begin) & (t < hi), other=t)
 
 
 @triton.jit
 def _products(q, k, score, UPCAST: tl.constexpr):
-    """q.k, added to `score` where there is one."""
-    # The interpreter multiplies bfloat16 as integers, so there the operands of a dot are float32.
+    """Return q.k, added to `score` if there is one."""
+    # The interpreter multiplies bfloat16 as integers, so there a dot's operands are float32.
     if UPCAST:
         return tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), score, input_precision="ieee")
     else:
@@ -211,9 +216,9 @@ def _products(q, k, score, UPCAST: tl.constexpr):
 
 @triton.jit
 def _accumulate(m, total, acc, k, other, rest, v, t, live, queries, terms, MASKED: tl.constexpr):
-    """Adds keys at positions t to an online softmax; `live`: which rows attend to which of them, where MASKED.
+    """Add keys at positions t to an online softmax. With MASKED, `live` says which rows attend to which keys.
 
-    m and total are None where they are the first; other and rest are what latent rows have beside k.
+    m and total are None for the first keys. other and rest are parts of latent rows besides k.
     """
     q = queries.q
     score = _products(q, k, None, queries.UPCAST)
@@ -242,7 +247,10 @@ def _accumulate(m, total, acc, k, other, rest, v, t, live, queries, terms, MASKE
 
 @triton.jit
 def _blocks(source, block, stride_b):
-    """Pointers to blocks; anything for block -1, of which nothing is loaded. In bytes, which takes no shift a block."""
+    """Return pointers to blocks, in bytes, which saves a shift.
+
+    For block -1 the pointer is arbitrary and never read.
+    """
     SIZE: tl.constexpr = source.dtype.element_ty.primitive_bitwidth // 8
     if SIZE == 1 and isinstance(stride_b, tl.tensor) and stride_b.dtype == tl.int32:
         return source + tl.cast(tl.cast(block, tl.uint32), tl.uint64) * tl.cast(tl.cast(stride_b, tl.uint32), tl.uint64)
@@ -255,15 +263,15 @@ def _row_pointers(
     source, block, start, second, stride_b, stride_t,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NARROW: tl.constexpr = False,
 ):  # fmt: skip
-    """Pointers to a step's keys or values; as much of them as can be is the same in every step.
+    """Return pointers to a step's keys or values. As much as possible of them is the same in every step.
 
-    NARROW: a block's elements are fewer than 2**31.
+    NARROW: a block has fewer than 2**31 elements.
     """
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     rows = _blocks(source, block, stride_b)
     if NARROW and BLOCK_N <= TILE and BLOCK_SIZE % BLOCK_N == 0:
-        # Computed anew in each step, for which there are registers where there are none for what stays the same.
+        # Computed in each step, because registers are too few to keep the parts that stay the same.
         pointers = rows + ((start % BLOCK_SIZE + offs_n)[:, None] * stride_t + offs_d[None, :])
     elif BLOCK_N <= TILE and BLOCK_SIZE % BLOCK_N == 0:
         rows += tl.cast(start % BLOCK_SIZE, tl.int64) * stride_t
@@ -281,7 +289,7 @@ def _load_rows(
     pointers, present, dtype: tl.constexpr,
     MASKED: tl.constexpr, CODES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values; 0 where they are absent."""
+    """Load keys or values, with 0 for absent ones."""
     offs_d = tl.arange(0, BLOCK_D)
     if MASKED:
         mask = tl.broadcast_to(present[:, None], [BLOCK_N, BLOCK_D])
@@ -303,7 +311,7 @@ def _load_rows(
 def _load_step(
     cache, block, start, second, present, dtype: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Keys of a step, what latent rows have beside them, and values; 0 where they are absent."""
+    """Load a step's keys, the other parts of latent rows, and values, with 0 for absent ones."""
     keys = _row_pointers(
         cache.key_ptr, block, start, second, cache.stride_kb, cache.stride_kt,
         cache.BLOCK_SIZE, BLOCK_N, cache.BLOCK_D, cache.PARTS > 1,
@@ -337,7 +345,7 @@ def _load_step(
 def _step(
     m, total, acc, start, second, block, walk, MASKED: tl.constexpr, SCATTERED: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """One step of the online softmax: the keys from `start` and `second` on, whose block numbers are known."""
+    """Run one step of the online softmax over the keys from `start` and `second` on, whose block numbers are known."""
     q = walk.queries.q
     t = _key_positions(start, second, BLOCK_N)
     present = t
@@ -352,7 +360,7 @@ def _step(
         if walk.TREE:
             live = present[None, :] & _tree_scores(live, t, walk.hi, walk.tree)
         if SCATTERED:
-            # Between far queries a tile holds keys that no row attends to: their memory may hold NaN.
+            # Between distant queries a tile has keys that no row attends to, whose memory may hold NaN.
             present = tl.max(tl.broadcast_to(live, [q.shape[0], BLOCK_N]).to(tl.int32), 0) > 0
     k, other, rest, v = _load_step(walk.cache, block, start, second, present, q.dtype, MASKED, BLOCK_N)
     if walk.TREE and MASKED:  # noqa: SIM102  the first is known to the compiler
@@ -363,7 +371,7 @@ def _step(
 
 @triton.jit
 def _first_tile(i, i_end, walk, SCATTERED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The online softmax of the i-th live tile, or of no key where i is not below i_end; without a loop around it."""
+    """Start the online softmax with the i-th live tile, or with no key if i is not below i_end, without a loop."""
     m = None
     total = None
     acc = tl.zeros([walk.queries.q.shape[0], walk.cache.BLOCK_V], tl.float32)
@@ -382,7 +390,7 @@ def _walk(
     m, total, acc, i_begin, i_end, jump, skip, walk,
     MASKED: tl.constexpr, SCATTERED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Adds live tiles [i_begin, i_end), counted without the `skip` ones from `jump` on.
+    """Add the live tiles [i_begin, i_end), counted without `skip` tiles from `jump` on.
 
     Without MASKED every row attends to all of their keys, and they fill their steps.
     """

@@ -1,4 +1,4 @@
-"""Merges two attention results by their log-sum-exp."""
+"""The kernel that merges two attention results by their log-sum-exp."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _merge_attention_kernel(
     stride_at, stride_ah, stride_lat, stride_lah, stride_bt, stride_bh, stride_lbt, stride_lbh,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row tiles,), a row being one token and one head."""
+    """Merge two results. Grid (row tiles,); a row is one token and one head."""
     row = tl.cast(tl.program_id(0), tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     offs_d = tl.arange(0, BLOCK_D)
     token = row // NUM_HEADS
@@ -28,7 +28,7 @@ def _merge_attention_kernel(
     weight_b = tl.exp(lse_b - safe)
     total = weight_a + weight_b
     total = tl.where(total == 0, 1.0, total)
-    # Where a weight is 0 its operand is not read, whatever it holds.
+    # An operand with weight 0 is not read, whatever it holds.
     mask_a = (weight_a > 0)[:, None] & mask_r[:, None] & (offs_d[None, :] < HEAD_DIM)
     mask_b = (weight_b > 0)[:, None] & mask_r[:, None] & (offs_d[None, :] < HEAD_DIM)
     a = tl.load(out_a_ptr + (token * stride_at + head * stride_ah)[:, None] + offs_d[None, :], mask=mask_a, other=0.0)

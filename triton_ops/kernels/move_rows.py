@@ -1,4 +1,4 @@
-"""Moves rows of several tensors in one launch."""
+"""The kernel that moves rows of several tensors in one launch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _row_offsets(index, address, VECTOR: tl.constexpr):
-    """Offsets of rows in units: (index // block_size) * block + (index % block_size) * slot."""
+    """Return the offsets of rows in units: (index // block_size) * block + (index % block_size) * slot."""
     block = tl.cast(address[1], tl.int64) * VECTOR
     slot = tl.cast(address[2], tl.int64) * VECTOR
     return (index // address[0]) * block + (index % address[0]) * slot
@@ -16,7 +16,7 @@ def _row_offsets(index, address, VECTOR: tl.constexpr):
 
 @triton.jit
 def _column_offsets(cols, inner, sizes, strides, VECTOR: tl.constexpr, NUM_OUTER: tl.constexpr):
-    """Offsets of columns in units within a row of NUM_OUTER strided dimensions around `inner` contiguous grains."""
+    """Return the offsets of columns in units, in a row of NUM_OUTER strided dimensions around `inner` grains."""
     offsets = tl.cast(cols, tl.int64)
     if NUM_OUTER > 0:
         rest = cols // (inner * VECTOR)
@@ -33,20 +33,20 @@ def _column_offsets(cols, inner, sizes, strides, VECTOR: tl.constexpr, NUM_OUTER
 
 @triton.jit(do_not_specialize=["num_rows", "inners", "widths", "sizes", "addresses", "strides"])
 def _move_rows_kernel(
-    sources,  # per tensor, what source_index >= 0 counts
-    extras,  # per tensor, what source_index <= -2 counts as -2 - index; None: nothing
-    targets,  # per tensor, what target_index counts
+    sources,  # tensors that source_index >= 0 indexes
+    extras,  # tensors that source_index <= -2 indexes as -2 - index; None: none
+    targets,  # tensors that target_index indexes
     source_index,  # [num_rows], -1 reads zeros; None: row number
     target_index,  # [num_rows], negative writes nothing; None: row number
     num_rows,
-    inners, widths,  # per tensor, grains that are contiguous, and of a row
-    sizes,  # per tensor, of the outer dimensions, innermost first
-    addresses,  # per tensor, for source, extra and target: block_size, block, slot
-    strides,  # per tensor, for source, extra and target: of the outer dimensions
+    inners, widths,  # for each tensor, contiguous grains, and grains of a row
+    sizes,  # for each tensor, sizes of the outer dimensions, innermost first
+    addresses,  # for each tensor: block_size, block, slot of source, extra and target
+    strides,  # for each tensor: outer strides of source, extra and target
     NUM_TENSORS: tl.constexpr, NUM_OUTER: tl.constexpr, VECTOR: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: the tiles of all tensors, one tensor's after the other's. Sizes and strides are in grains."""
+    """Move rows. The grid is the tiles of all tensors, one tensor after another. Sizes and strides are in grains."""
     pid = tl.program_id(0)
     first = 0
     for t in tl.static_range(NUM_TENSORS):
@@ -73,7 +73,7 @@ def _move_rows_kernel(
                 extra = -2 - source
                 offs = _column_offsets(cols, inners[t], sizes[t], strides[t][1], VECTOR[t], NUM_OUTER[t])
                 pointers = extras[t] + _row_offsets(extra, addresses[t][1], VECTOR[t])[:, None] + offs[None, :]
-                # One of the two loads was masked off and gave zeros.
+                # One of the two loads was masked and gave zeros.
                 data |= tl.load(pointers, mask=(live & (extra >= 0))[:, None] & mask_cols, other=0)
             offs = _column_offsets(cols, inners[t], sizes[t], strides[t][2], VECTOR[t], NUM_OUTER[t])
             pointers = targets[t] + _row_offsets(target, addresses[t][2], VECTOR[t])[:, None] + offs[None, :]

@@ -1,4 +1,4 @@
-"""Copy keys and values of tokens to other slots and rotate the keys."""
+"""The kernel that copies keys and values of tokens to other slots and rotates the keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .codes import from_e4m3, to_code
 
 @triton.jit
 def load_keys(ptrs, mask, KIND: tl.constexpr):
-    """Load keys, or codes as the numbers they stand for, in float32."""
+    """Load keys as float32. Codes are converted to their values."""
     if KIND == 2:
         return from_e4m3(tl.load(ptrs, mask=mask, other=0)).to(tl.float32)
     else:
@@ -48,7 +48,7 @@ def _move_slots_kernel(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, FIRST: tl.constexpr, HALF: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Grid (n, tiles of heads): one token's keys and values."""
+    """Move one token's keys and values. Grid (n, tiles of heads)."""
     move = tl.cast(tl.program_id(0), tl.int64)
     source = tl.cast(tl.load(source_ptr + move), tl.int64)
     target = tl.cast(tl.load(target_ptr + move), tl.int64)

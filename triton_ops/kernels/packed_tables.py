@@ -1,4 +1,4 @@
-"""Block tables and lengths of packed keys, whose blocks are tokens."""
+"""The kernel that makes block tables and lengths for packed keys, each of which is a block."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _packed_tables_kernel(
     starts,  # [num_seqs + 1]
     num_columns, stride_s, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (sequences, tiles of columns)."""
+    """Write tables and lengths. Grid (sequences, tiles of columns)."""
     seq = tl.cast(tl.program_id(0), tl.int64)
     offs = tl.program_id(1) * TILE + tl.arange(0, TILE)
     begin = tl.load(starts + seq * stride_s)

@@ -1,4 +1,4 @@
-"""Builds a step's plan: the live tiles of each sequence and a balanced list of decode work."""
+"""The kernels that build a step's plan: the live tiles of each sequence and a balanced list of decode work."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _plan_tiles_kernel(
     DECODE_Q: tl.constexpr, POSITIONS: tl.constexpr, TABLE_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_T: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_rows,): a row's live tiles, their ranks, and how many of them a decode attends to."""
+    """Write a row's live tiles, their ranks, and how many of them a decode attends to. Grid (num_rows,)."""
     row = tl.cast(tl.program_id(0), tl.int64)
     info_ptr, tiles_ptr, ranks_ptr = _plan_rows(plan_ptr, row, num_rows, max_tiles, max_items)
     seq = row // TABLE_HEADS
@@ -62,7 +62,7 @@ def _plan_tiles_kernel(
         p_first = tl.load(positions_ptr + q_begin, mask=decoded, other=0)
         p_last = tl.load(positions_ptr + q_begin + q_len - 1, mask=decoded, other=0)
     _, _, tile_lo, tile_hi, sink_lo, sink_hi = _span(p_first, p_last, seq_len, key_begin, mask)
-    # A tile lies in up to SUB blocks; a block of any size may begin or end within one.
+    # A tile overlaps up to SUB blocks. A block may start or end inside a tile.
     blocks = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
     num_tiles = (seq_len + TILE - 1) // TILE
     live_before = 0
@@ -95,7 +95,7 @@ def _plan_tiles_kernel(
 
 @triton.jit
 def _item_counts(plan_ptr, offs, num_rows, target, DECODE_Q: tl.constexpr):
-    """Work items of rows `offs`, and the live tiles that they attend to."""
+    """Return the number of work items of rows `offs`, and of live tiles that they attend to."""
     mask = offs < num_rows
     info_ptr = _plan_parts(plan_ptr, num_rows, 0, 0)[0] + offs.to(tl.int64) * INFO
     attended = tl.load(info_ptr + INFO_ATTENDED, mask=mask, other=0)
@@ -109,7 +109,7 @@ def _plan_items_kernel(
     plan_ptr, num_rows, target_items, extra_items, mask, key_begin,
     DECODE_Q: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_rows,): cuts the live tiles that all decodes attend to into items of about equal length."""
+    """Split the live tiles of all decodes into work items of about equal length. Grid (num_rows,)."""
     row = tl.program_id(0)
     total = 0
     for base in range(0, num_rows, BLOCK_S):

@@ -1,4 +1,4 @@
-"""Attended keys and tiles in kernels, as `Mask` says on the host; other kernels know no option but BOUNDED."""
+"""Attended keys and tiles in kernels, like `Mask` on the host. Other kernels read no option except BOUNDED."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .layout import TILE
 
 @triton.jit
 def _between(low, high, seq_len, key_begin, mask):
-    """Keys from where the window of a query at `low` begins to where the attended range of one at `high` ends.
+    """Return the keys from the start of the window of a query at `low` to the end of the range of a query at `high`.
 
-    Sink tokens are left out; the end may lie below the beginning.
+    Sink tokens are left out. The end may be below the start.
     """
     lo = key_begin
     hi = seq_len
@@ -27,7 +27,7 @@ def _between(low, high, seq_len, key_begin, mask):
 
 @triton.jit
 def _span(p_first, p_last, seq_len, key_begin, mask):
-    """Live keys [lo, hi) and sink tokens below lo, of queries at positions p_first to p_last; and both in tiles."""
+    """Return live keys [lo, hi) and sink tokens below lo, of queries at p_first to p_last, and the same in tiles."""
     lo, hi = _between(p_first, p_last, seq_len, key_begin, mask)
     lo = tl.minimum(tl.maximum(lo, 0), seq_len)
     hi = tl.maximum(hi, lo)
@@ -48,19 +48,19 @@ def _span(p_first, p_last, seq_len, key_begin, mask):
 
 @triton.jit
 def _attending_from(p_first, t, mask):
-    """p_first, or the last position before it whose query attends to key t."""
+    """Return p_first or, if it is earlier, the last position whose query attends to key t."""
     return tl.minimum(p_first, t + mask.window - 1)
 
 
 @triton.jit
 def _full_span(p_first, p_last, seq_len, key_begin, mask):
-    """Keys [lo, hi) that all of the queries at positions p_first to p_last attend to."""
+    """Return the keys [lo, hi) to which all queries at positions p_first to p_last attend."""
     return _between(p_last, p_first, seq_len, key_begin, mask)
 
 
 @triton.jit
 def _row_spans(pos, seq_len, key_begin, mask):
-    """Keys [lo, hi) of each query, sink tokens left out; hi may lie below lo."""
+    """Return the keys [lo, hi) of each query, without sink tokens. hi may be below lo."""
     lo, hi = _between(pos, pos, seq_len, key_begin, mask)
     none = tl.zeros_like(pos)
     return lo + none, hi + none
@@ -68,13 +68,13 @@ def _row_spans(pos, seq_len, key_begin, mask):
 
 @triton.jit
 def _ahead(t, key_begin):
-    """How far keys t are from key_begin on; unsigned, so that those before it are beyond every end."""
+    """Return the unsigned distance of keys t from key_begin, so that earlier keys are beyond every end."""
     return tl.cast(t - key_begin, tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _within(ahead, lo, hi, key_begin, mask):
-    """Which keys so far `_ahead` are in [lo, hi), or sink tokens below hi."""
+    """Return which keys, given by their distance `_ahead`, are in [lo, hi) or are sink tokens below hi."""
     live = ahead < _ahead(tl.maximum(hi, key_begin), key_begin)
     if mask.WINDOW:
         sink_end = _ahead(tl.maximum(mask.num_sink_tokens, key_begin), key_begin)
@@ -84,7 +84,7 @@ def _within(ahead, lo, hi, key_begin, mask):
 
 @triton.jit
 def _live_blocks(live, begin, pos, mask, BLOCK_SIZE: tl.constexpr):
-    """Which of some blocks, that begin at these keys, have one that a query at pos attends to."""
+    """Return which blocks, starting at these keys, have a key to which a query at pos attends."""
     if mask.CAUSAL:
         live = live & (begin <= pos)
     if mask.WINDOW:
@@ -96,6 +96,6 @@ def _live_blocks(live, begin, pos, mask, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def _sink_tiles(hi, key_begin, mask):
-    """Where the tiles of sink tokens below hi end; 0 where there are none."""
+    """Return the end of the tiles with sink tokens below hi; 0 if there are none."""
     end = (tl.minimum(mask.num_sink_tokens, hi) + TILE - 1) // TILE
     return tl.where(mask.num_sink_tokens > key_begin, end, 0)

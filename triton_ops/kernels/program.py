@@ -1,8 +1,8 @@
-"""What one program of the attention kernel does with its rows: their queries, the tiles they attend to, their result.
+"""The work of one program of the attention kernel: its rows' queries, the tiles they attend to, and their results.
 
-`_span` turns the predicate into at most two ranges of live tiles, sink tokens and window; the plan's ranks take the
-absent tiles out of them. What is left is numbered 0, 1, 2, ... and is what `_walk` goes over and splits divide, so that
-a dead tile is never visited.
+`_span` turns the predicate into at most two ranges of tiles: sink tokens and window. The plan's ranks remove dead tiles
+from them. The remaining tiles are numbered 0, 1, 2, ...; `_walk` and splits use these numbers, so that a dead tile is
+never visited.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .scores import _finish, _product_factor, _slopes
 
 
 class Sequence(NamedTuple):
-    """A sequence of the batch: its tables, what its plan says of live tiles, and its lengths."""
+    """A sequence of the batch: its table, its live tiles in the plan, and its lengths."""
 
     table_ptr: Any
     tiles_ptr: Any
@@ -32,7 +32,7 @@ class Sequence(NamedTuple):
 
 
 class TileRows(NamedTuple):
-    """The rows of a tile, one query token and one head each, and the positions of the first and the last token."""
+    """The rows of a tile, one query token and one head each, and the positions of the first and last token."""
 
     token: Any  # [BLOCK_M], counted from the sequence's first query
     head: Any  # [BLOCK_M]
@@ -45,7 +45,7 @@ class TileRows(NamedTuple):
 class AttendedTiles(NamedTuple):
     """Keys [lo, hi) and tiles [tile_lo, tile_hi) that rows attend to besides sink tokens, and ranks of live tiles.
 
-    sink_end: where the tiles of sink tokens end, if they count as a segment of the others.
+    sink_end: the end of the tiles of sink tokens, if they count as a segment of the others.
     """
 
     lo: Any
@@ -61,22 +61,22 @@ class AttendedTiles(NamedTuple):
 
 @triton.jit
 def _rank(sequence, tile):
-    """How many live tiles a sequence has before `tile`."""
+    """Return the number of live tiles of a sequence before `tile`."""
     return tl.load(sequence.ranks_ptr + tile, mask=sequence.has_holes, other=tile)
 
 
 @triton.jit
 def _tile_rows(positions_ptr, sequence, row_begin, kv_head, traits, BLOCK_M: tl.constexpr, DECODE: tl.constexpr):
-    """Rows row_begin to row_begin + BLOCK_M of a sequence and KV head."""
+    """Return rows row_begin to row_begin + BLOCK_M of a sequence and KV head."""
     row = row_begin + tl.arange(0, BLOCK_M)
-    # Unsigned numbers are divided by a power of two in one instruction.
+    # An unsigned number is divided by a power of two in one instruction.
     token = (row.to(tl.uint32) // traits.GROUP).to(tl.int32)
     head = kv_head * traits.GROUP + (row.to(tl.uint32) % traits.GROUP).to(tl.int32)
     mask_m = token < sequence.q_len
     first = row_begin // traits.GROUP
     last = tl.minimum(sequence.q_len - 1, (row_begin + BLOCK_M - 1) // traits.GROUP)
     if DECODE:
-        # Every row tile of the sequence shares the splits, so the span is the whole sequence's.
+        # All row tiles of the sequence share the splits, so the span is that of the whole sequence.
         first = 0
         last = sequence.q_len - 1
     if traits.POSITIONS:
@@ -96,11 +96,11 @@ def _tile_rows(positions_ptr, sequence, row_begin, kv_head, traits, BLOCK_M: tl.
 
 @triton.jit
 def _attended_tiles(sequence, rows, key_begin, mask, TREE: tl.constexpr, SEGMENTS: tl.constexpr):
-    """The tiles that rows attend to, those of absent blocks among them, and the ranks of the live ones."""
+    """Return the tiles that rows attend to, with those of absent blocks, and the ranks of the live ones."""
     span_first = rows.p_first
     span_last = rows.p_last
     if TREE:
-        # The call's own tokens are all attended to, wherever the window of the shallowest query begins.
+        # All of the call's own tokens are attended, wherever the window of the shallowest query starts.
         span_last = tl.maximum(rows.p_last, sequence.seq_len - 1)
         if mask.BOUNDED:
             span_first = _attending_from(rows.p_first, sequence.seq_len - sequence.q_len, mask)
@@ -124,10 +124,10 @@ def _attended_tiles(sequence, rows, key_begin, mask, TREE: tl.constexpr, SEGMENT
 
 @triton.jit
 def _split_of_tiles(split, num_splits, attended, SPLIT_TILES: tl.constexpr):
-    """Which live tiles of its rows a split of a prefill has: [i_begin, i_end)."""
+    """Return the live tiles [i_begin, i_end) of its rows that belong to a split of a prefill."""
     n = attended.n_sink + attended.n_window
     if SPLIT_TILES > 0:
-        # Splits at fixed ranks of the sequence, so that a row's bits do not depend on its tile.
+        # Splits start at fixed ranks of the sequence, so that a row's bits do not depend on its tile.
         a = split * SPLIT_TILES
         b = a + SPLIT_TILES
         i_begin = tl.minimum(tl.maximum(a - attended.rank_lo, 0), attended.n_window)
@@ -143,7 +143,7 @@ def _split_of_tiles(split, num_splits, attended, SPLIT_TILES: tl.constexpr):
 
 @triton.jit
 def _load_query(pointers, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
-    """WIDTH columns of queries from these pointers on."""
+    """Load WIDTH columns of queries at these pointers."""
     offs_d = tl.arange(0, BLOCK_D)
     pointers += offs_d[None, :]
     if WIDTH == BLOCK_D:
@@ -154,20 +154,20 @@ def _load_query(pointers, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _exponents(q, other, rest, traits, tile):
-    """The power of two of each row's largest number, as the bits of its exponent."""
+    """Return the power of two of each row's largest number, as the bits of its exponent."""
     top = tl.max(tl.abs(q.to(tl.float32)), 1)
     if tile.PARTS > 1:
         top = tl.maximum(top, tl.max(tl.abs(other.to(tl.float32)), 1))
     if traits.REST > 0:
         top = tl.maximum(top, tl.max(tl.abs(rest.to(tl.float32)), 1))
-    # Within these bounds both the power and its inverse are normal numbers, made by their exponents alone.
+    # Within these bounds the power and its inverse are normal numbers, given by their exponents alone.
     top = tl.minimum(tl.maximum(top, 2.0**-120), 2.0**126)
     return top.to(tl.int32, bitcast=True) & 0x7F800000
 
 
 @triton.jit
 def _scaled_columns(q, qk_scale, exponent, terms, SCALES: tl.constexpr, ROWS: tl.constexpr):
-    """Columns of queries for a factor above 0; ROWS: as float16, divided by the powers of two of these exponents."""
+    """Return columns of queries for a factor above 0. ROWS: as float16, divided by the powers of two of `exponent`."""
     if SCALES > 0:
         q = tl.where(qk_scale < 0, -q, q)
     elif terms.NEGATIVE:
@@ -180,18 +180,18 @@ def _scaled_columns(q, qk_scale, exponent, terms, SCALES: tl.constexpr, ROWS: tl
 
 @triton.jit
 def _scaled_queries(q, other, rest, scale, k_scale_ptr, kv_head, terms, traits, tile, ROWS: tl.constexpr):
-    """Queries, with what latent rows have beside them, and the factor of their products (ROWS: one a row)."""
+    """Return queries, with other parts of latent rows, and the factor of their products (ROWS: one for each row)."""
     qk_scale = scale
     if traits.SCALES > 0:
         qk_scale *= tl.cast(tl.load(k_scale_ptr + kv_head * (traits.SCALES - 1)), tl.float32)
     if traits.CODES >= E4M3_BITS:
         qk_scale *= 256.0
-    # A softmax step takes the maximum before it multiplies, and -inf times 0 is NaN: the factor is made positive. Where
-    # nothing changes them, queries go to the matrix unit from shared memory.
+    # A softmax step takes the maximum before it multiplies, and -inf times 0 is NaN, so the factor is made positive.
+    # Queries that need no change go to the matrix unit from shared memory.
     factor = _product_factor(tl.maximum(tl.abs(qk_scale), 1e-30), terms)
     exponent = 0
     if ROWS:
-        # Codes are exact in float16, and it takes one instruction for two of them where bfloat16 takes four.
+        # Codes are exact in float16, which takes one instruction for two codes where bfloat16 takes four.
         exponent = _exponents(q, other, rest, traits, tile)
         factor = factor * exponent.to(tl.float32, bitcast=True)
     q = _scaled_columns(q, qk_scale, exponent, terms, traits.SCALES, ROWS)
@@ -204,7 +204,10 @@ def _scaled_queries(q, other, rest, scale, k_scale_ptr, kv_head, terms, traits, 
 
 @triton.jit
 def _full_tiles(sequence, rows, attended, own_begin, key_begin, mask, i_begin, i_end, TREE: tl.constexpr):
-    """Which of live tiles [i_begin, i_end) every row attends to in full; none with an absent block counts as such."""
+    """Return which live tiles in [i_begin, i_end) every row attends to in full.
+
+    A tile with an absent block is not full.
+    """
     full_lo, full_hi = _full_span(rows.p_first, rows.p_last, sequence.seq_len, key_begin, mask)
     if TREE:
         full_hi = tl.minimum(full_hi, own_begin)
@@ -219,7 +222,7 @@ def _full_tiles(sequence, rows, attended, own_begin, key_begin, mask, i_begin, i
 
 @triton.jit
 def _walk_segments(m, total, acc, i_begin, i_end, walk, sequence, rows, attended, BLOCK_N: tl.constexpr):
-    """`_walk` for queries further apart than the window: over the union of their windows, not over its hull."""
+    """Run `_walk` for queries further apart than the window, over the union of their windows instead of its hull."""
     first_key, end_key = _row_spans(rows.pos, sequence.seq_len, walk.key_begin, walk.mask)
     first_tile = tl.maximum(first_key, 0) // TILE
     end_tile = tl.where(end_key > first_key, (end_key + TILE - 1) // TILE, 0)
@@ -227,7 +230,7 @@ def _walk_segments(m, total, acc, i_begin, i_end, walk, sequence, rows, attended
     segment = tl.min(tl.where(rows.mask_m & (end_tile > 0), first_tile, 2147483647), 0)
     segment = tl.where(attended.sink_end > 0, attended.tile_lo, segment)
     while segment < 2147483647:
-        # A window that begins inside or at the end of the segment extends it.
+        # A window that starts inside or at the end of the segment extends it.
         end = segment - 1
         grown = tl.maximum(segment, attended.sink_end)
         while grown > end:
@@ -245,21 +248,21 @@ def _attend_tiles(
     i_begin, i_end, walk, sequence, rows, attended, BLOCK_N: tl.constexpr, TWO_LOOPS: tl.constexpr,
     SEGMENTS: tl.constexpr, SCATTERED: tl.constexpr, DECODE: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax of rows over live tiles [i_begin, i_end) of what they attend to."""
+    """Return the online softmax of rows over the live tiles [i_begin, i_end) that they attend to."""
     BLOCK_M: tl.constexpr = walk.queries.q.shape[0]
     CODED: tl.constexpr = walk.cache.CODES != PLAIN_CACHE
     LAZY: tl.constexpr = walk.queries.LAZY
     # Sums of more columns leave few registers.
     WIDE: tl.constexpr = walk.cache.BLOCK_V > 128
-    # Steps of two tiles are for those that need no mask; they may lie apart where others between them are absent.
+    # Steps of two tiles need no mask. The tiles may lie apart if dead tiles are between them.
     WIDEST: tl.constexpr = TILE if walk.cache.PARTS == 1 and not WIDE else TILE // 2
     EDGE_N: tl.constexpr = BLOCK_N if BLOCK_N < WIDEST else WIDEST
-    # Scores that take more than a product and a mask leave it no registers.
+    # Scores that take more than a product and a mask leave no registers for it.
     LAST_FIRST: tl.constexpr = (
         TWO_LOOPS and not (DECODE or walk.TREE or CODED or WIDE) and walk.terms.PLAIN and walk.cache.REST == 0
     )
     if LAST_FIRST:
-        # The last tile, which nearly always needs a mask, needs no loop, and as the first of a sum no rescaling.
+        # The last tile nearly always needs a mask. Without a loop, and as the first of a sum, it needs no rescaling.
         i_last = tl.maximum(i_end - 1, i_begin)
         m, total, acc = _first_tile(i_last, i_end, walk, SCATTERED, EDGE_N)
         i_end = i_last
@@ -283,7 +286,7 @@ def _attend_tiles(
     skip = full_end - full_begin
     if SEGMENTS:
         m, total, acc = _walk_segments(m, total, acc, i_begin, i_end, walk, sequence, rows, attended, EDGE_N)
-    # Few splits of a decode have such steps. (With codes, to ask takes registers that there are not.)
+    # Few splits of a decode have such steps. With codes, the check would need more registers than there are.
     elif not TWO_LOOPS or (DECODE and CODED) or (i_end - skip > i_begin):
         m, total, acc = _walk(
             m, total, acc, i_begin, i_end - skip, full_begin, skip, walk, True, SCATTERED, EDGE_N
@@ -295,7 +298,7 @@ def _attend_tiles(
 
 @triton.jit
 def _columns_beside(part, traits, tile):
-    """Columns from a part of a latent row to the other part and to the rest."""
+    """Return the columns from a part of a latent row to the other part and to the rest."""
     if tile.PARTS > 1:
         return (1 - 2 * part) * tile.BLOCK_D, (2 - part) * tile.BLOCK_D
     else:
@@ -308,16 +311,16 @@ def _attend_rows(
     scale, terms, mask, key_begin, traits, tile,
     DECODE: tl.constexpr, SPLIT_TILES: tl.constexpr, SPLIT_HEADS: tl.constexpr, TWO_LOOPS: tl.constexpr,
 ):  # fmt: skip
-    """Rows row_begin to row_begin + BLOCK_M of one sequence and KV head, over live tiles [i_begin, i_end).
+    """Attend with rows row_begin to row_begin + BLOCK_M of one sequence and KV head, over live tiles [i_begin, i_end).
 
-    Of a prefill i_begin is the number of the split.
+    In a prefill i_begin is the number of the split.
     """
     CODES: tl.constexpr = traits.CODES
     TREE: tl.constexpr = traits.TREE
     SEGMENTS: tl.constexpr = traits.POSITIONS and mask.BOUNDED and not DECODE and not TREE
     SCATTERED: tl.constexpr = TREE or (traits.POSITIONS and mask.BOUNDED)
     ROWS: tl.constexpr = CODES != PLAIN_CACHE and tensors.query_ptr.dtype.element_ty == tl.bfloat16
-    # A total for each key of a tile takes registers that the sums of many rows of 512 columns do not leave.
+    # A total for each key of a tile takes registers that sums of many rows of 512 columns do not leave.
     LAZY: tl.constexpr = DECODE and (traits.REST == 0 or tile.BLOCK_M == 16)
     SHIFT: tl.constexpr = 15 if ROWS or tensors.query_ptr.dtype.element_ty == tl.float16 else 0
     rows = _tile_rows(tensors.positions_ptr, sequence, row_begin, kv_head, traits, tile.BLOCK_M, DECODE)
@@ -336,7 +339,7 @@ def _attend_rows(
     i_end = tl.minimum(i_end, attended.n_sink + attended.n_window)
 
     q_token = sequence.q_begin + rows.token
-    # Rows past the last query are those of the last one again: no mask, and nothing of theirs is written.
+    # Rows after the last query repeat the last one: they need no mask, and nothing of theirs is written.
     q_rows = (sequence.q_begin + tl.minimum(rows.token, sequence.q_len - 1)).to(tl.int64)
     head = rows.head.to(tl.int64)
     q_ptrs = tensors.query_ptr + q_rows[:, None] * strides.stride_qt + head[:, None] * strides.stride_qh
@@ -384,13 +387,13 @@ def _end_rows(
     acc, m, total, tensors, kv_head, token, q_token, head, mask_m, is_split, split_row, first_v, traits,
     EQUAL_SPLITS: tl.constexpr, SPLIT_HEADS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Writes the rows of an online softmax from column first_v on: their part, from split_row on, or what they are."""
+    """Write the rows of an online softmax from column first_v on: partial results at split_row, or final results."""
     if traits.SCALES > 0:
         acc *= tl.cast(tl.load(tensors.v_scale_ptr + kv_head * (traits.SCALES - 1)), tl.float32)
     if traits.CODES >= E4M3_BITS:
         acc *= 256.0
     if EQUAL_SPLITS:
-        # One split or many, the same roundings in the same order.
+        # One split or many give the same roundings in the same order.
         safe_total = tl.where(total == 0, 1.0, total)
         acc = acc / safe_total[:, None]
         m += tl.log2(safe_total)
@@ -403,7 +406,7 @@ def _end_rows(
             tensors.partial_ptr + row_out[:, None] * traits.VALUE_DIM + offs_v[None, :], acc / denominator[:, None],
             mask=mask_m[:, None] & (offs_v[None, :] < traits.VALUE_DIM),
         )  # fmt: skip
-        # Of two parts, which sum in another order, one writes.
+        # Two parts add in different orders, so only one of them writes.
         if first_v == 0:
             tl.store(tensors.partial_lse_ptr + row_out, m + tl.log2(denominator), mask=mask_m)
     else:

@@ -1,4 +1,4 @@
-"""Writes new keys and values into their cache slots."""
+"""The kernel that writes new keys and values into their cache slots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .codes import to_code
 
 
 class WrittenTensors(NamedTuple):
-    """What a cache write reads and writes."""
+    """The tensors of a cache write."""
 
     key_ptr: Any  # [num_tokens, KV_HEADS, HEAD_DIM]
     value_ptr: Any  # [num_tokens, KV_HEADS, VALUE_DIM]
@@ -23,7 +23,7 @@ class WrittenTensors(NamedTuple):
 
 
 class WrittenStrides(NamedTuple):
-    """Elements from token and head, and in the caches from block, slot and head, to the next."""
+    """Elements between tokens and heads, and in the caches between blocks, slots and heads."""
 
     stride_kt: int
     stride_kh: int
@@ -43,7 +43,7 @@ def _reshape_and_cache_kernel(
     KIND: tl.constexpr, SCALES: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row tiles,), a row being one token and one head; key and value."""
+    """Write keys and values. Grid (row tiles,); a row is one token and one head."""
     row = tl.cast(tl.program_id(0), tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     offs_d = tl.arange(0, BLOCK_D)
     token = row // KV_HEADS

@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys, and the cache write, in one kernel."""
+"""The kernel that rotates queries and keys and writes the cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _rotated_rows(
     x_ptr, stride, heads, mask_h, cos_sin_row, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Heads of one token, rotated, in float32."""
+    """Return the rotated heads of one token, in float32."""
     HALF: tl.constexpr = ROTARY_DIM // 2
     offs_d = tl.arange(0, BLOCK_D)
     rotary = offs_d < ROTARY_DIM
@@ -47,7 +47,7 @@ def _rope_and_cache_kernel(
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_tokens, head tiles of the query); the first head tile also writes the cache."""
+    """Rotate and write. Grid (num_tokens, head tiles of the query); the first head tile also writes the cache."""
     token = tl.cast(tl.program_id(0), tl.int64)
     offs_d = tl.arange(0, BLOCK_D)
     cos_sin_row = cos_sin_ptr + tl.cast(tl.load(positions_ptr + token), tl.int64) * ROTARY_DIM

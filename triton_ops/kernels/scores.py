@@ -1,4 +1,4 @@
-"""What a score is besides scale * q.k, and the online softmax, in base 2: exp2 is one instruction."""
+"""Modifiers of a score besides scale * q.k, and the online softmax, in base 2, because exp2 is one instruction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _tanh(x):
-    """Hyperbolic tangent to float32 accuracy, also near 0 where 1 - exp cancels."""
+    """Return the hyperbolic tangent to float32 accuracy, also near 0, where 1 - exp cancels."""
     e = tl.exp2(tl.abs(x) * -2.8853900817779268)
     large = (1.0 - e) / (1.0 + e)
     y = x * x
@@ -23,7 +23,7 @@ def _tanh(x):
 
 @triton.jit
 def _product_factor(factor, terms):
-    """What products q.k are multiplied by first: `factor` is scale, without terms in base 2."""
+    """Return the first factor of products q.k, given the scale in `factor`. Without terms it is in base 2."""
     if terms.SOFTCAP:
         factor /= terms.softcap
     else:
@@ -33,7 +33,7 @@ def _product_factor(factor, terms):
 
 @triton.jit
 def _slopes(alibi_ptr, head, mask_m, terms):
-    """ALiBi's slope of each row, in base 2."""
+    """Return ALiBi's slope of each row, in base 2."""
     slope = tl.zeros(head.shape, tl.float32)
     if terms.ALIBI:
         slope = tl.load(alibi_ptr + head, mask=mask_m, other=0.0).to(tl.float32) * LOG2E
@@ -42,7 +42,7 @@ def _slopes(alibi_ptr, head, mask_m, terms):
 
 @triton.jit
 def _with_terms(score, t, pos, slope, terms):
-    """Scores in base 2 of products that `_product_factor` was applied to: [queries at pos, keys at t]."""
+    """Return scores in base 2 of products scaled by `_product_factor`: [queries at pos, keys at t]."""
     if terms.SOFTCAP:
         score = _tanh(score) * (terms.softcap * LOG2E)
     if terms.ALIBI:
@@ -54,11 +54,11 @@ def _with_terms(score, t, pos, slope, terms):
 def _rescale(
     score, m, total, acc, factor, MASKED: tl.constexpr, ROWS: tl.constexpr, LAZY: tl.constexpr, SHIFT: tl.constexpr
 ):
-    """Weights of a tile of scores, and m, total and acc brought to its maximum; total with the weights added.
+    """Return the weights of a tile of scores, and m, total (with the weights) and acc, rescaled to its maximum.
 
-    For the first tile m and total are None, and acc is 0. `factor` is above 0 and brings scores to base 2; ROWS: one a
-    row. LAZY: total has a column per key of a tile, summed at the end. Weights are up to 2**SHIFT: in float16 small
-    ones then lose nothing.
+    For the first tile m and total are None, and acc is 0. `factor` is above 0 and brings scores to base 2. ROWS: it has
+    one number for each row. LAZY: total has a column for each key of a tile, summed at the end. Weights are up to
+    2**SHIFT, so that small weights lose nothing in float16.
     """
     top = tl.max(score, 1) * factor
     if SHIFT != 0:
@@ -88,7 +88,7 @@ def _finish(
     SINKS: tl.constexpr, WITH_LSE: tl.constexpr, NUM_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Adds the sinks to the denominator and writes lse and, from column first_v on, out of rows (q_token, head)."""
+    """Add the sinks to the denominator; write lse and, from column first_v on, out of rows (q_token, head)."""
     offs_v = first_v + tl.arange(0, BLOCK_V)
     if SINKS:
         sink = tl.load(sinks_ptr + head, mask=mask_m, other=0.0).to(tl.float32) * LOG2E

@@ -1,4 +1,4 @@
-"""Where the queries of a batch stand behind its shared prefix, which is one sequence to them."""
+"""The kernel that computes the positions of a batch's queries behind its shared prefix, which is one sequence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _shared_prefix_kernel(
     seq_lens_ptr, starts_ptr, num_seqs, num_tokens, prefix_len,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Grid (token tiles,): every query's absolute position."""
+    """Write every query's absolute position. Grid (token tiles,)."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     seq = tl.zeros([BLOCK_T], tl.int32)
     for base in range(0, num_seqs, BLOCK_S):
