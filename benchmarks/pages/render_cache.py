@@ -1,4 +1,4 @@
-"""Tables that are rows of a file as they come, and those of what is cached that set rows beside each other."""
+"""Tables of pages as data: a file of rows, the columns, and the text around them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import string
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..harness.registry import OURS
 from ..harness.tables import Row, number, read_rows
-from .markdown import chart, commits, link, measured, results, short_time, table, with_rows
+from .markdown import chart, commits, measured, results, short_time, table, with_rows
 
 WORKLOADS = {
     "order": "five documents, six orders",
@@ -24,18 +25,18 @@ Cell = str | Callable[[Row], str]
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of a file, one a line.
+    """A table of a file's rows.
 
     Attributes:
-        source: Of the file, below the CPU's results; "{}" is the page's argument.
-        columns: Heads, a letter for the side (l or r), and what a line has there: a column of the file, with a format
-            where it is a number ("ratio:.2f"), a text with columns in it ("{hits:,} of {tokens:,}"), or a function of
-            the row.
-        said: Where conditions stand: "above" or "below" the table; "rows": below it, but where the rows are alone;
-            "nowhere".
-        more: Behind them, or before where the rows are: a text with columns of the first row, and commits, in it.
-        packages: Whose versions are among them.
-        order: What rows are sorted by; None: as they come.
+        source: Name of the file below the CPU's results; "{}" stands for the page's argument.
+        columns: For each column its head, its side (l or r) and its cells: a column of the file, with a format if it
+            is a number ("ratio:.2f"); a text with columns ("{hits:,} of {tokens:,}"); or a function of the row.
+        said: Place of the conditions: "above" or "below" the table, "rows" for a link to the rows alone, or "nowhere".
+        more: Text behind the conditions, or before the link, with columns of the first row and `commits`.
+        packages: Distributions whose versions the conditions name.
+        order: Sort key of rows; None keeps the file's order.
+        beside: Columns that identify a line, and a column whose values tell a line's rows apart. The line then has the
+            columns of its first row, and those of each row as "value.column". None: a line for each row.
     """
 
     source: str
@@ -44,21 +45,32 @@ class Table:
     more: str = ""
     packages: tuple[str, ...] = ("torch",)
     order: Callable[[Row], object] | None = None
+    beside: tuple[tuple[str, ...], str] | None = None
 
     def render(self, page: Path, *arguments: str) -> str:
-        """The table with what is said of it."""
+        """Return the table with its conditions."""
         source = results("cpu", self.source.format(*arguments))
         rows = read_rows(source)
         if self.order is not None:
             rows.sort(key=self.order)  # type: ignore[arg-type]
         heads, sides, cells = zip(*self.columns, strict=True)
-        lines = table(heads, "".join(sides), [[_cell(row, cell) for cell in cells] for row in rows])
+        found = rows if self.beside is None else _beside(rows, *self.beside)
+        lines = table(heads, "".join(sides), [[_cell(row, cell) for cell in cells] for row in found])
         more = _Filling().vformat(self.more, (), rows[0] | {"commits": commits(source, rows)}) if self.more else ""
         if self.said == "rows":
             return with_rows(lines, page, source, more)
         conditions = "" if self.said == "nowhere" else measured(page, source, rows, self.packages, more)
         parts = {"above": [conditions, "", *lines], "below": [*lines, "", conditions], "nowhere": lines}
         return "\n".join(parts[self.said])
+
+
+def _beside(rows: list[Row], names: tuple[str, ...], column: str) -> list[Row]:
+    """Return one line for all rows with the same values in the columns `names`."""
+    lines: dict[tuple[str, ...], Row] = {}
+    for row in rows:
+        line = lines.setdefault(tuple(row[name] for name in names), dict(row))
+        line |= {f"{row[column]}.{name}": value for name, value in row.items()}
+    return list(lines.values())
 
 
 def _cell(row: Row, cell: Cell) -> str:
@@ -71,28 +83,67 @@ def _cell(row: Row, cell: Cell) -> str:
 
 
 class _Filling(string.Formatter):
-    """Put columns into a text, as in the file, or with a format as numbers."""
+    """A formatter that puts columns into a text as they are, or as numbers if they have a format."""
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        return kwargs[field_name], field_name  # "pc.hits" is a column too
 
     def format_field(self, value: str, spec: str) -> str:
         return format(number(value), spec) if spec else value
 
 
 def time(column: str, microseconds: float = 1) -> Callable[[Row], str]:
-    """A time that a column has in so many microseconds."""
+    """Return cells with a time from a column in units of so many microseconds."""
     return lambda row: short_time(float(row[column]) * microseconds)
 
 
 def over(one: str, other: str, form: str) -> Callable[[Row], str]:
-    """A column over another."""
+    """Return cells with one column divided by another."""
     return lambda row: format(float(row[one]) / float(row[other]), form)
 
 
 def _not_exact(form: Cell) -> Callable[[Row], str]:
-    """For ways that lose something."""
+    """Return cells that only ways with a loss have."""
     return lambda row: _cell(row, form) if row["way"] == "anywhere" else ""
 
 
+def _share(way: str) -> Callable[[Row], str]:
+    """Return cells with the share of prompt tokens that a way computes."""
+    return over(f"{way}.computed_tokens", f"{way}.prompt_tokens", ".3f")
+
+
+def _loss(row: Row) -> str:
+    kl = row["anywhere.kl"]
+    return f"{float(kl):.2g} ({row['anywhere.sampled_prompts']})" if kl else ""
+
+
+PLAIN_CACHES = ("plain copy", "copy per block", "indexing", "index_copy_, index_select", "vllm-omni")
+
 TABLES = {
+    "agents": Table(
+        "agents.csv",
+        (
+            ("trace", "l", "trace"),
+            ("change", "l", "variant"),
+            ("cache", "l", "cache"),
+            *((way, "r", _share(way)) for way in ("prefix", "gap", "anywhere")),
+            ("KL (prompts)", "r", _loss),
+            ("first token equal", "r", "anywhere.first_equal"),
+        ),
+        "below",
+        packages=(),
+        beside=(("trace", "variant", "cache"), "way"),
+    ),
+    "hidden_states": Table(
+        "hidden_states.csv",
+        (
+            ("tokens x features", "l", "{tokens:,} x {features:,}"),
+            ("what", "l", "what"),
+            *((name, "r", time(f"{name}.p50_us")) for name in (OURS, *PLAIN_CACHES)),
+        ),
+        "above",
+        beside=(("tokens", "features", "what"), "provider"),
+    ),
     "hints": Table(
         "replay_{}.csv",
         (
@@ -298,23 +349,6 @@ TABLES = {
 }
 
 
-def render_agents(page: Path) -> str:
-    """Render the share of agents' prompts that is computed, by change (lines) and reuse (columns)."""
-    source = results("cpu", "agents.csv")
-    rows = read_rows(source)
-    names = ("trace", "variant", "cache")
-    lines = []
-    for line in dict.fromkeys(tuple(row[name] for name in names) for row in rows):
-        by_way = {row["way"]: row for row in rows if tuple(row[name] for name in names) == line}
-        shares = [f"{int(row['computed_tokens']) / int(row['prompt_tokens']):.3f}" for row in by_way.values()]
-        loss = by_way["anywhere"]
-        kl = f"{float(loss['kl']):.2g} ({loss['sampled_prompts']})" if loss["kl"] else ""
-        lines.append([*line, *shares, kl, loss["first_equal"]])
-    heads = ("trace", "change", "cache", "prefix", "gap", "anywhere", "KL (prompts)", "first token equal")
-    said = f"{rows[0]['device']}, {rows[0]['date']}, {commits(source, rows)}"
-    return "\n".join([*table(heads, "lllrrrrr", lines), "", f"{said}; [rows]({link(page, source)})."])
-
-
 def render_vllm_agents(page: Path) -> str:
     """Agents' prompts through vLLM's server, a line for each change of them and configuration."""
     source = results("cpu", "vllm_agents.csv")
@@ -377,21 +411,6 @@ def render_hint_ways(page: Path) -> str:
     ]
     said = f"The first {int(rows[0]['requests']):,} requests of {rows[0]['trace']}, {rows[0]['blocks']} blocks."
     return with_rows([said, "", *table(heads, "l" + "r" * len(columns), lines)], page, source)
-
-
-def render_hidden_states(page: Path) -> str:
-    """Caching hidden states: ours beside the others, in one process."""
-    source = results("cpu", "hidden_states.csv")
-    rows = read_rows(source)
-    others = [name for name in dict.fromkeys(row["provider"] for row in rows) if not name.startswith(OURS)]
-    lines = []
-    for tokens, features, what in dict.fromkeys((r["tokens"], r["features"], r["what"]) for r in rows):
-        here = {r["provider"]: float(r["p50_us"]) for r in rows if (r["tokens"], r["what"]) == (tokens, what)}
-        ours = next(value for name, value in here.items() if name.startswith(OURS))
-        times = [short_time(ours), *(short_time(here[name]) for name in others)]
-        lines.append([f"{int(tokens):,} x {int(features):,}", what, *times])
-    heads = ("tokens x features", "what", "pc", *others)
-    return "\n".join([measured(page, source, rows), "", *table(heads, "ll" + "r" * (1 + len(others)), lines)])
 
 
 def render_anywhere_conditions(page: Path) -> str:
