@@ -40,10 +40,10 @@ CONCURRENT = 4
 
 
 class Ours:
-    """pc.CacheManager, one request at a time.
+    """pc.CacheManager behind the two calls that are timed.
 
     Attributes:
-        apart: Of all of them, nanoseconds of the latest start that are not counted.
+        apart: Nanoseconds of the latest start that are not counted; every contestant has it.
     """
 
     apart = 0

@@ -47,7 +47,7 @@ def options(unit: str, policies: str) -> dict[str, Any]:
 
 
 class Comparison(NamedTuple):
-    """What `compare` measured."""
+    """The measurements of `compare`."""
 
     trace: Trace
     capacity: int
@@ -57,9 +57,9 @@ class Comparison(NamedTuple):
     room: int
     """Blocks of the trace that the timed pool holds."""
     hit_rates: dict[Any, float]
-    """By way, over the whole trace with one request at a time."""
+    """Hit rate of each way, over the whole trace with one request at a time."""
     runs: dict[Any, list[Run]]
-    """By way, a timed pass in each round."""
+    """Timed passes of each way, one in each round."""
 
 
 def compare(

@@ -125,7 +125,7 @@ def make_row(name: str, requests: Sequence[Request], answers: Mapping[str, Seque
 def measure(
     trace: str, cache: str, blocks: int, by_variant: Mapping[str, Sequence[Request]], given: argparse.Namespace
 ) -> Iterator[dict[str, str]]:
-    """Start servers with a cache of so many blocks, and yield the rows of each variant."""
+    """Start servers with a cache of `blocks` blocks, and yield the rows of each variant."""
     longest = max(len(request.prompt) for requests in by_variant.values() for request in requests)
     configurations = {
         name: ({"VLLM_CPU_KVCACHE_SPACE": "2"} | variables, [*more, "--enable-prompt-tokens-details"])

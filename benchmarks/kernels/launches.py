@@ -1,7 +1,7 @@
 """Recorded launches of calls on devices that are absent, and their digest, which says for which sources a count holds.
 
-The digest covers everything that a kernel's work depends on: its code and the code that it calls, the values of
-constants, arguments, options and grid. Comments and module names are left out, so moving code changes nothing.
+A kernel's work depends on its code, the code that it calls, constants, arguments, options and grid. The digest covers
+all of them. It leaves out comments and module names, so moving code does not change it.
 """
 
 from __future__ import annotations

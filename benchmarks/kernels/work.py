@@ -1,10 +1,10 @@
 """Work of attention steps, counted on compiled kernels without a GPU: `make work`.
 
 The emulator (tests/emulator) runs kernels compiled for an architecture. It counts warp instructions by kind, the bytes
-of 32-byte sectors that loads and stores touch, and launches. Our steps include their plan. vLLM's Triton kernel, from
-the wheel's sources in a folder (--vllm), runs on the same tensors, and the results are compared. The figures count
-work; they are not times. A row has the digest of what it was counted on (`sources`), and is counted again once the tree
-launches something else; --all counts every row.
+of 32-byte sectors that loads and stores touch, and launches. Our steps include their plan. vLLM's Triton kernel
+(--vllm is the folder of the wheel's sources) runs on the same tensors, and the results are compared. The figures count
+work; they are not times. A row has the digest of the launches that it was counted on (`sources`). It is counted again
+when the tree launches something else; --all counts every row.
 
 Usage:
 

@@ -8,8 +8,9 @@ Usage:
     python -m benchmarks determinism time                               # generate with and without it
 
 The model is SmolLM2-135M-Instruct. "bits" asks prompts with a common beginning, first with an empty cache, then with
-one that has them all. It counts those whose logits (vLLM: the log-probabilities of the likeliest five) have the same
-bits. "hits" counts hits in caches that never evict, on the traces of `agents`. "time" measures CPU time, alternating.
+a cache that has all of them. It counts the prompts whose logits have the same bits; for vLLM, the log-probabilities of
+the five likeliest tokens. "hits" counts hits in caches that never evict, on the traces of `agents`. "time" measures CPU
+time, alternating.
 OMP_NUM_THREADS threads (1).
 """
 

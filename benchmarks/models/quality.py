@@ -6,9 +6,9 @@ Usage:
 
 SmolLM2-135M (`pc.demo.trained_model_folder`) reads prompts with full attention through torch.ops.pc.* alone. A method
 then chooses which keys and values of the prompt are kept, or which ones a query reads. The model reads the following
-tokens over them, all in one pass. The rows have the perplexity, the mean KL divergence from full attention, the share
-of equal most likely tokens, and the share of answers that are the same word for word. A budget is a share of the
-prompt's tokens; tokens behind the prompt are always read. It takes about 15 minutes on one core (OMP_NUM_THREADS=1).
+tokens over them, all in one pass. The rows have the perplexity and the mean KL divergence from full attention. They
+also have the share of equal most likely tokens, and the share of answers that are the same word for word. A budget is a
+share of the prompt's tokens; tokens behind the prompt are always read. About 15 minutes on one core.
 """
 
 from __future__ import annotations

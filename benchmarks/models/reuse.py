@@ -6,9 +6,9 @@ Usage:
     python -m benchmarks reuse SmolLM2 --prompts 512 2048 6144     (trained, over the Constitution of the United States)
 
 All ways alternate in one process: call by call for the first token, token by token after it. Times are CPU time. "by
-hand" keeps a DynamicCache of the document: a deep copy for each question, as transformers' documentation does, or one
-that is cropped afterwards and serves one question at a time. Each prompt ends in a new question; in a cold call the
-document is new too. An answer of 64 tokens is the beginning of one of 256, plus what follows the last token.
+hand" keeps a DynamicCache of the document. It is either copied for each question, as in transformers' documentation,
+or cropped after each question. Each prompt ends in a new question; in a cold call the document is new too. An answer of
+64 tokens is the beginning of an answer of 256, plus the time after the last token.
 OMP_NUM_THREADS threads (1).
 """
 

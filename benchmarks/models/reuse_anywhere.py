@@ -10,8 +10,8 @@ Three workloads of SmolLM2-135M-Instruct (`pc.demo.trained_model_folder`), each 
     agent   an agent's loop of twenty turns that keeps the latest tool results (`--kept`)
     edit    a long text, with another edit in its middle for each of five prompts
 
-The reference is exact prefix caching with greedy answers of eight tokens. Every other way is made to produce these
-answers, and its next-token distributions are compared: KL divergence, equal most likely tokens, and answers whose
+The reference is exact prefix caching with greedy answers of eight tokens. Every other way is forced to produce these
+answers. The rows compare its next-token distributions: KL divergence, equal most likely tokens, and answers whose
 tokens are all the most likely ones. Prompts from before anything moved do not count.
 """
 

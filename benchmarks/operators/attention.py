@@ -302,8 +302,8 @@ def expected_row(call: AttentionCall, row: int) -> tuple[torch.Tensor, torch.Ten
     """Return a row of the expected result, `[num_heads, head_dim]`.
 
     Returns:
-        The row in float64, the row computed in the query's dtype, and the largest sum of weight * abs(value), by which
-        a relative error of the weights is multiplied.
+        The row in float64, and the row computed in the query's dtype. Last, the largest sum of weight * abs(value),
+        by which a relative error of the weights is multiplied.
     """
     case, device = call.case, call.query.device
     starts = np.cumsum([0, *case.q_lens])

@@ -1,7 +1,7 @@
 """Benchmarks of paged, sliding-window and shared-prefix attention, and of attention_plan.
 
-The cases are decodes, prefills, chunks and mixes over whole caches, the windows of gpt-oss (128, with sink logits),
-Gemma 3 (1024) and Mistral (4096), and many sequences over one system prompt or document.
+The cases over whole caches are decodes, prefills, chunks and mixes. Windows are those of gpt-oss (128, with sink
+logits), Gemma 3 (1024) and Mistral (4096). Shared prefixes are one system prompt or document for many sequences.
 """
 
 from __future__ import annotations
