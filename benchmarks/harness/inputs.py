@@ -1,8 +1,9 @@
-"""Tensors of one case, several sets of them so that a set is cold when its turn comes again, and what is right."""
+"""Tensors of one case in several sets, so that each call finds its set cold, and the expected results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -10,16 +11,16 @@ import torch
 
 
 class WrongError(Exception):
-    """A result is not what it should be: such an operation is not timed."""
+    """A wrong result; the operation is not timed."""
 
 
 Call = SimpleNamespace
-"""Tensors of one call, named as the operator names them."""
+"""The tensors of one call, with the operator's names."""
 Draw = Callable[..., torch.Tensor]
 
 
 class Expected(NamedTuple):
-    """An exact result, how to read the one of a call, and the error allowed; None means bit for bit."""
+    """An exact result, a function that reads a call's result, and the allowed error; None means bit for bit."""
 
     exact: torch.Tensor
     read: Callable[[Any], torch.Tensor]
@@ -30,14 +31,14 @@ class Inputs:
     """Calls of one case.
 
     Attributes:
-        calls: One object per set, understood by the benchmark's providers.
-        bytes: Moved by one call at least: each input element read once, each output element written once.
-        flops: Of one call at least.
+        calls: One object for each set, understood by the benchmark's providers.
+        bytes: The fewest bytes that a call moves: it reads each input element and writes each output element once.
+        flops: The fewest floating-point operations of a call.
 
     Args:
-        calls: From a function that draws normal numbers on the device, and how many sets, to them.
-        reference: From a call to what is right; it also takes away from caches what an earlier provider wrote.
-        held: Bytes of a set, where they are not those that a call moves.
+        calls: Function from one that draws normal numbers on the device, and a number of sets, to the calls.
+        reference: Function from a call to its expected results. It also clears what earlier providers wrote.
+        held: Bytes of a set, if they differ from the bytes that a call moves.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Inputs:
         self.calls = list(calls(draw, copies(rotate, held or bytes)))
 
     def check(self, call: Any, run: Callable[[], Any]) -> float:
-        """Runs once and gives the largest error; raises WrongError where it is too large."""
+        """Run once and return the largest error; raise WrongError if it is too large."""
         expected, worst = list(self._reference(call)), 0.0
         got = run()
         for exact, read, allowed in expected:
@@ -87,16 +88,40 @@ def copies(rotate: int, bytes: int) -> int:
 
 
 def check_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
-    """Raises WrongError where bits differ."""
+    """Raise WrongError if bits differ."""
     if got.shape != expected.shape or not torch.equal(*(x.contiguous().view(torch.uint8) for x in (got, expected))):
         raise WrongError("bits differ from those that indexing gives")
 
 
 def shuffled(count: int, device: torch.device) -> torch.Tensor:
-    """Numbers below `count`, shuffled, the same on every device."""
+    """Return the numbers below `count` in an order that is the same on every device."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(0)).to(device)
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
-    """float32 on a CPU, bfloat16 on a GPU."""
+    """Return float32 for a CPU, bfloat16 for a GPU."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def paged_batch(
+    seq_lens: Sequence[int],
+    q_lens: Sequence[int],
+    block_size: int,
+    numbers: torch.Tensor | None = None,
+    absent: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return block tables `[sequences, blocks]`, lengths and query starts of a batch, all int32 on the CPU.
+
+    Args:
+        seq_lens: Tokens of each sequence.
+        q_lens: Queries of each sequence.
+        block_size: Tokens of a block.
+        numbers: Blocks of all sequences, those of a sequence in order; None: block 0 everywhere.
+        absent: Entry of a table behind a sequence's last block.
+    """
+    counts = [-(-length // block_size) for length in seq_lens]
+    tables = torch.full((len(counts), max(counts)), 0 if numbers is None else absent, dtype=torch.int32)
+    for row, own in zip(tables, () if numbers is None else numbers.split(counts), strict=numbers is not None):
+        row[: len(own)] = own
+    starts = torch.tensor([0, *itertools.accumulate(q_lens)], dtype=torch.int32)
+    return tables, torch.tensor(seq_lens, dtype=torch.int32), starts

@@ -28,6 +28,7 @@ from triton.runtime import driver
 import pc
 from pc.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
+from ..harness.inputs import paged_batch
 from .launches import Driver, as_on_a_device
 
 # FlashAttention's functions, and the operator calls that they replace.
@@ -46,11 +47,7 @@ def calls() -> dict[str, Callable[[], Any]]:
     query = torch.zeros(8, 32, 128, dtype=torch.bfloat16)
     key, value = (torch.zeros(8, 8, 128, dtype=torch.bfloat16) for _ in range(2))
     caches = [torch.zeros(64, 16, 8, 128, dtype=torch.bfloat16) for _ in range(2)]
-    batch = (
-        torch.zeros(8, 256, dtype=torch.int32),
-        torch.full((8,), 4096, dtype=torch.int32),
-        torch.arange(9, dtype=torch.int32),
-    )
+    batch = paged_batch((4096,) * 8, (1,) * 8, 16)
     slots, positions, angles = torch.arange(8), torch.arange(8), torch.zeros(4096, 128)
     cos, sin = angles.chunk(2, 1)
     plan, before = pc.attention_plan(*batch, 16), batch[1] - 1

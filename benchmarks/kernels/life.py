@@ -25,6 +25,7 @@ import pc
 
 from ..harness import tables
 from ..harness.conditions import conditions
+from ..harness.inputs import paged_batch
 from .launches import Driver, as_on_a_device, run_on_cpu
 
 TABLE = tables.RESULTS / "life.csv"
@@ -64,11 +65,7 @@ def step(lens: tuple[int, ...], queries: tuple[int, ...], planned: bool, bounds:
     query, key, value = packed.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
     caches = torch.zeros(2, 4, BLOCK, KV_HEADS, head_dim, dtype=cache_dtype).unbind()
     scales = {} if cache_dtype == dtype else {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}
-    batch = (
-        torch.zeros(len(lens), -(-max(lens) // BLOCK), dtype=torch.int32),
-        torch.tensor(lens, dtype=torch.int32),
-        torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32),
-    )
+    batch = paged_batch(lens, queries, BLOCK)
     options = {"max_query_len": max(queries), "max_seq_len": max(lens)} if bounds else {}
     if "value_dim" in OPTIONS:
         options["plan"] = pc.attention_plan(*batch, BLOCK, num_kv_heads=1) if planned else None

@@ -12,6 +12,8 @@ import torch
 
 import pc
 
+from ..harness.inputs import paged_batch
+
 # What is counted for.
 TARGETS = ("sm_80", "sm_90")
 VERSIONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
@@ -67,14 +69,10 @@ class Batch:
         blocks = [-(-length // size) for length in step.seq_lens]
         shape = (sum(blocks) + 1, size, *((1, LATENT_DIM) if step.latent else (KV_HEADS, HEAD_DIM)))
         self.key, self.value = (torch.randn(shape, generator=generator).bfloat16() for _ in range(2))
-        numbers = iter((torch.randperm(sum(blocks), generator=generator) + 1).split(blocks))
-        self.tables = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
-        for row, count in enumerate(blocks):
-            self.tables[row, :count] = next(numbers)
+        numbers = torch.randperm(sum(blocks), generator=generator) + 1
+        self.tables, self.lens, self.starts = paged_batch(step.seq_lens, q_lens, size, numbers)
         heads = (step.latent, LATENT_DIM) if step.latent else (HEADS, HEAD_DIM)
         self.query = torch.randn(sum(q_lens), *heads, generator=generator).bfloat16()
-        self.starts = torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()], dtype=torch.int32)
-        self.lens = torch.tensor(step.seq_lens, dtype=torch.int32)
         self.most, self.step, self.lists = max(q_lens), step, None
         if step.top_k:
             drawn = [torch.randperm(min(blocks), generator=generator) for _ in range(sum(q_lens) * shape[2])]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..harness.inputs import Draw, Expected, Inputs, default_dtype, roundings, shuffled
+from ..harness.inputs import Draw, Expected, Inputs, default_dtype, paged_batch, roundings, shuffled
 from ..harness.registry import Case
 
 CHECKED_ROWS = 32
@@ -265,13 +265,12 @@ def _call(
     sinks: torch.Tensor | None,
 ) -> AttentionCall:
     size, device = case.block_size, query.device
-    tables = torch.full((len(case.seq_lens), -(-max(case.seq_lens) // size)), -1, dtype=torch.int32)
-    first, shared = case.shared // size, order[: case.shared // size]
-    for i, length in enumerate(case.seq_lens):
-        own = -(-length // size) - len(shared)
-        tables[i, : len(shared) + own] = torch.cat([shared, order[first : first + own]])
-        first += own
-        if case.kept == 1:
+    shared, others = order.split([case.shared // size, len(order) - case.shared // size])
+    own = others.split([-(-length // size) - len(shared) for length in case.seq_lens])
+    numbers = torch.cat([part for each in own for part in (shared, each)])
+    tables, lens, starts = paged_batch(case.seq_lens, case.q_lens, size, numbers, absent=-1)
+    if case.kept == 1:
+        for i in _indices(case):
             absent = ~torch.from_numpy(case.present(i)[::size].copy())
             tables[i, : len(absent)][absent] = -1
     positions = None
@@ -280,8 +279,6 @@ def _call(
     scale = None
     if case.cache_dtype:
         scale = torch.full((1,), 1 / 32 if case.cache_dtype == "int8" else 0.5, device=device)
-    starts = torch.tensor([0, *np.cumsum(case.q_lens).tolist()], dtype=torch.int32, device=device)
-    lens = torch.tensor(case.seq_lens, dtype=torch.int32, device=device)
     lists = None
     if case.kept < 1:
         chosen = [torch.from_numpy(case.chosen(i)) for i in _indices(case)]
@@ -294,7 +291,8 @@ def _call(
             for i, own in enumerate(chosen):
                 tables[i].scatter_(1, own, whole[i][own])
     return AttentionCall(
-        case, query, keys, values, tables.to(device), lens, starts, positions, lists, sinks, scale, scale
+        case, query, keys, values, *(part.to(device) for part in (tables, lens, starts)), positions, lists, sinks,
+        scale, scale,
     )  # fmt: skip
 
 

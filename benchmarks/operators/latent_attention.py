@@ -14,7 +14,7 @@ import torch
 import pc
 
 from ..harness.conditions import version
-from ..harness.inputs import Call, Draw, Expected, Inputs, default_dtype, roundings, shuffled
+from ..harness.inputs import Call, Draw, Expected, Inputs, default_dtype, paged_batch, roundings, shuffled
 from ..harness.registry import OURS, Benchmark, Case, Provider, UnsupportedError, case
 from .attention_peers import vllm_version
 
@@ -32,13 +32,14 @@ def latent_inputs(
     def calls(draw: Draw, copies: int) -> Iterable[Call]:
         cache = draw(copies * batch * width, BLOCK, HEAD_DIM).to(dtype)
         lists = torch.stack([torch.randperm(width)[: top_k or 1].sort().values for _ in range(batch)])
-        for own in shuffled(len(cache), device).int().split(batch * width):
+        for own in shuffled(len(cache), torch.device("cpu")).split(batch * width):
+            tables, lens, starts = paged_batch((seq_len,) * batch, (q_len,) * batch, BLOCK, own)
             yield Call(
                 query=draw(tokens, heads, HEAD_DIM).to(dtype),
                 cache=cache,
-                block_tables=own.view(batch, width),
-                seq_lens=torch.full((batch,), seq_len, dtype=torch.int32, device=device),
-                query_start_loc=torch.arange(batch + 1, dtype=torch.int32, device=device) * q_len,
+                block_tables=tables.to(device),
+                seq_lens=lens.to(device),
+                query_start_loc=starts.to(device),
                 q_len=q_len,
                 seq_len=seq_len,
                 lists=lists.int()[:, None].to(device) if top_k else None,
