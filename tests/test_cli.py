@@ -179,7 +179,7 @@ def test_misses_of_a_file_of_prompts_are_explained(tmp_path: Path) -> None:
     requests.write_text("\n".join(map(json.dumps, [*prompts, prompts[0] | {"salt": "a tenant"}])) + "\n")
     said = explain(requests, "--block-size", "4", "--blocks", "64")
     assert "1: 0 of 46 tokens are cached: nothing like it was seen from token 0 on" in said
-    assert "2: 44 of 46 tokens are cached: whole blocks alone are found" in said
+    assert "2: 44 of 46 tokens are cached: only whole blocks are found" in said
     assert "3: 4 of 46 tokens are cached: from token 7 on it says '1:00. You are an', not '0:00. You are an'" in said
     assert "4: 0 of 46 tokens are cached: from token 0 on the same text is cached under another salt" in said
     assert re.search(r"token +1 +42\b", said)

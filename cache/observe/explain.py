@@ -1,7 +1,7 @@
-"""Why a prompt is not cached further than it is: `CacheManager.explain`.
+"""`CacheManager.explain`: why the cached prefix of a prompt ends where it does.
 
-The block behind the hit is looked for by its hash, in tables, running requests and what is remembered of evicted blocks
-(history.py); if it is nowhere, the prompt's tokens and keys are compared with the texts that are remembered.
+The block behind the hit is looked up by its hash in tables, running requests and remembered evictions (history.py). If
+it is in none of them, the prompt's tokens and keys are compared with remembered texts.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
     from ..table import Ids
 
 EXCERPT = 16
-"""Tokens that an explanation shows of a text."""
+"""Number of tokens of a text that an explanation shows."""
 
 
 class GroupMiss(NamedTuple):
-    """What one of several groups lacks at the place where the hit ends.
+    """The reason why one of several groups cannot extend a hit.
 
     Attributes:
-        group: Its number.
-        kind: The name of its spec: "FullAttention", "SlidingWindow", "Recurrent", "Tensors".
-        matched: Tokens that this group alone could serve.
-        reason: Why it cannot serve more than the hit. "evicted": a block that it needs was there. "uncommitted": a
-            running request computes it. "state": no state was kept there (`CacheManager.checkpoint`). "never": nobody
-            has computed it. None: this group lacks nothing there, another one does.
-        position: Where the first block that it lacks begins; with "state", the end of the block whose state it lacks.
-        there: With "evicted" the seconds since, None where that is forgotten; with "uncommitted" the request.
+        group: Number of the group.
+        kind: Name of its spec: "FullAttention", "SlidingWindow", "Recurrent", "Tensors".
+        matched: Number of tokens that this group alone could serve.
+        reason: Why it cannot serve more than the hit. "evicted": a block that it needs was evicted. "uncommitted": a
+            running request computes the block. "state": no state was cached there (`CacheManager.checkpoint`). "never":
+            no request has computed the block. None: another group ends the hit.
+        position: Start of the first missing block; with "state", the end of the block whose state is missing.
+        there: With "evicted", the seconds since then, or None if that is forgotten. With "uncommitted", the request.
 
     Examples:
         >>> groups = [pc.FullAttention(), pc.Recurrent(num_blocks=4)]
@@ -72,8 +72,8 @@ class GroupMiss(NamedTuple):
         why = {
             "evicted": f"evicted{seconds}",
             "uncommitted": f"not committed yet by request {self.there!r}",
-            "state": "none was kept there",
-            "never": "nobody has computed it",
+            "state": "none was cached there",
+            "never": "no request has computed it",
         }[self.reason]
         where = f"state at token {self.position}" if self.kind == "Recurrent" else f"block of token {self.position}"
         return f"{said} lacks the {where}: {why}"
@@ -81,51 +81,50 @@ class GroupMiss(NamedTuple):
 
 @dataclass(frozen=True)
 class Explanation:
-    """How far a prompt is cached, and why no further: see `CacheManager.explain`.
+    """The cached length of a prompt, and the reason why it is not longer; see `CacheManager.explain`.
 
     Examples:
         >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
         >>> allocation, merged = manager.allocate("a", range(12)), manager.commit("a", 12)
         >>> print(manager.explain([0, 1, 2, 3, 4, 5, 60, 70, 80]))
-        4 of 9 tokens are cached: token 6 is 60, and 6 in the text that agrees longest
+        4 of 9 tokens are cached: token 6 is 60, but 6 in the longest matching text
     """
 
     num_tokens: int
-    """Of the prompt."""
+    """Number of tokens in the prompt."""
     matched: int
-    """Tokens of the prompt's beginning that need not be computed."""
+    """Number of leading tokens of the prompt that need not be computed."""
     reason: str | None
-    """Why the block behind them is not read. "token": another token stands there in the text that agrees longest.
-    "keys": that text has other extra keys (adapter, image). "salt": it has another salt. "evicted": it was there.
-    "compressed": it was there, and was freed when its prompt was compressed. "uncommitted": a running request has it,
-    and has not said that it is written. "block": the text that agrees, or the prompt, ends within a block. "window":
-    layers with a window, or states, lack what they need to go on there. "never": nothing like it is remembered.
-    "changed": the same, since the cache was emptied for a changed model. None: there is nothing more to find."""
+    """Why the next block is not reused. "token": the longest matching text has another token there.
+    "keys": that text has other extra keys (adapter, image). "salt": it has another salt. "evicted": the block was
+    evicted. "compressed": it was freed when its prompt was compressed. "uncommitted": a running request has not
+    committed it yet. "block": the matching text, or the prompt, ends inside the block. "window": layers with a window
+    or with states lack blocks that they need to continue there. "never": no similar text is remembered. "changed": the
+    same, because the cache was emptied for a changed model. None: there is nothing more to find."""
     position: int
-    """Where: the first token that differs, the position of a key that does, else where the first block that is not
-    read begins."""
+    """The position of the first different token or key; otherwise the start of the first block that is not reused."""
     here: Any = None
-    """With "token" the prompt's next 16 tokens from there on; with "keys" its own keys."""
+    """With "token", the prompt's next 16 tokens from there on. With "keys", its own keys."""
     there: Any = None
-    """What was there. "token": the other text's tokens; "keys": its keys; "evicted": seconds since, None where that is
-    forgotten; "uncommitted": the request; "block": how many tokens of the block agree; "window": the group;
-    "changed": what of the model changed. Of another salt nothing is shown."""
+    """Details by reason. "token": the other text's tokens. "keys": its keys. "evicted": seconds since then, or None if
+    that is forgotten. "uncommitted": the request. "block": number of matching tokens in the block. "window": the group.
+    "changed": the changed part of the model. Nothing is shown of a text with another salt."""
     gap_tokens: int = 0
-    """How many more tokens `reuse="gap"` would find."""
+    """Number of additional tokens that `reuse="gap"` would find."""
     moved_tokens: int = 0
-    """How many more tokens `reuse="anywhere"` would find behind the exact prefix, gaps among them."""
+    """Number of additional tokens behind the exact prefix that `reuse="anywhere"` would find, with those over gaps."""
     texts: tuple[str, str] | None = None
-    """`here` and `there` as text, where a tokenizer was given."""
+    """`here` and `there` as text, if a tokenizer was given."""
     groups: tuple[GroupMiss, ...] = ()
-    """With several groups: what each of them lacks at the place where the hit ends."""
+    """With several groups, what each of them lacks where the hit ends."""
 
     def __str__(self) -> str:
         if self.reason is None:
-            return f"{self.matched} of {self.num_tokens} tokens are cached: all that can be"
+            return f"{self.matched} of {self.num_tokens} tokens are cached, which is the most possible"
         at, there = self.position, self.there
         why = {
             "token": lambda: (
-                f"token {at} is {self.here[0]}, and {there[0]} in the text that agrees longest"
+                f"token {at} is {self.here[0]}, but {there[0]} in the longest matching text"
                 if self.texts is None
                 else f"from token {at} on it says {self.texts[0]!r}, not {self.texts[1]!r}"
             ),
@@ -134,8 +133,8 @@ class Explanation:
             "evicted": lambda: f"the block of token {at} was evicted" + (f" {there:.1f} s ago" if there else ""),
             "compressed": lambda: f"the block of token {at} was freed when its prompt was compressed",
             "uncommitted": lambda: f"the block of token {at} is not committed yet by request {there!r}",
-            "block": lambda: f"whole blocks alone are found, of the one of token {at} {there} tokens agree",
-            "window": lambda: f"from token {at} on group {there} lacks what is before it",
+            "block": lambda: f"only whole blocks are found, and {there} tokens of the block of token {at} agree",
+            "window": lambda: f"from token {at} on, group {there} lacks earlier blocks",
             "changed": lambda: f"nothing like it was seen since the cache was emptied because {there} changed",
             "never": lambda: f"nothing like it was seen from token {at} on",
         }[self.reason]()
@@ -154,15 +153,15 @@ class Table(Protocol):
 
 
 class Source(NamedTuple):
-    """What an explanation reads of a cache: that of a manager, or that of an engine that an adapter knows.
+    """A cache as an explanation reads it: that of a manager, or that of an engine through an adapter.
 
     Attributes:
         hasher: The hash function of blocks.
         groups: The groups of the cache.
         tables: The cached blocks of each group.
-        texts: Remembered texts, oldest first, then those of running requests; of these also the request's name.
-        evicted: When and of which group hashes were evicted.
-        manager: The state of a manager, which may have found more than whole blocks, or text at other places.
+        texts: Remembered texts, oldest first, then those of running requests, with the request's name.
+        evicted: Time and group of evicted hashes.
+        manager: The state of a manager, which may reuse more than whole blocks, or text at other places.
     """
 
     hasher: BlockHasher
@@ -174,7 +173,7 @@ class Source(NamedTuple):
 
     @property
     def block_size(self) -> int:
-        """Return the tokens of a block."""
+        """Number of tokens in a block."""
         return self.hasher.block_size
 
     @classmethod
@@ -190,14 +189,14 @@ class Source(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A text that the manager remembers, whole."""
+    """The whole of a text that the manager remembers."""
 
     tokens: Tokens
     keys: EncodedKeys
     digests: Words
     committed: int
     request_id: Hashable = None
-    """Of a running one."""
+    """The request, if it is running."""
 
 
 def explain(
@@ -219,7 +218,7 @@ def explain_from(
         below: Returns whether a lower tier has the block of a hash.
     """
     hasher = copy.copy(source.hasher)
-    hasher.begin = feed_all  # what is explained leaves nothing among the manager's hashes
+    hasher.begin = feed_all  # so that an explanation adds nothing to the remembered hashes
     size, count = source.block_size, len(tokens)
     chain = Chain(hasher, keys)
     digests = chain.extend(tokens, count // size)
@@ -252,17 +251,17 @@ def _as_array(tokens: array[int]) -> Tokens:
 
 
 def _known(source: Source, hasher: BlockHasher, prompt: Known) -> Iterator[Known]:
-    """All texts that are remembered, oldest first, and those of running requests."""
+    """Yield all remembered texts, oldest first, and those of running requests."""
     size = source.block_size
     behind = {digest: prompt.tokens[: (i + 1) * size] for i, digest in enumerate(split_digests(prompt.digests))}
     for (keys, before, own, committed), request_id in source.texts:
         text = _as_array(own)
         if before is not None:
             if before not in behind:
-                continue  # the request that computed what is before it is forgotten
+                continue  # the request that computed the earlier text is forgotten
             text = np.concatenate((behind[before], text))
         moved = approximate_from(keys)
-        if moved is not None:  # blocks from there on have an identity that no prompt asks for
+        if moved is not None:  # no prompt has the hashes of blocks from there on
             keys, text, committed = keys._replace(placed=()), text[:moved], min(committed, moved)
         digests = hasher.hash_blocks(array("I", text.tobytes()), keys)
         behind.update({digest: text[: (i + 1) * size] for i, digest in enumerate(split_digests(digests))})
@@ -270,7 +269,7 @@ def _known(source: Source, hasher: BlockHasher, prompt: Known) -> Iterator[Known
 
 
 def _absent(source: Source, known: list[Known], prompt: Known, block: int) -> Why | None:
-    """Why a block that is known by its hash is not read; None where it is not known."""
+    """Return why a block whose hash is known is not reused; None if the hash is unknown."""
     if block == len(prompt.digests):
         return None
     start, digest = block * source.block_size, prompt.digests[block]
@@ -286,7 +285,7 @@ def _absent(source: Source, known: list[Known], prompt: Known, block: int) -> Wh
 def _lost(
     source: Source, known: list[Known], prompt: Known, block: int, group: int | None = None
 ) -> tuple[str, Any] | None:
-    """Return why a block that is known by its hash is not cached (in a group), and since when or by whom."""
+    """Return why a block with a known hash is not cached (in a group), and the time or the request."""
     digest, end = prompt.digests[block], (block + 1) * source.block_size
     same = [text for text in known if len(text.digests) > block and (text.digests[block] == digest).all()]
     for text in same:
@@ -299,7 +298,10 @@ def _lost(
 
 
 def _by_group(source: Source, known: list[Known], prompt: Known, hit: int) -> tuple[GroupMiss, ...]:
-    """Return what each of several groups lacks behind a hit of so many blocks; of states, behind that of attention."""
+    """Return what each of several groups lacks behind a hit of `hit` blocks.
+
+    For states, behind the hit of attention.
+    """
     size, count, misses = source.block_size, len(prompt.tokens), []
     if len(source.groups) == 1:
         return ()
@@ -317,7 +319,7 @@ def _by_group(source: Source, known: list[Known], prompt: Known, hit: int) -> tu
             block = lacking.item(0)
             found = _lost(source, known, prompt, block, group)
             if spec.holds_states and (found == ("evicted", None) or (found is None and reach > hit)):
-                found = "state", None  # what stands before it was computed, or is cached
+                found = "state", None  # the earlier text was computed, or is cached
             reason, other = found or ("never", None)
             miss = miss._replace(reason=reason, position=(block + spec.holds_states) * size, there=other)
         misses.append(miss)
@@ -325,7 +327,7 @@ def _by_group(source: Source, known: list[Known], prompt: Known, hit: int) -> tu
 
 
 def _different(source: Source, prompt: Known, known: list[Known], hit: Hit) -> Why:
-    """Return what keeps the block behind a hit from being a block that is remembered."""
+    """Return the difference between the block behind a hit and the remembered texts."""
     size, block = source.block_size, hit.blocks
     start = block * size
     agreed, end, other = _longest(prompt, known, block)
@@ -359,7 +361,7 @@ def _is_cached(source: Source, text: Known, block: int) -> bool:
 
 
 def _longest(prompt: Known, known: list[Known], block: int) -> tuple[int, str, Known | None]:
-    """In how many tokens the text with the same salt and keys agrees that agrees longest, and what ends that."""
+    """Return the longest match with a text of the same salt and keys: its length, what ends it, and the text."""
     best: tuple[int, str, Known | None] = (0, "end", None)
     for text in known:
         if _differ(prompt, text):
@@ -370,25 +372,25 @@ def _longest(prompt: Known, known: list[Known], block: int) -> tuple[int, str, K
         end = "keys" if border < common else "token" if common < both else "end"
         begins = end == "token" and common < 2 and not block
         if begins and 2 * np.count_nonzero(text.tokens[:both] == prompt.tokens[:both]) < both:
-            continue  # no more than the token that all texts begin with
+            continue  # only the token with which all texts start
         if min(border, common) >= best[0]:
             best = (min(border, common), end, text)
     return best
 
 
 def _differ(one: Known, other: Known) -> bool:
-    """Whether salt or keys of the whole text differ."""
+    """Return whether salt or keys of the whole text differ."""
     return one.keys.header != other.keys.header
 
 
 def _split(keys: EncodedKeys) -> tuple[bytes, bytes]:
-    """The bytes of a salt, and those of the keys of the whole text."""
-    rest = encode_keys(cast("ExtraKeys", keys.extra_keys)).header[1:]  # behind a salt that is None
+    """Return the bytes of a salt, and those of the keys of the whole text."""
+    rest = encode_keys(cast("ExtraKeys", keys.extra_keys)).header[1:]  # after the encoding of the salt None
     return keys.header[: len(keys.header) - len(rest)], rest
 
 
 def _key_at(keys: EncodedKeys, position: int) -> Key:
-    """The key placed at a position, None where there is none."""
+    """Return the key placed at a position, or None."""
     given = keys.extra_keys if isinstance(keys.extra_keys, tuple) else (keys.extra_keys,)
     return next((key.key for key in given if isinstance(key, KeyAt) and key.position == position), None)
 
@@ -396,18 +398,18 @@ def _key_at(keys: EncodedKeys, position: int) -> Key:
 def _moved_tokens(
     source: Source, hasher: BlockHasher, chain: Chain, prompt: Known, known: list[Known], hit: Hit
 ) -> int:
-    """How many tokens behind a hit `reuse="anywhere"` would find."""
+    """Return how many tokens behind a hit `reuse="anywhere"` would find."""
     namespace, size, manager = chain.namespace, source.block_size, source.manager
     if namespace is None or manager is None or not manager.prefix_only:
         return 0
     user, table = manager.reuses.get("anywhere"), source.tables[0]
     if isinstance(user, MovedText):
         content = user.index
-    else:  # entered from what is remembered, as if it had been asked for before
+    else:  # built from remembered texts
         content = ContentIndex(manager.pools[0], size)
         for text in known:
             own = Chain(hasher, text.keys).namespace
-            if own is None:  # hangs on a key placed within it
+            if own is None:  # depends on a key placed inside the text
                 continue
             ids = table.find(text.digests)
             for _, first, end in find_runs((ids >= 0).nonzero()[0]):

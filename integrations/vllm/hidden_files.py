@@ -1,4 +1,4 @@
-"""Rows of prompts as files that clients of a server can read: safetensors by request id, bounded by bytes and age."""
+"""Rows of prompts in files for clients of a server: safetensors by request id, limited in bytes and age."""
 
 from __future__ import annotations
 
@@ -19,29 +19,32 @@ from safetensors.torch import save_file
 from .api import logger
 
 MAX_BYTES, MAX_SECONDS, PENDING_BYTES = 10 << 30, 3600.0, 1 << 30
-"""Of a folder, where nothing else is said: its files, their age, and what waits in memory to be written."""
+"""Default limits of a folder: bytes of files, their age in seconds, and bytes waiting in memory."""
 
 SUFFIX, PART = ".safetensors", ".part"
 PART_SECONDS = 600
-"""Beyond a folder's own age, a part is one that a killed process left."""
+"""A partial file that is this much older than the folder's own limit was left by a killed process."""
 
 LONGEST = 200
-"""Characters of a request id that are kept in a file's name; of a longer one it is the sha256."""
+"""Maximum number of characters of a request id in a file's name. A longer id is replaced by its sha256."""
 
 
 def file_name(request_id: str) -> str:
-    """The name of a request's file: its id as vLLM answers it ("cmpl-...-0"), percent-encoded: clients choose ids."""
+    """Return a request's file name: the id in vLLM's answer ("cmpl-...-0"), percent-encoded, as clients choose ids."""
     name = quote(request_id, safe="")
     return (name if len(name) <= LONGEST else hashlib.sha256(request_id.encode()).hexdigest()) + SUFFIX
 
 
 class RowsFolder:
-    """A folder that one thread writes and keeps within its bounds; others may read and delete its files at any time.
+    """A folder that one thread writes and keeps within limits. Others may read and delete its files at any time.
 
-    A file appears whole or not at all. Several engines may share a folder, each of which keeps it within its bounds.
-    Beyond `max_bytes` the oldest files go, but not the newest, whatever its size; those older than `max_seconds` when
-    one is written, a 16th of this late at most. Beyond `pending_bytes` in memory rows are dropped, with one warning.
-    An OSError says that the folder cannot be made or written.
+    A file appears only when it is complete. Several engines may share a folder; each keeps it within its own limits.
+    Beyond `max_bytes` the oldest files are deleted, but never the newest. Files older than `max_seconds` are deleted
+    when a file is written, at most a 16th of that time late. Rows beyond `pending_bytes` in memory are dropped, with
+    one warning.
+
+    Raises:
+        OSError: The folder cannot be created or written.
     """
 
     def __init__(
@@ -55,14 +58,14 @@ class RowsFolder:
         self.max_bytes, self.max_seconds, self.pending_bytes = max_bytes, max_seconds, pending_bytes
         self._lock = threading.Lock()
         self._pending, self._warned = 0, False
-        self._total, self._trim_at = 0, 0.0  # bytes there, by the last look and what was written since
+        self._total, self._trim_at = 0, 0.0  # bytes at the last scan, and bytes written since
         self.path.mkdir(parents=True, exist_ok=True)
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise PermissionError(f"{self.path}: cannot be written")
         self._writer = ThreadPoolExecutor(1, "pc-hidden-states")
 
     def put(self, request_id: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-        """Has tensors, which must not change any more, written soon; what cannot be is only said in a warning."""
+        """Queue tensors for writing. They must not change any more. A failed write is only logged as a warning."""
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
         with self._lock:
             fits = not self._pending or self._pending + nbytes <= self.pending_bytes
@@ -83,7 +86,7 @@ class RowsFolder:
             part.replace(self.path / file_name(request_id))
             if self._total > self.max_bytes or time.time() > self._trim_at:
                 self._trim()
-        except Exception as error:  # safetensors has its own for a full disk; the engine goes on
+        except Exception as error:  # safetensors has its own error for a full disk; the engine continues
             logger.warning("hidden states of %s are not written: %s", request_id, error)
             with contextlib.suppress(OSError):
                 part.unlink()
@@ -92,7 +95,7 @@ class RowsFolder:
                 self._pending -= nbytes
 
     def _trim(self) -> None:
-        """Removes what is too old, parts that killed processes left, and the oldest files beyond 15/16 of the bytes."""
+        """Delete files too old, partial files of killed processes, and the oldest beyond 15/16 of the limit."""
         found = []
         for entry in os.scandir(self.path):
             if entry.name.endswith((SUFFIX, PART)):
@@ -100,12 +103,12 @@ class RowsFolder:
                     stat = entry.stat(follow_symlinks=False)
                     found.append((stat.st_mtime, stat.st_size, entry))
         found.sort(key=lambda each: each[0], reverse=True)
-        # The last 16th is room for what comes before the next look at a folder that may have many files.
+        # The last 16th is room for files until the next scan, because the folder may have many files.
         kept, now, room = 0, time.time(), self.max_bytes - self.max_bytes // 16
         for modified, size, entry in found:
             is_part = entry.name.endswith(PART)
             if now - modified > self.max_seconds + PART_SECONDS * is_part or (kept and kept + size > room):
-                room = room if is_part else 0  # what is older goes too
+                room = room if is_part else 0  # older files are deleted too
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(entry)
             elif not is_part:
@@ -113,5 +116,5 @@ class RowsFolder:
         self._total, self._trim_at = kept, now + self.max_seconds / 16
 
     def close(self) -> None:
-        """Waits until everything is written."""
+        """Wait until all files are written."""
         self._writer.shutdown()

@@ -47,7 +47,7 @@ def run_explain(requests: Path, tokenizer: str | None, num_blocks: int, block_si
         if found.reason == "token":
             found = replace(found, texts=(decode(found.here), decode(found.there)))
         typer.echo(f"{number}: {found}")
-        reason = found.reason or "all that can be"
+        reason = found.reason or "as far as possible"
         count[reason] += 1
         lost[reason] += len(tokens) - found.matched
     typer.echo(f"\n{'reason':<16} {'requests':>8} {'tokens computed':>15}")

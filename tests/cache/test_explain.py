@@ -198,7 +198,7 @@ def test_a_prompt_with_nothing_more_to_find(tokens):
         store(manager, "a", tokens)
     found = manager.explain(tokens)
     assert (found.reason, found.matched) == (None, max(len(tokens) - 1, 0))
-    assert str(found).endswith("all that can be")
+    assert str(found).endswith("which is the most possible")
 
 
 def test_text_of_requests_that_go_on_is_remembered_once():
@@ -383,7 +383,7 @@ def test_a_hybrid_that_hits_nothing_says_which_group_lacks_what(windows):
     found, groups = misses(manager, [*text, 5])
     assert (found.matched, found.reason, found.there) == (0, "window", len(windows) + 1)
     assert groups == [*attention, ("Recurrent", 0, "state", 16)]
-    assert f"group {len(windows) + 1} (Recurrent) lacks the state at token 16: none was kept there" in str(found)
+    assert f"group {len(windows) + 1} (Recurrent) lacks the state at token 16: none was cached there" in str(found)
 
     manager = hybrid(*windows)
     served(manager, "a", text)

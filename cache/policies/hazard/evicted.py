@@ -1,7 +1,7 @@
-"""What becomes of evicted blocks: ghosts, which tell of reuses that a larger cache had hit, and lru's shadow cache.
+"""Evicted blocks: ghosts, which show reuses that a larger cache would have hit, and the shadow cache of lru.
 
-Ghosts keep the model unbiased: without them the idle time of an evicted block would seem to end at its eviction. The
-shadow guard simulates the order that is not in force, and decides which one is.
+Ghosts keep the model unbiased, because otherwise the idle time of an evicted block would seem to end at its eviction.
+The shadow guard simulates the order that is not in force, and decides which order is.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ from .victims import FINISHED_SCORE, Part
 
 add_reduce = np.add.reduce  # without the Python call of `sum`
 
-HALF_LIFE = 1000  # requests after which a hit counts half
-SHARE = 0.125  # of the capacity: hits that one order may fall behind; to change over costs blocks that are held
-LEAST, MOST = 3.0, 10.0  # the same in mean requests: less is chance where few fit, more a great loss where many do
+HALF_LIFE = 1000  # number of requests after which a hit counts half
+SHARE = 0.125  # share of the capacity: hits by which an order may lag; changing the order costs blocks
+LEAST, MOST = 3.0, 10.0  # bounds of the same in mean requests, for small and for large caches
 
 
 class ShadowGuard:
-    """Simulates lru in a shadow cache, and the learned order too while lru is in force; the one that hit more decides.
+    """A guard that simulates lru in a shadow cache and decides whether lru or the learned order is in force.
 
-    lru is in force first: what a model that has seen no reuse evicts too early comes back only once it is lost. What
-    lru would hold needs no second cache: it is the blocks used last, evicted ones included, back to the request at
-    which they fill the capacity.
+    While lru is in force, it simulates the learned order too. The order with more hits wins. lru is in force first,
+    because a model that has seen no reuse evicts blocks too early, and learns that only once they are lost. Simulating
+    lru needs no second cache: its content is the most recently used blocks, evicted ones included, back to the request
+    at which they fill the capacity.
     """
 
     def __init__(self, capacity: int) -> None:
         self.learned = False  # whether the learned order is in force
-        self.mean = 0.0  # mean blocks of a request
-        self.switches = 0  # how often lru came into force again
+        self.mean = 0.0  # mean number of blocks of a request
+        self.switches = 0  # number of returns to lru
         self._capacity = capacity
         self._requests = 0
         self._balance = 0.0
-        self._edge = 0  # serial of the oldest request that lru would have blocks of
-        self._inside = 0  # blocks last used since
-        self._room = capacity  # for the edge's own
+        self._edge = 0  # serial of the oldest request whose blocks lru would still hold
+        self._inside = 0  # number of blocks last used since then
+        self._room = capacity  # room for the blocks of the edge's request
         self._start: Numbers = np.empty(0, np.int32)
         self._end: Numbers = np.empty(0, np.int32)
 
@@ -48,7 +49,7 @@ class ShadowGuard:
         return self._start.nbytes + self._end.nbytes
 
     def needed(self, runs: RunTable) -> Numbers:
-        """Per row, whether a shadow cache needs it."""
+        """Return for each row whether a shadow cache needs it."""
         serial = runs.serial[: runs.count]
         needed = (serial >= self._edge) & (runs.owned[: runs.count] > 0)
         if not self.learned:
@@ -56,12 +57,12 @@ class ShadowGuard:
         return needed
 
     def keep(self, rows: Numbers) -> None:
-        """All rows but these are dropped."""
+        """Drop all rows except these."""
         if not self.learned:
             self._start, self._end = self._start[rows], self._end[rows]
 
     def released(self, sizes: Numbers) -> None:
-        """Requests have ended and released so many blocks each, in new rows."""
+        """Record that requests have ended and released this many blocks each, in new rows."""
         self._requests += sizes.size
         total = int(add_reduce(sizes))
         self.mean += (total / sizes.size - self.mean) * min(sizes.size / min(self._requests, 300), 1.0)
@@ -71,7 +72,7 @@ class ShadowGuard:
             self._end = np.append(self._end, sizes)
 
     def fill(self, runs: RunTable, capacity: int) -> None:
-        """Finds the request at which the blocks used last fill the capacity, once all that was used is known."""
+        """Find the request at which the most recently used blocks fill the capacity, once all uses are known."""
         row = int(runs.serial[: runs.count].searchsorted(self._edge))
         owned_of = runs.views.owned
         owned = owned_of[row]
@@ -83,7 +84,7 @@ class ShadowGuard:
         self._room = max(0, capacity - self._inside + owned)
 
     def used(self, runs: RunTable, rows: Numbers, first: Numbers, last: Numbers, resident: bool) -> None:
-        """Blocks at places `first` to `last` of these rows were asked for, and were there (`resident`) or not."""
+        """Record that blocks at places `first` to `last` of rows were used, and were cached (`resident`) or not."""
         edge = self._edge
         lru = hits = at_edge = 0
         for serial, number in zip(runs.serial.take(rows).tolist(), (last - first).tolist(), strict=True):
@@ -103,13 +104,14 @@ class ShadowGuard:
         self._balance += hits - lru
 
     def forgotten(self, runs: RunTable, rows: Numbers) -> None:
-        """Ghosts of these rows are not remembered any more."""
+        """Record that ghosts of these rows were lost."""
         self._inside -= int(np.count_nonzero(runs.serial[rows] >= self._edge))
 
     def judge(self, number: int, runs: RunTable) -> None:
-        """Decides which order is in force, after so many requests; a lead is bounded by what a change costs.
+        """Decide which order is in force, after `number` requests.
 
-        So what was won long ago does not cover what is lost now, and old losses do not keep the better order out.
+        A lead is bounded by the cost of a change. So old hits do not outweigh current losses, and old losses do not
+        exclude the better order.
         """
         stake = min(max(SHARE * self._capacity, LEAST * self.mean), MOST * self.mean)
         balance = self._balance * 0.5 ** (number / HALF_LIFE)
@@ -123,7 +125,7 @@ class ShadowGuard:
             self._start = self._end = np.empty(0, np.int32)
 
     def evict_in_shadow(self, runs: RunTable, model: HazardModel, now: int, capacity: int) -> None:
-        """While lru is in force: evicts from the learned order's shadow cache what exceeds the capacity."""
+        """Evict from the learned order's shadow cache what exceeds the capacity, while lru is in force."""
         excess = int((self._end - self._start).clip(0).sum()) - capacity
         while excess > 0:
             rows = np.flatnonzero(self._end > self._start)
@@ -140,14 +142,14 @@ class ShadowGuard:
                     break
 
 
-GHOST_BATCH, GHOST_CALLS = 256, 8  # victims, or choices, after which they become ghosts: many at once, for speed
+GHOST_BATCH, GHOST_CALLS = 256, 8  # victims, or choices, after which victims become ghosts, in batches for speed
 ONE = np.int32(1)
 
 
 class EvictedBlocks:
-    """Logs victims and filled blocks, and makes ghosts of them, or looks for theirs, for many at once.
+    """A log of victims and filled blocks, which makes ghosts of victims and finds ghosts of filled blocks, in batches.
 
-    `earlier_uses` has for each block the uses before it was evicted and filled again, and is kept here.
+    It maintains `earlier_uses`: for each block, its uses before it was evicted and filled again.
     """
 
     def __init__(
@@ -173,19 +175,19 @@ class EvictedBlocks:
         return 16 * (self._num_gone + sum(ids.size for _, ids, _, _ in self.filled))
 
     def gone(self, parts: list[Part], keys: Keys, uses: Numbers) -> None:
-        """Blocks were evicted: by request, then their keys and uses in this order."""
+        """Record evicted blocks: blocks by request, then their keys and uses in this order."""
         self._gone.append((parts, keys, uses))
         self._num_gone += keys.size
 
     def drain(self, now: int) -> None:
-        """Brings ghosts, guard and intervals up to date, at the number of the next request."""
+        """Update ghosts, guard and intervals. `now` is the number of the next request."""
         if self._num_gone > GHOST_BATCH or len(self._gone) >= GHOST_CALLS:
             self._remember(now)
         if self.filled:
             self._recall(now)
 
     def _remember(self, now: int) -> None:
-        """Makes ghosts of victims."""
+        """Make ghosts of victims."""
         parts = [part for parts, _, _ in self._gone for part in parts]
         sizes = [ids.size for ids, _, _ in parts]
         serials = np.repeat(np.array([serial for _, serial, _ in parts], np.int64), sizes)
@@ -202,7 +204,7 @@ class EvictedBlocks:
             self._intervals.forgotten(rows, lost.uses[known], lost.tail[known])
 
     def _recall(self, now: int) -> None:
-        """Blocks were filled: some of them are evicted ones that were asked for again."""
+        """Find filled blocks that were evicted before."""
         times, parts, keys, lengths = zip(*self.filled, strict=True)
         self.filled = []
         ids = np.concatenate(parts)

@@ -1,6 +1,6 @@
-"""For vLLM's offloading to host memory: eviction policies of `pc.cache`, and blocks on disk behind it.
+"""Eviction policies of `pc.cache` for vLLM's offloading to host memory, and a tier on disk behind it.
 
-vLLM takes both by this module's name: see docs/vllm.md. `pc_` and a policy's name is its class here.
+vLLM loads both by the name of this module; see docs/vllm.md. The class for a policy is `pc_` and the policy's name.
 """
 
 from typing import Any

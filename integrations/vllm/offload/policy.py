@@ -1,8 +1,8 @@
-"""An eviction policy of `pc.cache` behind vLLM's tier of chunks in host memory.
+"""An eviction policy of `pc.cache` for vLLM's tier of chunks in host memory.
 
-vLLM tells a policy of its own of chunks one by one, as they are stored, read and let go. Those of `pc.cache` think in
-requests: what one finds, fills and, when it has ended, releases, in the order of its sequence. A transfer that holds a
-chunk for a moment is none of their business; a chunk that they choose meanwhile is put back.
+vLLM notifies its own policies of single chunks that are stored, read and released. Policies of `pc.cache` work with
+requests: the chunks that a request finds, fills and, at its end, releases, in the order of its sequence. They ignore
+transfers that hold a chunk briefly. A chunk that they choose during a transfer is put back.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from ..api import CachePolicy, LRUCachePolicy, check_version, logger
 
 PREFIX = "pc_"
 LEAST_KEY = 12
-"""Bytes that policies read of a key: 8 of its hash, and vLLM's number of the group of layers."""
+"""Number of bytes that policies read of a key: 8 of its hash, and vLLM's number of the group of layers."""
 
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """A chunk of the tier: its place there, its key, vLLM's record of transfers, and who uses it."""
+    """A chunk of the tier: its place there, its key, vLLM's record of transfers, and its users."""
 
     block_id: int
     key: bytes
     status: Any
     holders: int = 0
-    """Running requests that found or stored it."""
+    """Number of running requests that found or stored it."""
     place: int = 0
-    """Chunks of its sequence up to and including it; 0: unknown."""
+    """Number of chunks of its sequence up to and including it. 0: unknown."""
     is_waiting: bool = False
-    """Whether the policy may choose it."""
+    """Whether the policy may choose it as a victim."""
 
 
 @dataclass(eq=False)
 class RequestChunks:
-    """The chunks that a running request uses, in the order in which it came by them."""
+    """The chunks that a running request uses, in the order in which it got them."""
 
     owner: object
     chunks: dict[Chunk, None] = field(default_factory=dict)
 
 
 class OffloadPolicy(CachePolicy):
-    """`eviction_policy` for vLLM's CPU tier; `policy_class` makes the class for a policy's name.
+    """An `eviction_policy` for vLLM's CPU tier. `policy_class` makes the class for a policy's name.
 
-    Chunks of running requests are evicted when those of ended ones do not suffice, of the request first that came
-    first.
+    Chunks of running requests are evicted only if those of ended requests are not enough, starting with the oldest
+    request.
     """
 
     policy_name: ClassVar[str] = "default"
@@ -72,12 +72,12 @@ class OffloadPolicy(CachePolicy):
         )
 
     def get(self, key: bytes) -> Any:
-        """VLLM's record of a chunk, None where it is absent."""
+        """Return vLLM's record of a chunk, or None if it is absent."""
         found = self._chunks.get(key)
         return None if found is None else found.status
 
     def insert(self, key: bytes, chunk: Any, req_context: Any) -> None:
-        """A request stores a chunk."""
+        """Record that a request stores a chunk."""
         end = req_context.get_offload_key_position(key) or 0
         self._tokens_per_chunk = math.gcd(self._tokens_per_chunk, end)
         new = Chunk(chunk.chunk_id, key, chunk, place=end // max(1, self._tokens_per_chunk))
@@ -88,7 +88,7 @@ class OffloadPolicy(CachePolicy):
         self._hold(new, req_context)
 
     def remove(self, key: bytes) -> None:
-        """A store failed."""
+        """Record that a store failed."""
         gone = self._forget(key)
         self._num_evictable -= gone.status.ref_cnt == 0
         if gone.is_waiting:
@@ -98,7 +98,7 @@ class OffloadPolicy(CachePolicy):
         self.state.lost([gone.block_id])
 
     def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
-        """Chunks are used by something that is no request."""
+        """Record that chunks are used, but not by a request."""
         used = [chunk for key in keys if (chunk := self._chunks.get(key)) is not None]
         if used:
             self.state.accessed([chunk.block_id for chunk in used])
@@ -106,7 +106,7 @@ class OffloadPolicy(CachePolicy):
             self._release([chunk for chunk in used if chunk.is_waiting])
 
     def on_request_access(self, keys: Iterable[bytes], req_context: Any) -> None:
-        """A request uses chunks for the first time; those that are absent it may store."""
+        """Record that a request uses chunks for the first time. It may store absent ones."""
         found = [chunk for key in keys if (chunk := self._chunks.get(key)) is not None]
         held = self._held_by(req_context)
         found = [chunk for chunk in found if chunk not in held.chunks]
@@ -118,12 +118,12 @@ class OffloadPolicy(CachePolicy):
     def on_request_finished(
         self, key_groups: Sequence[Sequence[bytes]], insertion_only_keys: Any, reused_keys: Any, req_context: Any
     ) -> None:
-        """A request has ended: what it alone held may be chosen from now on."""
+        """Record that a request has ended, so chunks that only it held may be chosen."""
         held = self._held_by(req_context)
         self._running.pop(held, None)
         hint, _ = read_or_warn(req_context, req_context.req_id, logger)
         order = {key: n for n, key in enumerate(itertools.chain(*key_groups))}
-        # Of all groups of layers, heads first; places are unknown where vLLM has not recorded any.
+        # The chunks of all groups of layers, first ones first. Places are unknown if vLLM has not recorded any.
         chunks = sorted(held.chunks, key=lambda chunk: (chunk.place, order.get(chunk.key, 0)))
         for each in () if hint is None else hint.ranges:
             ids = [chunk.block_id for chunk in chunks if self._is_in(chunk, each.start, each.end)]
@@ -134,9 +134,12 @@ class OffloadPolicy(CachePolicy):
         self._release(free)
 
     def evict(self, n: int, protected: set[bytes]) -> list[tuple[bytes, Any]] | None:
-        """`n` chunks that the policy chooses, none of them in `protected` or in a transfer; None where there are fewer.
+        """Return `n` chunks that the policy chose, none of them in `protected` or in a transfer.
 
-        Raises RuntimeError for a policy's bad choice.
+        None if there are fewer.
+
+        Raises:
+            RuntimeError: The policy made an invalid choice.
         """
         kept = (self._chunks.get(key) for key in protected)
         if n > self._num_evictable - sum(chunk is not None and chunk.status.ref_cnt == 0 for chunk in kept):
@@ -145,7 +148,7 @@ class OffloadPolicy(CachePolicy):
         aside: list[Chunk] = []
         while len(chosen) < n:
             left = n - len(chosen)
-            while not self._num_waiting:  # at first others may still hold what the requests give up
+            while not self._num_waiting:  # other requests may still hold the released chunks
                 self._release_running(left, protected)
             ids = self.state.victims(min(left, self._num_waiting)).tolist()
             self._num_waiting -= len(ids)
@@ -162,7 +165,7 @@ class OffloadPolicy(CachePolicy):
         return [(chunk.key, chunk.status) for chunk in chosen]
 
     def clear(self) -> None:
-        """Every chunk is gone."""
+        """Forget all chunks."""
         self._chunks.clear()
         self._by_id.clear()
         self._running.clear()
@@ -170,15 +173,15 @@ class OffloadPolicy(CachePolicy):
         self.state.clear()
 
     def mark_evictable(self, key: bytes) -> None:
-        """The last transfer of a chunk is over."""
+        """Record that the last transfer of a chunk has ended."""
         self._num_evictable += 1
 
     def mark_non_evictable(self, key: bytes) -> None:
-        """A transfer of a chunk begins."""
+        """Record that a transfer of a chunk starts."""
         self._num_evictable -= 1
 
     def check(self) -> None:
-        """Asserts that counts and the policy's own state hold together."""
+        """Assert that counts and the policy's own state are consistent."""
         chunks = list(self._chunks.values())
         assert self._by_id == {chunk.block_id: chunk for chunk in chunks}
         assert self._num_evictable == sum(chunk.status.ref_cnt == 0 for chunk in chunks)
@@ -196,7 +199,7 @@ class OffloadPolicy(CachePolicy):
         return held
 
     def _hold(self, chunk: Chunk, req_context: Any) -> None:
-        """A request uses a chunk from now on."""
+        """Record that a request uses a chunk from now on."""
         held = self._held_by(req_context)
         held.chunks[chunk] = None
         self._running[held] = None
@@ -206,7 +209,7 @@ class OffloadPolicy(CachePolicy):
         chunk.is_waiting = False
 
     def _let_go(self, held: RequestChunks, chunks: list[Chunk]) -> list[Chunk]:
-        """Takes chunks from a request, and returns those without holders now; the caller releases them."""
+        """Remove chunks from a request; return those without holders, for the caller to release."""
         free = []
         for chunk in chunks:
             del held.chunks[chunk]
@@ -225,7 +228,7 @@ class OffloadPolicy(CachePolicy):
         self.state.released([chunk.block_id for chunk in chunks])
 
     def _release_running(self, count: int, protected: set[bytes]) -> None:
-        """Gives up so many chunks of running requests, ends of sequences first, that they can be evicted."""
+        """Release chunks of running requests, ends of sequences first, until `count` can be evicted."""
         for held in list(self._running):
             idle = [chunk for chunk in held.chunks if chunk.status.ref_cnt == 0 and chunk.key not in protected]
             free = self._let_go(held, sorted(idle, key=attrgetter("place"))[-count:])
@@ -237,14 +240,14 @@ class OffloadPolicy(CachePolicy):
                 return
 
     def _forget(self, key: bytes) -> Chunk:
-        """A chunk leaves the tier."""
+        """Remove a chunk from the tier."""
         gone = self._chunks.pop(key)
         del self._by_id[gone.block_id]
         self._num_held -= gone.holders > 0
         return gone
 
     def _is_in(self, chunk: Chunk, start: int, end: int | None) -> bool:
-        """Whether a chunk that is there has some of the tokens `[start, end)`."""
+        """Return whether a chunk is in the tier and has some of the tokens `[start, end)`."""
         size = self._tokens_per_chunk
         last = chunk.place * size
         return last > start and (end is None or last - size < end) and self._by_id.get(chunk.block_id) is chunk
@@ -252,12 +255,12 @@ class OffloadPolicy(CachePolicy):
 
 @functools.cache
 def policy_class(name: str) -> type[Any]:
-    """The class that `eviction_policy` names: `pc_` and a policy's name.
+    """Return the class for a name of `eviction_policy`: `pc_` and the name of a policy.
 
-    `pc_lru` is vLLM's own lru, whose order is that of ours: by the end of the last request, a sequence's end first.
+    `pc_lru` is vLLM's own lru, which evicts in the same order: by the end of the last request, a sequence's end first.
 
     Raises:
-        AttributeError: No such policy; vLLM looks for it in this module.
+        AttributeError: There is no such policy. vLLM looks for the name in this module.
     """
     policy = name.removeprefix(PREFIX)
     if policy == name or policy not in POLICIES:

@@ -29,28 +29,29 @@ from ..connector.layout import check_options, open_tier
 
 
 class TierLookup(AsyncLookupManager):
-    """Asks a tier what it has, in a thread of its own."""
+    """A lookup in a tier that runs in its own thread."""
 
     def __init__(self, tier: Tier, tier_type: str) -> None:
         super().__init__(tier_type=tier_type)
         self._tier = tier
 
     def batch_lookup(self, keys: list[bytes], req_context: Any) -> list[bool]:
-        """Whether each chunk is there."""
+        """Return whether each chunk is in the tier."""
         return self._tier.contains_many([bytes(key) for key in keys])
 
 
 class TierManager(SecondaryTierManager):
-    """A secondary tier for vLLM's `TieringOffloadingSpec`: chunks go from host memory to a tier and back.
+    """A secondary tier for vLLM's `TieringOffloadingSpec`, which moves chunks between host memory and a tier.
 
-    Options beside `type` and `module_path`: `model` stands for all that decides what is in a chunk besides its tokens
-    and what vLLM's offloading knows (its groups of layers, dtype and ranks): weights, adapters by name, overrides.
-    `tier` and what belongs to it are as for `TierConnector`. `threads` read and write.
+    Options besides `type` and `module_path`: `model` names everything that decides a chunk besides its tokens and what
+    vLLM's offloading knows (groups of layers, dtype and ranks). That includes weights, adapters by name, and overrides.
+    `tier` and its options are as for `TierConnector`. `threads` threads read and write.
 
-    Chunks of another `model`, layout or size are never read. A chunk that the tier has lost, and those behind it, are
-    computed; one that it cannot take is missed later.
+    Chunks of another `model`, layout or size are never read. A chunk that the tier has lost is computed, and so are
+    those behind it. A chunk that the tier refuses is a later miss.
 
-    Raises ValueError at start-up for an option that is not known, or one that is missing.
+    Raises:
+        ValueError: At start-up, an option is unknown or missing.
     """
 
     medium: ClassVar[Any] = Medium.STORAGE
@@ -84,22 +85,22 @@ class TierManager(SecondaryTierManager):
         self._finished: queue.SimpleQueue[tuple[Any, list[bytes]]] = queue.SimpleQueue()
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Whether a chunk is there; RETRY until its thread has looked."""
+        """Return whether a chunk is in the tier; RETRY until the thread has looked it up."""
         found = self._lookup.lookup(key, req_context)
         if found is None:
             return LookupResult.RETRY
         return LookupResult.HIT if found else LookupResult.MISS
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Has chunks of host memory written."""
+        """Start writing chunks from host memory."""
         self._submit(self._store, job_metadata)
 
     def submit_load(self, job_metadata: Any) -> None:
-        """Has chunks read into host memory."""
+        """Start reading chunks into host memory."""
         self._submit(self._load, job_metadata)
 
     def get_finished_jobs(self) -> Iterable[Any]:
-        """Jobs that have ended since the last call."""
+        """Return the jobs that have ended since the last call."""
         self._running = {future for future in self._running if not future.done()}  # first: others end meanwhile
         results = []
         while not self._finished.empty():
@@ -109,27 +110,27 @@ class TierManager(SecondaryTierManager):
         return results
 
     def has_pending_work(self) -> bool:
-        """Whether jobs are under way: the engine goes on stepping until they are known to have ended."""
+        """Return whether jobs are running. The engine keeps stepping until it knows that they have ended."""
         return bool(self._running)
 
     def on_new_request(self, req_context: Any) -> Any:
-        """Nothing is kept of requests but what was looked up for them."""
+        """Return an empty context: only lookups are kept for requests."""
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Forgets what was looked up."""
+        """Forget a request's lookups."""
         self._lookup.cleanup(req_context.req_id)
 
     def on_schedule_end(self, context: Any) -> None:
-        """Has this step's questions asked."""
+        """Start this step's lookups."""
         self._lookup.flush()
 
     def drain_jobs(self) -> None:
-        """Waits for every job."""
+        """Wait for all jobs."""
         wait(self._running)
 
     def shutdown(self) -> None:
-        """Waits for what is being written, and leaves the tier."""
+        """Wait for pending writes and close the tier."""
         self._lookup.shutdown()
         self._pool.shutdown(wait=True)
         if hasattr(self._tier, "close"):
@@ -145,7 +146,7 @@ class TierManager(SecondaryTierManager):
         begun, done = perf_counter(), 0
         try:
             done = transfer(keys, places)
-        except Exception as error:  # whatever it is, the job has to be known to have ended
+        except Exception as error:  # vLLM must learn that the job has ended, whatever the error
             logger.warning("a transfer of %d chunks failed: %s: %s", len(keys), type(error).__name__, error)
         result = JobResult(
             job_id=job.job_id,
@@ -157,13 +158,13 @@ class TierManager(SecondaryTierManager):
         self._finished.put((result, keys[done:] if job.is_promotion else []))
 
     def _store(self, keys: list[bytes], places: Sequence[int]) -> int:
-        """Returns how many chunks are in the tier."""
+        """Return how many chunks are in the tier."""
         missing = [n for n, there in enumerate(self._tier.contains_many(keys)) if not there]
         taken = self._tier.put_many({keys[n]: {"kv": self._rows[places[n]]} for n in missing})
         return len(keys) - len(missing) + len(taken)
 
     def _load(self, keys: list[bytes], places: Sequence[int]) -> int:
-        """Returns how many chunks have been read, from the first on."""
+        """Return how many chunks have been read, from the first on."""
         for n, tensors in enumerate(self._tier.get_many(keys)):
             if tensors is None:
                 return n
@@ -172,7 +173,7 @@ class TierManager(SecondaryTierManager):
 
 
 def chunk_layout(config: Any, model: str, size: int) -> Layout:
-    """The layout of chunks of `size` bytes, all ranks; `config` is vLLM's `OffloadingConfig`."""
+    """Return the layout of chunks of `size` bytes, of all ranks. `config` is vLLM's `OffloadingConfig`."""
     parallel = config.parallel
     said = {
         "groups": [(group.tokens_per_block, list(group.layer_names)) for group in config.groups],

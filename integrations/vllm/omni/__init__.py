@@ -1,4 +1,4 @@
-"""A cache of hidden states behind prefix hits for vLLM-Omni, with the calls of its own, over a `TensorCache`."""
+"""A cache of hidden states of prefix hits for vLLM-Omni, with vLLM-Omni's own interface, over a `TensorCache`."""
 
 from .manager import OmniPrefixCacheManager
 from .steps import GroupView, check_groups, make_view

@@ -1,4 +1,4 @@
-"""The calls of vLLM-Omni's `OmniPrefixCacheManager`, over a `TensorCache` that follows vLLM's slots."""
+"""The interface of vLLM-Omni's `OmniPrefixCacheManager`, over a `TensorCache` that follows vLLM's slots."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _NOTHING = Leftover({})
 
 
 class OmniPrefixCacheManager:
-    """Stands in for vLLM-Omni's manager, without threads and without copies between stages of memory.
+    """A replacement for vLLM-Omni's manager, without threads and without copies between stages of memory.
 
-    A step's rows go once into the slots of their tokens, in host memory that is pinned beside a GPU, and are read once,
-    by `materialize` or before the next step writes. Beyond vLLM-Omni: several groups of layers, hits below a block,
-    blocks that kernels split, and a request that resumes behind a longer hit gets the rows it has not had. `eager` is
-    not looked at: nothing is done behind the caller's back.
+    A step's rows are written once, into the slots of their tokens in host memory, which is pinned beside a GPU. They
+    are read once, by `materialize` or before the next step writes. In addition to vLLM-Omni it supports several groups
+    of layers, hits below a block, and blocks that kernels split. A request that resumes behind a longer hit gets the
+    rows that it has not had. `eager` is ignored, because nothing runs in the background.
 
-    Methods may be called from several threads, which take turns. Wrong rows are never given: a row of the hidden states
-    that is missing is an OmniPrefixCacheUnmatchError in `materialize`, of other names it is zero, as in vLLM-Omni.
+    Thread-safe: threads take turns. Rows are never wrong. If a row of the hidden states is missing, `materialize`
+    raises OmniPrefixCacheUnmatchError. Missing rows of other names are zero, as in vLLM-Omni.
     """
 
     def __init__(self, config: Any, view: Any, *, eager: bool | None = None) -> None:
@@ -43,18 +43,22 @@ class OmniPrefixCacheManager:
         self._kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._lock = threading.RLock()
         self._taken = threading.Condition(self._lock)
-        self._reached: dict[str, int] = {}  # of each live request, the position behind its last saved token
+        self._reached: dict[str, int] = {}  # for each live request, the position after its last saved token
         self._counts: dict[str, int] = {}
         self._hits: dict[str, PrefixHit] = {}
         self._steps: dict[int, SavedStep] = {}
         self._next_step_id = 1
 
     def register_policy(self, policy: Any) -> None:
-        """What of a model is kept."""
+        """Set what is kept of a model's outputs."""
         self._hidden_key = policy.hidden_key
 
     def new_step_starts(self, scheduler_output: Any) -> None:
-        """Takes over which requests enter, with which hits, and which have ended; an error for a hit without blocks."""
+        """Record which requests enter, with their hits, and which have ended.
+
+        Raises:
+            OmniPrefixCacheUnmatchError: A hit has no blocks.
+        """
         with self._lock:
             self._hits = {}
             for request in scheduler_output.finished_req_ids or ():
@@ -82,14 +86,14 @@ class OmniPrefixCacheManager:
         num_tokens_unpadded: int,
         num_tokens_padded: int,
     ) -> int:
-        """Keeps the outputs of a step; gives its id, for `materialize` or `discard_step` once.
+        """Keep the outputs of a step; return its id, for one call of `materialize` or `discard_step`.
 
-        Of `hidden_states` the first num_tokens_unpadded rows count; of `mm_outputs` tensors with a row for each token
-        are kept, or with num_tokens_padded rows, as captured graphs give them, and the rest is handed on.
+        The first num_tokens_unpadded rows of `hidden_states` count. Tensors of `mm_outputs` with a row for each token
+        are kept, also with num_tokens_padded rows, as captured graphs give them. Other outputs are passed on.
 
         Raises:
-            OmniPrefixCacheUnmatchError: Rows that fit neither the step nor what a name held before.
-            OmniPrefixCacheStagingTimeoutError: So many steps wait to be taken that one more finds no place in time.
+            OmniPrefixCacheUnmatchError: Rows fit neither the step nor the earlier rows of a name.
+            OmniPrefixCacheStagingTimeoutError: Too many steps wait to be taken, and none was taken in time.
         """
         count, counts = num_tokens_unpadded, self._counts
         requests = self._view.batch_req_ids()
@@ -108,7 +112,7 @@ class OmniPrefixCacheManager:
                 self._cache.write(slots, kept)
             except BaseException:
                 self._read_waiting()
-                self._cache.store(Step.at(slots, {}))  # their KV is another's now
+                self._cache.store(Step.at(slots, {}))  # their KV belongs to other tokens now
                 raise
             spans, begin, reached = {}, 0, self._reached
             for request in requests:
@@ -129,7 +133,7 @@ class OmniPrefixCacheManager:
     def _sort(
         self, hidden_states: torch.Tensor | None, outputs: Mapping[str, Any] | None, count: int, padded: int
     ) -> tuple[dict[str, torch.Tensor], Leftover]:
-        """What has a row for each token, registered, and a copy of the rest."""
+        """Return tensors with a row for each token, registered, and a copy of all other outputs."""
         kept: dict[str, torch.Tensor] = {}
         rest: dict[str, Any] = {}
         if count and hidden_states is not None and self._hidden_key is not None:
@@ -167,7 +171,7 @@ class OmniPrefixCacheManager:
             )
 
     def _read_waiting(self) -> None:
-        """Reads what waits to be taken, before its slots are written again."""
+        """Read rows of waiting steps before their slots are written again."""
         for saved in self._steps.values():
             if saved.rows is None:
                 try:
@@ -176,11 +180,15 @@ class OmniPrefixCacheManager:
                     saved.rows = error
 
     def materialize(self, step_id: int, req_ids: Sequence[str]) -> Any:
-        """What a step gives to each request, once: its rows, behind those of a hit.
+        """Return the outputs of a step for each request, once: its rows, preceded by those of a hit.
 
-        Hidden states `[num_tokens, hidden_size]` in host memory by request (None where none are kept), and the other
-        outputs by name and request. OmniPrefixCacheUnmatchError: a step that is not waiting, a request that was not in
-        it, or a hit of which rows of the hidden states are missing.
+        Returns:
+            Hidden states `[num_tokens, hidden_size]` in host memory by request (None if none are kept), and the other
+            outputs by name and request.
+
+        Raises:
+            OmniPrefixCacheUnmatchError: The step is not waiting, a request was not in it, or rows of a hit's hidden
+                states are missing.
         """
         with self._lock:
             saved = self._take(step_id)
@@ -195,7 +203,7 @@ class OmniPrefixCacheManager:
         hidden = None
         outputs: dict[str, dict[str, Any]] = {}
         for name, mine in rows.items():
-            if len(mine) > len(req_ids):  # read for all requests of the step
+            if len(mine) > len(req_ids):  # the rows were read for all requests of the step
                 mine = {request: mine[request] for request in req_ids}
             if api.is_hidden_key(name):
                 hidden = mine
@@ -206,7 +214,7 @@ class OmniPrefixCacheManager:
         return api.StageCacheOutputs(hidden, outputs)
 
     def discard_step(self, step_id: int) -> None:
-        """The outputs of a step will not be taken; its rows stay for later hits."""
+        """Drop the outputs of a step. Its rows stay for later hits."""
         with self._lock:
             self._take(step_id)
 
@@ -216,12 +224,12 @@ class OmniPrefixCacheManager:
             raise api.OmniPrefixCacheUnmatchError(
                 f"step context {step_id} missing (have {sorted(self._steps)}); already consumed or never saved"
             )
-        if len(self._steps) + 1 >= self._config.staging_depth:  # else no save waits
+        if len(self._steps) + 1 >= self._config.staging_depth:  # otherwise no save waits
             self._taken.notify_all()
         return saved
 
     def shutdown(self) -> None:
-        """Forgets the steps that wait."""
+        """Forget the waiting steps."""
         with self._lock:
             self._steps.clear()
             self._taken.notify_all()

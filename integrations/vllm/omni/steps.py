@@ -16,21 +16,25 @@ from .. import api
 from ..scheduler_output import full_attention_group
 
 FEW_BYTES = 1 << 16
-"""Of a name: so few rows of a step are copied when they are saved, since finding them again takes longer."""
+"""Rows of a name up to this size are copied when a step is saved, because finding them again takes longer."""
 
 Rows = dict[str, dict[str, torch.Tensor]]
-"""By name and request."""
+"""Rows by name and request."""
 
 
 class PrefixHit(NamedTuple):
-    """Cached tokens of a request that enters a batch: from which on they are handed on, how many, and its blocks."""
+    """Cached tokens of a request that enters a batch: the range of tokens to pass on, and the request's blocks."""
 
     begin: int
     end: int
     blocks: Ids
 
     def read(self, cache: TensorCache, request: str, more: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """All rows of the request, up to `more` tokens behind the hit; an error where rows of hidden states miss."""
+        """Return all rows of the request, up to `more` tokens behind the hit.
+
+        Raises:
+            OmniPrefixCacheUnmatchError: Blocks, or rows of hidden states, are missing.
+        """
         if len(self.blocks) * cache.block_size < self.end + more:
             got = f"{len(self.blocks)} for {self.end + more} tokens of {request}"
             raise api.OmniPrefixCacheUnmatchError(f"block_ids: got {got}")
@@ -46,7 +50,7 @@ class PrefixHit(NamedTuple):
 
 @dataclass(slots=True)
 class SavedStep:
-    """Where its rows are, and what is handed on with them."""
+    """The slots of a step's rows, and its other outputs."""
 
     slots: StepSlots
     names: tuple[str, ...]
@@ -54,12 +58,12 @@ class SavedStep:
     hits: dict[str, PrefixHit]
     leftover: Leftover
     new: dict[str, torch.Tensor] | None
-    """Its own rows, where they are few."""
+    """The step's own rows, if they are few."""
     rows: Rows | Exception | None = None
-    """Read as soon as a later step writes; what was wrong then is said to who takes them."""
+    """The rows, read as soon as a later step writes; or the error, raised for the caller that takes them."""
 
     def read(self, cache: TensorCache, requests: Sequence[str]) -> Rows:
-        """The rows of some of its requests, behind those of their hits; raises as `PrefixHit.read`."""
+        """Return the rows of some requests, preceded by those of their hits. Raise like `PrefixHit.read`."""
         names, new = self.names, self.new
         if new is None:
             without_hit = names and any(request not in self.hits for request in requests)
@@ -78,7 +82,7 @@ class SavedStep:
 
 
 def copied_rows(kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
-    """The rows of a step by name, if they are few and in host memory."""
+    """Return copies of a step's rows by name, if they are few and in host memory; else None."""
     copies = {}
     for name, value in kept.items():
         if not value.is_cpu or value.nbytes > FEW_BYTES:
@@ -88,7 +92,10 @@ def copied_rows(kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | N
 
 
 class Leftover:
-    """A copy of outputs by name, since the next step may write over them; of a device without waiting for it."""
+    """A copy of outputs by name, because the next step may overwrite them.
+
+    A copy from a device does not wait for it.
+    """
 
     def __init__(self, outputs: Mapping[str, Any]) -> None:
         self._copied: list[torch.device] = []
@@ -113,7 +120,7 @@ class Leftover:
         return tuple(self._copy(each) for each in value) if isinstance(value, tuple) else value
 
     def split(self, spans: Mapping[str, tuple[int, int]], requests: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """The part of each request, by vLLM-Omni's own rule; of a tensor with a row for each token its rows."""
+        """Return each request's part by vLLM-Omni's own rule: its rows of a tensor with a row for each token."""
         if not self._values:
             return {}
         if self._ready is not None:
@@ -136,7 +143,7 @@ class Leftover:
 
 
 class GroupView:
-    """As vLLM-Omni's `FullAttentionGroupView`, of any group with full attention, and with blocks that kernels split."""
+    """A `FullAttentionGroupView` of vLLM-Omni for any full attention group, with blocks that kernels split."""
 
     def __init__(self, input_batch: Any, group: int, block_size: int) -> None:
         self._batch = input_batch
@@ -145,15 +152,15 @@ class GroupView:
         table = input_batch.block_table[group]
         if int(getattr(table, "dcp_world_size", 1)) != 1:
             raise api.OmniPrefixCacheUnmatchError("decode context parallelism: not supported with omni prefix caching")
-        # A row of the table then holds the parts of blocks that kernels see; their slots are those of the blocks.
+        # A row of the table holds the parts of blocks that kernels see. Their slots are those of the blocks.
         self._table_block_size = block_size // int(getattr(table, "blocks_per_kv_block", 1))
 
     def batch_req_ids(self) -> list[str]:
-        """Requests of the batch, in its order."""
+        """Return the requests of the batch, in order."""
         return list(self._batch.req_ids)
 
     def slots(self, requests: Iterable[str], counts: Mapping[str, int]) -> StepSlots:
-        """Slots of the next `counts` tokens of each request, behind each other."""
+        """Return the slots of the next `counts` tokens of each request, one request after another."""
         batch, size = self._batch, self._table_block_size
         table, computed, rows = batch.block_table[self.group].block_table, batch.num_computed_tokens_cpu, None
         runs: list[Run] = []
@@ -175,17 +182,21 @@ class GroupView:
         return StepSlots(begin, runs)
 
     def step_slots_cpu(self, req_ids: list[str], num_scheduled: Mapping[str, int]) -> torch.Tensor:
-        """The slots themselves, as vLLM-Omni asks for them."""
+        """Return the slots as a tensor, as vLLM-Omni expects."""
         return self.slots(req_ids, num_scheduled).index
 
 
 def check_groups(kv_cache_groups: Iterable[Any]) -> None:
-    """In place of vLLM-Omni's check, which refuses more than one group: an error where none has full attention."""
+    """Check the KV cache groups in place of vLLM-Omni's check, which allows only one group.
+
+    Raises:
+        OmniPrefixCacheUnmatchError: No group has full attention.
+    """
     _group(kv_cache_groups)
 
 
 def make_view(input_batch: Any, block_size: int, kv_cache_groups: Any = None) -> GroupView | None:
-    """In place of vLLM-Omni's `get_prefix_cache_group_view`; the block size is that of the group."""
+    """Return a view in place of vLLM-Omni's `get_prefix_cache_group_view`. The block size is that of the group."""
     groups = list(kv_cache_groups or ())
     number = _group(groups)
     if not getattr(input_batch.block_table, "block_tables", None):

@@ -299,4 +299,6 @@ def test_an_answer_behind_a_compressed_prompt_is_not_known_as_exact(logged):
     engine.add("two", tokens + engine.said["one"], 2, pc_explain=True)
     engine.run()
     lines = [line for line in said if line.startswith("request two")]
-    assert "160 of 205 tokens are cached: whole blocks alone are found, of the one of token 160 5 tokens" in lines[0]
+    assert (
+        "160 of 205 tokens are cached: only whole blocks are found, and 5 tokens of the block of token 160" in lines[0]
+    )

@@ -79,7 +79,7 @@ def test_evicted_and_what_gaps_would_save(engine, said):
 
 def test_the_rest_of_a_block(engine, said):
     line = ask(engine, said, FIRST[: 5 * BLOCK + 9])
-    assert line.endswith("whole blocks alone are found, of the one of token 80 9 tokens agree")
+    assert line.endswith("only whole blocks are found, and 9 tokens of the block of token 80 agree")
 
 
 def test_one_that_waits_has_the_same(engine, said):
