@@ -145,8 +145,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         It runs in the thread of the verb that evicted the blocks, after the verb is complete and before it returns. It
         runs without the manager's lock, so a slow tier blocks no other thread. It may call the manager.
 
-        Until it returns, the blocks still hold the KV of their hashes: their next request cannot know their slots yet,
-        and they are not allocated again. Read the blocks in it, or order their copy before later writes.
+        Until it returns, the blocks still hold the KV of their hashes, because no other request knows their slots yet.
+        They are not allocated again until then. Read the blocks in it, or order their copy before later writes.
 
         It returns the hashes that it took, as a list or set, or None; `stats().offloaded_blocks` counts them. If it
         raises, the exception is logged (logger "pc.cache") and counted (`stats().failed_offloads`), its blocks are
@@ -541,8 +541,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
     ) -> Explanation:
         """Explain how far a prompt is cached, why no further, and what other kinds of reuse would save. Change nothing.
 
-        The time is proportional to what is remembered: the latest text, of as many tokens as the pool would hold in
-        blocks of 16, and the latest evictions. Text of another salt is never shown.
+        The time is proportional to the remembered tokens and evictions. The latest tokens are remembered, as many as
+        the pool would hold in blocks of 16, and the latest evictions. Text of another salt is never shown.
 
         Args:
             token_ids: The prompt, as for `allocate`.

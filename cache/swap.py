@@ -1,7 +1,8 @@
 """Preempting and resuming requests, and keeping a part of their KV in host memory.
 
-Only KV that a later query reads is kept: all blocks of full attention, the last blocks and the sinks of a window, the
-state at a boundary. All groups must continue at one position, the greatest at which each has its blocks.
+Only KV that a later query reads is kept. This is all blocks of full attention, the last blocks and the sinks of a
+window, and the state at a boundary. All groups must continue at one position, the greatest at which each has its
+blocks.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class PolicyPool:
     def accessed(self, numbers: Numbers, returned: Sequence[int] = (), references: int = 1) -> None:
         """Record a hit: a request holds these cached blocks, in the order of their sequence.
 
-        The policy had chosen the blocks in `returned` as victims, so it is told that they were filled again.
+        The policy had chosen the blocks in `returned` as victims, so it is notified that they were filled again.
         """
         self.flush()
         ids = _ids(numbers)

@@ -1,7 +1,7 @@
 """The versions of frameworks that the tests passed on. They bound the extras in pyproject.toml.
 
-A test compares this table with pyproject.toml and README. An adapter also tries a newer version that is installed: it
-checks every name that it uses (see `seam`), and its handle or log says that the version is untested.
+A test compares this table with pyproject.toml and README. An adapter also tries a newer version. It then checks every
+name that it uses (see `seam`), and its handle or log says that the version is untested.
 
 To add a release that passed the tests, change this table and the bound in pyproject.toml. `make newest` shows whether
 there is a newer release.

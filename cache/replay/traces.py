@@ -189,7 +189,7 @@ def prefix_ids(requests: list[BlockIds]) -> list[BlockIds]:
 
 
 def digests_of(ids: BlockIds) -> npt.NDArray[np.uint64]:
-    """Return two words for each block that stand for its hash: the id, scattered over 64 bits, and the id itself."""
+    """Return two words for each block in place of its hash: the id, scattered over 64 bits, and the id itself."""
     words = np.empty((ids.size, 2), np.uint64)
     words[:, 1] = ids.astype(np.uint64)
     mixed = words[:, 1] * np.uint64(0x9E3779B97F4A7C15)

@@ -270,9 +270,9 @@ def register_policies(
     """Make `--radix-eviction-policy` accept names.
 
     Args:
-        names: Names of policies. The first stands for SGLang's own lru.
+        names: Names of policies. The first selects SGLang's own lru.
         make_cache: Takes the context of an engine and SGLang's own factory; returns the engine's radix cache.
-        refuse: Called if SGLang asks another policy for one leaf at a time. None: SGLang's lru answers.
+        refuse: Called if SGLang asks another policy for single leaves. None: SGLang's lru answers.
     """
     from sglang.srt.arg_groups import choices
     from sglang.srt.mem_cache import registry, utils

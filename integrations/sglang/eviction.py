@@ -1,8 +1,8 @@
 """An eviction policy of `pc.cache` for SGLang's radix tree.
 
-SGLang asks its own policies for the priority of one leaf at a time, so they learn nothing about requests and chains.
-Here the tree's core notifies the policy of pages that are found, filled and released, and asks it which pages to evict.
-If the end of a leaf is enough, only the end is evicted.
+SGLang asks its own policies for the priority of single leaves, so they learn nothing about requests and chains. Here
+the tree's core notifies the policy of pages that are found, filled and released, and asks it which pages to evict. If
+the end of a leaf is enough, only the end is evicted.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A feature is served if the installed vLLM has what the tables here declare for i
 of a feature, such as `eviction.gap`, needs its feature too.
 
 - `NAMES`: classes, functions, methods with the parameters we rely on, and fields of vLLM's objects.
-- `ATTRIBUTES`: attributes of objects that exist once the engine has made them. Whoever gets such an object asks
-  `available(feature, scheduler=scheduler)`.
+- `ATTRIBUTES`: attributes of objects that exist once the engine has made them. Code that receives such an object
+  calls `available(feature, scheduler=scheduler)`.
 - `BODIES`: bodies of vLLM that this adapter reimplements, or whose effects it imitates, with a digest for each release
   that was read. An unknown body refuses the feature.
 
@@ -807,7 +807,7 @@ def group_ending(group: int) -> bytes:
 
 
 def give_key(pool: Any, key: bytes, block: Any, num_tokens: int) -> None:
-    """Give a block a hash with its group of layers, which covers so many tokens."""
+    """Give a block that holds `num_tokens` tokens a hash with its group of layers."""
     pool._insert_block_hash(key, block, num_tokens=num_tokens)
 
 
@@ -817,7 +817,7 @@ def find_cached(pool: Any, key: bytes) -> Any:
 
 
 def call_reuse_watchers(pool: Any, blocks: list[Any]) -> None:
-    """Notify whoever still reads blocks that are about to be reused."""
+    """Notify vLLM's watchers, which may still read the blocks, that these are about to be reused."""
     if pool._reuse_watchers:
         pool._notify_reuse(blocks)
 

@@ -125,8 +125,8 @@ class PromptHiddenStates:
     def pool(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Pool a step's hidden states; give poolers of each token the rows of prefix hits first.
 
-        Such a pooler joins the chunks of a prompt. Its chunks are replaced by all rows before this step's tokens, so
-        that a hit, also one after a preemption, has a row for each token.
+        Such a pooler joins the chunks of a prompt. This method replaces the pooler's chunks by all rows before this
+        step's tokens. So a hit, also one after a preemption, has a row for each token.
         """
         output, self._output = self._output, None
         if output is not None:
@@ -261,9 +261,8 @@ class HiddenStatesWorker(Base):
 
     Raises:
         ValueError: At start-up, for one of these: an option out of range; asynchronous speculation, whose positions the
-            host does not know; a KV connector without `pc`'s scheduler or with a pooling model; pooling without
-            chunked prefill, under runner V2, or with a pooler that joins chunks itself; a model without full
-            attention.
+            host does not know; a KV connector without `pc`'s scheduler or with a pooling model; pooling without chunked
+            prefill, under runner V2, or with a pooler that joins chunks itself; a model without full attention.
         UnsupportedVersionError: The model pools each token, and vLLM lacks what adds the rows of prefix hits.
     """
 

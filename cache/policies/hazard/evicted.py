@@ -24,10 +24,10 @@ LEAST, MOST = 3.0, 10.0  # bounds of the same in mean requests, for small and fo
 class ShadowGuard:
     """A guard that simulates lru in a shadow cache and decides whether lru or the learned order is in force.
 
-    While lru is in force, it simulates the learned order too. The order with more hits wins. lru is in force first,
-    because a model that has seen no reuse evicts blocks too early, and learns that only once they are lost. Simulating
-    lru needs no second cache: its content is the most recently used blocks, evicted ones included, back to the request
-    at which they fill the capacity.
+    While lru is in force, it simulates the learned order too. The order with more hits wins. lru is in force first. A
+    model that has seen no reuse evicts blocks too early, and learns that only once they are lost. Simulating lru needs
+    no second cache, because it would hold the most recently used blocks, evicted ones included, as many as fill the
+    capacity.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -10,8 +10,8 @@ are shrunk towards a prior.
 The rates give a Gittins index for each stratum and idle time: the maximum, over later times, of expected hits for the
 capacity that a block occupies until then. Eviction compares these indices.
 
-Some things only save time: factors are rounded to levels, so that indices are computed once for each fit and looked up;
-`score` is `scores` for one block; whole requests are counted at once.
+To save time, factors are rounded to levels, so that indices are computed once for each fit and looked up. `score` does
+what `scores` does, for one block. Whole requests are counted at once.
 """
 
 from __future__ import annotations

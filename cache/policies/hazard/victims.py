@@ -1,8 +1,8 @@
 """The choice of victims: blocks are evicted from the end of the run whose last block has the least worth.
 
 A run loses blocks while their worth is the same. A block is evicted before its parent, because it cannot be hit without
-the parent. Some things only save time: scores of likely next runs are kept in a heap for some requests, and owners and
-child counts are read through memoryviews.
+the parent. To save time, scores of likely next runs stay in a heap for some requests, and owners and child counts are
+read through memoryviews.
 """
 
 from __future__ import annotations

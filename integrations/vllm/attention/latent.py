@@ -1,4 +1,4 @@
-"""Multi-head latent attention of vLLM's layers: decodes use `pc.latent_attention`, prefills vLLM's own code.
+"""Multi-head latent attention for vLLM's layers. Decodes use `pc.latent_attention`, and prefills use vLLM's code.
 
 vLLM's code also writes latent rows, absorbs the projections of a decode, and expands those of a prefill.
 """

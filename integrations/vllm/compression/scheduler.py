@@ -88,8 +88,8 @@ class Compression:
 
     Attributes:
         plans: By request that asked, its plan.
-        freed: Hashes of exact blocks that were given up for compression, the latest last. There are at most as many as
-            the pool has blocks.
+        freed: Hashes of exact blocks that compression dropped, the latest last. There are at most as many as the pool
+            has blocks.
         counts: What has been done.
     """
 
@@ -147,8 +147,8 @@ class Compression:
     def find(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """Stand in for vLLM's search for cached blocks: the last queries, which presses read, are always computed.
 
-        So which tokens stay does not depend on what was cached. Blocks of an answer are no hits either: others may
-        have published them, and they hold KV that saw the whole prompt.
+        So which tokens stay does not depend on what was cached. Blocks of an answer are no hits either: others may have
+        published them, and they hold KV that saw the whole prompt.
         """
         blocks, count, *rest = self._find(request, *args, **kwargs)
         plan = self.plans.get(request.request_id)

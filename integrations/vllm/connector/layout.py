@@ -39,7 +39,8 @@ def describe(vllm_config: Any, kv_cache_config: Any, options: Mapping[str, Any])
     Args:
         vllm_config: vLLM's configuration.
         kv_cache_config: Its KV cache configuration, with one group.
-        options: `kv_connector_extra_config`. If it has `model`, that name stands for model and weights.
+        options: `kv_connector_extra_config`. If it has `model`, that name replaces the fingerprint of model and
+            weights.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     (group,) = kv_cache_config.kv_cache_groups

@@ -1,8 +1,8 @@
 """Prompts in chunks at fixed places, so that a request's bits do not depend on the cached tokens.
 
 A matrix product may round differently for another number of rows. So a step has a whole chunk of a prompt or nothing of
-it, a hit ends at a chunk's end, and only whole chunks of prompts are published. Tokens of an answer are computed one at
-a time, also when a preempted request resumes.
+it. A hit ends at a chunk's end, and only whole chunks of prompts are published. Each token of an answer is computed
+alone, also when a preempted request resumes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why a request's prompt is cached no further in vLLM: a line in its log for whoever asks with `pc_explain`.
+"""Explanations, in vLLM's log, why the prompt of a request with `pc_explain` is cached no further.
 
 `pc.cache.observe.explain` answers from what a scheduler knows: the blocks that have hashes, the texts of running and
 waiting requests, and those of requests that have ended since the first one that asked.

@@ -1,9 +1,9 @@
 """Text that moved, in vLLM: KV cached at another position or behind other text, copied to a request's own blocks.
 
 The result is approximate, so requests must ask for it. A prompt's pieces behind the leading hit and exact gaps are
-found by content. The first tokens of a piece are computed; their chunk ends there, and the request continues behind
-the piece. vLLM allocates blocks for the skipped tokens. The step names the slots that workers copy and rotate before
-its forward pass (`..moves`). The source blocks stay pinned until the step is sent.
+found by content. The first tokens of a piece are computed. Their chunk ends there, and the request continues behind the
+piece. vLLM allocates blocks for the skipped tokens. The step names the slots that workers copy and rotate before its
+forward pass (`..moves`). The source blocks stay pinned until the step is sent.
 
 From the block with the first moved KV on, a request's blocks get hashes that no prompt has. Requests for prefixes and
 gaps therefore never read approximate KV. It stays cached and can be found by content again.
