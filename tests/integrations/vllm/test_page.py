@@ -1,4 +1,4 @@
-"""What docs/vllm.md has an operator type: vLLM's own classes take it, and it arrives here."""
+"""Commands of the pages about vLLM: vLLM's own classes accept them, and they arrive here."""
 
 from __future__ import annotations
 
