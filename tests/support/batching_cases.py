@@ -18,12 +18,12 @@ ALTERNATING = ["sliding_attention", "full_attention"]
 
 @dataclass(frozen=True)
 class Sharp:
-    """A family whose weights are scaled until each token of a prompt matters.
+    """A model family whose weights are scaled until each token of a prompt changes the answer.
 
     Attributes:
         family: The family.
-        factor: By how much weight matrices are scaled.
-        only: Of the matrices those with one of these in their name; empty: all.
+        factor: The factor by which weight matrices are scaled.
+        only: Matrices whose names contain one of these strings are scaled. If empty, all are.
     """
 
     family: Family
@@ -87,16 +87,16 @@ def config(new: int = 8, **options: Any) -> Any:
 
 
 def alone(model: Any, prompts: Sequence[list[int]], new: int = 8, **options: Any) -> list[list[int]]:
-    """The answers of the model's own generate, one prompt at a time."""
+    """Return the answers of the model's own generate, which gets each prompt in its own call."""
     settings = {"do_sample": False, "eos_token_id": None, "max_new_tokens": new} | options
     rows = [torch.tensor([prompt]) for prompt in prompts]
-    # A mask is given, or generate takes tokens that look like padding for padding.
+    # Without a mask, generate would treat tokens equal to the padding token as padding.
     answers = [type(model).generate(model, r, attention_mask=torch.ones_like(r), **settings) for r in rows]
     return [answer[0, row.shape[1] :].tolist() for answer, row in zip(answers, rows, strict=True)]
 
 
 def batched(model: Any, prompts: Sequence[list[int]], new: int = 8, **options: Any) -> list[list[int]]:
-    """The answers of generate_batch."""
+    """Return the answers of generate_batch, and check that no request failed."""
     generation = options.pop("generation_config", None) or config(new)
     settings = ContinuousBatchingConfig(**options)
     outputs = model.generate_batch(list(prompts), generation_config=generation, continuous_batching_config=settings)

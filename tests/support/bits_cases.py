@@ -1,7 +1,7 @@
-"""Calls over a model's cache whose logits have to be, to the last bit, those of a model without one that reads alike.
+"""Random calls of generate with deterministic caching, whose logits must equal those of uncached calls bit by bit.
 
-`make bits` runs 100 random histories each of SmolLM2 and of a model with windows, in float32 and bfloat16, against
-fresh processes without a cache; `make bits SEED=... ARGS="gemma2 float32 10"` begins with the same ones.
+`make bits` runs 100 random histories for SmolLM2 and for a model with windows, in float32 and bfloat16. It compares
+them with fresh processes that have no cache. `make bits SEED=... ARGS="gemma2 float32 10"` repeats the first 10.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TRAINED = "smollm2"
 
 
 def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A family's tiny model, or SmolLM2 whole."""
+    """Return a family's tiny model, or the trained SmolLM2."""
     if name == TRAINED:
         from pc.demo import trained_model_folder
 
@@ -47,13 +47,13 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def enable(model: Any, **options: Any) -> PrefixCaching:
-    """With blocks of 16 tokens and chunks of two of them."""
+    """Enable deterministic caching with blocks of 16 tokens and chunks of two blocks."""
     return enable_prefix_caching(model, **{"num_blocks": 64, "deterministic": True, "chunk": CHUNK} | options)
 
 
 @torch.no_grad()
 def in_chunks(model: Any, tokens: torch.Tensor, steps: int, behind: int = 1) -> list[torch.Tensor]:
-    """Logits `[vocabulary]` of a prompt `[1, n]` and its greedy answer, over transformers' own cache."""
+    """Return the logits `[vocabulary]` of a prompt `[1, n]` and its greedy answer, with transformers' own cache."""
     cache, length = transformers.DynamicCache(config=model.config), tokens.shape[1]
     last = max(length - behind, 0) // CHUNK * CHUNK
     for begin in range(0, last + 1, CHUNK):
@@ -66,7 +66,7 @@ def in_chunks(model: Any, tokens: torch.Tensor, steps: int, behind: int = 1) -> 
 
 
 def logits_of(model: Any, steps: int, **call: Any) -> list[list[torch.Tensor]]:
-    """Of each row the logits of the tokens of its answer."""
+    """Return, for each row, the logits of its answer's tokens."""
     wanted = {"return_dict_in_generate": True, "output_logits": True, "do_sample": False, "max_new_tokens": steps}
     return [list(row) for row in zip(*model.generate(**wanted | call).logits, strict=True)]
 
@@ -83,7 +83,7 @@ class StopError(Exception):
 
 @contextlib.contextmanager
 def interrupted(after: int) -> Iterator[None]:
-    """Within it so many modules run, and then one raises."""
+    """Raise `StopError` in the block once `after` modules have run."""
     count = itertools.count()
 
     def stop(*_: Any) -> None:
@@ -99,7 +99,7 @@ def interrupted(after: int) -> Iterator[None]:
 
 
 class History:
-    """Random calls over a small cache that is saved, closed and opened again, against `reference`: `in_chunks`."""
+    """Random calls with a small cache that is saved, closed and reopened. `reference` gives the expected logits."""
 
     def __init__(self, model: Any, folder: Path, reference: Callable[..., list[torch.Tensor]] | None = None) -> None:
         self.model, self.folder = model, folder
@@ -108,7 +108,7 @@ class History:
         self.asked = self.cached = 0
 
     def run(self, seed: int, calls: int) -> None:
-        """As many calls; every third answer ends behind whole chunks, and later prompts begin with answers."""
+        """Make `calls` calls. Every third answer ends behind whole chunks, and later prompts begin with answers."""
         chance = random.Random(seed)
         options: dict[str, Any] = {"num_blocks": chance.choice([14, 24, 60]), "reuse": chance.choice(["prefix", "gap"])}
         options["policy"] = MiddleFirst if options["reuse"] == "gap" else "default"
@@ -150,13 +150,13 @@ class History:
 
 
 def first_seed() -> int:
-    """The day's, or what SEED says; printed."""
+    """Return the environment's SEED, or the date as a number; print it."""
     seed = int(os.environ.get("SEED") or datetime.date.today().strftime("%Y%m%d"))
     print(f"SEED={seed}", flush=True)
     return seed
 
 
-_fresh: Any = None  # in a process without cache, its model
+_fresh: Any = None  # the model of a process without a cache
 
 
 def _load(name: str, dtype: torch.dtype, threads: int) -> None:
@@ -170,7 +170,7 @@ def _answer(tokens: torch.Tensor, steps: int) -> list[Any]:
 
 
 def run_histories(name: str, dtype: torch.dtype, count: int, seed: int, calls: int = 6) -> None:
-    """Histories against a process without a cache, a fresh one for each 20 of them."""
+    """Compare `count` histories with processes without a cache, a fresh one for every 20 histories."""
     model, begun, asked, cached = build(name, dtype), time.monotonic(), 0, 0
     for first in range(seed, seed + count, 20):
         with (
@@ -193,7 +193,7 @@ def run_histories(name: str, dtype: torch.dtype, count: int, seed: int, calls: i
 
 
 def main() -> None:
-    """Arguments: a model, a type and how many histories; without them 100 of each."""
+    """Run histories. The arguments are a model, a type and a number; without them, 100 histories of each run."""
     seed, given = first_seed(), sys.argv[1:]
     warnings.filterwarnings("ignore", message="prefix caching")
     for name in given[:1] or ["gemma2", TRAINED]:

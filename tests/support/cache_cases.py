@@ -1,4 +1,4 @@
-"""What tests of the cache share."""
+"""Helpers shared by the cache's tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pc
 
 
 def drop(pool, ids):
-    """Evicts blocks of a test's choice: they are free from now on, as if their policy had named them."""
+    """Evict the blocks `ids`, as if the policy had chosen them as victims."""
     ids = np.asarray(ids, np.int32)
     pool.policy.removed(ids)
     policy_choice = pool.policy.victims
@@ -22,7 +22,7 @@ def drop(pool, ids):
 
 
 def run(manager, request_id, tokens, **options):
-    """A request from start to end."""
+    """Allocate, commit and free a request; return its allocation."""
     allocation = manager.allocate(request_id, tokens, **options)
     manager.commit(request_id, len(tokens))
     manager.free(request_id)
@@ -40,7 +40,7 @@ def recurrent(num_blocks=16, **options):
 
 
 def slots_of(runs, count):
-    """Slots of runs, -1 where there is none; a slot that two runs give shows as an error."""
+    """Return the slots of runs, -1 where no run has one; fail if two runs have the same slot."""
     slots = np.full(count, -1, np.int64)
     for begin, first, end in runs:
         assert end > first

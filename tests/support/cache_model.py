@@ -1,9 +1,9 @@
-"""An engine in miniature: it drives a CacheManager at random and knows what every slot must hold.
+"""A small engine that drives a CacheManager at random and knows what every slot must hold.
 
-What a slot holds stands for its KV: a number that depends on salt, keys and every token up to it. Slots are written
-only where a slot mapping says so, copies and loads are carried out as the manager lists them, and every query finds
-what it reads. A step collects several allocations: all their copies come before all their writes, as the contract has
-it. A lower tier, listeners and a policy misbehave now and then.
+The KV in a slot is represented by a number that depends on the salt, the keys and every token up to the slot's. Slots
+are written only where a slot mapping says so. Copies and loads are made as the manager lists them. Every query must
+find what it reads. A step collects several allocations: all their copies come before all their writes, as the manager's
+contract says. Sometimes the lower tier, a listener or the policy fails.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GROUPS = {
 
 
 class Unreliable(LRU):
-    """A policy whose hooks raise now and then, and which names victims that it must not."""
+    """A policy whose hooks sometimes raise, and which sometimes names invalid victims."""
 
     def __init__(self):
         self.random = random.Random(0)
@@ -74,15 +74,15 @@ class Unreliable(LRU):
 
 
 class TierError(Exception):
-    """What the lower tier raises now and then."""
+    """The error that the lower tier raises."""
 
 
 class Model:
-    """One manager and what is known of it.
+    """A manager and all that is known of it.
 
     Args:
-        seed: Of everything.
-        case: A key of GROUPS; None: at random.
+        seed: The seed of every random choice.
+        case: A key of GROUPS. None: a random one.
     """
 
     def __init__(self, seed, case=None):
@@ -106,7 +106,7 @@ class Model:
         self.host = [{} for _ in self.specs]
         self.findable = [{} for _ in self.specs]
         self.meaning = {}
-        self.of = {}  # what a value stands for: salt, keys, token, position
+        self.of = {}  # by value: salt, keys, token, position
         self.running = {}
         self.preempted = {}
         self.step = []
@@ -118,7 +118,7 @@ class Model:
         if r.random() < 0.6:
             self.manager.listeners.append(self)
 
-    # What the manager calls.
+    # Callbacks of the manager.
 
     def on_evict(self, group, blocks, hashes):
         assert len(blocks) == len(hashes)
@@ -156,7 +156,7 @@ class Model:
     def cleared(self):
         self.findable = [{} for _ in self.specs]
 
-    # What slots hold.
+    # Contents of slots.
 
     def held(self, group, block, offset):
         return self.content[group].get((block, 0 if group in self.states else offset))
@@ -168,7 +168,7 @@ class Model:
         return value if len(self.specs) > 1 else [value]
 
     def ids_of(self, request, tokens, first=0):
-        """What the KV of each token stands for."""
+        """Return the request's values for its tokens, which represent their KV."""
         known = request["ids"][:first]
         last = known[-1] if known else hash((request["salt"], request["keys"]))
         for token in tokens[first:]:
@@ -178,12 +178,15 @@ class Model:
         return known
 
     def means(self, request, block):
-        """What a block's last slot stands for; of one that is approximate that varies, its token does not."""
+        """Return what a block's last slot must hold.
+
+        If its KV is approximate, this is only the token and what it belongs to.
+        """
         value = request["ids"][(block + 1) * BLOCK - 1]
         return self.of[value] if block * BLOCK >= request["approximate"] else value
 
     def take_approximate(self, name, allocation):
-        """What an allocation makes of a request whose KV is approximate: what is read is what others left there."""
+        """Record an allocation with approximate KV, whose slots hold what other requests left there."""
         request, (content,), size = self.running[name], self.content, BLOCK
         begin = request["approximate"] = allocation.approximate_from
         tokens = request["tokens"] + request["prompt"][len(request["tokens"]) :]
@@ -226,7 +229,7 @@ class Model:
         return [self.manager.block_table(name, group).tolist() for group in range(len(self.specs))]
 
     def assert_readable(self, name, position, tables=None):
-        """What a query reads is there, under the block tables that its step was given."""
+        """Check that what a query reads is present, in the block tables of its step."""
         ids = self.running[name]["ids"]
         for group, table in enumerate(tables or self.tables_of(name)):
             for t in self.must_read(group, position):
@@ -235,7 +238,7 @@ class Model:
                 assert self.held(group, block, t % BLOCK) == ids[t], f"group {group}: wrong KV at {t} for {position}"
 
     def assert_still_held(self, name):
-        """What queries of this step read that are not computed yet has a place in the tables of now."""
+        """Check that the current tables hold all that this step's queries read and that is not yet computed."""
         tables = self.tables_of(name)
         for of, allocation, _ in self.step:
             if of == name:
@@ -247,7 +250,7 @@ class Model:
     # One step of the engine.
 
     def flush(self):
-        """Carries out what was allocated: all copies first, then all writes."""
+        """Execute what was allocated: all copies, then all writes."""
         step, self.step = self.step, []
         for _, allocation, _ in step:
             for group, content in enumerate(self.content):
@@ -290,7 +293,7 @@ class Model:
             assert all(len(mapping) == at for mapping in slots)
 
     def unchanged(self, verb, *arguments, **options):
-        """Runs a verb; None where it raised what it may, and then nothing has changed."""
+        """Run a verb. If it raises OutOfBlocks, check that nothing has changed, and return None."""
         before = self.snapshot()
         try:
             return verb(*arguments, **options)
@@ -302,7 +305,7 @@ class Model:
     def snapshot(self):
         return self.manager.stats(), [self.tables_of(name) for name in self.running]
 
-    # What can happen.
+    # Random operations.
 
     def tokens(self, most=40):
         r = self.random
@@ -370,7 +373,7 @@ class Model:
         return allocation.cached_spans[0][1] if allocation.cached_spans else 0
 
     def check_state(self, name, allocation):
-        """The state that computing begins with is there."""
+        """Check that the state from which computing starts is present."""
         start, request = self.start_of(allocation), self.running[name]
         if start and allocation.compute_spans:
             for group in self.states:
@@ -382,11 +385,11 @@ class Model:
                 assert held == request["ids"][start - 1], "no state to go on from"
 
     def check_hits(self, allocation, request, prompt):
-        """All that is findable from the start on is used."""
+        """Check that the allocation used every cached block from the start on."""
         keys = encode_keys(request["keys"], request["salt"])
         digests = self.manager._state.hasher.hash_blocks(encode_tokens(prompt), keys)
         there = [pool.table.find(digests) >= 0 for pool in self.manager.pools]
-        # What the request itself wrote is not findable yet, so these are the ones it found.
+        # The request's own blocks are not in the table yet, so these are blocks that it found.
         hits = 0
         while hits < len(digests) and all(t[hits] for t in there):
             hits += 1
@@ -601,7 +604,7 @@ class Model:
         self.step.append((name, a, self.tables_of(name)))
 
     def serve(self):
-        """A request from start to end: what brings evictions."""
+        """Run a request from start to end, which causes evictions."""
         before = set(self.running)
         self.allocate()
         new = set(self.running) - before
@@ -615,7 +618,7 @@ class Model:
             del self.running[name]
 
     def restart(self):
-        """Ends everything and forgets it."""
+        """With probability 0.1, end all requests and empty the cache."""
         if self.random.random() < 0.9:
             return
         self.flush()
@@ -632,7 +635,7 @@ class Model:
     VERBS, CHANCES = zip(*WEIGHTS, strict=True)
 
     def run(self, operations):
-        """So many random operations, each followed by every check."""
+        """Run `operations` random operations, and every check after each."""
         for verb in self.random.choices(self.VERBS, self.CHANCES, k=operations):
             if len(self.running) > 6:
                 verb = "free"

@@ -1,4 +1,4 @@
-"""Models that users change after caching was enabled, in ways that reports describe, and calls that show it."""
+"""Models that users change after caching was enabled, as in their reports, and calls that show the effect."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def steer(module: Any, inputs: Any, output: Any) -> Any:
 
 
 def steer_last(module: Any, inputs: Any, output: Any) -> Any:
-    """A forward hook that adds a vector at the last token of a pass over several."""
+    """A forward hook that adds a vector to the last token's output, if a pass has several tokens."""
     changed = (output if isinstance(output, torch.Tensor) else output[0]).clone()
     if changed.shape[1] > 1:
         changed[:, -1] += VECTOR
@@ -65,7 +65,7 @@ def _window(size: int | None) -> Callable[[Any], None]:
 def _patched(model: Any) -> None:
     layer = model.model.layers[0].mlp
     own = layer.forward
-    layer.forward = lambda x: own(x) * (0.5 if x.shape[1] == 1 else 1.0)  # another in decode steps
+    layer.forward = lambda x: own(x) * (0.5 if x.shape[1] == 1 else 1.0)  # differs in decode steps
 
 
 def _llama() -> Any:
@@ -88,11 +88,11 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "forward of a module": (_llama, _patched),
     "half precision": (_llama, lambda model: model.to(torch.bfloat16)),
 }
-"""By name: what makes a model, and what changes it."""
+"""By name, a function that makes a model and one that changes it."""
 
 
 def differing(model: Any, **options: Any) -> list[str]:
-    """What calls over the cache get otherwise than the model's own generate, of prompts that are asked again."""
+    """Return how calls with the cache differ from the model's own generate, for prompts that are asked twice."""
     found = []
     options = {"max_new_tokens": 8, **options}
     for seed in range(3):

@@ -1,4 +1,4 @@
-"""Questions over compressed documents, what heads keep of them, and the logits of dense attention that sees no more."""
+"""Questions about compressed documents, the tokens that heads keep, and logits of dense attention over those tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ask(model: Any, document: CompressedDocument, ids: torch.Tensor = QUESTION, 
 
 @contextmanager
 def chosen_tokens() -> Iterator[list[torch.Tensor]]:
-    """What the heads of each layer keep, `[num_kv_heads, tokens]` bool, in the order of layers."""
+    """Yield a list that gets the tokens each layer's heads keep, `[num_kv_heads, tokens]` bool, in layer order."""
     found: list[torch.Tensor] = []
     keep = reading.keep
     with pytest.MonkeyPatch.context() as patch:
@@ -40,7 +40,7 @@ def chosen_tokens() -> Iterator[list[torch.Tensor]]:
 def dense_logits(
     model: Any, sequence: torch.Tensor, kept: list[torch.Tensor], new: int, dtype: torch.dtype = torch.float64
 ) -> torch.Tensor:
-    """Logits of a plain pass over all tokens, in which what is behind a document sees of it what each head keeps."""
+    """Return logits of a plain pass over all tokens, where tokens after the document see what each head keeps of it."""
 
     def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **_: Any) -> Any:
         chosen = kept[module.layer_idx]
@@ -62,9 +62,9 @@ def dense_logits(
 
 
 def assert_dense_logits(model: Any, result: Any, kept: list[torch.Tensor], most: float | None = None) -> None:
-    """Logits of a call are within `most` of those in float64.
+    """Check that a call's logits differ from those in float64 by at most `most`.
 
-    None: twice as far as dense attention in the model's type is, and one rounding of that type.
+    If it is None, the bound is twice the error of dense attention in the model's type, plus one rounding of that type.
     """
     logits = torch.stack(result.logits, 1).double().cpu()
     model, sequence, new = copy.deepcopy(model).cpu(), result.sequences.cpu(), logits.shape[1]
@@ -76,5 +76,5 @@ def assert_dense_logits(model: Any, result: Any, kept: list[torch.Tensor], most:
         assert most < 1e-4 or model.dtype != torch.float32
     torch.testing.assert_close(logits, exact, rtol=0, atol=most)
     others = [*kept[:-1], kept[-1].clone()]
-    others[-1][:, : others[-1].shape[1] // 2] ^= True  # a control: other tokens would have been seen
+    others[-1][:, : others[-1].shape[1] // 2] ^= True  # a control: with other tokens the logits differ
     assert (dense_logits(model, sequence, others, new) - exact).abs().max() > most

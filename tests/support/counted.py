@@ -1,4 +1,4 @@
-"""What attention kernels do in Triton's interpreter: keys read from the cache, keys multiplied with queries."""
+"""Counts of keys that attention kernels load and multiply in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ counts_work = pytest.mark.skipif(not INTERPRET, reason="counted in the interpret
 
 @dataclasses.dataclass
 class Work:
-    """Sums over all programs.
+    """Counts, summed over all programs.
 
     Attributes:
         read: Keys of a head that were loaded.
-        multiplied: Keys in products with queries, those that a mask takes out among them: what a walk costs.
+        multiplied: Keys in products with queries, including keys that a mask removes.
     """
 
     read: int = 0
@@ -30,10 +30,10 @@ class Work:
 
 @contextlib.contextmanager
 def counted_work(key_cache: torch.Tensor) -> Iterator[Work]:
-    """Within it, attention kernels of the interpreter add what they do to the yielded `Work`.
+    """Count the work of the interpreter's attention kernels in the block, in the yielded `Work`.
 
     Args:
-        key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, on the CPU; no part of the values' memory.
+        key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, on the CPU. It shares no memory with the values.
     """
     from triton.runtime import interpreter
 

@@ -1,4 +1,4 @@
-"""Small models of many families, prompts for them, and what their generate gives without and with the cache."""
+"""Small models of many families, prompts for them, and results of generate without and with the cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from pc.integrations.huggingface import PrefixCaching
 
 CACHE = "cache" if "cache" in vars(transformers.generation.GenerateDecoderOnlyOutput) else "past_key_values"
-"""What this version of transformers calls a cache, as an argument and in a result."""
+"""This transformers version's name of the cache, in arguments and results."""
 VOCAB = 503
 EOS = 7
 SMALL = {
@@ -86,7 +86,7 @@ LATENT = {
 DEEPSEEK = Family("deepseek-v3", "DeepseekV3Config", "DeepseekV3ForCausalLM", LATENT)
 LLAMA = FAMILIES[0]
 PAGED = [family for family in FAMILIES if family.name != "mpt"]
-"""Those whose attention goes through transformers' interface, as packed passes need."""
+"""The families whose attention uses transformers' interface, which packed passes need."""
 HYBRIDS = [
     Family(
         "qwen3-next",
@@ -139,13 +139,13 @@ HYBRIDS = [
 
 
 def first_quick(cases: Iterable[Any]) -> list[Any]:
-    """Cases of a test of which `make test` runs the first alone."""
+    """Return the cases of a test, all but the first marked `slow`, so that `make test` runs only the first."""
     first, *others = cases
     return [first, *(pytest.param(case, marks=pytest.mark.slow) for case in others)]
 
 
 def remembering(family: Family) -> Any:
-    """A hybrid whose states matter: those of random weights forget within a few tokens."""
+    """Return a hybrid model with long memory; with random weights, its states would forget within a few tokens."""
     model = family.build()
     for name, weight in model.named_parameters():
         if name.endswith("A_log"):
@@ -168,7 +168,7 @@ def left_padded(*prompts: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def plain(model: Any, **kwargs: Any) -> Any:
-    """The model's own generate, whether or not caching is enabled."""
+    """Call the model's own generate, whether or not caching is enabled."""
     return type(model).generate(model, **{"max_new_tokens": 20, **kwargs})
 
 
@@ -186,7 +186,10 @@ def assert_same(model: Any, seed: int = 0, **kwargs: Any) -> torch.Tensor:
 
 
 def assert_same_in_threads(model: Any, prompts: list[torch.Tensor], want: list[torch.Tensor], new_tokens: int) -> None:
-    """Three threads ask all prompts, each from another on, and get what is wanted; what one raises is raised."""
+    """Ask all prompts in three threads, each from another prompt on.
+
+    Check the answers and raise what a thread raises.
+    """
 
     def ask(first: int) -> None:
         for number in [*range(first, len(prompts)), *range(first)]:
@@ -198,7 +201,10 @@ def assert_same_in_threads(model: Any, prompts: list[torch.Tensor], want: list[t
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[Callable[[float, Callable[[], Any]], Any]]:
-    """Yields what runs a call with a KeyboardInterrupt after so many seconds, and gives None if it came within it."""
+    """Yield a function that interrupts a call after some seconds.
+
+    It returns None if the interrupt came within the call.
+    """
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -229,7 +235,7 @@ def assert_nothing_held(handle: PrefixCaching) -> None:
 
 
 def count_computed(model: Any, **kwargs: Any) -> int:
-    """Tokens that pass through the model's embedding during one call."""
+    """Return how many tokens pass through the model's embedding during a call."""
     seen: list[int] = []
     embedding = model.get_input_embeddings()
 

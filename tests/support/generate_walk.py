@@ -1,9 +1,11 @@
-"""A random walk over the options of generate: over a cache it gives what it gives without one, or refuses by name.
+"""A random walk over the options of generate, which compares calls with a cache to calls without.
 
 Each step draws one to three of `OPTIONS` and a prompt that shares text with earlier ones. A twin of the model, which
-has no cache, makes the same call. Over a compressed document of which everything is kept, the twin reads the document's
-text in front of the question. `make walk` takes 2,000 steps; `make walk SEED=20261126 ARGS="500 plain"` repeats 500 of
-a day that are over no document, `ARGS="500 documents"` those that are.
+has no cache, makes the same call. Both must give the same result, or the cached model must refuse the call by name.
+With a compressed document that keeps all tokens, the twin reads the document's text before the question.
+
+`make walk` takes 2,000 steps. `make walk SEED=20261126 ARGS="500 plain"` repeats 500 steps of a day without documents,
+and `ARGS="500 documents"` repeats those with documents.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("Gemma2", {"head_dim": 32, "sliding_window": 24, "attn_implementation": "eager"}),
 ]
 WINDOWS_ALONE = ("Mistral",)
-"""Models of which nothing can be compressed."""
+"""Models that cannot be compressed."""
 HANDLES: list[dict[str, Any]] = [
     {},
     {"deterministic": True, "chunk": 32},
@@ -64,7 +66,7 @@ class Call:
         return self.rng.randrange(8, VOCAB)
 
     def rows(self, count: int) -> None:
-        """Makes a batch of rows that end otherwise."""
+        """Make a batch of `count` rows with different ends."""
         tails = [prompt(3, self.rng.randrange(9)) for _ in range(count - 1)]
         self.ids = torch.cat([self.ids, *[torch.cat([self.ids[:1, :-3], tail], 1) for tail in tails]])
 
@@ -111,7 +113,7 @@ def option(function: Option) -> Option:
 
 
 def setting(name: str, *values: Any) -> None:
-    """An option that sets an argument to one of some values."""
+    """Register an option that sets an argument to one of some values."""
 
     def choose(call: Call) -> None:
         call.kwargs[name] = call.rng.choice(values)
@@ -390,7 +392,7 @@ def build(name: str, options: dict[str, Any], seed: int = 0) -> Any:
 
 @dataclass
 class Walk:
-    """A model with a cache, its twin without, and what was seen of their calls."""
+    """A model with a cache, its twin without one, and the results of their calls."""
 
     seed: int
     counts: Counter[str] = field(default_factory=Counter)
@@ -400,7 +402,7 @@ class Walk:
     answered: torch.Tensor | None = None
 
     def begin(self, number: int, documents: bool) -> None:
-        """Begins anew with another model and another handle."""
+        """Start with another model and another handle."""
         self.rng = random.Random(f"{self.seed} {number} {documents}")
         name, options = self.rng.choice([m for m in MODELS if not (documents and m[0] in WINDOWS_ALONE)])
         self.model, self.twin = build(name, options), build(name, options)
@@ -414,14 +416,14 @@ class Walk:
         self.config, self.answered = repr(self.model.config), None
 
     def step(self) -> None:
-        """Compares one call."""
+        """Compare one call."""
         rng = self.rng
         names = rng.sample(list(OPTIONS), rng.choice([1, 1, 2, 2, 3]))
         seed, question = rng.randrange(1 << 30), prompt(rng.randrange(4, 14), rng.randrange(5))
         length = DOCUMENT if self.document is not None else rng.choice([1, 16, 32, 33, 48, 64, 80])
         ids = torch.cat([self.text[:, :length], question], 1)
         if self.document is None and self.answered is not None and rng.random() < 0.3:
-            ids = torch.cat([self.answered[:1], question], 1)  # the conversation goes on
+            ids = torch.cat([self.answered[:1], question], 1)  # the conversation continues
         within = self.document if self.document is not None else contextlib.nullcontext()
         want = self._outcome(self.twin, ids, names, seed)
         before, fell_back = torch.is_grad_enabled(), sum(self.handle.stats().calls_handed_back.values())
@@ -465,7 +467,7 @@ class Walk:
         else:
             self.counts["same"] += 1
             self.answered = got["sequences"][:, -120:] if got["sequences"].shape[1] > 150 else got["sequences"]
-            if self.document is not None and want.get("hidden_states"):  # a document's tokens have none: not computed
+            if self.document is not None and want.get("hidden_states"):  # a document's tokens are not computed
                 behind = got["hidden_states"][0][0].shape[1]
                 own = tuple(layer[:, -behind:] for layer in want["hidden_states"][0])
                 want["hidden_states"] = (own, *want["hidden_states"][1:])
@@ -476,7 +478,7 @@ class Walk:
 
 
 def difference(want: dict[str, Any], got: dict[str, Any]) -> str | None:
-    """What is otherwise in a result; the content of caches is left out."""
+    """Return how a result differs, or None. The content of caches is not compared."""
     if not torch.equal(want["sequences"], got["sequences"]):
         return f"sequences: {got['sequences'].tolist()} not {want['sequences'].tolist()}"
     names = {*want, *got} - {CACHE, "sequences"}
@@ -503,7 +505,7 @@ KINDS = {"plain": (False,), "documents": (True,), "both": (False, True)}
 
 
 def walk(calls: int, seed: int, kinds: tuple[bool, ...] = (False, True)) -> Walk:
-    """Takes so many steps; `kinds` says by turns whether 20 of them are over a document."""
+    """Take `calls` steps. Each 20 steps use the next entry of `kinds`, which says whether they are over a document."""
     found = Walk(seed)
     transformers.logging.set_verbosity_error()
     with warnings.catch_warnings():
@@ -518,7 +520,7 @@ def walk(calls: int, seed: int, kinds: tuple[bool, ...] = (False, True)) -> Walk
 
 
 def main() -> int:
-    """Prints what was seen; 1 if a call over a cache was otherwise."""
+    """Print the results; return 1 if a call with a cache differed."""
     calls = int(sys.argv[1]) if len(sys.argv) > 1 else 2000
     seed = int(os.environ.get("SEED") or datetime.date.today().strftime("%Y%m%d"))
     found = walk(calls, seed, KINDS[sys.argv[2] if len(sys.argv) > 2 else "both"])

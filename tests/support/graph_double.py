@@ -1,6 +1,6 @@
-"""What stands in for CUDA graphs on a CPU: operators taped at capture and run again at replay, on the same tensors.
+"""A double of CUDA graphs for CPUs. It records operators at capture and runs them again at replay, on the same tensors.
 
-A number that the host put into an operator at capture stays what it was, as it does in a graph.
+As in a CUDA graph, a number that the host passed to an operator at capture stays the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 
 class Tape(TorchDispatchMode):
-    """Keeps every operator with its arguments and result."""
+    """Records every operator with its arguments and result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Tape(TorchDispatchMode):
 
 
 class TapeCapturer:
-    """A capturer for CPU tensors; a replay spoils the results of all others, since graphs share their memory."""
+    """A capturer for CPU tensors. A replay overwrites the results of all others with NaN, since graphs share memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.results: list[torch.Tensor] = []
@@ -62,7 +62,7 @@ class TapeCapturer:
 
 
 class FailingCapturer(TapeCapturer):
-    """Runs the step and then fails."""
+    """A capturer that runs the step and then raises."""
 
     attempts = 0
 

@@ -1,10 +1,10 @@
-"""A memory checker for kernels in triton's interpreter: what lies outside of a tensor, and races between programs.
+"""A memory checker for kernels in Triton's interpreter, which finds accesses outside of tensors and races.
 
-A kernel sees made-up addresses, terabytes apart for every argument, so that an access is found that strays from the
-tensor whose pointer it was computed from, however far it goes. Each load, store and atomic is checked lane by lane
-against the tensor's elements (the gaps of a strided view are none of them) and then carried out at the real address.
-Lanes that are masked off are not looked at. Programs of a launch have no order: whatever one of them writes no other
-may read or write, and no lane of a store may write where another lane of it does.
+Each argument of a kernel gets a made-up address, terabytes from the others. So an access that leaves its tensor is
+found, however far away it is. Each load, store and atomic is checked lane by lane against the tensor's elements,
+without the gaps of a strided view, and then executed at the real address. Masked lanes are not checked. Programs of a
+launch have no order: no program may read or write what another one writes, and no two lanes of a store may write to the
+same place.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ Offsets = npt.NDArray[np.int64]
 
 
 class AccessError(Exception):
-    """A kernel touched what it must not; says which kernel, program, tensor and offset."""
+    """A kernel made an invalid access; the message names the kernel, program, tensor and offset."""
 
 
 class _Shadow:
-    """Which program (its number plus one, or _MANY) wrote and read the bytes at which accesses to a storage begin."""
+    """By byte, the last programs (number plus one, or _MANY) whose writes and reads began at it."""
 
     def __init__(self, num_bytes: int) -> None:
         self.writer, self.reader = (np.zeros(num_bytes, np.int32) for _ in range(2))
 
 
 class _Argument:
-    """A tensor argument of a launch: its made-up address, its real one, and which of its bytes are elements."""
+    """A tensor argument of a launch, with its made-up address, its real address, and a map of its elements' bytes."""
 
     def __init__(self, tensor: torch.Tensor, number: int) -> None:
         real = tensor.data_ptr()
@@ -60,7 +60,7 @@ class _Argument:
         return f"{dtype} {list(self.tensor.shape)} with strides {list(self.tensor.stride())}"
 
     def outside(self, offsets: Offsets, width: int) -> npt.NDArray[np.bool_] | None:
-        """Which byte offsets lie outside, or None where none does."""
+        """Return which byte offsets are outside, or None if none is."""
         if offsets.min() < 0 or offsets.max() + width > self.num_bytes:
             return (offsets < 0) | (offsets + width > self.num_bytes)
         if self.elements is not None:
@@ -71,7 +71,7 @@ class _Argument:
 
 
 class _Launch:
-    """One launch of a kernel: its arguments, the program that runs, and who touched what."""
+    """A launch of a kernel, with its arguments, the current program, and a record of accesses."""
 
     def __init__(self, kernel: str) -> None:
         self.kernel, self.program, self.grid_index = kernel, 0, (0, 0, 0)
@@ -88,7 +88,7 @@ class _Launch:
         return AccessError(f"{self.kernel}, program {self.grid_index}: {what} {place}")
 
     def real(self, pointers: Addresses, mask: npt.NDArray[np.bool_], width: int, kind: str) -> Addresses:
-        """Real addresses of pointers, of which `mask` are used; raises AccessError."""
+        """Return the real addresses of pointers, of which `mask` are used; raise AccessError if one is invalid."""
         used = pointers[np.broadcast_to(mask, pointers.shape)]
         if not used.size:
             return pointers
@@ -129,16 +129,16 @@ class _Launch:
 
 @contextlib.contextmanager
 def language_patched_once() -> Iterator[None]:
-    """Within it a launch puts the interpreter's language in place once a module.
+    """Make a launch patch each module with the interpreter's language only once, within the block.
 
-    The interpreter itself does so at every call of a function: a third of a kernel's time, for what is there already.
+    The interpreter patches at every call of a function, which takes a third of a kernel's time.
     """
     patch, call = interpreter._patch_lang, interpreter.GridExecutor.__call__
     patched: set[str] = set()
 
     def patch_once(fn: Any) -> Any:
         if fn.__module__ in patched:
-            return None  # which a launch's own kernel, the first to ask, never gets
+            return None  # never for a launch's own kernel, which comes first
         patched.add(fn.__module__)
         return patch(fn)
 
@@ -158,10 +158,13 @@ def language_patched_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def guarded_memory(seed: int | None = None) -> Iterator[None]:
-    """Within it every kernel launched in the interpreter is checked; raises AccessError, as InterpreterError's cause.
+    """Check every kernel that the interpreter launches within the block.
 
     Args:
-        seed: Programs of a launch run in a random order drawn from it; None: in the order of the grid.
+        seed: Programs of a launch run in a random order drawn from it. None: in the order of the grid.
+
+    Raises:
+        AccessError: A kernel made an invalid access. It is the cause of an InterpreterError.
     """
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     before = {

@@ -1,4 +1,4 @@
-"""Small models that read images, prompts with images for them, and how often their vision tower ran."""
+"""Small models that read images, prompts with images for them, and a counter of their vision towers' runs."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ class VisionCase:
     name: str
     make: Callable[[], Any]
     size: int = 0
-    """Height and width of an image; 0 where it comes in patches of a grid."""
+    """Height and width of an image. 0: it consists of patches of a grid."""
     types: str | None = None
     spread: tuple[float, float] = (0.05, 2.0)
-    """Of the weights of embeddings and of others; images have to show in the tokens."""
+    """The spread of the weights of embeddings and of all others; large enough that images change the tokens."""
 
     def build(self) -> Any:
         torch.manual_seed(0)
@@ -88,7 +88,7 @@ class VisionCase:
         generator = torch.Generator().manual_seed(0)
         for name, weight in model.named_parameters():
             if name.endswith("A_log"):
-                torch.nn.init.constant_(weight, -4.0)  # states forget within a few tokens otherwise
+                torch.nn.init.constant_(weight, -4.0)  # otherwise states forget within a few tokens
             elif weight.dim() >= 2:
                 embedding, other = self.spread
                 scale = embedding if "embed_tokens" in name else other * weight[0].numel() ** -0.5
@@ -96,7 +96,7 @@ class VisionCase:
         return model
 
     def call(self, *rows: list[torch.Tensor | int]) -> dict[str, Any]:
-        """Arguments of generate for rows of text and of images, each told by a number."""
+        """Return generate's arguments for rows of text and of images, where a number means an image."""
         lines, images = [], []
         for row in rows:
             parts = []
@@ -122,7 +122,7 @@ class VisionCase:
         return inputs
 
     def image(self, number: int) -> torch.Tensor:
-        """`[1, 3, size, size]`, or the patches of a grid of 4 by 6, `[24, 96]`."""
+        """Return an image `[1, 3, size, size]`, or the patches of a grid of 4 by 6, `[24, 96]`."""
         shape = (1, 3, self.size, self.size) if self.size else (24, 3 * 2 * 4 * 4)
         return torch.randn(shape, generator=torch.Generator().manual_seed(number))
 
@@ -152,7 +152,7 @@ class TowerRuns:
         def hook(module: Any, inputs: Any) -> None:
             self.count += module is self._tower
 
-        self._hook = register_module_forward_pre_hook(hook)  # one of the model itself would empty the cache
+        self._hook = register_module_forward_pre_hook(hook)  # a hook of the model itself would empty the cache
         return self
 
     def __exit__(self, *exc_info: object) -> None:

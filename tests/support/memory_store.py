@@ -6,7 +6,7 @@ import ctypes
 
 
 class MemoryStore:
-    """Stands for a Mooncake store: values in a dictionary, reached through registered memory alone."""
+    """A double of a Mooncake store. It keeps values in a dictionary and accesses only registered memory."""
 
     def __init__(self, values=None):
         self.values = {} if values is None else values

@@ -1,4 +1,4 @@
-"""A Mooncake store over loopback: its master and its metadata server, where they are installed."""
+"""A Mooncake store on this machine, with its master and its metadata server, if they are installed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def kill(process):
 
 @contextlib.contextmanager
 def running(folder):
-    """Address of the metadata server, of the master, and the master's process; skips where there is no Mooncake."""
+    """Yield the addresses of the metadata server and of the master, and the master's process. Skip without Mooncake."""
     try:
         import mooncake.store  # noqa: F401
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""vLLM-Omni's cache of hidden states out of its wheel, without the rest of vLLM-Omni, which needs its own vLLM."""
+"""VLLM-Omni's cache of hidden states from its wheel, without the rest of vLLM-Omni, which needs its own vLLM."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ VERSION = "0.30.0"
 
 
 def use_omni():
-    """Makes the parts of vLLM-Omni importable that `make vllm` unpacks, or skips."""
+    """Make the parts of vLLM-Omni that `make vllm` unpacks importable, or skip."""
     if not (FOLDER / "vllm_omni").is_dir():
         pytest.skip("vllm-omni is not unpacked: make vllm", allow_module_level=True)
     if "vllm_omni" in sys.modules:
         return
-    for name in ("vllm_omni", "vllm_omni.core", "vllm_omni.utils"):  # their __init__ would import all of it
+    for name in ("vllm_omni", "vllm_omni.core", "vllm_omni.utils"):  # their __init__ would import everything
         package = types.ModuleType(name)
         package.__path__ = [str(FOLDER.joinpath(*name.split(".")))]
         sys.modules[name] = package
@@ -28,7 +28,7 @@ def use_omni():
 
 
 class Requests:
-    """What vLLM's scheduler says of a step."""
+    """A step's output of vLLM's scheduler."""
 
     def __init__(self, counts, new=(), finished=(), resumed=()):
         self.num_scheduled_tokens = dict(counts)
@@ -47,7 +47,7 @@ class Requests:
 
 
 class Batch:
-    """A batch as vLLM-Omni's managers look at it, and as vLLM's own looks to a view over its block tables."""
+    """A batch with the attributes that vLLM-Omni's managers and a view over vLLM's block tables read."""
 
     def __init__(self, block_size):
         self.block_size = block_size

@@ -1,4 +1,4 @@
-"""Steps for SGLang's attention backends without its engine: its own pools, layers and batches, and an oracle."""
+"""Steps for SGLang's attention backends without an engine: SGLang's pools, layers and batches, and a reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HEADS, KV_HEADS, DIM, CONTEXT = 4, 2, 32, 192
 
 
 class Scene:
-    """A pool, its table of slots, layers, and the keys and values of each request as they were handed over."""
+    """A pool, its table of slots, its layers, and the keys and values that each request passed."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Scene:
         self.value_dim = value_dim
 
     def runner(self, **changes: Any) -> Any:
-        """What a backend is made of."""
+        """Return a runner with all that a backend reads when it is constructed."""
         config = SimpleNamespace(
             context_len=CONTEXT,
             head_dim=DIM,
@@ -94,7 +94,7 @@ class Scene:
         )
 
     def batch(self, mode: str, tokens: dict[int, int], spec_info: Any = None, positions: Any = None) -> Any:
-        """A step in which each request gets so many tokens; with `mode` SGLang's name of it."""
+        """Return a step of SGLang's forward mode `mode`, in which each request gets as many tokens as `tokens` says."""
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
         rows, counts = list(tokens), list(tokens.values())
@@ -127,7 +127,10 @@ class Scene:
         )
 
     def new(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A layer's queries, keys and values of the step, as SGLang's layers hand them over; kept for the oracle."""
+        """Return a layer's queries, keys and values of the step, as SGLang's layers pass them.
+
+        Store them for the reference.
+        """
         total = sum(self.counts)
         query, key = (
             torch.randn(total, HEADS * DIM, dtype=self.dtype),
@@ -142,7 +145,7 @@ class Scene:
         return query, key, value
 
     def advance(self) -> None:
-        """The step's tokens stay."""
+        """Append the step's tokens to their requests."""
         for row, begin, count in zip(self.rows, self.before, self.counts, strict=True):
             self.lengths[row] = begin + count
 
@@ -154,7 +157,10 @@ class Scene:
         sinks: torch.Tensor | None = None,
         masks: Any = None,
     ) -> torch.Tensor:
-        """Attention by definition, in float64; `masks`: `[num_seqs, drafts, drafts]`, who sees whom, by depth."""
+        """Return attention by its formula in float64.
+
+        `masks`: `[num_seqs, drafts, drafts]`, visible drafts, by depth.
+        """
         out, done, window = [], 0, self.windows[layer]
         for number, (row, begin, count) in enumerate(zip(self.rows, self.before, self.counts, strict=True)):
             q = query[done : done + count].double().view(count, HEADS, DIM)

@@ -1,6 +1,6 @@
-"""SGLang's whole engine on the CPU, in processes of its own: what it answers in each of the cases that a test compares.
+"""SGLang's whole engine on the CPU, in its own processes. It answers each of the cases that a test compares.
 
-python sglang_engine.py MODEL ANSWERS.json [OPTION=VALUE ...]
+Usage: python sglang_engine.py MODEL ANSWERS.json [OPTION=VALUE ...]
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SITE = Path(__file__).parent / "sglang_site"
 
 
 def answers(model: str, folder: Path, ours: bool, **options: Any) -> tuple[dict[str, Any], Counter[str]]:
-    """What the engine answers, with `pc`'s attention and eviction or its own, and what our code was counted to do."""
+    """Return the engine's answers, with `pc`'s attention and eviction or SGLang's, and counts of calls of our code."""
     name = "ours" if ours else "own"
     done, counts = folder / f"{name}.json", folder / f"{name}.counts"
     chosen = {"attention_backend": "pc", "radix_eviction_policy": "pc_default"} if ours else {}
@@ -45,7 +45,7 @@ def answers(model: str, folder: Path, ours: bool, **options: Any) -> tuple[dict[
 
 
 def environment(counts: Path | None, ours: bool) -> dict[str, str]:
-    """Of a process that uses SGLang."""
+    """Return the environment of a process that uses SGLang."""
     path = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
     given = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
     if ours:
@@ -56,7 +56,7 @@ def environment(counts: Path | None, ours: bool) -> dict[str, str]:
 
 
 def run_python(command: list[str], counts: Path, ours: bool) -> None:
-    """Runs a script to its end; what it wrote is shown where it fails."""
+    """Run a script to its end; if it fails, show what it wrote."""
     log = counts.with_suffix(".log")
     with log.open("w") as file:
         found = subprocess.run(
@@ -70,7 +70,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 class Cases:
-    """Each method is a case; their names are the answers'."""
+    """The cases. Each method is one, and its name is that of its answer."""
 
     def __init__(self, engine: Any, model: str) -> None:
         self.engine, self.model = engine, model
@@ -91,11 +91,11 @@ class Cases:
         return self.ask([prompt(10 + n, 20 + n) for n in range(16)])
 
     def full_cache(self) -> Any:
-        """More than the pool holds: requests are retracted and come back."""
+        """Ask more than the pool holds, so that requests are retracted and resumed."""
         return [tokens for tokens, _ in self.ask([prompt(40 + n, 33) for n in range(16)], 40, ignore_eos=False)]
 
     def evicted(self) -> Any:
-        """What is cached changes with the policy, what is answered does not."""
+        """Return answers only: the policy changes what is cached, but no answer."""
         asked = [prompt(60 + n % 9, 90) for n in range(18)]
         return [self.ask([each], 4)[0][0] for each in asked]
 
@@ -115,7 +115,7 @@ class Cases:
         return [reason, [tokens for tokens, _ in self.ask([prompt(80, 40)], 8)]]
 
     def text(self) -> Any:
-        """Questions behind one text."""
+        """Ask several questions after the same text."""
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(self.model)
@@ -131,7 +131,7 @@ class Cases:
 
 
 ALWAYS = ("prefix_hits", "chunks", "together", "full_cache", "evicted", "aborts", "streams")
-"""Cases of any model; `text` needs a tokenizer."""
+"""The cases for any model. `text` needs a tokenizer."""
 
 
 def main(model: str, path: str, options: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ LONGEST = 1 << 12
 
 
 def conversations(seed: int, count: int) -> Trace:
-    """Blocks of prompts; three of five go on from an earlier one."""
+    """Return the blocks of prompts, of which about three of five continue an earlier one."""
     rand, known, requests, fresh = random.Random(seed), [], [], 0
     for _ in range(count):
         if known and rand.random() < 0.6:
@@ -31,7 +31,7 @@ def conversations(seed: int, count: int) -> Trace:
 
 
 class Traffic:
-    """Several requests at once, admitted, computed in chunks, aborted and finished at random."""
+    """Concurrent requests that are admitted, computed in chunks, aborted and finished at random."""
 
     def __init__(self, policy: str, core: str, num_pages: int, seed: int, at_once: int = 4) -> None:
         self.cache = make_cache(policy, core, num_pages, at_once, LONGEST)
@@ -43,7 +43,7 @@ class Traffic:
         self.number = 0
 
     def step(self, blocks: list[int]) -> None:
-        """One more request, and what else happens beside it."""
+        """End some requests, start one with these blocks, and compute it with probability 0.8."""
         while not self.rows or (self.running and self.rand.random() < 0.3):
             self.end(self.running[self.rand.randrange(len(self.running))])
         tokens = np.array([PAGE * b + n for b in blocks for n in range(PAGE)] + [1 << 30], np.int64)
@@ -58,7 +58,7 @@ class Traffic:
             compute(self.cache, request)
 
     def end(self, request: Request) -> None:
-        """Its end, or where it was never computed, an abort."""
+        """End a request, or abort it if it was never computed."""
         self.running.remove(request)
         self.rows.append(request.row)
         if self.computed[request.rid]:
@@ -71,7 +71,7 @@ class Traffic:
         self.cache.on_release(request, checkpointed=False)
 
     def check(self) -> None:
-        """Nothing is lost: SGLang's own check of its tree, and ours of the pages' numbers."""
+        """Check that no page is lost, by SGLang's check of its tree and by ours of the pages' numbers."""
         cache = self.cache
         core = cache.tree_core
         core.sanity_check({}, {})

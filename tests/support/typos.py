@@ -1,4 +1,4 @@
-"""A user's script against the manager, right lines and lines with a typo: what a type checker has to find."""
+"""A user's script against the manager, with correct lines and lines with a typo, which a type checker must find."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ WRONG = {number for number, line in enumerate(LINES, 1) if line and line in BAD.
 
 
 def found(output: str) -> set[int]:
-    """The lines of `script.py` in which a checker (mypy, pyright) found errors."""
+    """Return the lines of `script.py` in which a checker (mypy, pyright) found errors."""
     lines = [line.strip() for line in output.splitlines() if "script.py:" in line and " error" in line]
     return {int(line.split("script.py:")[1].split(":")[0]) for line in lines}

@@ -1,4 +1,4 @@
-"""The made-up model of `vllm_exact` with a worker that compresses, and what it says behind a compressed prompt."""
+"""The made-up model of `vllm_exact` with a worker that compresses, and its expected answers to compressed prompts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ KEPT_QUERIES = 32
 
 
 def largest(rows: list[int], count: int) -> list[int]:
-    """The rows that this model's press keeps: the largest, in their order."""
+    """Return the rows that this model's press keeps, which are the largest, in their order."""
     bound = sorted(rows)[-count]
     return [each for each in rows if each >= bound]
 
 
 def following_compressed(tokens: list[int], count: int, end: int, keep: int) -> list[int]:
-    """What the model says behind a prompt of which `keep` blocks stay of the whole ones up to `end`."""
+    """Return the model's answer to a prompt of which `keep` blocks are kept from the whole blocks up to `end`."""
     whole, rows, said = end // BLOCK * BLOCK, [], []
     for position in range(len(tokens) + count - 1):
         token = tokens[position] if position < len(tokens) else said[position - len(tokens)]
@@ -29,11 +29,11 @@ def following_compressed(tokens: list[int], count: int, end: int, keep: int) -> 
 
 
 class CompressingEngine(ExactEngine):
-    """An engine whose worker packs what a step asks for.
+    """An engine whose worker packs the requests of each step.
 
     Attributes:
-        plans: By request that asked, its plan, which stays here when the request has ended.
-        saved: By request, positions whose queries were saved.
+        plans: By request, its plan, also after the request has ended.
+        saved: By request, the positions whose queries were saved.
     """
 
     def __init__(self, num_blocks: int, **options: Any) -> None:
@@ -43,7 +43,7 @@ class CompressingEngine(ExactEngine):
         self.saved: dict[str, list[int]] = {}
 
     def add(self, name: str, tokens: list[int], *args: Any, **extra: Any) -> Any:
-        """A request, whose plan is kept."""
+        """Add a request and store its plan."""
         request = super().add(name, tokens, *args, **extra)
         compression = self.scheduler.compression
         if compression is not None and name in compression.plans:
@@ -51,7 +51,7 @@ class CompressingEngine(ExactEngine):
         return request
 
     def prepare(self, output: Any) -> None:
-        """Packs, then notes which queries the forward pass will save."""
+        """Pack, then record which queries the forward pass will save."""
         for new in output.scheduled_new_reqs:
             self.saved.pop(new.req_id, None)
         for name in output.scheduled_cached_reqs.resumed_req_ids:

@@ -1,7 +1,8 @@
-"""Compressed prompts in vLLM's engine with its model runner V2, in a process of its own: `... MODEL SEED`.
+"""Compressed prompts in vLLM's engine with its model runner V2, run as a program: `... MODEL SEED`.
 
-vLLM for CPUs takes runner V2 where triton has a backend for CPUs. Here vLLM's kernels run in triton's interpreter, and
-an entry stands in for the backend. Prints how many answers were compared, and how many saw a compressed prompt.
+vLLM for CPUs uses runner V2 if Triton has a backend for CPUs. Here vLLM's kernels run in Triton's interpreter, and a
+made-up entry replaces the backend. The program prints how many answers were compared, and how many saw a compressed
+prompt.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A KV connector for vLLM that claims prompts beginning with 499 have 64 tokens of KV elsewhere; it brings nothing."""
+"""A KV connector for vLLM that claims 64 tokens of external KV for prompts beginning with 499, and loads nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 
 class Claims(KVConnectorBase_V1):
-    """What its KV is does not matter: the rows of hidden states that are in those blocks are another prompt's."""
+    """The connector. Its KV is never checked; the blocks contain another prompt's rows of hidden states."""
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         claimed = request.prompt_token_ids[0] == 499 and num_computed_tokens < 64

@@ -1,6 +1,6 @@
 """A reference for compressed prompts: transformers' model, dense attention in float64, a mask for each layer and head.
 
-It shares no code with the package. Each press is written down again from its definition.
+It shares no code with the package. Each press is implemented again from its definition.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ FORCED = math.inf
 
 @dataclass
 class Kept:
-    """What stays of a prompt: of its whole blocks up to `end` each head keeps `count` tokens."""
+    """The tokens that are kept: each head keeps `count` tokens of the prompt's whole blocks up to `end`."""
 
     press: str
     end: int
     whole: int
     count: int
     page: int = 0
-    """With Ada-KV, tokens of a page: `count` is then what a head keeps on average."""
+    """The tokens of a page with Ada-KV, where `count` is the average over heads. 0: no Ada-KV."""
 
 
 class DenseReference:
-    """Greedy answers of a model in transformers, whose attention cannot see what a press left out.
+    """Greedy answers of a model in transformers, whose attention cannot see the tokens that a press drops.
 
     Attributes:
-        margin: The least relative distance, in the last call, between a score that stays and one that goes: below some
-            1e-4 two programs may choose differently.
+        margin: The least relative distance in the last call between the score of a kept and of a dropped token. Below
+            about 1e-4, two programs may choose different tokens.
     """
 
     def __init__(self, path: str) -> None:
@@ -46,7 +46,10 @@ class DenseReference:
 
     @torch.no_grad()
     def logprobs(self, prompt: list[int], answer: list[int], kept: Kept | None) -> torch.Tensor:
-        """Log-probabilities `[answer, vocabulary]` when the answer is given; `kept` None: everything stays."""
+        """Return log-probabilities `[answer, vocabulary]` of the given answer.
+
+        If `kept` is None, all tokens are kept.
+        """
         self._kept, self.margin = kept, math.inf
         ids = torch.tensor([prompt + answer[:-1]])
         return self.model(ids, use_cache=False).logits[0, len(prompt) - 1 :].double().log_softmax(-1)
@@ -92,11 +95,11 @@ class DenseReference:
         return gone.scatter(1, scores.topk(kept.count).indices, False)
 
     def _gone_by_head(self, scores: torch.Tensor, kept: Kept) -> torch.Tensor:
-        """Ada-KV: the layer's best tokens decide how many pages each head has, and a head's best tokens fill them."""
+        """Apply Ada-KV: the layer's best tokens decide each head's number of pages, and its best tokens fill them."""
         heads, whole = scores.shape
         total = kept.count * heads
         chosen = torch.zeros_like(scores, dtype=torch.bool)
-        for head in range(heads):  # a fifth of an even share for each
+        for head in range(heads):  # each head has a fifth of an even share at least
             chosen[head, scores[head].topk(max(1, int(kept.count * 0.2))).indices] = True
         ranked = scores.masked_fill(chosen, -torch.inf).flatten().sort(descending=True)
         more = total - int(chosen.sum())

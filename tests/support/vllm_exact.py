@@ -1,6 +1,6 @@
-"""vLLM's scheduler over a made-up model whose every row depends on all cached rows before it: wrong KV changes tokens.
+"""vLLM's scheduler with a made-up model, each of whose rows depends on all cached rows before it.
 
-What a worker knows comes from `SchedulerOutput` alone, as vLLM's two model runners take it.
+So wrong KV changes tokens. A worker's knowledge comes only from `SchedulerOutput`, as in vLLM's two model runners.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ CONFIG = {
 
 
 def row(token: int, position: int, before: int) -> int:
-    """The KV of a token, `before` being the sum of all rows in front of it."""
+    """Return the KV of a token; `before` is the sum of all rows before it."""
     return (token * 7_368_787 + position * 104_729 + before * 31 + 1) % PRIME
 
 
 def following(tokens: list[int], count: int) -> list[int]:
-    """What the model says behind a sequence that is computed whole."""
+    """Return the model's next `count` tokens after a sequence that is computed as a whole."""
     total, said, rows = 0, [], 0
     for position in range(len(tokens) + count - 1):
         token = tokens[position] if position < len(tokens) else said[position - len(tokens)]
@@ -58,9 +58,10 @@ def make_scheduler(
     stock: bool = False,
     **options: Any,
 ) -> Any:
-    """Make our scheduler, or vLLM's own with `stock`, over one group of full attention.
+    """Make our scheduler, or vLLM's own with `stock`, for one group of full attention.
 
-    `more` has further options of ours, `options` are `VllmConfig`'s, and `cannot_move` is what workers say of moves.
+    `more` has further options of ours, `options` are `VllmConfig`'s, and `cannot_move` is workers' reason to move no
+    KV.
     """
     from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -99,12 +100,12 @@ def make_scheduler(
 
 
 class ExactEngine:
-    """An engine over that model.
+    """An engine with that model.
 
     Attributes:
         said: Tokens generated so far, by request.
         computed: Tokens that forward passes have computed, by request.
-        moved: Positions whose KV was brought from elsewhere, by request.
+        moved: Positions whose KV was copied from other places, by request.
     """
 
     def __init__(self, num_blocks: int, **options: Any) -> None:
@@ -120,7 +121,7 @@ class ExactEngine:
         self._flying: deque[tuple[Any, Any]] = deque()
 
     def add(self, name: str, tokens: list[int], generate: int = 4, salt: str | None = None, **extra: Any) -> Any:
-        """A request with what else `extra_args` say."""
+        """Add a request; `extra` is its `extra_args`."""
         from vllm.sampling_params import SamplingParams
         from vllm.utils.hashing import sha256
         from vllm.v1.core import kv_cache_utils
@@ -136,14 +137,14 @@ class ExactEngine:
         return request
 
     def abort(self, name: str) -> None:
-        """A client is gone."""
+        """Abort a request, as when a client disconnects."""
         from vllm.v1.request import RequestStatus
 
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
         self.said.pop(name, None)
 
     def step(self) -> None:
-        """Schedules, executes and tells the scheduler what was sampled, a step later where it is asynchronous."""
+        """Schedule, execute and pass the sampled tokens to the scheduler, one step later if it is asynchronous."""
         output = self.scheduler.schedule()
         self.check()
         self._flying.append((output, self._execute(output)))
@@ -152,7 +153,7 @@ class ExactEngine:
         self.check()
 
     def run(self) -> None:
-        """Until nothing is left to do."""
+        """Run steps until no request is left."""
         while self.scheduler.requests:
             self.step()
 
@@ -182,10 +183,10 @@ class ExactEngine:
         return ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, sampled)
 
     def prepare(self, output: Any) -> None:
-        """What a worker does in front of the forward pass."""
+        """Do what a worker does before the forward pass. This one does nothing."""
 
     def _move(self, output: Any) -> None:
-        """Brings KV from elsewhere, of the same tokens, in front of what a request of the step computes."""
+        """Copy KV of the same tokens from other places, before what a request of the step computes."""
         owners = {block: name for name in output.num_scheduled_tokens for block in self.tables[name]}
         for sources, targets, deltas in getattr(output, "pc_moves", ()):
             name = owners[int(targets[0]) // BLOCK]
@@ -200,7 +201,7 @@ class ExactEngine:
             self.moved.setdefault(name, []).extend(range(begin, begin + len(targets)))
 
     def slots(self, name: str, count: int) -> list[int]:
-        """Slots of a request's first tokens."""
+        """Return the slots of a request's first `count` tokens."""
         return [self.tables[name][at // BLOCK] * BLOCK + at % BLOCK for at in range(count)]
 
     def _follow(self, output: Any) -> dict[str, int]:
@@ -217,12 +218,12 @@ class ExactEngine:
         return begins
 
     def check(self) -> None:
-        """Recounts references."""
+        """Recount references."""
         check_references(self.scheduler)
 
 
 def check_references(scheduler: Any) -> None:
-    """Recounts references to blocks: those of tables and of pins, and no others."""
+    """Check that the references to blocks are those of tables and of pins."""
     manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
     tables = manager.req_to_blocks.values()
     held = Counter(block.block_id for table in tables for block in table if not block.is_null)
@@ -236,14 +237,14 @@ def check_references(scheduler: Any) -> None:
 
 
 def lose(scheduler: Any, count: int, rng: random.Random) -> None:
-    """Some cached blocks that nobody holds are evicted, whichever."""
+    """Evict `count` random cached blocks that no request holds."""
     pool = scheduler.block_pool
     cached = [block.block_id for block in pool.blocks if block.block_hash is not None and not block.ref_cnt]
     pool.evict_blocks(set(rng.sample(cached, min(count, len(cached)))))
 
 
 def preempt(scheduler: Any, name: str) -> None:
-    """A running request has to start again, as where blocks are lacking."""
+    """Preempt a running request, as if blocks were lacking."""
     request = scheduler.requests[name]
     scheduler.running.remove(request)
     scheduler._preempt_request(request, 0.0)
@@ -256,19 +257,19 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 Asked = tuple[list[int], int]
-"""The prompt of a request, and how many tokens it generates."""
+"""The prompt of a request, and the number of tokens that it generates."""
 
 
 def random_traffic(
     engine: ExactEngine, rng: random.Random, ask: Callable[[dict[str, Asked]], tuple[list[int], int, dict[str, Any]]]
 ) -> dict[str, Asked]:
-    """Run 60 requests among aborts, preemptions and evictions; return what those that were not aborted asked for.
+    """Run 60 requests with aborts, preemptions and evictions; return what the requests that were not aborted asked for.
 
     Args:
-        engine: The engine; its references to blocks are recounted after every step.
+        engine: The engine. Its references to blocks are recounted after every step.
         rng: The source of the disturbances.
-        ask: Called with the requests so far; returns the prompt of the next one, how many tokens it generates, and
-            further arguments of `ExactEngine.add`.
+        ask: Called with the requests so far; returns the prompt of the next one, the number of tokens that it
+            generates, and further arguments of `ExactEngine.add`.
     """
     asked: dict[str, Asked] = {}
     for number in range(60):

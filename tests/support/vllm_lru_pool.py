@@ -1,9 +1,9 @@
-"""A pytest plugin for vLLM's own tests: block pools, and tiers in host memory, have pc's lru behind them.
+"""A pytest plugin for vLLM's own tests, which puts pc's policy behind block pools and tiers in host memory.
 
-The policy is named by PC_VLLM_POLICY, lru where it is not set. vLLM's tests look at the order of free blocks; under lru
-it is what the policy gives up when asked for all of them, told back at once. Another policy has no such order, so there
-the tests in `ORDERED` have to fail, and no others. Of its tier's tests those in `INSIDE` do not hold for any class but
-vLLM's own, though the policy is lru: pc_lru is that class.
+PC_VLLM_POLICY names the policy; the default is lru. vLLM's tests read the order of free blocks. For lru, this is the
+order in which the policy returns all of them as victims; the plugin then returns them to the policy. Other policies
+have no such order, so the tests in `ORDERED` must fail with them, and no others. The tests in `INSIDE` must fail with
+every policy, lru too, because they need vLLM's own lru class or the places of chunks.
 
     PC_VLLM_POLICY=default pytest -p vllm_lru_pool tests/v1/core/test_prefix_caching.py
 """
@@ -21,7 +21,7 @@ from pc.integrations.vllm.eviction import install_policy
 from pc.integrations.vllm.eviction.queue import PolicyQueue
 from pc.integrations.vllm.offload import OffloadPolicy
 
-POLICY = os.environ.pop("PC_VLLM_POLICY", "lru")  # of this plugin alone: vLLM's own scheduler is refused with it
+POLICY = os.environ.pop("PC_VLLM_POLICY", "lru")  # removed, since vLLM's own scheduler is refused with it
 ORDERED = {
     **dict.fromkeys(("test_prefill", "test_prefill_plp", "test_evict"), "compares the blocks taken with those of lru"),
     **dict.fromkeys(
@@ -34,7 +34,7 @@ ORDERED = {
         "looks at the ends of vLLM's linked list",
     ),
 }
-"""Tests that ask for an order of free blocks, which policies other than lru do not have before they are asked."""
+"""Tests that read an order of free blocks, which only lru has before it chooses victims."""
 INSIDE = {
     **dict.fromkeys(
         (
@@ -79,7 +79,7 @@ HEAD, TAIL = SimpleNamespace(), SimpleNamespace()
 
 
 def _ends(self):
-    """The nodes around the free blocks, as far as vLLM's tests look at them."""
+    """Return the nodes around the free blocks, with the fields that vLLM's tests read."""
     free = _in_order(self)
     HEAD.next_free_block, TAIL.prev_free_block = (free[0], free[-1]) if free else (TAIL, HEAD)
     return HEAD, TAIL
@@ -103,7 +103,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
-    """A plugin that is not in the way of any pool has tested nothing."""
+    """Fail the session if no pool or tier was made with the policy, because nothing was tested then."""
     if not all(made.values()):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

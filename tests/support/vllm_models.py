@@ -1,4 +1,4 @@
-"""Tiny models for engines, saved where they can load them; their tokens change with any token of the prompt."""
+"""Tiny models for engines, saved to disk. Their answers change with any token of the prompt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODELS = {
     "llama": ("LlamaConfig", {"head_dim": 32}),
     "llama64": ("LlamaConfig", {"head_dim": 64}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
-    # Of one layer, where KV hangs on token and position alone.
+    # One layer, so KV depends only on token and position.
     "llama_flat": (
         "LlamaConfig",
         {
@@ -79,7 +79,7 @@ MODELS = {
             "tie_word_embeddings": False,
         },
     ),
-    # What vLLM's own kernel for CPUs takes: latent rows of 512 and 64 columns.
+    # Latent rows of 512 and 64 columns, as vLLM's own kernel for CPUs needs.
     "deepseek_v2": ("DeepseekV2Config", {**LATENT, "topk_method": "greedy"}),
     "deepseek_v3": ("DeepseekV3Config", {**LATENT, "q_lora_rank": 64, "topk_group": 1, "n_group": 1}),
     "gpt2": ("GPT2Config", {"n_layer": 2, "n_head": 4, "n_embd": 128, "n_positions": 512}),
@@ -97,11 +97,11 @@ MODELS = {
         },
     ),
 }
-"""By name: the configuration's class in transformers, and what differs from `SIZES`."""
+"""By name, the configuration's class in transformers and the values that differ from `SIZES`."""
 
 
 def save_model(name: str, folder: Path) -> str:
-    """Saves the model of this name under `folder`, unless it is there, and returns its path."""
+    """Save the model of this name under `folder`, unless it exists, and return its path."""
     import transformers
 
     path = folder / name
@@ -115,6 +115,6 @@ def save_model(name: str, folder: Path) -> str:
                 if "sinks" in parameter:
                     values.normal_()
                 if kind.startswith("Gemma") and "embed_tokens" in parameter:
-                    values.mul_(0.2)  # else the last token alone decides, since it is tied to the output
+                    values.mul_(0.2)  # otherwise only the last token matters, since output weights are tied
         model.save_pretrained(path)
     return str(path)

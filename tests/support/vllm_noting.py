@@ -1,4 +1,4 @@
-"""A scheduler that says which hints have reached it: what a client of a server sent arrives, or does not."""
+"""A scheduler that prints the hints that reach it, so that a test sees whether a client's hint arrived."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pc.integrations.vllm.eviction import PolicyScheduler, read_hint
 
 
 class NotingPolicyScheduler(PolicyScheduler):
-    """`PolicyScheduler`, with a line for each request."""
+    """`PolicyScheduler`, which prints a line for each request."""
 
     def add_request(self, request: Any) -> None:
-        """Says it, then as without."""
+        """Print the request's hint, then add it."""
         print(f"NOTED {request.request_id} {read_hint(request)}", flush=True)
         super().add_request(request)

@@ -1,6 +1,6 @@
-"""Run as a program: an engine whose KV connector shares blocks with others, as JSON what it answered and computed.
+"""A program that runs an engine whose KV connector shares blocks, and prints its answers and counts as JSON.
 
-python vllm_shared.py MODEL OPTIONS, with OPTIONS `{"tier": ..., "prompts": [...], "engine": {...}}`
+Usage: python vllm_shared.py MODEL OPTIONS, where OPTIONS is `{"tier": ..., "prompts": [...], "engine": {...}}`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import vllm_engine
 
 
 class Lossy:
-    """A tier that loses what it has said it has: as a store does that dies, or evicts, between two questions."""
+    """A tier that loses blocks after it has reported them, as a store does that dies or evicts in between."""
 
     def __new__(cls, layout, options):
         from pc.cache.tiers.disk import DiskTier
@@ -32,7 +32,7 @@ class Lossy:
 
 
 def transfer(extra):
-    """VLLM's configuration of the connector."""
+    """Return vLLM's configuration of the connector."""
     return {
         "kv_connector": "TierConnector",
         "kv_connector_module_path": "pc.integrations.vllm.connector",
@@ -42,9 +42,9 @@ def transfer(extra):
 
 
 def answer(model, options, wait=None):
-    """Tokens of each prompt, cached tokens of each, and how many were computed.
+    """Return the tokens of each prompt, its cached tokens, and how many were computed.
 
-    With "stops", prompts are asked one after the other, and behind each `wait` is called after a line of output.
+    With "stops", each prompt is asked alone. After each, a line is printed and `wait` is called.
     """
     vllm_engine.use_attention(True)
     with vllm_engine.engine(model, kv_transfer_config=transfer(options["tier"]), **options.get("engine", {})) as (
@@ -68,4 +68,4 @@ if __name__ == "__main__":
     os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
     options = json.loads(sys.argv[2])
     print("RESULT", json.dumps(answer(sys.argv[1], options, lambda: sys.stdin.readline())), flush=True)
-    os._exit(0)  # a store's own shutdown waits for a master that is gone
+    os._exit(0)  # a store's shutdown would wait for its dead master

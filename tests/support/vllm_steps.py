@@ -1,4 +1,7 @@
-"""vLLM's scheduler with a made-up model: each token's row is the token and its position, and the next token follows."""
+"""vLLM's scheduler with a made-up model.
+
+The row of a token is the token and its position, and decides the next token.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +30,17 @@ CONFIG = {
 
 
 def following(token: int, position: int) -> int:
-    """What the model says behind a token."""
+    """Return the model's next token after a token."""
     return (token * 31 + position * 7 + 1) % 1000
 
 
 def rows_of(tokens: list[int]) -> torch.Tensor:
-    """What the model's hidden states of a sequence are."""
+    """Return the model's hidden states for a sequence."""
     return torch.tensor([[float(token), float(at)] for at, token in enumerate(tokens)])
 
 
 def make_scheduler(num_blocks: int, windows: int, drafts: bool) -> Any:
-    """VLLM's scheduler over a group of full attention and some of windows; steps have room for 24 tokens."""
+    """Return vLLM's scheduler for a group of full attention and some with windows; a step has room for 24 tokens."""
     from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
@@ -71,11 +74,11 @@ def make_scheduler(num_blocks: int, windows: int, drafts: bool) -> Any:
 
 
 class Steps:
-    """An engine without a model: what its runner leaves is there to be kept.
+    """An engine without a model, whose runner leaves the hidden states to be stored.
 
     Attributes:
-        runner: What `PromptHiddenStates` stands in front of.
-        counts: "hits", "chunks", "resumed" and "rejected" of what the steps came to.
+        runner: The runner that `PromptHiddenStates` wraps.
+        counts: Numbers of "hits", "chunks", "resumed" and "rejected".
     """
 
     def __init__(self, num_blocks: int, windows: int = 0, drafts: bool = False, seed: int = 0) -> None:
@@ -86,7 +89,7 @@ class Steps:
         self.runner = SimpleNamespace(execute_model=self._execute, execute_model_state=None, input_batch=self.batch)
 
     def add(self, name: str, tokens: list[int], generate: int, extra: dict[str, Any] | None = None) -> Any:
-        """A request that asks for something in `extra_args`."""
+        """Add a request with these `extra_args`."""
         from vllm.sampling_params import SamplingParams
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -99,21 +102,24 @@ class Steps:
         return request
 
     def _tokens(self, output: Any, name: str) -> tuple[int, list[int]]:
-        """Where a request's tokens of a step begin, and the tokens; drafts are behind those that are known."""
+        """Return the position of a request's first token of a step, and the step's tokens.
+
+        Drafts follow the known ones.
+        """
         request, count = self.scheduler.requests[name], output.num_scheduled_tokens[name]
         begin = self.begins[name]
         known = list(request.all_token_ids)[begin:]
         return begin, (known + list(output.scheduled_spec_decode_tokens.get(name, ())))[:count]
 
     def _execute(self, output: Any) -> None:
-        self.batch.req_ids = sorted(output.num_scheduled_tokens)  # an order of its own
+        self.batch.req_ids = sorted(output.num_scheduled_tokens)  # the batch's own order
         found = [self._tokens(output, name) for name in self.batch.req_ids]
         rows = [[float(token), float(begin + at)] for begin, tokens in found for at, token in enumerate(tokens)]
         padding = [[-1.0, -1.0]] * (len(rows) % 3)
         self.runner.execute_model_state = SimpleNamespace(hidden_states=torch.tensor(rows + padding).reshape(-1, 2))
 
     def step(self) -> None:
-        """Schedules, executes, and tells the scheduler what was sampled."""
+        """Schedule, execute, and pass the sampled tokens to the scheduler."""
         from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
         output, requests = self.scheduler.schedule(), self.scheduler.requests

@@ -1,4 +1,4 @@
-"""Random requests through vLLM's KVCacheManager, with everything it answers written down."""
+"""Random requests through vLLM's KVCacheManager, with a log of all its answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BLOCK = 4
 
 
 def make_manager(num_blocks: int, hybrid: bool = False, block_size: int = BLOCK, heard: bool = True) -> Any:
-    """A manager of one group of full attention, or of that and two windows, with events or without."""
+    """Return a manager of one group of full attention, and two of windows if `hybrid`, with or without events."""
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import init_none_hash
@@ -34,13 +34,13 @@ def make_manager(num_blocks: int, hybrid: bool = False, block_size: int = BLOCK,
 
 
 def make_request(name: str, tokens: list[int], block_size: int = BLOCK, **params: Any) -> Any:
-    """A request of vLLM."""
+    """Return a request of vLLM."""
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.request import Request
 
-    if not hasattr(kv_cache_utils, "NONE_HASH"):  # once, or earlier hashes would be found no more
+    if not hasattr(kv_cache_utils, "NONE_HASH"):  # once, otherwise earlier hashes would no longer be found
         kv_cache_utils.init_none_hash(sha256)
     sampling = SamplingParams(max_tokens=40, **params)
     return Request(
@@ -49,7 +49,7 @@ def make_request(name: str, tokens: list[int], block_size: int = BLOCK, **params
 
 
 def contents_of(pool: Any) -> list[Any]:
-    """Which blocks every hash is found at, and which hashes and lengths of prefixes the blocks say they have."""
+    """Return the blocks of each hash in the pool's table, and the hashes and prefix lengths that the blocks have."""
     found = {
         key: sorted(blocks) if isinstance(blocks, dict) else [blocks.block_id]
         for key, blocks in pool.cached_block_hash_to_block._cache.items()
@@ -59,10 +59,10 @@ def contents_of(pool: Any) -> list[Any]:
 
 
 def run_traffic(manager: Any, seed: int, steps: int = 300) -> tuple[list[Any], int]:
-    """Requests with common beginnings come, are computed in chunks, decode, are preempted and end.
+    """Run requests that share prefixes, are computed in chunks, decode, are preempted and end.
 
     Returns:
-        Every answer in order (hits, block numbers, events or else contents, free blocks), and the tokens hit.
+        Every answer in order (hits, block numbers, events or else contents, free blocks), and the number of hit tokens.
     """
     rng = random.Random(seed)
     roots = [[rng.randrange(100) for _ in range(80)] for _ in range(4)]

@@ -1,4 +1,4 @@
-"""Counts what happens in SGLang's scheduler process, where a test sees nothing: a plugin that is on the tests' path."""
+"""A plugin that counts events in SGLang's scheduler process, which a test cannot read itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 VARIABLE = "SGLANG_COUNTS"
-"""A file that gets a line for each event; without it nothing is counted."""
+"""The variable that names a file, which gets a line for each event. Without it, nothing is counted."""
 
 
 def register() -> None:
@@ -33,4 +33,4 @@ def register() -> None:
     count(PagedAttnBackend, "_attend", "layer")
     count(PolicyTreeCore, "_choose", "eviction")
     count(ScheduleBatch, "retract_decode", "retraction")
-    count(ScheduleBatch, "mix_with_running", "mixed step")  # backends are told of it as of an EXTEND
+    count(ScheduleBatch, "mix_with_running", "mixed step")  # for backends, its mode is EXTEND

@@ -1,8 +1,8 @@
-"""Two packages that SGLang imports and a CPU has no use for, as names that can be imported and not used.
+"""Replacements of two packages that SGLang imports but a CPU does not need.
 
-With this folder on PYTHONPATH Python imports it in every process that SGLang starts. Whatever is looked up in
-`torchvision` or `sgl_kernel`, where it is not installed, is a class of that name: it can be subclassed, stand in an
-annotation and decorate. Calling it for anything else is an error that names it.
+If this folder is on PYTHONPATH, Python imports this file in every process that SGLang starts. If `torchvision` or
+`sgl_kernel` is not installed, each of its attributes is a class of that name. It can be subclassed, be used in an
+annotation, and decorate a function. Any other call raises an error with its name.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class AbsentModule(ModuleType):
 
 
 class AbsentFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Stands behind all other finders, so that a package that is installed is the one that is imported."""
+    """The last finder of all, so that a package that is installed is imported itself."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name.partition(".")[0] not in PACKAGES:
@@ -66,7 +66,7 @@ sys.meta_path.append(AbsentFinder())
 
 
 def lack(paths: list[str]) -> None:
-    """Have the adapter find these names of SGLang's missing, in every process."""
+    """Make these names of SGLang's missing for the adapter, in every process."""
     from pc.integrations import seam
 
     find = seam.find
