@@ -1,4 +1,4 @@
-"""A kernel of one's own beside ours in the benchmark harness: checked first, timed in turns with the rest.
+"""Compare a kernel of your own with ours in the benchmark harness, which checks it first and then alternates.
 
 Run in a checkout: python examples/benchmark_kernel.py
 """
@@ -19,9 +19,9 @@ registry, runner = (importlib.import_module(f"benchmarks.harness.{name}") for na
 
 
 def prepare(call):
-    """From one call's tensors to a function that does the work; what a step does once for all layers is done here.
+    """Return a function that does the work of one call. Do here what a step does once for all layers.
 
-    This stand-in gathers the keys and values of each sequence and calls PyTorch's attention: put your kernel here.
+    Put your kernel here. This example gathers the keys and values of each sequence and calls PyTorch's attention.
     """
     lens, starts = call.seq_lens.tolist(), call.query_start_loc.tolist()
     if any(end - begin != 1 for begin, end in itertools.pairwise(starts)):
@@ -42,7 +42,7 @@ def prepare(call):
 
 
 def main() -> None:
-    """Measures one case of decode with our operator and the kernel above, and prints the rows."""
+    """Measure one decode with our operator and the kernel above, and print the rows."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)
     (benchmark,) = registry.discover(["paged_attention"])

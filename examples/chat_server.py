@@ -1,4 +1,4 @@
-"""An HTTP chat server over HuggingFace generate: every turn of every conversation computes only what is new.
+"""Serve chats over HTTP with HuggingFace's generate: each turn computes only its new tokens.
 
 Run: python examples/chat_server.py            two clients talk to it, then it stops
      python examples/chat_server.py --port 8000     it serves until interrupted:
@@ -22,7 +22,7 @@ QUESTIONS = ("In what court is the judicial power vested?", "How many witnesses 
 
 
 class Chat:
-    """Conversations as token ids: appending to them, never encoding anew, keeps every turn a prefix of the next."""
+    """Conversations as token ids. Turns are appended and never encoded again, so each turn is a prefix of the next."""
 
     def __init__(self):
         self.model, self.tokenizer = load()
@@ -31,11 +31,11 @@ class Chat:
         self.lock = threading.Lock()  # a conversation's turns come one after another
 
     def encode(self, role: str, text: str) -> list[int]:
-        """A message as SmolLM2 was trained to read it."""
+        """Encode a message in the format that SmolLM2 was trained on."""
         return self.tokenizer.encode(f"<|im_start|>{role}\n{text}<|im_end|>\n")
 
     def answer(self, conversation: str, message: str) -> dict[str, object]:
-        """The next turn of a conversation: its answer, and how many tokens of the prompt were reused."""
+        """Return the answer of the next turn of a conversation, and how many tokens of its prompt were reused."""
         with self.lock:
             tokens = self.conversations.setdefault(conversation, self.encode("system", SYSTEM))
             tokens += self.encode("user", message) + self.tokenizer.encode("<|im_start|>assistant\n")
@@ -48,7 +48,7 @@ class Chat:
 
 
 def serve(chat: Chat, port: int) -> ThreadingHTTPServer:
-    """A server on `port` (0: any free one) of this machine."""
+    """Return a server on a port of this machine (0: any free port)."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -65,20 +65,20 @@ def serve(chat: Chat, port: int) -> ThreadingHTTPServer:
             self.wfile.write(reply)
 
         def log_message(self, *args):
-            """Nothing is printed for each request."""
+            """Print nothing for a request."""
 
     return ThreadingHTTPServer(("127.0.0.1", port), Handler)
 
 
 def talk(url: str, conversation: str, message: str) -> dict[str, object]:
-    """What a client does."""
+    """Send a message and return the reply, as a client does."""
     body = json.dumps({"conversation": conversation, "message": message}).encode()
     with urllib.request.urlopen(url, body) as reply:
         return json.loads(reply.read())
 
 
 def main() -> None:
-    """Starts the server; without --port, lets two clients talk to it."""
+    """Start the server; without --port, let two clients talk to it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--port", type=int, help="serve there until interrupted")
     parser.add_argument("--untrained", action="store_true", help="a model whose words mean nothing")

@@ -1,6 +1,7 @@
-"""A long text is read once and half of it kept, head by head; three questions, memory and answers before and after.
+"""Read a long text once, keep half of its keys and values, and ask three questions.
 
-What is kept is chosen by the text's own last tokens, so what is lost hangs on the question.
+The program prints memory and answers with and without compression. The last tokens of the text decide what is kept, so
+some questions lose more than others.
 """
 
 import torch
@@ -12,7 +13,7 @@ model, tokenizer = load()
 
 
 def encode(text):
-    """Token ids `[1, tokens]` of a text."""
+    """Return the token ids `[1, tokens]` of a text."""
     return torch.tensor([tokenizer.encode(text, add_special_tokens=False)], device=DEVICE)
 
 

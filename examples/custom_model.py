@@ -1,7 +1,7 @@
-"""A Llama on torch.ops.pc.*: a text read once for two questions about it, decode in a CUDA graph on a GPU.
+"""Run a Llama on torch.ops.pc.*: read a text once for two questions, and decode in a CUDA graph on a GPU.
 
-Linear layers and norms are those that were loaded; attention, rotary embedding and cache are the operators and the
-blocks of a `pc.CacheManager`.
+The loaded model gives linear layers and norms. Attention, rotary embedding and cache writes are operators of `pc`, over
+the blocks of a `pc.CacheManager`.
 
 Run: python examples/custom_model.py
 """
@@ -18,7 +18,7 @@ BLOCK = 16
 
 
 class Batch:
-    """Where the tokens of a step are: the same tensors for every layer."""
+    """The tensors that place the tokens of a step, shared by all layers."""
 
     def __init__(self, positions, slots, tables, seq_lens, starts, kv_heads):
         self.positions, self.slots, self.tables, self.seq_lens, self.starts = positions, slots, tables, seq_lens, starts
@@ -26,17 +26,17 @@ class Batch:
         self.plan = pc.attention_plan(tables, seq_lens, starts, BLOCK, num_kv_heads=kv_heads)
 
     def refresh(self):
-        """Builds the plan anew in the same memory, so that a captured graph reads this step's."""
+        """Rebuild the plan in the same memory, so that a captured graph reads the plan of this step."""
         pc.attention_plan(self.tables, self.seq_lens, self.starts, BLOCK, num_kv_heads=self.kv_heads, out=self.plan)
 
     def attend(self, layer, q, keys, values):
-        """A layer's attention `[tokens, heads, head_dim]` over the blocks of its cache."""
+        """Return a layer's attention `[tokens, heads, head_dim]` over the blocks of its cache."""
         call = (q, keys, values, self.tables, self.seq_lens, self.starts, q.shape[-1] ** -0.5)
         return torch.ops.pc.paged_attention(*call, plan=self.plan)
 
 
 class Llama(nn.Module):
-    """A Llama of transformers whose keys and values live in the blocks of a `pc.CacheManager`."""
+    """A Llama of transformers that stores keys and values in the blocks of a `pc.CacheManager`."""
 
     def __init__(self, model, num_blocks):
         super().__init__()
@@ -52,7 +52,7 @@ class Llama(nn.Module):
         self.register_buffer("cache", torch.zeros(shape, dtype=model.dtype, device=DEVICE))
 
     def hidden(self, tokens, batch):
-        """Last hidden states `[tokens, width]`."""
+        """Return the last hidden states `[tokens, width]`."""
         x = self.body.embed_tokens(tokens)
         for number, (layer, (keys, values)) in enumerate(zip(self.body.layers, self.cache, strict=True)):
             attention, normed = layer.self_attn, layer.input_layernorm(x)
@@ -64,12 +64,12 @@ class Llama(nn.Module):
         return self.body.norm(x)
 
     def forward(self, tokens, batch):
-        """Logits of the last token of each sequence."""
+        """Return the logits of the last token of each sequence."""
         return self.head(self.hidden(tokens, batch)[(batch.starts[1:] - 1).long()])
 
 
 def prefill(llama, manager, request, prompt):
-    """Computes what of a prompt is not cached: its batch, tokens to compute, and how many of the prompt were there."""
+    """Look a prompt up; return its batch, the tokens to compute, and the number of cached tokens."""
     allocation = manager.allocate(request, prompt)
     todo = [position for span in allocation.compute_spans for position in range(*span)]
     batch = Batch(
@@ -86,7 +86,7 @@ def prefill(llama, manager, request, prompt):
 
 
 class Decoder:
-    """One token a call: eager on a CPU; on a GPU one captured graph, whose inputs are copied into its memory."""
+    """Decoding of one token a call, eagerly on a CPU, and on a GPU by a captured graph with fixed input memory."""
 
     def __init__(self, llama, max_blocks):
         def ints(*shape, dtype=torch.int32):
@@ -121,7 +121,7 @@ class Decoder:
 
 @torch.inference_mode()
 def main():
-    """Two questions behind one text, each answer compared with that of transformers' own attention and cache."""
+    """Ask two questions about one text, and compare each answer with that of transformers' own attention and cache."""
     model, tokenizer = load()
     manager, llama = pc.CacheManager(num_blocks=128, block_size=BLOCK), Llama(model, num_blocks=128)
     worked = "Q: In what is the executive power vested?\nA: In a President of the United States of America."

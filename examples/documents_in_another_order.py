@@ -1,7 +1,8 @@
-"""Retrieval gives the same documents in another order for each question: they are reused wherever they stand.
+"""Reuse retrieved documents that come in another order for each question.
 
-A prefix cache computes all of them again behind the first that differs. `reuse="anywhere"` turns their keys to the new
-positions and computes a tenth of their tokens again. That is approximate: ask for it where such a loss is no harm.
+A prefix cache computes all documents again behind the first one that differs. `reuse="anywhere"` rotates their keys
+to the new positions and computes a tenth of their tokens again. That is approximate: use it where a small loss is
+harmless.
 """
 
 import time
@@ -15,7 +16,7 @@ model, tokenizer = load()
 
 
 def encode(text):
-    """Token ids of a text."""
+    """Return the token ids of a text."""
     return tokenizer.encode(text, add_special_tokens=False)
 
 

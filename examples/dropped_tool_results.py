@@ -1,7 +1,7 @@
-"""An agent's loop whose tool results are dropped when they are stale: what stands behind them is not computed again.
+"""Run an agent that drops stale tool results, without computing the text behind them again.
 
-A prefix cache loses everything behind the first dropped result, in every turn. `reuse="anywhere"` finds the rest where
-it stands now, some hundred positions earlier; a tenth of it is computed again. That is approximate.
+In every turn, a prefix cache loses everything behind the first dropped result. `reuse="anywhere"` finds the rest, some
+hundred positions earlier, and computes a tenth of it again. That is approximate.
 """
 
 import torch
@@ -14,7 +14,7 @@ model, tokenizer = load()
 
 
 def encode(text):
-    """Token ids of a text."""
+    """Return the token ids of a text."""
     return tokenizer.encode(text, add_special_tokens=False)
 
 

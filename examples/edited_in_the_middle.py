@@ -1,7 +1,8 @@
-"""A sentence changes in the middle of a long text: what stands behind it is not computed again.
+"""Change a sentence in the middle of a long text, without computing the text behind it again.
 
-`reuse="anywhere"` finds it some positions further on, turns its keys and computes a share of it again (`recompute`).
-That is approximate: the next-token probabilities behind the text are compared with those of computing all.
+`reuse="anywhere"` finds that text some positions later, rotates its keys and computes a share of it again
+(`recompute`). That is approximate: the program compares the next-token probabilities with those of computing
+everything.
 """
 
 import torch
@@ -13,7 +14,7 @@ model, tokenizer = load()
 
 
 def encode(text):
-    """Token ids of a text."""
+    """Return the token ids of a text."""
     return tokenizer.encode(text, add_special_tokens=False)
 
 

@@ -1,8 +1,8 @@
-"""The middle of a cached text was evicted: its tokens alone are computed again, and all is as it was, exactly.
+"""Compute the evicted middle of a cached text again, and nothing else; the result is exact.
 
-Blocks behind the hole are kept. Each evicted token attends to what is before it, at its own position, so that what is
-written is what a whole prefill writes; a question behind it then gets the same answer. Dropping the middle instead is
-another text to the model.
+Blocks behind the hole are reused. Each evicted token attends to the tokens before it, at its own position, so the call
+writes what a whole prefill writes. A question behind the text then gets the same answer. Without the middle, the model
+would read another text.
 """
 
 import torch

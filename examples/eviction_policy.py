@@ -1,4 +1,4 @@
-"""An eviction policy of one's own, replayed on a trace of requests beside the built-in ones.
+"""Replay a trace of requests through an eviction policy of your own and the built-in ones.
 
 Run: python examples/eviction_policy.py [TRACE.jsonl or .jsonl.gz, as `python -m pc replay` takes]
 """
@@ -18,7 +18,7 @@ from pc.cache.replay import load_trace, replay
 
 
 class Seniority(pc.EvictionPolicy):
-    """Oldest access first, but a block counts as younger for every time it was used; the end of a prompt goes first."""
+    """Eviction by last access, where each use makes a block count as younger. The end of a prompt is evicted first."""
 
     BONUS = 400  # ticks of the pool's clock, which advances with every access and release
 
@@ -48,7 +48,7 @@ class Seniority(pc.EvictionPolicy):
 
 
 def write_trace(path: Path, requests: int = 1500) -> None:
-    """Requests as a service sees them: a few system prompts that all share, documents asked about a few times."""
+    """Write requests like those of a service: a few shared system prompts, and documents with a few questions each."""
     random.seed(0)
     blocks = iter(range(10**9))
     systems = [[next(blocks) for _ in range(8)] for _ in range(4)]
@@ -64,7 +64,7 @@ def write_trace(path: Path, requests: int = 1500) -> None:
 
 
 def main(path: str | None) -> None:
-    """Replays the trace at three capacities and prints the share of blocks that was hit."""
+    """Replay the trace at three capacities and print the share of blocks that was hit."""
     with tempfile.TemporaryDirectory() as folder:
         if path is None:
             path = f"{folder}/requests.jsonl"

@@ -1,7 +1,7 @@
-"""Hidden states handed from one stage to the next, whole, although only the new part of a prompt was computed.
+"""Pass the hidden states of whole prompts from one stage to the next, although only new tokens are computed.
 
-A thinker reads prompts through a KV cache; a talker takes the thinker's hidden states of the whole prompt. On a hit the
-thinker computes the rest only, and `pc.TensorCache` has the hidden states of what was not computed.
+A thinker reads prompts through a KV cache. A talker needs the thinker's hidden states of the whole prompt. On a hit the
+thinker computes only the rest, and `pc.TensorCache` has the hidden states of the cached tokens.
 
 Run: python examples/hidden_states.py
 """
@@ -17,7 +17,7 @@ import pc
 
 
 class Talker(nn.Module):
-    """Needs every hidden state of the prompt: a recurrent network over them."""
+    """A recurrent network over all hidden states of the prompt."""
 
     def __init__(self, width):
         super().__init__()
@@ -28,7 +28,7 @@ class Talker(nn.Module):
 
 
 def think(thinker, manager, tensors, request, prompt):
-    """Hidden states `[len(prompt), width]` of a prompt, and how many of its tokens were computed."""
+    """Return the hidden states `[len(prompt), width]` of a prompt, and how many of its tokens were computed."""
     allocation = manager.allocate(request, prompt)
     tensors.prepare(allocation)
     [(start, end)] = allocation.compute_spans
@@ -51,7 +51,7 @@ def think(thinker, manager, tensors, request, prompt):
 
 @torch.inference_mode()
 def main():
-    """Three prompts with a prefix in common, each compared with a computation from nothing."""
+    """Run three prompts with a common prefix, and compare each with a computation without a cache."""
     model, tokenizer = load_untrained()
     thinker, talker = Llama(model, num_blocks=64), Talker(model.config.hidden_size).to(DEVICE)
     manager = pc.CacheManager(num_blocks=64, block_size=BLOCK)

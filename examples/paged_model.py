@@ -1,4 +1,4 @@
-"""Tokens anywhere in a sequence: what a Llama over paged caches does with the blocks it is given."""
+"""A Llama over paged caches that computes tokens anywhere in a sequence."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from small_model import DEVICE
 
 
 def ints(values) -> torch.Tensor:
-    """An int32 tensor."""
+    """Return an int32 tensor."""
     return torch.as_tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 class Scattered:
-    """A batch of tokens at `positions` of a sequence whose other tokens are in the blocks of `table`, holes as -1."""
+    """A batch of tokens at `positions` of a sequence; `table` has the blocks of its other tokens, with -1 for holes."""
 
     def __init__(self, positions, table, seq_len):
         self.positions, self.table = positions, table
@@ -21,12 +21,12 @@ class Scattered:
         self.lens, self.starts = ints([seq_len]), ints([0, len(positions)])
 
     def attend(self, layer, q, keys, values):
-        """A layer's attention `[tokens, heads, head_dim]` over the blocks of its cache."""
+        """Return a layer's attention `[tokens, heads, head_dim]` over the blocks of its cache."""
         call = (q, keys, values, self.table[None], self.lens, self.starts, self.positions.int(), q.shape[-1] ** -0.5)
         return torch.ops.pc.sparse_gap_attention(*call)
 
 
 @torch.inference_mode()
 def read(llama: Llama, tokens, positions, table, seq_len):
-    """Logits `[len(positions), vocabulary]` of those tokens of a sequence, which are written to their blocks."""
+    """Compute tokens of a sequence, write them to their blocks, and return logits `[len(positions), vocabulary]`."""
     return llama.head(llama.hidden(tokens[positions], Scattered(positions, table, seq_len)))

@@ -1,8 +1,8 @@
-"""A cached document behind another prefix, a tenth of its tokens recomputed: position-independent reuse.
+"""Reuse a cached document behind another prefix, and compute a tenth of its tokens again.
 
-Blocks of the document are copied and their keys turned to the new positions; a few tokens are then computed again where
-they stand: with CacheBlend those whose keys and values change most, with EPIC the first ones. The result is compared
-with computing everything. Recomputing all of the document is exact, and costs what was to be saved.
+The program copies the document's blocks and rotates their keys to the new positions. Then it computes a few tokens
+again: those whose keys and values change most, as CacheBlend does, or the first ones, as EPIC does. It compares the
+result with computing everything. Computing the whole document again is exact and saves nothing.
 """
 
 import torch
@@ -17,7 +17,7 @@ llama = Llama(model, num_blocks=384)
 
 
 def whole_blocks(text):
-    """Token ids of a text, as many as fill blocks."""
+    """Return the token ids of a text, cut to whole blocks."""
     ids = tokenizer.encode(text)
     return torch.tensor(ids[: len(ids) // BLOCK * BLOCK], device=DEVICE)
 
@@ -42,7 +42,7 @@ deltas = ints([begin - len(old)] * len(source))
 
 
 def reuse(turned, again):
-    """KL divergence behind the question, with the document's blocks copied and its tokens `again` recomputed."""
+    """Copy the document's blocks, compute its tokens `again`, and return the KL divergence behind the question."""
     for keys, values in llama.cache:
         pc.rotate_keys(keys, source, target, deltas * turned, llama.body.rotary_emb.inv_freq)
         pc.copy_blocks(values, source, target)
@@ -52,7 +52,7 @@ def reuse(turned, again):
 
 
 def changed_most(count):
-    """The tokens whose keys and values differ most in the second and third layer, which the first two tell."""
+    """Return the tokens whose keys and values differ most in the second and third layer."""
     stands, fresh = (llama.cache[1:3, :, t[begin // BLOCK : end // BLOCK].long()] for t in (table, exact_table))
     return (stands - fresh).pow(2).sum((0, 1, 4, 5)).flatten().topk(count).indices
 

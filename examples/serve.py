@@ -1,8 +1,8 @@
-"""`transformers serve` over blocks: two clients ask about one document, and the second finds it computed.
+"""Run `transformers serve` over blocks: two clients ask about one document, and the second reads it from the cache.
 
-The server, its HTTP interface and its loop are transformers' own (`pip install 'transformers[serving]'`); what differs
-from the command `transformers serve --continuous-batching` is the three lines of `Batched`. The model has sliding
-windows beside full attention, of which transformers itself shares no prefix.
+The server, its HTTP interface and its loop are transformers' own (`pip install 'transformers[serving]'`). Only the
+lines of `Batched` differ from `transformers serve --continuous-batching`. The model has sliding windows beside full
+attention; transformers itself shares no prefixes of such models.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HANDLES: list[ContinuousBatching] = []
 
 
 def save_gemma(folder: str) -> None:
-    """A small untrained Gemma 3 and a tokenizer, as `from_pretrained` finds them."""
+    """Save a small untrained Gemma 3 and a tokenizer for `from_pretrained`."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     tokenizer = small_model.load_untrained()[1]
@@ -48,7 +48,7 @@ def save_gemma(folder: str) -> None:
 
 
 def start(folder: str) -> tuple[Any, str]:
-    """The server in a thread of its own, and its address."""
+    """Start the server in a thread, and return its address."""
     from transformers.cli.serve import Serve
     from transformers.cli.serving import model_manager
 
@@ -69,7 +69,7 @@ def start(folder: str) -> tuple[Any, str]:
 
 
 def ask(address: str, folder: str, prompt: str) -> str:
-    """One client's answer."""
+    """Return the answer that one client gets."""
     body = {"model": folder, "prompt": prompt, "max_tokens": 16, "temperature": 0.0}
     request = Request(f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
     answer: str = json.loads(urlopen(request, timeout=120).read())["choices"][0]["text"]
@@ -77,7 +77,7 @@ def ask(address: str, folder: str, prompt: str) -> str:
 
 
 def main() -> None:
-    """Two clients, one document."""
+    """Let two clients ask about one document."""
     document = Path(__file__).read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
         save_gemma(folder)

@@ -1,4 +1,4 @@
-"""The examples' model: SmolLM2-135M where it is installed; else, or with `--untrained`, a Llama with random weights.
+"""The model of the examples: SmolLM2-135M if it is installed; otherwise, or with `--untrained`, a random Llama.
 
 With a model of your own: `AutoModelForCausalLM.from_pretrained(name)` and `AutoTokenizer.from_pretrained(name)`.
 """
@@ -16,7 +16,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def load() -> tuple[Any, Any]:
-    """Model and tokenizer, on a GPU where there is one."""
+    """Return the model and its tokenizer, on a GPU if there is one."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from pc.demo import NoTrainedModelError, trained_model_folder
@@ -32,7 +32,7 @@ def load() -> tuple[Any, Any]:
 
 
 def load_untrained() -> tuple[Any, Any]:
-    """The same of a small Llama with random, seeded weights."""
+    """Return a small Llama with random, seeded weights, and its tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -42,7 +42,7 @@ def load_untrained() -> tuple[Any, Any]:
     trainer = trainers.BpeTrainer(
         vocab_size=2048, special_tokens=["<pad>"], initial_alphabet=alphabet, show_progress=False
     )
-    # A text that stays as it is, whatever examples come, so that numbers of tokens do too.
+    # A fixed text, so that numbers of tokens do not change.
     bpe.train_from_iterator([(Path(__file__).parent.parent / "LICENSE").read_text("utf-8")], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>")
     torch.manual_seed(0)
@@ -62,7 +62,7 @@ def load_untrained() -> tuple[Any, Any]:
 
 
 def article(number: str, after: str) -> str:
-    """An article of the Constitution of the United States, by its Roman number and that of the next."""
+    """Return an article of the Constitution of the United States, by its Roman number and the next one's."""
     text = files("pc.demo").joinpath("constitution.txt").read_text("utf-8")
     begin = text.index(f"Article {number}\n")
     return text[begin : text.index(f"Article {after}\n", begin)]

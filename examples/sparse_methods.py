@@ -1,8 +1,9 @@
-"""Sparse attention from a paged cache: StreamingLLM, eviction per head, Quest-like pages and lists of blocks per query.
+"""Read a paged cache as StreamingLLM, eviction per head, Quest-like pages and lists of blocks per query do.
 
-One layer of a Llama that read 1024 tokens of real text. Each method says which keys to keep; the operator's result is
-compared with the same choice computed densely in float64 (they agree), and with full attention (the method's own error,
-which falls as more is kept). What a model says over them: docs/quality.md.
+The cache is one layer of a Llama that read 1024 tokens of real text. Each method chooses which keys to keep. The
+program compares the operator's result with the same choice computed densely in float64 (they agree), and with full
+attention. The second difference is the method's own error, which falls as more is kept; docs/quality.md has its
+effect on answers.
 """
 
 import torch
@@ -19,7 +20,7 @@ BLOCKS = TOKENS // SIZE
 
 
 class Watched(Scattered):
-    """Notes every layer's queries."""
+    """A batch that records the queries of every layer."""
 
     def attend(self, layer, q, keys, values):
         queries.append(q)
@@ -39,7 +40,7 @@ query, lens, starts = queries[layer][-1:], ints([TOKENS]), ints([0, 1])
 
 
 def dense(live):
-    """Attention of the query over keys that are live `[KV_HEADS, TOKENS]`, and the weights."""
+    """Return the query's attention over live keys `[KV_HEADS, TOKENS]`, and its weights."""
     q = query[0].double().view(KV_HEADS, GROUP, DIM)
     score = torch.einsum("hgd,thd->hgt", q, keys.flatten(0, 1).double()) * SCALE
     weights = score.masked_fill(~live[:, None], float("-inf")).softmax(-1)
@@ -47,7 +48,7 @@ def dense(live):
 
 
 def of_blocks(chosen):
-    """Live keys of chosen blocks `[KV_HEADS, n]`."""
+    """Return which keys are live for chosen blocks `[KV_HEADS, n]`."""
     live = torch.zeros(KV_HEADS, BLOCKS, dtype=torch.bool, device=device)
     return live.scatter_(1, chosen.long(), True).repeat_interleave(SIZE, 1)
 
@@ -56,7 +57,7 @@ full, mass = dense(torch.ones(KV_HEADS, TOKENS, dtype=torch.bool, device=device)
 
 
 def report(name, kept, out, live):
-    """Holds a result against the dense computation, and gives its distance from full attention."""
+    """Compare a result with the dense computation, and print its distance from full attention."""
     exact = dense(live)[0]
     assert (out - exact).abs().max() < 1e-4, name
     lost = (exact - full).norm() / full.norm()
@@ -74,7 +75,7 @@ for budget in (4, 16, 48):
     live = ((t < 4) | (t >= TOKENS - (kept - 4))).expand(KV_HEADS, -1)
     report("StreamingLLM", kept, out, live)
 
-    # Eviction per head by attention mass (H2O, SnapKV): every head keeps other blocks; the table has a row per head.
+    # Eviction per head by attention mass (H2O, SnapKV): heads keep different blocks; the table has a row per head.
     heavy = mass.sum(1).view(KV_HEADS, BLOCKS, SIZE).sum(-1).topk(budget).indices
     tables = torch.full((1, KV_HEADS, BLOCKS), -1, dtype=torch.int32, device=device)
     tables[0].scatter_(1, heavy, heavy.int())

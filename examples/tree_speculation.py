@@ -1,7 +1,7 @@
-"""A tree of guessed tokens verified in one call: the same tokens as one at a time, in fewer steps.
+"""Verify a tree of guessed tokens in one call: the same tokens as one by one, in fewer steps.
 
-A tiny untrained model (one layer of attention with ALiBi) continues a prompt greedily. A draft proposes a tree: at
-every depth the right token, at times, and wrong ones. One `sparse_gap_attention` with a tree_mask scores it whole.
+A tiny untrained model (one layer of attention with ALiBi) continues a prompt greedily. A draft proposes a tree with
+wrong tokens and, at some depths, the right one. One `sparse_gap_attention` with a tree_mask scores the whole tree.
 """
 
 import torch
@@ -19,18 +19,18 @@ table = torch.randperm(32, device=device).int()[None]
 
 
 def ints(*values):
-    """An int32 tensor."""
+    """Return an int32 tensor."""
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def slots(places):
-    """Slots of positions of the sequence."""
+    """Return the slots of positions of the sequence."""
     places = torch.tensor(places, device=device)
     return table[0].long()[places // SIZE] * SIZE + places % SIZE
 
 
 def forward(tokens, begin, depths=None, ancestors=None):
-    """The next token after each of `tokens`, which are written behind `begin` cached ones."""
+    """Write `tokens` behind `begin` cached ones, and return the next token after each."""
     x = embedding[torch.tensor(tokens, device=device)]
     query, key, value = (torch.nn.functional.normalize(x.flatten(1) @ m).view_as(x) * 6 for m in mix)
     pc.reshape_and_cache(key, value, *cache, slots(range(begin, begin + len(tokens))))
