@@ -27,7 +27,7 @@ TORCH = "torch==2.13.0"
 TESTS = ["tests/integrations/huggingface", "tests/integrations/test_tested.py", "tests/test_demo.py"]
 TRIED = ["tests/integrations/huggingface/test_serving.py", "tests/integrations/huggingface/test_enable.py"]
 MADE_HERE = ("git clone", "python3 -m venv")
-"""Commands of README whose work is done here in another way."""
+"""Commands of README that this script replaces by its own."""
 
 
 def commands() -> list[str]:
@@ -69,7 +69,7 @@ class Environment:
         self.variables |= {"PIP_CONSTRAINT": str(pins), "PIP_QUIET": "1"}
 
     def run(self, command: str, check: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run a command in the copy; SystemExit with its output where it fails and `check` is set."""
+        """Run a command in the copy. If it fails and `check` is set, raise SystemExit with its output."""
         begin = time.monotonic()
         print(f"$ {command}", flush=True)
         done = subprocess.run(
@@ -83,7 +83,7 @@ class Environment:
 
 
 def check_demo(folder: Path) -> None:
-    """Exit where the demo reused nothing."""
+    """Exit if the demo reused nothing."""
     with (folder / "demo_output" / "demo.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     later = [row for row in rows if row["request"] != "1"]
@@ -130,7 +130,7 @@ def try_newer(environment: Environment, package: str) -> str:
 
 
 def main(folder: str) -> None:
-    """Check the commands of README, then the adapter, then show what else there is."""
+    """Check the commands of README, then the adapter, then print the newest releases."""
     environment = Environment(Path(folder).resolve())
     for command in commands():
         done = environment.run(command)

@@ -1,8 +1,9 @@
-"""Builds a wheel, installs it into a clean environment and uses it there, beside a user's own cache.py.
+"""Build a wheel, install it into a clean environment and use it there, beside a user's own cache.py.
 
-mypy is asked what it finds in a script with typos: from the wheel, then from an editable install.
+Then mypy must find the errors of a script with typos, with the wheel and with an editable install.
 
-Run by `make wheel-test`: python tests/check_wheel.py ENVIRONMENT. Not collected by pytest, because it installs torch.
+`make wheel-test` runs it: python tests/check_wheel.py ENVIRONMENT. pytest does not collect it, because it installs
+torch.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ print("the wheel works:", pc.__version__, torch.__version__)
 
 
 def check_page(wheel: Path) -> None:
-    """What an index would show: rendered without a warning, who it is from, and no link into the repository."""
+    """Check the page that an index would show: no rendering warning, an author, and no link into the repository."""
     subprocess.run([sys.executable, "-m", "twine", "check", "--strict", wheel], check=True)
     with zipfile.ZipFile(wheel) as files:
         (name,) = (name for name in files.namelist() if name.endswith(".dist-info/METADATA"))
@@ -57,7 +58,7 @@ def check_page(wheel: Path) -> None:
 
 
 def check_types(python: Path, folder: Path) -> None:
-    """What a user's type checker finds, for the package as `python` has it installed."""
+    """Check the errors that mypy finds, with the package as `python` has it installed."""
     (folder / "script.py").write_text(typos.SCRIPT)
     command = [sys.executable, "-m", "mypy", "--strict", "--no-color-output", "--python-executable", python]
     done = subprocess.run([*command, "script.py"], cwd=folder, capture_output=True, text=True, check=False)
@@ -65,10 +66,10 @@ def check_types(python: Path, folder: Path) -> None:
 
 
 def main(environment: Path) -> None:
-    """Builds, installs and uses the wheel."""
+    """Build, install and use the wheel."""
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        # A copy, because setuptools leaves build/ behind and packs what an earlier build left there.
+        # Build in a copy, because setuptools leaves build/ there and packs what an earlier build left.
         names = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
             cwd=ROOT, capture_output=True, text=True, check=True,
@@ -95,7 +96,7 @@ def main(environment: Path) -> None:
         (user / "cache.py").write_text("MINE = True\n")
         (user / "use.py").write_text(USE)
         subprocess.run([python, "use.py"], cwd=user, check=True)
-        # The command is there, and says what it lacks: extras are not installed.
+        # The command exists and says what it lacks, because the extras are not installed.
         done = subprocess.run([environment / "bin" / "pc"], cwd=user, capture_output=True, text=True, check=False)
         assert "pip install typer rich" in done.stderr, done
         (user / "cache.py").unlink()

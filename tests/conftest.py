@@ -1,4 +1,4 @@
-"""Shared fixtures: seeds, NaN-filled `torch.empty`, skips for what this machine lacks."""
+"""Shared fixtures: seeds, NaN-filled `torch.empty`, and skips for missing packages and devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pc.triton_ops._triton import HAS_TRITON, INTERPRET, KERNELS_ON_CPU
 HAS_GPU = torch.cuda.is_available()
 
 
-# Of packages that tests import, those that are missing here: `make gpu` asks, and makes do with what is there.
+# Packages that tests import and this machine lacks. `make gpu` reads them and runs the other tests.
 ABSENT = [
     name
     for name in ("hypothesis", "zmq", "msgpack", "prometheus_client", "matplotlib", "mkdocs", "xxhash", "transformers")
@@ -34,7 +34,7 @@ class _LeftOut(pytest.Module):
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-    """Not `pytest_ignore_collect`, which is not asked about files that the command line names."""
+    """Leave out modules that import a missing package, also files that the command line names."""
     needs = re.compile(rf"^(?:from|import) (?:{'|'.join(ABSENT)})\b", re.MULTILINE)
     left_out = bool(ABSENT) and needs.search(module_path.read_text(encoding="utf-8"))
     return _LeftOut.from_parent(parent, path=module_path) if left_out else None
@@ -48,9 +48,10 @@ _QUICK: pytest.StashKey[list[pytest.Item]] = pytest.StashKey()
 
 
 def _mark_cases_slow(items: list[pytest.Item]) -> None:
-    """Of a test with many cases the first and the last are quick, unless it marks its cases itself, or all `quick`.
+    """Mark the cases of a test slow, except the first and the last.
 
-    In the interpreter, which takes a hundred times as long, only the first.
+    Tests that mark their cases themselves, or are marked `quick`, stay as they are. In Triton's interpreter, which
+    takes a hundred times as long, only the first case is quick.
     """
     cases: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
@@ -67,7 +68,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _shuffle(items: list[pytest.Item], seed: str) -> None:
-    """A file's tests stay together: they share what is made once a file."""
+    """Shuffle files and the tests in them.
+
+    A file's tests stay together, because they share objects made once a file.
+    """
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
@@ -79,7 +83,7 @@ def _shuffle(items: list[pytest.Item], seed: str) -> None:
     items[:] = [item for group in groups for item in group]
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` names
+@pytest.hookimpl(tryfirst=True)  # before pytest applies `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _mark_cases_slow(items)
     config.stash[_QUICK] = [item for item in items if not item.get_closest_marker("slow")]
@@ -98,7 +102,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def quick_tests(pytestconfig: pytest.Config) -> list[pytest.Item]:
-    """The tests of `make test`, where all were collected."""
+    """The tests of `make test`, if all tests were collected."""
     if pytestconfig.args != pytestconfig.getini("testpaths"):
         pytest.skip("asks about all tests")
     return pytestconfig.stash[_QUICK]
@@ -124,7 +128,7 @@ _MODES = (
 
 @pytest.fixture(autouse=True)
 def _torch_modes():
-    """Modes are the process's: an interrupt within the exit of `torch.no_grad` would leave its own to later tests."""
+    """Restore torch's modes: an interrupt in the exit of `torch.no_grad` would leave its mode to later tests."""
     before = [get() for get, _ in _MODES]
     yield
     for (get, restore), mode in zip(_MODES, before, strict=True):
@@ -134,7 +138,7 @@ def _torch_modes():
 
 @pytest.fixture(autouse=True)
 def _nan_filled_empty():
-    """`torch.empty` gives NaN (integers: the largest value), so that a read of unwritten memory shows."""
+    """Fill the tensors of `torch.empty` with NaN (integers: the largest value), so that reads of them show."""
     before = torch.utils.deterministic.fill_uninitialized_memory
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -145,7 +149,7 @@ def _nan_filled_empty():
 
 
 class _Errors(logging.Handler):
-    """Keeps what is logged as an error."""
+    """Collects the messages that are logged as errors."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -157,7 +161,7 @@ class _Errors(logging.Handler):
 
 @pytest.fixture(autouse=True)
 def _cache_errors(request: pytest.FixtureRequest):
-    """The manager logs what a policy or listener raises and goes on: without a look at the log a test would too."""
+    """Fail a test in which the manager logged an error of a policy or listener, since the manager continues then."""
     handler, log = _Errors(), logging.getLogger("pc.cache")
     log.addHandler(handler)
     yield handler.messages
@@ -168,13 +172,13 @@ def _cache_errors(request: pytest.FixtureRequest):
 
 @pytest.fixture
 def cache_errors(_cache_errors: list[str]) -> list[str]:
-    """What the cache logged as errors; for a test that makes a policy or listener fail on purpose."""
+    """The cache's logged errors, for a test that makes a policy or listener fail on purpose."""
     return _cache_errors
 
 
 @pytest.fixture(scope="session")
 def trained_model() -> Path:
-    """Folder of SmolLM2-135M-Instruct, for `from_pretrained`; skips where it cannot be had."""
+    """The folder of SmolLM2-135M-Instruct, for `from_pretrained`. Skips if it is not available."""
     pytest.importorskip("transformers")
     from pc.demo import NoTrainedModelError, trained_model_folder
 
@@ -186,7 +190,7 @@ def trained_model() -> Path:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where kernels run in this session: the GPU, or the CPU (interpreter or reference)."""
+    """The device of kernels in this session: the GPU, or the CPU (interpreter or reference)."""
     return torch.device("cuda" if HAS_GPU and not INTERPRET else "cpu")
 
 
@@ -196,7 +200,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 if importlib.util.find_spec("hypothesis"):  # a machine lent for its GPU may lack it
     from hypothesis import settings
 
-    # CI judges a change by the same examples each time; a developer's runs go on looking for new ones.
+    # CI uses the same examples each time; a developer's runs search for new ones.
     settings.register_profile("ci", derandomize=True)
     if os.environ.get("CI"):
         settings.load_profile("ci")

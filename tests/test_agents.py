@@ -1,4 +1,4 @@
-"""The benchmark of agents' traffic: how a trace becomes prompts, what is changed in them, and what is counted."""
+"""The benchmark of agents' traffic: how prompts are made from a trace, what is changed in them, and what is counted."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_sessions_run_side_by_side_and_in_order(tmp_path: Path) -> None:
     for session, turn in order:
         assert session < BESIDE + len(ends)
         ends |= {session} if turn == 5 else set()
-    assert len({session for session, _ in order[: 4 * BESIDE]}) == BESIDE  # a second apart at first
+    assert len({session for session, _ in order[: 4 * BESIDE]}) == BESIDE  # one second apart at the start
 
 
 def test_counts_are_those_of_the_prompts(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_counts_are_those_of_the_prompts(tmp_path: Path) -> None:
     assert count_unique(requests, 100) == 20 + 1 + 20
     assert count(requests, "prefix", 100) == (981, 320 + 4 + 321, 0)
     asked, computed, moved = count(requests, "anywhere", 100)
-    assert (asked, moved) == (981, 319)  # of what is left of a block nothing
+    assert (asked, moved) == (981, 319)  # incomplete blocks are never read
     assert computed == 320 + 4 + 2 + 32
     write_hashed(tmp_path / "trace.jsonl", requests)
     ids = [json.loads(line)["hash_ids"] for line in (tmp_path / "trace.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""The harness: what it counts, what it refuses, what it writes; the operators' speed is not tested here."""
+"""The benchmarks' harness: its counts, its errors and its files. The operators' speed is not tested here."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_inputs_of_a_rotation_share_no_block() -> None:
 
 
 def tiny(op: str) -> Any:
-    """The benchmark of `op` with its first quick CPU case, or a small one for attention."""
+    """Return the benchmark of `op` with its first quick CPU case, or a small one for attention."""
     (benchmark,) = registry.discover([op])
     case = benchmark.of("cpu", True)[0]
     if op.endswith("attention"):
@@ -188,7 +188,7 @@ def test_saving_replaces_what_was_measured_again(tmp_path: Path) -> None:
 
 
 def test_rows_are_written_as_they_were_read(tmp_path: Path) -> None:
-    """Every file of results in the tree, to the byte but for ends of lines; a file is not emptied for no rows."""
+    """Files of results are written byte for byte as they were read, except line ends; no rows do not empty a file."""
     copy = tmp_path / "new" / "copy.csv"
     paths = sorted((registry.ROOT / "benchmarks" / "results").rglob("*.csv"))
     assert len(paths) > 20

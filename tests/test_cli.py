@@ -1,4 +1,4 @@
-"""The command line as a shell sees it: its version, its help, and what it completes."""
+"""The command line as a shell uses it: its version, its help, and its completions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_version() -> None:
 
 
 def candidates(line: str) -> list[str]:
-    """What typer's script for bash is told to offer for the last word of a line, as the installed `pc` tells it."""
+    """Return the completions that `pc` gives typer's bash script for the last word of a line."""
     env = {**os.environ, "_PC_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
     done = subprocess.run([sys.executable, "-m", "pc"], capture_output=True, text=True, check=False, env=env)
     assert not done.stderr, done.stderr
@@ -47,7 +47,7 @@ def test_commands_options_and_values_are_completed() -> None:
 
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """checked(*rows): `pc check` on a CPU whose kernels give these rows."""
+    """Return a function that runs `pc check` on a CPU whose kernels give these rows."""
     import pc.check as module
 
     def check(*rows: Row, options: tuple[str, ...] = ()) -> Any:
@@ -87,7 +87,7 @@ def test_where_pytorch_serves_there_is_nothing_to_check() -> None:
 
 
 def test_a_models_layers_are_warmed_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """What its config tells: windows and full layers, sinks, heads shared by devices, latent rows."""
+    """The layers are read from the model's config: windows, full layers, sinks, shared heads, latent rows."""
     transformers = pytest.importorskip("transformers")
     from pc.warm import layer_kinds, run_warmup
 

@@ -1,4 +1,4 @@
-"""The benchmark of compressed documents: bytes that it counts and times that it takes."""
+"""The benchmark of compressed documents: the bytes and times that it reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m pc demo` on a short document: what it reuses, that tokens stay the same, and what its chart marks."""
+"""`python -m pc demo` with a short document: what it reuses, that tokens stay the same, and its chart."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pc.demo import _images, _models, _plot, _run, _trained, _workloads
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenth of the document, three questions, two rounds, and a small untrained model, as without the trained one."""
+    """Use a tenth of the document, three questions, two rounds, and a small untrained model."""
     text = _models.read_document()
     begin, end = text.index("Article IV\n"), text.index("Article VI\n")
     monkeypatch.setattr(_run, "read_document", lambda: text[begin - 2000 : begin + 500] + text[end - 500 : end + 200])
@@ -82,7 +82,7 @@ def test_answers_are_shown_as_they_came(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_demo_that_reuses_nothing_says_so_and_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As with a transformers whose calls all fall back: same tokens, no reuse."""
+    """All calls fall back, as with an untested transformers: the tokens are the same, and nothing is reused."""
     from pc.integrations.huggingface import UnsupportedError, serving
 
     def refuse(loop: Any) -> None:

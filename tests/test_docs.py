@@ -1,4 +1,4 @@
-"""The snippets of README and docs run, in order, each page in a namespace of its own."""
+"""The snippets of README and docs run, in order, each page in its own namespace."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SNIPPET = re.compile(r"(<!-- not run:[^>]*-->\n)?```python\n(.*?)```", re.DOTALL
 
 
 def snippets(page: Path) -> list[str]:
-    """Python blocks of a page, but for those behind a comment `<!-- not run: why -->`."""
+    """Return the Python blocks of a page, except those after a comment `<!-- not run: why -->`."""
     return [code for skipped, code in SNIPPET.findall(page.read_text(encoding="utf-8")) if not skipped]
 
 
@@ -27,7 +27,7 @@ def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     import pc.demo
     from pc.demo._models import train_tokenizer
 
-    # No hub is reached: any name gives a small model, and its tokenizer.
+    # No hub is reached. Any name gives a small model and its tokenizer.
     for name in ("contract.txt", "LICENSE"):
         (tmp_path / name).write_text("the party of the first part " * 40)
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Every public name says how it is used, in an example that runs: what `help()` and the reference show."""
+"""Every public name has a docstring with an example that runs, as `help()` and the reference show it."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ MODULES = (
     "pc.integrations.vllm",
 )
 BY_METHOD = ("CacheManager", "EncoderCache", "PrefixCaching", "TensorCache")
-"""Classes whose methods are used one by one, so that each has an example of its own; others have one for the whole."""
+"""Classes whose methods are used alone, so that each has its own example. Others have one for the class."""
 GO_ON = ("EncoderCache", "PrefixCaching", "TensorCache")
-"""Classes whose methods' examples go on from the class's own, so that none has to set up a model or a cache again."""
+"""Classes whose methods' examples continue the class's example, so that they need no model or cache of their own."""
 NEEDS = {"pc.cache.observe.events": ("zmq", "msgpack"), "pc.cache.observe.metrics": ("prometheus_client",)}
 
 
@@ -52,12 +52,12 @@ def public_names(module: Any) -> list[str]:
 
 
 def is_annotation(value: type) -> bool:
-    """Whether a class is a protocol that says what somebody else's objects have, and is used in annotations alone."""
+    """Return whether a class is a protocol of others' objects, which is only used in annotations."""
     return getattr(value, "_is_protocol", False) and not getattr(value, "_is_runtime_protocol", False)
 
 
 def documented() -> Iterator[tuple[str, Any, str]]:
-    """Each public object once, under the name it is imported by, and the module that it is in."""
+    """Yield each public object once, with the name that imports it and its module."""
     seen: set[int] = set()
     for path in MODULES:
         if path.endswith("huggingface") and importlib.util.find_spec("transformers") is None:
@@ -93,7 +93,7 @@ def test_an_example_runs(name: str, value: Any, module: str) -> None:
 
 
 def test_the_example_of_grouped_managers_runs() -> None:
-    """An alias has no docstring at run time: it stands behind it in the source."""
+    """An alias has no docstring at run time, so its example is read from the source."""
     body = ast.parse(inspect.getsource(pc.cache)).body
     after = {node.targets[0].id: doc for node, doc in itertools.pairwise(body) if isinstance(node, ast.Assign)}
     doc = ast.literal_eval(after["GroupedCacheManager"].value)

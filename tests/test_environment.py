@@ -1,4 +1,4 @@
-"""docs/environment.md lists every variable of ours and of triton that code reads, and no other of ours."""
+"""docs/environment.md lists every variable of ours and of Triton that code reads, and no other of ours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGE = set(re.findall(r"`([A-Z_]{4,})`", (ROOT / "docs" / "environment.md").read
 
 
 def read_by(path: Path) -> set[str]:
-    """Variables that a file names as a whole string: to read, to set or to list them."""
+    """Return the variables that a file names as a whole string, to read, set or list them."""
     text = path.read_text(encoding="utf-8")
     if not NAME.search(text):
         return set()

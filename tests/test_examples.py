@@ -1,4 +1,4 @@
-"""Every program of examples/ runs as a user would run it, and says what it is there to say."""
+"""Every program of examples/ runs as a user would run it, and prints what it must."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SAYS_TRAINED = {
     "reuse_behind_another_prefix": SAYS["reuse_behind_another_prefix"],
     "sparse_methods": SAYS["sparse_methods"],
 }
-"""Of those that ask the trained model where it is installed; the quick tests pass `--untrained`."""
+"""Examples that use the trained model if it is installed. The quick tests pass `--untrained`."""
 NEEDS = {"serve": ("fastapi", "uvicorn", "openai", "accelerate", "psutil")}
 
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks families`: classes built small and run with and without the cache."""
+"""`python -m benchmarks families`: small models of each class, run with and without the cache."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_shares_of_a_job_run_side_by_side_and_one_failure_is_its_own() -> None:
 
 
 def collected(code: str, **environment: str) -> str:
-    """What `pytest.main` prints, run by `code` in a process of its own."""
+    """Return the output of `pytest.main`, which `code` calls in its own process."""
     done = subprocess.run(
         [sys.executable, "-c", f"import sys, pytest; {code}"],
         cwd=registry.ROOT,
@@ -138,7 +138,7 @@ class FakeEvent:
         self.at = time.perf_counter()
 
     def synchronize(self) -> None:
-        """Nothing runs behind the host's back."""
+        """Return at once, since nothing runs asynchronously."""
 
     def elapsed_time(self, other: FakeEvent) -> float:
         return (other.at - self.at) * 1e3
@@ -146,7 +146,7 @@ class FakeEvent:
 
 class FakeStream:
     def wait_stream(self, other: FakeStream) -> None:
-        """There is one stream."""
+        """Return at once, since there is only one stream."""
 
 
 class FakeGraph:
@@ -155,7 +155,7 @@ class FakeGraph:
 
 
 class FakeDevice:
-    """torch.cuda, as far as the harness uses it: `dead` once a kernel went astray, `capturing` within a graph."""
+    """The part of torch.cuda that the harness uses. `dead`: a kernel failed. `capturing`: a graph is captured."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.dead = self.capturing = False
@@ -199,7 +199,7 @@ class FakeInputs:
 
 
 def fake_benchmark(op: str, **bodies: Any) -> Any:
-    """Three cases of an operator; providers by name, each with what a call of it does."""
+    """Return three cases of an operator and its providers by name, each with a function that a call runs."""
     providers = tuple(
         registry.Provider(name, lambda call, body=body: body, lambda: "1")
         for name, body in {"pc": abs, **bodies}.items()
@@ -246,7 +246,7 @@ def test_of_a_slow_provider_two_inputs_do(device: FakeDevice) -> None:
 
 @pytest.fixture
 def measured(device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Measure a fake benchmark in this process, and return the exit code and its rows."""
+    """Measure a fake benchmark in this process; return the exit code and its rows."""
     monkeypatch.setattr(gpu, "compile_first", lambda *_: None)
     options = gpu.Options(tmp_path, dry=False)
 
@@ -288,7 +288,7 @@ def test_a_case_that_fails_is_noted_and_does_not_stop_the_others(measured: Any) 
 
 
 def test_the_interpreter_of_the_oldest_triton_takes_the_newest_numpy() -> None:
-    """numpy 2.5 refuses what earlier ones warn of: int() on an array of one element."""
+    """numpy 2.5 raises where earlier versions warn: int() of an array with one element."""
     folder = registry.ROOT / ".kernels" / "triton-3.6.0"
     if not folder.is_dir():
         pytest.skip("make .kernels/triton-3.6.0")

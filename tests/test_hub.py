@@ -1,4 +1,4 @@
-"""`make hub`: the package by itself, beside pc, and as transformers' attention from a local folder."""
+"""`make hub`: the package alone, beside pc, and as transformers' attention from a local folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 SMALL = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}  # fmt: skip
-# Class, what its config has besides, and what it is compared with: sdpa has no attention sinks.
+# Class, further options of its config, and the attention to compare with: sdpa has no attention sinks.
 FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "Llama": ({}, "sdpa"),
     "Qwen3": ({}, "sdpa"),
@@ -23,7 +23,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "Olmo2": ({}, "sdpa"),
     "Phi3": ({"sliding_window": 7}, "sdpa"),
     "Gemma3": ({"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}, "sdpa"),
-    "Gemma2": ({"sliding_window": 5, "query_pre_attn_scalar": 16}, "eager"),  # its softcap is nothing to sdpa
+    "Gemma2": ({"sliding_window": 5, "query_pre_attn_scalar": 16}, "eager"),  # sdpa ignores its softcap
     "GptOss": ({"sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 1}, "eager"),
 }
 
@@ -89,7 +89,7 @@ print(ops.add_op_namespace_prefix("paged_attention"), hasattr(ops.ops, "paged_at
 
 @pytest.mark.parametrize("first", ["pc", pytest.param("package", marks=pytest.mark.slow)])
 def test_operators_beside_those_of_pc(package: Path, first: str) -> None:
-    """Each has its own namespace, so that nothing is registered twice; the kernels of both run."""
+    """Each package has its own namespace, so nothing is registered twice; both packages' kernels run."""
     order = ["import pc", "module = load(Path(sys.argv[1]))"]
     said = run(
         "\n".join(["import torch", *(order if first == "pc" else reversed(order))])
@@ -155,7 +155,7 @@ def small(family: str) -> Any:
 @pytest.mark.quick
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_say_the_same(named: str, family: str) -> None:
-    """float32: greedy, and batched with padding on the left, beyond windows."""
+    """Compare in float32: greedy, and batched with padding on the left, longer than windows."""
     model = small(family)
     ids = torch.randint(1, 97, (3, 14))
     padding = torch.ones(3, 14, dtype=torch.long)
@@ -180,11 +180,11 @@ def test_models_say_the_same(named: str, family: str) -> None:
     ids=["packed", "packed in windows", "block tables"],
 )
 def test_continuous_batching(named: str, family: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers knows FlashAttention by its name, in which all before a | is for itself alone."""
+    """transformers recognizes FlashAttention by its name, in which the part before a | is transformers' own."""
     from transformers import ContinuousBatchingConfig, GenerationConfig, modeling_flash_attention_utils
     from transformers.generation.continuous_batching import initialization
 
-    # Without CUDA transformers asks for no block tables, whatever the attention.
+    # Without CUDA, transformers never asks for block tables.
     monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", lambda *_: None)
     model = small(family)
     prompts = [torch.randint(1, 97, (n,)).tolist() for n in (8, 3, 20)]

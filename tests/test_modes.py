@@ -1,4 +1,4 @@
-"""What one test leaves behind is not there in the next."""
+"""No test leaves a mode behind for the next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every measurement in README and docs comes from a row in the tree, and every chart is drawn from rows as they are."""
+"""Every measurement in README and docs comes from a row in the tree, and charts are drawn from the current rows."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_what_counts_as_a_measurement(line: str, states: bool, tmp_path: Path) -
 
 def test_rows_of_other_sources_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     page = render_docs.ROOT / "docs" / "benchmarks.md"
-    # Of the rows themselves: whether they are the tree's is asked where pages are rendered, and takes seconds.
+    # This checks the rows themselves. Whether they are of this tree is checked where pages are rendered.
     rows = tables.read_rows(render_operators.results("work.csv"))
     now = {
         (row["architecture"], row["triton"], row["case"]): row["sources"]
@@ -92,8 +92,8 @@ def test_rows_of_other_sources_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_no_version_of_triton_executes_much_more() -> None:
-    """What a version compiles worse has to be chosen for it, or be named here with the reason."""
-    spills = {("3.6.0", "sm_90", "latent decode 1 x 1k, 128 heads")}  # in tiles of 64 rows, so that it has 32
+    """A case that a version compiles worse needs its own constants, or must be listed here with the reason."""
+    spills = {("3.6.0", "sm_90", "latent decode 1 x 1k, 128 heads")}  # spills with tiles of 64 rows, so it has 32
     rows = [row for row in render_operators.work_rows() if row["provider"] == render_operators.OURS]
     found = {(row["triton"], row["architecture"], row["case"]): int(row["instructions"]) for row in rows}
     newest = max(steps.VERSIONS, key=markdown.by_version)

@@ -1,4 +1,4 @@
-"""The package as a whole: what importing it does, and which way its imports run."""
+"""The package as a whole: what its import does, and in which direction its modules import each other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.quick  # each page, name and command
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"pc": "src/pc", "pc.triton_ops": "triton_ops", "pc.cache": "cache", "pc.integrations": "integrations"}
-LAYERS = ("triton_ops", "cache", "integrations")  # each may import those before it
+LAYERS = ("triton_ops", "cache", "integrations")  # each may import the ones before it
 
 
 def run_python(code: str) -> str:
@@ -27,7 +27,7 @@ def run_python(code: str) -> str:
 
 
 def test_import_loads_nothing_that_is_not_asked_for() -> None:
-    # After torch, which brings some of these itself in some versions.
+    # These are after torch, which imports some of them itself in some versions.
     heavy = """transformers sglang vllm typer rich matplotlib zmq prometheus_client safetensors mooncake xxhash triton
         torch._dynamo torch._inductor torch.onnx sympy pc.cache.replay pc.cache.policies.hazard
         pc.integrations.huggingface pc.integrations.sglang pc.integrations.vllm pc.demo pc.__main__ pc.bench"""
@@ -125,7 +125,7 @@ def test_what_a_command_cannot_do_is_said_in_a_line(arguments: list[str], said: 
 
 
 def hints() -> list[tuple[str, str]]:
-    """Every `pip install` that an error names: the file, and what is to be installed."""
+    """Return every `pip install` that an error names: the file, and the packages."""
     found = []
     for folder in FOLDERS.values():
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -137,7 +137,7 @@ def hints() -> list[tuple[str, str]]:
 
 
 def test_errors_name_an_install_that_works_today() -> None:
-    # The package is on no index, so a hint names what an extra would bring, as the extra has it.
+    # The package is on no index, so a hint names what an extra would install, written as in the extra.
     tomllib = pytest.importorskip("tomllib")
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
@@ -159,13 +159,13 @@ def test_every_package_is_in_the_wheel() -> None:
     listed = set(setuptools.find_packages(str(ROOT / "src")))
     found = set()
     for package, folder in FOLDERS.items():
-        for path in (ROOT / folder).rglob("*.py"):  # which follows no links
+        for path in (ROOT / folder).rglob("*.py"):  # rglob follows no links
             found.add(".".join((package, *path.parent.relative_to(ROOT / folder).parts)))
     assert found == listed
 
 
 def imported_layers(path: Path) -> set[str]:
-    """The layers that a module imports, from its relative imports."""
+    """Return the layers that a module imports by relative imports."""
     package = ("pc", *path.relative_to(ROOT).parts[:-1])
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -1,4 +1,4 @@
-"""What other projects' kernels are asked for: stand-ins with their signatures compute what the arguments mean."""
+"""Calls of other projects' kernels: doubles with the same signatures compute what the arguments mean."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def _plain_empty(_nan_filled_empty):
 
 
 def attend(q, keys, values, tables, lens, starts, scale, window_left, **options):
-    """Attention over a paged cache where a query sees `window_left` keys before itself; None or -1: all."""
+    """Return attention over a paged cache, where a query sees `window_left` keys before its own. None or -1: all."""
     if window_left is None or window_left < 0:
         return pc.paged_attention(q, keys, values, tables, lens, starts, scale, **options)
     return pc.sliding_window_attention(q, keys, values, tables, lens, starts, scale, window_left + 1, **options)
 
 
 class FlashInferWrapper:
-    """flashinfer 0.7.2: pages in CSR form, planned for and then run."""
+    """A double of flashinfer 0.7.2, which takes pages in CSR form, plans and then runs."""
 
     def __init__(self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False):
         self.layout = kv_layout
@@ -108,7 +108,7 @@ def flash_attn_varlen_func(
     seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None, softmax_scale=None, causal=False,
     window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1,
 ):  # fmt: skip
-    """flash-attn-4 4.0.0b36; a window's left side counts the keys before the query."""
+    """A double of flash-attn-4 4.0.0b36. A window's left side counts the keys before the query's."""
     assert causal
     assert cu_seqlens_k is None
     assert q.dtype == k.dtype == v.dtype
@@ -121,7 +121,7 @@ def varlen_attn(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
     enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
 ):  # fmt: skip
-    """torch 2.13; (-1, 0) is causal, (w, 0) causal with the w keys before the query."""
+    """A double of torch 2.13: (-1, 0) is causal, (w, 0) is causal with the w keys before the query's."""
     assert enable_gqa
     assert window_size[1] == 0
     return attend(query, key, value, block_table, seqused_k, cu_seq_q, scale, window_size[0])
@@ -130,7 +130,7 @@ def varlen_attn(
 def varlen_attn_before_2_12(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
 ):
-    """torch 2.11."""
+    """A double of torch 2.11."""
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_the_triton_kernels_of_vllm_give_the_same_result() -> None:
     if not source.exists():
         pytest.skip(f"vLLM's sources are not in {source}: sh benchmarks/install_peers.sh .peers")
     pytest.importorskip("triton")
-    # No visible device: where vLLM finds none it turns its kernels off, unless none is meant to be seen.
+    # vLLM turns its kernels off if it finds no device, unless the variable says that none is visible.
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     code = VLLM.format(tests=str(Path(__file__).parent), source=str(source))
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)

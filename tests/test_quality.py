@@ -1,4 +1,4 @@
-"""The benchmark of quality: a method that leaves nothing out loses nothing, and one that does loses something."""
+"""The benchmark of quality: a method that drops no token loses no quality, and one that drops tokens does."""
 
 from __future__ import annotations
 

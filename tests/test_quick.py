@@ -1,4 +1,4 @@
-"""What `make test` leaves out: no operator, verb, adapter or page whole."""
+"""`make test` omits no operator, verb, adapter or page completely."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def sources(tests: list[pytest.Item], folder: str = "") -> str:
-    """The code of the tests in a folder of tests/."""
+    """Return the code of the tests in a folder of tests/."""
     inside = [test for test in tests if test.path.is_relative_to(ROOT / "tests" / folder)]
     functions = {test.function for test in inside if hasattr(test, "function")}
     return "\n".join(inspect.getsource(function) for function in functions)

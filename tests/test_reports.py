@@ -54,7 +54,7 @@ def store(manager: pc.CacheManager, name: str, tokens: list[int], **options: obj
     manager.free(name)
 
 
-# vLLM, SGLang: "prefix cache hit rate drops, no way to see why". A cancelled request is no text that could be found.
+# vLLM, SGLang: "prefix cache hit rate drops, no way to see why". A cancelled request's text was never cached.
 def test_text_of_a_cancelled_request_is_not_said_to_be_there() -> None:
     manager = pc.CacheManager(64, block_size=4)
     manager.allocate("cancelled", list(range(16)))
@@ -64,7 +64,7 @@ def test_text_of_a_cancelled_request_is_not_said_to_be_there() -> None:
     assert (found.matched, found.reason, found.position) == (8, "never", 8)
 
 
-# The same kind of report: an explanation must not blame a salt or an adapter whose text is cached nowhere.
+# The same kind of report: an explanation must not name a salt or an adapter whose text is cached nowhere.
 @pytest.mark.parametrize("other", [{"salt": "tenant"}, {"extra_keys": "lora"}], ids=["salt", "keys"])
 def test_evicted_text_of_others_is_not_said_to_be_cached(other: dict[str, str]) -> None:
     manager = pc.CacheManager(8, block_size=4)
@@ -124,7 +124,7 @@ def test_a_model_is_served_again_once_what_hindered_it_is_gone() -> None:
         assert handle.last_requests[0].cached_tokens > 0
 
 
-# PyTorch: torch.compile of a model, or the first one of a process, leaves marks that change no forward pass.
+# PyTorch: torch.compile of a model, or a process's first compilation, changes attributes but no forward pass.
 def test_compiling_a_model_elsewhere_empties_no_cache() -> None:
     script = """
 import torch, changed_models, pc.integrations.huggingface as hf
@@ -168,7 +168,7 @@ def test_generate_batch_probes_a_changed_model_anew(name: str) -> None:
             assert output.generated_tokens == plain(model, input_ids=ids, max_new_tokens=6)[0, 40:].tolist()
 
 
-# transformers#34240: self-speculative decoding changes the number of layers for a moment, within a call.
+# transformers#34240: self-speculative decoding changes the number of layers temporarily, within a call.
 @pytest.mark.parametrize(
     "options", [{}, {"deterministic": True, "chunk": 32}, {"num_blocks": 1}, {"reuse": "gap"}], ids=str
 )
@@ -186,7 +186,7 @@ def test_early_exit(options: dict[str, Any]) -> None:
 
 
 class At(transformers.LogitsProcessor):  # type: ignore[misc]
-    """Does something while a call runs, before its fifth and its eighth token."""
+    """A processor that runs functions before the fifth and the eighth token of a call."""
 
     def __init__(self, *work: Callable[[], Any]) -> None:
         self.work, self.calls = dict(zip((5, 8), work, strict=False)), 0
@@ -220,7 +220,7 @@ def change_class(model: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
     return lambda: setattr(kind, "forward", lambda self, x: own(self, x) * 3), lambda: setattr(kind, "forward", own)
 
 
-# NVIDIA/NeMo-RL#4018, radixark/miles#2783, peft#2523: what is switched while a call runs, and back before the next.
+# NVIDIA/NeMo-RL#4018, radixark/miles#2783, peft#2523: a change during a call, which ends before the next call.
 @pytest.mark.parametrize("back_within", [False, True])
 @pytest.mark.parametrize("change", [change_hook, change_setting, change_weight, change_class])
 def test_what_is_computed_by_a_model_changed_in_a_call_is_not_published(change: Any, back_within: bool) -> None:
@@ -232,14 +232,14 @@ def test_what_is_computed_by_a_model_changed_in_a_call_is_not_published(change: 
         first = model.generate(prompt(40), logits_processor=[at], **asked).sequences
         if not back_within:
             off()
-        assert handle.stats().cached_blocks <= 3  # of the prompt's 40 tokens and the first few of the answer
+        assert handle.stats().cached_blocks <= 3  # the prompt's 40 tokens and 8 of the answer
         ids = torch.cat([first, prompt(4, 2)], 1)
         want = plain(model, input_ids=ids, max_new_tokens=8)
         for _ in range(2):
             assert torch.equal(model.generate(ids, max_new_tokens=8), want)
 
 
-# The same kind in continuous batching, where another thread streams what is generated.
+# The same kind in continuous batching, where another thread reads the stream of tokens.
 @needs_batching
 @pytest.mark.parametrize("change", [change_hook, change_setting, change_class])
 def test_what_a_batching_session_computes_by_a_changed_model_is_not_published(change: Any) -> None:
@@ -268,7 +268,7 @@ def test_what_a_batching_session_computes_by_a_changed_model_is_not_published(ch
         assert got.generated_tokens == want
 
 
-# ModelTC (LongLM), MHA2MLA#10: methods of a class, or functions of its file, are replaced; keys from before are read.
+# ModelTC (LongLM), MHA2MLA#10: methods of a class, or functions of its file, are replaced after keys were cached.
 def patch_class(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     own = modeling_llama.LlamaAttention.forward
 
@@ -303,7 +303,7 @@ def patch_registry(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     monkeypatch.setitem(functions, "sdpa", attention)
 
 
-def patch_code(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:  # as autoreload does in a notebook
+def patch_code(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:  # like autoreload in a notebook
     def forward(self: Any, x: Any) -> Any:
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * 0.5
 
@@ -331,7 +331,7 @@ def test_replaced_functions_are_noticed(patch: Any, monkeypatch: pytest.MonkeyPa
         patch(monkeypatch, 0.5)
         assert changed_models.differing(model) == []
     monkeypatch.undo()
-    with enabled(model, disk=tmp_path / "other"):  # another life: blocks of the unpatched model alone are on disk
+    with enabled(model, disk=tmp_path / "other"):  # a new process: only the unpatched model's blocks are on disk
         model.generate(prompt(60), max_new_tokens=12)
     patch(monkeypatch, 0.5)
     with enabled(model, disk=tmp_path / "other") as handle:
@@ -350,12 +350,12 @@ def test_a_patch_with_another_constant_is_another_model_on_disk(monkeypatch: pyt
         monkeypatch.undo()
 
 
-# peft#2638, vllm#51198: the cache is emptied by each call, without a word.
+# peft#2638, vllm#51198: each call empties the cache, without a message.
 def test_a_cache_that_never_hits_says_why() -> None:
     model, layer = changed_models.build(), None
     layer = model.model.layers[0].mlp
 
-    def turn() -> None:  # between calls, so that no forward pass shows it
+    def turn() -> None:  # between calls, so no forward pass shows it
         layer.act_fn = copy.deepcopy(layer.act_fn)
 
     with enabled(model) as handle, warnings.catch_warnings(record=True) as told:
@@ -372,7 +372,7 @@ def test_a_cache_that_never_hits_says_why() -> None:
     assert "model.layers.0.mlp.act_fn" in str(told[0].message)
 
 
-# The same kind: a hook that counts, put on later, is no reason to read nothing.
+# The same kind: a hook that counts, registered later, is no reason to read nothing.
 @pytest.mark.parametrize("where", ["attribute", "dict", "list"])
 def test_a_hook_that_counts_is_served(where: str) -> None:
     model = changed_models.build()
@@ -392,7 +392,7 @@ def test_a_hook_that_counts_is_served(where: str) -> None:
         assert handle.last_requests[0].cached_tokens > 0
 
 
-# The same kind: a buffer that each pass changes may matter, so nothing is read, and that is said.
+# The same kind: a buffer that each pass changes may matter, so nothing is read, and a warning says so.
 def test_a_buffer_that_counts_passes_is_named() -> None:
     model = changed_models.build()
     layer = model.model.layers[0]
@@ -409,7 +409,7 @@ def test_a_buffer_that_counts_passes_is_named() -> None:
         assert handle.explain(prompt(60)).reason == "changed"
 
 
-# The same kind: PEFT puts parameters aside for each forward pass where LoRA targets them, which raises their versions.
+# The same kind: PEFT swaps parameters in each forward pass where LoRA targets them, which raises their versions.
 def test_lora_of_expert_parameters_hits() -> None:
     model = changed_models.build("Mixtral", num_local_experts=4)
     layer = model.model.layers[0].mlp
@@ -422,11 +422,11 @@ def test_lora_of_expert_parameters_hits() -> None:
     with enabled(model) as handle:
         assert changed_models.differing(model) == []
         assert handle.last_requests[0].cached_tokens > 0
-        weight[2, 5].mul_(1.5)  # one row of one expert: the version does not tell, the sample does
+        weight[2, 5].mul_(1.5)  # one row of one expert: its version does not change, the sample does
         assert changed_models.differing(model) == []
 
 
-# llama.cpp, kvpress and StreamingLLM reports: what evicts from the cache, of long prompts only, or while answering.
+# llama.cpp, kvpress and StreamingLLM reports: code evicts from the cache, only for long prompts, or while answering.
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("most", [50, 66], ids=["prompts", "answers"])
 @pytest.mark.filterwarnings("ignore:prefix caching")
@@ -449,7 +449,7 @@ def test_a_hook_that_evicts_from_long_caches(most: int, deterministic: bool) -> 
         assert any("takes tokens from its cache" in reason for reason in handle.stats().calls_handed_back)
 
 
-# transformers: users keep `[(l.keys, l.values) ...]` of a returned cache as a snapshot, and go on with the cache.
+# transformers: users keep `[(l.keys, l.values) ...]` of a returned cache as a snapshot, and continue with the cache.
 @pytest.mark.parametrize("kept", ["returned", "by a hook"])
 def test_tensors_of_a_cache_that_were_kept_stay_what_they_were(kept: str) -> None:
     model = changed_models.build()
@@ -476,7 +476,7 @@ def test_tensors_of_a_cache_that_were_kept_stay_what_they_were(kept: str) -> Non
         assert all(map(torch.equal, snapshot, copies))
 
 
-# transformers: the evaluation of Seq2SeqTrainer gives generate the labels.
+# transformers: the evaluation of Seq2SeqTrainer passes labels to generate.
 def test_labels_are_served() -> None:
     model = changed_models.build()
     with enabled(model) as handle:
@@ -488,7 +488,7 @@ def test_labels_are_served() -> None:
 
 
 # huggingface/transformers, Gemma 3: images without text between them are one block in which tokens attend both ways.
-BESIDE = [case for case in CASES if not case.name.startswith("qwen")]  # which fail by themselves for such prompts
+BESIDE = [case for case in CASES if not case.name.startswith("qwen")]  # whose own generate fails for such prompts
 
 
 @pytest.mark.parametrize("case", BESIDE, ids=lambda case: case.name)
@@ -534,7 +534,7 @@ def test_drafts_from_hidden_states_of_the_whole_prompt(layers: int, monkeypatch:
         assert changed_models.differing(model, use_mtp=True) == []
 
 
-# The walk over options of generate (`make walk`, seed 23): assisted decoding does not cut a prompt into chunks.
+# The walk over options of generate (`make walk`, seed 23): assisted decoding does not split a prompt into chunks.
 @pytest.mark.parametrize("chunk", [7, 16])
 def test_prompt_lookup_with_a_chunk_size(chunk: int) -> None:
     model = changed_models.build()
@@ -546,7 +546,7 @@ def test_prompt_lookup_with_a_chunk_size(chunk: int) -> None:
         assert handle.last_requests[0].cached_tokens > 0
 
 
-# Compressed documents. kvpress and LMCache report answers that silently come from another cache than the one asked for.
+# Compressed documents. kvpress and LMCache report answers that silently come from another cache than the one named.
 
 
 def document_of(handle: Any, budget: float = 0.2, **options: Any) -> CompressedDocument:
@@ -567,7 +567,7 @@ def test_prompt_lookup_over_a_document(options: dict[str, Any]) -> None:
             assert torch.equal(found, plain(model, input_ids=ids, max_new_tokens=20, **options))
 
 
-# The same kind: what is not known to be right over a document is refused, by the name of the option.
+# The same kind: an option that is not known to work with a document is refused by name.
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -591,7 +591,7 @@ def test_options_that_no_document_serves_are_refused_by_name(name: str, value: A
         assert handle.stats().document_calls == handle.stats().calls_served == 1
 
 
-# The same kind, deterministic and models whose attention weights the caller wants to see.
+# The same kind: deterministic caching, and models whose attention weights the caller asks for.
 def test_attention_weights_of_an_eager_model_are_refused() -> None:
     model = changed_models.build()
     model.set_attn_implementation("eager")
@@ -599,7 +599,7 @@ def test_attention_weights_of_an_eager_model_are_refused() -> None:
         ask(model, document_of(handle), output_attentions=True)
 
 
-# transformers puts hooks on a model when hidden states are first asked for.
+# transformers registers hooks on a model when hidden states are first asked for.
 def test_hidden_states_leave_a_document_as_it_is() -> None:
     model = changed_models.build()
     with enabled(model) as handle:
@@ -616,7 +616,7 @@ def test_a_float64_model_is_refused_by_name() -> None:
         document_of(handle)
 
 
-# LMCache: a process that only loads. Nothing has put our attention before the model's there.
+# LMCache: a process that only loads, in which our attention was never installed before the model's.
 @pytest.mark.parametrize("tokens", [1, 9])
 @pytest.mark.parametrize("disk", [False, True])
 def test_a_document_that_was_loaded_is_read(
@@ -637,7 +637,7 @@ def test_a_document_that_was_loaded_is_read(
             torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
 
 
-# vLLM: a batch for which the pool has blocks for some rows only.
+# vLLM: a batch for which the pool has blocks for only some rows.
 @pytest.mark.parametrize(("rows", "blocks"), [(1, 2), (2, 3), (4, 8)])
 def test_a_batch_that_the_pool_has_no_blocks_for(rows: int, blocks: int) -> None:
     model = changed_models.build()
@@ -680,7 +680,7 @@ def test_a_document_of_another_salt_is_refused(tmp_path: Any) -> None:
                     CompressedDocument.load(handle, tmp_path / "document")
 
 
-# transformers: right padding without a mask is left out.
+# transformers: right padding without a mask.
 def test_questions_padded_on_the_right_are_refused() -> None:
     model = changed_models.build()
     ids = torch.cat([QUESTION, torch.cat([QUESTION[:, :205], torch.zeros(1, 4, dtype=torch.long)], 1)])
@@ -688,7 +688,7 @@ def test_questions_padded_on_the_right_are_refused() -> None:
         ask(model, document_of(handle), ids)
 
 
-# kvpress, vLLM: a document of a handle that is gone.
+# kvpress, vLLM: a document whose handle was closed.
 def test_a_document_of_a_handle_that_serves_no_more_is_refused() -> None:
     model = changed_models.build()
     handle = enabled(model)
@@ -742,7 +742,7 @@ def test_threads_pools_and_tasks_read_the_document_that_they_were_started_in() -
         assert torch.equal(generate(), exact)
 
 
-# The same kind: whatever else runs the model within a document would answer without the document.
+# The same kind: all else that runs the model within a document would answer without the document.
 def few_blocks() -> Any:
     return transformers.ContinuousBatchingConfig(num_blocks=64)
 
@@ -792,12 +792,12 @@ def test_no_other_entry_of_a_model_leaves_a_document_out_in_silence(name: str, a
             ENTRIES[name](model)
         assert model.config._attn_implementation == attention
         assert torch.equal(ask(model, document).sequences, expected)
-        ENTRIES[name](model)  # outside all is as ever
-        model.set_attn_implementation(attention)  # a manager that is never started leaves its own
+        ENTRIES[name](model)  # outside of a document all work as before
+        model.set_attn_implementation(attention)  # a manager that is never started leaves its attention
         assert torch.equal(ask(model, document).sequences, expected)
 
 
-# The same kind: forward passes that were compiled before, and managers that were made, or kept, before.
+# The same kind: forward passes compiled before, and managers made or kept before.
 def test_what_was_made_before_a_document_was_entered_does_not_leave_it_out() -> None:
     model = changed_models.build()
     compiled = torch.compile(model, backend="eager")
@@ -836,7 +836,7 @@ def test_managers_that_were_made_before_a_document_take_no_request_within_it(our
         assert found.generated_tokens == plain(model, input_ids=QUESTION, max_new_tokens=3)[0, 209:].tolist()
 
 
-# The same kind: what has to stay as it is. Guidance runs the model within a call, and probes run it as it is.
+# The same kind, for what must not change: guidance runs the model within a call, and probes run it unchanged.
 def test_passes_within_a_call_over_a_document_are_as_ever() -> None:
     model = changed_models.build(eos_token_id=None)
     with enabled(model) as handle:
@@ -876,7 +876,7 @@ def test_pipelines_read_a_document() -> None:
         assert found["generated_token_ids"] == expected[0].tolist()
 
 
-# asyncio: an async generator runs in the context of whoever asks it for its next item.
+# asyncio: an async generator runs in the context of the caller that asks for its next item.
 def test_a_document_that_another_task_has_entered() -> None:
     model = changed_models.build()
     with enabled(model) as handle:
@@ -904,7 +904,7 @@ def test_a_document_that_another_task_has_entered() -> None:
 
 
 class Shortening:
-    """A press that shortens layers, and counts the memory that they hold."""
+    """A press that shortens layers, and measures the memory that they hold."""
 
     most = 0
 
@@ -928,18 +928,18 @@ class Shortening:
             hook.remove()
 
 
-# kvpress: memory that a press gives back is held by views.
+# kvpress: views hold the memory that a press should release.
 def test_peak_memory_of_a_press_counts_what_is_held() -> None:
     model, press = changed_models.build(num_hidden_layers=4), Shortening()
     with enabled(model) as handle:
         document = handle.compress(CONTEXT, press)
         layer = 2 * CONTEXT.shape[1] * 2 * 16 * 4
-        assert press.most == layer  # no layer holds the memory of what it gave back
+        assert press.most == layer  # no layer holds memory of dropped tokens
         assert layer <= document.peak_nbytes < 2.5 * layer
         assert document.kept_tokens == [None] * 4
 
 
-# PyTorch, vLLM: memory that `close` promises to free.
+# PyTorch, vLLM: memory that `close` must free.
 def test_closing_a_document_frees_it_at_once() -> None:
     model = changed_models.build()
     with enabled(model) as handle:
@@ -964,7 +964,7 @@ class Press:
 """
 
 
-# Jupyter: a cell that defines a press is run again.
+# Jupyter: a cell that defines a press runs again.
 def test_a_press_whose_code_changed_is_another_press() -> None:
     def key(first: int, second: int) -> str | None:
         names: dict[str, Any] = {"__name__": "__main__"}
@@ -1004,7 +1004,7 @@ def test_what_a_tokenizer_gives_can_be_compressed() -> None:
                 handle.compress(wrong)
 
 
-# PyTorch: models that a press cannot follow, or whose calls cannot.
+# PyTorch: models, or calls of them, that a press cannot support.
 def test_images_and_compiled_models_are_refused_over_a_document() -> None:
     case = next(case for case in CASES if case.name == "gemma3")
     model = case.build()
@@ -1033,7 +1033,7 @@ def test_a_model_that_changes_values_behind_its_cache_is_refused(monkeypatch: py
             document_of(handle)
 
 
-# vLLM, batch invariance: the bits of an answer depend on what is cached, and on the other rows.
+# vLLM, batch invariance: the bits of an answer depend on cached tokens and on other rows.
 def test_questions_over_a_document_are_deterministic() -> None:
     model = changed_models.build()
     rows = torch.cat([torch.cat([CONTEXT, prompt(70, seed)], 1) for seed in (4, 5)])
@@ -1056,7 +1056,7 @@ def test_newer_settings_of_precision(place: str) -> None:
         try:
             backend.fp32_precision = "ieee" if before == "tf32" else "tf32"
             model.generate(prompt(70), max_new_tokens=2)
-            assert handle.last_requests[0].cached_tokens == 0  # of another precision
+            assert handle.last_requests[0].cached_tokens == 0  # the cached ones have another precision
         finally:
             backend.fp32_precision = before
         assert handle.stats().calls_handed_back == {}
@@ -1078,7 +1078,7 @@ def test_warm_bits_are_cold_bits_whatever_the_head_dim(head_dim: int) -> None:
             assert all(map(torch.equal, cold.logits, warm.logits))
 
 
-# The wishes of those reports: where a context differs, which tokens were kept.
+# Requests in those reports: where a context differs, and which tokens were kept.
 def test_an_error_says_where_a_context_differs() -> None:
     model = changed_models.build()
     ids = torch.cat([QUESTION, QUESTION])
@@ -1091,7 +1091,7 @@ def test_an_error_says_where_a_context_differs() -> None:
             ask(model, document, ids)
 
 
-# vLLM, SGLang: an explanation says what the next call reads, with fixed chunks and with lower tiers.
+# vLLM, SGLang: an explanation gives what the next call reads, with fixed chunks and with lower tiers.
 @pytest.mark.parametrize("lengths", [(128, 128), (100, 128), (200, 201), (70, 64), (33, 200), (64, 31)])
 def test_explanations_count_whole_chunks(lengths: tuple[int, int]) -> None:
     model, (stored, asked) = changed_models.build(), lengths

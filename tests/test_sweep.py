@@ -1,4 +1,4 @@
-"""From a sweep's rows to the table of constants, and what is launched with it."""
+"""From a sweep's rows to the table of constants, and the launches that use it."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_candidates_reach_six_stages() -> None:
 
 
 def test_candidates_differ_from_the_constants_in_use_by_one_thing() -> None:
-    # Without what the rules rely on (two warps, loops of their own, a bound) a sweep has nothing to beat them with.
+    # Without what the rules need (two warps, separate loops, a bound) a sweep has nothing to compare with.
     present = sweep.Candidate(constants.decode_tiles("sm_90", 128, 2, 4, False), 4)
     regime = next(r for r in sweep.regimes() if r.name == "decode" and r.case.head_dim == 128)
     values = dataclasses.asdict(present.tiles)

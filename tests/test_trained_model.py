@@ -15,7 +15,7 @@ from pc.demo import NoTrainedModelError, _models, _trained, trained_model_folder
 
 
 class Package:
-    """A package with weights in its folder, and what is called to read them."""
+    """A package with weights in its folder, and the function that reads them."""
 
     def __init__(self) -> None:
         self.conversions = 0

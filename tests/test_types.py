@@ -1,4 +1,4 @@
-"""What a type checker sees of the public functions: a script with each call right, and with a typo in each."""
+"""The types of the public functions, as a type checker sees them: a script with correct calls and with typos."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESULTS = {"None": "None", "<class 'NoneType'>": "None"}
 
 
 def _script() -> tuple[str, list[int]]:
-    """A line a call, right and wrong in turn; and the numbers of the lines that are wrong."""
+    """Return a script with correct and wrong calls in turn, and the numbers of the wrong lines."""
     lines = ["from collections.abc import Sequence", "import torch", "import pc", "from typing import Any"]
     wrong = []
     for name in FUNCTIONS:

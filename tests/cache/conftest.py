@@ -1,4 +1,4 @@
-"""What tests of the cache are given."""
+"""Fixtures of the cache's tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same requests through vLLM's KVCacheManager, where it is installed: the same hits under lru."""
+"""With lru, the manager and vLLM's KVCacheManager, if installed, hit the same tokens for the same requests."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def vllm():
             return hits
 
         def computed(self, request):
-            """What the scheduler does after a step; vLLM otherwise releases what left a window at the next one."""
+            """Do what the scheduler does after a step. Otherwise vLLM releases blocks behind a window a step later."""
             request.num_computed_tokens = request.num_tokens
             self.manager.coordinator.remove_skipped_blocks(request.request_id, request.num_tokens)
 
@@ -80,10 +80,10 @@ def vllm():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_same_hits_on_the_same_requests(vllm, seed):
-    """Prompts end one token past a block: there vLLM and pc agree on how much of a whole hit counts."""
+    """Prompts end one token after a block, because vLLM and pc count a hit of a whole prompt differently."""
     rng = np.random.default_rng(seed)
     num_blocks = 40
-    theirs = vllm(num_blocks + 1)  # one is its null block
+    theirs = vllm(num_blocks + 1)  # one is vLLM's null block
     ours = pc.CacheManager(num_blocks, BLOCK, policy="lru")
     roots = [rng.integers(0, 1000, 8 * BLOCK).tolist() for _ in range(6)]
     running = []

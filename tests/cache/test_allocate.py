@@ -1,4 +1,4 @@
-"""Starting requests: what is cached, what is computed, what there is room for."""
+"""Starting requests: cached tokens, tokens to compute, and room for them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_empty_prompt_holds_nothing_until_it_grows(manager):
 
 @pytest.mark.parametrize("cached", [48, 64])
 def test_an_allocate_that_hits_takes_few_calls(cached):
-    """Short prompts cost what the calls cost: at most 31 of Python, numpy's own left out."""
+    """Short prompts take as long as their function calls: at most 31 of Python, without numpy's own."""
     m = pc.CacheManager(4096, policy="lru")
     prefix = list(range(16 * cached))
     run(m, "a", prefix)
@@ -116,7 +116,7 @@ def test_an_allocate_that_hits_takes_few_calls(cached):
 
 
 class Odd:
-    """An id whose comparison fails the n-th time; all have one hash, so that a dict has to compare them."""
+    """An id whose n-th comparison fails. All have the same hash, so that a dict must compare them."""
 
     left = 1 << 30
 

@@ -144,7 +144,7 @@ def test_a_chunk_takes_all_that_is_cached():
 
 
 def test_windows_release_what_a_chunk_has_passed():
-    """A prompt of many blocks fits a window's pool that holds a few."""
+    """A prompt of many blocks fits into a window's pool of a few blocks."""
     groups = [pc.FullAttention(), pc.SlidingWindow(window=5, num_blocks=4)]
     manager = pc.CacheManager(16, block_size=4, groups=groups)
     prompt = list(range(40))

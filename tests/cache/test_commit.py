@@ -1,4 +1,4 @@
-"""Committed blocks: findable, merged with equal ones, states included."""
+"""Committed blocks are found by later requests, and merged with equal ones, states included."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_state_is_not_findable_before_the_commit_that_passes_it():
     assert m.allocate("b", list(range(12))).num_cached_tokens == 0
     m.commit("a", 8)
     assert m.allocate("c", list(range(12))).num_cached_tokens == 8
-    m.checkpoint("a", 4)  # also of a position behind: the next commit publishes it
+    m.checkpoint("a", 4)  # also for an earlier position; the next commit publishes it
     m.commit("a", 8)
     assert m.allocate("d", [*range(4), 9, 9]).num_cached_tokens == 4
     m.check()

@@ -1,4 +1,4 @@
-"""The core of the manager: small enough to be read in an afternoon, and whole without what is optional."""
+"""The manager's core is small enough to read in an afternoon, and imports nothing optional."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BUDGET = 2710
 
 
 def code_lines(path: Path) -> int:
-    """Lines with code on them: without docstrings, comments and blank ones."""
+    """Return the number of lines with code, without docstrings, comments and blank lines."""
     text = path.read_text(encoding="utf-8")
     docs: set[int] = set()
     for node in ast.walk(ast.parse(text)):
@@ -28,7 +28,7 @@ def code_lines(path: Path) -> int:
 
 
 def imports_of(name: str) -> set[str]:
-    """The modules of the cache that a module imports when it is imported itself."""
+    """Return the cache's modules that a module imports when it is imported itself."""
     path = path_of(name)
     package = (*name.split("."), "__init__")[:-1] if path.name == "__init__.py" else name.split(".")[:-1]
     found: set[str] = set()
@@ -46,7 +46,7 @@ def path_of(name: str) -> Path:
 
 
 def core() -> set[str]:
-    """The modules that importing the manager imports, without policies other than their interface."""
+    """Return the modules that the manager's import imports, of policies only their interface."""
     seen: set[str] = set()
     left = {"manager"}
     while left:
@@ -71,7 +71,7 @@ WINDOW = {"groups": [pc.FullAttention(), pc.SlidingWindow(9)]}
 
 @pytest.mark.parametrize("options", [{}, WINDOW, {"partial_reuse": True}], ids=["full", "window", "partial"])
 def test_without_remembered_hashes_all_is_the_same(options):
-    """Delete what is remembered and all is right, only slower: the same prompts get the same blocks and hashes."""
+    """Without remembered hashes, everything is right but slower: prompts get the same blocks and hashes."""
     managers = [pc.CacheManager(256, block_size=4, policy="lru", **options) for _ in range(2)]
     managers[1]._state.hasher.begin = feed_all
     r = random.Random(0)

@@ -1,4 +1,4 @@
-"""DiskTier: what survives, what is dropped when something is wrong, and whose files are left alone."""
+"""DiskTier: which files survive, which are dropped when something is wrong, and which are never touched."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def files(path):
 
 @pytest.fixture
 def somebody_else(monkeypatch):
-    """Makes the files that are there another user's."""
+    """Make the existing files another user's."""
     own = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
     return monkeypatch
@@ -251,7 +251,7 @@ for mode, readable in ((0o777, 0o600), (0o777, 0o644), (0o555, 0o644), (0o555, 0
     tier.discard(other)
     os.seteuid(0)
 """
-    with tempfile.TemporaryDirectory() as path:  # which others can reach, as they cannot tmp_path
+    with tempfile.TemporaryDirectory() as path:  # other users can reach it, unlike tmp_path
         os.chmod(path, 0o755)
         done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == [

@@ -1,4 +1,4 @@
-"""Events on the wire, and metrics as a scrape shows them."""
+"""Events as they are sent, and metrics as a scrape returns them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Listener:
 
 
 def test_listeners_can_follow_what_is_findable():
-    """A router that hears the events knows exactly the hashes in the table, whatever happens."""
+    """A router that receives all events knows exactly the hashes in the table."""
     rng = np.random.default_rng(0)
     m = pc.CacheManager(12, block_size=4)
     listener = Listener()

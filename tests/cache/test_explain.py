@@ -1,4 +1,4 @@
-"""Why a prompt is not cached further: misses that were planted, and what is remembered to explain them."""
+"""Explanations why a prompt is not cached further, for known causes, and the memory that they need."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def store(manager, name, tokens, **options):
 
 
 class Planted:
-    """A manager amid traffic, and a prompt that misses there for a known reason at a known place."""
+    """A manager with traffic, and a prompt that misses for a known cause at a known token."""
 
     def __init__(self, kind, seed):
         self.rng = rng = random.Random(f"{kind} {seed}")
@@ -43,7 +43,7 @@ class Planted:
         self.prompt = getattr(self, kind)()
 
     def text(self):
-        """Begins as all texts of a model do."""
+        """Return a text that begins like all texts of a model."""
         return [1, *self.words(self.size * self.rng.randint(4, 20) - 1)]
 
     def words(self, count):
@@ -54,7 +54,7 @@ class Planted:
             store(self.manager, self.rng.random(), self.text(), **self.options)
 
     def stored(self):
-        """A text that was stored in one or several turns, with others between them."""
+        """Return a text that was stored in one or several turns, with others between them."""
         text = self.text()
         for end in sorted({*(self.rng.randint(1, len(text)) for _ in range(self.rng.randrange(3))), len(text)}):
             store(self.manager, self.rng.random(), text[:end], **self.options)
@@ -62,7 +62,7 @@ class Planted:
         return text
 
     def cached(self, text, group=0):
-        """Which blocks of a text are published in a group."""
+        """Return the blocks of a text that are published in a group."""
         hashes = BlockHasher(self.algorithm, self.size).hash_blocks(
             encode_tokens(text), encode_keys(self.options.get("extra_keys"), self.options.get("salt"))
         )
@@ -153,7 +153,7 @@ def test_planted_misses_are_explained_by_kind_and_place(kind):
 @pytest.mark.parametrize("anywhere", [False, True])
 def test_moved_text_is_counted_with_and_without_the_index_that_finds_it(anywhere, partial_reuse):
     asked, manager = (pc.CacheManager(64, block_size=4, partial_reuse=partial_reuse) for _ in range(2))
-    for each in (asked, manager) if anywhere else (manager,):  # from then on text is entered
+    for each in (asked, manager) if anywhere else (manager,):  # from then on text is recorded
         each.allocate("first", [1], reuse="anywhere")
         each.free("first")
     text, rng = list(range(100, 164)), np.random.default_rng(0)
@@ -249,7 +249,7 @@ def test_bad_prompts_are_refused(tokens, error):
 
 
 class Walk:
-    """Random requests, and every text that they wrote, so that each claim of an explanation can be looked up."""
+    """Random requests and all texts that they wrote, so that each statement of an explanation can be checked."""
 
     KEYS = ({}, {"salt": "one"}, {"extra_keys": "lora"})
 
@@ -335,7 +335,7 @@ class Walk:
         return true and place and found.matched == start
 
     def _has(self, key, prompt, blocks):
-        """Return whether the prompt has so many blocks, and one more that is cached."""
+        """Return whether the prompt has `blocks` blocks, and one more that is cached."""
         end = (blocks + 1) * self.size
         return end <= len(prompt) and self.is_cached(key, prompt[:end])
 

@@ -1,4 +1,4 @@
-"""What once broke a manager: tiers beside other threads, processes, values that go through pickle, huge numbers."""
+"""Former faults of the manager: tiers beside other threads, processes, pickled values, huge numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that begin as copies of others."""
+"""Requests that begin as copies of other requests."""
 
 from __future__ import annotations
 

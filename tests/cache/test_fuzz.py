@@ -1,12 +1,13 @@
-"""Worlds of requests in several threads over one manager, with a tier that misbehaves and interrupts anywhere.
+"""Random requests in several threads with one manager, an unreliable tier, and interrupts at any place.
 
-Each request writes what its slots are to hold (a number for salt and all tokens up to there, the token, its position),
-carries out the copies it is told, and reads back what its next query needs. A tier gets blocks that hold what their
-hashes stand for. It takes, refuses, raises, and calls back. Worlds of one thread are the same for the same seed; those
-of several depend on the machine, so a failure is tried again. Nothing but public behaviour is asked.
+Each request writes its slots' expected content: a number for the salt and all tokens up to there, the token, and its
+position. It makes the copies that the manager lists, and reads what its next query needs. A tier must get blocks with
+the content of their hashes. It takes or refuses them, raises, and calls the manager. A world with one thread is the
+same for the same seed. One with several threads depends on the machine, so a failure is tried again. Only public
+methods are used.
 
-`make fuzz` runs them for an hour, `make fuzz-quick` for two minutes, in turn with the exact model of one thread
-(`cache_model`). Both print their seed: `make fuzz-quick SEED=...` begins with the same worlds.
+`make fuzz` runs worlds for an hour, and `make fuzz-quick` for two minutes, alternating with the exact model of one
+thread (`cache_model`). Both print their seed. `make fuzz-quick SEED=...` begins with the same worlds.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ KINDS = ("full", "partial", "anywhere", "window", "full and window", "full and s
 
 
 class TierError(Exception):
-    """What a tier raises."""
+    """An error of a tier."""
 
 
 @functools.cache
 def _interruptible(code):
-    """Offsets of instructions before which CPython looks for signals: behind a call, under the same handlers."""
+    """Return offsets of instructions before which CPython checks for signals: after a call, under the same handlers."""
     if sys.version_info < (3, 11):
         return frozenset()
     table = [(e.start, e.end, e.target) for e in dis._parse_exception_table(code)]
@@ -58,7 +59,7 @@ def _interruptible(code):
 
 @contextlib.contextmanager
 def interrupted(after):
-    """Raises KeyboardInterrupt in this thread after so many places of the manager's code; None: nowhere."""
+    """Raise KeyboardInterrupt in this thread after `after` places of the manager's code. None: never."""
     left = after
 
     def local(frame, event, argument):
@@ -85,12 +86,15 @@ def interrupted(after):
 
 
 def same(got, value):
-    """Whether a slot holds what it is to; of approximate KV the token, its place and the salt are known alone."""
+    """Return whether a slot holds what it must.
+
+    For approximate KV, only the token, its place and the salt are known.
+    """
     return got == value or (value[0] is None and got is not None and got[1:] == value[1:])
 
 
 class Request:
-    """What is known of one: its tokens, and what its slots are to hold."""
+    """A request's tokens, and the expected content of its slots."""
 
     def __init__(self, name, salt, tokens):
         self.name, self.salt, self.prompt, self.tokens, self.values = name, salt, tokens, [], []
@@ -124,7 +128,7 @@ class World:
         self.seed, r = seed, random.Random(seed)
         self.kind, self.threads = r.choice(KINDS), r.choice([1, 1, 2, 4])
         self.size, self.alphabet = r.choice([2, 3, 4]), r.choice([2, 2, 3])
-        self.hazard = r.choice([0, 0, 0.1, 0.4])  # how often a verb is interrupted
+        self.hazard = r.choice([0, 0, 0.1, 0.4])  # probability that a verb is interrupted
         self.manager = pc.CacheManager(
             r.randrange(8, 40),
             self.size,
@@ -138,13 +142,13 @@ class World:
         self.content = [{} for _ in self.groups]
         self.host = [{} for _ in self.groups]
         self.meaning, self.published = {}, set()
-        self.device = threading.Lock()  # what is written comes behind the copies of a preemption, as on a stream
+        self.device = threading.Lock()  # writes follow the copies of a preemption, as on a stream
         self.inside, self.raised, self.errors = threading.local(), 0, []
         self.manager.listeners.append(self)
         if r.random() < 0.75:
             self.manager.on_evict = self.on_evict
 
-    # What the manager calls.
+    # Callbacks of the manager.
 
     def stored(self, group, hashes, parent, token_ids, extra_keys):
         self.published |= {(group, block_hash) for block_hash in hashes}
@@ -181,7 +185,7 @@ class World:
         return None if chance > 0.9 else hashes[: r.randrange(len(hashes) + 1)]
 
     def call_back(self, worker):
-        """What a tier may ask of the manager while it is handed blocks."""
+        """Call the manager as a tier may while it receives blocks."""
         self.inside.deep, name = True, ("inner", worker.next_name())
         r = worker.random
         try:
@@ -196,7 +200,7 @@ class World:
             worker.forget(name)
 
     def run(self, operations):
-        """Runs all threads, and looks at what they leave."""
+        """Run all threads, and check the state that they leave."""
         workers = [Worker(self, number) for number in range(self.threads)]
         if self.threads == 1:
             workers[0].run(operations)
@@ -229,7 +233,7 @@ DONE, REFUSED, INTERRUPTED = "done", "refused", "interrupted"
 
 
 class Worker:
-    """One thread and the requests that it alone touches."""
+    """A thread and the requests that only it uses."""
 
     def __init__(self, world, number):
         self.world, self.number, self.count = world, number, 0
@@ -261,21 +265,21 @@ class Worker:
             world.errors.append(traceback.format_exc())
 
     def call(self, verb, *args, **options):
-        """Runs a verb, now and then with an interrupt somewhere in it: what came of it, and its result."""
+        """Run a verb, sometimes with an interrupt in it; return its outcome and its result."""
         world, after = self.world, None
         if self.random.random() < world.hazard:
             after = int(math.exp(self.random.uniform(0, 8)))
         try:
             with interrupted(after):
                 return DONE, verb(*args, **options)
-        except (pc.OutOfBlocks, TierError):  # a tier's own may reach the caller, and then nothing has changed
+        except (pc.OutOfBlocks, TierError):  # a tier's error may reach the caller; then nothing has changed
             return REFUSED, None
         except KeyboardInterrupt:
             world.manager.check()
             return INTERRUPTED, None
 
     def length(self, name):
-        """Tokens of a running request, None where there is none."""
+        """Return the number of tokens of a running request, None if it does not run."""
         try:
             return self.world.manager.num_tokens(name)
         except KeyError:
@@ -293,7 +297,7 @@ class Worker:
     # Memory.
 
     def carry_out(self, request, allocation):
-        """Copies and writes what an allocation asks for."""
+        """Copy and write what an allocation lists."""
         world, size = self.world, self.world.size
         with world.device:
             for group, content in enumerate(world.content):
@@ -322,7 +326,7 @@ class Worker:
         self.assert_readable(request)
 
     def assert_readable(self, request):
-        """What the query behind the last token reads is there."""
+        """Check that what the query after the last token reads is present."""
         length, size = len(request.tokens), self.world.size
         for group, (spec, table) in enumerate(zip(self.world.groups, self.tables(request.name), strict=True)):
             if group in self.world.states:
@@ -334,7 +338,7 @@ class Worker:
                 got = self.world.content[group].get((table[p // size], p % size))
                 assert same(got, request.value(p)), f"{got} at {p} of {request.name}, group {group}: {request.value(p)}"
 
-    # What can happen.
+    # Random operations.
 
     def allocate(self):
         r, world = self.random, self.world
@@ -382,7 +386,7 @@ class Worker:
             self.publish(request, self.random.choice([1, 1, 1, self.random.random()]))
 
     def publish(self, request, share=1):
-        """Commits a share of the tokens, all of which are written: what came of it."""
+        """Commit a share of the tokens, which are all written; return the outcome."""
         name, size, length = request.name, self.world.size, len(request.tokens)
         for block, block_hash in enumerate(self.world.manager.block_hashes(name)[: length // size]):
             self.world.meaning[block_hash] = request.value(block * size + size - 1)
@@ -406,7 +410,7 @@ class Worker:
             assert now == length + len(new)
             request.grow(new)
             self.carry_out(request, allocation)
-        elif now != length:  # done, but what was to be copied is not known
+        elif now != length:  # done, but its copies are not known
             assert outcome == INTERRUPTED
             assert now == length + len(new)
             self.forget(request.name)
@@ -430,7 +434,7 @@ class Worker:
                 return
             assert outcome == INTERRUPTED
             assert now == [at + 1 for at in lengths], "some have got their token"
-            for name in names:  # done, but what was to be copied is not known
+            for name in names:  # done, but its copies are not known
                 self.forget(name)
             return
         assert now == [at + 1 for at in lengths]
@@ -516,7 +520,7 @@ class Worker:
 
 @contextlib.contextmanager
 def quickly():
-    """Threads change often, and what hooks raise on purpose is not shown."""
+    """Switch threads often, and hide the errors that hooks raise on purpose."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     logging.getLogger("pc.cache").setLevel(logging.CRITICAL + 1)
@@ -536,7 +540,7 @@ def test_worlds_of_threads_a_tier_and_interrupts(seed):
 
 
 def main():
-    """Worlds and models in turn until the time is up; the first that fails ends it."""
+    """Run worlds and models in turn until the time is over, or one fails."""
     seconds = float(os.environ.get("FUZZ_SECONDS", "120"))
     seed = int(os.environ.get("SEED") or datetime.date.today().strftime("%Y%m%d"))
     print(f"SEED={seed}, {seconds:g} seconds", flush=True)

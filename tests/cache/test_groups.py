@@ -1,4 +1,4 @@
-"""Random traffic over groups of layers: what a hit promises is there, group by group."""
+"""Random traffic with groups of layers: all that a hit promises is present in each group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CASES = {
 
 
 def needed(group, position):
-    """Positions whose KV a query at `position` reads, by the definition of the group."""
+    """Return the positions whose KV a query at `position` reads, by the group's definition."""
     if isinstance(group, pc.SlidingWindow):
         return [t for t in range(position) if t > position - group.window or t < group.num_sink_tokens]
     return list(range(position))
@@ -36,7 +36,7 @@ def test_every_query_finds_what_it_reads(groups, reuse):
         return value if len(groups) > 1 else [value]
 
     def compute(request, allocation):
-        """Runs over the spans as a model would: reads what each query needs, then writes it."""
+        """Compute the spans like a model: read what each query needs, then write its KV."""
         slots = per_group(allocation.slot_mapping)
         positions = [p for span in allocation.compute_spans for p in range(*span)]
         for i, position in enumerate(positions):

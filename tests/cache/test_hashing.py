@@ -1,4 +1,4 @@
-"""Tokens as bytes."""
+"""The encoding of tokens as bytes."""
 
 from __future__ import annotations
 

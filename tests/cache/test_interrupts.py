@@ -1,4 +1,4 @@
-"""An interrupt at any line of a verb: either the verb is complete or nothing has happened, and other threads go on."""
+"""After an interrupt at any line of a verb, the verb is either complete or undone, and other threads continue."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOLDER = os.path.realpath(os.path.dirname(pc.cache.__file__))
 
 
 class Index:
-    """A listener that knows what is published, as a router does: notified twice it knows the same."""
+    """A listener that knows the published blocks, as a router does. A repeated notification changes nothing."""
 
     def __init__(self):
         self.published = set()
@@ -132,7 +132,7 @@ NAMES = [*[("old", i) for i in range(4)], "old", "a", "b", "c", "twin", "chunked
 
 
 def ask(call, *arguments, **options):
-    """What a call answers, or which error it raises."""
+    """Return the result of a call, or the error that it raises."""
     try:
         return call(*arguments, **options)
     except Exception as error:
@@ -140,7 +140,7 @@ def ask(call, *arguments, **options):
 
 
 def seen(manager):
-    """All that a caller can see without changing anything."""
+    """Return all that a caller can read without changing anything."""
     groups = range(len(manager.groups))
     tables = [[str(ask(manager.block_table, name, group)) for group in groups] for name in NAMES]
     requests = [(ask(manager.num_tokens, name), ask(manager.block_hashes, name)) for name in NAMES]
@@ -149,16 +149,16 @@ def seen(manager):
 
 
 def statistics(manager, *ignored):
-    """Its counters, but for what a tier took: one that was interrupted before it was asked got nothing."""
+    """Return the counters without those of a tier, since a verb may be interrupted before it calls the tier."""
     ignored += ("offloaded_blocks", "failed_offloads")
     return {name: value for name, value in vars(manager.stats()).items() if name not in ignored}
 
 
 def goes_on(manager):
-    """What becomes of its requests: what is held for a step, who computes what, and what forks share comes to light."""
+    """Continue the requests, and return what shows what they hold, who computes which blocks, and what forks share."""
     groups, script = range(len(manager.groups)), []
     changed = ("residency", "residency_sum", "evictions", "cached_blocks", "free_blocks", "hit_tokens")
-    changed += ("hit_tokens_by_cause",)  # a policy may choose others
+    changed += ("hit_tokens_by_cause",)  # a policy may choose other victims
     for number, token in enumerate((1, 2, 5, 3)):
         script.append(getattr(ask(manager.allocate, ("probe", number), [token] * 9), "wait_for", "refused"))
         script.append(ask(manager.free, ("probe", number)))
@@ -176,11 +176,11 @@ def goes_on(manager):
 
 
 def interrupt(manager, verb, *numbers):
-    """Runs a verb and raises at its place of this number; where that was, None where it has fewer.
+    """Run a verb and raise at its place of this number; return that place, or None if it has fewer places.
 
-    Places are before each line, and behind each call within one, where an interpreter looks for signals; not so where a
-    lock is taken, whose release covers the call, which tracing does not show. Further numbers
-    count from where what a verb has done begins to be undone.
+    Places are before each line, and after each call within a line, where an interpreter checks for signals. A lock's
+    acquisition is no such place, because tracing does not show it. Further numbers count from where the verb's changes
+    begin to be undone.
     """
     count, places, called, left, locked = 0, [], {}, list(numbers), set()
 
@@ -207,7 +207,7 @@ def interrupt(manager, verb, *numbers):
         frame.f_trace_opcodes = True
         return local
 
-    def undo(*arguments):  # an exception in a tracing function has ended the tracing
+    def undo(*arguments):  # an exception in a tracing function ended the tracing
         sys.settrace(start)
         try:
             honest(*arguments)
@@ -226,7 +226,7 @@ def interrupt(manager, verb, *numbers):
 
 
 def assert_usable(manager, place):
-    """It is consistent, listeners know what is published, other threads are served, and all can be ended."""
+    """Check that the manager is consistent, listeners know the published blocks, and threads and requests continue."""
     manager.check()
     other = threading.Thread(target=manager.stats, daemon=True)
     other.start()
@@ -294,7 +294,7 @@ REMOVING = ("rollback", "free", "free a preempted one", "preempt", "resume")
 @pytest.mark.quick
 @pytest.mark.parametrize("name", LAST)
 def test_an_interrupt_behind_the_last_change_of_a_verb(name, monkeypatch):
-    """All is put back that a verb has done, unless it has removed something: then it is complete."""
+    """All that the verb has done is undone, unless it has removed something; then it is complete."""
     before, after, manager = (one_group("lru") for _ in range(3))
     VERBS[name](after)
     expected = seen(after if name in REMOVING else before), goes_on(after if name in REMOVING else before)
@@ -321,7 +321,7 @@ AGAIN = [(one_group, "allocate"), (with_a_tier, "append_each"), (several_groups,
 @pytest.mark.parametrize("stride", [61, pytest.param(7, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("build", "name"), AGAIN, ids=lambda value: getattr(value, "__name__", value))
 def test_further_interrupts_while_the_first_is_undone(build, name, stride):
-    """Also one that comes before the undoing begins: whoever calls the manager next finds it whole."""
+    """This includes an interrupt before the undoing begins: the next caller finds a consistent manager."""
     verb = (GROUPED if build is several_groups else VERBS)[name]
     before, after = build("lru"), build("lru")
     verb(after)
@@ -343,7 +343,7 @@ class StopError(BaseException):
 
 
 def test_an_exception_of_another_thread_is_like_an_interrupt():
-    """`PyThreadState_SetAsyncExc` raises between two instructions, wherever a verb is."""
+    """`PyThreadState_SetAsyncExc` raises between any two instructions of a verb."""
     manager, number, begun, stopped, failures = one_group("default"), 0, 0, [], []
 
     def work():

@@ -1,4 +1,4 @@
-"""Keys: what they are as bytes, which are taken, and that nobody can change them afterwards."""
+"""Keys: their encoding as bytes, the valid types, and that a caller cannot change them afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pc.cache.keys import encode_key
 
 
 class Text(str):
-    """Compares equal to the str of the same letters."""
+    """A string that equals the str with the same characters."""
 
     __slots__ = ()
 
@@ -61,7 +61,7 @@ def test_bad_positions_are_refused(position):
 
 
 def test_a_list_of_keys_may_be_reused_by_its_owner():
-    """Whatever reads the keys later reads what they were: rollback, resume, hashes, events."""
+    """Rollback, resume, hashes and events use the keys as they were when they were passed."""
     manager = pc.CacheManager(64, block_size=4)
     heard = []
 
@@ -98,7 +98,7 @@ def documented_key(key):
 @pytest.mark.parametrize("position", [0, 3, 5, 11])
 @pytest.mark.parametrize("algorithm", ["sha256", "blake2b"])
 def test_documented_bytes_are_the_hash(algorithm, position):
-    """The identity as `pc.cache.hashing` describes it, spelled out with hashlib alone."""
+    """The hash equals the one that hashlib gives for the bytes documented in `pc.cache.hashing`."""
 
     def digest(data):
         options = {} if algorithm == "sha256" else {"digest_size": 32}

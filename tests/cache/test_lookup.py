@@ -1,4 +1,4 @@
-"""What of a prompt is found: behind gaps, in windows, where states are."""
+"""The cached part of a prompt: after gaps, in windows, and where there are states."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_window_hit_needs_only_the_last_blocks_and_the_sinks():
 
 
 def test_the_recomputed_last_token_needs_its_own_window():
-    """A prompt that is cached whole computes its last token again, whose window begins one token earlier."""
+    """If a prompt is cached whole, its last token is computed again, and its window begins one token earlier."""
     m = pc.CacheManager(16, block_size=4, groups=[pc.SlidingWindow(window=5)], policy="lru")
     table = m.allocate("a", list(range(12))).block_ids
     m.commit("a", 12)
@@ -103,7 +103,7 @@ def test_a_junction_is_where_only_the_state_is_missing():
 
 
 def test_a_prompt_whose_blocks_were_all_evicted_is_looked_up_again() -> None:
-    # Where it was found last is a guess that nothing of holds any more; nothing is then remembered either.
+    # The remembered place is only a guess; here it is wrong, and then nothing is remembered either.
     manager = pc.CacheManager(num_blocks=40, block_size=4)
     documents = [[1000 * d + t for t in range(length)] for d, length in enumerate((24, 60, 32, 80, 44))]
     for step in range(24):

@@ -1,4 +1,4 @@
-"""The contract of CacheManager, one fact a test."""
+"""The contract of CacheManager, with one fact in each test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random operations on CacheManager against a model of what every slot holds, and against bugs planted on purpose."""
+"""Random operations on CacheManager, compared with a model of every slot's content; planted bugs must be found."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTH = 250
 
 @pytest.fixture(autouse=True)
 def _quiet():
-    """Hooks that fail on purpose log their tracebacks."""
+    """Hide the tracebacks of hooks that fail on purpose."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
@@ -42,7 +42,7 @@ def test_random_operations(case):
 
 
 def window_released_too_early(patch):
-    """What the last token reads is released though it may be computed again."""
+    """Release blocks that the last token reads, although it may be computed again."""
     honest = ManagerState.behind_window
     patch.setattr(
         ManagerState,
@@ -90,7 +90,7 @@ def fork_shares_its_hasher(patch):
 
 def rollback_keeps_hashes(patch):
     class Kept(pc.cache.request.Request):
-        """Hashes of tokens that were taken back stay."""
+        """A request that keeps the hashes of tokens that were rolled back."""
 
         @property
         def digests(self):

@@ -1,4 +1,4 @@
-"""MooncakeTier through a real store, from one process to another over loopback; see test_tier.py for the rest."""
+"""MooncakeTier with a real store, between two processes on this machine; test_tier.py has the other tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text found wherever it stands: what is found, under which identity, and what is refused."""
+"""Text that is found at another position: what is found, with which hashes, and which calls raise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ TEXT = list(range(100, 124))
 
 
 def make(num_blocks=64, **options):
-    """A manager that has TEXT behind four other tokens; blocks published before a first such request are not found."""
+    """Return a manager that has TEXT after four other tokens.
+
+    Blocks published before the first search are not found.
+    """
     manager = pc.CacheManager(num_blocks, BLOCK, **options)
     store(manager, "text", [*range(4), *TEXT])
     return manager

@@ -1,4 +1,4 @@
-"""The callbacks of a manager: what they are told, when, and that nothing they do costs it any state."""
+"""The manager's callbacks: their arguments, when they are called, and that an error in one changes no state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def broken(*arguments):
 
 
 def verbs():
-    """A manager that has to evict for the verb, the verb, and what says that it is done."""
+    """Yield a manager that must evict for a verb, the verb, and a check that the verb is complete."""
     full_manager = full()
     yield full_manager, lambda: full_manager.allocate("b", [9] * 8), lambda: full_manager.num_tokens("b") == 8
     for groups in (None, None, [pc.FullAttention(), pc.Recurrent(num_blocks=1)]):
@@ -91,7 +91,7 @@ def test_an_interrupt_in_a_tier_leaves_the_verb_done(number, interrupts):
         raise KeyboardInterrupt
 
     manager.on_evict = interrupted
-    if interrupts == 2:  # and one where the first is handled
+    if interrupts == 2:  # and one while the first is handled
 
         def settle():
             del manager._state.settle
@@ -130,7 +130,7 @@ def test_the_blocks_are_whole_and_their_verb_is_done_and_the_tier_says_what_it_t
 
 
 def test_what_a_tier_is_given_is_not_handed_out_meanwhile():
-    """Another thread, or the callback itself, may end the request that has the blocks."""
+    """Another thread, or the callback itself, may free the request that has the blocks."""
     manager = full()
     given = []
 
@@ -155,7 +155,7 @@ def test_what_a_tier_is_given_is_not_handed_out_meanwhile():
 
 @pytest.mark.parametrize("where", ["before the tier is called", "in the tier", "when the blocks are given back"])
 def test_blocks_of_an_interrupted_handover_go_back_when_its_thread_or_another_goes_on(where, monkeypatch):
-    """The holder of a thread that has left, or ended, holds nothing; that of a thread inside the tier does."""
+    """The blocks are held for a thread inside the tier, and no longer for one that has left it or ended."""
     manager = full(num_blocks=8)
     evicted = pc.cache.offload.Evicted
 
@@ -186,7 +186,7 @@ def test_blocks_of_an_interrupted_handover_go_back_when_its_thread_or_another_go
 
 
 def test_requests_from_many_threads_beside_a_tier():
-    """Verbs come and go while a tier saves; nothing is counted wrong and each block has the content of its hash."""
+    """Verbs run while a tier saves. The counters are right, and each block has the content of its hash."""
     interval, failures = sys.getswitchinterval(), []
 
     def work(thread):

@@ -1,4 +1,4 @@
-"""The part of a block that a prompt has in common with a cached one."""
+"""Reuse of the part of a block that a prompt shares with a cached block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of a request: what a copy shares, how its tables grow."""
+"""The state of a request: what a copy shares, and how its tables grow."""
 
 from __future__ import annotations
 

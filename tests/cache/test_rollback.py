@@ -1,4 +1,4 @@
-"""Taking back tokens and the blocks they alone needed."""
+"""Rollbacks, which remove tokens and the blocks that only they needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of slots: they say the same as the slots one by one."""
+"""Runs of slots, which give the same as single slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What verbs share: counters, windows that move on, pools that are emptied."""
+"""State that verbs share: counters, windows that move, pools that are emptied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preempted requests: computed again, or brought back from host memory."""
+"""Preempted requests, which are computed again or loaded from host memory."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def test_a_preempted_request_keeps_its_place_when_there_is_no_room():
 
 
 def evict_all(manager):
-    """Fills every pool with something else."""
+    """Fill every pool with other blocks."""
     run(manager, "evict", [9] * (manager.block_size * min(pool.num_blocks for pool in manager.pools)))
 
 
 def swapped(groups, tokens, host_blocks, ahead=1):
-    """A request whose last token is not computed yet, swapped out and back with all else evicted meanwhile."""
+    """Return a request whose last token is not computed, after swapping it out and in with all else evicted."""
     manager = pc.CacheManager(8, block_size=4, policy="lru", groups=groups, host_blocks=host_blocks)
     manager.allocate("a", list(range(tokens)))
     manager.commit("a", tokens)

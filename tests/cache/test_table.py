@@ -22,9 +22,9 @@ def put(table, words, ids, one_by_one):
 @pytest.mark.parametrize("one_by_one", [False, True])
 @pytest.mark.parametrize("spread", [1 << 63, 1 << 4], ids=["spread", "colliding"])
 def test_churn_matches_a_dict(spread, one_by_one):
-    """Many times its size in insertions: what was left behind is swept out, nothing is lost or found wrongly.
+    """After many more insertions than its size, removed entries are swept out, and every lookup is right.
 
-    With few different first words most searches meet other hashes on their way.
+    If there are few different first words, most searches meet other hashes.
     """
     rng = np.random.default_rng(0)
     n = 64
@@ -92,9 +92,9 @@ def test_many_blocks_meet_others_and_none_has_a_twin():
 @pytest.mark.parametrize("count", [3, 60], ids=["few", "many"])
 def test_a_twin_is_found_behind_a_slot_that_was_given_up(count):
     words = random_digests(np.random.default_rng(0), count + 2)
-    words[1, 0] = words[0, 0] + np.uint64(1 << 50)  # they begin their search at one slot
+    words[1, 0] = words[0, 0] + np.uint64(1 << 50)  # their searches begin at the same slot
     words[2] = words[1]
-    words[3:, 0] = words[0, 0] + np.arange(1, count, dtype=np.uint64)  # and nobody else at it
+    words[3:, 0] = words[0, 0] + np.arange(1, count, dtype=np.uint64)  # and no other search there
     table = HashTable(words)
     put(table, words, np.array([0], np.int32), False)
     put(table, words, np.array([1], np.int32), False)

@@ -1,4 +1,4 @@
-"""What every tier promises, tried with each: on disk, in a store, behind a writer, and a writer's tier."""
+"""The contract of tiers, tested on disk, with a store, with a writer, and for the tier of a writer."""
 
 from __future__ import annotations
 

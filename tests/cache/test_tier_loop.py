@@ -1,4 +1,4 @@
-"""The loop of docs/cache_tiers.md: evicted blocks go to a tier, and a later prompt finds their very content again."""
+"""The loop of docs/cache_tiers.md: evicted blocks go to a tier, and a later prompt finds exactly their content."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GROUPS = {
 
 
 def rows_of(tokens):
-    """What stands for the KV: each row depends on all tokens up to its own."""
+    """Return rows in place of KV, each of which depends on all tokens up to its own."""
     state, rows = 7, []
     for token in tokens:
         state = (state * 31 + int(token) + 1) % 65521
@@ -33,7 +33,7 @@ def rows_of(tokens):
 
 
 class Engine:
-    """As much of an engine as the loop needs; its KV is `rows_of` the tokens."""
+    """The part of an engine that the loop needs. Its KV is `rows_of` the tokens."""
 
     def __init__(self, groups, tiers, num_blocks=8, policy="lru"):
         self.manager = pc.CacheManager(num_blocks, BLOCK, policy=policy, groups=groups)
@@ -76,7 +76,7 @@ class Engine:
         self.manager.check()
 
     def check_what_is_read(self, request, tokens, done):
-        """The KV before `done` that the query at `done`, or the last one, reads is that of these tokens."""
+        """Check the KV before `done` that the query at `done`, or the last one, reads."""
         rows = rows_of(tokens)
         query = min(done, len(tokens) - 1)
         for group, cache, table in zip(self.manager.groups, self.caches, self.tables(request), strict=True):
@@ -125,7 +125,7 @@ def test_random_prompts_find_their_own_content(tmp_path, groups, policy):
     engine.tiers = engine.tiers[: len(groups)]
     for number in range(120):
         engine.serve(number, random.integers(0, 2, int(random.integers(1, 36))).tolist())
-        if number % 3 == 0:  # or what the queue takes depends on the disk
+        if number % 3 == 0:  # otherwise the disk's speed decides what the queue takes
             assert all(tier.flush() for tier in engine.tiers)
     assert engine.loaded > 100
     assert all(tier.close() for tier in engine.tiers)

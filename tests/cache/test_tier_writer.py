@@ -1,4 +1,4 @@
-"""TierWriter: nobody waits for the disk, and nothing is lost without a word."""
+"""TierWriter: no caller waits for the disk, and every lost block is counted or logged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def block(value=1.0):
 
 
 class SlowTier:
-    """A tier whose writes wait for leave, and may fail."""
+    """A tier whose writes wait until they are allowed, and may fail."""
 
     def __init__(self):
         self.entries = {}

@@ -1,6 +1,6 @@
-"""What a user's type checker sees of the manager: no Any, so that a typo in a field of a result is an error.
+"""The manager's types as a user's type checker sees them. There is no Any, so a typo in a result's field is an error.
 
-From the wheel and from an editable install: `make wheel-test`.
+`make wheel-test` checks them for the wheel and for an editable install.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The learned policy: what it keeps, what it counts, and that nothing it is told can confuse it for good."""
+"""The learned policy: which blocks it keeps, what it counts, and that wrong calls confuse it only for a while."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def trace_of(requests):
 
 
 def rounds(count, documents=60, scans=4):
-    """A few documents in turn, each between many that never come back: lru keeps none of them."""
+    """A few documents in turn, each between many that are never used again. Lru keeps none of them."""
     for i in range(count):
         if i % (scans + 1) == 0:
             document = i // (scans + 1) % documents
@@ -53,19 +53,19 @@ def test_learns_what_comes_back_after_lru_has_lost_it():
 
 
 def agents(turns=20, beside=8):
-    """Sessions in turn, of which each turn adds to its prompt: lru keeps none of them."""
+    """Sessions in turn, each turn of which extends its prompt. Lru keeps none of them."""
     return [[10_000 * session + k for k in range(20 + 2 * turn)] for turn in range(turns) for session in range(beside)]
 
 
 def test_of_sessions_in_turn_some_are_kept_whole():
-    """Nearly as many as can be, though there are only 160 requests to learn from: what the last one left has to go."""
+    """The hits reach 80 % of Belady's, although there are only 160 requests to learn from."""
     trace = trace_of(agents())
     assert replay(trace, "lru", 130).hit_rate == 0
     assert replay(trace, "hazard", 130).hit_rate > 0.8 * replay(trace, "belady", 130).hit_rate > 0.2
 
 
 def test_the_guard_hands_over_to_lru_when_the_past_says_the_opposite():
-    """What came back never does again, and what never did comes back at once."""
+    """Documents that were reused never are again, and those that never were are reused at once."""
     first = list(rounds(1500))
     then = [[10**8 + 100 * (i // 2) + k for k in range(8)] for i in range(1500)]
     trace = trace_of(first + then)
@@ -103,7 +103,7 @@ def test_on_paper_lru_hits_what_lru_hits(monkeypatch):
 
 
 def growing(count, rng):
-    """Conversations side by side, each turn of which goes on from one of the turns before, not always the last."""
+    """Concurrent conversations. Each turn continues one of the turns before, not always the last."""
     turns = [[] for _ in range(12)]
     for i in range(count):
         chat = turns[int(rng.integers(0, len(turns)))]
@@ -113,7 +113,7 @@ def growing(count, rng):
 
 
 def whole(count, rng, prompts=40, blocks=5):
-    """Prompts that are asked for again and again, and nothing else."""
+    """A few prompts, each of which is repeated many times."""
     return [[1000 * i + k for k in range(blocks)] for i in rng.integers(0, prompts, count).tolist()]
 
 
@@ -144,10 +144,10 @@ def test_what_is_drained_together_comes_to_the_same_as_one_by_one(monkeypatch, p
         hazard._drain()
         m.check()
         runs = hazard.runs
-        runs.shared = np.maximum(runs.shared, runs.start)  # what another took over is not in the run any more
+        runs.shared = np.maximum(runs.shared, runs.start)  # a run no longer has what another run took over
         columns = ["serial", "start", "end", "size", "bounds", "last", "owned", "shared", "stratum", "covariates"]
         blocks = ["_owner", "_forked"]
-        if at_once == 1:  # else a request may leave blocks in the same batch as the one that it went on from
+        if at_once == 1:  # otherwise a request may release blocks in one batch with the request it continues
             columns, blocks = [*columns, "parent"], [*blocks, "_child_count", "_previous"]
         state = {name: getattr(runs, name)[: runs.count].tolist() for name in columns}
         state |= {name: getattr(hazard, name).tolist() for name in blocks}
@@ -166,7 +166,7 @@ def test_what_is_drained_together_comes_to_the_same_as_one_by_one(monkeypatch, p
 @pytest.mark.parametrize("batch", [1, 5, 60])
 @pytest.mark.parametrize("consecutive", [False, True])
 def test_the_log_knows_of_each_hit_who_had_the_blocks(batch, consecutive):
-    """Chains that overlap anywhere, against one block after the other."""
+    """Compare chains that overlap anywhere with a loop over single blocks."""
     rng = np.random.default_rng(batch)
     code, expected, told, found = np.full(40, -1), np.full(40, -1), [], []
     log = EventLog(code, place_bits=8)
@@ -215,7 +215,7 @@ def test_what_is_hit_while_others_hold_it_is_noted_within_bounds():
 
 
 def test_rates_learned_after_a_long_time_are_not_made_up_for_by_the_factors():
-    """All that is known of the first thousand requests comes at once, and is 50 times what was assumed."""
+    """All observations of the first thousand requests come at once, and are 50 times the assumed rate."""
     for stale in (False, True):
         model = HazardModel()
         one = np.zeros(1, np.intp)
@@ -287,7 +287,7 @@ def test_bookkeeping_survives_2_to_the_31_requests():
 
 
 def test_random_access_patterns_leave_every_victim_findable():
-    """Gaps, forks and rollbacks break runs into pieces; still every block can be had back."""
+    """Gaps, forks and rollbacks split runs into pieces; still every block can be evicted."""
     rng = np.random.default_rng(0)
     m = pc.CacheManager(48, block_size=4, policy="hazard")
     for i in range(400):
@@ -331,7 +331,7 @@ def test_check_covers_the_state_of_the_policy(broken):
 
 
 def test_a_policy_that_failed_once_goes_on(monkeypatch, cache_errors):
-    """What was logged is not drained twice: one failure must not make all later ones."""
+    """Logged requests are not drained twice, so one failure does not cause further ones."""
     m = pc.CacheManager(32, block_size=4, policy="hazard")
     policy = m.pools[0].policy
     with monkeypatch.context() as failing:
@@ -399,7 +399,7 @@ def test_ghosts_of_the_oldest_requests_give_way():
 
 
 def test_evicted_blocks_that_come_again_are_counted_by_request(monkeypatch):
-    """Not one by one: of prompts of 300 blocks each fit would look at ten thousand intervals, in a step of serving."""
+    """Counting one by one would be slow: with prompts of 300 blocks, each fit would look at ten thousand intervals."""
     intervals, recalled = [], []
     expose, again = HazardModel.expose, IntervalsAtRisk.recalled
     monkeypatch.setattr(HazardModel, "expose", lambda self, *a: intervals.append(a[0].size) or expose(self, *a))

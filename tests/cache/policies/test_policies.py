@@ -1,4 +1,4 @@
-"""What policies promise."""
+"""The contract of eviction policies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def serve(manager, request_id, tokens, **options):
 
 
 def cached_of(manager, tokens):
-    """Cached tokens of a prompt, without an access that a policy would hear of."""
+    """Return the cached tokens of a prompt, without notifying the policy of an access."""
     pool = manager.pools[0]
     digests = pool.hasher.hash_blocks(pc.cache.hashing.encode_tokens(tokens))
     return manager.block_size * pool.table.leading(digests).size
@@ -162,7 +162,7 @@ def test_priority_pins_nothing():
 
 
 class MostRecent(pc.EvictionPolicy):
-    """Gives up what was used last: the example of docs/policies.md."""
+    """Evicts the block used last, as in the example of docs/policies.md."""
 
     def bind(self, pool):
         super().bind(pool)
@@ -197,7 +197,7 @@ def test_a_policy_of_ones_own():
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_random_traffic_keeps_every_policy_consistent(name):
-    """Against a pool that is always full: victims are released blocks, none twice, whoever chooses them."""
+    """In a pool that is always full, each policy's victims are released blocks, and none is chosen twice."""
     rng = np.random.default_rng(1)
     m = pc.CacheManager(64, block_size=4, policy=name)
     running = []
@@ -246,7 +246,7 @@ def test_ghosts_tell_every_number_they_lose_once():
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_finds_the_last_block_among_held_ones(policy: str) -> None:
-    # S3-FIFO once looked for it for ever: its main queue held nothing but blocks in use.
+    # S3-FIFO once searched forever, because its main queue had only blocks in use.
     manager = pc.CacheManager(num_blocks=20, block_size=4, policy=policy)
     manager.allocate("held", list(range(40)))
     manager.commit("held", 40)
@@ -261,7 +261,7 @@ def test_finds_the_last_block_among_held_ones(policy: str) -> None:
 
 
 def history(m):
-    """What comes on top for explanations, whose own bounds are those of docs/cache_misses.md."""
+    """Return the bytes of what is remembered for explanations, whose limits are those of docs/cache_misses.md."""
     count, history = m.pools[0].num_blocks, m._state.history
     assert history.nbytes <= max(64 * count, 1 << 16) + max(32 * count, 1 << 16)
     return history.nbytes
@@ -270,7 +270,7 @@ def history(m):
 @pytest.mark.parametrize("name", ["lru", "hazard"])
 @pytest.mark.parametrize("num_blocks", [10_000, 21_846, 100_000])  # 21,846: most table slots a block
 def test_bookkeeping_stays_under_256_bytes_a_block_and_a_mebibyte(name, num_blocks):
-    """Everything counted, with the pool full and every hash remembered that may be."""
+    """The bytes include all that is counted, with a full pool and as many remembered hashes as allowed."""
     m = pc.CacheManager(num_blocks, block_size=16, policy=name)
     rng = np.random.default_rng(0)
     for i in range(3 * num_blocks // 1000):
@@ -281,7 +281,7 @@ def test_bookkeeping_stays_under_256_bytes_a_block_and_a_mebibyte(name, num_bloc
 
 
 def test_memory_for_ghosts_is_left_to_hashes_until_something_is_evicted():
-    """Prompts that all fit are hashed once: room that the learned policy keeps for later is not taken yet."""
+    """If all prompts fit, memory for the learned policy's evicted blocks is not allocated yet."""
     prompts = np.random.default_rng(0).integers(0, 150_000, (200, 1024)).astype(np.int32)
     for name in ("lru", "hazard"):
         m = pc.CacheManager(16_384, block_size=16, policy=name)
@@ -299,7 +299,7 @@ def test_memory_for_ghosts_is_left_to_hashes_until_something_is_evicted():
 
 @pytest.mark.parametrize("shared", [0, 100])
 def test_many_small_requests_stay_under_256_bytes_a_block_too(shared):
-    """A request for every two blocks: what is kept of requests and of prefixes that they share is bounded as well."""
+    """There is a request for every two blocks; the memory for requests and shared prefixes is bounded too."""
     num_blocks, most = 10_000, 0
     m = pc.CacheManager(num_blocks, block_size=1, policy="hazard")
     prefix = list(range(shared))
@@ -313,7 +313,7 @@ def test_many_small_requests_stay_under_256_bytes_a_block_too(shared):
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_queues_do_not_grow_with_traffic(name):
-    """A prompt served for ever costs no more memory than one served as often as a policy looks back."""
+    """A prompt that is served many times takes no more memory than one served as often as a policy remembers."""
     m = pc.CacheManager(64, block_size=4, policy=name)
 
     def most(count):
@@ -329,7 +329,7 @@ def test_queues_do_not_grow_with_traffic(name):
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_a_block_costs_the_same_in_a_large_pool(name):
-    """Taking, completing and releasing with every block cached: O(1) or O(log n) a block, so far from 50 times."""
+    """With every block cached, an operation takes O(1) or O(log n) for each block, far less than 50 times as long."""
     costs = []
     for num_blocks in (10_000, 500_000):
         hasher = pc.cache.hashing.BlockHasher("blake2b", 16)

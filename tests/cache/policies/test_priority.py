@@ -1,4 +1,4 @@
-"""Priorities stay cheap and bounded however many there are."""
+"""Blocks with many different priorities cost little time and a bounded amount of memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trace's own future says."""
+"""Hints computed from a trace's own future."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pc.cache.replay.traces import continued
 
 
 def chats(count, rng):
-    """Conversations of which half end after a turn and half go on for four, with time between."""
+    """Conversations of which half end after one turn and half have four more turns, with pauses between."""
     turns = []
     for chat in range(count):
         at = float(rng.uniform(0, count))

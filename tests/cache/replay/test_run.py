@@ -65,7 +65,7 @@ def test_unknown_layout_is_refused(tmp_path):
 def test_hits_by_hand():
     trace = trace_of([1, 2, 3], [1, 2, 4], [5, 6], [1, 2, 3])
     assert replay(trace, "lru", 100).hit_rate == 5 / 11
-    assert replay(trace, "lru", 4).hit_rate == 4 / 11  # 5 and 6 push out 3 and 4: the tails go first
+    assert replay(trace, "lru", 4).hit_rate == 4 / 11  # 5 and 6 evict 3 and 4, because tails are evicted first
     assert replay(trace, "lru", 3).hit_rate == 3 / 11
     assert replay(trace, "belady", 4).hit_rate == 5 / 11 - 1 / 11
 
@@ -92,7 +92,7 @@ def test_no_policy_beats_the_one_that_knows_the_future(policy):
 
 
 def test_what_the_next_turn_alone_says():
-    """It keeps what goes on soonest, whatever is asked for then: it takes the tail 3 for part of the next turn."""
+    """The policy knows when a conversation continues, not with which blocks, so it keeps the unused tail 3."""
     trace = trace_of([1, 2, 3], [5, 6, 7], [8, 9], [1, 2, 4], [5, 6, 7], [8, 9], [1, 2, 4])
     assert next_turns(trace) == [3, 4, 5, 6, NEVER, NEVER, NEVER]
     hits = {name: round(19 * replay(trace, name, 7).hit_rate) for name in ("lru", "next_turn", "belady")}
@@ -198,21 +198,21 @@ def test_a_part_is_measured_against_the_whole(tmp_path):
 
 
 def drifting(rng, count):
-    """Interest moves on: what was used often is not wanted any more."""
+    """Interest changes: documents that were used often are no longer used."""
     for i in range(count):
         document = int(rng.normal(i / 3, 40)) % 5000
         yield [*(100 * document + k for k in range(8)), 10**6 + i]
 
 
 def popular(rng, count):
-    """A few documents are asked for again and again between many that are not."""
+    """A few documents are used again and again, between many that are used once."""
     for i in range(count):
         document = int(rng.integers(0, 200)) if rng.random() < 0.3 else 10_000 + i
         yield [document * 100 + k for k in range(8)]
 
 
 def chats(rng, count):
-    """Turns of growing conversations behind two system prompts, with time to think between them."""
+    """Turns of growing conversations after two system prompts, with pauses between turns."""
     turns = []
     for chat in range(count // 4):
         start, at = 4 * chat, 0.0
@@ -224,27 +224,27 @@ def chats(rng, count):
 
 
 def phases(rng, count):
-    """A set of documents for a while, then another."""
+    """A set of documents is used for a while, then another."""
     for i in range(count):
         document = i // 300 * 60 + min(int(rng.zipf(1.3)), 60)
         yield [*(100 * document + k for k in range(6)), 10**6 + i]
 
 
 def batches(rng, count):
-    """Each document is asked about four times within a while and never again."""
+    """Each document is used about four times within a while, and never again."""
     at = np.arange(count) // 4 * 4 + rng.uniform(0, 100, count)
     for i in np.argsort(at).tolist():
         yield [*(100 * (i // 4) + k for k in range(9)), 10**6 + i]
 
 
 def few(rng, count):
-    """So few that there is nothing to learn from."""
+    """Too few requests to learn from."""
     return list(chats(rng, 2000))[:200]
 
 
 @pytest.mark.parametrize("traffic", [drifting, popular, chats, phases, batches, few])
 def test_what_learns_is_not_below_lru(traffic):
-    """By more than 1 % of its hits, and ten requests for what a try may cost where there is little to go by."""
+    """Policies that learn lose at most 1 % of lru's hits, and ten requests for exploration."""
     trace = trace_of(*traffic(np.random.default_rng(0), 2000 if traffic is popular else 1200))
     rows = compare(trace, ["lru", "hazard"], [0.01, 0.05, 0.2])
     for lru, learned in zip(rows[::2], rows[1::2], strict=True):

@@ -1,4 +1,4 @@
-"""Generated traffic, and that the learned policy holds against lru on it; all kinds: python -m benchmarks traffic."""
+"""Generated traffic, on which the learned policy hits as much as lru. For all kinds: python -m benchmarks traffic."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ QUICK += ["law_flips", "concatenated"]
 
 @pytest.mark.parametrize("kind", QUICK)
 def test_the_learned_policy_never_hits_much_less_than_lru(kind):
-    # In 700 requests of these a small cache hits thirty blocks, which ones is chance.
+    # In 700 requests of these kinds a small cache hits about thirty blocks, and which ones is random.
     trace = traffic.generate(kind, 2400 if kind == "scans_and_loops" else 700)
     for share in (0.03, 0.3):
         capacity = round(share * trace.unique_blocks)
@@ -46,7 +46,7 @@ def test_the_learned_policy_never_hits_much_less_than_lru(kind):
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_law_that_flips_again_and_again_takes_nothing_from_lru(seed):
-    """Each change of orders costs what the other one would have held; too ready ones lost 2 and 4 % here."""
+    """After a change of orders the cache lacks the other's blocks. Changing too readily lost 2 and 4 % here."""
     trace = traffic.generate("law_flips_often", 2400, seed)
     lru, ours, _ = traffic.against_lru(trace, "hazard", round(0.1 * trace.unique_blocks), 200)
     assert ours >= 0.99 * lru

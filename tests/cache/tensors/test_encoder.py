@@ -1,4 +1,4 @@
-"""EncoderCache: holding, budget and policies, and the image that ends inside a block."""
+"""EncoderCache: holders, budget and policies, and an image that ends inside a block."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_place_writes_nothing_when_an_output_does_not_fit(length, width, message
 
 
 def test_an_image_that_ends_inside_a_block():
-    """The first block is a prefix hit, the rest of the image comes from the encoder cache."""
+    """The first block is a prefix hit. The rest of the image comes from the encoder cache."""
     manager = pc.CacheManager(8, 4)
     tensors = pc.TensorCache(manager, 8, 4)
     encoder = pc.EncoderCache(1 << 20)
@@ -140,7 +140,7 @@ def test_an_image_that_ends_inside_a_block():
         return pixels
 
     def forward(embeddings, past):
-        """A causal model: every row depends on all embeddings before it."""
+        """A causal model, each row of which depends on all embeddings before it."""
         return torch.cat([past, embeddings]).cumsum(0)[len(past) :] if len(past) else embeddings.cumsum(0)
 
     def serve(request, words):
@@ -208,7 +208,7 @@ def test_hashes_that_are_equal_and_of_another_type_are_other_contents():
 
 
 class Holders(RuleBasedStateMachine):
-    """Random puts, lookups and releases: bytes, holders and the budget agree after each."""
+    """Random puts, lookups and releases. Bytes, holders and the budget agree after each."""
 
     def __init__(self):
         super().__init__()

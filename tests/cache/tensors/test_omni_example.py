@@ -1,4 +1,4 @@
-"""The worked example of vLLM-Omni's document on prefix caching, and the pictures drawn from it."""
+"""The worked example of vLLM-Omni's document on prefix caching, and the diagrams drawn from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORDS = list(dict.fromkeys(FIRST + SECOND))
 
 
 def outputs(words, start):
-    """What a causal stage gives for the words from `start` on."""
+    """Return the output of a causal stage for the words from `start` on."""
     generator = torch.Generator()
     rows = []
     for i in range(start, len(words)):

@@ -1,7 +1,7 @@
-"""Two stages of real transformers models, caching on or off in each: what comes out is the same.
+"""Two stages of real transformers models give the same result with caching on or off in each.
 
-The thinker's hidden states are the talker's input embeddings. A stage keeps its keys and values as per-token tensors
-too, so that it computes the suffix of a prompt alone.
+The thinker's hidden states are the talker's input embeddings. A stage caches its keys and values as per-token tensors
+too, so that it computes only the suffix of a prompt.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Stage:
         self.tensors = pc.TensorCache(self.manager, self.num_blocks, BLOCK)
 
     def begin(self, request, tokens, inputs):
-        """Hidden states of a whole prompt; `inputs` gives the embeddings of its positions."""
+        """Return the hidden states of a whole prompt. `inputs` returns the embeddings of positions."""
         if not self.caching:
             self.reset()
         return self.compute(request, self.manager.allocate(request, tokens), len(tokens), inputs)
 
     def append(self, request, token, inputs):
-        """Hidden states of all tokens after one more."""
+        """Append a token and return the hidden states of all tokens."""
         allocation = self.manager.append(request, [token])
         return self.compute(request, allocation, self.manager.num_tokens(request), inputs)
 
@@ -85,7 +85,7 @@ class Stage:
 
 
 class Pipeline:
-    """Thinker, then talker; greedy."""
+    """The thinker and the talker, decoding greedily."""
 
     def __init__(self, models, thinker_caches, talker_caches, num_blocks=40):
         thinker, talker, self.bridge, self.head = models
@@ -94,7 +94,7 @@ class Pipeline:
 
     @torch.no_grad()
     def run(self, request, prompt):
-        """Tokens that the talker generates, and both stages' hidden states of the last step."""
+        """Return the talker's tokens, and both stages' hidden states of the last step."""
         tokens = list(prompt)
         embed = self.thinker.model.embed_tokens
         thought = self.thinker.begin(request, tokens, lambda at: embed(torch.tensor(tokens)[at]))

@@ -1,4 +1,4 @@
-"""The slots of a step: runs say the same as the slots one by one, and a step of allocations the same as its arrays."""
+"""The slots of a step: runs give the same as single slots, and a step of allocations the same as its arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorCache: what it gives equals what a run without caching computes, and never what another request left behind."""
+"""TensorCache: its results equal those of a run without caching, and never include another request's rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOCK = 4
 
 
 def rows_of(tokens):
-    """Rows of a sequence as a causal model gives them: each depends on all tokens up to its own."""
+    """Return the rows of a sequence from a causal model, in which each row depends on all tokens up to its own."""
     state, rows = 7, []
     for token in tokens:
         state = (state * 31 + int(token) + 1) % 65521
@@ -34,7 +34,7 @@ def rows_of(tokens):
 
 
 def outputs_of(tokens, positions):
-    """What a forward pass over some positions gives: two per-token tensors, and logits of the last one."""
+    """Return the output of a forward pass over some positions: two per-token tensors, and the last logits."""
     rows = rows_of(tokens)[torch.as_tensor(positions, dtype=torch.long)]
     return {"hidden": rows.double(), "mm": {"feature": rows[:, :2].to(torch.int16)}, "logits": torch.zeros(3, 9)}
 
@@ -53,7 +53,7 @@ def positions_of(allocation):
 
 
 def run(manager, tensors, request, tokens, **options):
-    """Allocates, computes, stores and commits a request; gives what join gave."""
+    """Allocate, compute, store and commit a request; return the result of join."""
     allocation = manager.allocate(request, tokens, **options)
     tensors.prepare(allocation)
     step = pc.Step.of({request: allocation}, outputs_of(tokens, positions_of(allocation)))
@@ -454,7 +454,7 @@ def test_a_copy_has_the_rows_that_its_source_held_when_it_was_planned(pair, orde
     manager.fork("a", "b")
     manager.rollback("b", 1)
     token, tokens = {"a": 7, "b": 8}, {"a": [1, 2, 3, 7], "b": [1, 2, 8]}
-    if each:  # the source of a's copy is where b goes on
+    if each:  # b continues in the block that a copies from
         step = manager.append_each(list(order), [token[request] for request in order])
         tensors.copy(step.copies)
         slots = step.slot_mapping
@@ -673,11 +673,11 @@ WAYS = {
     "slots": ((step_module, "_FEW_RUNS", 0), (step_module, "_SHORT", 1 << 30), (rows_module, "worth_copies", _never)),
     "operators": ((cache_module, "PLAIN", frozenset()),),
 }
-"""How rows are moved; tensors as small as here would go by runs alone."""
+"""The methods that move rows. Tensors as small as these would only use runs."""
 
 
 class CachedModel(RuleBasedStateMachine):
-    """An engine with random requests, chunks, appends, forks, rollbacks and evictions, against the uncached rows."""
+    """An engine with random requests, chunks, appends, forks, rollbacks and evictions, compared with uncached rows."""
 
     @initialize(
         policy=st.sampled_from(sorted(POLICIES)),
@@ -691,7 +691,7 @@ class CachedModel(RuleBasedStateMachine):
             self.ways.enter_context(mock.patch.object(module, name, value))
         self.manager = pc.CacheManager(10, BLOCK, policy=policy, host_blocks=6, partial_reuse=partial)
         self.tensors = pc.TensorCache(self.manager, 10, BLOCK)
-        for name, rows in expected([0]).items():  # a first step that decodes would not make them known
+        for name, rows in expected([0]).items():  # a first step that decodes would not announce them
             self.tensors.register(name, rows.shape[1:], rows.dtype)
         self.reuse = reuse
         self.all_stored = True

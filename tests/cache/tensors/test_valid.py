@@ -1,4 +1,4 @@
-"""Which slots hold a row: told of spans of slots or of slots one by one, the answer is the same."""
+"""The record of slots that hold a row: spans of slots and single slots give the same answers."""
 
 from __future__ import annotations
 
