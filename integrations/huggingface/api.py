@@ -549,6 +549,34 @@ def kept_manager(model: Any) -> Any:
     return getattr(model, KEPT_MANAGER, None)
 
 
+def unshared(model: Any, generation_config: Any, continuous_batching_config: Any) -> Any:
+    """Return a copy of a continuous batching config, or of that in a generation config, whose requests share nothing.
+
+    Transformers' own manager does not know of salts, by which requests may have to be kept apart.
+    """
+    settings = continuous_batching_config
+    if settings is None:
+        settings = getattr(generation_config or model.generation_config, "continuous_batching_config", None)
+    settings = seam.find(CLASSES["ContinuousBatchingConfig"])() if settings is None else copy.deepcopy(settings)
+    settings.allow_block_sharing = False
+    return settings
+
+
+def become_plain(manager: Any, model: Any, generation_config: Any, settings: Any, workload_hints: Any) -> None:
+    """Turn a manager of a class of ours that has not started into one of transformers' own class, with its requests."""
+    waiting, router, counted = manager.input_queue, manager.output_router, getattr(manager, "_request_counter", 0)
+    manager.__class__ = seam.find(CLASSES["ContinuousBatchingManager"])
+    manager.__init__(model, generation_config, unshared(model, generation_config, settings), workload_hints)
+    manager.output_router, manager._request_counter = router, counted
+    while not waiting.empty():
+        manager.input_queue.put(waiting.get_nowait())
+
+
+def plain_start(manager: Any) -> None:
+    """Start a manager as transformers' own class does."""
+    seam.find(CLASSES["ContinuousBatchingManager"]).start(manager)
+
+
 def make_scheduler(settings: Any, cache: Any) -> Any:
     """Return a new scheduler of the type that a continuous batching config names, for a cache."""
     found = seam.find(f"{PACKAGE}scheduler:SCHEDULER_MAPPING")

@@ -150,8 +150,10 @@ class Calls:
         fallback: "warn": a call that cannot be served falls back. "raise": it raises an UnsupportedError.
     """
 
-    def __init__(self, fallback: str = "warn") -> None:
-        self._raises = fallback == "raise"
+    def __init__(
+        self, fallback: str = "warn", feature: str = "prefix caching", own: str = "the model's own generate"
+    ) -> None:
+        self.raises, self._feature, self._own = fallback == "raise", feature, own
         self.served = self.repaired = self.over_documents = 0
         self.fell_back: Counter[str] = Counter()
         self._told: set[str] = set()
@@ -175,7 +177,7 @@ class Calls:
             UnsupportedError: The handle was made with fallback="raise".
         """
         unsupported = unsupported_by(error)
-        if self._raises:
+        if self.raises:
             raise unsupported from (None if unsupported is error else error)
         with self._lock:
             self.fell_back[unsupported.reason] += 1
@@ -183,7 +185,7 @@ class Calls:
 
     def tell_fallback(self, error: UnsupportedError) -> None:
         """Warn once for each reason why calls fall back to the model's own generate, or raise."""
-        does = "a call raises UnsupportedError" if self._raises else "falls back to the model's own generate"
+        does = "a call raises UnsupportedError" if self.raises else f"falls back to {self._own}"
         self.tell(error.reason, f"{does}: {error}")
 
     def tell_out_of_blocks(self, error: OutOfBlocks) -> None:
@@ -224,7 +226,7 @@ class Calls:
             new = reason not in self._told
             self._told.add(reason)
         if new:
-            warnings.warn(f"prefix caching: {text}", UserWarning, stacklevel=callers_level())
+            warnings.warn(f"{self._feature}: {text}", UserWarning, stacklevel=callers_level())
 
     def stats(self, manager: CacheManager | None) -> ServedStats:
         """Return the manager's counts and those of the calls. Without a manager, its counts are zero."""

@@ -22,7 +22,7 @@ from .calls import RequestReport, ServedStats
 from .compression.document import CompressedDocument
 from .paged.graphs import GraphReport
 from .serving import Serving
-from .settings import CacheOptions, check_number
+from .settings import CacheOptions, check_fallback, check_number
 
 RECOMPUTE = 0.1
 """Default share of moved tokens that are computed again; docs/reuse_anywhere.md compares shares."""
@@ -113,8 +113,7 @@ def enable_prefix_caching(
         check_number(name, most, 1, optional=True)
     if reuse not in REUSES:
         raise ValueError(f"reuse: got {reuse!r}, needs one of {', '.join(REUSES)}")
-    if fallback not in ("warn", "raise"):
-        raise ValueError(f"fallback: got {fallback!r}, needs 'warn' or 'raise'")
+    check_fallback(fallback)
     if cuda_graphs is not None and not isinstance(cuda_graphs, bool):
         raise TypeError(f"cuda_graphs: got {type(cuda_graphs).__name__}, needs a bool or None")
     if disk is not None and not isinstance(disk, str | os.PathLike):

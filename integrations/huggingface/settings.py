@@ -47,6 +47,12 @@ def check_number(name: str, value: Any, least: int, optional: bool = False) -> N
         raise ValueError(f"{name}: got {value}, needs at least {least}")
 
 
+def check_fallback(fallback: Any) -> None:
+    """Raise ValueError for an unknown way to treat what cannot be served."""
+    if not isinstance(fallback, str) or fallback not in ("warn", "raise"):
+        raise ValueError(f"fallback: got {fallback!r}, needs 'warn' or 'raise'")
+
+
 def memory_budget(model: Any) -> int:
     """Return a fifth of a GPU's free memory; on a CPU, a fifth of all memory, at most 4 GiB."""
     if model.device.type == "cuda":

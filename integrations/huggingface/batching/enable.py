@@ -11,17 +11,16 @@ from typing import Any
 import torch
 
 from ....cache import CacheManager, FullAttention, Group, SlidingWindow
-from ....cache.allocation import CacheStats
 from ...tested import say_untested
-from ..api import ContinuousBatchingConfig, check_batching, check_layers, kept_manager, look
-from ..calls import UnsupportedError, refuse_if
+from ..api import ContinuousBatchingConfig, check_batching, check_layers, kept_manager, look, unshared
+from ..calls import Calls, ServedStats, UnsupportedError, refuse_if, unsupported_by
 from ..enable import ReplacedMethod, check_not_replaced, generating_model
 from ..identity import Identity, set_by_forward, without_row_settings
 from ..paged.layers import LayerSpec, PagedStorage, layer_windows
 from ..paged.packed import probe_packed
-from ..settings import ScopedSetting, check_number, check_salt, default_num_blocks
+from ..settings import ScopedSetting, check_fallback, check_number, check_salt, default_num_blocks
 from ..support import check_model
-from ..visits import apart
+from ..visits import apart, check_manager
 from .blocks import ScheduledBlocks, SharedBlocks
 
 REPLACED = "init_continuous_batching"
@@ -33,13 +32,15 @@ def enable_continuous_batching(
     block_size: int = 16,
     policy: Any = "default",
     deterministic: bool = False,
+    fallback: str = "warn",
 ) -> ContinuousBatching:
-    """Runs transformers' continuous batching of a model over blocks, until `disable` is called.
+    """Run transformers' continuous batching of a model over blocks, until `disable` is called.
 
     `model.generate_batch`, `model.init_continuous_batching` and `transformers serve` are used as before and give the
-    tokens they gave before. Prompts share the blocks of what they begin with, models with sliding windows too, from one
-    call to the next; under pressure one block at a time is evicted. Changed weights, settings and adapters are noticed:
-    requests that start then share nothing with earlier ones.
+    tokens they gave before. Prompts share the blocks of their common prefix from one call to the next, also in models
+    with sliding windows. Under pressure one block at a time is evicted. Changed weights, settings and adapters are
+    noticed: requests that start then share nothing with earlier ones. What fails in this library before a manager has
+    started falls back: transformers' own manager serves its requests.
 
     Args:
         model: A transformers model that generates text, or PEFT's around one, loaded on its device.
@@ -48,16 +49,18 @@ def enable_continuous_batching(
         block_size: Tokens of a block; 4 or more.
         policy: Which block is evicted first: a name or class of `EvictionPolicy`, see `CacheManager`.
         deterministic: Not served with True, see `docs/determinism.md`: `enable_prefix_caching` is.
+        fallback: "warn": a manager that cannot be served over blocks is transformers' own, with a reason in `stats()`
+            and one warning. "raise": it raises an UnsupportedError that names the reason.
 
     Returns:
         The handle: `stats()`, `salt()`, `reset()`, `disable()`; also a context manager that disables at its end.
 
     Raises:
-        UnsupportedError: Transformers is of another version, or its continuous batching, or the blocks, do not run this
-            model; says which. Or `deterministic` is asked for.
+        UnsupportedError: The installed transformers is of another version, or its continuous batching, or the blocks,
+            do not run this model. Or `deterministic` is asked for.
         TypeError: `model` has no `generate` of transformers, or `num_blocks` or `block_size` is not an integer.
         ValueError: Continuous batching is already enabled for this model, or one of transformers' own is kept on it; a
-            number is out of range, or the policy unknown.
+            number is out of range, or the policy or `fallback` is unknown.
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -76,12 +79,12 @@ def enable_continuous_batching(
     refuse_if(
         deterministic, "deterministic=True: each step computes whatever requests run in one pass; generate does not"
     )
-    check_batching(ScheduledBlocks)
+    check_fallback(fallback)
     model = generating_model(model)
     check_not_replaced(model, REPLACED, "continuous batching")
     if kept_manager(model) is not None:
         raise ValueError("model: keeps a manager of its own; call destroy_cached_continuous_batching_manager() first")
-    handle = ContinuousBatching(model, num_blocks, block_size, policy)
+    handle = ContinuousBatching(model, num_blocks, block_size, policy, fallback)
     vars(model)[REPLACED] = ReplacedMethod(model, REPLACED, handle.session)
     return handle
 
@@ -101,12 +104,13 @@ class ContinuousBatching:
         32
     """
 
-    def __init__(self, model: Any, num_blocks: int | None, block_size: int, policy: Any) -> None:
+    def __init__(
+        self, model: Any, num_blocks: int | None, block_size: int, policy: Any, fallback: str = "warn"
+    ) -> None:
         self.block_size = block_size
         self.untested = say_untested("transformers", "torch")
         """The installed versions that no test of ours passed on, in words; None if there is none."""
-        self.framework = look()
-        """The version of transformers that the handle found, and which features it cannot serve with it."""
+        self._failure: UnsupportedError | None = None
         self._model: weakref.ref[Any] = weakref.ref(model)
         self._num_blocks, self._policy = num_blocks, policy
         self._lock = threading.RLock()
@@ -115,8 +119,20 @@ class ContinuousBatching:
         self._epoch = 0
         self._disabled = False
         self._shared: Any = None
+        self._calls = Calls(fallback, "continuous batching over blocks", "transformers' own continuous batching")
         CacheManager(1, block_size, policy=policy)  # a wrong policy fails before the model is probed
-        self._set_up(model)
+        try:
+            look()
+            check_batching(ScheduledBlocks)
+            self._set_up(model)
+        except UnsupportedError:
+            raise
+        except Exception as error:
+            failure = unsupported_by(error)
+            if self._calls.raises:
+                raise failure from error
+            self._shared, self._failure = None, failure
+            self._calls.tell_fallback(failure)
 
     def _set_up(self, model: Any) -> None:
         """Probe the model as it is now, and make empty blocks for it unless those that are there fit.
@@ -157,14 +173,21 @@ class ContinuousBatching:
         self.disable()
 
     @property
-    def manager(self) -> Any:
-        """Hands out the blocks."""
-        return self._shared.manager
+    def unsupported(self) -> str | None:
+        """Why transformers' own continuous batching serves the model; None if it is served over blocks."""
+        return None if self._failure is None else str(self._failure)
 
-    def stats(self) -> CacheStats:
-        """Counts of the cache; a request that waited for room, or for another that computed its prefix, counts once."""
-        counts: CacheStats = self._shared.stats()
-        return counts
+    @property
+    def manager(self) -> Any:
+        """The manager of the blocks; None where `unsupported` says why there is none."""
+        return None if self._shared is None else self._shared.manager
+
+    def stats(self) -> ServedStats:
+        """Return counts of the cache, and of the managers of requests: served over blocks, and fallbacks by reason.
+
+        A request that waited for room, or for another that computed its prefix, counts once.
+        """
+        return self._calls.stats(self._shared)
 
     def salt(self, salt: Any) -> AbstractContextManager[None]:
         """Within it, requests that this thread submits share blocks only with requests of the same salt.
@@ -200,22 +223,53 @@ class ContinuousBatching:
     def session(
         self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
     ) -> Any:
-        """The model's `init_continuous_batching`: a manager over blocks, or the one that was kept."""
-        from .session import Session
+        """Return what `init_continuous_batching` returns: a manager over blocks, or the one that was kept.
 
+        Where this fails in our code, it returns a manager of transformers' own.
+        """
         model = self._model()
         if model is None:
-            raise RuntimeError("init_continuous_batching: the model of this handle is gone")
+            raise RuntimeError("init_continuous_batching: the model of this handle was deleted")
+        check_manager(model)
+        given = generation_config, continuous_batching_config, workload_hints
+        try:
+            return self._session(model, *given)
+        except Exception as error:
+            self.may_fall_back(error)
+            alone = unshared(model, generation_config, continuous_batching_config)
+            made = type(model).init_continuous_batching(model, generation_config, alone, workload_hints)
+            self.fell_back(error)
+            return made
+
+    def _session(self, model: Any, generation_config: Any, continuous_batching_config: Any, hints: Any) -> Any:
+        from .session import Session
+
         kept = kept_manager(model)
         if isinstance(kept, Session):
             return kept
+        if self._failure is not None:
+            raise UnsupportedError(self._failure.reason, self._failure.detail)
+        refuse_if(kept is not None, "a manager of transformers' own is kept on the model")
         generation_config = model.generation_config if generation_config is None else generation_config
         if generation_config.eos_token_id is None:
             generation_config.eos_token_id = -1  # as transformers does: none
         settings = continuous_batching_config or getattr(generation_config, "continuous_batching_config", None)
-        return Session(self, model, generation_config, settings or ContinuousBatchingConfig(), workload_hints)
+        return Session(self, model, generation_config, settings or ContinuousBatchingConfig(), hints)
 
     # What sessions ask.
+
+    def may_fall_back(self, error: Exception) -> None:
+        """Raise an UnsupportedError for a failure where the handle was made with fallback="raise"."""
+        if self._calls.raises:
+            raise unsupported_by(error) from error
+
+    def fell_back(self, error: Exception) -> None:
+        """Count a manager that is transformers' own because of a failure, and warn of the reason once."""
+        self._calls.fall_back(error)
+
+    def served(self) -> None:
+        """Count a manager that has started over blocks."""
+        self._calls.serve()
 
     def current_salt(self) -> Any:
         """The salt of the thread that calls."""

@@ -24,9 +24,11 @@ from ..api import (
     ModelInStep,
     OffloadingManager,
     RequestState,
+    become_plain,
     fail,
     finish,
     make_scheduler,
+    plain_start,
     share_prefixes,
     update_cb_config_after_cache_creation,
     without_masks,
@@ -67,7 +69,16 @@ class SessionHandle(Protocol):
         """The blocks for the model as it is now."""
 
     def blocks(self, model: Any, sharing: bool, max_batch_tokens: int) -> ScheduledBlocks:
-        """What stands in for transformers' cache in a session."""
+        """Return the object in the place of transformers' cache in a session."""
+
+    def may_fall_back(self, error: Exception) -> None:
+        """Raise where a session may not become transformers' own manager."""
+
+    def fell_back(self, error: Exception) -> None:
+        """Count a session that has become transformers' own manager."""
+
+    def served(self) -> None:
+        """Count a session that has started."""
 
 
 def passes(manager: CacheManager[Any, Any, Any], rows: Sequence[ScheduledTokens]) -> list[PackedBatch]:
@@ -240,6 +251,7 @@ class Session(BatchManager):  # type: ignore[misc]
         workload_hints: Any = None,
     ) -> None:
         self._handle = handle
+        self._given = model, generation_config, continuous_batching_config, workload_hints
         settings = copy.deepcopy(continuous_batching_config)
         _warn_of_options(settings, handle.told)
         for name, value in NOT_OURS.items():
@@ -256,11 +268,34 @@ class Session(BatchManager):  # type: ignore[misc]
         """Nothing: attention goes over blocks whatever the implementation, which stays what it is for all others."""
 
     def start(self) -> None:
-        """Starts the loop, over the blocks of the model as it is now."""
-        made = getattr(self, "batch_processor", None)
-        if made is not None and not self.is_running() and made.cache.shared is not self._handle.shared(self.model):
-            self.batch_processor = None
-        super().start()
+        """Start the loop over the blocks of the model as it is now, or fall back to transformers' own manager."""
+        if not self.is_running():
+            self._prepare()
+        plain_start(self)  # not super(): a manager that falls back is no session any more
+
+    def _prepare(self) -> None:
+        """Make the processor now, and not in the loop's thread: there a failure would end all requests."""
+        try:
+            made = getattr(self, "batch_processor", None)
+            if made is not None and made.cache.shared is not self._handle.shared(self.model):
+                self.batch_processor = None
+        except Exception as error:
+            self._fall_back(error)
+            return
+        if self.batch_processor is None:
+            self.batch_processor = self._create_batch_processor()
+        if isinstance(self, Session):
+            self._handle.served()
+
+    def _fall_back(self, error: Exception) -> None:
+        """Become a manager of transformers' own, with the requests that have come so far.
+
+        Raises:
+            UnsupportedError: The handle was made with fallback="raise".
+        """
+        self._handle.may_fall_back(error)
+        become_plain(self, *self._given)
+        self._handle.fell_back(error)
 
     def _refusal(self, state: Any) -> str | None:
         """Why a request cannot be served; None when it can. Called by the loop's thread."""
@@ -288,11 +323,18 @@ class Session(BatchManager):  # type: ignore[misc]
         return None
 
     def make_processor(self) -> Any:
-        """The processor of the loop: the last one again, or one over the blocks."""
+        """Return the loop's processor: the last one again, or one over the blocks, or transformers' own."""
         processor: Any = self.batch_processor
         if processor is not None:
             processor.reset()
             return processor
+        try:
+            return self._new_processor()
+        except Exception as error:
+            self._fall_back(error)
+        return self._create_batch_processor()
+
+    def _new_processor(self) -> Processor:
         settings = self.continuous_batching_config
         cache = self._handle.blocks(
             self.model, settings.allow_block_sharing, settings.max_batch_tokens or MAX_BATCH_TOKENS
