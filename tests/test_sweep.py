@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.kernels import sweep
 from pc.info import _tuned
-from pc.triton_ops._attention import choose, constants, tuned
-from pc.triton_ops._attention.call import AttentionCall
+from pc.triton_ops._attention import build, constants, tuned
+from pc.triton_ops._attention.arguments import AttentionArgs
 
 WHY = "as fast as two"
 MINE = {
@@ -116,7 +116,7 @@ def chosen(block_size: int, *q_lens: int) -> Any:
     cache = torch.zeros(64, block_size, 8, 128, dtype=torch.float16)
     one = lambda *values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
     query = torch.zeros(sum(q_lens), 32, 128, dtype=torch.float16)
-    call = AttentionCall(
+    call = AttentionArgs(
         query=query,
         key_cache=cache,
         value_cache=cache,
@@ -126,7 +126,7 @@ def chosen(block_size: int, *q_lens: int) -> Any:
         scale=1.0,
         with_lse=False,
     )
-    return choose.choose_attention(call)
+    return build.build_attention(call)
 
 
 def test_what_is_launched_is_what_the_table_says(request: pytest.FixtureRequest) -> None:

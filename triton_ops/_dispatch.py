@@ -7,7 +7,6 @@ does for each.
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from operator import itemgetter
@@ -152,55 +151,40 @@ def runs_kernels(tensors: Tensors) -> bool:
     return (first.is_cuda or (KERNELS_ON_CPU and first.is_cpu)) and all(type(t) is torch.Tensor for t in tensors)
 
 
-class CachedOp(Generic[R]):
-    """An operator on device tensors that builds one launch for all calls with the same options and metadata.
+def cached_launch(
+    build: Callable[[Any], Callable[[Any], R]], check_values: Callable[[Any], object] | None = None
+) -> Callable[[Any], R]:
+    """Return a function that runs an operator and builds one launch for all calls with equal options and metadata.
 
-    `build` takes the operator's arguments by position and checks their metadata. It returns the launch, which takes the
-    same arguments and serves all calls that differ in addresses and values only. It keeps none of the arguments.
-    `check` takes the same and checks values, on every call whose values may be read. `signature_of` has the operator's
-    parameters; `operator` signs a `CachedOp` without one.
+    Args:
+        build: Takes a call's arguments, a named tuple, and returns the launch: a function of the arguments of such
+            calls, which differ in addresses and values only. The launch keeps none of the arguments of the first call.
+        check_values: Takes the arguments and checks values, in every call whose values may be read.
     """
+    pickers: dict[object, tuple[Callable[[Values], Values], Callable[[Values], Values]]] = {}
+    launches: LaunchCache[Callable[[Any], R]] = LaunchCache()
 
-    def __init__(
-        self,
-        build: Callable[..., Callable[..., R]],
-        check: Callable[..., object] | None = None,
-        signature_of: Callable[..., object] | None = None,
-    ) -> None:
-        self._build, self._check = build, check
-        self._defaults: Values | None = None
-        if signature_of is not None:
-            self.sign(signature_of)
-        self._pickers: dict[object, tuple[Callable[[Values], Values], Callable[[Values], Values]]] = {}
-        self._built: LaunchCache[Callable[..., R]] = LaunchCache()
+    def run(args: Any) -> R:
+        types = tuple(map(type, args))
+        found = pickers.get(types)
+        if found is None:
+            found = _remember(pickers, types, _pickers(types))
+        options_of, tensors_of = found
+        tensors = tensors_of(args)
+        options = (tensors_of, *options_of(args))  # types have one picker, which tells them apart
+        launch = launches.get_or(options, tensors, lambda: build(args))
+        if check_values is not None and reads_values(tensors[0]):
+            check_values(args)
+        return launch(args)
 
-    def sign(self, function: Callable[..., object]) -> None:
-        """Take the parameters of a function, unless there are some."""
-        if self._defaults is None:
-            self._defaults = tuple(p.default for p in inspect.signature(function).parameters.values())
-
-    def __call__(self, *args: Any) -> R:
-        """Run the operator on the dispatcher's arguments, which are positional and lack trailing defaults."""
-        assert self._defaults is not None
-        values = args + self._defaults[len(args) :]
-        types = tuple(map(type, values))
-        pickers = self._pickers.get(types)
-        if pickers is None:
-            pickers = _remember(self._pickers, types, _pickers(types))
-        options_of, tensors_of = pickers
-        tensors = tensors_of(values)
-        options = (tensors_of, *options_of(values))  # there is one for these types
-        launch = self._built.get_or(options, tensors, lambda: self._build(*values))
-        if self._check is not None and reads_values(tensors[0]):
-            self._check(*values)
-        return launch(*values)
+    return run
 
 
 def _pickers(types: tuple[type, ...]) -> tuple[Callable[[Values], Values], Callable[[Values], Values]]:
-    """Return what picks the options, and what picks the tensors, of arguments with these types."""
-    is_tensor = [issubclass(found, torch.Tensor) for found in types]
-    places = [[i for i, found in enumerate(is_tensor) if found is wanted] for wanted in (False, True)]
-    return _picker(places[0]), _picker(places[1])
+    """Return a function that picks the options, and one that picks the tensors, of arguments with these types."""
+    given = [i for i, found in enumerate(types) if found is not type(None)]
+    tensors = [i for i in given if issubclass(types[i], torch.Tensor)]
+    return _picker([i for i in given if i not in tensors]), _picker(tensors)
 
 
 def _picker(places: Sequence[int]) -> Callable[[Values], Values]:

@@ -1,6 +1,6 @@
 """Operators from typed functions: one signature gives the schema, the public function, the fake and the errors.
 
-    @operator(cpu=_cpu, launch=_launch, mutates=("cache",))
+    @operator(check=_check, cpu=_cpu, build=_build, mutates=("cache",))
     def scatter_blocks(source: torch.Tensor, cache: torch.Tensor, block_ids: torch.Tensor) -> None: ...
 
 registers `torch.ops.pc.scatter_blocks` and replaces the function with one that calls the operator. The body of the
@@ -32,7 +32,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from ._checks import INDEX_DTYPES, bad_argument, describe, refuse_grad
-from ._dispatch import CachedOp
+from ._dispatch import cached_launch
 from ._triton import KERNELS_ON_CPU
 
 # "pc", or what a copy of the package is imported as: their operators do not meet.
@@ -41,7 +41,6 @@ LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Bind = Callable[[tuple[str, ...], tuple[Any, ...], dict[str, Any]], Any]
 
 _ARGUMENT_TYPES: dict[object, tuple[str, str, tuple[type, ...]]] = {
     torch.Tensor: ("Tensor", "a tensor", (torch.Tensor,)),
@@ -66,44 +65,49 @@ _RESULT_TYPES: dict[object, str] = {
 
 def operator(
     *,
-    cpu: Callable[..., Any],
-    launch: Callable[..., Any],
+    cpu: Callable[[Any], Any],
+    launch: Callable[[Any], Any] | None = None,
+    build: Callable[[Any], Callable[[Any], Any]] | None = None,
+    check: Callable[[Any], object] | None = None,
+    check_values: Callable[[Any], object] | None = None,
     mutates: tuple[str, ...] = (),
-    bind: Bind | None = None,
-    as_record: bool = False,
+    arguments: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     docs_from: tuple[Callable[..., Any], ...] = (),
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Register the decorated function as `torch.ops.pc.<its name>` and return a function that calls the operator.
 
-    A parameter `out: torch.Tensor | None = None` at the end makes two operators, `<name>` and `<name>.out`. The second
-    writes to `out` and returns nothing; `cpu` and `launch` get `out` by name.
+    All functions below take one named tuple, the arguments by name. A parameter `out: torch.Tensor | None = None` at
+    the end makes two operators, `<name>` and `<name>.out`. The second writes to `out` and returns nothing.
 
     Args:
         cpu: Runs on CPU tensors, unless kernels do (`_triton.KERNELS_ON_CPU`).
         launch: Runs where kernels do.
+        build: Takes the place of `launch`: it returns the launch for all calls with the same options and metadata.
+        check: Checks metadata, before `cpu`, `launch`, `build` and the fake.
+        check_values: Checks values before a launch that was built, where they may be read; `cpu` checks its own.
         mutates: The parameters that are written to.
-        bind: Makes one object of the parameters' names and of positional and named arguments; `cpu` and a `launch` that
-            is not `CachedOp` then take that object in place of the function's arguments.
-        as_record: That object is a `record_of` the function.
+        arguments: Takes the decorated function and returns what makes the named tuple; None: `record_of`.
         docs_from: Operators whose docstrings complete the function's own: see `inherited_doc`.
     """
 
     def decorate(fake: Callable[P, R]) -> Callable[P, R]:
         if docs_from:
             fake.__doc__ = inherited_doc(fake, *docs_from)
-        signature = _Signature(fake)
-        name = fake.__name__
-        of = record_binding(fake) if as_record else bind
-        on_device = launch
-        if isinstance(launch, CachedOp):
-            launch.sign(fake)
-        if of is not None and not isinstance(launch, CachedOp):
-            on_device = _bound(launch, of, tuple(signature.types))
-        on_cpu = cpu if of is None else _bound(cpu, of, tuple(signature.types))
-        if KERNELS_ON_CPU:
-            on_cpu = on_device
-        names = tuple(signature.types)
-        _register(name, names, signature.schema(mutates), on_cpu, on_device, fake, mutates)
+        signature, bind = _Signature(fake), (arguments or record_of)(fake)
+        name, names = fake.__name__, tuple(signature.types)
+        run = launch if build is None else cached_launch(_checked(check, build), check_values)
+        assert run is not None, "an operator has `launch` or `build`"
+        run = run if build is not None else _checked(check, run)
+        on_device = _on_own_device(run, bind)
+        on_cpu = _bound(run if KERNELS_ON_CPU else _checked(check, cpu), bind)
+
+        @functools.wraps(fake)
+        def checked_fake(*args: P.args, **kwargs: P.kwargs) -> R:
+            if check is not None:
+                check(bind(*args, **kwargs))
+            return fake(*args, **kwargs)
+
+        _register(name, names, signature.schema(mutates), on_cpu, on_device, checked_fake, mutates)
         operators = getattr(torch.ops, NAMESPACE)
         call = getattr(operators, name).default
         if signature.has_out:
@@ -116,17 +120,33 @@ def operator(
     return decorate
 
 
-def record_of(function: Callable[..., object]) -> Any:
-    """Return a named tuple class of a function's parameters, so that an operator's arguments travel as one value."""
-    parameters = inspect.signature(function).parameters
+def record_of(function: Callable[..., object], *bases: type) -> Any:
+    """Return a named tuple class of a function's parameters with their defaults; `bases` add properties."""
+    name, parameters = function.__name__, inspect.signature(function).parameters
     defaults = [p.default for p in parameters.values() if p.default is not p.empty]
-    return collections.namedtuple(function.__name__, parameters, defaults=defaults)
+    fields: Any = collections.namedtuple(name, parameters, defaults=defaults)  # type: ignore[misc]
+    return type(name, (fields, *bases), {"__slots__": ()}) if bases else fields
 
 
-def record_binding(function: Callable[..., object]) -> Bind:
-    """Return a function that makes this record from arguments."""
-    record = record_of(function)
-    return lambda names, args, kwargs: record(*args, **kwargs)
+def _checked(check: Callable[[Any], object] | None, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return `run`, preceded by a check of its arguments if there is one."""
+    if check is None:
+        return run
+
+    def run_checked(args: Any) -> Any:
+        check(args)
+        return run(args)
+
+    return run_checked
+
+
+def _bound(run: Callable[[Any], R], bind: Callable[..., Any]) -> Callable[..., R]:
+    """Return a function of the dispatcher's arguments, which are positional and lack trailing defaults."""
+
+    def run_bound(*values: Any, **named: Any) -> R:
+        return run(bind(*values, **named))
+
+    return run_bound
 
 
 def doc_sections(doc: str | None) -> dict[str, str]:
@@ -217,7 +237,7 @@ def _register(
     base, _, overload = name.partition(".")
     call = getattr(getattr(getattr(torch.ops, NAMESPACE), base), overload or "default")
     LIBRARY.impl(name, _writing(on_cpu, names, mutates), "CPU")
-    LIBRARY.impl(name, _writing(_on_own_device(on_device), names, mutates), "CUDA")  # ROCm has the same key
+    LIBRARY.impl(name, _writing(on_device, names, mutates), "CUDA")  # ROCm has the same key
     LIBRARY.impl(name, _refusing_gradients(call, names), "Autograd", with_keyset=True)
     for key in ("AutocastCPU", "AutocastCUDA"):
         LIBRARY.impl(name, _without_autocast(call, key), key)
@@ -340,21 +360,22 @@ def _refusing_meta(fake: Callable[..., Any], names: tuple[str, ...]) -> Callable
     return run
 
 
-def _on_own_device(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `launch` with the device of the first tensor on one made current.
+def _on_own_device(launch: Callable[[Any], R], bind: Callable[..., Any]) -> Callable[..., R]:
+    """Return `_bound` of `launch`, with the device of the first tensor on one made current.
 
     That may be the device of an index: the cache before it may be in pinned host memory.
     """
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        first = args[0] if args else None
+    def run(*values: Any, **named: Any) -> R:
+        args = bind(*values, **named)
+        first = values[0] if values else None
         if not isinstance(first, torch.Tensor) or not first.is_cuda:
-            first = next((tensor for tensor in _tensors((*args, *kwargs.values())) if tensor.is_cuda), None)
+            first = next((tensor for tensor in _tensors((*values, *named.values())) if tensor.is_cuda), None)
         device = None if first is None else first.device
         if device is None or device.index == torch.cuda.current_device():
-            return launch(*args, **kwargs)
+            return launch(args)
         with torch.cuda.device(device):
-            return launch(*args, **kwargs)
+            return launch(args)
 
     return run
 
@@ -396,13 +417,6 @@ def _choosing_out(call: Callable[P, R], call_out: Callable[..., None], num_argum
         return out
 
     return typing.cast(Callable[P, R], run)
-
-
-def _bound(function: Callable[[Any], R], bind: Bind, names: tuple[str, ...]) -> Callable[..., R]:
-    def run(*args: Any, **kwargs: Any) -> R:
-        return function(bind(names, args, kwargs))
-
-    return run
 
 
 def _without_result(function: Callable[..., Any]) -> Callable[..., None]:

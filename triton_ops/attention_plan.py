@@ -7,66 +7,80 @@ sequence of 128k tokens among 31 of 1k does not run alone at the end.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from ._attention.call import PlanCall
+from ._attention.arguments import Batch
+from ._attention.build import wanted_items
 from ._attention.checks import check_batch, check_lengths
-from ._attention.choose import wanted_items
 from ._attention.constants import architecture
 from ._attention.layout import PlanShape
-from ._attention.plan import launch_plan, refresh_cached
-from ._checks import bad_argument, check_tensor, reads_values
-from ._library import operator
+from ._attention.plan import PlanLaunch, build_plan, refresh_cached
+from ._checks import bad_argument, check_tensor
+from ._library import operator, record_of
 from ._triton import require_triton
 
 
-def _check(call: PlanCall) -> None:
-    if call.block_size < 1:
-        raise bad_argument("block_size", call.block_size, "at least 1")
-    if call.num_kv_heads < 1:
-        raise bad_argument("num_kv_heads", call.num_kv_heads, "a positive number")
-    device = call.block_tables.device
-    check_batch(call, device)
-    if reads_values(call.block_tables):
-        check_lengths(call, call.seq_lens.tolist(), call.query_start_loc.tolist())
-    if call.out is None:
+def _check(args: Any) -> None:
+    if args.block_size < 1:
+        raise bad_argument("block_size", args.block_size, "at least 1")
+    if args.num_kv_heads < 1:
+        raise bad_argument("num_kv_heads", args.num_kv_heads, "a positive number")
+    device = args.block_tables.device
+    check_batch(args, device)
+    if args.out is None:
         return
-    check_tensor("out", call.out, 1, "[n] from attention_plan", (torch.int32,), device)
-    size = PlanShape.of(call.block_tables, call.block_size).size
-    if call.out.shape[0] != size or not call.out.is_contiguous():
-        raise bad_argument("out", f"{call.out.shape[0]} elements", f"{size}, a plan for tables of this shape")
+    check_tensor("out", args.out, 1, "[n] from attention_plan", (torch.int32,), device)
+    size = PlanShape.of(args.block_tables, args.block_size).size
+    if args.out.shape[0] != size or not args.out.is_contiguous():
+        raise bad_argument("out", f"{args.out.shape[0]} elements", f"{size}, a plan for tables of this shape")
 
 
-def _build(fill: Callable[..., object], call: PlanCall) -> torch.Tensor:
-    _check(call)
-    tables, plan = call.block_tables, call.out
-    if plan is None:
-        size = PlanShape.of(tables, call.block_size).size
-        plan = torch.empty(size, dtype=torch.int32, device=tables.device)
-    batch = (tables, call.seq_lens, call.query_start_loc, call.query_positions)
-    items = wanted_items(architecture(plan.device), 1 if tables.dim() == 3 else call.num_kv_heads)
-    fill(plan, *batch, call.block_size, call.plan_options(), items)
-    return plan
+def _check_values(args: Any) -> None:
+    check_lengths(args, args.seq_lens.tolist(), args.query_start_loc.tolist())
 
 
-def attention_plan_cpu(call: PlanCall) -> torch.Tensor:
-    """The plan that `pc.attention_plan` builds, in numpy on CPU tensors; elements the kernels leave unwritten are 0."""
+def _wanted_items(args: Any) -> int:
+    tables = args.block_tables
+    return wanted_items(architecture(tables.device), 1 if tables.dim() == 3 else args.num_kv_heads)
+
+
+def attention_plan_cpu(args: Any) -> torch.Tensor:
+    """Return the plan that `pc.attention_plan` builds, in numpy; elements that the kernels leave unwritten are 0."""
     from ._attention.plan_cpu import plan_cpu  # with numpy, which kernels do without
 
-    return _build(lambda plan, *batch: plan.copy_(plan_cpu(*batch)), call)
+    _check_values(args)
+    batch: Batch = args
+    plan = plan_cpu(*batch.batch, args.block_size, batch.plan_options(), _wanted_items(args))
+    return plan if args.out is None else args.out.copy_(plan)
 
 
-def _launch(call: PlanCall) -> torch.Tensor:
+def _build(args: Any) -> Callable[[Any], torch.Tensor]:
     require_triton("attention_plan")
-    plan = _build(launch_plan, call)
-    if call.out is not None:
-        refresh_cached(call, plan)
+    batch: Batch = args
+    launch = build_plan(*batch.batch, args.block_size, batch.plan_options(), _wanted_items(args), args.out)
+    return functools.partial(_run, launch)
+
+
+def _run(launch: PlanLaunch, args: Any) -> torch.Tensor:
+    is_fresh, device = args.out is None, args.block_tables.device
+    plan: torch.Tensor = torch.empty(launch.size, dtype=torch.int32, device=device) if is_fresh else args.out
+    launch(plan, *args.batch)
+    if not is_fresh:
+        refresh_cached(plan, *args.batch[:3])
     return plan
 
 
-@operator(cpu=attention_plan_cpu, launch=_launch, bind=PlanCall.of)
+@operator(
+    check=_check,
+    cpu=attention_plan_cpu,
+    build=_build,
+    check_values=_check_values,
+    arguments=lambda function: record_of(function, Batch),
+)
 def attention_plan(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,

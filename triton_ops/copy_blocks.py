@@ -6,6 +6,7 @@ Reads and writes the bytes of n blocks once; nothing is computed, so every dtype
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -39,12 +40,12 @@ def _copy(
     launch_move_rows(op, caches, caches, (1, 1), source_ids.shape[0], source_ids.contiguous(), target_ids.contiguous())
 
 
-def _run(cache: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
-    _copy("copy_blocks", "cache", [cache], source_ids, target_ids)
+def _run(args: Any) -> None:
+    _copy("copy_blocks", "cache", [args.cache], args.source_ids, args.target_ids)
 
 
-def _run_list(caches: Sequence[torch.Tensor], source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
-    _copy("copy_blocks_list", "caches", caches, source_ids, target_ids)
+def _run_list(args: Any) -> None:
+    _copy("copy_blocks_list", "caches", args.caches, args.source_ids, args.target_ids)
 
 
 @operator(cpu=_run, launch=_run, mutates=("cache",), docs_from=(gather_blocks,))

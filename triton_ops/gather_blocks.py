@@ -6,16 +6,31 @@ Reads and writes the bytes of n blocks once; nothing is computed, so every dtype
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from ._copy.ops import BLOCKS, Gather
+from ._copy.ops import BLOCKS, empty_rows, gather_cpu, move_rows
 from ._library import operator
 
-_rows = Gather("gather_blocks", BLOCKS)
+
+def _cpu(args: Any) -> torch.Tensor:
+    return gather_cpu("gather_blocks", BLOCKS, [args.cache], args.block_ids, args.device)[0]
 
 
-@operator(cpu=_rows.cpu, launch=_rows.launch)
+def _launch(args: Any) -> torch.Tensor:
+    return move_rows("gather_blocks", BLOCKS, [args.cache], args.block_ids, None, args.device)[0]
+
+
+def _cpu_list(args: Any) -> list[torch.Tensor]:
+    return [*gather_cpu("gather_blocks_list", BLOCKS, args.caches, args.block_ids, args.device)]
+
+
+def _launch_list(args: Any) -> list[torch.Tensor]:
+    return [*move_rows("gather_blocks_list", BLOCKS, args.caches, args.block_ids, None, args.device)]
+
+
+@operator(cpu=_cpu, launch=_launch)
 def gather_blocks(
     cache: torch.Tensor, block_ids: torch.Tensor, device: torch.device | str | None = None
 ) -> torch.Tensor:
@@ -45,10 +60,10 @@ def gather_blocks(
         >>> out.shape, out[:, 0, 0]
         (torch.Size([3, 2, 3]), tensor([3., 0., 1.]))
     """
-    return _rows.empty(cache, block_ids, device)
+    return empty_rows(cache, BLOCKS, block_ids, device)
 
 
-@operator(cpu=_rows.cpu_list, launch=_rows.launch_list, docs_from=(gather_blocks,))
+@operator(cpu=_cpu_list, launch=_launch_list, docs_from=(gather_blocks,))
 def gather_blocks_list(
     caches: Sequence[torch.Tensor], block_ids: torch.Tensor, device: torch.device | str | None = None
 ) -> list[torch.Tensor]:
@@ -67,4 +82,4 @@ def gather_blocks_list(
         >>> k.shape, v.shape
         (torch.Size([2, 16, 2, 64]), torch.Size([2, 16, 2, 128]))
     """
-    return [_rows.empty(cache, block_ids, device) for cache in caches]
+    return [empty_rows(cache, BLOCKS, block_ids, device) for cache in caches]

@@ -6,17 +6,32 @@ Reads and writes the bytes of num_tokens vectors once; nothing is computed, so e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from ._copy.ops import SLOTS, Gather
+from ._copy.ops import SLOTS, empty_rows, gather_cpu, move_rows
 from ._library import operator
 from .gather_blocks import gather_blocks, gather_blocks_list
 
-_rows = Gather("gather_slots", SLOTS)
+
+def _cpu(args: Any) -> torch.Tensor:
+    return gather_cpu("gather_slots", SLOTS, [args.cache], args.slot_mapping, args.device)[0]
 
 
-@operator(cpu=_rows.cpu, launch=_rows.launch, docs_from=(gather_blocks,))
+def _launch(args: Any) -> torch.Tensor:
+    return move_rows("gather_slots", SLOTS, [args.cache], args.slot_mapping, None, args.device)[0]
+
+
+def _cpu_list(args: Any) -> list[torch.Tensor]:
+    return [*gather_cpu("gather_slots_list", SLOTS, args.caches, args.slot_mapping, args.device)]
+
+
+def _launch_list(args: Any) -> list[torch.Tensor]:
+    return [*move_rows("gather_slots_list", SLOTS, args.caches, args.slot_mapping, None, args.device)]
+
+
+@operator(cpu=_cpu, launch=_launch, docs_from=(gather_blocks,))
 def gather_slots(
     cache: torch.Tensor, slot_mapping: torch.Tensor, device: torch.device | str | None = None
 ) -> torch.Tensor:
@@ -36,10 +51,10 @@ def gather_slots(
         >>> pc.gather_slots(cache, torch.tensor([6, 7, -1, 2])).T
         tensor([[6., 7., 0., 2.]])
     """
-    return _rows.empty(cache, slot_mapping, device)
+    return empty_rows(cache, SLOTS, slot_mapping, device)
 
 
-@operator(cpu=_rows.cpu_list, launch=_rows.launch_list, docs_from=(gather_slots, gather_blocks_list))
+@operator(cpu=_cpu_list, launch=_launch_list, docs_from=(gather_slots, gather_blocks_list))
 def gather_slots_list(
     caches: Sequence[torch.Tensor], slot_mapping: torch.Tensor, device: torch.device | str | None = None
 ) -> list[torch.Tensor]:
@@ -54,4 +69,4 @@ def gather_slots_list(
         >>> k.shape, v.shape
         (torch.Size([3, 2, 64]), torch.Size([3, 2, 128]))
     """
-    return [_rows.empty(cache, slot_mapping, device) for cache in caches]
+    return [empty_rows(cache, SLOTS, slot_mapping, device) for cache in caches]

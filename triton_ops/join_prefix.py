@@ -188,11 +188,12 @@ def _run_list(call: Any) -> list[torch.Tensor]:
 
 
 def _run(call: Any) -> torch.Tensor:
-    cache, tables, lens, new, *rest = call
-    return _run_list(_Join([cache], tables, lens, [new], *rest))[0]
+    lists = {"caches": [call.cache], "news": [call.new]}
+    others = {name: value for name, value in call._asdict().items() if name in _Join._fields}
+    return _run_list(_Join(**lists, **others))[0]
 
 
-@operator(cpu=_run, launch=_run, as_record=True)
+@operator(cpu=_run, launch=_run)
 def join_prefix(
     cache: torch.Tensor,
     block_tables: torch.Tensor,
@@ -235,7 +236,7 @@ def join_prefix(
     return new.new_empty((num_rows, *new.shape[1:]), device=_result_device(cache, seq_lens, new))
 
 
-@operator(cpu=_run_list, launch=_run_list, as_record=True, docs_from=(join_prefix, gather_blocks_list))
+@operator(cpu=_run_list, launch=_run_list, docs_from=(join_prefix, gather_blocks_list))
 def join_prefix_list(
     caches: Sequence[torch.Tensor],
     block_tables: torch.Tensor,

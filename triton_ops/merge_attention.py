@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from ._attention.constants import next_power_of_2
 from ._checks import FLOATS, bad_argument, check_last_dim, check_tensor
-from ._dispatch import CachedOp, aligned
+from ._dispatch import aligned
 from ._launch import Launch
 from ._library import operator
 from ._triton import require_triton
 
 _PIECE_ELEMENTS = 1 << 18
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def _check(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> None:
+def _check(parts: Any) -> None:
+    out_a, lse_a, out_b, lse_b = parts
     layout = "[num_tokens, num_heads, head_dim]"
     check_tensor("out_a", out_a, 3, layout, FLOATS)
     check_tensor("out_b", out_b, 3, layout, (out_a.dtype,), out_a.device)
@@ -36,11 +39,9 @@ def _check(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b:
         check_last_dim(name, out)
 
 
-def merge_attention_cpu(
-    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_attention_cpu(parts: Any) -> Pair:
     """Compute `pc.merge_attention` in PyTorch."""
-    _check(out_a, lse_a, out_b, lse_b)
+    out_a, lse_a, out_b, lse_b = parts
     out = torch.empty(out_a.shape, dtype=out_a.dtype, device=out_a.device)
     lse = torch.logaddexp(lse_a, lse_b)
     # Not the difference of the two results times a weight: 3e38 and -3e38 have none.
@@ -65,35 +66,25 @@ def merge_attention_cpu(
     return out, lse.contiguous()
 
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-
-
 def build_merge_launch(
-    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, dtype: torch.dtype
-) -> Callable[..., Pair]:
-    """Return a function that merges such results on the device, into one of `dtype`."""
+    parts: tuple[torch.Tensor, ...], dtype: torch.dtype
+) -> Callable[[tuple[torch.Tensor, ...]], Pair]:
+    """Return a function that merges four tensors like `parts` on the device, into a result of `dtype`."""
     from .kernels.merge_attention import _merge_attention_kernel
 
-    num_tokens, num_heads, head_dim = out_a.shape
+    num_tokens, num_heads, head_dim = parts[0].shape
     num_rows = num_tokens * num_heads if head_dim else 0
     block_d = next_power_of_2(max(1, head_dim))
     block_r = max(1, 2048 // block_d)
     constexprs = {"NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "BLOCK_R": block_r, "BLOCK_D": block_d}
-    tensors = (out_a, lse_a, out_b, lse_b)
-    strides = [stride for tensor in tensors for stride in tensor.stride()[:2]]
-    programs, is_aligned = (-(-num_rows // block_r), 1, 1), aligned(*tensors)
+    strides = [stride for tensor in parts for stride in tensor.stride()[:2]]
+    programs, is_aligned = (-(-num_rows // block_r), 1, 1), aligned(*parts)
     launch = Launch(_merge_attention_kernel, constexprs, programs, (num_rows, *strides), reusable=is_aligned)
-    return functools.partial(_launch, launch, dtype)
+    return functools.partial(_run, launch, dtype)
 
 
-def _launch(
-    launch: Launch,
-    dtype: torch.dtype,
-    out_a: torch.Tensor,
-    lse_a: torch.Tensor,
-    out_b: torch.Tensor,
-    lse_b: torch.Tensor,
-) -> Pair:
+def _run(launch: Launch, dtype: torch.dtype, parts: tuple[torch.Tensor, ...]) -> Pair:
+    out_a, lse_a, out_b, lse_b = parts
     out = torch.empty(out_a.shape, dtype=dtype, device=out_a.device)
     lse = torch.empty(out_a.shape[:2], dtype=torch.float32, device=out_a.device)
     if launch.programs[0]:
@@ -101,16 +92,12 @@ def _launch(
     return out, lse
 
 
-def _build(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> Callable[..., Pair]:
+def _build(parts: Any) -> Callable[[Any], Pair]:
     require_triton("merge_attention")
-    _check(out_a, lse_a, out_b, lse_b)
-    return build_merge_launch(out_a, lse_a, out_b, lse_b, out_a.dtype)
+    return build_merge_launch(parts, parts.out_a.dtype)
 
 
-_launch_merge_attention = CachedOp(_build)
-
-
-@operator(cpu=merge_attention_cpu, launch=_launch_merge_attention)
+@operator(check=_check, cpu=merge_attention_cpu, build=_build)
 def merge_attention(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,5 +131,4 @@ def merge_attention(
         >>> torch.allclose(out, whole, atol=1e-5)
         True
     """
-    _check(out_a, lse_a, out_b, lse_b)
     return out_a.new_empty(out_a.shape), lse_a.new_empty(out_a.shape[:2])

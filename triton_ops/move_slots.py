@@ -65,8 +65,12 @@ def _check(call: Any) -> None:
         check_tensor("inv_freq", call.inv_freq, 1, "[rotary_dim / 2]", wanted, keys.device)
         if not 1 <= call.inv_freq.shape[0] <= room // 2:
             raise bad_argument("inv_freq", describe(call.inv_freq), f"1 to {room // 2} elements, one per pair")
-    for name, vector in slots.items():
-        lowest_entry(name, vector, keys.shape[0] * keys.shape[1])
+
+
+def _check_values(call: Any) -> None:
+    num_slots = call.key_cache.shape[0] * call.key_cache.shape[1]
+    lowest_entry("source_slots", call.source_slots, num_slots)
+    lowest_entry("target_slots", call.target_slots, num_slots)
 
 
 def rotation_cos_sin(deltas: torch.Tensor, inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,7 +93,7 @@ def rotate_pairs_(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_n
 
 
 def _move_slots_cpu(call: Any) -> None:
-    _check(call)
+    _check_values(call)
     keys, values, sources, targets, deltas, inv_freq, is_neox, first = call
     if not sources.numel():
         return
@@ -103,7 +107,7 @@ def _move_slots_cpu(call: Any) -> None:
         moved = as_codes(cache)[source_at]
         if cache is keys and inv_freq is not None:
             distances, which = deltas.unique(return_inverse=True)
-            cos, sin = (turn[which] for turn in rotation_cos_sin(distances, inv_freq))
+            cos, sin = (part[which] for part in rotation_cos_sin(distances, inv_freq))
             rotate_pairs_(moved.view(keys.dtype), cos, sin, is_neox, first)
         moved[absent] = 0
         as_codes(cache)[target_at] = moved
@@ -114,7 +118,7 @@ _moves: LaunchCache[Launch] = LaunchCache()
 
 def _launch_move_slots(call: Any) -> None:
     require_triton("move_slots")
-    _check(call)
+    _check_values(call)
     if call.source_slots.numel() and call.key_cache.numel():
         launch_move(*call)
 
@@ -177,7 +181,7 @@ def _build_move_launch(
     return Launch(_move_slots_kernel, constexprs, programs, strides, reusable=is_aligned)
 
 
-@operator(cpu=_move_slots_cpu, launch=_launch_move_slots, mutates=("key_cache", "value_cache"), as_record=True)
+@operator(check=_check, cpu=_move_slots_cpu, launch=_launch_move_slots, mutates=("key_cache", "value_cache"))
 def move_slots(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor | None,

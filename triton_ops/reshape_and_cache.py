@@ -23,16 +23,16 @@ from ._checks import (
     describe,
     lowest_entry,
 )
-from ._dispatch import CachedOp, aligned
+from ._dispatch import aligned
 from ._launch import Launch
-from ._library import operator, record_of
+from ._library import operator
 from ._quantize import as_codes, code_kind, equal_scales, quantize, refuse_nan, scale_kind
 from ._triton import require_triton
 
 
 def check_write(write: Any) -> None:
-    """Checks the arguments of a cache write, from metadata alone; raises TypeError, ValueError or RuntimeError."""
-    key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale = write
+    """Check the arguments of a cache write, from metadata alone."""
+    key, value, slot_mapping = write.key, write.value, write.slot_mapping
     check_tensor("key", key, 3, "[num_tokens, num_kv_heads, head_dim]", FLOATS)
     check_tensor("value", value, 3, "[num_tokens, num_kv_heads, head_dim]", (key.dtype,), key.device)
     if value.shape[:2] != key.shape[:2]:
@@ -42,14 +42,15 @@ def check_write(write: Any) -> None:
         raise bad_argument("key", f"head_dim {key.shape[2]}", f"1 to {MAX_HEAD_DIM}")
     check_last_dim("key", key)
     check_last_dim("value", value)
-    check_cache(key_cache, value_cache, "key", key, key.shape[1], k_scale, v_scale, value.shape[2])
+    caches, scales = (write.key_cache, write.value_cache), (write.k_scale, write.v_scale)
+    check_cache(*caches, "key", key, key.shape[1], *scales, value.shape[2])
     check_tensor("slot_mapping", slot_mapping, 1, "[num_tokens]", (torch.int64,), key.device)
     if slot_mapping.shape[0] != key.shape[0]:
         raise bad_argument("slot_mapping", describe(slot_mapping), f"{key.shape[0]} elements, one per token of key")
 
 
 def check_write_values(write: Any) -> bool:
-    """Whether a slot is -1, others being in the cache; synchronizes a device. Debug mode refuses NaN for int8."""
+    """Check that slots are in the cache and return whether one is -1; debug mode also refuses NaN for int8."""
     slots = write.slot_mapping
     if debug_mode_enabled() and write.key_cache.dtype == torch.int8:
         refuse_nan("key", write.key[slots >= 0])
@@ -59,16 +60,16 @@ def check_write_values(write: Any) -> bool:
 
 
 def reshape_and_cache_cpu(write: Any) -> None:
-    """Write what `pc.reshape_and_cache` writes, in PyTorch on CPU tensors."""
-    check_write(write)
-    key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale = write
+    """Write what `pc.reshape_and_cache` writes, in PyTorch on CPU tensors, with checked arguments."""
+    key, value, slot_mapping = write.key, write.value, write.slot_mapping
     if check_write_values(write):
         rows = torch.nonzero(slot_mapping >= 0).squeeze(1)
         key, value, slot_mapping = key[rows], value[rows], slot_mapping[rows]
-    for source, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
+    pairs = (key, write.key_cache, write.k_scale), (value, write.value_cache, write.v_scale)
+    for source, cache, scale in pairs:
         if scale is not None:
             source = quantize(source, scale, cache.dtype)
-        if cache.dtype.itemsize == 1:  # neither write knows float8
+        if cache.dtype.itemsize == 1:  # PyTorch writes no float8 by index
             source, cache = source.view(torch.uint8), cache.view(torch.uint8)
         block_size = cache.shape[1]
         if cache.stride(0) == block_size * cache.stride(1):
@@ -77,19 +78,17 @@ def reshape_and_cache_cpu(write: Any) -> None:
             cache[slot_mapping // block_size, slot_mapping % block_size] = source
 
 
-def _build_write(*values: Any) -> Callable[..., None]:
+def _build(write: Any) -> Callable[[Any], None]:
     require_triton("reshape_and_cache")
     from .kernels.reshape_and_cache import _reshape_and_cache_kernel
 
-    write = CacheWrite(*values)
-    check_write(write)
-    key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale = write
+    key, value, key_cache, value_cache = write.key, write.value, write.key_cache, write.value_cache
     num_tokens, kv_heads, head_dim = key.shape
     block_d = next_power_of_2(max(head_dim, value.shape[2]))
     block_r = max(1, 2048 // block_d)
     constexprs = {
         "KIND": code_kind(key_cache.dtype),
-        "SCALES": scale_kind(k_scale, v_scale),
+        "SCALES": scale_kind(write.k_scale, write.v_scale),
         "KV_HEADS": kv_heads,
         "BLOCK_SIZE": key_cache.shape[1],
         "HEAD_DIM": head_dim,
@@ -102,29 +101,30 @@ def _build_write(*values: Any) -> Callable[..., None]:
     programs = (-(-num_rows // block_r), 1, 1)
     is_aligned = aligned(*write)
     launch = Launch(_reshape_and_cache_kernel, constexprs, programs, (num_rows, *strides), reusable=is_aligned)
-    return functools.partial(_write, launch, kv_heads, slot_mapping.is_contiguous())
+    return functools.partial(_run, launch, kv_heads, write.slot_mapping.is_contiguous())
 
 
-def _write(launch: Launch, kv_heads: int, is_packed: bool, *values: Any) -> None:
+def _run(launch: Launch, kv_heads: int, is_packed: bool, write: Any) -> None:
     if launch.programs[0] == 0:
         return
-    key, value, key_cache, value_cache, slots, k_scale, v_scale = values
-    scales: tuple[torch.Tensor | None, ...] = (key, key)
-    if k_scale is not None:
-        scales = equal_scales(k_scale, v_scale, kv_heads)
-        key_cache, value_cache = as_codes(key_cache), as_codes(value_cache)
-    slots = slots if is_packed else slots.contiguous()
-    launch((key, value, key_cache, value_cache, slots, *scales))
+    key, slots = write.key, write.slot_mapping
+    launch((key, write.value, *cache_tensors(write, kv_heads, slots if is_packed else slots.contiguous())))
 
 
-_launch_reshape_and_cache = CachedOp(_build_write, lambda *values: check_write_values(CacheWrite(*values)))
+def cache_tensors(write: Any, kv_heads: int, slots: torch.Tensor) -> tuple[Any, ...]:
+    """Return the caches, slots and scales that a kernel takes; without scales it reads none of the dummies."""
+    if write.k_scale is None:
+        return write.key_cache, write.value_cache, slots, write.key, write.key
+    scales = equal_scales(write.k_scale, write.v_scale, kv_heads)
+    return as_codes(write.key_cache), as_codes(write.value_cache), slots, *scales
 
 
 @operator(
+    check=check_write,
     cpu=reshape_and_cache_cpu,
-    launch=_launch_reshape_and_cache,
+    build=_build,
+    check_values=check_write_values,
     mutates=("key_cache", "value_cache"),
-    as_record=True,
 )
 def reshape_and_cache(
     key: torch.Tensor,
@@ -162,7 +162,3 @@ def reshape_and_cache(
         >>> torch.equal(keys[1, :2], key[:2]), keys.count_nonzero().item() == 2 * 2 * 64
         (True, True)
     """
-    check_write(CacheWrite(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale))
-
-
-CacheWrite: Any = record_of(reshape_and_cache)

@@ -13,20 +13,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
 
 from ._attention.constants import next_power_of_2
 from ._checks import FLOATS, INDEX_DTYPES, bad_argument, check_last_dim, check_tensor, describe
-from ._dispatch import CachedOp, aligned
+from ._dispatch import aligned
 from ._launch import Launch
-from ._library import operator, record_of
-from ._quantize import as_codes, code_kind, equal_scales, scale_kind
+from ._library import operator
+from ._quantize import code_kind, scale_kind
 from ._triton import require_triton
 from .reshape_and_cache import (
-    CacheWrite,
+    cache_tensors,
     check_write,
     check_write_values,
     reshape_and_cache,
@@ -36,17 +35,9 @@ from .reshape_and_cache import (
 _PIECE_ELEMENTS = 1 << 16
 
 
-_write_values = attrgetter(*CacheWrite._fields)
-
-
-def _write_of(call: Any) -> Any:
-    """The cache write of a call, of keys that are not rotated yet."""
-    return CacheWrite(*_write_values(call))
-
-
 def _check(call: Any) -> None:
-    check_write(_write_of(call))
-    query, key, value, positions, cos_sin, *_ = call
+    check_write(call)
+    query, key, value, positions, cos_sin = call.query, call.key, call.value, call.positions, call.cos_sin
     if value.shape != key.shape:
         raise bad_argument("value", f"shape {list(value.shape)}", f"{list(key.shape)} as key")
     num_tokens, _, head_dim = key.shape
@@ -74,7 +65,7 @@ def _check_positions(call: Any) -> None:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Rotates the first features of x `[num_tokens, heads, head_dim]`; cos and sin `[num_tokens, rotary_dim / 2]`."""
+    """Rotate the first features of x `[num_tokens, heads, head_dim]`; cos and sin `[num_tokens, rotary_dim / 2]`."""
     rotary_dim = 2 * cos.shape[1]
     first, second = slice(0, rotary_dim // 2), slice(rotary_dim // 2, rotary_dim)
     if interleaved:
@@ -95,20 +86,17 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
 
 
 def _rope_and_cache_cpu(call: Any) -> torch.Tensor:
-    _check(call)
     _check_positions(call)
     cos, sin = call.cos_sin[call.positions.long()].chunk(2, -1)
     rotated = rotate(call.key, cos, sin, call.interleaved)
-    reshape_and_cache_cpu(_write_of(call)._replace(key=rotated))
+    reshape_and_cache_cpu(call._replace(key=rotated))
     return rotate(call.query, cos, sin, call.interleaved)
 
 
-def _build_rope(*values: Any) -> Callable[..., torch.Tensor]:
+def _build(call: Any) -> Callable[[Any], torch.Tensor]:
     require_triton("rope_and_cache")
     from .kernels.rope_and_cache import _rope_and_cache_kernel
 
-    call = _Rope(*values)
-    _check(call)
     num_tokens, num_heads, head_dim = call.query.shape
     block_d = next_power_of_2(head_dim)
     block_h = max(1, min(next_power_of_2(num_heads), 2048 // block_d))
@@ -135,41 +123,31 @@ def _build_rope(*values: Any) -> Callable[..., torch.Tensor]:
         reusable=aligned(*[value for value in call if isinstance(value, torch.Tensor)]),
     )
     out_shape = None if call.query.stride() == (num_heads * head_dim, head_dim, 1) else call.query.shape
-    return functools.partial(_rotate_and_write, launch, kv_heads, call.slot_mapping.is_contiguous(), out_shape)
+    return functools.partial(_run, launch, kv_heads, call.slot_mapping.is_contiguous(), out_shape)
 
 
-def _rotate_and_write(
-    launch: Launch, kv_heads: int, is_packed: bool, out_shape: Sequence[int] | None, *values: Any
-) -> torch.Tensor:
-    """Launches the kernel; out_shape None: the query is contiguous."""
-    query, key, value, positions, cos_sin, key_cache, value_cache, slots, _, k_scale, v_scale = values
-    # Of a contiguous tensor, half the time of `new_empty`.
+def _run(launch: Launch, kv_heads: int, is_packed: bool, out_shape: Sequence[int] | None, call: Any) -> torch.Tensor:
+    """Launch the kernel; out_shape None: the query is contiguous."""
+    query, slots = call.query, call.slot_mapping
+    # For a contiguous tensor `empty_like` takes half the time of `new_empty`.
     out: torch.Tensor = torch.empty_like(query) if out_shape is None else query.new_empty(out_shape)
-    if launch.programs[0] == 0:
-        return out
-    scales: tuple[torch.Tensor | None, ...] = (key, key)
-    if k_scale is not None:
-        scales = equal_scales(k_scale, v_scale, kv_heads)
-        key_cache, value_cache = as_codes(key_cache), as_codes(value_cache)
-    slots = slots if is_packed else slots.contiguous()
-    launch((out, query, positions, cos_sin, key, value, key_cache, value_cache, slots, *scales))
+    if launch.programs[0]:
+        written = cache_tensors(call, kv_heads, slots if is_packed else slots.contiguous())
+        launch((out, query, call.positions, call.cos_sin, call.key, call.value, *written))
     return out
 
 
-def _check_given(*values: Any) -> None:
-    call = _Rope(*values)
+def _check_values(call: Any) -> None:
     _check_positions(call)
-    check_write_values(_write_of(call))
-
-
-_launch_rope_and_cache = CachedOp(_build_rope, _check_given)
+    check_write_values(call)
 
 
 @operator(
+    check=_check,
     cpu=_rope_and_cache_cpu,
-    launch=_launch_rope_and_cache,
+    build=_build,
+    check_values=_check_values,
     mutates=("key_cache", "value_cache"),
-    as_record=True,
     docs_from=(reshape_and_cache,),
 )
 def rope_and_cache(
@@ -219,9 +197,4 @@ def rope_and_cache(
         >>> query.shape, torch.equal(keys[1, 0], key[0])  # position 0 is not turned
         (torch.Size([3, 4, 64]), True)
     """
-    call = (query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping, interleaved, k_scale, v_scale)
-    _check(_Rope(*call))
     return query.new_empty(query.shape)
-
-
-_Rope: Any = record_of(rope_and_cache)

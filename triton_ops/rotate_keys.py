@@ -46,13 +46,15 @@ def _check(call: Any) -> None:
     if not 1 <= inv_freq.shape[0] <= pairs:
         needs = f"1 to {pairs} elements, one per pair of head_dim" + (f" from {first} on" if first else "")
         raise bad_argument("inv_freq", describe(inv_freq), needs)
-    limit = key_cache.shape[0]
-    lowest_entry("source_ids", source_ids, limit)
-    lowest_entry("target_ids", target_ids, limit)
+
+
+def _check_values(call: Any) -> None:
+    lowest_entry("source_ids", call.source_ids, call.key_cache.shape[0])
+    lowest_entry("target_ids", call.target_ids, call.key_cache.shape[0])
 
 
 def _rotate_keys_cpu(call: Any) -> None:
-    _check(call)
+    _check_values(call)
     key_cache, source_ids, target_ids, deltas, inv_freq, is_neox, first = call
     written = (target_ids >= 0).nonzero()[:, 0]
     _, block_size, heads, head_dim = key_cache.shape
@@ -62,7 +64,7 @@ def _rotate_keys_cpu(call: Any) -> None:
         sources, targets = source_ids[piece].long(), target_ids[piece].long()
         keys = key_cache.index_select(0, sources.clamp(min=0))
         absent = sources < 0
-        cos, sin = (turn.repeat_interleave(block_size, 0) for turn in rotation_cos_sin(deltas[piece], inv_freq))
+        cos, sin = (part.repeat_interleave(block_size, 0) for part in rotation_cos_sin(deltas[piece], inv_freq))
         rotate_pairs_(keys.view(-1, heads, head_dim), cos, sin, is_neox, first)
         if absent.any():
             keys.view(torch.uint8)[absent] = 0
@@ -71,7 +73,7 @@ def _rotate_keys_cpu(call: Any) -> None:
 
 def _launch_rotate_keys(call: Any) -> None:
     require_triton("rotate_keys")
-    _check(call)
+    _check_values(call)
     key_cache, sources, targets, deltas, inv_freq, is_neox, first = call
     if not sources.numel() or not key_cache.numel():
         return
@@ -82,7 +84,7 @@ def _launch_rotate_keys(call: Any) -> None:
     launch_move(key_cache, None, sources, targets, deltas.expand(-1, size).flatten(), inv_freq, is_neox, first)
 
 
-@operator(cpu=_rotate_keys_cpu, launch=_launch_rotate_keys, mutates=("key_cache",), as_record=True)
+@operator(check=_check, cpu=_rotate_keys_cpu, launch=_launch_rotate_keys, mutates=("key_cache",))
 def rotate_keys(
     key_cache: torch.Tensor,
     source_ids: torch.Tensor,

@@ -6,17 +6,32 @@ Reads and writes the bytes of num_tokens vectors once; nothing is computed, so e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from ._copy.ops import SLOTS, Scatter
+from ._copy.ops import SLOTS, move_rows, scatter_cpu
 from ._library import operator
 from .scatter_blocks import scatter_blocks, scatter_blocks_list
 
-_rows = Scatter("scatter_slots", SLOTS)
+
+def _cpu(args: Any) -> None:
+    scatter_cpu("scatter_slots", SLOTS, [args.source], [args.cache], args.slot_mapping)
 
 
-@operator(cpu=_rows.cpu, launch=_rows.launch, mutates=("cache",), docs_from=(scatter_blocks,))
+def _launch(args: Any) -> None:
+    move_rows("scatter_slots", SLOTS, [args.cache], args.slot_mapping, [args.source])
+
+
+def _cpu_list(args: Any) -> None:
+    scatter_cpu("scatter_slots_list", SLOTS, args.sources, args.caches, args.slot_mapping)
+
+
+def _launch_list(args: Any) -> None:
+    move_rows("scatter_slots_list", SLOTS, args.caches, args.slot_mapping, args.sources)
+
+
+@operator(cpu=_cpu, launch=_launch, mutates=("cache",), docs_from=(scatter_blocks,))
 def scatter_slots(source: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Writes the vectors of tokens to their slots of a cache.
 
@@ -38,9 +53,7 @@ def scatter_slots(source: torch.Tensor, cache: torch.Tensor, slot_mapping: torch
     """
 
 
-@operator(
-    cpu=_rows.cpu_list, launch=_rows.launch_list, mutates=("caches",), docs_from=(scatter_slots, scatter_blocks_list)
-)
+@operator(cpu=_cpu_list, launch=_launch_list, mutates=("caches",), docs_from=(scatter_slots, scatter_blocks_list))
 def scatter_slots_list(
     sources: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], slot_mapping: torch.Tensor
 ) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from ._attention.call import TENSORS, AttentionCall
-from ._attention.checks import check_attention
-from ._attention.launch import AttentionLaunch, attention_operator, choose_launch, choose_operator, with_lse
+from ._attention.arguments import AttentionArgs
+from ._attention.build import build_attention
 from ._attention.layout import PlanShape
-from ._attention.plan import cached_with, launch_plan
+from ._attention.operator import attention_operator, with_lse
+from ._attention.plan import build_plan, cached_with
 from ._dispatch import LaunchCache, aligned
 from ._launch import Launch, current_stream
 from .merge_attention import Pair, build_merge_launch
@@ -37,17 +37,17 @@ class _Prefix:
 
     is_captured = False
 
-    def __init__(self, call: AttentionCall) -> None:
-        device, self._num_blocks = call.query.device, call.num_shared_blocks
-        self._end, self._block_size = call.key_begin, call.block_size
-        sizes = (call.query.shape[0], 1, 2)
+    def __init__(self, args: AttentionArgs) -> None:
+        device, self._num_blocks = args.query.device, args.num_shared_blocks
+        self._end, self._block_size = args.key_begin, args.block_size
+        sizes = (args.query.shape[0], 1, 2)
         self.positions, self.lens, self.bounds = (torch.empty(n, dtype=torch.int32, device=device) for n in sizes)
-        size = PlanShape.of(call.block_tables[:1, : self._num_blocks], self._block_size).size
+        size = PlanShape.of(args.block_tables[:1, : self._num_blocks], self._block_size).size
         self.plan = torch.empty(size, dtype=torch.int32, device=device)
-        self._options = self.call(call).plan_options(tiled=True)
+        self._options = self.arguments(args).plan_options(tiled=True)
 
     def fill(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
-        """Finds each query's position, and plans."""
+        """Find each query's position, and plan."""
         num_tokens, is_aligned = self.positions.shape[0], aligned(seq_lens, query_start_loc)
         kind = (is_aligned, seq_lens.device)
         launch = _positions_launches.get_or(kind, (), lambda: _build_positions_launch(is_aligned))
@@ -57,14 +57,13 @@ class _Prefix:
             (-(-num_tokens // 64), 1, 1),
             (seq_lens.shape[0], num_tokens, self._end),
         )
-        tables = block_tables[:1, : self._num_blocks]
-        tensors = (tables, self.lens, self.bounds, self.positions)
-        launch_plan(self.plan, *tensors, self._block_size, self._options, 1)
+        batch = (block_tables[:1, : self._num_blocks], self.lens, self.bounds, self.positions)
+        build_plan(*batch, self._block_size, self._options, 1)(self.plan, *batch)
 
-    def call(self, call: AttentionCall) -> AttentionCall:
-        """Attention of all queries over the shared blocks."""
-        return call.changed(
-            block_tables=call.block_tables[:1, : self._num_blocks],
+    def arguments(self, args: AttentionArgs) -> AttentionArgs:
+        """Return the arguments of attention of all queries over the shared blocks."""
+        return args._replace(
+            block_tables=args.block_tables[:1, : self._num_blocks],
             seq_lens=self.lens,
             query_start_loc=self.bounds,
             query_positions=self.positions,
@@ -76,55 +75,52 @@ class _Prefix:
         )
 
 
-def _prefix_of(call: AttentionCall) -> _Prefix:
-    """Filled for the call; cached with the plan, where there is one."""
-    batch = (call.block_tables, call.seq_lens, call.query_start_loc)
-    if call.plan is None:
-        prefix = _Prefix(call)
+def _prefix_of(args: AttentionArgs) -> _Prefix:
+    """Return the call's prefix, filled; cached with the plan, if there is one."""
+    batch = (args.block_tables, args.seq_lens, args.query_start_loc)
+    if args.plan is None:
+        prefix = _Prefix(args)
         prefix.fill(*batch)
         return prefix
-    on_device = call.query.is_cuda
+    on_device = args.query.is_cuda
     stream = current_stream() if on_device else None
-    derived = cached_with(call.plan).derived
-    key = (stream, call.query.shape[0], call.num_shared_blocks, call.block_size)
+    derived = cached_with(args.plan).derived
+    key = (stream, args.query.shape[0], args.num_shared_blocks, args.block_size)
     found = derived.get(key)
     if found is None:
-        found = derived[key] = _Prefix(call)
+        found = derived[key] = _Prefix(args)
         found.fill(*batch)
     found.is_captured = found.is_captured or (on_device and torch.cuda.is_current_stream_capturing())
     assert isinstance(found, _Prefix)
     return found
 
 
-def _choose(names: tuple[str, ...], with_lse: bool, *values: Any) -> Callable[..., Any]:
-    call = AttentionCall.of(names, values, {})
-    check_attention(call)
-    if call.num_shared_blocks <= 0 or call.seq_lens.shape[0] == 0 or call.query.shape[0] == 0:
-        return choose_operator(names, with_lse, *values)
-    rest = choose_launch(call, out_dtype=torch.float32)
+def _build(args: AttentionArgs) -> Callable[[AttentionArgs], Any]:
+    if args.num_shared_blocks <= 0 or args.seq_lens.shape[0] == 0 or args.query.shape[0] == 0:
+        return build_attention(args)
+    parts = args._replace(with_lse=True)
+    rest = build_attention(parts, out_dtype=torch.float32)
     # Positions do not ascend over sequences, so the queries are tiled, never decoded from a work list.
-    prefix = choose_launch(_Prefix(call).call(call), out_dtype=torch.float32, tiled=True)
-    out = torch.empty((*call.query.shape[:2], call.value_cache.shape[3]), dtype=torch.float32, device="meta")
-    merge = build_merge_launch(out, out[..., 0].contiguous(), out, out[..., 0].contiguous(), call.query.dtype)
-    return functools.partial(_launch, names, with_lse, prefix, rest, merge)
+    prefix = build_attention(_Prefix(parts).arguments(parts), out_dtype=torch.float32, tiled=True)
+    out = torch.empty((*args.query.shape[:2], args.value_cache.shape[3]), dtype=torch.float32, device="meta")
+    lse = out[..., 0].contiguous()
+    return functools.partial(_run, prefix, rest, build_merge_launch((out, lse, out, lse), args.query.dtype))
 
 
-def _launch(
-    names: tuple[str, ...],
-    with_lse: bool,
-    prefix: AttentionLaunch,
-    rest: AttentionLaunch,
-    merge: Callable[..., Pair],
-    *values: Any,
+def _run(
+    prefix: Callable[[AttentionArgs], Pair],
+    rest: Callable[[AttentionArgs], Pair],
+    merge: Callable[[tuple[torch.Tensor, ...]], Pair],
+    args: AttentionArgs,
 ) -> Any:
-    """Attention over the rest and over the prefix, and their merge."""
-    call = AttentionCall.of(names, values, {})
-    own = rest(TENSORS(call))
-    out, lse = merge(*prefix(TENSORS(_prefix_of(call).call(call))), *own)
-    return (out, lse) if with_lse else out
+    """Attend over the rest and over the prefix, and merge."""
+    parts = args._replace(with_lse=True)
+    own = rest(parts)
+    out, lse = merge((*prefix(_prefix_of(parts).arguments(parts)), *own))
+    return (out, lse) if args.with_lse else out
 
 
-@attention_operator(_choose, docs_from=(paged_attention,))
+@attention_operator(_build, docs_from=(paged_attention,))
 def shared_prefix_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -170,4 +166,4 @@ def shared_prefix_attention(
     return query.new_empty((*query.shape[:2], value_cache.shape[3]))
 
 
-shared_prefix_attention_with_lse = with_lse(shared_prefix_attention, _choose)
+shared_prefix_attention_with_lse = with_lse(shared_prefix_attention, _build)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ._attention.launch import attention_operator, with_lse
+from ._attention.operator import attention_operator, with_lse
 from .paged_attention import paged_attention
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ._attention.launch import attention_operator, with_lse
+from ._attention.operator import attention_operator, with_lse
 from .latent_attention import latent_attention
 from .sparse_gap_attention import sparse_gap_attention
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ._attention.choose import INVARIANT_SPLIT_KEYS, MERGED_SPLITS
+from ._attention.build import INVARIANT_SPLIT_KEYS, MERGED_SPLITS
 from ._attention.layout import DECODE_QUERIES, MIN_SPLIT_TILES, TILE_KEYS
 from ._checks import check_integer
 from ._library import record_of

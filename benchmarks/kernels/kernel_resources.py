@@ -30,25 +30,22 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pc.triton_ops._attention import constants, dense, launch
-from pc.triton_ops._attention.call import TENSORS, AttentionCall, LatentCall
+from pc.triton_ops._attention import constants, dense
+from pc.triton_ops._attention.arguments import AttentionArgs
+from pc.triton_ops._attention.build import build_attention
 from pc.triton_ops._attention.constants import Architecture
 from pc.triton_ops._dispatch import forget_choices
 from pc.triton_ops._flash import append
-from pc.triton_ops._library import record_of
 from pc.triton_ops._triton import load_kernels
 
 from ..harness import tables
 from . import sass
-from .launches import TARGETS, Launch, digest, patched, recorded
+from .launches import TARGETS, Launch, digest, on_device, patched, recorded
 
 load_kernels()  # which are found by their class
 
-# `pc.triton_ops.reshape_and_cache` is the function; the module of that name is where its launcher is.
-reshape_and_cache, rope_and_cache, merge_attention, join_prefix, move_slots = (
-    importlib.import_module(f"pc.triton_ops.{name}")
-    for name in ("reshape_and_cache", "rope_and_cache", "merge_attention", "join_prefix", "move_slots")
-)
+# `pc.triton_ops.join_prefix` is the function; the module of that name has the launch of its map.
+join_prefix = importlib.import_module("pc.triton_ops.join_prefix")
 
 TABLE = tables.RESULTS / "kernel_resources.csv"
 VERSIONS = ("3.6.0", "3.9.0")
@@ -128,7 +125,7 @@ def attention_case(
     scale = None if cache_dtype is None else torch.ones(1)
     tables = torch.zeros(num_seqs, *[heads[1]] * head_tables, max_blocks, dtype=torch.int32)
     starts = torch.arange(num_seqs + 1, dtype=torch.int32) * q_len
-    call = AttentionCall(
+    args = AttentionArgs(
         query=query,
         key_cache=cache,
         value_cache=values,
@@ -150,8 +147,8 @@ def attention_case(
     )
     if top_k:
         lists = torch.zeros(num_tokens, heads[1], top_k, dtype=torch.int32)
-        call = call.changed(query_blocks=lists, with_lse=False)
-    launch.choose_launch(call)(TENSORS(call))
+        args = args._replace(query_blocks=lists, with_lse=False)
+    build_attention(args)(args)
 
 
 def latent_case(
@@ -160,18 +157,19 @@ def latent_case(
     """One call over latent rows of 512 columns and 64 behind them."""
     num_seqs, max_blocks, dtype = 2, 4096 // block_size, torch.bfloat16
     lists = torch.zeros(num_seqs * q_len, 1, top_k, dtype=torch.int32) if top_k else None
-    given = {
+    scale = None if cache_dtype is None else torch.ones(1)
+    given: dict[str, Any] = {
         "query": torch.zeros(num_seqs * q_len, heads, 576, dtype=dtype),
-        "cache": torch.zeros(4, block_size, 576, dtype=cache_dtype or dtype),
+        "key_cache": torch.zeros(4, block_size, 576, dtype=cache_dtype or dtype),
         "block_tables": torch.zeros(num_seqs, max_blocks, dtype=torch.int32),
         "seq_lens": torch.full((num_seqs,), 4096, dtype=torch.int32),
         "query_start_loc": torch.arange(num_seqs + 1, dtype=torch.int32) * q_len,
         "scale": 0.1,
-        "k_scale": None if cache_dtype is None else torch.ones(1),
+        "k_scale": scale,
         "max_query_len": q_len,
     }
-    call = LatentCall.of((), (), given).changed(query_blocks=lists)
-    launch.choose_launch(call)(TENSORS(call))
+    args = AttentionArgs(**given, value_cache=None, value_dim=512, query_blocks=lists)
+    build_attention(args)(args)
 
 
 def write_case(cache_dtype: torch.dtype | None = None, head_dim: int = 128) -> None:
@@ -179,7 +177,7 @@ def write_case(cache_dtype: torch.dtype | None = None, head_dim: int = 128) -> N
     key = torch.zeros(64, 8, head_dim, dtype=torch.bfloat16)
     cache = torch.zeros(4, 16, 8, head_dim, dtype=cache_dtype or torch.bfloat16)
     scale = None if cache_dtype is None else torch.ones(1)
-    reshape_and_cache._launch_reshape_and_cache(key, key, cache, cache.clone(), torch.arange(64), scale, scale)
+    on_device("reshape_and_cache", key, key, cache, cache.clone(), torch.arange(64), scale, scale)
 
 
 def rows_case(row: int = 4096, head_major: bool = False, tensors: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -227,7 +225,8 @@ def rope_case(cache_dtype: torch.dtype | None = None, interleaved: bool = False)
     cache = torch.zeros(8, 16, 8, 128, dtype=cache_dtype or torch.bfloat16)
     scale = None if cache_dtype is None else torch.ones(1)
     positions = torch.arange(64)
-    rope_and_cache._launch_rope_and_cache(
+    on_device(
+        "rope_and_cache",
         query,
         key,
         key,
@@ -246,13 +245,13 @@ def move_case(cache_dtype: torch.dtype = torch.bfloat16, is_neox: bool = True, r
     """Tokens of keys and values moved to other slots."""
     cache, slots = torch.zeros(8, 16, 8, 128, dtype=cache_dtype), torch.arange(40)
     given = (cache, cache, slots, slots + 64, slots, torch.ones(rotary_dim // 2), is_neox)
-    move_slots._launch_move_slots(record_of(move_slots.move_slots)(*given))
+    on_device("move_slots", *given)
 
 
 def merge_case() -> None:
     """One merge of two results."""
     out, lse = torch.zeros(64, 32, 128, dtype=torch.bfloat16), torch.zeros(64, 32)
-    merge_attention._launch_merge_attention(out, lse, out, lse)
+    on_device("merge_attention", out, lse, out, lse)
 
 
 _E4M3 = torch.float8_e4m3fn

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 import pc
-from pc.triton_ops._attention import choose, tuned
+from pc.triton_ops._attention import build, tuned
 from pc.triton_ops._attention.constants import (
     DECODE_REGISTERS,
     Tiles,
@@ -133,7 +133,7 @@ def applied(regime: Regime, candidate: Candidate, arch: str) -> Iterator[None]:
     """Within it, calls are launched with these constants; nothing that was decided before or in it is kept."""
     with contextlib.ExitStack() as stack:
         stack.callback(forget_choices)
-        stack.enter_context(mock.patch.object(choose, f"{regime.name}_tiles", return_value=candidate.tiles))
+        stack.enter_context(mock.patch.object(build, f"{regime.name}_tiles", return_value=candidate.tiles))
         stack.enter_context(mock.patch.dict(tuned.PROGRAMS, {arch: (candidate.programs, "")}))
         forget_choices()
         yield
@@ -213,14 +213,14 @@ def first_calls(regime: Regime, device: torch.device, limit: int | None = None) 
 def _present(regime: Regime, inputs: Inputs, arch: str) -> Candidate | None:
     """The constants in use; None where no kernel is launched."""
     seen: list[Tiles] = []
-    original = getattr(choose, f"{regime.name}_tiles")
+    original = getattr(build, f"{regime.name}_tiles")
 
     def observe(*arguments: Any) -> Tiles:
         seen.append(original(*arguments))
         return seen[-1]
 
     forget_choices()
-    with mock.patch.object(choose, f"{regime.name}_tiles", observe):
+    with mock.patch.object(build, f"{regime.name}_tiles", observe):
         _call(inputs.calls[0])
     if not seen:
         return None

@@ -18,9 +18,9 @@ def test_compiled(name):
 @pytest.mark.parametrize(("split_keys", "window"), [(8192, 0), (64, 0), (64, 100)])
 def test_batch_invariant(split_keys, window, monkeypatch):
     """A row's bits are those of a prompt computed at once: in chunks, decoded, beside others, split, with a plan."""
-    from pc.triton_ops._attention import choose
+    from pc.triton_ops._attention import build
 
-    monkeypatch.setattr(choose, "INVARIANT_SPLIT_KEYS", split_keys)
+    monkeypatch.setattr(build, "INVARIANT_SPLIT_KEYS", split_keys)
     torch.manual_seed(0)
     lens, heads = torch.tensor([150, 70], dtype=torch.int32), 2
     query, cache = torch.randn(151, heads, 64).half(), torch.randn(2, 16, 16, 1, 64).half()

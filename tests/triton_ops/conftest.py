@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pc.triton_ops._attention import launch
-from pc.triton_ops._attention.choose import Chosen
+from pc.triton_ops._attention import build
+from pc.triton_ops._attention.build import AttentionLaunch
 from pc.triton_ops._checks import debug_mode_enabled, set_debug_mode
 from pc.triton_ops._dispatch import forget_choices
 from pc.triton_ops._triton import INTERPRET
@@ -83,11 +83,11 @@ def _debug_mode_as_before() -> Iterator[None]:
 
 
 @pytest.fixture
-def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Chosen]:
-    """What attention calls that follow launch, each kind once."""
-    found: list[Chosen] = []
-    choose = launch.choose_attention
-    monkeypatch.setattr(launch, "choose_attention", lambda *given: found.append(choose(*given)) or found[-1])
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[AttentionLaunch]:
+    """The launches of attention calls that follow, one for each kind."""
+    found: list[AttentionLaunch] = []
+    own = build._build_tables
+    monkeypatch.setattr(build, "_build_tables", lambda *given: found.append(own(*given)) or found[-1])
     return found
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
-from attention_cases import Case, build, check
+from attention_cases import Case, build, check, plan_in_numpy
 
 import pc
 from pc.triton_ops._attention.layout import PlanShape, plan_views
@@ -43,12 +41,8 @@ def _plan(batch, op=pc.attention_plan, **options):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels_build_the_numpy_plan(case, device):
-    from pc.triton_ops._attention.call import PlanCall
-    from pc.triton_ops.attention_plan import attention_plan_cpu
-
     batch = build(case)
-    names = tuple(inspect.signature(pc.attention_plan).parameters)
-    expected = _plan(batch, lambda *args, **kwargs: attention_plan_cpu(PlanCall.of(names, args, kwargs)))
+    expected = _plan(batch, plan_in_numpy)
     plan = _plan(batch.to(device)).cpu()
     shape = PlanShape.of(batch.block_tables, case.block_size)
     assert plan.numel() == expected.numel() == shape.size

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 import pc
 from pc.triton_ops._attention import cpu_sparse
-from pc.triton_ops._attention.call import AttentionCall
+from pc.triton_ops._attention.arguments import AttentionArgs
 from pc.triton_ops._attention.cpu_cache import GATHER_BYTES, Cache
-from pc.triton_ops._attention.launch import attention_cpu
+from pc.triton_ops._attention.operator import attention_cpu
 
 NAMES = tuple(inspect.signature(pc.sparse_gap_attention).parameters)
 
@@ -23,7 +23,7 @@ NAMES = tuple(inspect.signature(pc.sparse_gap_attention).parameters)
 def _call(batch):
     case = batch.case
     arguments = (*batch.tensors, batch.positions, batch.scale, case.window, case.num_sink_tokens)
-    return AttentionCall.of(NAMES, arguments, batch.options)
+    return AttentionArgs(**dict(zip(NAMES, arguments, strict=False)), **batch.options)
 
 
 @pytest.mark.parametrize("place", ["halves", "pairs", "offset", "columns", "padded", "mixed"])
@@ -55,7 +55,7 @@ def test_vectors_of_large_caches():
     """Past 2**31 vectors their numbers need 64 bits."""
     for blocks, dtype in ((1 << 24, np.int32), ((1 << 24) + 1, np.int64)):
         cache = torch.empty((blocks, 16, 8, 1), device="meta")
-        call = AttentionCall.of(("query", "key_cache", "value_cache"), (cache[0], cache, cache), {})
+        call = AttentionArgs(cache[0], cache, cache, *[None] * 3, 1.0)
         vectors = Cache(call).of_blocks(np.array([(1 << 24) - 1, 0], np.int32), np.array([7, 2]))
         assert vectors.dtype == dtype
         assert vectors[:, [0, -1]].tolist() == [[(1 << 31) - 128 + 7, (1 << 31) - 1], [2, 122]]
@@ -99,7 +99,7 @@ def test_gathers_of_long_contexts_are_bounded(cache_dtype, order, softcap):
     starts = torch.tensor([0, 3], dtype=torch.int32)
     assert blocks * 16 * heads * width * 4 > GATHER_BYTES
     options = {"softcap": softcap, "k_scale": scale, "v_scale": scale}
-    call = AttentionCall.of(NAMES, (query, cache, cache, tables, lens, starts, None, 0.125), options)
+    call = AttentionArgs(query, cache, cache, tables, lens, starts, 0.125, **options)
     with _Largest() as largest:
         attention_cpu(call)
     assert largest.bytes <= GATHER_BYTES

@@ -14,9 +14,9 @@ from attention_cases import Case, build, check
 
 import pc
 from pc.triton_ops._attention import cpu, cpu_cache, cpu_masked, cpu_sparse
-from pc.triton_ops._attention.call import AttentionCall
+from pc.triton_ops._attention.arguments import AttentionArgs
 from pc.triton_ops._attention.cpu_cache import Cache
-from pc.triton_ops._attention.launch import attention_cpu
+from pc.triton_ops._attention.operator import attention_cpu
 
 NAMES = tuple(inspect.signature(pc.sparse_gap_attention).parameters)
 ONE = {"heads": (6, 1), "head_tables": True, "holes": 0.5}
@@ -25,7 +25,7 @@ ONE = {"heads": (6, 1), "head_tables": True, "holes": 0.5}
 def _call(batch):
     case = batch.case
     arguments = (*batch.tensors, batch.positions, batch.scale, case.window, case.num_sink_tokens)
-    return AttentionCall.of(NAMES, arguments, batch.options)
+    return AttentionArgs(**dict(zip(NAMES, arguments, strict=False)), **batch.options)
 
 
 def _same_lists(case, positions, starts, rand):

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pc
 from pc.triton_ops import _dispatch, _library
-from pc.triton_ops._dispatch import MAX_REMEMBERED, CachedOp, LaunchCache, forget_choices
+from pc.triton_ops._dispatch import MAX_REMEMBERED, LaunchCache, cached_launch, forget_choices
 
 _names = itertools.count()
 
@@ -25,8 +25,8 @@ class Operator:
     def __init__(self) -> None:
         self.built: list[tuple[object, ...]] = []
         self.checked = 0
-        launch: CachedOp[torch.Tensor] = CachedOp(self._build, self._check, signature_of=_like)
         name = f"test_dispatch_{next(_names)}"
+        launch = cached_launch(self._build, self._check)
         fake = lambda *args, **kwargs: _like(*args, **kwargs)  # noqa: E731
         fake.__name__ = fake.__qualname__ = name
         fake.__signature__ = inspect.signature(_like)
@@ -34,13 +34,13 @@ class Operator:
         self.call = _library.operator(cpu=launch, launch=launch)(fake)
         self.op = getattr(torch.ops.pc, name)
 
-    def _build(self, *values):
-        self.built.append(tuple(v.shape if isinstance(v, torch.Tensor) else v for v in values))
-        return _like
+    def _build(self, args):
+        self.built.append(tuple(v.shape if isinstance(v, torch.Tensor) else v for v in args))
+        return lambda args: _like(*args)
 
-    def _check(self, *values):
+    def _check(self, args):
         self.checked += 1
-        if values[3] < 0:
+        if args.factor < 0:
             raise ValueError("factor")
 
 

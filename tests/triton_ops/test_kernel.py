@@ -73,8 +73,8 @@ def test_numbers_come_before_what_is_compiled_for():
 
 # Whoever asks for an option by its name has to be changed when one is added: docs/architecture.md lists these files.
 KNOWN: dict[Any, set[str]] = {
-    Mask: {"_attention/call", "_attention/predicate", "kernels/predicate"},
-    Terms: {"_attention/call", "_attention/scores", "kernels/scores"},
+    Mask: {"_attention/arguments", "_attention/predicate", "kernels/predicate"},
+    Terms: {"_attention/arguments", "_attention/scores", "kernels/scores"},
 }
 
 

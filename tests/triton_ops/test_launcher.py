@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from pc.triton_ops._attention import choose
+from pc.triton_ops._attention import build
 from pc.triton_ops._attention.constants import Architecture
 from pc.triton_ops._copy import launch as rows
 from pc.triton_ops._dispatch import forget_choices
@@ -58,7 +58,7 @@ def launches(monkeypatch):
     from triton.runtime import driver
 
     fake, active = _Driver(), driver._active
-    monkeypatch.setattr(choose, "architecture", lambda device: Architecture("sm_90", 132, True))
+    monkeypatch.setattr(build, "architecture", lambda device: Architecture("sm_90", 132, True))
     forget_choices()
     driver.set_active(fake)
     yield fake.launches

@@ -146,7 +146,7 @@ def test_kernels_run_on_the_device_of_the_first_tensor_on_one(place: str, index:
         other = torch.empty(3, device="cpu" if index is None else f"cuda:{index}")
         args = {"first": (other,), "behind host memory": (host, other), "in a list": ([host, host], 1.0, [other])}
         kwargs = {"out": other} if place == "by name" else {}
-        launched = _library._on_own_device(lambda *args, **kwargs: "launched")
+        launched = _library._on_own_device(lambda args: "launched", lambda *args, **kwargs: (args, kwargs))
         assert launched(*args.get(place, (host,)), **kwargs) == "launched"
         assert entered == ([torch.device("cuda:1")] if index == 1 else [])
 
@@ -157,18 +157,20 @@ def test_pinned_caches_reach_their_kernels() -> None:
     with (
         _two_devices() as entered,
         mock.patch("torch.Tensor.is_pinned", return_value=True),
-        mock.patch.object(rows_ops, "_travel", lambda op, *args, **kwargs: moves.append(op)),
+        mock.patch.object(rows_ops, "_move_on_device", lambda op, *args, **kwargs: moves.append(op)),
         mock.patch.object(joining, "launch_join_map", lambda call, *args: call.block_tables.new_empty(9)),
         mock.patch.object(joining, "launch_move_rows", lambda op, *args, **kwargs: moves.append(op)),
     ):
         cache = torch.empty(4, 2, 3)
         index = torch.empty(3, dtype=torch.int64, device="cuda:1")
         tables, lens = index.new_empty(2, 2), index.new_empty(2)
-        launch = _library._on_own_device
-        assert launch(rows_ops.Gather("gather_slots", 2).launch)(cache, index).device == index.device
-        launch(rows_ops.Gather("gather_blocks", 1).launch_list)([cache, cache], index)
-        call = _library.record_of(pc.join_prefix_list)([cache], tables, lens, [cache.new_empty(1, 3)], index, 9)
-        joined = launch(lambda *tensors: joining._run_list(call))(cache, index)
+        launch = lambda function, run: _library._on_own_device(run, _library.record_of(function))  # noqa: E731
+        gathered = launch(pc.gather_slots, importlib.import_module("pc.triton_ops.gather_slots")._launch)(cache, index)
+        assert gathered.device == index.device
+        blocks = importlib.import_module("pc.triton_ops.gather_blocks")
+        launch(pc.gather_blocks_list, blocks._launch_list)([cache, cache], index)
+        call = ([cache], tables, lens, [cache.new_empty(1, 3)], index, 9)
+        joined = launch(pc.join_prefix_list, joining._run_list)(*call)
         assert joined[0].device == index.device
     assert moves == ["gather_slots", "gather_blocks_list", "join_prefix"]
     assert set(entered) == {torch.device("cuda:1")}

@@ -159,9 +159,9 @@ def rowwise_dot(monkeypatch):
 @pytest.mark.parametrize("split_keys", [64, 8192])
 def test_batch_invariant(split_keys, device, monkeypatch, rowwise_dot):
     """A row's bits do not depend on its batch, on chunking, or on the width of the tables."""
-    from pc.triton_ops._attention import choose
+    from pc.triton_ops._attention import build as building
 
-    monkeypatch.setattr(choose, "INVARIANT_SPLIT_KEYS", split_keys)
+    monkeypatch.setattr(building, "INVARIANT_SPLIT_KEYS", split_keys)
     batch = build(Case(lens=(140, 90), queries=(40, 1), heads=(2, 1), sinks=True, seed=3)).to(device)
     query, key, value, tables = batch.tensors[:4]
     options = {"batch_invariant": True, "sinks": batch.options["sinks"]}
@@ -288,11 +288,11 @@ def test_codes_are_read_as_exactly_for_queries_of_any_size(cache_dtype, device):
 )
 def test_steps_of_two_tiles(options, device, monkeypatch, chosen):
     """Where no mask is needed a step may take 128 keys, of tiles that need not be neighbours."""
-    from pc.triton_ops._attention import choose
+    from pc.triton_ops._attention import build as building
 
-    tiles = choose.prefill_tiles
+    tiles = building.prefill_tiles
     wide = lambda *args: dataclasses.replace(tiles(*args), block_n=128, two_loops=True)  # noqa: E731
-    monkeypatch.setattr(choose, "prefill_tiles", wide)
+    monkeypatch.setattr(building, "prefill_tiles", wide)
     case = Case(lens=(700, 450), queries=(40, 20), heads=(2, 1), head_dim=16, **options)
     if "holes" in options:  # whole tiles are absent, and none in part
         case = dataclasses.replace(case, block_size=64)

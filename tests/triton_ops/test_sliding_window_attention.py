@@ -9,7 +9,7 @@ from attention_cases import Case, build, check
 from counted import counted_work, counts_work
 
 import pc
-from pc.triton_ops._attention import launch
+from pc.triton_ops._attention import plan_cpu
 from pc.triton_ops._attention.predicate import Mask
 from pc.triton_ops._triton import INTERPRET
 
@@ -111,7 +111,7 @@ def test_a_plan_without_the_window_writes_nothing_outside(device, monkeypatch):
     batch = build(Case(lens=(1500,), queries=(1,), heads=(2, 1), window=70))
     plan = pc.attention_plan(*batch.tensors[3:], 16, num_kv_heads=1)
     assert int(plan[0]) > 1
-    monkeypatch.setattr(launch, "check_call", lambda call: None)
+    monkeypatch.setattr(plan_cpu, "check_plan", lambda call, options: None)
     _call(batch, plan=plan)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 
 import pytest
 import torch
@@ -49,8 +48,8 @@ def test_numerics(case, device):
 def test_scattered_queries_over_many_pieces(change, monkeypatch):
     """The CPU walks over the keys once for all scattered queries, piece by piece and slice by slice."""
     from pc.triton_ops._attention import cpu_cache, cpu_masked
-    from pc.triton_ops._attention.call import AttentionCall
-    from pc.triton_ops._attention.launch import attention_cpu
+    from pc.triton_ops._attention.arguments import AttentionArgs
+    from pc.triton_ops._attention.operator import attention_cpu
 
     case = dataclasses.replace(Case(lens=(500, 333), queries=(40, 60), scattered=True), **change)
     batch = build(case)
@@ -59,8 +58,7 @@ def test_scattered_queries_over_many_pieces(change, monkeypatch):
     calls = []
     read = cpu_cache.Cache.read
     monkeypatch.setattr(cpu_cache.Cache, "read", lambda self, blocks: calls.append(len(blocks)) or read(self, blocks))
-    names = tuple(inspect.signature(pc.sparse_gap_attention).parameters)
-    call = AttentionCall.of(names, (*batch.tensors, batch.positions, batch.scale), batch.options)
+    call = AttentionArgs(*batch.tensors, batch.scale, batch.positions, **batch.options)
     check(build(case), *attention_cpu(call))
     assert sum(calls) <= 32 + 21, "each block is read once"
     assert max(calls) == 3

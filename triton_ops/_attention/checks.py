@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .._checks import CACHE_LAYOUT, FLOATS, bad_argument, check_last_dim, check_tensor, describe
 from .._quantize import QUANTIZED_DTYPES
-from .call import NOT_NEGATIVE, AttentionCall, BatchCall
+from .arguments import NOT_NEGATIVE, AttentionArgs
 from .layout import PlanShape
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ MAX_HEAD_DIM, MAX_LATENT_DIM = 512, 1024
 
 
 def _check_blocks(name: str, cache: torch.Tensor, like: torch.Tensor) -> None:
-    """Checks a cache's rank, dtype, device, last dimension and blocks."""
+    """Check a cache's rank, dtype, device, last dimension and blocks."""
     check_tensor(name, cache, 4, CACHE_LAYOUT, (like.dtype, *QUANTIZED_DTYPES), like.device)
     check_last_dim(name, cache)
     if cache.shape[1] < 1:
@@ -36,7 +36,7 @@ def check_cache(
     v_scale: torch.Tensor | None,
     value_dim: int | None = None,
 ) -> None:
-    """Checks caches and scales against `like`, which is written to them or attends over them, and the sizes given."""
+    """Check caches and scales against `like`, which is written to them or attends over them, and the sizes given."""
     head_dim = like.shape[2]
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         _check_blocks(name, cache, like)
@@ -73,8 +73,8 @@ def _check_scales(key_cache: torch.Tensor, device: torch.device, **scales: torch
             raise bad_argument(name, describe(scale), needs)
 
 
-def _check_latent(call: AttentionCall) -> None:
-    """Checks the cache of latent rows, whose sizes are known to hold the values."""
+def _check_latent(call: AttentionArgs) -> None:
+    """Check the cache of latent rows, whose sizes are known to hold the values."""
     rows, query = call.key_cache, call.query
     _check_blocks("cache", rows, query)
     if rows.shape[3] != query.shape[2] or rows.shape[3] % 16:
@@ -83,10 +83,13 @@ def _check_latent(call: AttentionCall) -> None:
     _check_scales(rows, query.device, k_scale=call.k_scale)
 
 
-def check_batch(call: BatchCall, device: torch.device, num_tokens: int | None = None) -> None:
-    """Checks tables, lengths and options that a plan and an attention call share, from metadata alone."""
+def check_batch(call: Any, device: torch.device, head_tables: bool = True, num_tokens: int | None = None) -> None:
+    """Check tables, lengths and options that a plan and an attention call share, from metadata alone.
+
+    `head_tables`: block_tables may be one per KV head.
+    """
     tables, seq_lens, starts = call.block_tables, call.seq_lens, call.query_start_loc
-    if call.head_tables and tables.dim() == 3:
+    if head_tables and tables.dim() == 3:
         check_tensor("block_tables", tables, 3, "[num_seqs, num_kv_heads, max_blocks]", (torch.int32,), device)
         if call.num_shared_blocks:
             raise bad_argument("num_shared_blocks", call.num_shared_blocks, "0 with a block table per KV head")
@@ -94,7 +97,7 @@ def check_batch(call: BatchCall, device: torch.device, num_tokens: int | None = 
         layout = "[num_seqs, max_blocks]"
         if tables.dim() == 3:
             layout += "; a table per KV head goes to sparse_gap_attention"
-        elif call.head_tables:
+        elif head_tables:
             layout += " or [num_seqs, num_kv_heads, max_blocks]"
         check_tensor("block_tables", tables, 2, layout, (torch.int32,), device)
     check_tensor("seq_lens", seq_lens, 1, "[num_seqs]", (torch.int32,), device)
@@ -124,8 +127,9 @@ def check_batch(call: BatchCall, device: torch.device, num_tokens: int | None = 
             raise bad_argument(option, getattr(call, option), needs)
 
 
-def check_attention(call: AttentionCall) -> None:
-    """Checks everything about an attention call that metadata tells, without reading a value."""
+def check_attention(call: AttentionArgs) -> None:
+    """Check everything about an attention call that metadata tells, without reading a value."""
+    call = call.with_rows()
     query = call.query
     check_tensor("query", query, 3, "[num_tokens, num_heads, head_dim]", FLOATS)
     num_tokens, num_heads, head_dim = query.shape
@@ -146,7 +150,7 @@ def check_attention(call: AttentionCall) -> None:
             needs += "; a cache [num_blocks, num_kv_heads, block_size, head_dim] goes in as cache.transpose(1, 2)"
         raise bad_argument("key_cache", f"{num_kv_heads} KV heads", needs)
     device = query.device
-    check_batch(call, device, num_tokens)
+    check_batch(call, device, call.head_tables, num_tokens)
     if call.block_tables.dim() == 3 and call.block_tables.shape[1] != num_kv_heads:
         got = f"shape {list(call.block_tables.shape)}"
         raise bad_argument("block_tables", got, f"{num_kv_heads} tables a sequence, one per KV head of key_cache")
@@ -177,8 +181,8 @@ def check_attention(call: AttentionCall) -> None:
             raise bad_argument("plan", f"{call.plan.shape[0]} elements with strides {call.plan.stride()}", needs)
 
 
-def check_lengths(call: BatchCall, lens: list[int], starts: list[int], max_seq_len: int | None = None) -> None:
-    """Checks that the tables hold every sequence, and every sequence its queries; the call's tensors read as lists."""
+def check_lengths(call: Any, lens: list[int], starts: list[int], max_seq_len: int | None = None) -> None:
+    """Check that the tables hold every sequence, and every sequence its queries; the call's tensors read as lists."""
     capacity = call.block_tables.shape[-1] * call.block_size
     bound = capacity if max_seq_len is None else min(capacity, max_seq_len)
     shortest, longest = min(lens, default=0), max(lens, default=0)
@@ -191,8 +195,17 @@ def check_lengths(call: BatchCall, lens: list[int], starts: list[int], max_seq_l
             raise bad_argument("seq_lens", f"{length} in row {row}", needs)
 
 
-def check_attention_values(call: AttentionCall) -> None:
-    """Checks lengths, block numbers and positions; reads them, so on a device it synchronizes."""
+def check_attention_values(call: AttentionArgs) -> None:
+    """Check lengths, block numbers, positions and the plan; this reads them, so on a device it synchronizes."""
+    call = call.with_rows()
+    _check_batch_values(call)
+    if call.plan is not None:
+        from .plan_cpu import check_plan  # with numpy, which kernels do without
+
+        check_plan(call, call.plan_options())
+
+
+def _check_batch_values(call: AttentionArgs) -> None:
     num_tokens = call.query.shape[0]
     num_blocks, block_size = call.key_cache.shape[0], call.block_size
     lens, starts = call.seq_lens.tolist(), call.query_start_loc.tolist()
@@ -235,7 +248,7 @@ def check_attention_values(call: AttentionCall) -> None:
             raise bad_argument("query_positions", positions.tolist()[:16], "positions that ascend within each sequence")
 
 
-def _check_lists(lists: torch.Tensor, call: AttentionCall, lens: list[int], starts: list[int]) -> None:
+def _check_lists(lists: torch.Tensor, call: AttentionArgs, lens: list[int], starts: list[int]) -> None:
     import numpy as np
 
     own = lists.cpu().numpy()[: starts[-1]]
@@ -259,7 +272,7 @@ def _check_lists(lists: torch.Tensor, call: AttentionCall, lens: list[int], star
 
 
 def tree_bits(mask: torch.Tensor, num_keys: int) -> np.ndarray:
-    """Rows of a tree_mask as booleans: `[rows, num_keys]`."""
+    """Return the rows of a tree_mask as booleans: `[rows, num_keys]`."""
     import numpy as np
 
     words = np.ascontiguousarray(mask.cpu().numpy()).astype("<i4")
@@ -267,7 +280,7 @@ def tree_bits(mask: torch.Tensor, num_keys: int) -> np.ndarray:
     return np.pad(bits, ((0, 0), (0, max(0, num_keys - bits.shape[1]))))[:, :num_keys].astype(bool)
 
 
-def _check_tree(mask: torch.Tensor, call: AttentionCall, starts: list[int]) -> None:
+def _check_tree(mask: torch.Tensor, call: AttentionArgs, starts: list[int]) -> None:
     import numpy as np
 
     for i, (begin, end) in enumerate(itertools.pairwise(starts)):

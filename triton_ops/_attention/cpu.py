@@ -16,7 +16,7 @@ import math
 import numpy as np
 import torch
 
-from .call import AttentionCall
+from .arguments import AttentionArgs
 from .checks import tree_bits
 from .cpu_cache import Cache
 from .cpu_masked import MAX_SCORES, Part, attend_masked, attend_tree, cat_parts, flash, full_parts, merge_parts
@@ -28,7 +28,7 @@ _LONG_CHUNK = 64
 _BATCHED_KEYS = 4096
 
 
-def attend(call: AttentionCall) -> Part:
+def attend(call: AttentionArgs) -> Part:
     """Results like query, and natural lse `[num_tokens, num_heads]` float32; 0 and -inf for rows without a key."""
     query, cache, is_plain = call.query, Cache(call), call.terms.PLAIN and call.tree_mask is None
     by_head = call.query_blocks is not None or call.block_tables.dim() == 3
@@ -57,7 +57,7 @@ def attend(call: AttentionCall) -> Part:
     return out, lse
 
 
-def _runs(call: AttentionCall, is_plain: bool) -> list[Run]:
+def _runs(call: AttentionArgs, is_plain: bool) -> list[Run]:
     """Those of sequences that have a key, as long as can be; plain queries with lists and a window each alone."""
     starts, lens = call.query_start_loc.tolist(), call.seq_lens.tolist()
     bounds = [(i, begin, end) for i, (begin, end) in enumerate(itertools.pairwise(starts)) if begin < end and lens[i]]
@@ -73,7 +73,7 @@ def _runs(call: AttentionCall, is_plain: bool) -> list[Run]:
     return [Run(i, begin, lens[i] - starts[i + 1] + begin, end - begin) for i, begin, end in bounds]
 
 
-def _with_few_keys(call: AttentionCall, cache: Cache, runs: list[Run]) -> list[Run]:
+def _with_few_keys(call: AttentionArgs, cache: Cache, runs: list[Run]) -> list[Run]:
     """Those queries that attend to so few keys that they are gathered for several sequences together, if several."""
     if len(runs) > 1:
         # Codes are read faster by block than by vector.
@@ -83,7 +83,7 @@ def _with_few_keys(call: AttentionCall, cache: Cache, runs: list[Run]) -> list[R
     return runs if len(runs) > 1 else []
 
 
-def _of_head(call: AttentionCall, head: int) -> tuple[slice, AttentionCall]:
+def _of_head(call: AttentionArgs, head: int) -> tuple[slice, AttentionArgs]:
     """Query heads of a KV head that has keys of its own, and the call of these alone."""
     group = call.query.shape[1] // call.key_cache.shape[2]
     own, heads = slice(head, head + 1), slice(head * group, (head + 1) * group)
@@ -91,7 +91,7 @@ def _of_head(call: AttentionCall, head: int) -> tuple[slice, AttentionCall]:
     def part(per_head: torch.Tensor | None, of: slice) -> torch.Tensor | None:
         return per_head if per_head is None or per_head.numel() == 1 else per_head[of]
 
-    return heads, call.changed(
+    return heads, call._replace(
         query=call.query[:, heads],
         key_cache=call.key_cache[:, :, own],
         value_cache=call.value_cache[:, :, own],
@@ -103,7 +103,7 @@ def _of_head(call: AttentionCall, head: int) -> tuple[slice, AttentionCall]:
     )
 
 
-def _blocks(call: AttentionCall, run: Run) -> np.ndarray:
+def _blocks(call: AttentionArgs, run: Run) -> np.ndarray:
     """The run's blocks by their places in the sequence, a row for each KV head that has its own; -1 for none."""
     tables = call.block_tables.numpy()[run.sequence, ..., : -(-int(call.seq_lens[run.sequence]) // call.block_size)]
     if call.query_blocks is None:
@@ -114,7 +114,7 @@ def _blocks(call: AttentionCall, run: Run) -> np.ndarray:
     return np.where(is_listed[:, :-1], tables, -1)
 
 
-def _attend_heads(call: AttentionCall, cache: Cache, run: Run, out: torch.Tensor, lse: torch.Tensor) -> bool:
+def _attend_heads(call: AttentionArgs, cache: Cache, run: Run, out: torch.Tensor, lse: torch.Tensor) -> bool:
     """Writes the results of a run whose KV heads have their own blocks, all heads at once; False if it takes masks."""
     chunks = run.chunks(call)
     if len(chunks) > max(1, run.length // _LONG_CHUNK) or call.mask.BOUNDED:
@@ -129,7 +129,7 @@ def _attend_heads(call: AttentionCall, cache: Cache, run: Run, out: torch.Tensor
     return True
 
 
-def _attend_runs(call: AttentionCall, cache: Cache, runs: list[Run], out: torch.Tensor, lse: torch.Tensor) -> None:
+def _attend_runs(call: AttentionArgs, cache: Cache, runs: list[Run], out: torch.Tensor, lse: torch.Tensor) -> None:
     """Writes the results of runs one by one, all heads over the same blocks."""
     starts = call.query_start_loc.tolist()
     query = call.query.to(cache.dtype)
@@ -152,7 +152,7 @@ def _attend_runs(call: AttentionCall, cache: Cache, runs: list[Run], out: torch.
 
 
 def _attend_chunk(
-    query: torch.Tensor, cache: Cache, table: np.ndarray, seq_len: int, position: int, call: AttentionCall
+    query: torch.Tensor, cache: Cache, table: np.ndarray, seq_len: int, position: int, call: AttentionArgs
 ) -> Part:
     """Queries at positions position, position + 1, ... of one sequence."""
     count, width, size, mask = query.shape[0], cache.width, cache.block_size, call.mask

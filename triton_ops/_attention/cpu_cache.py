@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .call import AttentionCall
+from .arguments import AttentionArgs
 from .predicate import Mask
 
 # Keys or values of a gather as they are computed with. Larger ones are fresh pages from the system on every call, at
@@ -43,15 +43,15 @@ class Cache:
     Vectors have numbers, as the keys lie in memory.
     """
 
-    def __init__(self, call: AttentionCall) -> None:
+    def __init__(self, call: AttentionArgs) -> None:
         key, value = self._key, self._value = call.key_cache, call.value_cache
         self._k_scale, self._v_scale, self._is_latent = call.k_scale, call.v_scale, call.is_latent
         is_half = call.query.dtype == key.dtype == torch.bfloat16
         # PyTorch's flash kernel takes twice as long for float16 as for float32.
         self.dtype = torch.bfloat16 if is_half else torch.float32
         _, self.block_size, self.kv_heads, key_width = key.shape
-        self.width = value.shape[3]
-        self._vector_bytes = max(key_width, self.width) * self.dtype.itemsize
+        self.width: int = value.shape[3]
+        self._vector_bytes: int = max(key_width, self.width) * self.dtype.itemsize
 
     @functools.cached_property
     def _matrices(self) -> tuple[tuple[torch.Tensor, Strides], tuple[torch.Tensor, Strides]]:

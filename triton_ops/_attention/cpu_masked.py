@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from .call import AttentionCall
+from .arguments import AttentionArgs
 from .cpu_cache import Cache, Piece
 
 # 64 MB of float32 scores per slice.
@@ -100,7 +100,7 @@ def cat_parts(parts: list[Part]) -> Part:
 
 
 def attend_masked(
-    query: torch.Tensor, cache: Cache, table: np.ndarray, end: int, positions: np.ndarray, call: AttentionCall
+    query: torch.Tensor, cache: Cache, table: np.ndarray, end: int, positions: np.ndarray, call: AttentionArgs
 ) -> Part:
     """Queries of a sequence over its present keys before `end`, in one pass, with the predicate as a mask.
 
@@ -135,7 +135,7 @@ def attend_tree(
     positions: np.ndarray,
     own_positions: np.ndarray,
     bits: np.ndarray,
-    call: AttentionCall,
+    call: AttentionArgs,
 ) -> Part:
     """Queries of one sequence that attend to its own tokens, which are at `own_positions`, as `bits` say."""
     own_begin = seq_len - len(own_positions)
@@ -158,7 +158,7 @@ def _live_part(
     piece: Piece,
     live: np.ndarray,
     positions: np.ndarray,
-    call: AttentionCall,
+    call: AttentionArgs,
     key_positions: np.ndarray | None = None,
 ) -> Part:
     """Queries over those keys of a piece that one of them attends to, `live` saying which; the others may be NaN."""

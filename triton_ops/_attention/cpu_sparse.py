@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from .._copy.ops import contiguous_runs
-from .call import AttentionCall
+from .arguments import AttentionArgs
 from .cpu_cache import Cache, Ranges
 from .cpu_masked import Part, attend_in_place, cat_parts, flash_kernel, merge_parts, spread
 
@@ -43,13 +43,13 @@ class Run(NamedTuple):
         """Of query."""
         return slice(self.first, self.first + self.length)
 
-    def positions(self, call: AttentionCall) -> np.ndarray:
+    def positions(self, call: AttentionArgs) -> np.ndarray:
         """Of its queries."""
         if call.query_positions is None:
             return np.arange(self.position, self.position + self.length)
         return call.query_positions[self.rows].numpy().astype(np.int64)
 
-    def chunks(self, call: AttentionCall) -> list[list[int]]:
+    def chunks(self, call: AttentionArgs) -> list[list[int]]:
         """Queries at consecutive positions: where they begin in the run, the first's position, how many."""
         if call.query_positions is None:
             return [[0, self.position, self.length]]
@@ -57,7 +57,7 @@ class Run(NamedTuple):
         return chunks
 
 
-def ranges_of(call: AttentionCall, runs: list[Run]) -> Ranges:
+def ranges_of(call: AttentionArgs, runs: list[Run]) -> Ranges:
     """What runs of one query attend to."""
     lens = call.seq_lens.numpy()
     is_step = call.query_blocks is None and len(runs) == len(lens)  # one of each sequence, in order
@@ -72,7 +72,7 @@ def ranges_of(call: AttentionCall, runs: list[Run]) -> Ranges:
     return Ranges.of(positions, lens, call.mask)
 
 
-def attend_decodes(call: AttentionCall, cache: Cache, runs: list[Run]) -> Part:
+def attend_decodes(call: AttentionArgs, cache: Cache, runs: list[Run]) -> Part:
     """Results `[n, num_heads, ...]` of runs of one query, without score modifiers or trees."""
     query, tables, lists = call.query, call.block_tables.numpy(), call.query_blocks
     if len(runs) < len(query):
@@ -107,7 +107,7 @@ def attend_decodes(call: AttentionCall, cache: Cache, runs: list[Run]) -> Part:
 
 
 def attend_heads(
-    query: torch.Tensor, cache: Cache, blocks: np.ndarray, seq_len: int, position: int, call: AttentionCall
+    query: torch.Tensor, cache: Cache, blocks: np.ndarray, seq_len: int, position: int, call: AttentionArgs
 ) -> Part | None:
     """Queries at position, position + 1, ... of one sequence, attending to all before them, without modifiers.
 

@@ -1,17 +1,27 @@
 """Attention of queries that have lists of blocks of their own: no plan, since the lists are of one layer.
 
 `_list_blocks_kernel` unites the lists of a few neighbouring queries, with a bit for each query that has the block in
-its list; `_list_attention_kernel` walks over the union, so that a block that several of them chose is read once.
+its list. `_list_attention_kernel` walks over the union, so that a block that several queries chose is read once.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
-from .._dispatch import aligned
-from .._launch import Launch, constants, numbers
-from .call import TENSORS, AttentionCall
-from .choose import NewResults, build_sum_launch, choose_results, compiled_for, converts_codes, strides_of
+import torch
+
+from .._launch import Launch, constants, current_stream, numbers
+from .arguments import AttentionArgs
+from .build import (
+    NewResults,
+    build_results,
+    build_sum_launch,
+    compiled_for,
+    converts_codes,
+    kernel_tensors,
+    strides_of,
+)
 from .constants import architecture, decode_tiles, latent_tiles, next_power_of_2
 
 # Queries whose lists are united: as many as fill the rows of the smallest product, and bits of a mark.
@@ -19,8 +29,9 @@ _MAX_QUERIES = 8
 _MAX_SPLITS = 16
 
 
-class ChosenLists(NamedTuple):
-    """What a call launches: the union of lists, attention, and the sum of splits where there are any."""
+@dataclass(frozen=True, slots=True)
+class ListLaunch:
+    """The kernels of a call: the union of lists, attention, and the sum of splits where there are any."""
 
     unite: Launch
     attend: Launch
@@ -28,15 +39,35 @@ class ChosenLists(NamedTuple):
     max_union: int
     stride_marks: int
     convert_codes: bool
+    with_lse: bool
     new_results: NewResults
 
+    def __call__(self, args: AttentionArgs) -> Any:
+        """Unite the lists, attend, and sum the splits."""
+        query, starts, unite, attend, merge = args.query, args.query_start_loc, self.unite, self.attend, self.merge
+        tiles, device = unite.programs[:2], query.device
+        out, lse = self.new_results(query)
+        marks = torch.empty((*tiles, self.stride_marks), dtype=torch.uint8, device=device)
+        union = torch.empty((*tiles, self.max_union, 2), dtype=torch.int32, device=device)
+        counts = torch.empty(tiles, dtype=torch.int32, device=device)
+        stream = None if query.is_cpu else current_stream()
+        before, behind = kernel_tensors(args, out, self.convert_codes)
+        unite((args.query_blocks, marks, union, counts, *behind[:4]), stream)
+        splits = 0 if merge is None else attend.programs[2]
+        parts = torch.empty((splits, *out.shape), dtype=torch.float32, device=device)
+        parts_lse = torch.empty((splits, *out.shape[:2]), dtype=torch.float32, device=device)
+        attend((*before, out, lse, parts, parts_lse, *behind, union, counts), stream)
+        if merge is not None:
+            merge((out, lse, parts, parts_lse, parts, parts_lse, starts, starts, args.sinks), stream)
+        return (out, lse) if self.with_lse else out
 
-def choose_lists(call: AttentionCall) -> ChosenLists:
-    """Chooses how a call with query_blocks is launched."""
+
+def build_lists(call: AttentionArgs) -> ListLaunch:
+    """Return the launch of a call with query_blocks."""
     from ..kernels.lists import _list_attention_kernel, _list_blocks_kernel
 
     query, lists = call.query, call.query_blocks
-    arch, is_aligned, convert_codes = architecture(query.device), aligned(*TENSORS(call)), converts_codes(call)
+    arch, is_aligned, convert_codes = architecture(query.device), call.is_aligned, converts_codes(call)
     assert lists is not None
     num_tokens, num_heads, head_dim = query.shape
     kv_heads, value_dim = call.value_cache.shape[2:]
@@ -88,10 +119,10 @@ def choose_lists(call: AttentionCall) -> ChosenLists:
     merge = None
     if splits > 1:
         merge = build_sum_launch(call, num_tokens, splits, (num_seqs, num_tokens, 0, 1, splits, 0), 1)
-    return ChosenLists(unite, attend, merge, max_union, stride_marks, convert_codes, choose_results(call))
+    return ListLaunch(unite, attend, merge, max_union, stride_marks, convert_codes, call.with_lse, build_results(call))
 
 
-def _unite_constants(call: AttentionCall, queries: int) -> dict[str, Any]:
+def _unite_constants(call: AttentionArgs, queries: int) -> dict[str, Any]:
     assert call.query_blocks is not None
     return {
         **constants(call.mask),

@@ -1,4 +1,4 @@
-"""Builds a step's plan on the device: the live tiles of each sequence and a balanced list of decode work."""
+"""The launch that builds a step's plan: the live tiles of each sequence and a balanced list of decode work."""
 
 from __future__ import annotations
 
@@ -11,14 +11,43 @@ import torch
 
 from .._dispatch import LaunchCache, aligned
 from .._launch import Launch, current_stream, flags, numbers
-from .call import PlanCall, PlanOptions
+from .arguments import PlanOptions
 from .constants import next_power_of_2
 from .layout import MIN_SPLIT_TILES, TILE_KEYS, PlanShape
 from .predicate import Mask
 
 
-def launch_plan(
-    plan: torch.Tensor,
+@dataclass(frozen=True, slots=True)
+class PlanLaunch:
+    """The two kernels that build a plan, for batches of one shape."""
+
+    size: int
+    tiles: Launch
+    items: Launch
+    programs: tuple[int, int, int]
+    tiles_numbers: tuple[int, ...]
+    items_numbers: tuple[int, ...]
+
+    def __call__(
+        self,
+        plan: torch.Tensor,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        query_positions: torch.Tensor | None,
+    ) -> None:
+        """Fill `plan` on the device, without synchronization."""
+        if not self.programs[0]:
+            plan.zero_()
+            return
+        stream = None if plan.is_cpu else current_stream()
+        positions = seq_lens if query_positions is None else query_positions
+        batch = (plan, block_tables, seq_lens, query_start_loc, positions)
+        self.tiles(batch, stream, self.programs, self.tiles_numbers)
+        self.items((plan,), stream, self.programs, self.items_numbers)
+
+
+def build_plan(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
@@ -26,27 +55,37 @@ def launch_plan(
     block_size: int,
     options: PlanOptions,
     target_items: int,
-) -> None:
-    """Fills `plan` on the device with about `target_items` work items; two launches, no synchronization."""
+    out: torch.Tensor | None = None,
+) -> PlanLaunch:
+    """Return the launch that fills plans for such a batch.
+
+    Args:
+        block_tables: As for the attention op, like the three that follow.
+        seq_lens: Lengths.
+        query_start_loc: Where queries begin.
+        query_positions: Positions of queries, or None.
+        block_size: Token slots of a block.
+        options: The options of the plan.
+        target_items: Work items, roughly.
+        out: The plan that is filled first; None: fresh memory.
+    """
     shape = PlanShape.of(block_tables, block_size)
-    assert plan.numel() == shape.size
-    assert plan.dtype == torch.int32
-    if shape.num_rows == 0:
-        plan.zero_()
-        return
-    grid, max_items = (shape.num_rows, 1, 1), shape.max_items
-    positions = seq_lens if query_positions is None else query_positions
-    table_heads = block_tables.shape[1] if block_tables.dim() == 3 else 1
-    is_aligned = aligned(plan, block_tables, seq_lens, query_start_loc, positions)
-    compiled_for = (options.decode_queries, flags(options.mask), query_positions is not None, table_heads, block_size)
-    kind = (compiled_for, is_aligned, plan.device)
+    has_positions, heads, steps = query_positions is not None, 1, (block_tables.stride(0), 0)
+    if block_tables.dim() == 3:
+        heads, steps = block_tables.shape[1], (block_tables.stride(0), block_tables.stride(1))
+    compiled_for = (options.decode_queries, flags(options.mask), has_positions, heads, block_size)
+    is_aligned = aligned(out, block_tables, seq_lens, query_start_loc, query_positions)
+    kind = (compiled_for, is_aligned, block_tables.device)
     tiles, items = _launches.get_or(kind, (), lambda: _build_launches(*compiled_for, is_aligned))
-    stream = None if plan.is_cpu else current_stream()
-    own = (*numbers(options.mask), options.key_begin)
-    strides = (block_tables.stride(0), block_tables.stride(1) if block_tables.dim() == 3 else 0)
-    lengths = (shape.num_rows, shape.max_tiles, max_items)
-    tiles((plan, block_tables, seq_lens, query_start_loc, positions), stream, grid, (*lengths, *own, *strides))
-    items((plan,), stream, grid, (shape.num_rows, target_items, max_items - shape.num_rows, *own))
+    own, extra_items = (*numbers(options.mask), options.key_begin), shape.max_items - shape.num_rows
+    return PlanLaunch(
+        shape.size,
+        tiles,
+        items,
+        (shape.num_rows, 1, 1),
+        (shape.num_rows, shape.max_tiles, shape.max_items, *own, *steps),
+        (shape.num_rows, target_items, extra_items, *own),
+    )
 
 
 _launches: LaunchCache[tuple[Launch, Launch]] = LaunchCache()
@@ -83,18 +122,18 @@ def _build_launches(
 
 
 class Refreshed(Protocol):
-    """What the layers of a step share besides a plan, made from the same batch."""
+    """Tensors that the layers of a step share besides a plan, made from the same batch."""
 
     is_captured: bool
-    """Whether a captured graph may read it: it is then filled anew, in place, when the plan is refreshed."""
+    """Whether a captured graph may read the tensors: refreshing the plan then fills them anew, in place."""
 
     def fill(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
-        """Brings it up to date with a batch of the same shapes."""
+        """Bring the tensors up to date with a batch of the same shapes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cached:
-    """What is cached with a plan, as long as it lives."""
+    """Tensors that are cached with a plan, as long as it lives."""
 
     parts: dict[object, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # memory, by what it is for
     derived: dict[object, Refreshed] = field(default_factory=dict)  # from the plan's batch, until it is refreshed
@@ -104,7 +143,7 @@ _cached: dict[int, tuple[weakref.ref[torch.Tensor], Cached]] = {}
 
 
 def cached_with(plan: torch.Tensor) -> Cached:
-    """What is cached with a plan; tensors compare by elements, so it is found by identity."""
+    """Return what is cached with a plan, found by identity since tensors compare by elements."""
     key = id(plan)
     found = _cached.get(key)
     if found is not None and found[0]() is plan:
@@ -114,11 +153,13 @@ def cached_with(plan: torch.Tensor) -> Cached:
     return cached
 
 
-def refresh_cached(call: PlanCall, plan: torch.Tensor) -> None:
-    """Brings what is cached with a plan up to date, after the plan itself."""
+def refresh_cached(
+    plan: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor
+) -> None:
+    """Bring what is cached with a plan up to date, after the plan itself."""
     derived = cached_with(plan).derived
     for key, entry in [*derived.items()]:
         if entry.is_captured:
-            entry.fill(call.block_tables, call.seq_lens, call.query_start_loc)
+            entry.fill(block_tables, seq_lens, query_start_loc)
         else:
             del derived[key]

@@ -7,7 +7,7 @@ import torch
 
 from .._checks import bad_argument
 from . import layout
-from .call import AttentionCall, PlanOptions
+from .arguments import AttentionArgs, PlanOptions
 from .layout import MIN_SPLIT_TILES, TILE_KEYS, PlanShape, plan_views
 
 
@@ -67,14 +67,13 @@ def plan_cpu(
     return torch.from_numpy(plan)
 
 
-def check_plan(call: AttentionCall, options: PlanOptions) -> None:
+def check_plan(call: AttentionArgs, options: PlanOptions) -> None:
     """Refuses a plan that was made for another call; reads values, so on a device it synchronizes."""
     block_size = call.key_cache.shape[1]
     shape = PlanShape.of(call.block_tables, block_size)
     if call.plan is None or shape.num_rows == 0:
         return
-    tensors = (call.block_tables, call.seq_lens, call.query_start_loc, call.query_positions)
-    expected = plan_cpu(*tensors, block_size, options, 1)
+    expected = plan_cpu(*call.batch, block_size, options, 1)
     header = slice(1, 1 + len(options.header()))
     given = call.plan.cpu()
     if not torch.equal(given[header], expected[header]):

@@ -1,6 +1,6 @@
-"""Gather and scatter by block number or slot, which differ in nothing but how many dimensions an index counts.
+"""Gather and scatter by block number or slot, which differ only in how many dimensions an index counts.
 
-Rows travel by kernel, or by copy engine where one side is host memory and the index is known here.
+A kernel moves the rows, or the copy engine if one side is host memory and the index is known on the host.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def copy_runs(packed: torch.Tensor, cache: torch.Tensor, runs: npt.NDArray[np.in
             here.copy_(cache[first : first + length], non_blocking=True)
 
 
-def _travel(
+def _move_on_device(
     op: str,
     packed: Sequence[torch.Tensor],
     caches: Sequence[torch.Tensor],
@@ -86,7 +86,7 @@ def _travel(
     index: torch.Tensor,
     to_cache: bool,
 ) -> None:
-    """Moves rows by kernel; pageable memory and a host's index with runs of RUN_BYTES in the mean by copy engine."""
+    """Move rows by kernel; pageable memory, and a host's index with runs of RUN_BYTES in the mean, by copy engine."""
     device = next((t.device for t in (*packed, *caches, index) if t.is_cuda), None)
     if device is not None and not index.is_cuda:
         hosted = [t for t in (*packed, *caches) if not t.is_cuda]
@@ -108,7 +108,7 @@ def _travel(
 
 
 def _agree(caches: Sequence[torch.Tensor]) -> bool:
-    """Whether there are caches, of the same blocks."""
+    """Return whether there are caches, and all have the same blocks."""
     return len(caches) > 0 and all(cache.shape[:2] == caches[0].shape[:2] for cache in caches[1:])
 
 
@@ -120,9 +120,15 @@ def move_rows(
     sources: Sequence[torch.Tensor] | None = None,
     device: torch.device | None = None,
 ) -> Sequence[torch.Tensor]:
-    """Gathers rows of caches, any device, or scatters those of sources into them, one each; gives the packed rows.
+    """Gather rows of caches, or scatter those of sources into them, on any device; return the packed rows.
 
-    `op` is the operator's name: one that ends in _list calls its arguments caches and sources.
+    Args:
+        op: The operator's name, for errors; one that ends in _list has arguments caches and sources.
+        leading: BLOCKS or SLOTS: the dimensions of a cache that an index counts.
+        caches: Any strides.
+        index: Block numbers or slots.
+        sources: One for each cache; None: gather.
+        device: Where gathered rows go; None: see `result_device`.
     """
     many, (index_name, layout) = "s" if op.endswith("_list") else "", _INDEX[leading]
     check_caches(f"cache{many}", caches)
@@ -139,7 +145,7 @@ def move_rows(
         check_reachable(f"source{many}", sources[0], index, index_name)
         packed = sources
     if not on_host(caches[0], index, packed[0]):
-        _travel(op, packed, caches, leading, index, to_cache=sources is not None)
+        _move_on_device(op, packed, caches, leading, index, to_cache=sources is not None)
     else:
         for rows, cache in zip(packed, caches, strict=True):
             if sources is None:
@@ -149,70 +155,36 @@ def move_rows(
     return packed
 
 
-class Gather:
-    """What a gather by BLOCKS or SLOTS runs, from one cache and from several; `op` is its name."""
-
-    def __init__(self, op: str, leading: int) -> None:
-        self._op, self._leading = op, leading
-
-    def launch(self, cache: torch.Tensor, index: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-        """One cache, any device."""
-        return move_rows(self._op, self._leading, [cache], index, None, device)[0]
-
-    def launch_list(
-        self, caches: Sequence[torch.Tensor], index: torch.Tensor, device: torch.device | None = None
-    ) -> list[torch.Tensor]:
-        """Several caches, any device."""
-        return [*move_rows(f"{self._op}_list", self._leading, caches, index, None, device)]
-
-    def cpu(self, cache: torch.Tensor, index: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-        """One cache in host memory."""
-        rows = cpu.quick_gather(cache, self._leading, index) if device is None else None
-        return self.launch(cache, index, device) if rows is None else rows
-
-    def cpu_list(
-        self, caches: Sequence[torch.Tensor], index: torch.Tensor, device: torch.device | None = None
-    ) -> list[torch.Tensor]:
-        """Several caches in host memory."""
-        if device is not None or not _agree(caches):
-            return self.launch_list(caches, index, device)
-        found = (cpu.quick_gather(cache, self._leading, index) for cache in caches)
-        return [self.launch_list([caches[i]], index)[0] if rows is None else rows for i, rows in enumerate(found)]
-
-    def empty(self, cache: torch.Tensor, index: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:
-        """A result without data."""
-        place = result_device(cache, index, None if device is None else torch.device(device))
-        return cache.new_empty((index.shape[0], *cache.shape[self._leading :]), device=place)
+def gather_cpu(
+    op: str,
+    leading: int,
+    caches: Sequence[torch.Tensor],
+    index: torch.Tensor,
+    device: torch.device | None = None,
+) -> Sequence[torch.Tensor]:
+    """Gather rows of caches in host memory; arguments as for `move_rows`."""
+    if device is not None or not _agree(caches):
+        return move_rows(op, leading, caches, index, None, device)
+    found = [cpu.quick_gather(cache, leading, index) for cache in caches]
+    return [move_rows(op, leading, [caches[i]], index)[0] if rows is None else rows for i, rows in enumerate(found)]
 
 
-class Scatter:
-    """What a scatter by BLOCKS or SLOTS runs, into one cache and into several; arguments as for `Gather`."""
+def scatter_cpu(
+    op: str, leading: int, sources: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], index: torch.Tensor
+) -> None:
+    """Scatter rows into caches in host memory; arguments as for `move_rows`."""
+    pairs = list(zip(sources, caches, strict=False))
+    # All pairs are checked before the first is written: a refused call changes nothing.
+    agree = len(sources) == len(caches) and _agree(caches)
+    if not agree or (len(pairs) > 1 and not all(cpu.fits(*pair, leading, index) for pair in pairs)):
+        move_rows(op, leading, caches, index, sources)
+    elif left := [pair for pair in pairs if not cpu.quick_scatter(*pair, leading, index)]:
+        move_rows(op, leading, [cache for _, cache in left], index, [source for source, _ in left])
 
-    def __init__(self, op: str, leading: int) -> None:
-        self._op, self._leading = op, leading
 
-    def launch(self, source: torch.Tensor, cache: torch.Tensor, index: torch.Tensor) -> None:
-        """One cache, any device."""
-        move_rows(self._op, self._leading, [cache], index, [source])
-
-    def launch_list(self, sources: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], index: torch.Tensor) -> None:
-        """Several caches, any device."""
-        move_rows(f"{self._op}_list", self._leading, caches, index, sources)
-
-    def cpu(self, source: torch.Tensor, cache: torch.Tensor, index: torch.Tensor) -> None:
-        """One cache in host memory."""
-        if not cpu.quick_scatter(source, cache, self._leading, index):
-            self.launch(source, cache, index)
-
-    def cpu_list(self, sources: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], index: torch.Tensor) -> None:
-        """Several caches in host memory."""
-        leading = self._leading
-        pairs = list(zip(sources, caches, strict=False))
-        # All are looked at before the first is written: what is refused changes nothing.
-        agree = (
-            len(sources) == len(caches) and _agree(caches) and all(cpu.fits(*pair, leading, index) for pair in pairs)
-        )
-        if not agree:
-            self.launch_list(sources, caches, index)
-        elif left := [pair for pair in pairs if not cpu.quick_scatter(*pair, leading, index)]:
-            self.launch_list([source for source, _ in left], [cache for _, cache in left], index)
+def empty_rows(
+    cache: torch.Tensor, leading: int, index: torch.Tensor, device: torch.device | str | None
+) -> torch.Tensor:
+    """Return the result of a gather, without data."""
+    place = result_device(cache, index, None if device is None else torch.device(device))
+    return cache.new_empty((index.shape[0], *cache.shape[leading:]), device=place)

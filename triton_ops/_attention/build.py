@@ -1,23 +1,24 @@
-"""What an attention call launches: which kernels, on which grids, with which constants.
+"""The launch of an attention call: which kernels run, on which grids, with which constants.
 
-Chosen from metadata alone, so once for all calls of a kind: for all layers of a step. Nothing that a kernel is compiled
-for follows from how many sequences or splits there are or from whether decodes and prefills are mixed, so that
-`pc.warmup` can compile all of it: such numbers are arguments.
+Metadata alone decide it, so it is built once for all calls of a kind: for all layers of a step. No kernel is compiled
+for the number of sequences or splits, or for whether decodes and prefills are mixed. Such numbers are kernel arguments,
+so that `pc.warmup` can compile everything.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from .._dispatch import aligned
-from .._launch import Launch, constants, numbers
-from .._quantize import scale_kind
-from .._triton import INTERPRET
-from .call import TENSORS, AttentionCall, PlanOptions
+from .._launch import Launch, constants, current_stream, numbers
+from .._quantize import as_codes, equal_scales, scale_kind
+from .._triton import INTERPRET, require_triton
+from .arguments import AttentionArgs, PlanOptions
 from .constants import (
     Architecture,
     Tiles,
@@ -41,6 +42,7 @@ from .parameters import (
     TileSizes,
     Traits,
 )
+from .plan import PlanLaunch, build_plan, cached_with
 from .predicate import Mask
 
 # Batch-invariant mode: keys per split, whatever the batch. Longer contexts are summed from splits of this length.
@@ -51,32 +53,127 @@ MAX_PREFILL_SPLITS = 16
 # for 8, counted in the emulator; 128 splits at once took 6,256 for 2.
 MERGED_SPLITS = 4
 
+# Stands for sinks of -inf: the weight of any score against it is 0, and so is its own weight beside any score.
+_LEAST_SINK = -1e30
+
 Result = tuple[torch.Tensor, torch.Tensor]
 NewResults = Callable[[torch.Tensor], Result]
 PartsShape = tuple[int, int, int]
-"""Of partial results: rows, heads of each, and columns."""
+"""The shape of partial results: rows, heads of each, and columns."""
+
+
+def build_attention(
+    args: AttentionArgs, out_dtype: torch.dtype | None = None, tiled: bool = False
+) -> Callable[[AttentionArgs], Any]:
+    """Return the launch for checked calls of this kind; it returns out, or (out, lse) if the call wants the lse.
+
+    Args:
+        args: The call, or a part of one.
+        out_dtype: The dtype of out; None: that of the query.
+        tiled: Whether even few queries are tiled, not decoded from the work list.
+    """
+    from .lists import build_lists
+
+    require_triton("attention")
+    args = args.with_rows()
+    if 0 in args.query.shape[:2] or 0 in args.block_tables.shape:
+        return functools.partial(_give_empty, build_results(args, out_dtype))
+    launch = build_lists(args) if args.query_blocks is not None else _build_tables(args, out_dtype, tiled)
+    return launch if args.sinks is None else functools.partial(_with_sinks, launch)
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """What a call launches: sequences of few queries are decoded from the work list, longer ones tiled over queries."""
+class AttentionLaunch:
+    """The kernels of a call: one decodes sequences of few queries from the work list, one tiles longer ones."""
 
-    shape: PlanShape
-    block_size: int
-    options: PlanOptions
-    target_items: int  # about how many a plan made for this call has
+    plan: PlanLaunch
+    target_items: int  # work items of a plan made for this call, roughly
     convert_codes: bool
-    decode: Launch | None  # None where there can be none
+    with_lse: bool
+    decode: Launch | None  # None where there can be no decode
     decode_parts: PartsShape | None  # None where no sequence is split
     prefill: Launch | None
     prefill_parts: PartsShape | None
     merge: Launch  # of splits
     new_results: NewResults
-    nothing: torch.Tensor  # empty float32, for parts that there are not: kernels are compiled for types
+    nothing: torch.Tensor  # empty float32 in place of absent parts: kernels are compiled for types
+
+    def __call__(self, args: AttentionArgs) -> Any:
+        """Launch the kernels for decodes and for prefills, and the one that sums their splits."""
+        query, plan, starts = args.query, args.plan, args.query_start_loc
+        out, lse = self.new_results(query)
+        if plan is None:
+            plan = torch.empty(self.plan.size, dtype=torch.int32, device=query.device)
+            self.plan(plan, args.block_tables, args.seq_lens, starts, args.query_positions)
+        stream = None if query.is_cpu else current_stream()
+        before, behind = kernel_tensors(args, out, self.convert_codes)
+        no_parts = (self.nothing, self.nothing)
+        decoded = tiled = None
+        if self.decode is not None:
+            if self.decode_parts is not None:
+                decoded = _parts(plan, "decode", stream, self.decode_parts)
+            self.decode((*before, out, lse, *(decoded or no_parts), *behind, plan), stream)
+        if self.prefill is not None:
+            if self.prefill_parts is not None:
+                tiled = _parts(plan, "prefill", stream, self.prefill_parts)
+            self.prefill((*before, out, lse, *(tiled or no_parts), *behind, plan), stream)
+        if parts := decoded or tiled:
+            self.merge((out, lse, *parts, *(tiled or parts), starts, plan, args.sinks), stream)
+        return (out, lse) if self.with_lse else out
 
 
-def choose_results(call: AttentionCall, dtype: torch.dtype | None = None) -> NewResults:
-    """What makes memory for the results of calls like this one, by their query; `dtype` None: like query."""
+def kernel_tensors(args: AttentionArgs, out: torch.Tensor, convert_codes: bool) -> tuple[Any, ...]:
+    """Return a kernel's arguments before and behind its results; dummies replace absent tensors and are never read."""
+    key_cache, value_cache, k_scale, v_scale = args.key_cache, args.value_cache, args.k_scale, args.v_scale
+    seq_lens, positions, tree = args.seq_lens, args.query_positions, args.tree_mask
+    if value_cache is None:  # latent rows
+        value_cache, v_scale = key_cache, k_scale
+    if convert_codes:
+        key_cache, value_cache = as_codes(key_cache), as_codes(value_cache)
+    if k_scale is not None:
+        k_scale, v_scale = equal_scales(k_scale, v_scale, key_cache.shape[2])
+    behind = (args.block_tables, seq_lens, args.query_start_loc, seq_lens if positions is None else positions)
+    per_head = [out if x is None else x for x in (args.alibi_slopes, args.sinks, k_scale, v_scale)]
+    return (args.query, key_cache, value_cache), (*behind, *per_head, seq_lens if tree is None else tree)
+
+
+def _parts(plan: torch.Tensor, name: str, stream: int | None, shape: PartsShape) -> Result:
+    """Return memory for partial results and their lse, cached with the plan: the next layer overwrites it."""
+    # Layers on another stream may run at the same time. Others stay, whose addresses a captured graph may hold.
+    parts, kind = cached_with(plan).parts, (name, stream, shape)
+    found = parts.get(kind)
+    if found is None:
+        found = parts[kind] = (
+            torch.empty(shape, dtype=torch.float32, device=plan.device),
+            torch.empty(shape[:2], dtype=torch.float32, device=plan.device),
+        )
+    return found
+
+
+def _with_sinks(launch: Callable[[AttentionArgs], Any], args: AttentionArgs) -> Any:
+    """Run a call with sinks of -inf replaced: kernels give NaN for them in a row without keys."""
+    assert args.sinks is not None
+    found = launch(args._replace(sinks=args.sinks.float().clamp(min=_LEAST_SINK)))
+    if args.with_lse:
+        found[1].masked_fill_(found[1] <= _LEAST_SINK / 2, -math.inf)
+    return found
+
+
+def _give_empty(new_results: NewResults, args: AttentionArgs) -> Any:
+    """Return results without keys: out is 0, and the lse is the sink in rows of a sequence, -inf elsewhere."""
+    out, lse = new_results(args.query)
+    out.zero_()
+    if not args.with_lse:
+        return out
+    lse.fill_(float("-inf"))
+    if args.sinks is not None:
+        rows = torch.arange(out.shape[0], device=out.device) < args.query_start_loc[-1]
+        lse.copy_(torch.where(rows[:, None], args.sinks.float()[None], lse))
+    return out, lse
+
+
+def build_results(call: AttentionArgs, dtype: torch.dtype | None = None) -> NewResults:
+    """Return a function that allocates out and lse for a query; `dtype` None: that of the query."""
     query, dtype = call.query, dtype or call.query.dtype
     num_tokens, num_heads, head_dim = query.shape
     shape, with_lse = (num_tokens, num_heads, call.value_cache.shape[3]), call.with_lse
@@ -85,15 +182,15 @@ def choose_results(call: AttentionCall, dtype: torch.dtype | None = None) -> New
     no_lse = query.new_empty(0, dtype=torch.float32)
 
     def new_results(query: torch.Tensor) -> Result:
-        # Of a contiguous tensor, half the time of `new_empty`.
+        # For a contiguous tensor `empty_like` takes half the time of `new_empty`.
         out = torch.empty_like(query) if like_query else query.new_empty(shape, dtype=dtype)
         return out, query.new_empty(shape[:2], dtype=torch.float32) if with_lse else no_lse
 
     return new_results
 
 
-def _codes(call: AttentionCall) -> int:
-    """How the cache is stored, as kernels are told it whatever their tiles."""
+def _codes(call: AttentionArgs) -> int:
+    """Return how the cache is stored, as kernels know it whatever their tiles."""
     arch = architecture(call.query.device)
     if call.key_cache.dtype == torch.float8_e4m3fn and not arch.has_e4m3:
         return E4M3_PACKED if arch.name.startswith("sm_") else E4M3_BITS
@@ -103,13 +200,13 @@ def _codes(call: AttentionCall) -> int:
     return PACKED_CODES if is_packed else NATIVE_CODES
 
 
-def converts_codes(call: AttentionCall) -> bool:
-    """Whether kernels convert float8 by bit operations."""
+def converts_codes(call: AttentionArgs) -> bool:
+    """Return whether kernels convert float8 by bit operations."""
     return _codes(call) in (E4M3_BITS, E4M3_PACKED)
 
 
 class _Regimes(NamedTuple):
-    """Which sequences there can be, by max_query_len and shape, and how finely their keys are split."""
+    """The sequences that a call may have, by max_query_len and shape, and how finely their keys are split."""
 
     decode_queries: int  # sequences of more are prefills; 0 where all are
     max_q: int  # queries of a decode, at most
@@ -118,12 +215,12 @@ class _Regimes(NamedTuple):
 
 
 def wanted_items(arch: Architecture, programs_per_item: int) -> int:
-    """How many work items of a decode keep every processor busy."""
+    """Return how many work items of a decode keep every processor busy."""
     return max(1, programs_per_processor(arch.name) * arch.num_processors // programs_per_item)
 
 
-def choose_attention(call: AttentionCall, out_dtype: torch.dtype | None = None, tiled: bool = False) -> Chosen:
-    """Chooses how a call with queries and blocks is launched; arguments as of `launch.choose_launch`."""
+def _build_tables(call: AttentionArgs, out_dtype: torch.dtype | None, tiled: bool) -> AttentionLaunch:
+    """Return the launch of a call whose keys are found by block tables alone; arguments as of `build_attention`."""
     num_tokens, num_heads, _ = call.query.shape
     num_seqs, num_kv_heads = call.seq_lens.shape[0], call.key_cache.shape[2]
     group = num_heads // num_kv_heads
@@ -145,24 +242,23 @@ def choose_attention(call: AttentionCall, out_dtype: torch.dtype | None = None, 
     if splits := regimes.prefill_splits:
         programs = (query_tiles, num_kv_heads * prefill.parts, splits)
         prefill_launch, prefill_parts = _build_attention_launch(call, options, shape, regimes, prefill, False, programs)
-    return Chosen(
-        shape=shape,
-        block_size=call.block_size,
-        options=options,
+    return AttentionLaunch(
+        plan=build_plan(*call.batch, call.block_size, options, target_items),
         target_items=target_items,
         convert_codes=converts_codes(call),
+        with_lse=call.with_lse,
         decode=decode_launch,
         decode_parts=decode_parts,
         prefill=prefill_launch,
         prefill_parts=prefill_parts,
-        merge=_merge_of(call, regimes),
-        new_results=choose_results(call, out_dtype),
+        merge=_build_merge(call, regimes),
+        new_results=build_results(call, out_dtype),
         nothing=call.query.new_empty(0, dtype=torch.float32),
     )
 
 
-def _tiles(call: AttentionCall, arch: Architecture, longest: int) -> tuple[Tiles, Tiles]:
-    """Tiles of a decode and of a prefill."""
+def _tiles(call: AttentionArgs, arch: Architecture, longest: int) -> tuple[Tiles, Tiles]:
+    """Return the tiles of a decode and of a prefill."""
     query, group = call.query, call.query.shape[1] // call.key_cache.shape[2]
     quantized, has_tree = call.key_cache.dtype != query.dtype, call.tree_mask is not None
     is_modified = not call.terms.PLAIN
@@ -188,17 +284,17 @@ def _tiles(call: AttentionCall, arch: Architecture, longest: int) -> tuple[Tiles
     return decode, prefill
 
 
-def _has_segments(call: AttentionCall) -> bool:
-    """Whether a tile's scattered queries have windows of their own, which are then united."""
+def _has_segments(call: AttentionArgs) -> bool:
+    """Return whether a tile's scattered queries have windows of their own, which are then united."""
     return call.query_positions is not None and call.mask.BOUNDED and call.tree_mask is None
 
 
 def _regimes(
-    call: AttentionCall, arch: Architecture, options: PlanOptions, shape: PlanShape, longest: int, prefill_programs: int
+    call: AttentionArgs, arch: Architecture, options: PlanOptions, shape: PlanShape, longest: int, prefill_programs: int
 ) -> _Regimes:
     num_tokens, num_seqs = call.query.shape[0], call.seq_lens.shape[0]
-    # Where even the longest sequences leave more than a decode's queries to each other one, none is a decode. (Padded
-    # rows may make one seem longer than it is; tiled over queries it is right all the same.)
+    # If all other sequences had `longest` queries and the remaining one still exceeds DECODE_QUERIES, there are no
+    # decodes. Padding may make a sequence seem longer than it is; tiled over queries it is right all the same.
     prefill_only = call.tree_mask is not None or num_tokens - (num_seqs - 1) * longest > DECODE_QUERIES
     decode_queries = 0 if prefill_only else options.decode_queries
     max_q = max(1, min(longest, DECODE_QUERIES))
@@ -223,7 +319,7 @@ def _regimes(
 
 
 def _build_attention_launch(
-    call: AttentionCall,
+    call: AttentionArgs,
     options: PlanOptions,
     shape: PlanShape,
     regimes: _Regimes,
@@ -231,7 +327,7 @@ def _build_attention_launch(
     decoding: bool,
     programs: tuple[int, int, int],
 ) -> tuple[Launch, PartsShape | None]:
-    """A launch of the attention kernel: its constants and the numbers before them, in the order of its parameters."""
+    """Return a launch of the attention kernel and the shape of its partial results, None without splits."""
     from ..kernels.attention import _attention_kernel
 
     num_tokens, num_heads, _ = call.query.shape
@@ -250,13 +346,13 @@ def _build_attention_launch(
     mask = (*numbers(options.mask), options.key_begin)
     regime = (regimes.decode_queries, regimes.max_q, splits, call.scale)
     values = (*lengths, *regime, *numbers(call.terms), *mask, *strides_of(call))
-    compiled = (tiles.num_warps, tiles.num_stages, aligned(*TENSORS(call)), tiles.max_registers)
+    compiled = (tiles.num_warps, tiles.num_stages, call.is_aligned, tiles.max_registers)
     launch = Launch(_attention_kernel, constexprs, programs, values, *compiled)
     return launch, (split_rows, split_heads, call.value_cache.shape[3]) if splits > 1 else None
 
 
-def compiled_for(call: AttentionCall, mask: Mask, tiles: Tiles) -> dict[str, Any]:
-    """What attention kernels are compiled for of a call and its tiles, in the order of their parameters."""
+def compiled_for(call: AttentionArgs, mask: Mask, tiles: Tiles) -> dict[str, Any]:
+    """Return the constants that attention kernels are compiled for, in the order of their parameters."""
     num_heads, head_dim = call.query.shape[1:]
     value_dim, group = call.value_cache.shape[3], num_heads // call.key_cache.shape[2]
     rest = head_dim - value_dim if call.is_latent else 0
@@ -292,14 +388,14 @@ def compiled_for(call: AttentionCall, mask: Mask, tiles: Tiles) -> dict[str, Any
     return {**constants(call.terms), **constants(mask), **constants(traits), **constants(sizes)}
 
 
-def strides_of(call: AttentionCall) -> Strides:
-    """The strides that attention kernels take."""
+def strides_of(call: AttentionArgs) -> Strides:
+    """Return the strides that attention kernels take."""
     tensors = (*call.query.stride()[:2], *call.key_cache.stride()[:3], *call.value_cache.stride()[:3])
     return Strides._make((*tensors, *call.table_strides, *call.tree_sizes))
 
 
-def _merge_of(call: AttentionCall, regimes: _Regimes) -> Launch:
-    """Sums the splits of a decode's queries where they alone have splits, else of all tokens."""
+def _build_merge(call: AttentionArgs, regimes: _Regimes) -> Launch:
+    """Return the launch that sums the splits of a decode's queries if they alone have splits, else of all tokens."""
     num_tokens, num_seqs = call.query.shape[0], call.seq_lens.shape[0]
     by_sequence = int(regimes.decode_queries > 0 and regimes.prefill_splits <= 1)  # triton 3.6 interprets no bool
     rows = num_seqs * regimes.max_q if by_sequence else num_tokens
@@ -308,11 +404,11 @@ def _merge_of(call: AttentionCall, regimes: _Regimes) -> Launch:
     return build_sum_launch(call, rows, splits, values, call.table_heads)
 
 
-def build_sum_launch(call: AttentionCall, rows: int, splits: int, values: tuple[int, ...], table_heads: int) -> Launch:
-    """A program for each of these rows and each head; few rows of many splits are cut into parts of a head.
+def build_sum_launch(call: AttentionArgs, rows: int, splits: int, values: tuple[int, ...], table_heads: int) -> Launch:
+    """Return a launch that sums splits: a program for each of `rows` and each head.
 
-    Two kernels, so that warmup can compile both. The order of a sum follows from which it is, which in batch-invariant
-    mode may not follow from the batch.
+    Few rows of many splits take another kernel, whose programs have a part of a head each. The two kernels add in
+    different orders, so batch-invariant mode must not choose between them by batch size. `pc.warmup` compiles both.
     """
     from ..kernels.attention import _merge_splits_kernel
 
@@ -334,9 +430,9 @@ def build_sum_launch(call: AttentionCall, rows: int, splits: int, values: tuple[
     }
     programs = (rows, num_heads, -(-value_dim // block_v))
     num_warps = merge_warps(block_s, block_v)
-    return Launch(_merge_splits_kernel, constexprs, programs, values, num_warps, reusable=aligned(*TENSORS(call)))
+    return Launch(_merge_splits_kernel, constexprs, programs, values, num_warps, reusable=call.is_aligned)
 
 
 def merge_warps(block_s: int, block_v: int) -> int:
-    """Warps of a program that sums splits: as few as have 32 numbers a thread: with 64 some spill on sm_86."""
+    """Return the warps of a program that sums splits: 32 numbers a thread, since some spill with 64 on sm_86."""
     return max(1, min(4, block_s * block_v // 1024))

@@ -1,0 +1,181 @@
+"""The arguments of an attention call, whichever operator it came through; an option is added here first."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+
+from .._checks import bad_argument
+from .._dispatch import aligned
+from .layout import DECODE_QUERIES
+from .predicate import Mask
+from .scores import Terms
+
+UNBOUNDED = 1 << 30
+"""No sequence is as long, so a window or a number of sink tokens of this size bounds nothing."""
+
+
+class PlanOptions(NamedTuple):
+    """The options that a plan is made for."""
+
+    mask: Mask
+    decode_queries: int
+    key_begin: int
+
+    def header(self) -> dict[str, int]:
+        """Return the integers of the header from its second on, by name."""
+        mask = {name: int(value) for name, value in self.mask._asdict().items()}
+        return {"decode_queries": self.decode_queries, "key_begin": self.key_begin, **mask}
+
+
+class Batch:
+    """Properties of the arguments of plans and of attention: they decide which keys each query attends to."""
+
+    __slots__ = ()
+
+    @property
+    def is_aligned(self: Any) -> bool:
+        """Whether all tensors begin at a multiple of 16 bytes."""
+        return aligned(*[value for value in self if isinstance(value, torch.Tensor)])
+
+    @property
+    def batch(self: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The tensors that a plan is made from."""
+        return self.block_tables, self.seq_lens, self.query_start_loc, self.query_positions
+
+    @property
+    def table_heads(self: Any) -> int:
+        """KV heads that have a table of their own; 1 where all share one."""
+        heads: int = self.block_tables.shape[1] if self.block_tables.dim() == 3 else 1
+        return heads
+
+    @property
+    def table_strides(self: Any) -> tuple[int, int]:
+        """Elements of block_tables from sequence to sequence, and from KV head to KV head."""
+        return self.block_tables.stride(0), self.block_tables.stride(1) if self.block_tables.dim() == 3 else 0
+
+    @property
+    def key_begin(self: Any) -> int:
+        """The first key position behind the shared blocks."""
+        begin: int = self.num_shared_blocks * self.block_size
+        return begin
+
+    @property
+    def mask(self: Any) -> Mask:
+        """The options that decide which keys are live.
+
+        A window of UNBOUNDED or more holds every key: kernels add it to positions in int32.
+        """
+        window = self.window
+        if not window or window >= UNBOUNDED:
+            return Mask(0, 0, self.causal, False, False)
+        return Mask(window, min(self.num_sink_tokens, UNBOUNDED), self.causal, True, True)
+
+    def plan_options(self: Any, tiled: bool = False) -> PlanOptions:
+        """Return the options of a plan for this call; with `tiled`, sequences of few queries are tiled too."""
+        # Scattered queries under a window are tiled over queries, whose windows are then united.
+        tiled = tiled or self.batch_invariant or (self.query_positions is not None and self.window > 0)
+        return PlanOptions(self.mask, 0 if tiled else DECODE_QUERIES, self.key_begin)
+
+
+class _AttentionFields(NamedTuple):
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: Any  # a tensor; None for latent rows until `with_rows` has been called
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    scale: float
+    query_positions: torch.Tensor | None = None
+    causal: bool = True
+    window: int = 0
+    num_sink_tokens: int = 0
+    num_shared_blocks: int = 0
+    softcap: float = 0.0
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    max_query_len: int | None = None
+    max_seq_len: int | None = None
+    plan: torch.Tensor | None = None
+    batch_invariant: bool = False
+    tree_mask: torch.Tensor | None = None
+    query_blocks: torch.Tensor | None = None
+    value_dim: int = 0  # columns of a latent row that are its value; 0 where rows are not latent
+    with_lse: bool = True  # whether the operator returns the log-sum-exp too
+    head_tables: bool = True  # whether the operator takes a block table per KV head
+
+
+class AttentionArgs(_AttentionFields, Batch):
+    """The arguments of an attention operator, with defaults for those that the operator does not have."""
+
+    __slots__ = ()
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether values are the first columns of keys."""
+        return self.value_dim > 0
+
+    @property
+    def block_size(self) -> int:
+        """Token slots of a block."""
+        return self.key_cache.shape[1]
+
+    @property
+    def tree_sizes(self) -> tuple[int, int]:
+        """Keys that a row of tree_mask has bits for, and elements from row to row; 0 without one."""
+        return (0, 0) if self.tree_mask is None else (32 * self.tree_mask.shape[1], self.tree_mask.stride(0))
+
+    @property
+    def terms(self) -> Terms:
+        """The options that change a score."""
+        has_softcap, has_alibi = self.softcap > 0, self.alibi_slopes is not None
+        plain = not (has_softcap or has_alibi)
+        return Terms(self.softcap, has_softcap, has_alibi, PLAIN=plain, NEGATIVE=self.scale < 0)
+
+    def with_rows(self) -> AttentionArgs:
+        """Return the arguments with latent rows seen as keys of one head and as values; others as they are."""
+        if not self.is_latent or self.value_cache is not None:
+            return self
+        cache, value_dim = self.key_cache, self.value_dim
+        layout = "[num_blocks, block_size, head_dim] or [num_blocks, block_size, 1, head_dim]"
+        if cache.dim() not in (3, 4) or (cache.dim() == 4 and cache.shape[2] != 1):
+            raise bad_argument("cache", f"shape {list(cache.shape)}", layout)
+        if value_dim < 16 or value_dim % 16 or value_dim >= cache.shape[-1]:
+            raise bad_argument("value_dim", value_dim, f"a multiple of 16 below head_dim {cache.shape[-1]} of cache")
+        rows = cache.unsqueeze(2) if cache.dim() == 3 else cache
+        return self._replace(key_cache=rows, value_cache=rows[..., :value_dim], v_scale=self.k_scale)
+
+
+NOT_NEGATIVE = {
+    "window": "0 or a positive number of tokens",
+    "num_sink_tokens": "0 or a positive number of tokens",
+    "softcap": "0 (off) or a positive number",
+}
+"""Options that are refused below 0, with what they need to be."""
+
+
+def binding(function: Callable[..., object], with_lse: bool) -> Callable[..., AttentionArgs]:
+    """Return a function that makes AttentionArgs of an attention operator's arguments."""
+    parameters = inspect.signature(function).parameters
+    names = ["key_cache" if name == "cache" else name for name in parameters]
+    defaults = tuple([parameter.default for parameter in parameters.values()])
+    others = AttentionArgs._field_defaults | {"value_cache": None, "with_lse": with_lse}
+    others["head_tables"] = "query_positions" in names
+    missing = {name: value for name, value in others.items() if name not in names}
+    order = [*names, *missing]
+    pick = itemgetter(*[order.index(name) for name in AttentionArgs._fields])
+    behind = [defaults[count:] + tuple(missing.values()) for count in range(len(defaults) + 1)]
+
+    def bind(*values: Any, **named: Any) -> AttentionArgs:
+        if named:
+            values += tuple([named.get(name, p.default) for name, p in [*parameters.items()][len(values) :]])
+        # As `_make` does, but it counts again, in Python.
+        return tuple.__new__(AttentionArgs, pick(values + behind[len(values)]))
+
+    return bind

@@ -1,0 +1,77 @@
+"""Attention operators: registration from a typed signature, the twin with the log-sum-exp, and what both run."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import typing
+from collections.abc import Callable
+from typing import Any, ParamSpec
+
+import torch
+
+from .._library import doc_sections, joined_sections, operator
+from .arguments import AttentionArgs, binding
+from .build import build_attention
+from .checks import check_attention, check_attention_values
+
+P = ParamSpec("P")
+Result = tuple[torch.Tensor, torch.Tensor]
+Build = Callable[[AttentionArgs], Callable[[AttentionArgs], Any]]
+
+_LSE = """and lse `[num_tokens, num_heads]` float32: the natural logarithm of the softmax's denominator, sinks included;
+    -inf for a row with nothing to attend to."""
+
+
+def attention_operator(
+    build: Build = build_attention, docs_from: tuple[Callable[..., torch.Tensor], ...] = ()
+) -> Callable[[Callable[P, torch.Tensor]], Callable[P, torch.Tensor]]:
+    """Register `torch.ops.pc.<name>` and return the public function of a function whose body gives an empty result."""
+
+    def decorate(function: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
+        return _register(function, build, with_lse=False, docs_from=docs_from)
+
+    return decorate
+
+
+def with_lse(function: Callable[P, torch.Tensor], build: Build = build_attention) -> Callable[P, Result]:
+    """Return the twin of an attention operator that also gives the log-sum-exp: `torch.ops.pc.<name>_with_lse`."""
+
+    def fake(*args: P.args, **kwargs: P.kwargs) -> Result:
+        out: torch.Tensor = function.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
+        return out, out.new_empty(out.shape[:2], dtype=torch.float32)
+
+    fake.__name__ = f"{function.__name__}_with_lse"
+    fake.__qualname__, fake.__module__, fake.__doc__ = fake.__name__, function.__module__, _doc_with_lse(function)
+    fake.__annotations__ = typing.get_type_hints(function) | {"return": Result}
+    fake.__signature__ = inspect.signature(function).replace(return_annotation=Result)  # type: ignore[attr-defined]
+    return _register(fake, build, with_lse=True)
+
+
+def _register(fake: Callable[P, Any], build: Build, with_lse: bool, **options: Any) -> Callable[P, Any]:
+    """Register an attention operator; metadata are checked before a launch is built, so once for calls of a kind."""
+    return operator(
+        arguments=functools.partial(binding, with_lse=with_lse),
+        check=check_attention,
+        cpu=attention_cpu if with_lse else lambda args: attention_cpu(args)[0],
+        build=build,
+        check_values=check_attention_values,
+        **options,
+    )(fake)
+
+
+def _doc_with_lse(function: Callable[..., object]) -> str:
+    name, sections = function.__name__, doc_sections(function.__doc__)
+    sections[""] = f"`{name}`, and the log-sum-exp of each row's scores for `merge_attention`."
+    sections["Returns"] = f"    out as `{name}` gives it, {_LSE}"
+    sections["Examples"] = re.sub(rf"\bout = pc\.{name}\(", f"out, lse = pc.{name}_with_lse(", sections["Examples"])
+    return joined_sections(sections)
+
+
+def attention_cpu(args: AttentionArgs) -> Result:
+    """Attend in PyTorch on CPU tensors, with arguments that passed `check_attention`."""
+    from .cpu import attend  # with numpy, which kernels do without
+
+    check_attention_values(args)
+    return attend(args.with_rows())
