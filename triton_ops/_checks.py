@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from operator import index
 from typing import Any
@@ -118,12 +118,12 @@ def check_tensor(
         raise bad_argument(name, f"device {value.device}", f"device {device}")
 
 
-def refuse_grad(operator: object, arguments: Mapping[str, object]) -> None:
+def refuse_grad(operator: object, names: Iterable[str], values: Iterable[object]) -> None:
     """Raise RuntimeError for a tensor, also in a list, that needs a gradient, because no operator has a derivative."""
     has_tangents = forward_ad._current_level >= 0
     if not (has_tangents or torch.is_grad_enabled()):
         return
-    for name, value in arguments.items():
+    for name, value in zip(names, values, strict=False):
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
             if not isinstance(tensor, torch.Tensor):
                 continue

@@ -58,6 +58,14 @@ def may_cache_tensors(on_gpu: bool) -> bool:
     return not (needs_dispatcher() or (on_gpu and torch.cuda.is_current_stream_capturing()))
 
 
+def alignments(*tensors: torch.Tensor) -> object:
+    """Return True if all begin at a multiple of 16 bytes, else which of them do: kernels are compiled for it."""
+    bits = 0
+    for tensor in tensors:
+        bits |= tensor.data_ptr()
+    return not bits & 15 or tuple([tensor.data_ptr() & 15 == 0 for tensor in tensors])
+
+
 def aligned(*tensors: torch.Tensor | None) -> bool:
     """Return whether all begin at a multiple of 16 bytes, which triton compiles kernels for."""
     bits = 0
@@ -104,39 +112,28 @@ class LaunchCache(Generic[T]):
     given. Options that compare equal are the same: callers for which 1 and True differ add types to them.
     """
 
-    def __init__(self, of_addresses: Callable[..., object] = aligned) -> None:
+    def __init__(self, of_addresses: Callable[..., object] = alignments) -> None:
         self._of_addresses = of_addresses
         self._last: dict[object, list[tuple[Any, object, T]]] = {}
         self._known: dict[object, T] = {}
         _all.add(self)
 
-    def lookup(self, options: object, tensors: Tensors) -> T | None:
-        """Return what was built for a call like a recent one; None if nothing was."""
-        for guard, addresses, built in self._last.get(options, ()):
-            if guard.check(*tensors) and self._of_addresses(*tensors) == addresses:
-                return built
-        return None
-
-    def insert(self, options: object, tensors: Tensors, built: T) -> None:
-        """Let `lookup` find such calls."""
-        if (guard := _guard(tensors)) is not None:
-            entry = (guard, self._of_addresses(*tensors), built)
-            _remember(self._last, options, [entry, *self._last.get(options, ())[: _MAX_COMPARED - 1]])
-
     def get_or(self, options: object, tensors: Tensors, build: Callable[[], T]) -> T:
-        """Return what was built for a call with these metadata; otherwise build and remember it."""
+        """Return what was built for a call with these options and metadata; otherwise build and remember it."""
         if not tensors:
             found = self._known.get(options)
             return _remember(self._known, options, build()) if found is None else found
-        for guard, addresses, found in self._last.get(options, ()):  # `lookup` in line
+        for guard, addresses, found in self._last.get(options, ()):
             if guard.check(*tensors) and self._of_addresses(*tensors) == addresses:
                 return found
-        metadata = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
-        key = (options, self._of_addresses(*tensors), *metadata)
+        addresses = self._of_addresses(*tensors)
+        key = (options, addresses, *[(t.shape, t.stride(), t.dtype, t.device) for t in tensors])
         built = self._known.get(key)
         if built is None:
             built = _remember(self._known, key, build())
-        self.insert(options, tensors, built)
+        if (guard := _guard(tensors)) is not None:
+            recent = self._last.get(options, ())[: _MAX_COMPARED - 1]
+            _remember(self._last, options, [(guard, addresses, built), *recent])
         return built
 
     def clear(self) -> None:

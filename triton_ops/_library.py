@@ -251,7 +251,7 @@ def _refusing_gradients(call: Any, names: tuple[str, ...]) -> Callable[..., Any]
     after, guard, redispatch = torch._C._after_autograd_keyset, torch._C._AutoDispatchBelowAutograd, call.redispatch
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        refuse_grad(call, dict(zip(names, args, strict=False), **kwargs))
+        refuse_grad(call, (*names[: len(args)], *kwargs), (*args, *kwargs.values()))
         with guard():
             return redispatch(keyset & after, *args, **kwargs)
 

@@ -5,26 +5,27 @@ Arguments that FlashAttention 3 and its forks for serving add are keyword-only. 
 and values as blocks of a cache. Dense keys and values are viewed as blocks, with block tables that depend only on their
 sizes (`_attention/dense.py`).
 
-The metadata of a call decide views, tables and the operator. These are chosen once for all calls of a kind: each
-`_choose_...` function below returns a function that runs such a call.
+The metadata of a call decide views, tables and the operator. `_build_...` below choose them once for calls of a kind
+and return a function that runs such a call, as operators build their launches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ._attention.dense import arange_i32, as_blocks, choose_packed_tables, full_i32, strided_block_table
+from ._attention.dense import arange_i32, as_blocks, build_packed_tables, full_i32, strided_block_table
 from ._checks import CACHE_LAYOUT, bad_argument, check_tensor, describe, reads_values
-from ._dispatch import needs_dispatcher
+from ._dispatch import cached_launch, needs_dispatcher
 from ._flash.append import Append, Rotary
-from ._flash.attention import choose_attend, fitting_plan
-from ._flash.call import (
+from ._flash.arguments import (
+    FlashArgs,
     FlashOptions,
-    FlashTensors,
+    Run,
     bound,
+    call_context,
     check_numbers,
     check_partial,
     check_tensors,
@@ -33,10 +34,11 @@ from ._flash.call import (
     known,
     packed,
     pair,
-    run_chosen,
+    run_flash,
     shaped,
 )
-from ._flash.keys import PagedKV, UsedQueries, without_leftpad
+from ._flash.attend import build_attend, fitting_plan
+from ._flash.paged_kv import PagedKV, UsedQueries, without_leftpad
 from .attention_plan import attention_plan
 
 __all__ = [
@@ -46,8 +48,6 @@ __all__ = [
     "flash_attn_with_kvcache",
     "get_scheduler_metadata",
 ]
-
-Run = Callable[..., Any]
 
 _DENSE_NAMES = {"seq_lens": "k", "query_start_loc": "q"}
 _PACKED_NAMES: dict[str, str] = {}
@@ -75,20 +75,13 @@ def _options(
     with_lse: bool,
     attention_chunk: int,
     dropout_p: float = 0.0,
-) -> tuple[Any, ...]:
-    """Return the fields of FlashOptions as a hashable tuple. FlashOptions is made once for all calls of a kind."""
+) -> FlashOptions:
+    """Return the options of a call, checked."""
     if dropout_p:
         raise bad_argument("dropout_p", dropout_p, "0, because only the forward pass is computed")
     if attention_chunk:
         attention_chunk = bound("attention_chunk", attention_chunk) or 0
-    if type(window_size) is not tuple:
-        window_size = pair(window_size)
-    return softmax_scale, causal, window_size, softcap, with_lse, attention_chunk
-
-
-def _made(options: tuple[Any, ...]) -> FlashOptions:
-    softmax_scale, causal, window_size, *others = options
-    return FlashOptions(softmax_scale, causal, pair(window_size), *others)
+    return FlashOptions(softmax_scale, causal, pair(window_size), softcap, with_lse, attention_chunk)
 
 
 def flash_attn_func(
@@ -173,16 +166,17 @@ def flash_attn_func(
     """
     with_lse = return_attn_probs or return_softmax_lse
     options = _options(softmax_scale, causal, window_size, softcap, with_lse, attention_chunk, dropout_p)
-    found = run_chosen(
-        "flash_attn_func", _choose_dense, _DENSE_NAMES, options, q=q, k=k, v=v, alibi_slopes=alibi_slopes, s_aux=s_aux,
-        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv, out=out,
+    args = FlashArgs(
+        options, call_context(q), q, k, v, alibi_slopes=alibi_slopes, s_aux=s_aux, q_descale=q_descale,
+        k_descale=k_descale, v_descale=v_descale, qv=qv, out=out,
     )  # fmt: skip
+    found = run_flash("flash_attn_func", _run_dense, _build_dense, _DENSE_NAMES, args)
     return _with_probabilities(found) if return_attn_probs else found
 
 
-def _choose_dense(made: tuple[Any, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Run:
-    options, given, layout = _made(made), FlashTensors.of(q, others), "[batch, seqlen, heads, head_dim]"
-    check_tensors({"q": (q, layout), "k": (k, layout), "v": (v, layout)}, given)
+def _build_dense(args: FlashArgs) -> Run:
+    q, k, v, layout = args.q, args.k, args.v, "[batch, seqlen, heads, head_dim]"
+    check_tensors({"q": (q, layout), "k": (k, layout), "v": (v, layout)}, args)
     batch, seqlen_q, seqlen_k, device = *q.shape[:2], k.shape[1], q.device
     for name, x in (("k", k), ("v", v)):
         if x.shape[:2] != (batch, seqlen_k) or x.device != device:
@@ -192,18 +186,15 @@ def _choose_dense(made: tuple[Any, ...], q: torch.Tensor, k: torch.Tensor, v: to
     lens, starts = full_i32(device, batch, seqlen_k), arange_i32(device, batch + 1, seqlen_q)
     shape = (batch, seqlen_q)
 
-    def keys_of(k: torch.Tensor, v: torch.Tensor) -> PagedKV:
-        k, v = as_blocks(contiguous(k), contiguous(v))[:2]
+    def keys_of(args: FlashArgs) -> PagedKV:
+        k, v = as_blocks(contiguous(args.k), contiguous(args.v))[:2]
         return PagedKV(k, v, tables, lens, starts, seqlen_q, seqlen_k, seqlen_q > seqlen_k)
 
-    attend = choose_attend(packed(q), keys_of(k, v), options, given)
+    attend = build_attend(packed(q), keys_of(args), args)
+    return lambda args: shaped(attend(packed(args.q), keys_of(args), args), shape, args.out)
 
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Any:
-        given = FlashTensors.of(q, others)
-        given = given if given.qv is None else given._replace(qv=packed(given.qv))
-        return shaped(attend(packed(q), keys_of(k, v), given), shape, given.out)
 
-    return run
+_run_dense = cached_launch(_build_dense)
 
 
 def flash_attn_varlen_func(
@@ -293,67 +284,50 @@ def flash_attn_varlen_func(
     max_seqlen_q, max_seqlen_k = bound("max_seqlen_q", max_seqlen_q), bound("max_seqlen_k", max_seqlen_k)
     same = cu_seqlens_k is cu_seqlens_q
     names = _PACKED_NAMES if seqused_k is None else _USED_NAMES
-    found = run_chosen(
-        "flash_attn_varlen_func", _choose_packed, names, (options, same, max_seqlen_q, max_seqlen_k), q=q, k=k, v=v,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=None if same else cu_seqlens_k, seqused_k=seqused_k,
-        block_table=block_table, scheduler_metadata=scheduler_metadata, alibi_slopes=alibi_slopes, s_aux=s_aux,
-        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv, out=out,
+    args = FlashArgs(
+        options, call_context(q), q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=None if same else cu_seqlens_k,
+        seqused_k=seqused_k, block_table=block_table, scheduler_metadata=scheduler_metadata, alibi_slopes=alibi_slopes,
+        s_aux=s_aux, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv, out=out,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, same_starts=same,
     )  # fmt: skip
+    found = run_flash("flash_attn_varlen_func", _run_packed, _build_packed, names, args)
     return _with_probabilities(found) if return_attn_probs else found
 
 
-def _choose_packed(
-    call: tuple[tuple[Any, ...], bool, int | None, int | None],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor | None,
-    seqused_k: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    plan: torch.Tensor | None,
-    *others: Any,
-) -> Run:
-    (made, same, most_queries, most_keys), given = call, FlashTensors.of(q, others)
-    options, paged = _made(made), block_table is not None
+def _build_packed(args: FlashArgs) -> Run:
+    q, k, options, same, paged = args.q, args.k, args.options, args.same_starts, args.block_table is not None
     layout = CACHE_LAYOUT if paged else "[total_k, num_kv_heads, head_dim]"
-    check_tensors({"q": (q, "[total_q, num_heads, head_dim]"), "k": (k, layout), "v": (v, layout)}, given)
-    if cu_seqlens_k is None and not same and (seqused_k is None or not paged):
+    check_tensors({"q": (q, "[total_q, num_heads, head_dim]"), "k": (k, layout), "v": (args.v, layout)}, args)
+    if args.cu_seqlens_k is None and not same and (args.seqused_k is None or not paged):
         raise bad_argument("cu_seqlens_k", "None", "[batch + 1] int32; or seqused_k and block_table")
-    check_numbers("cu_seqlens_q", cu_seqlens_q, None, q.device)
-    if cu_seqlens_k is not None:
-        check_numbers("cu_seqlens_k", cu_seqlens_k, None, q.device)
-    if seqused_k is not None:
-        check_numbers("seqused_k", seqused_k, cu_seqlens_q.shape[0] - 1, q.device)
-    max_queries = q.shape[0] if most_queries is None else most_queries
-    max_keys = k.shape[0] if most_keys is None and not paged else most_keys
-    begins = cu_seqlens_q if same else cu_seqlens_k
-    tables_of = None
-    if begins is not None and (not paged or seqused_k is None):
-        tables_of = choose_packed_tables(begins, 0 if paged or max_keys is None else max_keys)
+    check_numbers("cu_seqlens_q", args.cu_seqlens_q, None, q.device)
+    if args.cu_seqlens_k is not None:
+        check_numbers("cu_seqlens_k", args.cu_seqlens_k, None, q.device)
+    if args.seqused_k is not None:
+        check_numbers("seqused_k", args.seqused_k, args.cu_seqlens_q.shape[0] - 1, q.device)
+    max_queries = q.shape[0] if args.max_seqlen_q is None else args.max_seqlen_q
+    max_keys = k.shape[0] if args.max_seqlen_k is None and not paged else args.max_seqlen_k
+    begins = args.cu_seqlens_q if same else args.cu_seqlens_k
+    fewer_keys, tables_of = not same or args.seqused_k is not None, None
+    if begins is not None and (not paged or args.seqused_k is None):
+        tables_of = build_packed_tables(begins, 0 if paged or max_keys is None else max_keys)
 
-    def where(starts: torch.Tensor, begins: Any, lens: Any, tables: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_of(args: FlashArgs) -> PagedKV:
+        tables, lens = args.block_table, args.seqused_k
         if tables_of is not None:
-            own, differences = tables_of(starts if begins is None else begins)
+            own, differences = tables_of(args.cu_seqlens_q if same else args.cu_seqlens_k)
             tables, lens = own if tables is None else tables, differences if lens is None else lens
-        return tables, lens
-
-    def keys_of(k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, *rest: Any) -> PagedKV:
-        tables, lens = where(starts, *rest[:3])
-        k, v = contiguous(k), contiguous(v)
+        k, v = contiguous(args.k), contiguous(args.v)
         if not paged:
             k, v = k.unsqueeze(1), v.unsqueeze(1)
-        fewer_keys = not same or seqused_k is not None
-        return fitting_plan(rest[3], PagedKV(k, v, tables, lens, starts, max_queries, max_keys, fewer_keys), options)
+        keys = PagedKV(k, v, tables, lens, args.cu_seqlens_q, max_queries, max_keys, fewer_keys)
+        return fitting_plan(args.scheduler_metadata, keys, options)
 
-    own = (k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, plan)
-    attend = choose_attend(contiguous(q), keys_of(*own), options, given)
+    attend = build_attend(contiguous(q), keys_of(args), args)
+    return lambda args: shaped(attend(contiguous(args.q), keys_of(args), args), None, args.out)
 
-    def run(q: torch.Tensor, *rest: Any) -> Any:
-        given = FlashTensors.of(q, rest[7:])
-        return shaped(attend(contiguous(q), keys_of(*rest[:7]), given), None, given.out)
 
-    return run
+_run_packed = cached_launch(_build_packed)
 
 
 def flash_attn_with_kvcache(
@@ -466,100 +440,69 @@ def flash_attn_with_kvcache(
     elif cache_seqlens is not None:
         raise bad_argument("cache_seqlens", describe(cache_seqlens), "an int, or int32 [batch]", TypeError)
     most = None if max_seqlen_q is None else bound("max_seqlen_q", max_seqlen_q)
-    return run_chosen(
-        "flash_attn_with_kvcache", _choose_cached, _CACHED_NAMES, (options, length, most, rotary_interleaved), q=q,
-        k_cache=k_cache, v_cache=v_cache, k=k, v=v, cache_seqlens=lens, block_table=block_table,
-        cu_seqlens_q=cu_seqlens_q, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens,
-        cu_seqlens_k_new=cu_seqlens_k_new, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
-        scheduler_metadata=scheduler_metadata, alibi_slopes=alibi_slopes, s_aux=s_aux, q_descale=q_descale,
-        k_descale=k_descale, v_descale=v_descale, qv=qv, out=out,
+    args = FlashArgs(
+        options, call_context(q), q, k, v, k_cache, v_cache, cu_seqlens_q, None, None, lens, block_table, rotary_cos,
+        rotary_sin, rotary_seqlens, cu_seqlens_k_new, cache_batch_idx, cache_leftpad, scheduler_metadata, alibi_slopes,
+        s_aux, q_descale, k_descale, v_descale, qv, out, most, None, length, rotary_interleaved,
     )  # fmt: skip
+    return run_flash("flash_attn_with_kvcache", _run_cached, _build_cached, _CACHED_NAMES, args)
 
 
-def _choose_cached(
-    call: tuple[tuple[Any, ...], int | None, int | None, bool],
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    *rest: Any,
-) -> Run:
-    (made, length, most, interleaved), own, given = call, _CacheTensors(*rest[:10]), FlashTensors.of(q, rest[10:])
-    options = _made(made)
-    batch = _check_cached(q, k_cache, v_cache, k, v, own, given)
-    batched = (batch, q.shape[1]) if own.starts is None else None
-    max_queries = q.shape[0 if batched is None else 1] if most is None else most
+def _build_cached(args: FlashArgs) -> Run:
+    q, k, options = args.q, args.k, args.options
+    batch = _check_cached(args)
+    batched = (batch, q.shape[1]) if args.cu_seqlens_q is None else None
+    max_queries = q.shape[0 if batched is None else 1] if args.max_seqlen_q is None else args.max_seqlen_q
     checks_values = reads_values(q) and not needs_dispatcher() and batch > 0
-    fewer_keys = k is None or own.starts_new is not None or not known(max_queries <= k.shape[1])
-    layout = _CacheLayout.of(q, k_cache, v_cache, own, batch, length, max_queries, fewer_keys)
+    fewer_keys = k is None or args.cu_seqlens_k_new is not None or not known(max_queries <= k.shape[1])
+    layout = _CacheLayout.of(args, batch, max_queries, fewer_keys)
     if checks_values:
-        layout.check(own)
-    keys, append = layout.keys(k_cache, v_cache, own), None
-    if k is not None and v is not None:
-        rotary = _rotary(interleaved, keys.lens, own.cos, own.sin, own.first)
-        append = Append(packed(q), k, v, own.starts_new, keys, options, rotary)
-    attend = choose_attend(packed(q), keys, options, given)
+        layout.check(args)
+    keys = layout.keys(args)
+    append = None if k is None else Append(packed(q), keys, args, _rotary(args, keys.lens))
+    attend = build_attend(packed(q), keys, args)
 
-    def run(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: Any, v: Any, *rest: Any) -> Any:
-        own, given = _CacheTensors(*rest[:10]), FlashTensors.of(q, rest[10:])
+    def run(args: FlashArgs) -> Any:
         if checks_values:
-            layout.check(own)
-        keys, query = layout.keys(k_cache, v_cache, own), packed(q)
+            layout.check(args)
+        keys, query = layout.keys(args), packed(args.q)
         if append is not None:
-            rotary = _rotary(interleaved, keys.lens, own.cos, own.sin, own.first)
-            query, lens = append(query, k, v, own.starts_new, keys, given, rotary)
+            query, lens = append(query, keys, args, _rotary(args, keys.lens))
             keys = keys._replace(lens=lens)
-        keys = fitting_plan(own.plan, keys, options) if own.leftpad is None else without_leftpad(keys, own.leftpad)
-        given = given if given.qv is None else given._replace(qv=packed(given.qv))
-        return shaped(attend(query, keys, given), batched, given.out)
+        if args.cache_leftpad is not None:
+            keys = without_leftpad(keys, args.cache_leftpad)
+        elif args.scheduler_metadata is not None:
+            keys = fitting_plan(args.scheduler_metadata, keys, options)
+        return shaped(attend(query, keys, args), batched, args.out)
 
     return run
 
 
-class _CacheTensors(NamedTuple):
-    """The tensors of `flash_attn_with_kvcache` besides queries, keys and FlashTensors."""
-
-    lens: torch.Tensor | None
-    table: torch.Tensor | None
-    starts: torch.Tensor | None
-    cos: torch.Tensor | None
-    sin: torch.Tensor | None
-    first: torch.Tensor | None
-    starts_new: torch.Tensor | None
-    chosen: torch.Tensor | None
-    leftpad: torch.Tensor | None
-    plan: torch.Tensor | None
+_run_cached = cached_launch(_build_cached)
 
 
-def _check_cached(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    own: _CacheTensors,
-    given: FlashTensors,
-) -> int:
+def _check_cached(args: FlashArgs) -> int:
     """Check the arguments of `flash_attn_with_kvcache` and return the number of sequences."""
+    q, is_packed = args.q, args.cu_seqlens_q is not None
     cache = "[batch, seqlen_cache, num_kv_heads, head_dim]"
-    queries = "[batch, seqlen_q, num_heads, head_dim]" if own.starts is None else "[total_q, num_heads, head_dim]"
+    queries = "[total_q, num_heads, head_dim]" if is_packed else "[batch, seqlen_q, num_heads, head_dim]"
     tensors: dict[str, tuple[Any, str]] = {
-        "q": (q, queries), "k_cache": (k_cache, cache), "v_cache": (v_cache, cache)
+        "q": (q, queries), "k_cache": (args.k_cache, cache), "v_cache": (args.v_cache, cache)
     }  # fmt: skip
-    if k is not None:
-        is_packed = own.starts_new is not None
-        new = "[total, num_kv_heads, head_dim]" if is_packed else "[batch, seqlen_new, num_kv_heads, head_dim]"
-        tensors |= {"k": (k, new), "v": (v, new)}
-    check_tensors(tensors, given)
+    if args.k is not None:
+        new = "[batch, seqlen_new, num_kv_heads, head_dim]"
+        if args.cu_seqlens_k_new is not None:
+            new = "[total, num_kv_heads, head_dim]"
+        tensors |= {"k": (args.k, new), "v": (args.v, new)}
+    check_tensors(tensors, args)
     batch = q.shape[0]
-    if own.starts is not None:
-        check_numbers("cu_seqlens_q", own.starts, None, q.device)
-        batch = own.starts.shape[0] - 1
+    if is_packed:
+        check_numbers("cu_seqlens_q", args.cu_seqlens_q, None, q.device)
+        batch = args.cu_seqlens_q.shape[0] - 1
     for name, numbers, count in (
-        ("cache_seqlens", own.lens, batch), ("cache_batch_idx", own.chosen, batch),
-        ("cache_leftpad", own.leftpad, batch),
-        ("cu_seqlens_k_new", own.starts_new if k is not None else None, batch + 1),
+        ("cache_seqlens", args.cache_seqlens, batch), ("cache_batch_idx", args.cache_batch_idx, batch),
+        ("cache_leftpad", args.cache_leftpad, batch),
+        ("cu_seqlens_k_new", args.cu_seqlens_k_new if args.k is not None else None, batch + 1),
     ):  # fmt: skip
         if numbers is not None:
             check_numbers(name, numbers, count, q.device)
@@ -579,57 +522,50 @@ class _CacheLayout(NamedTuple):
     fewer_keys: bool
 
     @classmethod
-    def of(
-        cls,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        own: _CacheTensors,
-        batch: int,
-        length: int | None,
-        max_queries: int,
-        fewer_keys: bool,
-    ) -> _CacheLayout:
-        tables = views = None
-        if own.table is None:
-            tables, views = _dense_cache(batch, k_cache, v_cache, own.chosen)
+    def of(cls, args: FlashArgs, batch: int, max_queries: int, fewer_keys: bool) -> _CacheLayout:
+        """Return the layout for calls of this kind."""
+        q, k_cache, tables, views = args.q, args.k_cache, None, None
+        if args.block_table is None:
+            tables, views = _dense_cache(batch, k_cache, args.v_cache, args.cache_batch_idx)
             num_rows, capacity = k_cache.shape[0], tables.shape[1] * views[0][0][1]
         else:
-            check_tensor("block_table", own.table, 2, "[batch, max_blocks]", (torch.int32,), q.device)
-            num_rows, capacity = own.table.shape[0], own.table.shape[1] * k_cache.shape[1]
-        full = full_i32(q.device, batch, capacity if length is None else length) if own.lens is None else None
-        starts = arange_i32(q.device, batch + 1, q.shape[1]) if own.starts is None else None
-        return cls(views, tables, full, starts, num_rows, capacity, max_queries, fewer_keys)
+            check_tensor("block_table", args.block_table, 2, "[batch, max_blocks]", (torch.int32,), q.device)
+            num_rows, capacity = args.block_table.shape[0], args.block_table.shape[1] * k_cache.shape[1]
+        full = capacity if args.cache_length is None else args.cache_length
+        lens = full_i32(q.device, batch, full) if args.cache_seqlens is None else None
+        starts = arange_i32(q.device, batch + 1, q.shape[1]) if args.cu_seqlens_q is None else None
+        return cls(views, tables, lens, starts, num_rows, capacity, max_queries, fewer_keys)
 
-    def where(
-        self, lens: Any, tables: Any, starts: Any, chosen: Any
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        tables = self.tables if tables is None else tables
-        tables = tables if chosen is None else tables.index_select(0, chosen)
-        return tables, lens if self.lens is None else self.lens, starts if self.starts is None else self.starts
-
-    def keys(self, k_cache: torch.Tensor, v_cache: torch.Tensor, own: _CacheTensors) -> PagedKV:
+    def keys(self, args: FlashArgs) -> PagedKV:
+        """Return the keys of a call."""
+        k_cache, v_cache, chosen = args.k_cache, args.v_cache, args.cache_batch_idx
         if self.views is not None:
             k_cache, v_cache = k_cache.as_strided(*self.views[0]), v_cache.as_strided(*self.views[1])
-        where = self.where(own.lens, own.table, own.starts, own.chosen)
-        return PagedKV(k_cache, v_cache, *where, self.max_queries, None, self.fewer_keys)
+        tables: Any = args.block_table if self.tables is None else self.tables
+        tables = tables if chosen is None else tables.index_select(0, chosen)
+        lens: Any = args.cache_seqlens if self.lens is None else self.lens
+        starts = args.cu_seqlens_q if self.starts is None else self.starts
+        return PagedKV(k_cache, v_cache, tables, lens, starts, self.max_queries, None, self.fewer_keys)
 
-    def check(self, own: _CacheTensors) -> None:
-        lens, leftpad = self.lens if own.lens is None else own.lens, own.leftpad
-        if own.chosen is not None:
-            check_values("cache_batch_idx", own.chosen, self.num_rows - 1)
+    def check(self, args: FlashArgs) -> None:
+        """Check the values of a call's rows and paddings."""
+        lens, leftpad = self.lens if args.cache_seqlens is None else args.cache_seqlens, args.cache_leftpad
+        if args.cache_batch_idx is not None:
+            check_values("cache_batch_idx", args.cache_batch_idx, self.num_rows - 1)
         if leftpad is not None:
             check_values("cache_leftpad", leftpad, self.capacity)
             if lens is not None and (leftpad > lens.clamp(min=0)).any():
                 raise bad_argument("cache_leftpad", leftpad.tolist(), f"at most cache_seqlens, {lens.tolist()}")
 
 
-def _rotary(interleaved: bool, lens: torch.Tensor, cos: Any, sin: Any, first: torch.Tensor | None) -> Rotary | None:
+def _rotary(args: FlashArgs, lens: torch.Tensor) -> Rotary | None:
+    """Return the rotation of a call's new keys, which begin at `lens` unless rotary_seqlens says otherwise."""
+    cos, sin, first = args.rotary_cos, args.rotary_sin, args.rotary_seqlens
     if cos is None:
         return None
-    if cos.dtype.itemsize == 1:  # float8, which cannot be indexed
+    if cos.dtype.itemsize == 1:  # PyTorch takes no rows of float8 by index
         cos, sin = cos.to(torch.bfloat16), sin.to(torch.bfloat16)
-    return Rotary(cos, sin, lens if first is None else first, interleaved)
+    return Rotary(cos, sin, lens if first is None else first, args.rotary_interleaved)
 
 
 def _dense_cache(

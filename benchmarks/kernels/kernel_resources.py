@@ -214,9 +214,9 @@ def flash_case(rotary: bool = False) -> None:
             stack.enter_context(mock.patch.object(module, "runs_kernels", return_value=True))
         if rotary:
             rotation = append.Rotary(angles, angles, lens, False)
-            append.choose_append_places(1, 16, lens, tables, rotation)(lens, tables, rotation)
+            append.build_append_places(1, 16, lens, tables, rotation)(lens, tables, rotation)
         else:
-            dense.choose_packed_tables(lens, 4096)(lens)
+            dense.build_packed_tables(lens, 4096)(lens)
 
 
 def rope_case(cache_dtype: torch.dtype | None = None, interleaved: bool = False) -> None:

@@ -927,8 +927,8 @@ def test_scheduler_metadata(options: dict[str, Any], new: int, monkeypatch: pyte
     plan = get_scheduler_metadata(2, 1, 48, 4, 2, 32, lens, page_size=16, max_seqlen_k_new=new, **options)
     seen = []
     name = "sliding_window_attention" if "window_size" in options else "paged_attention"
-    operator = getattr(flash_cases._flash.attention, name)
-    monkeypatch.setattr(flash_cases._flash.attention, name, lambda *given: seen.append(given[-2]) or operator(*given))
+    operator = getattr(flash_cases._flash.attend, name)
+    monkeypatch.setattr(flash_cases._flash.attend, name, lambda *given: seen.append(given[-2]) or operator(*given))
     torch.testing.assert_close(flash_attn_with_kvcache(q, *caches, scheduler_metadata=plan, **given), wanted)
     assert seen[-1] is plan
     flash_attn_with_kvcache(q, *caches, scheduler_metadata=plan[:-1], **given)

@@ -133,8 +133,10 @@ def kernel_tensors(args: AttentionArgs, out: torch.Tensor, convert_codes: bool) 
     if k_scale is not None:
         k_scale, v_scale = equal_scales(k_scale, v_scale, key_cache.shape[2])
     behind = (args.block_tables, seq_lens, args.query_start_loc, seq_lens if positions is None else positions)
-    per_head = [out if x is None else x for x in (args.alibi_slopes, args.sinks, k_scale, v_scale)]
-    return (args.query, key_cache, value_cache), (*behind, *per_head, seq_lens if tree is None else tree)
+    alibi, sinks = args.alibi_slopes, args.sinks
+    biases = (out if alibi is None else alibi, out if sinks is None else sinks)
+    scales = (out if k_scale is None else k_scale, out if v_scale is None else v_scale)
+    return (args.query, key_cache, value_cache), (*behind, *biases, *scales, seq_lens if tree is None else tree)
 
 
 def _parts(plan: torch.Tensor, name: str, stream: int | None, shape: PartsShape) -> Result:

@@ -122,7 +122,7 @@ def strided_block_table(
     return rows.unsqueeze(1) + blocks
 
 
-def choose_packed_tables(
+def build_packed_tables(
     starts: torch.Tensor, num_columns: int
 ) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """Return a function from cu_seqlens to block tables `[num_seqs, num_columns]` and lengths, for blocks of one key.

@@ -22,9 +22,9 @@ from .._triton import require_triton
 from ..reshape_and_cache import reshape_and_cache
 from ..rope_and_cache import rope_and_cache, rotate
 from ..scatter_slots import scatter_slots_list
-from .attention import scale_of_heads
-from .call import FlashOptions, FlashTensors, check_numbers, known, packed
-from .keys import PagedKV, sequence_of_token
+from .arguments import FlashArgs, check_numbers, known, packed
+from .attend import scale_of_heads
+from .paged_kv import PagedKV, sequence_of_token
 
 _TOKENS_A_PROGRAM = 32
 Appended = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -63,7 +63,7 @@ def _append_places(total: int, starts: torch.Tensor, keys: PagedKV, rotary: Rota
     return slots, lens + starts.diff(), None if rotary is None else rotary.angles(sequence, nth)
 
 
-def choose_append_places(
+def build_append_places(
     count: int, block_size: int, lens: torch.Tensor, tables: torch.Tensor, rotary: Rotary | None
 ) -> Callable[[torch.Tensor, torch.Tensor, Rotary | None], Appended] | None:
     """Return a function that gives slots and lengths of new keys, and their angles `[batch * count, rotary_dim]`.
@@ -129,31 +129,21 @@ class Append:
 
     Args:
         query: `[num_tokens, num_heads, head_dim]`.
-        k: `[batch, count, num_kv_heads, head_dim]`, new keys; `[total, num_kv_heads, head_dim]` with `starts`.
-        v: Like k.
-        starts: `[batch + 1]`, where each sequence's new keys begin; None: all have as many.
         keys: The cache before.
-        options: Of the call.
+        args: The call; k is `[batch, count, num_kv_heads, head_dim]`, or `[total, num_kv_heads, head_dim]` with
+            cu_seqlens_k_new.
         rotary: None: no rotation.
     """
 
-    def __init__(
-        self,
-        query: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        starts: torch.Tensor | None,
-        keys: PagedKV,
-        options: FlashOptions,
-        rotary: Rotary | None,
-    ) -> None:
+    def __init__(self, query: torch.Tensor, keys: PagedKV, args: FlashArgs, rotary: Rotary | None) -> None:
+        k, v, starts = args.k, args.v, args.cu_seqlens_k_new
         _check_new(k, v, starts, keys, rotary)
         batch, count, device = keys.lens.shape[0], k.shape[-3], query.device
         self._total, is_quantized = math.prod(k.shape[:-2]), keys.key_cache.dtype in QUANTIZED_DTYPES
         self._checks_values = reads_values(query) and not needs_dispatcher() and batch > 0
         self._is_code = k.dtype == torch.float8_e4m3fn
         self._is_scaled = is_quantized and not self._is_code
-        self._sees_ahead = options.causal or max(options.window) >= 0
+        self._sees_ahead = args.options.causal or max(args.options.window) >= 0
         # Queries have the positions of the new keys.
         self._together = starts is None and known(count == keys.max_queries) and query.shape[0] == self._total
         self._together = self._together and (self._sees_ahead or count == 1)
@@ -162,30 +152,23 @@ class Append:
         self._starts = None if starts is not None else arange_i32(device, batch + 1, count)
         self._places = None
         if starts is None and not (self._is_code and rotary is not None):
-            self._places = choose_append_places(count, keys.key_cache.shape[1], keys.lens, keys.tables, rotary)
+            self._places = build_append_places(count, keys.key_cache.shape[1], keys.lens, keys.tables, rotary)
         self._write: Callable[..., Any] = rope_and_cache if self._is_fused else reshape_and_cache
 
     def __call__(
-        self,
-        query: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        starts: torch.Tensor | None,
-        keys: PagedKV,
-        given: FlashTensors,
-        rotary: Rotary | None,
+        self, query: torch.Tensor, keys: PagedKV, args: FlashArgs, rotary: Rotary | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the keys and values; return the rotated queries and the new lengths."""
-        starts = self._starts if starts is None else starts
+        starts = self._starts if args.cu_seqlens_k_new is None else args.cu_seqlens_k_new
         assert starts is not None
         if self._checks_values:
             self._check(starts, keys, rotary)
-        scales = _scales(given, keys.lens.shape[0]) if self._is_scaled else (None, None)
+        scales = _scales(args, keys.lens.shape[0]) if self._is_scaled else (None, None)
         if self._places is None:
             slots, lens, angles = _append_places(self._total, starts, keys, rotary)
         else:
             slots, lens, angles = self._places(keys.lens, keys.tables, rotary)
-        k, v = packed(k), packed(v)
+        k, v = packed(args.k), packed(args.v)
         caches = (keys.key_cache, keys.value_cache, slots)
         if self._is_fused:
             assert rotary is not None
@@ -219,10 +202,10 @@ class Append:
                 raise bad_argument("rotary_cos", f"{len(rotary.cos)} positions", f"at least {most}")
 
 
-def _scales(given: FlashTensors, batch: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _scales(args: FlashArgs, batch: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the scales that new keys and values of a quantized cache are divided by."""
     scales: list[torch.Tensor | None] = []
-    for name, descale in (("k_descale", given.k_descale), ("v_descale", given.v_descale)):
+    for name, descale in (("k_descale", args.k_descale), ("v_descale", args.v_descale)):
         scale = None if descale is None else scale_of_heads(name, descale, batch)
         if scale is None and descale is not None:
             needs = "the same for every sequence, since new keys are stored divided by it"

@@ -1,4 +1,4 @@
-"""Parts that FlashAttention's functions share: options, cached choices, errors with their own names, checks."""
+"""The arguments of FlashAttention's functions, the way to their launches, errors with their own names, and checks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from .._checks import bad_argument, check_integer, debug_mode_enabled, describe, reads_values, refuse_grad
-from .._dispatch import LaunchCache, aligned, current_device, may_cache_tensors, needs_dispatcher
+from .._dispatch import current_device, may_cache_tensors, needs_dispatcher
 from .._launch import current_stream
 
 
@@ -24,9 +24,29 @@ class FlashOptions(NamedTuple):
     chunk: int
 
 
-class FlashTensors(NamedTuple):
-    """The tensors that all three functions have."""
+class FlashArgs(NamedTuple):
+    """The arguments of all three functions, by the names that callers know, with defaults for absent ones."""
 
+    options: FlashOptions
+    context: tuple[Any, ...] | None
+    """What else decides a launch: see `call_context`."""
+    q: torch.Tensor
+    k: Any = None
+    v: Any = None
+    k_cache: Any = None
+    v_cache: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    seqused_k: Any = None
+    cache_seqlens: torch.Tensor | None = None
+    block_table: Any = None
+    rotary_cos: Any = None
+    rotary_sin: Any = None
+    rotary_seqlens: torch.Tensor | None = None
+    cu_seqlens_k_new: torch.Tensor | None = None
+    cache_batch_idx: torch.Tensor | None = None
+    cache_leftpad: torch.Tensor | None = None
+    scheduler_metadata: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
     s_aux: torch.Tensor | None = None
     q_descale: torch.Tensor | None = None
@@ -34,12 +54,19 @@ class FlashTensors(NamedTuple):
     v_descale: torch.Tensor | None = None
     qv: torch.Tensor | None = None
     out: torch.Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    cache_length: int | None = None
+    rotary_interleaved: bool = True
+    same_starts: bool = False
 
-    @classmethod
-    def of(cls, q: torch.Tensor, tensors: Sequence[torch.Tensor | None]) -> FlashTensors:
-        """Return the tensors of a call; q_descale counts only for a quantized q."""
-        given = cls(*tensors)
-        return given if q.dtype == torch.float8_e4m3fn else given._replace(q_descale=None)
+    @property
+    def query_scale(self) -> torch.Tensor | None:
+        """q_descale, which counts only for a quantized q."""
+        return self.q_descale if self.q.dtype == torch.float8_e4m3fn else None
+
+
+Run = Callable[[FlashArgs], Any]
 
 
 _NAMES = {
@@ -58,46 +85,27 @@ _NAMES = {
 }
 
 
-def _alignments(*tensors: torch.Tensor) -> object:
-    """Return which tensors begin at a multiple of 16 bytes, or True if all do: operators compile kernels for it."""
-    return aligned(*tensors) or tuple([tensor.data_ptr() & 15 == 0 for tensor in tensors])
+def call_context(q: object) -> tuple[Any, ...] | None:
+    """Return what decides a launch beside metadata and options; None where a call keeps no tensors for later ones."""
+    on_gpu = isinstance(q, torch.Tensor) and q.is_cuda
+    if not may_cache_tensors(on_gpu):
+        return None
+    return (debug_mode_enabled(), current_device(), current_stream()) if on_gpu else (debug_mode_enabled(),)
 
 
-_chosen: LaunchCache[Callable[..., Any]] = LaunchCache(_alignments)
-
-
-def run_chosen(
-    name: str,
-    choose: Callable[..., Callable[..., Any]],
-    names: dict[str, str],
-    options: tuple[Any, ...],
-    **tensors: torch.Tensor | None,
-) -> Any:
-    """Run what `choose` makes of a call's options and its tensors' metadata; calls of the same kind share one choice.
+def run_flash(name: str, launch: Run, build: Callable[[FlashArgs], Run], names: dict[str, str], args: FlashArgs) -> Any:
+    """Run a call of one of FlashAttention's functions.
 
     Args:
-        name: The function that was called.
-        choose: Takes options and tensors, and returns a function of the tensors.
-        names: What errors call the parameters of operators, where it is not the usual.
-        options: All that matters besides.
-        tensors: By the names of their parameters; no tensor twice.
+        name: The function.
+        launch: Its `cached_launch`.
+        build: The function that builds a launch; called every time where a call keeps no tensors for later ones.
+        names: The names of operators' parameters in errors, where they are not the usual ones.
+        args: The call.
     """
     try:
-        refuse_grad(name, tensors)
-        values = (*tensors.values(),)
-        query = values[0]
-        on_gpu = isinstance(query, torch.Tensor) and query.is_cuda
-        if not may_cache_tensors(on_gpu):
-            return choose(options, *values)(*values)
-        given = [tensor for tensor in values if tensor is not None]
-        types = tuple(map(type, values))  # some may be None
-        where = (current_device(), current_stream()) if on_gpu else None
-        kind = (choose, options, types, debug_mode_enabled(), where)
-        run = _chosen.lookup(kind, given)
-        if run is None:
-            run = choose(options, *values)
-            _chosen.insert(kind, given, run)
-        return run(*values)
+        refuse_grad(name, args._fields, args)
+        return build(args)(args) if args.context is None else launch(args)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         known, said = _NAMES | names, str(error)
         renamed = re.sub(r"\b\w+\b", lambda found: known.get(found[0], found[0]), said)
@@ -141,7 +149,7 @@ def known(condition: bool) -> bool:
     return bool(statically_known_true(condition))
 
 
-def check_tensors(layouts: dict[str, tuple[Any, str]], given: FlashTensors) -> None:
+def check_tensors(layouts: dict[str, tuple[Any, str]], args: FlashArgs) -> None:
     """Check ranks and the shapes of out and qv; the operators check the rest."""
     for name, (tensor, layout) in layouts.items():
         if not isinstance(tensor, torch.Tensor) or tensor.is_nested:
@@ -154,7 +162,7 @@ def check_tensors(layouts: dict[str, tuple[Any, str]], given: FlashTensors) -> N
     tensors = {name: tensor for name, (tensor, _) in layouts.items()}
     q, value = tensors["q"], tensors["v" if "v_cache" not in tensors else "v_cache"]
     shape = (*q.shape[:-1], value.shape[-1])
-    for name, tensor in (("out", given.out), ("qv", given.qv)):
+    for name, tensor in (("out", args.out), ("qv", args.qv)):
         if tensor is not None and (tensor.shape != shape or tensor.device != q.device):
             raise bad_argument(name, describe(tensor), f"{list(shape)} on {q.device}")
 
@@ -171,7 +179,8 @@ def check_partial(out_partial: Any, lse_partial: Any, out: torch.Tensor | None) 
         raise bad_argument("lse_partial", describe(lse_partial), needs)
     if out is not None and (out.shape != out_partial.shape[1:] or out.device != out_partial.device):
         raise bad_argument("out", describe(out), f"{list(out_partial.shape[1:])} on {out_partial.device}")
-    refuse_grad("flash_attn_combine", {"out_partial": out_partial, "lse_partial": lse_partial, "out": out})
+    names = ("out_partial", "lse_partial", "out")
+    refuse_grad("flash_attn_combine", names, (out_partial, lse_partial, out))
 
 
 def check_numbers(name: str, tensor: Any, count: int | None, device: torch.device) -> None:
@@ -202,8 +211,8 @@ def contiguous(x: torch.Tensor) -> torch.Tensor:
 
 
 def packed(x: torch.Tensor) -> torch.Tensor:
-    """Return x with its tokens packed: `[num_tokens, num_heads, head_dim]`."""
-    return contiguous(x).reshape(-1, *x.shape[-2:])
+    """Return x with its tokens packed: `[num_tokens, num_heads, head_dim]`, the last dimension contiguous."""
+    return (x if x.stride(-1) == 1 else x.contiguous()).reshape(-1, *x.shape[-2:])
 
 
 def shaped(found: Any, batched: tuple[int, int] | None, given_out: torch.Tensor | None) -> Any:

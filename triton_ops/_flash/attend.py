@@ -21,8 +21,8 @@ from ..merge_attention import merge_attention
 from ..paged_attention import paged_attention, paged_attention_with_lse
 from ..sliding_window_attention import sliding_window_attention, sliding_window_attention_with_lse
 from ..sparse_gap_attention import sparse_gap_attention, sparse_gap_attention_with_lse
-from .call import FlashOptions, FlashTensors, known
-from .keys import PagedKV, in_chunks, mirrored, rows, sequence_of_token, with_holes
+from .arguments import FlashArgs, FlashOptions, known, packed
+from .paged_kv import PagedKV, in_chunks, mirrored, rows, sequence_of_token, with_holes
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 Scales = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -36,15 +36,20 @@ class _Window(NamedTuple):
     after: tuple[Any, ...]  # max_query_len and max_seq_len
     ahead: int  # how far ahead of their places queries are said to stand
 
-    def arguments(
-        self, query: torch.Tensor, keys: PagedKV, slopes: Any, sinks: Any, scales: Scales = (None, None)
-    ) -> tuple[Any, ...]:
-        """Return all arguments of the operator, by position."""
+    def __call__(
+        self,
+        query: torch.Tensor,
+        keys: PagedKV,
+        slopes: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        scales: Scales = (None, None),
+    ) -> Any:
+        """Call the operator; arguments go by position, as the dispatcher takes them fastest."""
         positions: tuple[torch.Tensor, ...] = ()
         if self.ahead:
             token, sequence = sequence_of_token(keys.starts, query.shape[0])
             positions = (token + (keys.lens - keys.starts[1:] + self.ahead).index_select(0, sequence),)
-        return (
+        return self.operator(
             query, keys.key_cache, keys.value_cache, keys.tables, keys.lens, keys.starts, *positions, *self.before,
             slopes, sinks, *scales, *self.after, None if positions else keys.plan, False,
         )  # fmt: skip
@@ -85,30 +90,39 @@ def _quantized(query: torch.Tensor, keys: PagedKV) -> bool:
     return query.dtype == torch.float8_e4m3fn or keys.key_cache.dtype in QUANTIZED_DTYPES
 
 
-def choose_attend(
-    query: torch.Tensor, keys: PagedKV, options: FlashOptions, given: FlashTensors
-) -> Callable[[torch.Tensor, PagedKV, FlashTensors], Any]:
-    """Return `attend` for calls of this kind, without its choices where one operator serves them all."""
-    (left, right), slopes = _sides(keys, options), given.alibi_slopes
+def build_attend(query: torch.Tensor, keys: PagedKV, args: FlashArgs) -> Callable[[torch.Tensor, PagedKV, Any], Any]:
+    """Return a function of (query, keys, args) that attends, for calls of this kind.
+
+    If one operator serves such calls, the function calls that operator without choosing again.
+    """
+    options, slopes = args.options, args.alibi_slopes
+    left, right = _sides(keys, options)
     has_holes = keys.fewer_keys and reads_values(query) and not known(keys.max_queries <= 1)
-    has_parts = options.chunk or given.qv is not None or _quantized(query, keys) or given.q_descale is not None
+    has_parts = options.chunk or args.qv is not None or _quantized(query, keys) or args.query_scale is not None
     has_slopes = slopes is not None and (right != 0 or slopes.dim() != 1)
     window = _window(keys, options, query.shape[-1], left, right, options.with_lse)
     if has_holes or has_parts or has_slopes or window.ahead:
-        return lambda query, keys, given: attend(query, keys, options, given)
-    operator, arguments = window.operator, window.arguments
-    return lambda query, keys, given: operator(*arguments(query, keys, given.alibi_slopes, given.s_aux))
+        return _attend
+    operator, before, after = window.operator, window.before, window.after
+
+    def attend_once(query: torch.Tensor, keys: PagedKV, args: FlashArgs) -> Any:
+        return operator(
+            query, keys.key_cache, keys.value_cache, keys.tables, keys.lens, keys.starts, *before,
+            args.alibi_slopes, args.s_aux, None, None, *after, keys.plan, False,
+        )  # fmt: skip
+
+    return attend_once
 
 
-def attend(query: torch.Tensor, keys: PagedKV, options: FlashOptions, given: FlashTensors) -> Any:
+def _attend(query: torch.Tensor, keys: PagedKV, args: FlashArgs) -> Any:
     """Attend with packed queries `[num_tokens, num_heads, head_dim]`; return out or (out, lse)."""
-    slopes, batch, after = given.alibi_slopes, keys.lens.shape[0], None
+    options, slopes, batch, after = args.options, args.alibi_slopes, keys.lens.shape[0], None
     scales: Scales = (None, None)
-    if given.qv is not None:
-        out, lse = _attend_latent(query, given.qv, keys, options, given)
+    if args.qv is not None:
+        out, lse = _attend_latent(query, packed(args.qv), keys, args)
         return (out, lse) if options.with_lse else out
-    if _quantized(query, keys) or given.q_descale is not None:
-        query, scales, after = _dequantized(query, keys, given)
+    if _quantized(query, keys) or args.query_scale is not None:
+        query, scales, after = _dequantized(query, keys, args)
     if slopes is not None and slopes.dim() == 2:
         if slopes.shape != (batch, query.shape[1]):
             needs = f"[{query.shape[1]}], or [{batch}, {query.shape[1]}], slopes of each sequence"
@@ -116,9 +130,9 @@ def attend(query: torch.Tensor, keys: PagedKV, options: FlashOptions, given: Fla
         if batch <= 1 or not slopes.stride(0):
             slopes = slopes[0] if batch else slopes.new_zeros(slopes.shape[1])
     if slopes is None or slopes.dim() == 1:
-        out, lse = _attend_heads(query, keys, options, slopes, given.s_aux, scales)
+        out, lse = _attend_heads(query, keys, options, slopes, args.s_aux, scales)
     else:
-        out, lse = _attend_each(query, keys, options, slopes, given.s_aux, scales)
+        out, lse = _attend_each(query, keys, options, slopes, args.s_aux, scales)
     out = out if after is None else (out * after).to(out.dtype)
     return (out, lse) if options.with_lse else out
 
@@ -171,17 +185,15 @@ def _attend_window(
     if keys.fewer_keys and reads_values(query) and not known(keys.max_queries <= 1):  # which operators refuse
         keys = with_holes(keys)
     window = _window(keys, options, query.shape[-1], *sides, options.with_lse)
-    found = window.operator(*window.arguments(query, keys, slopes, sinks, scales))
+    found = window(query, keys, slopes, sinks, scales)
     return found if options.with_lse else (found, None)
 
 
-def _attend_latent(
-    query: torch.Tensor, qv: torch.Tensor, keys: PagedKV, options: FlashOptions, given: FlashTensors
-) -> Result:
+def _attend_latent(query: torch.Tensor, qv: torch.Tensor, keys: PagedKV, args: FlashArgs) -> Result:
     """Attend with queries of two parts, scale * (q.k + qv.v), over rows that hold v and k and are read once."""
+    options, extra = args.options, (args.alibi_slopes, args.s_aux)
     (left, right), value_dim, width = _sides(keys, options), qv.shape[-1], query.shape[-1] + qv.shape[-1]
     fits = keys.key_cache.shape[2] == 1 and value_dim % 16 == 0 and width % 16 == 0 and width <= 1024
-    extra = (given.alibi_slopes, given.s_aux)
     if not fits or left >= 0 or right > 0 or any(x is not None for x in extra) or _quantized(query, keys):
         needs = "one KV head, head_dims that are multiples of 16 and 1024 together at most, 16 bits or 32, "
         raise bad_argument("qv", describe(qv), f"{needs}no window, alibi_slopes or s_aux: others are not served")
@@ -239,7 +251,7 @@ def _of_query_heads(descale: torch.Tensor, num_heads: int, sequence: torch.Tenso
 
 
 def _dequantized(
-    query: torch.Tensor, keys: PagedKV, given: FlashTensors
+    query: torch.Tensor, keys: PagedKV, args: FlashArgs
 ) -> tuple[torch.Tensor, Scales, torch.Tensor | None]:
     """Return queries in a dtype that operators take, scales of the cache, and the factor on results.
 
@@ -249,11 +261,11 @@ def _dequantized(
     batch, num_heads, sequence = keys.lens.shape[0], query.shape[1], None
     scales: dict[str, Any] = {}
     factors: list[torch.Tensor] = []
-    descales = {"q": given.q_descale, "k": given.k_descale, "v": given.v_descale}
+    descales = {"q": args.query_scale, "k": args.k_descale, "v": args.v_descale}
     if batch > 1 and any(x is not None and x.dim() == 2 and x.stride(0) for x in descales.values()):
         sequence = sequence_of_token(keys.starts, query.shape[0])[1]
-    if given.q_descale is not None:
-        factors.append(_of_query_heads(given.q_descale, num_heads, sequence))
+    if descales["q"] is not None:
+        factors.append(_of_query_heads(descales["q"], num_heads, sequence))
     after = None
     if keys.key_cache.dtype in QUANTIZED_DTYPES:
         for name in ("k", "v"):

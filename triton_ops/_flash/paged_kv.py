@@ -14,7 +14,7 @@ import torch
 from .._attention.dense import arange_i32, as_blocks
 from .._checks import bad_argument, describe
 from .._dispatch import needs_dispatcher
-from .call import check_values, known
+from .arguments import check_values, known
 
 
 class PagedKV(NamedTuple):
