@@ -80,5 +80,5 @@ def test_what_is_no_prompt_that_is_served_is_refused() -> None:
         with pytest.raises(ValueError, match="inputs: got a call that is not served"):
             handle.explain({"input_ids": tokens, "penalty_alpha": 0.6, "top_k": 4, "use_cache": False})
         assert handle.stats().calls_handed_back == {}
-    with pytest.raises(ValueError, match="is not served"):
+    with pytest.raises(ValueError, match="cannot be served"):
         handle.explain(tokens)

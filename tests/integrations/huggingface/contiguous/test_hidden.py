@@ -160,7 +160,7 @@ def test_longer_than_what_fits_is_read_up_to_there_and_that_is_said_once() -> No
     texts = [str(w.message) for w in told if "prefix caching" in str(w.message)]
     assert len(texts) == 1
     assert "127 cached tokens are computed again" in texts[0]
-    assert "of 42 blocks of 16 tokens at most" in texts[0]
+    assert "in at most 42 blocks of 16 tokens" in texts[0]
 
 
 def test_rows_of_a_prompt_give_way_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
