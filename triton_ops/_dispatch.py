@@ -1,8 +1,8 @@
-"""Launches that are built once for calls of a kind, and which of those calls a compiler or a mode watches.
+"""Launches that are built once for all calls of a kind, and a check whether a compiler or a mode watches a call.
 
-The first call of a kind checks metadata (shapes, strides, dtypes, options) and chooses kernels, grids and constants. It
-leaves a launch that does the rest. All layers of a step make calls of one kind, and a decode is bound by what the host
-does for each.
+The first call of a kind checks metadata (shapes, strides, dtypes, options) and chooses kernels, grids and constants.
+The result is a launch, which later calls use. All layers of a step make calls of one kind, and the time of a decode
+depends on the host's work for each call.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ T = TypeVar("T")
 Values = tuple[Any, ...]
 Tensors = Sequence[torch.Tensor]
 
-# Kinds of calls that an operator remembers: those of some steps' lengths, for a kind of layer or two.
+# The number of kinds of calls that an operator remembers, enough for several steps' lengths and two kinds of layers.
 MAX_REMEMBERED = 1024
-# Recent calls that a call is compared with: as many as a model has kinds of layers.
+# The number of recent calls that a call is compared with, about a model's number of kinds of layers.
 _MAX_COMPARED = 4
 
 _modes: Callable[[], int] | None = getattr(torch._C, "_len_torch_dispatch_stack", None)

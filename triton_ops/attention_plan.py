@@ -1,8 +1,8 @@
 """The plan of a step: the live tiles of every sequence and a balanced list of decode work, built on the device.
 
-Built once a step from the block tables and lengths, then passed as `plan` to the attention op of every layer. Reads the
-block tables once; writes 8 bytes per 64 tokens. A ragged batch is cut into work items of equal length, so that one
-sequence of 128k tokens among 31 of 1k does not run alone at the end.
+It is built once a step from the block tables and lengths, and passed as `plan` to the attention operator of each layer.
+Building it reads the block tables once and writes 8 bytes for 64 tokens. Work items have equal lengths, so that a
+sequence of 128k tokens among 31 of 1k tokens does not run alone at the end.
 """
 
 from __future__ import annotations
@@ -95,32 +95,33 @@ def attention_plan(
     batch_invariant: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Builds the plan that the attention ops of a step share; no synchronization, safe in a captured graph.
+    """Build the plan that all attention calls of a step share, without synchronizing; a CUDA graph may capture it.
 
-    causal, window, num_sink_tokens, query_positions and batch_invariant are those of the attention calls: layers with
-    another window need another plan. A plan made for other values gives wrong results; debug mode refuses it.
+    The options must be those of the attention calls, so layers with different windows need different plans. With a plan
+    made for other options, results are wrong; debug mode raises ValueError.
 
     Args:
-        block_tables: `[num_seqs, max_blocks]` or `[num_seqs, num_kv_heads, max_blocks]` int32, as for the attention op.
+        block_tables: `[num_seqs, max_blocks]` or `[num_seqs, num_kv_heads, max_blocks]` int32, those of the attention
+            calls.
         seq_lens: `[num_seqs]` int32.
         query_start_loc: `[num_seqs + 1]` int32.
         block_size: Token slots of a block.
-        causal: As for the attention op.
-        window: As for the attention op; 0 for none.
-        num_sink_tokens: As for the attention op.
-        query_positions: As for `sparse_gap_attention`.
-        num_shared_blocks: As for `shared_prefix_attention`.
-        num_kv_heads: KV heads of the attention calls; decides how finely work is cut, and nothing else. Tables per KV
-            head tell it themselves.
-        batch_invariant: As for the attention op.
-        out: A plan for tables of the same shape, refreshed in place; a new tensor when None.
+        causal: The option of the attention calls.
+        window: The option of the attention calls. 0: no window.
+        num_sink_tokens: The option of the attention calls.
+        query_positions: The positions passed to `sparse_gap_attention`.
+        num_shared_blocks: The number passed to `shared_prefix_attention`.
+        num_kv_heads: The KV heads of the attention calls. They decide only the size of work items. With a table for
+            each KV head, the number is ignored.
+        batch_invariant: The option of the attention calls.
+        out: A plan for tables of the same shape, which is overwritten. None: a new tensor.
 
     Returns:
-        One int32 vector whose size follows from the shape of block_tables and from block_size.
+        One int32 vector. Its size depends only on the shape of block_tables and on block_size.
 
     Raises:
-        TypeError: An argument of a wrong type or dtype.
-        ValueError: A wrong shape, device or option; on CPU tensors and in debug mode also lengths out of range.
+        TypeError: An argument has a wrong type or dtype.
+        ValueError: A shape, device or option is invalid. For CPU tensors and in debug mode also: a length is invalid.
 
     Examples:
         >>> one = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)

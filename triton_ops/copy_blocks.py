@@ -1,6 +1,6 @@
-"""Copies blocks within a cache: cache[target_ids[i]] = cache[source_ids[i]].
+"""The operator that copies blocks within a cache: cache[target_ids[i]] = cache[source_ids[i]].
 
-Reads and writes the bytes of n blocks once; nothing is computed, so every dtype is served and no bit changes.
+It reads and writes the bytes of n blocks once. It computes nothing, so it takes every dtype and changes no bit.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def _run_list(args: Any) -> None:
 
 @operator(cpu=_run, launch=_run, mutates=("cache",), docs_from=(gather_blocks,))
 def copy_blocks(cache: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
-    """Copies blocks of a cache to other blocks of it.
+    """Copy blocks of a cache to other blocks of the same cache.
 
-    A target that appears twice, or among the sources, is undefined.
+    The result is undefined if a target appears twice, or also as a source.
 
     Args:
-        cache: `[num_blocks, block_size, *features]`, any dtype and strides, written to.
-        source_ids: `[n]` int32 or int64; -1 writes zeros to the target.
-        target_ids: `[n]` int32 or int64; -1 writes nothing.
+        cache: `[num_blocks, block_size, *features]`, any dtype and strides. It is written to.
+        source_ids: `[n]` int32 or int64. -1 writes zeros to the target.
+        target_ids: `[n]` int32 or int64. -1 writes nothing.
 
     Examples:
         >>> cache = torch.arange(4.0).view(4, 1, 1).expand(4, 2, 3).contiguous()  # 4 blocks of 2 slots
@@ -69,7 +69,7 @@ def copy_blocks(cache: torch.Tensor, source_ids: torch.Tensor, target_ids: torch
 
 @operator(cpu=_run_list, launch=_run_list, mutates=("caches",), docs_from=(copy_blocks, gather_blocks_list))
 def copy_blocks_list(caches: Sequence[torch.Tensor], source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
-    """Copies the same blocks within each of several caches, in one launch per eight of them.
+    """Copy the same blocks within each of several caches, with one launch for every eight caches.
 
     Examples:
         >>> keys, values = torch.randn(2, 4, 16, 2, 64).unbind()  # 4 blocks each

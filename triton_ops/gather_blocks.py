@@ -1,6 +1,6 @@
-"""Gathers whole blocks of a cache: out[i] = cache[block_ids[i]], zeros where the id is -1.
+"""The operator that gathers whole blocks of a cache: out[i] = cache[block_ids[i]], or zeros if the id is -1.
 
-Reads and writes the bytes of n blocks once; nothing is computed, so every dtype is served and no bit changes.
+It reads and writes the bytes of n blocks once. It computes nothing, so it takes every dtype and changes no bit.
 """
 
 from __future__ import annotations
@@ -34,25 +34,26 @@ def _launch_list(args: Any) -> list[torch.Tensor]:
 def gather_blocks(
     cache: torch.Tensor, block_ids: torch.Tensor, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """Gathers blocks of a cache into a packed tensor.
+    """Gather blocks of a cache into a packed tensor.
 
-    Long contiguous runs of an index in host memory go through the copy engine where the cache or the result is on a
-    device.
+    If the index is in host memory, and either the cache or the result is on a device, the copy engine moves long
+    contiguous runs.
 
     Args:
-        cache: `[num_blocks, block_size, *features]`, any dtype and strides; on a device, or in host memory, which has
-            to be pinned when the index is on a device.
-        block_ids: `[n]` int32 or int64; -1 gives zeros.
-        device: Where the result goes; None: where the index is if that is a device, else where the cache is. A result
-            in host memory gathered from a device is pinned, and there once the current stream is synchronized.
+        cache: `[num_blocks, block_size, *features]`, any dtype and strides, on a device or in host memory. If the index
+            is on a device, host memory must be pinned.
+        block_ids: `[n]` int32 or int64. -1 gives zeros.
+        device: The device of the result. None: the index's if that is an accelerator, otherwise the cache's. A result
+            in host memory from a cache on a device is pinned, and complete once the current stream is synchronized.
 
     Returns:
-        `[n, block_size, *features]`, contiguous, cache's dtype.
+        `[n, block_size, *features]`, contiguous, with the cache's dtype.
 
     Raises:
-        TypeError: An argument of a wrong type or dtype.
-        ValueError: A wrong shape or device; with the index in host memory, and in debug mode, also one out of range.
-        RuntimeError: A tensor that requires grad while grad mode is on.
+        TypeError: An argument has a wrong type or dtype.
+        ValueError: A shape or device is invalid. For an index in host memory, and in debug mode, also: an index is out
+            of range.
+        RuntimeError: A tensor requires grad while grad mode is on.
 
     Examples:
         >>> cache = torch.arange(4.0).view(4, 1, 1).expand(4, 2, 3).contiguous()  # 4 blocks of 2 slots
@@ -67,14 +68,14 @@ def gather_blocks(
 def gather_blocks_list(
     caches: Sequence[torch.Tensor], block_ids: torch.Tensor, device: torch.device | str | None = None
 ) -> list[torch.Tensor]:
-    """Gathers the same blocks of several caches, in one launch per eight of them.
+    """Gather the same blocks of several caches, with one launch for every eight caches.
 
     Args:
-        caches: Each as the operator for one takes it; one device, the same num_blocks and block_size, features and
-            dtypes of their own.
+        caches: Caches as for the operator with a single cache, on one device, with the same num_blocks and block_size.
+            Features and dtypes may differ.
 
     Returns:
-        One tensor per cache.
+        One tensor for each cache.
 
     Examples:
         >>> keys, values = torch.randn(4, 16, 2, 64), torch.randn(4, 16, 2, 128)

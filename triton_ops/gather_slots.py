@@ -1,6 +1,7 @@
-"""Gathers token vectors of a cache: out[i] = cache[slot // block_size, slot % block_size], zeros where the slot is -1.
+"""The operator that gathers token vectors of a cache: out[i] = cache[slot // block_size, slot % block_size].
 
-Reads and writes the bytes of num_tokens vectors once; nothing is computed, so every dtype is served and no bit changes.
+Slot -1 gives zeros. It reads and writes the bytes of num_tokens vectors once. It computes nothing, so it takes every
+dtype and changes no bit.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ def _launch_list(args: Any) -> list[torch.Tensor]:
 def gather_slots(
     cache: torch.Tensor, slot_mapping: torch.Tensor, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """Gathers the vectors of tokens from their slots into a packed tensor.
+    """Gather the vectors of tokens from their slots into a packed tensor.
 
-    Long contiguous runs of an index in host memory go through the copy engine where the cache or the result is on a
-    device.
+    If the index is in host memory, and either the cache or the result is on a device, the copy engine moves long
+    contiguous runs.
 
     Args:
-        slot_mapping: `[num_tokens]` int64 or int32, block number * block_size + offset; -1 gives zeros.
+        slot_mapping: `[num_tokens]` int64 or int32, block number * block_size + offset. -1 gives zeros.
 
     Returns:
-        `[num_tokens, *features]`, contiguous, cache's dtype.
+        `[num_tokens, *features]`, contiguous, with the cache's dtype.
 
     Examples:
         >>> cache = torch.arange(8.0).view(4, 2, 1)  # 4 blocks of 2 slots, a feature each
@@ -58,10 +59,10 @@ def gather_slots(
 def gather_slots_list(
     caches: Sequence[torch.Tensor], slot_mapping: torch.Tensor, device: torch.device | str | None = None
 ) -> list[torch.Tensor]:
-    """Gathers the same slots of several caches, in one launch per eight of them.
+    """Gather the same slots of several caches, with one launch for every eight caches.
 
     Returns:
-        One tensor per cache.
+        One tensor for each cache.
 
     Examples:
         >>> keys, values = torch.randn(4, 16, 2, 64), torch.randn(4, 16, 2, 128)

@@ -1,7 +1,7 @@
-"""Joins cached rows and new rows of all sequences: out[seq_start + t] = new[...] where t is new, else cache[slot of t].
+"""The operator that joins cached and new rows: out[seq_start + t] = new[...] if t is new, else cache[slot of t].
 
-Reads and writes the bytes of num_rows token vectors once. A map of 8 bytes for each is built first and shared by all
-tensors of a call; nothing is computed on them, so every dtype is served and no bit changes.
+It reads and writes the bytes of num_rows token vectors once. First it builds a map with 8 bytes for each row, which all
+tensors of a call share. It computes nothing on rows, so it takes every dtype and changes no bit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ._library import operator, record_of
 from .gather_blocks import gather_blocks_list
 
 _FEW_SEQUENCES, _LONG_SEQUENCE = 8, 1 << 18
-"""How many sequences, or bytes of one, the CPU joins one by one: a few calls each, but whole blocks and no map."""
+"""Up to this number of sequences, or from these bytes of one, the CPU joins each alone, by blocks and without a map."""
 _ROWS_A_PROGRAM = 128
 
 _launches: LaunchCache[Launch] = LaunchCache()
@@ -66,7 +66,7 @@ def _check(call: Any) -> None:
 
 
 def _check_values(call: Any) -> None:
-    """Raises ValueError for values that point outside of something; reads them, so it waits for a device."""
+    """Check that values are in range, or raise ValueError. This reads them, so on a device it synchronizes."""
     (num_blocks, block_size), num_tokens = call.caches[0].shape[:2], call.news[0].shape[0]
     _, block_tables, seq_lens, _, query_start_loc, num_rows, new_positions = call
     lengths, starts = seq_lens.tolist(), query_start_loc.tolist()
@@ -96,7 +96,7 @@ def _check_values(call: Any) -> None:
 
 
 def join_map_cpu(call: Any, block_size: int) -> torch.Tensor:
-    """Where each row of the result comes from, `[num_rows]` int64: a slot, -2 - token of a new one, or -1 for zeros."""
+    """Return the source of each result row, `[num_rows]` int64: a slot, -2 - token of a new row, or -1 for zeros."""
     _, block_tables, seq_lens, _, query_start_loc, num_rows, new_positions = call
     lengths, starts = seq_lens.long(), query_start_loc.long()
     queries = starts.diff()
@@ -121,7 +121,7 @@ def join_map_cpu(call: Any, block_size: int) -> torch.Tensor:
 
 
 def launch_join_map(call: Any, block_size: int) -> torch.Tensor:
-    """The map of `join_map_cpu` by kernel, without waiting for the device."""
+    """Return the map of `join_map_cpu`, built by a kernel, without synchronizing."""
     _, block_tables, seq_lens, _, query_start_loc, num_rows, new_positions = call
     num_seqs = seq_lens.shape[0]
     rows = torch.empty(num_rows, dtype=torch.int64, device=seq_lens.device)
@@ -130,7 +130,7 @@ def launch_join_map(call: Any, block_size: int) -> torch.Tensor:
     ends = seq_lens.cumsum(0, dtype=torch.int64)
     positions = None if new_positions is None else new_positions.contiguous()
     starts = query_start_loc.contiguous()
-    # Not by lengths, which differ from step to step and for which nothing is compiled.
+    # The key has no lengths, which differ from step to step and for which nothing is compiled.
     dtypes = [None if tensor is None else tensor.dtype for tensor in (block_tables, starts, positions)]
     is_aligned = aligned(rows, block_tables, ends, starts, positions)
     options = (is_aligned, *dtypes, block_tables.stride(), rows.device)
@@ -203,28 +203,28 @@ def join_prefix(
     num_rows: int,
     new_positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Joins the cached rows of sequences with their newly computed ones, packed one sequence after the other.
+    """Join the cached rows of sequences with their newly computed rows, packed sequence by sequence.
 
-    It does not wait for the device, so a captured graph may hold it.
+    It does not synchronize, so a CUDA graph may capture it.
 
     Args:
-        cache: `[num_blocks, block_size, *features]`, any dtype and strides; pinned when in host memory and the rest
-            is on a device.
-        block_tables: `[num_seqs, max_blocks]` int32 or int64; the rows of a hole (-1) are zeros.
-        seq_lens: `[num_seqs]` int32 or int64, tokens of each sequence including its new ones.
-        new: `[num_tokens, *features]`, cache's dtype, the new rows of all sequences.
-        query_start_loc: `[num_seqs + 1]` int32 or int64, where each sequence's rows begin in `new`.
-        num_rows: Rows of the result, known on the host: the sum of seq_lens, or more; the rest is zeros.
-        new_positions: `[num_tokens]` int32 or int64, position of each new row in its sequence, ascending within it, for
-            rows computed in gaps between cached ones; None: the last positions of the sequence.
+        cache: `[num_blocks, block_size, *features]`, any dtype and strides. If it is in host memory and other arguments
+            are on a device, it must be pinned.
+        block_tables: `[num_seqs, max_blocks]` int32 or int64. The rows of a hole (-1) are zeros.
+        seq_lens: `[num_seqs]` int32 or int64, the tokens of each sequence including its new ones.
+        new: `[num_tokens, *features]`, the new rows of all sequences, with the cache's dtype.
+        query_start_loc: `[num_seqs + 1]` int32 or int64, the first row of each sequence in `new`.
+        num_rows: The rows of the result, at least the sum of seq_lens. Rows beyond the sum are zeros.
+        new_positions: `[num_tokens]` int32 or int64, the position of each new row in its sequence, ascending within it,
+            for rows in gaps between cached rows. None: the last positions of each sequence.
 
     Returns:
-        `[num_rows, *features]`, contiguous, cache's dtype, on the device of any argument that is on one.
+        `[num_rows, *features]`, contiguous, with the cache's dtype. It is on a device if any argument is.
 
     Raises:
-        TypeError: An argument of a wrong type or dtype.
-        ValueError: A wrong shape or device; on CPU tensors and in debug mode also values out of range.
-        RuntimeError: A tensor that requires grad while grad mode is on.
+        TypeError: An argument has a wrong type or dtype.
+        ValueError: A shape or device is invalid. For CPU tensors and in debug mode also: a value is out of range.
+        RuntimeError: A tensor requires grad while grad mode is on.
 
     Examples:
         >>> cache = torch.arange(8.0).view(4, 2, 1)  # 4 blocks of 2 slots, a feature each
@@ -246,13 +246,13 @@ def join_prefix_list(
     num_rows: int,
     new_positions: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """Joins the rows of several caches that follow the same slots, in two launches for up to eight of them.
+    """Join the rows of several caches with the same slots, with two launches for up to eight caches.
 
     Args:
-        news: One per cache, each as `pc.join_prefix` takes it; one device.
+        news: A tensor of new rows for each cache, as for `pc.join_prefix`. All are on one device.
 
     Returns:
-        One tensor per cache.
+        One tensor for each cache.
 
     Examples:
         >>> hidden, gates = torch.randn(4, 2, 8), torch.randn(4, 2, 3)  # 4 blocks of 2 slots

@@ -1,12 +1,13 @@
-"""Attention of packed queries over a paged cache of latent rows, as multi-head latent attention (MLA) decodes.
+"""Attention of packed queries over a paged cache of latent rows, for multi-head latent attention (MLA).
 
 out[i, h] = sum over live t of softmax_t(score(i, h, t)) * row[t, :value_dim], where
 
     score = scale * q.row[t];  score = softcap * tanh(score / softcap) if softcap
 
-Absorbed form of https://arxiv.org/abs/2405.04434, section 2.1: queries have gone through the up-projection of keys, and
-results are still to go through that of values. Reads q_len * num_heads * head_dim + live tokens * head_dim elements per
-sequence and tile of 64 rows (queries * heads): a row is loaded once and is key and value. Accumulates in float32.
+This is the absorbed form of https://arxiv.org/abs/2405.04434, section 2.1. The caller applies the up-projection of keys
+to the queries before the call, and that of values to the results after it. A row is loaded once, as key and as value.
+For each sequence and tile of 64 rows (queries * heads), the kernel reads q_len * num_heads * head_dim + live tokens *
+head_dim elements. It accumulates in float32.
 """
 
 from __future__ import annotations
@@ -34,26 +35,27 @@ def latent_attention(
     plan: torch.Tensor | None = None,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
-    """Attention over a paged cache of latent rows, one a token for all heads: the row is the key, its start the value.
+    """Attend over a paged cache of latent rows. All heads share a token's row: it is the key, and its start the value.
 
-    The query at position p = seq_len - q_len + i attends to key position t when t <= p (causal), t < seq_len and the
-    block that holds t is present. Decode, several queries a sequence, chunks and mixes go in one call.
+    The query at position p = seq_len - q_len + i attends to key position t if t <= p (causal), t < seq_len, and the
+    block of t is present. One call takes decodes, several queries of a sequence, chunks, and mixes of them.
 
     Args:
-        query: `[num_tokens, num_heads, head_dim]`, float16, bfloat16 or float32; contiguous last dimension: queries
-            multiplied by the up-projection of keys, their rotated part behind. Sequences follow each other; rows past
-            query_start_loc[-1] are padding and give 0.
+        query: `[num_tokens, num_heads, head_dim]`, float16, bfloat16 or float32, with a contiguous last dimension. The
+            first columns are queries multiplied by the up-projection of keys, the last ones their rotated part.
+            Sequences follow each other. Rows from query_start_loc[-1] on are padding and give 0.
         cache: `[num_blocks, block_size, head_dim]` or `[num_blocks, block_size, 1, head_dim]`, any strides with a
-            contiguous last dimension: normalized latents, their token's rotated key behind; the query's dtype, or
-            float8_e4m3fn or int8 with k_scale. head_dim is a multiple of 16 to 1024, 576 in DeepSeek's models.
-        scale: Factor on q.row, that of the model before absorption: (128 + 64) ** -0.5 in DeepSeek's models, times what
-            its rotary embedding adds.
-        value_dim: Columns of a row that are its value, a multiple of 16 below head_dim.
-        k_scale: One float; a quantized row is read as stored * k_scale, as key and as value.
+            contiguous last dimension. A row is the normalized latent and then the token's rotated key. It has the
+            query's dtype, or float8_e4m3fn or int8 with k_scale. head_dim is a multiple of 16 up to 1024, and 576 in
+            DeepSeek's models.
+        scale: The factor of q.row, as in the model before absorption. In DeepSeek's models it is (128 + 64) ** -0.5,
+            times the factor of the rotary embedding.
+        value_dim: The number of a row's columns that are its value, a multiple of 16 below head_dim.
+        k_scale: One float. A quantized row is read as stored * k_scale, as key and as value.
 
     Returns:
-        `[num_tokens, num_heads, value_dim]`, contiguous, the query's dtype, to be multiplied by the up-projection of
-        values. Rows with nothing to attend to are 0.
+        `[num_tokens, num_heads, value_dim]`, contiguous, with the query's dtype, before the up-projection of values.
+        Rows that attend to no key are 0.
 
     Examples:
         >>> cache = torch.randn(8, 16, 576)  # 8 blocks of 16 slots: 512 latent columns, then 64 of the rotated key

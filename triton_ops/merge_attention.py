@@ -1,8 +1,8 @@
-"""Merge two attention results over disjoint keys into the result over all of them.
+"""The operator that merges two attention results over disjoint keys into the result over all keys.
 
     lse = log(exp(lse_a) + exp(lse_b));  out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse)
 
-Moves three times out and lse; accumulates in float32. https://arxiv.org/abs/2501.01005, section 2.2.
+It reads two results and writes one, and computes in float32. See https://arxiv.org/abs/2501.01005, section 2.2.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def merge_attention_cpu(parts: Any) -> Pair:
     any_dead = lse.numel() > 0 and torch.minimum(weight_a, weight_b).min().item() == 0
     if any_dead:
         dead_a, dead_b = weight_a == 0, weight_b == 0
-    # float32 copies are made in pieces that stay in the caches: fresh memory costs more than the arithmetic.
+    # float32 copies are made in pieces that fit the processor's caches, since fresh memory takes longer than sums.
     whole = out.dtype == torch.float32
     rows = max(1, len(out) if whole else _PIECE_ELEMENTS // max(1, out[:1].numel()))
     for begin in range(0, len(out), rows):
@@ -103,22 +103,21 @@ def merge_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge two attention results of the same queries over disjoint sets of keys.
 
-    Attention sinks may be in one of the two only. An operand with nothing to attend to (lse -inf) does not count,
-    whatever its out holds.
+    Only one of the two may include attention sinks. A row with lse -inf attended to no key, and its out is ignored.
 
     Args:
-        out_a: `[num_tokens, num_heads, head_dim]`, float16, bfloat16 or float32; contiguous last dimension.
-        lse_a: `[num_tokens, num_heads]` float32, natural logarithms, as the `_with_lse` ops return.
-        out_b: Like out_a.
-        lse_b: Like lse_a.
+        out_a: `[num_tokens, num_heads, head_dim]`, float16, bfloat16 or float32, with a contiguous last dimension.
+        lse_a: `[num_tokens, num_heads]` float32, the natural logarithms that the `_with_lse` operators return.
+        out_b: The other out, with the shape and dtype of out_a.
+        lse_b: The other lse, with the shape of lse_a.
 
     Returns:
-        out like out_a, contiguous, and its lse.
+        The merged out, contiguous, and its lse.
 
     Raises:
-        TypeError: A wrong type or dtype.
-        ValueError: A wrong shape, stride or device.
-        RuntimeError: A tensor that requires grad while grad mode is on.
+        TypeError: An argument has a wrong type or dtype.
+        ValueError: A shape, stride or device is invalid.
+        RuntimeError: A tensor requires grad while grad mode is on.
 
     Examples:
         >>> one = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)

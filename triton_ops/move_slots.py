@@ -1,11 +1,11 @@
-"""Copy keys and values of tokens to other slots and rotate the keys: cached text at another position.
+"""The operator that moves cached text to another position: it copies keys and values to slots, and rotates keys.
 
-With (a, b) a pair of features of a key and w its inverse frequency, for a token that moves by delta positions:
+A key's features are rotated in pairs (a, b). For a token that moves by delta and a pair with inverse frequency w:
 
     a' = a * cos(delta * w) - b * sin(delta * w);  b' = b * cos(delta * w) + a * sin(delta * w)
 
-Unlike `pc.rotate_keys` it takes tokens, so text may begin anywhere in a block. Reads and writes keys and values once;
-rotates in float32, computes angles in float64. https://arxiv.org/abs/2104.09864
+Unlike `pc.rotate_keys` it takes tokens, so text may begin anywhere in a block. It reads and writes keys and values
+once. It rotates in float32 and computes angles in float64. See https://arxiv.org/abs/2104.09864.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .rope_and_cache import rotate
 
 
 def check_moves(device: torch.device, **indexes: torch.Tensor) -> None:
-    """Check indexes of one length, on the device of key_cache or the host."""
+    """Check that indexes have one length and are on the device of key_cache or on the host."""
     first, sources = next(iter(indexes.items()))
     for name, vector in indexes.items():
         check_index(name, vector, "[n]")
@@ -74,7 +74,7 @@ def _check_values(call: Any) -> None:
 
 
 def rotation_cos_sin(deltas: torch.Tensor, inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines `[n, rotary_dim / 2]`, float32."""
+    """Return the cosines and sines of the rotations, `[n, rotary_dim / 2]` float32."""
     angles = deltas.double()[:, None] * inv_freq.double()
     return angles.cos().float(), angles.sin().float()
 
@@ -82,7 +82,7 @@ def rotation_cos_sin(deltas: torch.Tensor, inv_freq: torch.Tensor) -> tuple[torc
 def rotate_pairs_(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool, first: int) -> None:
     """Rotate keys `[n, heads, head_dim]` on the host in place, from column `first` on.
 
-    Codes are rotated and rounded again; the scale of a head stays.
+    Quantized keys are rotated and rounded again, with the same scale.
     """
     turned = keys[..., first : first + 2 * cos.shape[1]]
     if keys.dtype in FLOATS:
@@ -133,7 +133,7 @@ def launch_move(
     is_neox: bool,
     first: int,
 ) -> None:
-    """Move at least one token by kernel; arguments are those of `move_slots`, checked."""
+    """Move at least one token with a kernel; the arguments are the checked ones of `move_slots`."""
     sources, targets, deltas = (x.to(keys.device, non_blocking=True).contiguous() for x in (sources, targets, deltas))
     own = torch.empty(0, device=keys.device) if inv_freq is None else inv_freq
     cos, sin = rotation_cos_sin(deltas, own)
@@ -192,30 +192,31 @@ def move_slots(
     is_neox: bool = True,
     first: int = 0,
 ) -> None:
-    """Copy keys and values of tokens to other slots, with keys rotated to new positions: see `Allocation.moved`.
+    """Copy keys and values of tokens to other slots and rotate keys to new positions, as `Allocation.moved` lists them.
 
-    A target that appears twice, or is the source of another entry, is undefined.
+    The result is undefined if a target appears twice, or is the source of another entry.
 
     Args:
-        key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]` with keys as they were rotated for their
-            positions, written to; float16, bfloat16, float32, float8_e4m3fn or int8; any strides with a contiguous last
-            dimension. Codes are turned and rounded anew under the scale they have; what leaves their range saturates.
-        value_cache: The same with a width of its own, written to; None where keys hold all there is (latent rows).
-        source_slots: `[n]` int64 or int32, block number * block_size + offset, on the cache's device or the host; -1
+        key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, float16, bfloat16, float32, float8_e4m3fn or
+            int8, any strides with a contiguous last dimension. It holds keys rotated for their positions, and is
+            written to. Quantized keys are rounded again with their scale and saturate at the type's limits.
+        value_cache: The same for values, whose head_dim may differ. It is written to. None: rows are latent, so the
+            keys include the values.
+        source_slots: `[n]` int64 or int32, block number * block_size + offset, on the cache's device or the host. -1
             writes zeros.
-        target_slots: `[n]`, the same; -1 writes nothing.
-        deltas: `[n]` int64 or int32, positions to move by, target minus source; may be negative.
-        inv_freq: `[rotary_dim / 2]` float32 or float64, inverse frequency of each pair in radians a position, as the
-            model's rotary embedding has it (scaled, if it scales), of this layer. None: keys do not hang on positions
-            (ALiBi, none at all), and are copied.
-        is_neox: Pairs (i, i + rotary_dim / 2) as in GPT-NeoX and Llama; False: (2i, 2i + 1) as in GPT-J.
-        first: The feature that the pairs begin at; others are copied.
+        target_slots: `[n]`, like source_slots. -1 writes nothing.
+        deltas: `[n]` int64 or int32, the target position minus the source position; may be negative.
+        inv_freq: `[rotary_dim / 2]` float32 or float64, the inverse frequency of each pair in radians for each
+            position, from this layer's rotary embedding with its scaling. None: keys do not depend on positions (as
+            with ALiBi), and are copied.
+        is_neox: Whether pairs are (i, i + rotary_dim / 2), as in GPT-NeoX and Llama. False: (2i, 2i + 1), as in GPT-J.
+        first: The first feature that is rotated. Other features are copied.
 
     Raises:
-        TypeError: An argument of a wrong type or dtype.
-        ValueError: A wrong shape or device, `first` out of range; with slots in host memory, and in debug mode, also a
-            slot out of range.
-        RuntimeError: A tensor that requires grad while grad mode is on.
+        TypeError: An argument has a wrong type or dtype.
+        ValueError: A shape, a device or `first` is invalid. For slots in host memory, and in debug mode, also: a slot
+            is out of range.
+        RuntimeError: A tensor requires grad while grad mode is on.
 
     Examples:
         >>> keys, values = torch.randn(2, 8, 16, 2, 64)

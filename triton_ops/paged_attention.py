@@ -4,8 +4,8 @@ out[i, h] = sum over live t of softmax_t(score(i, h, t)) * value[t, h // group],
 
     score = scale * q.k;  score = softcap * tanh(score / softcap) if softcap;  score += alibi_slope * (t - p)
 
-Reads q_len * num_heads * head_dim + live tokens * num_kv_heads * head_dim * 2 elements per sequence and query tile;
-accumulates in float32.
+For each sequence and query tile, the kernel reads q_len * num_heads * head_dim + live tokens * num_kv_heads * head_dim
+* 2 elements. It accumulates in float32.
 """
 
 from __future__ import annotations
@@ -35,39 +35,40 @@ def paged_attention(
     plan: torch.Tensor | None = None,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
-    """Attention of packed queries over a paged key-value cache: decode, prefill, chunks and mixes in one call.
+    """Attend with packed queries over a paged key-value cache: decodes, prefills, chunks and mixes in one call.
 
-    The query at position p = seq_len - q_len + i attends to key position t when t <= p (causal), t < seq_len and the
-    block that holds t is present.
+    The query at position p = seq_len - q_len + i attends to key position t if t <= p (causal), t < seq_len, and the
+    block of t is present.
 
     Args:
-        query: `[num_tokens, num_heads, head_dim]`, float16, bfloat16 or float32; contiguous last dimension. Sequences
-            follow each other; rows past query_start_loc[-1] are padding and give 0.
-        key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, any strides with a contiguous last dimension;
-            the query's dtype, or float8_e4m3fn or int8 with k_scale.
-        value_cache: Like key_cache.
-        block_tables: `[num_seqs, max_blocks]` int32, logical block to block number; -1 is a hole.
-        seq_lens: `[num_seqs]` int32, tokens of each sequence including those of this call.
-        query_start_loc: `[num_seqs + 1]` int32, where each sequence's queries begin.
-        scale: Factor on q.k, usually head_dim ** -0.5.
-        causal: Whether a query sees only keys at or before its own position.
-        softcap: score becomes softcap * tanh(score / softcap) when positive.
-        alibi_slopes: `[num_heads]`; adds slope * (t - p) to a score.
-        sinks: `[num_heads]`, a learned logit per head that joins the softmax's denominator.
-        k_scale: One float or one per KV head; a quantized key is read as stored * k_scale.
+        query: `[num_tokens, num_heads, head_dim]`, float16, bfloat16 or float32, with a contiguous last dimension.
+            Sequences follow each other. Rows from query_start_loc[-1] on are padding and give 0.
+        key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, any strides with a contiguous last dimension. It
+            has the query's dtype, or float8_e4m3fn or int8 with k_scale.
+        value_cache: The values, with the layout and dtype of key_cache. Its head_dim may differ.
+        block_tables: `[num_seqs, max_blocks]` int32, the block number of each logical block. -1 is a hole.
+        seq_lens: `[num_seqs]` int32, the tokens of each sequence including those of this call.
+        query_start_loc: `[num_seqs + 1]` int32, the first row of each sequence's queries.
+        scale: The factor of q.k, usually head_dim ** -0.5.
+        causal: Whether a query attends only to keys at or before its own position.
+        softcap: If positive, a score becomes softcap * tanh(score / softcap).
+        alibi_slopes: `[num_heads]`. A score gets slope * (t - p) added.
+        sinks: `[num_heads]`, a learned logit for each head, which is added to the softmax's denominator.
+        k_scale: One float, or one for each KV head. A quantized key is read as stored * k_scale.
         v_scale: The same for values.
-        max_query_len: Upper bound of q_len known on the host; taken from shapes when None.
-        max_seq_len: Upper bound of seq_lens known on the host; taken from shapes when None.
-        plan: From `attention_plan` for the same batch; the op plans by itself when None.
-        batch_invariant: Makes each row's bits independent of the rest of the batch and of chunking.
+        max_query_len: An upper bound of q_len. None: taken from shapes.
+        max_seq_len: An upper bound of seq_lens. None: taken from shapes.
+        plan: The plan of `attention_plan` for the same batch. None: the operator builds one.
+        batch_invariant: Whether a row's bits must not depend on the rest of the batch or on chunking.
 
     Returns:
-        `[num_tokens, num_heads, head_dim]`, contiguous, the query's dtype. Rows with nothing to attend to are 0.
+        `[num_tokens, num_heads, head_dim]` with the values' head_dim, contiguous, with the query's dtype. Rows that
+        attend to no key are 0.
 
     Raises:
-        TypeError: An argument of a wrong type or dtype.
-        ValueError: A wrong shape, device or option; on CPU tensors and in debug mode also a wrong value.
-        RuntimeError: A tensor that requires grad while grad mode is on.
+        TypeError: An argument has a wrong type or dtype.
+        ValueError: A shape, device or option is invalid. For CPU tensors and in debug mode also: a value is invalid.
+        RuntimeError: A tensor requires grad while grad mode is on.
 
     Examples:
         >>> cache = torch.randn(8, 16, 2, 64)  # 8 blocks of 16 slots, 2 KV heads

@@ -1,7 +1,7 @@
-"""Writes new keys and values into their cache slots, quantizing where the cache is quantized.
+"""The operator that writes new keys and values into their cache slots, quantized if the cache is.
 
-cache[slot // block_size, slot % block_size] = key[token], or round(key[token] / scale) clamped to what the cache's type
-holds. Moves 2 * num_tokens * num_kv_heads * head_dim elements in and out; slot -1 writes nothing.
+cache[slot // block_size, slot % block_size] = key[token], or round(key[token] / scale) clamped to the range of the
+cache's type. It reads and writes 2 * num_tokens * num_kv_heads * head_dim elements. Slot -1 writes nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ._triton import require_triton
 
 
 def check_write(write: Any) -> None:
-    """Check the arguments of a cache write, from metadata alone."""
+    """Check the metadata of a cache write's arguments."""
     key, value, slot_mapping = write.key, write.value, write.slot_mapping
     check_tensor("key", key, 3, "[num_tokens, num_kv_heads, head_dim]", FLOATS)
     check_tensor("value", value, 3, "[num_tokens, num_kv_heads, head_dim]", (key.dtype,), key.device)
@@ -50,7 +50,7 @@ def check_write(write: Any) -> None:
 
 
 def check_write_values(write: Any) -> bool:
-    """Check that slots are in the cache and return whether one is -1; debug mode also refuses NaN for int8."""
+    """Check that slots are in the cache and return whether one is -1; in debug mode also raise for NaN into int8."""
     slots = write.slot_mapping
     if debug_mode_enabled() and write.key_cache.dtype == torch.int8:
         refuse_nan("key", write.key[slots >= 0])
@@ -60,7 +60,7 @@ def check_write_values(write: Any) -> bool:
 
 
 def reshape_and_cache_cpu(write: Any) -> None:
-    """Write what `pc.reshape_and_cache` writes, in PyTorch on CPU tensors, with checked arguments."""
+    """Compute `pc.reshape_and_cache` in PyTorch on CPU tensors, with checked arguments."""
     key, value, slot_mapping = write.key, write.value, write.slot_mapping
     if check_write_values(write):
         rows = torch.nonzero(slot_mapping >= 0).squeeze(1)
@@ -112,7 +112,7 @@ def _run(launch: Launch, kv_heads: int, is_packed: bool, write: Any) -> None:
 
 
 def cache_tensors(write: Any, kv_heads: int, slots: torch.Tensor) -> tuple[Any, ...]:
-    """Return the caches, slots and scales that a kernel takes; without scales it reads none of the dummies."""
+    """Return the kernel's caches, slots and scales. Without scales, these are dummies that it never reads."""
     if write.k_scale is None:
         return write.key_cache, write.value_cache, slots, write.key, write.key
     scales = equal_scales(write.k_scale, write.v_scale, kv_heads)
@@ -135,25 +135,26 @@ def reshape_and_cache(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    """Writes the keys and values of new tokens into their slots of the cache.
+    """Write the keys and values of new tokens into their slots of the cache.
 
-    Two tokens with one slot are undefined: either may be what stays.
+    If two tokens have the same slot, it gets one of them, and which one is undefined.
 
     Args:
-        key: `[num_tokens, num_kv_heads, head_dim]`, float16, bfloat16 or float32; contiguous last dimension.
-        value: Like key; its head_dim may be another, as with latent attention whose keys and values are expanded.
-        key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, written to; any strides with a contiguous last
-            dimension; key's dtype, or float8_e4m3fn or int8 with k_scale.
-        value_cache: Like key_cache, with value's head_dim.
-        slot_mapping: `[num_tokens]` int64, block number * block_size + offset; -1 writes nothing.
-        k_scale: One float or one per KV head; what is stored is key / k_scale, rounded to nearest and saturated. NaN
-            stays NaN in float8_e4m3fn; int8 has none and stores 0, which debug mode refuses.
+        key: `[num_tokens, num_kv_heads, head_dim]`, float16, bfloat16 or float32, with a contiguous last dimension.
+        value: The values, with the dtype of key. Their head_dim may differ, as in latent attention with expanded keys
+            and values.
+        key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, any strides with a contiguous last dimension. It
+            is written to. It has key's dtype, or float8_e4m3fn or int8 with k_scale.
+        value_cache: The cache of values, with the layout and dtype of key_cache and value's head_dim.
+        slot_mapping: `[num_tokens]` int64, block number * block_size + offset. -1 writes nothing.
+        k_scale: One float, or one for each KV head. The cache stores key / k_scale, rounded to nearest and saturated.
+            NaN stays NaN in float8_e4m3fn. int8 stores 0 for it, and debug mode raises ValueError.
         v_scale: The same for values.
 
     Raises:
-        TypeError: An argument of a wrong type or dtype.
-        ValueError: A wrong shape or device; on CPU tensors and in debug mode also a slot out of range.
-        RuntimeError: A tensor that requires grad while grad mode is on.
+        TypeError: An argument has a wrong type or dtype.
+        ValueError: A shape or device is invalid. For CPU tensors and in debug mode also: a slot is out of range.
+        RuntimeError: A tensor requires grad while grad mode is on.
 
     Examples:
         >>> keys, values = torch.zeros(2, 4, 16, 2, 64).unbind()  # 4 blocks of 16 slots, 2 KV heads

@@ -1,12 +1,12 @@
-"""Rotary embedding of queries and keys, and the write of keys and values into the cache, in one kernel.
+"""The operator that applies rotary embeddings to queries and keys and writes keys and values into the cache.
 
-With (a, b) a pair of features of a head at position p, cos and sin from row p of cos_sin:
+A head's features are rotated in pairs (a, b), with cos and sin from row p of cos_sin for position p:
 
     a' = a * cos - b * sin;  b' = b * cos + a * sin
 
-Pairs are (i, i + rotary_dim / 2) as in GPT-NeoX and Llama, or (2i, 2i + 1) when interleaved as in GPT-J; features past
-rotary_dim stay as they are. Reads query, key and value once and writes each once; computes in float32.
-https://arxiv.org/abs/2104.09864
+Pairs are (i, i + rotary_dim / 2), as in GPT-NeoX and Llama, or (2i, 2i + 1) if interleaved, as in GPT-J. Features from
+rotary_dim on are unchanged. One kernel reads query, key and value once and writes each once, and computes in float32.
+See https://arxiv.org/abs/2104.09864.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     out[..., rotary_dim:] = x[..., rotary_dim:]
     cos, sin = cos.float()[:, None], sin.float()[:, None]
-    # In pieces that stay in the caches: fresh memory for each product costs more than the products.
+    # Pieces fit the processor's caches, because fresh memory for each product takes longer than the products.
     pieces = [slice(None)]  # a compiler would unroll the loop
     if not torch.compiler.is_compiling():
         rows = max(1, _PIECE_ELEMENTS // max(1, x[:1].numel()))
@@ -127,7 +127,7 @@ def _build(call: Any) -> Callable[[Any], torch.Tensor]:
 
 
 def _run(launch: Launch, kv_heads: int, is_packed: bool, out_shape: Sequence[int] | None, call: Any) -> torch.Tensor:
-    """Launch the kernel; out_shape None: the query is contiguous."""
+    """Launch the kernel and return the rotated query. If out_shape is None, the query is contiguous."""
     query, slots = call.query, call.slot_mapping
     # For a contiguous tensor `empty_like` takes half the time of `new_empty`.
     out: torch.Tensor = torch.empty_like(query) if out_shape is None else query.new_empty(out_shape)
@@ -163,29 +163,30 @@ def rope_and_cache(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rotates queries and keys, writes keys and values into the cache, and returns the rotated queries.
+    """Rotate queries and keys, write keys and values into the cache, and return the rotated queries.
 
-    query and key are not changed. Keys are rounded to their own dtype before they are quantized, so that the cache is
-    that of a rotation followed by `reshape_and_cache`.
+    query and key are not changed. Keys are rounded to their dtype before they are quantized, so the cache gets the same
+    content as from a rotation followed by `reshape_and_cache`.
 
     Args:
-        query: `[num_tokens, num_heads, head_dim]`, float16, bfloat16 or float32; contiguous last dimension.
-        key: `[num_tokens, num_kv_heads, head_dim]`, the query's dtype.
-        value: Like key.
+        query: `[num_tokens, num_heads, head_dim]`, float16, bfloat16 or float32, with a contiguous last dimension.
+        key: `[num_tokens, num_kv_heads, head_dim]`, with the query's dtype.
+        value: The values, with the shape and dtype of key.
         positions: `[num_tokens]` int32 or int64, each token's row of cos_sin.
-        cos_sin: `[max_positions, rotary_dim]`, contiguous, cosines in the first half of a row and sines in the second;
+        cos_sin: `[max_positions, rotary_dim]`, contiguous. A row has cosines in its first half and sines in its second.
             rotary_dim is even and at most head_dim.
-        key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, written to, as for `reshape_and_cache`.
-        value_cache: Like key_cache.
+        key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, as for `reshape_and_cache`. It is written to.
+        value_cache: The cache of values, with the layout and dtype of key_cache.
         interleaved: Whether a pair of features is (2i, 2i + 1); otherwise (i, i + rotary_dim / 2).
 
     Returns:
         The rotated query, `[num_tokens, num_heads, head_dim]`, contiguous.
 
     Raises:
-        TypeError: An argument of a wrong type or dtype.
-        ValueError: A wrong shape or device; on CPU tensors and in debug mode also a slot or position out of range.
-        RuntimeError: A tensor that requires grad while grad mode is on.
+        TypeError: An argument has a wrong type or dtype.
+        ValueError: A shape or device is invalid. For CPU tensors and in debug mode also: a slot or position is out of
+            range.
+        RuntimeError: A tensor requires grad while grad mode is on.
 
     Examples:
         >>> keys, values = torch.zeros(2, 4, 16, 2, 64).unbind()

@@ -1,12 +1,12 @@
-"""Copy blocks of keys and rotate each to another position: cached text at another position.
+"""The operator that copies blocks of keys and rotates each to another position, so that cached text serves there.
 
-With (a, b) a pair of features of a key and w its inverse frequency, for a block that moves by delta positions:
+A key's features are rotated in pairs (a, b). For a block that moves by delta and a pair with inverse frequency w:
 
     a' = a * cos(delta * w) - b * sin(delta * w);  b' = b * cos(delta * w) + a * sin(delta * w)
 
-Rotations add up, so a key rotated for position p becomes the one for p + delta. Reads and writes the bytes of n blocks
-once and rotates in float32. Angles are float64: at 128k positions those of float32 are off by a hundredth.
-https://arxiv.org/abs/2104.09864
+Rotations add up, so a key for position p becomes the key for p + delta. The operator reads and writes the bytes of n
+blocks once and rotates in float32. Angles are float64, because at 128k positions float32 angles are wrong by 0.01. See
+https://arxiv.org/abs/2104.09864.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ._quantize import QUANTIZED_DTYPES, as_codes
 from ._triton import require_triton
 from .move_slots import check_moves, launch_move, rotate_pairs_, rotation_cos_sin
 
-# Elements that a CPU rotates at a time, so that their float32 copies stay in its caches.
+# Elements of a piece that a CPU rotates, so that their float32 copies fit its caches.
 _PIECE_ELEMENTS = 1 << 20
 
 
@@ -96,26 +96,27 @@ def rotate_keys(
 ) -> None:
     """Copy blocks of keys and rotate each by a number of positions, so that cached text serves at another place.
 
-    Values do not depend on positions: they go through `pc.copy_blocks`. A block may be its own target. A target that
-    appears twice, or is the source of another entry, is undefined.
+    Values do not depend on positions, so copy them with `pc.copy_blocks`. A block may be its own target. The result is
+    undefined if a target appears twice, or is the source of another entry.
 
     Args:
-        key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]` with keys as they were rotated for their
-            positions, written to; float16, bfloat16, float32, float8_e4m3fn or int8; any strides with a contiguous last
-            dimension. Codes are turned and rounded anew under the scale they have; what leaves their range saturates.
-        source_ids: `[n]` int32 or int64, on the cache's device or the host; -1 writes zeros to the target.
-        target_ids: `[n]`, the same; -1 writes nothing.
-        deltas: `[n]` int32 or int64, positions to move by, target minus source; may be negative.
-        inv_freq: `[rotary_dim / 2]` float32 or float64, inverse frequency of each pair in radians a position, as the
-            model's rotary embedding has it (scaled, if it scales). Features past rotary_dim are copied.
-        is_neox: Pairs (i, i + rotary_dim / 2) as in GPT-NeoX and Llama; False: (2i, 2i + 1) as in GPT-J.
-        first: The column that pairs begin at; those before it are copied. 512 turns the latent rows of DeepSeek's
-            models, which go in as `cache.unsqueeze(2)`.
+        key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, float16, bfloat16, float32, float8_e4m3fn or
+            int8, any strides with a contiguous last dimension. It holds keys rotated for their positions, and is
+            written to. Quantized keys are rounded again with their scale and saturate at the type's limits.
+        source_ids: `[n]` int32 or int64, on the cache's device or the host. -1 writes zeros to the target.
+        target_ids: `[n]`, like source_ids. -1 writes nothing.
+        deltas: `[n]` int32 or int64, the target position minus the source position; may be negative.
+        inv_freq: `[rotary_dim / 2]` float32 or float64, the inverse frequency of each pair in radians for each
+            position, from the model's rotary embedding with its scaling. Features from rotary_dim on are copied.
+        is_neox: Whether pairs are (i, i + rotary_dim / 2), as in GPT-NeoX and Llama. False: (2i, 2i + 1), as in GPT-J.
+        first: The first column that is rotated. Columns before it are copied. For the latent rows of DeepSeek's models,
+            pass 512 and `cache.unsqueeze(2)`.
 
     Raises:
-        TypeError: An argument of a wrong type or dtype.
-        ValueError: A wrong shape or device; with ids in host memory, and in debug mode, also a block out of range.
-        RuntimeError: A tensor that requires grad while grad mode is on.
+        TypeError: An argument has a wrong type or dtype.
+        ValueError: A shape or device is invalid. For ids in host memory, and in debug mode, also: a block is out of
+            range.
+        RuntimeError: A tensor requires grad while grad mode is on.
 
     Examples:
         >>> keys = torch.randn(8, 16, 2, 64)

@@ -1,6 +1,6 @@
-"""Scatters whole blocks into a cache: cache[block_ids[i]] = source[i], nothing where the id is -1.
+"""The operator that scatters whole blocks into a cache: cache[block_ids[i]] = source[i]; id -1 writes nothing.
 
-Reads and writes the bytes of n blocks once; nothing is computed, so every dtype is served and no bit changes.
+It reads and writes the bytes of n blocks once. It computes nothing, so it takes every dtype and changes no bit.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ def _launch_list(args: Any) -> None:
 
 @operator(cpu=_cpu, launch=_launch, mutates=("cache",))
 def scatter_blocks(source: torch.Tensor, cache: torch.Tensor, block_ids: torch.Tensor) -> None:
-    """Writes packed blocks to their places in a cache.
+    """Write packed blocks to their places in a cache.
 
-    A place that appears twice, and memory that source and cache share, are undefined. Long contiguous runs of an index
-    in host memory go through the copy engine where one of the two tensors is on a device.
+    The result is undefined if a place appears twice, or if source and cache share memory. If the index is in host
+    memory, and either tensor is on a device, the copy engine moves long contiguous runs.
 
     Args:
-        source: `[n, block_size, *features]`, cache's dtype, any strides; on a device, or in host memory.
-        cache: `[num_blocks, block_size, *features]`, any dtype and strides, written to; on a device, or in host memory,
-            which has to be pinned when the index is on a device.
-        block_ids: `[n]` int32 or int64; -1 writes nothing.
+        source: `[n, block_size, *features]`, with the cache's dtype and any strides, on a device or in host memory.
+        cache: `[num_blocks, block_size, *features]`, any dtype and strides, on a device or in host memory. It is
+            written to. If the index is on a device, host memory must be pinned.
+        block_ids: `[n]` int32 or int64. -1 writes nothing.
 
     Raises:
-        TypeError: An argument of a wrong type or dtype.
-        ValueError: A wrong shape or device; with the index in host memory, and in debug mode, also one out of range.
-        RuntimeError: A tensor that requires grad while grad mode is on.
+        TypeError: An argument has a wrong type or dtype.
+        ValueError: A shape or device is invalid. For an index in host memory, and in debug mode, also: an index is out
+            of range.
+        RuntimeError: A tensor requires grad while grad mode is on.
 
     Examples:
         >>> cache = torch.zeros(4, 2, 1)  # 4 blocks of 2 slots
@@ -64,10 +65,10 @@ def scatter_blocks(source: torch.Tensor, cache: torch.Tensor, block_ids: torch.T
 def scatter_blocks_list(
     sources: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], block_ids: torch.Tensor
 ) -> None:
-    """Writes to the same blocks of several caches, in one launch per eight of them.
+    """Write to the same blocks of several caches, with one launch for every eight caches.
 
     Args:
-        sources: One per cache, each as the operator for one takes it; one device.
+        sources: A source for each cache, as for the operator with a single cache. All are on one device.
 
     Examples:
         >>> keys, values = torch.zeros(4, 16, 2, 64), torch.zeros(4, 16, 2, 128)

@@ -1,6 +1,7 @@
-"""Scatters token vectors into a cache: cache[slot // block_size, slot % block_size] = source[i], nothing at slot -1.
+"""The operator that scatters token vectors into a cache: cache[slot // block_size, slot % block_size] = source[i].
 
-Reads and writes the bytes of num_tokens vectors once; nothing is computed, so every dtype is served and no bit changes.
+Slot -1 writes nothing. It reads and writes the bytes of num_tokens vectors once. It computes nothing, so it takes every
+dtype and changes no bit.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ def _launch_list(args: Any) -> None:
 
 @operator(cpu=_cpu, launch=_launch, mutates=("cache",), docs_from=(scatter_blocks,))
 def scatter_slots(source: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Writes the vectors of tokens to their slots of a cache.
+    """Write the vectors of tokens to their slots in a cache.
 
-    A slot that appears twice, and memory that source and cache share, are undefined. Long contiguous runs of an index
-    in host memory go through the copy engine where one of the two tensors is on a device.
+    The result is undefined if a slot appears twice, or if source and cache share memory. If the index is in host
+    memory, and either tensor is on a device, the copy engine moves long contiguous runs.
 
     Args:
-        source: `[num_tokens, *features]`, cache's dtype, any strides; on a device, or in host memory.
-        slot_mapping: `[num_tokens]` int64 or int32, block number * block_size + offset; -1 writes nothing.
+        source: `[num_tokens, *features]`, with the cache's dtype and any strides, on a device or in host memory.
+        slot_mapping: `[num_tokens]` int64 or int32, block number * block_size + offset. -1 writes nothing.
 
     Examples:
         >>> cache = torch.zeros(4, 2, 1)  # 4 blocks of 2 slots
@@ -57,7 +58,7 @@ def scatter_slots(source: torch.Tensor, cache: torch.Tensor, slot_mapping: torch
 def scatter_slots_list(
     sources: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], slot_mapping: torch.Tensor
 ) -> None:
-    """Writes to the same slots of several caches, in one launch per eight of them.
+    """Write to the same slots of several caches, with one launch for every eight caches.
 
     Examples:
         >>> hidden, gates = torch.zeros(4, 2, 8), torch.zeros(4, 2, 3)

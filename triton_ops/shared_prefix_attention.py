@@ -1,8 +1,8 @@
-"""Attention of many sequences that begin with the same blocks: the shared prefix is read once for all of them.
+"""Attention of many sequences that begin with the same blocks, which reads the shared prefix once for all of them.
 
-The queries of all sequences attend to the prefix as if they were one sequence, each sequence attends to the rest of its
-own keys, and the two results are merged by their log-sum-exp in float32. The prefix costs its keys once per tile of
-query rows (128 / group queries) instead of once per sequence.
+The queries of all sequences attend to the prefix like those of one sequence. Each sequence also attends to the rest of
+its own keys. The two results are merged by their log-sum-exp in float32. So the prefix is read once for each tile of
+query rows (128 / group queries), not once for each sequence.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _build_positions_launch(is_aligned: bool) -> Launch:
 
 
 class _Prefix:
-    """The shared blocks as one sequence that all queries belong to: the same for all layers of a step, once filled."""
+    """The shared blocks as one sequence, to which all queries belong. All layers of a step share it."""
 
     is_captured = False
 
@@ -47,7 +47,7 @@ class _Prefix:
         self._options = self.arguments(args).plan_options(tiled=True)
 
     def fill(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
-        """Find each query's position, and plan."""
+        """Compute each query's position, and the plan, for a batch."""
         num_tokens, is_aligned = self.positions.shape[0], aligned(seq_lens, query_start_loc)
         kind = (is_aligned, seq_lens.device)
         launch = _positions_launches.get_or(kind, (), lambda: _build_positions_launch(is_aligned))
@@ -113,7 +113,7 @@ def _run(
     merge: Callable[[tuple[torch.Tensor, ...]], Pair],
     args: AttentionArgs,
 ) -> Any:
-    """Attend over the rest and over the prefix, and merge."""
+    """Attend over the rest and over the prefix, and merge the results."""
     parts = args._replace(with_lse=True)
     own = rest(parts)
     out, lse = merge((*prefix(_prefix_of(parts).arguments(parts)), *own))
@@ -141,18 +141,18 @@ def shared_prefix_attention(
     plan: torch.Tensor | None = None,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
-    """Paged attention of sequences whose first `num_shared_blocks` blocks are the same; equal to `paged_attention`.
+    """Compute `paged_attention` for sequences whose first `num_shared_blocks` blocks are the same.
 
-    Worth it when several sequences decode over one long prefix, as with a system prompt or several samples of one
+    It is faster if several sequences decode after one long prefix, such as a system prompt, or several samples of one
     prompt.
 
     Args:
-        block_tables: `[num_seqs, max_blocks]` int32, whole tables; the first num_shared_blocks columns are equal in
+        block_tables: `[num_seqs, max_blocks]` int32, the whole tables. The first num_shared_blocks columns are equal in
             all rows.
         seq_lens: `[num_seqs]` int32, each at least num_shared_blocks * block_size.
-        num_shared_blocks: How many first blocks all sequences share; 0 for none.
-        sinks: `[num_heads]`, a learned logit per head that joins the softmax's denominator once.
-        plan: From `attention_plan` with the same num_shared_blocks; the op plans by itself when None.
+        num_shared_blocks: The number of first blocks that all sequences share. 0: none.
+        sinks: `[num_heads]`, a learned logit for each head, which is added to the softmax's denominator once.
+        plan: The plan of `attention_plan` with the same num_shared_blocks. None: the operator builds one.
 
     Examples:
         >>> cache = torch.randn(8, 16, 2, 64)  # 8 blocks of 16 slots, 2 KV heads

@@ -1,8 +1,8 @@
 """Attention of packed queries over the last `window` tokens, and over sink tokens, of a paged key-value cache.
 
-As `paged_attention`, restricted to t > p - window or t < num_sink_tokens. Only tiles inside the window or with sink
-tokens are visited: a decode reads (window + num_sink_tokens) * num_kv_heads * head_dim * 2 elements per sequence,
-whatever the context's length. Sink tokens: https://arxiv.org/abs/2309.17453.
+It is `paged_attention` restricted to t > p - window or t < num_sink_tokens. The kernel visits only tiles inside the
+window or with sink tokens. So a decode reads (window + num_sink_tokens) * num_kv_heads * head_dim * 2 elements for each
+sequence, however long its context is. Sink tokens are described in https://arxiv.org/abs/2309.17453.
 """
 
 from __future__ import annotations
@@ -35,15 +35,19 @@ def sliding_window_attention(
     plan: torch.Tensor | None = None,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
-    """Attention over a sliding window and the first tokens of a paged key-value cache.
+    """Attend over a sliding window and the first tokens of a paged key-value cache.
 
-    The query at position p = seq_len - q_len + i attends to key position t when t <= p (causal; without it
-    t < p + window), t < seq_len, the block that holds t is present, and t > p - window or t < num_sink_tokens. Blocks
-    behind the window may be -1 in the table.
+    The query at position p = seq_len - q_len + i attends to key position t if all of these are true:
+
+    - t <= p if causal, otherwise t < p + window if there is a window.
+    - t < seq_len, and the block of t is present.
+    - There is no window, or t > p - window, or t < num_sink_tokens.
+
+    Blocks behind the window may be -1 in the table.
 
     Args:
-        window: How many tokens a query sees, its own included; 0 for no window.
-        num_sink_tokens: How many first tokens of a sequence stay visible behind the window.
+        window: The number of tokens that a query sees, its own included. 0: no window.
+        num_sink_tokens: The number of first tokens of a sequence that every query sees.
 
     Examples:
         >>> cache = torch.randn(8, 16, 2, 64)  # 8 blocks of 16 slots, 2 KV heads

@@ -1,8 +1,8 @@
 """Exact attention over a paged key-value cache with gaps: scattered queries, holes in the keys, or both.
 
-As `sliding_window_attention`, with the absolute position of each query given by query_positions. Cost is in proportion
-to live tokens: tiles without a present block, and tiles between the windows of far queries, are not visited. Masks,
-windows and ALiBi use absolute positions, never compacted ones.
+It is `sliding_window_attention` with the absolute position of each query in query_positions. Its time is proportional
+to the number of live tokens. The kernel skips tiles without a present block and tiles between the windows of distant
+queries. Masks, windows and ALiBi use absolute positions, never compacted ones.
 """
 
 from __future__ import annotations
@@ -38,28 +38,32 @@ def sparse_gap_attention(
     tree_mask: torch.Tensor | None = None,
     query_blocks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention over a cache with gaps, at the cost of its live tokens only.
+    """Attend over a cache with gaps, in a time proportional to its live tokens.
 
-    Two cases, alone or together: (1) blocks were evicted from the middle of a cached sequence and their tokens are
-    computed again while the blocks behind them are reused: query_positions gives each query's position, and the result
-    is that of a full prefill; (2) holes: tokens of blocks that are -1 in the table are not attended to; with a block
-    table per KV head, by the query heads of that one.
+    It serves two cases, alone or together:
 
-    The query at position p attends to key position t when t <= p (causal; without it and with a window
-    t < p + window), t < seq_len, the block that holds t is present, and (no window, or t > p - window, or
-    t < num_sink_tokens).
+    - Blocks were evicted from the middle of a cached sequence. Their tokens are computed again, and the blocks behind
+      them are reused. query_positions has each query's position. The result equals that of a full prefill.
+    - Queries must not attend to some blocks, which are -1 in the table. With a block table for each KV head, this holds
+      for the query heads of that KV head.
+
+    The query at position p attends to key position t if all of these are true:
+
+    - t <= p if causal, otherwise t < p + window if there is a window.
+    - t < seq_len, and the block of t is present.
+    - There is no window, or t > p - window, or t < num_sink_tokens.
 
     Args:
-        block_tables: `[num_seqs, max_blocks]` int32, logical block to block number, -1 is a hole; or one table per KV
-            head, `[num_seqs, num_kv_heads, max_blocks]`, whose holes and block numbers may differ from head to head.
-        query_positions: `[num_tokens]` int32, ascending within a sequence; None: seq_len - q_len + i. With tree_mask,
-            depths, in any order: the position at which a query's token stands in its branch.
+        block_tables: `[num_seqs, max_blocks]` int32, the block number of each logical block. -1 is a hole. Or one table
+            for each KV head, `[num_seqs, num_kv_heads, max_blocks]`, whose holes and block numbers may differ.
+        query_positions: `[num_tokens]` int32, ascending within a sequence. None: seq_len - q_len + i. With tree_mask,
+            these are depths in any order, the position of a query's token in its branch.
         tree_mask: `[num_tokens, words]` int32. Bit b of word w of a query's row says whether it attends to the key at
-            position seq_len - q_len + 32 * w + b of its sequence, one of this call's own tokens: among these the mask
-            alone decides, whatever window and query_positions; keys before them follow the rule above. The ancestors
-            of a token come before it, and its own bit is set by the caller.
-        query_blocks: `[num_tokens, num_kv_heads, top_k]` int32: the logical blocks that a query attends to, ascending,
-            then -1 for none; the rule above holds within them, and tree_mask where it is given. They need no plan.
+            position seq_len - q_len + 32 * w + b of its sequence. These are this call's own tokens, and only the mask
+            decides about them. Keys before them follow the rule above. Ancestors of a token must come before it, and
+            its own bit must be set.
+        query_blocks: `[num_tokens, num_kv_heads, top_k]` int32, the logical blocks that a query attends to, ascending,
+            then -1. The rule above and tree_mask also apply. A call with query_blocks needs no plan.
 
     Examples:
         >>> cache = torch.randn(8, 16, 2, 64)  # 8 blocks of 16 slots, 2 KV heads
@@ -70,18 +74,18 @@ def sparse_gap_attention(
         >>> out.shape
         torch.Size([3, 4, 64])
 
-        A table per KV head: the first has lost the first block of 48 tokens, the second the middle one.
+        With a table for each KV head, the first head lacks the first block of 48 tokens, the second the middle one.
 
         >>> call = query[:1], cache, cache, one(-1, 5, 2, 7, -1, 2).view(1, 2, 3), one(48), one(0, 1), None, 0.125
         >>> out = pc.sparse_gap_attention(*call)
 
-        A list per query: the first head reads block 0 and the last, the second the last alone.
+        With a list for each query, the first head reads the first and the last block, the second only the last.
 
         >>> table, lists = one(1, 5, 2).view(1, 3), one(0, 2, 2, -1).view(1, 2, 2)
         >>> call = query[:1], cache, cache, table, one(48), one(0, 1), None, 0.125
         >>> out = pc.sparse_gap_attention(*call, query_blocks=lists)
 
-        A tree of three tokens behind 45: two children of the first, at one depth, that do not see each other.
+        In a tree of three tokens after 45, two children of the first have the same depth and do not see each other.
 
         >>> depths, mask = one(45, 46, 46), one(0b001, 0b011, 0b101).view(3, 1)
         >>> call = query, cache, cache, table, one(48), one(0, 3), depths, 0.125

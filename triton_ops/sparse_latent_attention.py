@@ -1,7 +1,8 @@
-"""Attention over a paged cache of latent rows of which each query attends to a part; see `sparse_gap_attention`.
+"""Attention over a paged cache of latent rows, where each query attends to a part; see `sparse_gap_attention`.
 
-As `latent_attention`, with the position of each query, a window, and lists of the blocks that it attends to: DeepSeek's
-sparse attention (https://arxiv.org/abs/2512.02556) takes 2,048 tokens a query, which are lists of blocks of one token.
+It is `latent_attention` with the position of each query, a window, and lists of the blocks that a query attends to. In
+DeepSeek's sparse attention (https://arxiv.org/abs/2512.02556) a query attends to 2,048 tokens, which are passed as
+lists of blocks of one token.
 """
 
 from __future__ import annotations
@@ -34,17 +35,19 @@ def sparse_latent_attention(
     batch_invariant: bool = False,
     query_blocks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention over latent rows with gaps: queries anywhere in a sequence, blocks that each of them chose, a window.
+    """Attend over latent rows with gaps: scattered queries, lists of blocks for each query, or a window.
 
-    The query at position p attends to key position t when t <= p (causal; without it and with a window
-    t < p + window), t < seq_len, the block that holds t is present, and (no window, or t > p - window, or
-    t < num_sink_tokens).
+    The query at position p attends to key position t if all of these are true:
+
+    - t <= p if causal, otherwise t < p + window if there is a window.
+    - t < seq_len, and the block of t is present.
+    - There is no window, or t > p - window, or t < num_sink_tokens.
 
     Args:
-        query_positions: `[num_tokens]` int32, ascending within a sequence; None: seq_len - q_len + i.
-        query_blocks: `[num_tokens, 1, top_k]` int32: the logical blocks that a query attends to, ascending, then -1 for
-            none; the rule above holds within them. They need no plan. Tokens of a cache of larger blocks are blocks of
-            `cache.view(-1, 1, head_dim)`, whose table holds slots.
+        query_positions: `[num_tokens]` int32, ascending within a sequence. None: seq_len - q_len + i.
+        query_blocks: `[num_tokens, 1, top_k]` int32, the logical blocks that a query attends to, ascending, then -1.
+            The rule above also applies. A call with query_blocks needs no plan. To list single tokens of a cache with
+            larger blocks, pass `cache.view(-1, 1, head_dim)` and a table of slots.
 
     Examples:
         >>> cache = torch.randn(8, 16, 576)  # 8 blocks of 16 slots: 512 latent columns, then 64 of the rotated key

@@ -1,4 +1,4 @@
-"""Compiles the kernels of a model ahead of its first request."""
+"""The compilation of a model's kernels before its first request."""
 
 from __future__ import annotations
 
@@ -38,31 +38,34 @@ def warmup(
     value_dim: int | None = None,
     workers: int = 1,
 ) -> None:
-    """Runs the cache write and the attention of one kind of layer once for each regime, on a few tokens.
+    """Compile a kind of layer: run its cache write and its attention once for each regime, with a few tokens.
 
-    What it compiles serves any batch, any lengths, any mix of prefills and decodes, any table and any number of
-    blocks, with a plan or without. Call it once per kind of layer: a model that alternates windows calls it with and
-    without one. Not compiled: the `_with_lse` ops, shared prefixes, tables per KV head, trees and lists of blocks, nor
-    kernels for tensors that begin at other addresses than multiples of 16 bytes.
+    The compiled kernels serve batches of any lengths, mixes of prefills and decodes, any table and any number of
+    blocks, with and without a plan. Call it once for each kind of layer. If only some layers of a model have windows,
+    call it with and without one.
+
+    It does not compile the `_with_lse` operators, shared prefixes, tables for each KV head, trees or lists of blocks.
+    It compiles only for tensors whose addresses are multiples of 16 bytes.
 
     Args:
         num_heads: Query heads of the layer on this device.
         num_kv_heads: KV heads of the layer on this device.
         head_dim: Features of a head.
         block_size: Token slots of a block.
-        dtype: Of queries, keys and values.
-        cache_dtype: float8_e4m3fn or int8 for a quantized cache; dtype when None.
-        device: Where to compile for.
-        causal: As for the attention op, like all that follow.
-        window: Any positive number compiles for every window.
-        softcap: Any positive number compiles for every softcap.
+        dtype: The dtype of queries, keys and values.
+        cache_dtype: float8_e4m3fn or int8 for a quantized cache. None: dtype.
+        device: The device to compile for.
+        causal: The option of the attention calls.
+        window: 0 for no window. Any positive number compiles for all windows.
+        softcap: 0 for no softcap. Any positive number compiles for all softcaps.
         alibi: Whether the layer passes alibi_slopes.
         sinks: Whether the layer passes sinks.
-        gaps: Whether query_positions will be passed as well.
-        batch_invariant: Whether that mode will be used.
-        value_dim: Of latent rows, head_dim wide: `latent_attention` is compiled then, and no cache write.
-        workers: Processes that compile at once, each its share of the regimes, into Triton's cache on disk; 1: this one
-            alone.
+        gaps: Whether calls with query_positions are compiled too.
+        batch_invariant: Whether calls use that mode.
+        value_dim: The columns of a latent row, head_dim wide, that are its value. If given, `latent_attention` is
+            compiled and no cache write.
+        workers: The number of processes that compile at once into Triton's cache on disk, each a share of the regimes.
+            1: this process compiles all.
 
     Raises:
         ValueError: workers is below 1.
@@ -84,7 +87,7 @@ _Layer: Any = record_of(warmup)
 
 
 def _compile_in_processes(layer: Any) -> None:
-    """Each compiles its share of the regimes into the cache on disk; what fails there fails here again."""
+    """Compile in processes, each a share of the regimes, into the cache on disk; an error there occurs here again."""
     script = "import importlib, sys; importlib.import_module(sys.argv[1])._run_share(*sys.argv[2:])"
     given = base64.b64encode(pickle.dumps(tuple(layer))).decode()
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -95,23 +98,22 @@ def _compile_in_processes(layer: Any) -> None:
 
 
 def _run_share(given: str, share: str) -> None:
-    """What a process of `_compile_in_processes` does."""
+    """Compile a share of the regimes; run by a process of `_compile_in_processes`."""
     layer = _Layer(*pickle.loads(base64.b64decode(given)))
     _run_regimes(layer, slice(int(share), None, layer.workers))
 
 
 def _run_regimes(layer: Any, share: slice = slice(None)) -> None:
-    """Runs a share of the regimes: queries of a sequence, and keys."""
+    """Run a share of the regimes, which are combinations of queries of a sequence and keys."""
     device, dtype, num_heads, block_size = layer.device, layer.dtype, layer.num_heads, layer.block_size
     per_head = torch.zeros(num_heads, dtype=torch.float32, device=device)
     scale = None if layer.cache_dtype is None else torch.ones(1, device=device)
     cache = torch.zeros(1, block_size, layer.num_kv_heads, layer.head_dim, dtype=dtype, device=device)
     cache = cache if layer.cache_dtype is None else cache.to(layer.cache_dtype)
-    # Tables wide enough for splits, so that their sum is compiled too, though nothing is there to be split; few rows of
-    # many splits are summed by another kernel.
+    # Tables are wide enough for splits, so that their sum is compiled too. Few rows of many splits have another kernel.
     few = 2 * INVARIANT_SPLIT_KEYS if layer.batch_invariant else 4 * MIN_SPLIT_TILES * TILE_KEYS
     many = max(few, (2 * MERGED_SPLITS + 1) * MIN_SPLIT_TILES * TILE_KEYS)
-    # Tiles of a decode hold a power of two of rows; a chunk of few queries is as any prefill.
+    # The rows of a decode's tile are a power of two; a chunk of few queries is compiled like any prefill.
     regimes = [(1, few), (1, many), (2, few), (4, few), (DECODE_QUERIES, few), (4 * DECODE_QUERIES, few)]
     for num_tokens, keys in regimes[share]:
         columns = -(-keys // block_size)

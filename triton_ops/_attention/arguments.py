@@ -1,4 +1,4 @@
-"""The arguments of an attention call, whichever operator it came through; an option is added here first."""
+"""The arguments of an attention call, of any operator; a new option is added here first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .predicate import Mask
 from .scores import Terms
 
 UNBOUNDED = 1 << 30
-"""No sequence is as long, so a window or a number of sink tokens of this size bounds nothing."""
+"""More tokens than any sequence has, so a window or number of sink tokens of this size is no limit."""
 
 
 class PlanOptions(NamedTuple):

@@ -48,12 +48,13 @@ from .predicate import Mask
 # Batch-invariant mode: keys per split, whatever the batch. Longer contexts are summed from splits of this length.
 INVARIANT_SPLIT_KEYS = 8192
 MAX_PREFILL_SPLITS = 16
-# Splits summed at once; few rows that may have more than twice as many sum eight times as many of a part of a head. A
-# block takes its instructions whether it is full or not: on sm_90 a row of head_dim 128 takes 228 for 4 splits and 358
-# for 8, counted in the emulator; 128 splits at once took 6,256 for 2.
+# Splits that are summed at once. If there are few rows and maybe more than twice as many splits, a program sums eight
+# times as many for a part of a head. A program runs the same instructions if some of its splits are missing. On sm_90 a
+# row of head_dim 128 takes 228 instructions for 4 splits and 358 for 8, counted in the emulator. With 128 splits at
+# once it took 6,256 for 2 splits.
 MERGED_SPLITS = 4
 
-# Stands for sinks of -inf: the weight of any score against it is 0, and so is its own weight beside any score.
+# Replaces sinks of -inf: its weight is 0 beside any score, so results are those without a sink.
 _LEAST_SINK = -1e30
 
 Result = tuple[torch.Tensor, torch.Tensor]
@@ -141,7 +142,7 @@ def kernel_tensors(args: AttentionArgs, out: torch.Tensor, convert_codes: bool) 
 
 def _parts(plan: torch.Tensor, name: str, stream: int | None, shape: PartsShape) -> Result:
     """Return memory for partial results and their lse, cached with the plan: the next layer overwrites it."""
-    # Layers on another stream may run at the same time. Others stay, whose addresses a captured graph may hold.
+    # Layers on another stream may run at the same time. Memory of other kinds stays, since a captured graph may use it.
     parts, kind = cached_with(plan).parts, (name, stream, shape)
     found = parts.get(kind)
     if found is None:
@@ -232,7 +233,7 @@ def _build_tables(call: AttentionArgs, out_dtype: torch.dtype | None, tiled: boo
     decode, prefill = _tiles(call, arch, longest)
     query_tiles = num_tokens * group // prefill.block_m + num_seqs
     regimes = _regimes(call, arch, options, shape, longest, query_tiles * num_kv_heads * prefill.parts)
-    # A work item of a decode serves all KV heads, or the one whose table it is of.
+    # A decode's work item serves all KV heads, or the KV head of its table.
     item_programs = num_kv_heads // call.table_heads * -(-regimes.max_q * group // decode.block_m) * decode.parts
     target_items = wanted_items(arch, item_programs)
     decode_launch = decode_parts = prefill_launch = prefill_parts = None
@@ -278,8 +279,8 @@ def _tiles(call: AttentionArgs, arch: Architecture, longest: int) -> tuple[Tiles
     two_tiles = two_tiles and call.query_positions is None and not call.batch_invariant
     prefill = prefill_tiles(arch.name, *kind, heavy, group, call.block_size, quantized, two_tiles)
     if has_tree:
-        # A word of the mask for each score takes registers that wider tiles do not have: all of a thread's, which the
-        # compiler would leave to a second program and spill.
+        # A word of the mask for each score needs registers that wider tiles lack. The compiler would keep a thread's
+        # registers free for a second program, and spill.
         few = decode_tiles(arch.name, *kind, longest * group, quantized, group, call.block_size)
         tiles = few if longest * group <= prefill.block_m // 2 else prefill
         prefill = replace(tiles, block_n=min(tiles.block_n, 32), max_registers=255)
@@ -305,7 +306,7 @@ def _regimes(
         max_tiles = min(max_tiles, -(-call.max_seq_len // TILE_KEYS))
     decode_splits = prefill_splits = 0
     if decode_queries:
-        # At least one, which writes zeros, where no sequence has a key.
+        # There is at least one split, which writes zeros if no sequence has a key.
         attended = max_tiles
         if call.query_positions is None:
             attended = min(max_tiles, options.mask.max_tiles(max_q))

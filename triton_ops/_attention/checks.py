@@ -1,4 +1,4 @@
-"""Checks of an attention operator's arguments: of metadata, then of values where reading them is free or debugging."""
+"""Checks of an attention operator's arguments: of metadata, and of values on the CPU and in debug mode."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def check_batch(call: Any, device: torch.device, head_tables: bool = True, num_t
 
 
 def check_attention(call: AttentionArgs) -> None:
-    """Check everything about an attention call that metadata tells, without reading a value."""
+    """Check all metadata of an attention call, without reading a value."""
     call = call.with_rows()
     query = call.query
     check_tensor("query", query, 3, "[num_tokens, num_heads, head_dim]", FLOATS)

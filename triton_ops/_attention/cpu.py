@@ -1,10 +1,10 @@
-"""Paged attention on the CPU in PyTorch, fast enough to serve a small model: the entry, and which path a query takes.
+"""Paged attention on the CPU in PyTorch, fast enough to serve a small model: its entry point and its choice of a path.
 
-One predicate for all operators (`Mask`), and no `[queries, keys]` matrix where PyTorch's flash kernel for CPUs
-serves: over all that is before a chunk of queries without a mask, and over the chunk itself causally.
+All operators use one predicate, `Mask`. Where PyTorch's flash kernel for CPUs is used, there is no `[queries, keys]`
+matrix. The kernel attends without a mask to all keys before a chunk of queries, and causally within the chunk.
 
     cpu_sparse.py       entries, which are queries and the keys of one KV head: decodes together, tables of heads
-    cpu_masked.py       the flash kernel, and what it cannot express: score modifiers, trees, the edge of a mask
+    cpu_masked.py       the flash kernel, and what it cannot compute: score modifiers, trees, the edge of a mask
     cpu_cache.py        keys and values read from blocks
 """
 
@@ -22,14 +22,14 @@ from .cpu_cache import Cache
 from .cpu_masked import MAX_SCORES, Part, attend_masked, attend_tree, cat_parts, flash, full_parts, merge_parts
 from .cpu_sparse import Run, attend_decodes, attend_heads, ranges_of
 
-# Runs of positions shorter than this on average share one pass over the keys: each alone would gather all before it.
+# Runs of positions shorter than this on average share one pass over the keys, which each would gather otherwise.
 _LONG_CHUNK = 64
 # Sequences with fewer attended keys are decoded together.
 _BATCHED_KEYS = 4096
 
 
 def attend(call: AttentionArgs) -> Part:
-    """Results like query, and natural lse `[num_tokens, num_heads]` float32; 0 and -inf for rows without a key."""
+    """Return results like query and natural lse `[num_tokens, num_heads]` float32; 0 and -inf in rows without keys."""
     query, cache, is_plain = call.query, Cache(call), call.terms.PLAIN and call.tree_mask is None
     by_head = call.query_blocks is not None or call.block_tables.dim() == 3
     runs = _runs(call, is_plain)
@@ -58,7 +58,7 @@ def attend(call: AttentionArgs) -> Part:
 
 
 def _runs(call: AttentionArgs, is_plain: bool) -> list[Run]:
-    """Those of sequences that have a key, as long as can be; plain queries with lists and a window each alone."""
+    """Return the longest possible runs of sequences with keys. Plain queries with lists and a window are each a run."""
     starts, lens = call.query_start_loc.tolist(), call.seq_lens.tolist()
     bounds = [(i, begin, end) for i, (begin, end) in enumerate(itertools.pairwise(starts)) if begin < end and lens[i]]
     if call.query_blocks is not None and any(end - begin > 1 for _, begin, end in bounds):
@@ -74,9 +74,9 @@ def _runs(call: AttentionArgs, is_plain: bool) -> list[Run]:
 
 
 def _with_few_keys(call: AttentionArgs, cache: Cache, runs: list[Run]) -> list[Run]:
-    """Those queries that attend to so few keys that they are gathered for several sequences together, if several."""
+    """Return the queries with so few keys that several sequences are gathered together; none for only one run."""
     if len(runs) > 1:
-        # Codes are read faster by block than by vector.
+        # Quantized keys are read faster by block than by vector.
         most = _BATCHED_KEYS if call.k_scale is None else cache.at_once(cache.kv_heads) // 16
         few = ranges_of(call, runs).count <= most
         runs = runs if few.all() else [run for run, is_few in zip(runs, few.tolist(), strict=True) if is_few]
@@ -84,7 +84,7 @@ def _with_few_keys(call: AttentionArgs, cache: Cache, runs: list[Run]) -> list[R
 
 
 def _of_head(call: AttentionArgs, head: int) -> tuple[slice, AttentionArgs]:
-    """Query heads of a KV head that has keys of its own, and the call of these alone."""
+    """Return the query heads of a KV head with its own keys, and the arguments for only these heads."""
     group = call.query.shape[1] // call.key_cache.shape[2]
     own, heads = slice(head, head + 1), slice(head * group, (head + 1) * group)
 
@@ -104,7 +104,7 @@ def _of_head(call: AttentionArgs, head: int) -> tuple[slice, AttentionArgs]:
 
 
 def _blocks(call: AttentionArgs, run: Run) -> np.ndarray:
-    """The run's blocks by their places in the sequence, a row for each KV head that has its own; -1 for none."""
+    """Return the run's blocks by their places in the sequence, a row for each KV head with its own; -1 for none."""
     tables = call.block_tables.numpy()[run.sequence, ..., : -(-int(call.seq_lens[run.sequence]) // call.block_size)]
     if call.query_blocks is None:
         return tables
@@ -115,7 +115,7 @@ def _blocks(call: AttentionArgs, run: Run) -> np.ndarray:
 
 
 def _attend_heads(call: AttentionArgs, cache: Cache, run: Run, out: torch.Tensor, lse: torch.Tensor) -> bool:
-    """Writes the results of a run whose KV heads have their own blocks, all heads at once; False if it takes masks."""
+    """Write the results of a run whose KV heads have their own blocks, all at once; return False if it needs masks."""
     chunks = run.chunks(call)
     if len(chunks) > max(1, run.length // _LONG_CHUNK) or call.mask.BOUNDED:
         return False
@@ -130,7 +130,7 @@ def _attend_heads(call: AttentionArgs, cache: Cache, run: Run, out: torch.Tensor
 
 
 def _attend_runs(call: AttentionArgs, cache: Cache, runs: list[Run], out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Writes the results of runs one by one, all heads over the same blocks."""
+    """Write the results of runs, each alone, with all heads over the same blocks."""
     starts = call.query_start_loc.tolist()
     query = call.query.to(cache.dtype)
     for run in runs:
@@ -154,7 +154,7 @@ def _attend_runs(call: AttentionArgs, cache: Cache, runs: list[Run], out: torch.
 def _attend_chunk(
     query: torch.Tensor, cache: Cache, table: np.ndarray, seq_len: int, position: int, call: AttentionArgs
 ) -> Part:
-    """Queries at positions position, position + 1, ... of one sequence."""
+    """Return the results of queries at positions position, position + 1, ... of one sequence."""
     count, width, size, mask = query.shape[0], cache.width, cache.block_size, call.mask
     last = position + count - 1
     sink_end, begin, end = mask.attended_range(last, last, seq_len)
@@ -167,7 +167,7 @@ def _attend_chunk(
         before = full_parts(query, cache, table, 0, position, call.scale)
         return merge_parts([flash(query, keys, values, call.scale, True), *before], query, width)
     reached = sink_end + end - begin
-    # A slice of as many queries as one of them has keys reads twice as many.
+    # If a slice has as many queries as one of them has keys, it reads twice as many keys.
     step = max(1, min(count, max(16, reached), MAX_SCORES // max(1, min(seq_len, 2 * reached) * query.shape[1])))
 
     cuts = (slice(begin, begin + step) for begin in range(0, count, step))
@@ -176,7 +176,7 @@ def _attend_chunk(
 
 
 def _add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, num_tokens: int) -> None:
-    """Adds each head's sink logit to the denominators of the first `num_tokens` tokens."""
+    """Add each head's sink logit to the denominators of the first `num_tokens` tokens."""
     old, sink = lse[:num_tokens], sinks.float()[None]
     share = torch.sigmoid(old - sink).masked_fill_(sink == -math.inf, 1.0)  # a sink of -inf is none
     out[:num_tokens] = out[:num_tokens].float() * share[..., None]

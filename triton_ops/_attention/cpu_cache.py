@@ -1,4 +1,4 @@
-"""Reading a paged cache on the CPU: blocks of a table, and vectors, which are a token's key or value of one KV head."""
+"""Reads from a paged cache on the CPU: blocks of a table, and vectors (a token's key or value of one KV head)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Piece:
 
     @property
     def positions(self) -> np.ndarray:
-        """`[tokens]`, of the sequence."""
+        """The tokens' positions in the sequence, `[tokens]`."""
         slots = self.blocks[:, None] * self.block_size + np.arange(self.block_size)
         return slots.reshape(-1)[self.skip : self.skip + len(self.keys)]
 
@@ -40,7 +40,7 @@ class Piece:
 class Cache:
     """Keys and values of a call, read as tensors of one dtype, by block or by vector.
 
-    Vectors have numbers, as the keys lie in memory.
+    A vector's number is its place in the memory of keys.
     """
 
     def __init__(self, call: AttentionArgs) -> None:
@@ -55,20 +55,20 @@ class Cache:
 
     @functools.cached_property
     def _matrices(self) -> tuple[tuple[torch.Tensor, Strides], tuple[torch.Tensor, Strides]]:
-        """Vectors of keys and of values by number, and how many lie from block to block, slot to slot, head to head."""
+        """Matrices of the vectors of keys and of values, and their strides between blocks, slots and heads."""
         keys, strides = _as_matrix(self._key)
         return (keys, strides), (keys[:, : self.width], strides) if self._is_latent else _as_matrix(self._value)
 
     @functools.cached_property
     def in_place(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys and values by number, `[vectors, head_dim]`, where they can be computed with as they lie."""
+        """Keys and values by number, `[vectors, head_dim]`, if they can be used without a copy; otherwise None."""
         (keys, key_strides), (values, value_strides) = self._matrices
         serves = key_strides == value_strides and self._key.dtype == torch.float32
         return (keys, values) if serves and keys.is_contiguous() and values.is_contiguous() else None
 
     @functools.cached_property
     def _numbering(self) -> tuple[Strides, type[np.signedinteger]]:
-        """Vectors from block to block, slot to slot, head to head; and what their numbers fit in."""
+        """The strides of vectors between blocks, slots and heads, and the integer type of their numbers."""
         (keys, strides), (_, value_strides) = self._matrices
         if strides != value_strides:  # as in a contiguous cache; see _moved
             strides = self.block_size * self.kv_heads, self.kv_heads, 1
@@ -76,16 +76,16 @@ class Cache:
         return strides, np.int64 if count > 1 << 31 else np.int32
 
     def at_once(self, kv_heads: int) -> int:
-        """Tokens of so many KV heads that a gather may hold."""
+        """Return how many tokens of `kv_heads` KV heads a gather may hold."""
         return max(1, GATHER_BYTES // (kv_heads * self._vector_bytes))
 
     def pieces(
         self, table: np.ndarray, begin: int, end: int, views: bool = False, few: bool = False
     ) -> Iterator[Piece]:
-        """The present tokens of [begin, end), as many at once as a gather may hold.
+        """Yield the present tokens of [begin, end) in pieces, each as large as a gather may be.
 
-        `views`: all are one piece where that is no copy. `few`: few queries attend to each, so that half of a gather is
-        faster: it stays in a larger cache.
+        With `views`, all tokens are one piece if that needs no copy. `few` means that few queries attend to each token.
+        Then half of a gather's size is faster, because it stays in a larger cache.
         """
         if end <= begin:
             return
@@ -108,7 +108,7 @@ class Cache:
             yield Piece(keys[skip:stop], values[skip:stop], live + first, skip, size)
 
     def read(self, blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[tokens, num_kv_heads, head_dim]` of blocks; views where the blocks are adjacent."""
+        """Return keys and values `[tokens, num_kv_heads, head_dim]` of blocks, as views if the blocks are adjacent."""
         if _adjacent(blocks):
             whole = slice(int(blocks[0]), int(blocks[0]) + len(blocks))
             keys, values = self._key[whole].flatten(0, 1), self._value[whole].flatten(0, 1)
@@ -124,20 +124,20 @@ class Cache:
         return keys, keys[..., : self.width] if self._is_latent else self._as_read(values, self._v_scale)
 
     def _as_read(self, rows: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        """Of rows `[..., heads, head_dim]`, or `[entries, n, head_dim]` with their entries' scales."""
+        """Return rows in the cache's dtype, scaled. They are `[..., heads, head_dim]`, or `[entries, n, head_dim]`."""
         if scale is not None:
             rows = rows.to(torch.float32).mul_(scale.to(torch.float32)[..., None])
         return rows if rows.dtype == self.dtype else rows.to(self.dtype)
 
     def of_blocks(self, blocks: np.ndarray, heads: np.ndarray) -> np.ndarray:
-        """Numbers `[n, block_size]` of the vectors in blocks, each of one KV head."""
+        """Return the numbers `[n, block_size]` of the vectors in blocks, each block for one KV head."""
         (block, slot, head), wide = self._numbering
         first = blocks.astype(wide, copy=False) * wide(block)
         first += (heads * head).astype(wide, copy=False)
         return np.asarray(first[:, None] + np.arange(self.block_size, dtype=wide) * wide(slot))
 
     def gather(self, vectors: np.ndarray, heads: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[entries, n, head_dim]` of vectors `[entries, n]`, each entry's of one KV head."""
+        """Return keys and values `[entries, n, head_dim]` of vectors `[entries, n]`, each entry's of one KV head."""
         index, ((keys, key_strides), (values, value_strides)) = torch.from_numpy(vectors.reshape(-1)), self._matrices
         if self._is_latent:
             rows = _take(keys, index).view(*vectors.shape, -1)
@@ -155,7 +155,7 @@ class Cache:
         return self._as_read(keys, k_scale), self._as_read(values, v_scale)
 
     def _moved(self, vectors: torch.Tensor, strides: Strides) -> torch.Tensor:
-        """Where vectors, numbered as in a contiguous cache, lie in a matrix of these strides."""
+        """Return the rows in a matrix with these strides of vectors that are numbered as in a contiguous cache."""
         block, slot, head = strides
         slots, heads = vectors.long() // self.kv_heads, vectors % self.kv_heads
         return slots // self.block_size * block + slots % self.block_size * slot + heads * head
@@ -163,7 +163,7 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """Attended ranges, each `[entries]`: from begin to end, and what is below sink_end; None for 0."""
+    """The attended ranges of entries: from begin to end, and all below sink_end. None means 0 for all entries."""
 
     end: np.ndarray
     begin: np.ndarray | None = None
@@ -171,7 +171,7 @@ class Ranges:
 
     @classmethod
     def of(cls, positions: np.ndarray, lens: np.ndarray, mask: Mask) -> Ranges:
-        """Of single queries at positions of sequences that are `lens` long."""
+        """Return the ranges of single queries at `positions` in sequences with `lens` tokens."""
         if not mask.BOUNDED:
             return cls(np.minimum(lens, positions + 1) if mask.CAUSAL else lens)
         each = [mask.attended_range(p, p, n) for p, n in zip(positions.tolist(), lens.tolist(), strict=True)]
@@ -180,11 +180,11 @@ class Ranges:
 
     @property
     def count(self) -> np.ndarray:
-        """Keys in range, absent ones included."""
+        """The number of keys in range, absent keys included."""
         return self.end if self.begin is None or self.sink_end is None else self.sink_end + self.end - self.begin
 
     def repeat(self, kv_heads: int) -> Ranges:
-        """The same for every KV head."""
+        """Return the same ranges for each KV head."""
         if self.begin is None or self.sink_end is None:
             return Ranges(self.end.repeat(kv_heads))
         return Ranges(*(bound.repeat(kv_heads) for bound in (self.end, self.begin, self.sink_end)))
@@ -192,10 +192,10 @@ class Ranges:
     def vectors(
         self, cache: Cache, heads: np.ndarray, logical: np.ndarray, numbers: np.ndarray, is_inside: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Vectors of the keys in range, and how many each entry has; the entries' KV heads are `heads` `[entries]`.
+        """Return the vectors of the keys in range, and how many each entry has. `heads` `[entries]` are their KV heads.
 
-        `logical` blocks ascend, `[entries, n]`, or `[n]` the same for all; `numbers` `[entries, n]` are theirs, -1 for
-        an absent one. `is_inside`: all that are present have a key in range.
+        `logical` are ascending blocks, `[entries, n]`, or `[n]` if all entries have the same. `numbers` `[entries, n]`
+        are their block numbers, -1 for an absent block. With `is_inside`, every present block has a key in range.
         """
         size, live = cache.block_size, numbers >= 0
         if not is_inside:
@@ -215,7 +215,7 @@ class Ranges:
 
 
 def _as_matrix(cache: torch.Tensor) -> tuple[torch.Tensor, Strides]:
-    """A cache as a matrix of vectors, and how many lie from block to block, slot to slot and head to head."""
+    """Return a cache as a matrix of vectors, and the strides in vectors between blocks, slots and heads."""
     if cache.is_contiguous():
         _, size, heads, width = cache.shape
         return cache.view(-1, width), (size * heads, heads, 1)
@@ -228,14 +228,14 @@ def _as_matrix(cache: torch.Tensor) -> tuple[torch.Tensor, Strides]:
 
 
 def _take(matrix: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Rows of a matrix, each as a sum of one: that kernel fetches ahead, in two thirds of index_select's time."""
+    """Return rows of a matrix. Each is computed as a sum of one row, in two thirds of the time of index_select."""
     if matrix.dtype in _SUMMED and matrix.is_contiguous():
         return torch.embedding_bag(matrix, index, torch.arange(len(index), dtype=index.dtype))[0]
     return matrix.index_select(0, index)
 
 
 def _adjacent(blocks: np.ndarray) -> bool:
-    """Whether the blocks are present and follow each other in memory."""
+    """Return whether the blocks are present and adjacent in memory."""
     return (
         len(blocks) > 0
         and int(blocks[0]) >= 0

@@ -1,6 +1,6 @@
-"""Queries over keys: PyTorch's flash kernel for CPUs, scores with masks or modifiers, and keys where they lie.
+"""Attention with PyTorch's flash kernel for CPUs, with masks or score modifiers, and over keys without a copy.
 
-The flash kernel takes neither modifiers nor trees, and of keys that lie scattered it takes a copy.
+The flash kernel supports neither modifiers nor trees, and needs a copy of scattered keys.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .cpu_cache import Cache, Piece
 
 # 64 MB of float32 scores per slice.
 MAX_SCORES = 1 << 24
-# Keys that the queries of an entry take turns over, so that they stay in a processor's own cache.
+# Keys that all queries of an entry read before the next keys, so that they stay in a processor's own cache.
 _TURN_KEYS = 256
 _lock = threading.Lock()
 Part = tuple[torch.Tensor, torch.Tensor]
@@ -35,15 +35,15 @@ def flash_kernel(
     scale: float,
     mask: torch.Tensor | None = None,
 ) -> Part:
-    """PyTorch's flash kernel for CPUs, which takes keys and values of one width: the narrower ones are padded."""
-    if scale <= 0:  # which it takes for a positive one
+    """Run PyTorch's flash kernel for CPUs. It takes keys and values of one width, so the narrower ones are padded."""
+    if scale <= 0:  # the kernel treats it as positive
         query, scale = query * (-1.0 if scale else 0.0), -scale or 1.0
     width = values.shape[-1]
     more = width - keys.shape[-1]
     if more > 0:
         query, keys = (torch.nn.functional.pad(tensor, (0, more)) for tensor in (query, keys))
     elif more < 0:
-        # Values that are the first columns of keys go in whole.
+        # If values are the first columns of keys, the whole keys are passed as values.
         is_begin = values.data_ptr() == keys.data_ptr() and values.stride() == keys.stride()
         values = keys if is_begin else torch.nn.functional.pad(values, (0, -more))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -53,12 +53,12 @@ def flash_kernel(
 
 
 def flash(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, causal: bool) -> Part:
-    """`[tokens, heads, dim]` over `[keys, kv_heads, dim]`, and the lse `[tokens, heads]`."""
+    """Attend with queries `[tokens, heads, dim]` over `[keys, kv_heads, dim]`; the lse is `[tokens, heads]`."""
     tokens, heads, dim = query.shape
     kv_heads = keys.shape[1]
     q = query.transpose(0, 1)
     if not causal:
-        # The queries of a group as those of one KV head: each key is read once per group.
+        # The queries of a group are passed as queries of one KV head, so each key is read once for the group.
         q = q.reshape(kv_heads, heads // kv_heads * tokens, dim)
     out, lse = flash_kernel(q[None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None], causal, scale)
     return out.reshape(heads, tokens, -1).transpose(0, 1), lse.reshape(heads, tokens).transpose(0, 1)
@@ -67,13 +67,13 @@ def flash(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: 
 def full_parts(
     query: torch.Tensor, cache: Cache, table: np.ndarray, begin: int, end: int, scale: float
 ) -> Iterator[Part]:
-    """All present keys of [begin, end) without a mask."""
+    """Yield the results over all present keys of [begin, end), without a mask."""
     pieces = cache.pieces(table, begin, end, views=True, few=len(query) <= 8)
     return (flash(query, piece.keys, piece.values, scale, False) for piece in pieces)
 
 
 def merge_parts(parts: Iterable[Part], query: torch.Tensor, width: int) -> Part:
-    """Parts over disjoint keys as one of `width` features, perhaps in the first's memory; 0 and -inf without one."""
+    """Merge parts over disjoint keys into one of `width` features, maybe in the first's memory; 0, -inf without one."""
     merged: Part | None = None
     for other, other_lse in parts:
         if merged is None:
@@ -91,7 +91,7 @@ def merge_parts(parts: Iterable[Part], query: torch.Tensor, width: int) -> Part:
 
 
 def cat_parts(parts: list[Part]) -> Part:
-    """Parts over the keys of other queries each, behind each other."""
+    """Concatenate parts of different queries."""
     return (
         parts[0]
         if len(parts) == 1
@@ -102,9 +102,9 @@ def cat_parts(parts: list[Part]) -> Part:
 def attend_masked(
     query: torch.Tensor, cache: Cache, table: np.ndarray, end: int, positions: np.ndarray, call: AttentionArgs
 ) -> Part:
-    """Queries of a sequence over its present keys before `end`, in one pass, with the predicate as a mask.
+    """Attend with queries of a sequence over its present keys before `end`, with the predicate as a mask.
 
-    Where nothing but causality bounds them, the last queries attend to all of a piece and need none.
+    If only causality restricts them, the last queries attend to all of a piece and need no mask for it.
     """
     sink_end, begin, end = call.mask.attended_range(int(positions.min()), int(positions.max()), end)
     out = query.new_zeros((*query.shape[:2], cache.width), dtype=torch.float32)
@@ -137,7 +137,7 @@ def attend_tree(
     bits: np.ndarray,
     call: AttentionArgs,
 ) -> Part:
-    """Queries of one sequence that attend to its own tokens, which are at `own_positions`, as `bits` say."""
+    """Attend with a sequence's queries. `bits` decide which of its own tokens, at `own_positions`, each attends to."""
     own_begin = seq_len - len(own_positions)
     sees_all = not call.causal or int(positions.min()) >= own_begin - 1
     if call.terms.PLAIN and not call.mask.BOUNDED and sees_all:
@@ -161,7 +161,7 @@ def _live_part(
     call: AttentionArgs,
     key_positions: np.ndarray | None = None,
 ) -> Part:
-    """Queries over those keys of a piece that one of them attends to, `live` saying which; the others may be NaN."""
+    """Attend over the keys of a piece that at least one query attends to, as `live` says. Other keys may be NaN."""
     t, keys, values = piece.positions if key_positions is None else key_positions, piece.keys, piece.values
     some = live.any(axis=0)
     if not some.all():
@@ -192,17 +192,17 @@ def attend_in_place(
     lengths: np.ndarray,
     scale: float,
 ) -> Part:
-    """Queries `[entries, queries, head_dim]` over vectors, at least one an entry, of keys and values in float32.
+    """Attend with queries `[entries, queries, head_dim]` over float32 vectors, of which each entry has at least one.
 
-    A product of matrices at the places of a sparse one, its rows queries and its columns keys, gives scores; a weighted
-    sum of rows, made for bags of embeddings, gives results.
+    A sampled matrix product of queries (rows) and keys (columns) gives the scores at the places of a sparse matrix. A
+    weighted sum of rows, PyTorch's embedding bag, gives the results.
     """
     (entries, many, width), cuts = query.shape, None
     is_even = int(lengths.min()) * entries == len(vectors)
     if len(vectors) > _TURN_KEYS and int(lengths.max()) > _TURN_KEYS:
         cuts = -(-lengths // _TURN_KEYS)
         nth, parts, each = spread(np.zeros_like(cuts), cuts), cuts.repeat(cuts), lengths.repeat(cuts)
-        # As even as can be.
+        # The parts are as even as possible.
         lengths = (nth + 1) * each // parts - nth * each // parts
         is_even = int(lengths.min()) * len(lengths) == len(vectors)
         query = query.repeat_interleave(torch.from_numpy(cuts), 0)
@@ -234,20 +234,20 @@ def attend_in_place(
     weights = np.exp(lse - most.repeat(cuts, 0))
     whole = np.add.reduceat(weights, first)
     weights /= whole.repeat(cuts, 0)
-    # Two steps, so that an entry of one part has the bits that it has where no entry is cut.
+    # There are two steps, so that an entry of one part has the same bits as without parts.
     out.div_(torch.from_numpy(total)[..., None]).mul_(torch.from_numpy(weights)[..., None])
     entry = torch.from_numpy(np.arange(entries).repeat(cuts))
     return out.new_zeros((entries, *out.shape[1:])).index_add_(0, entry, out), torch.from_numpy(most + np.log(whole))
 
 
 def spread(begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """begin, begin + 1, ... of each, so many."""
+    """Return begin, begin + 1, ... for each range, `sizes` numbers each."""
     ends = sizes.cumsum()
     return np.asarray(np.arange(sizes.sum()) + (begins - ends + sizes).repeat(sizes))
 
 
 def _in_turns(vectors: np.ndarray, sizes: np.ndarray, many: int, is_even: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The vectors of each part once for each of so many queries, and where those of each query end, after a 0."""
+    """Return the vectors of each part, repeated for each of `many` queries, and the ends of each query's, after a 0."""
     if is_even:
         size = len(vectors) // len(sizes)
         ends = np.arange(0, len(vectors) * many + 1, size, dtype=vectors.dtype)
@@ -260,7 +260,7 @@ def _in_turns(vectors: np.ndarray, sizes: np.ndarray, many: int, is_even: bool) 
 
 @functools.cache
 def _silence() -> None:
-    """Has torch say that its sparse tensors may change, once, where no one reads it."""
+    """Make torch give its warning about sparse tensors once, where it is ignored."""
     with _lock, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ends = torch.zeros(2, dtype=torch.int32)

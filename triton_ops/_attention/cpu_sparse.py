@@ -1,8 +1,8 @@
-"""Queries whose keys lie scattered over the cache, without modifiers of scores: decodes, tables of heads, lists.
+"""Attention over keys that are scattered in the cache, without score modifiers: decodes, tables of heads, lists.
 
-A batch is made of entries: the heads of a group at one token or at several of a chunk, with the vectors of keys of one
-KV head that all of these attend to. Few queries read float32 where it lies, since a copy costs as much as to compute
-with it; others gather the keys of entries of like length together.
+A batch consists of entries. An entry is the heads of a group at one or several tokens of a chunk, and the vectors of
+one KV head that all of these attend to. An entry with few queries reads float32 keys without a copy, since a copy takes
+as long as the arithmetic. Otherwise, the keys of entries with similar lengths are gathered together.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from .arguments import AttentionArgs
 from .cpu_cache import Cache, Ranges
 from .cpu_masked import Part, attend_in_place, cat_parts, flash_kernel, merge_parts, spread
 
-# Queries of an entry up to which a key that is read for each of them costs less than a copy.
+# Up to this number of queries in an entry, reading a key for each of them takes less time than a copy.
 _FEW_QUERIES = 8
-# Scores at once.
+# Scores that are computed at once.
 _MAX_SCORES = 1 << 18
-# The part of a gather's budget for few queries, which do little with a key: with their values keys are to stay in a
-# processor's own cache of 1 MB. Twice as many take a tenth longer than where they lie (1,664 keys of 512 bytes, EPYC).
+# The part of a gather's budget for few queries, so that keys and values stay in a processor's own cache of 1 MB. Twice
+# as many take a tenth longer than keys without a copy (1,664 keys of 512 bytes, EPYC).
 _SMALL_GATHER = 8
-# Padding keys that cost less than a call of their own, as a part of the budget.
+# Padding keys that take less time than a separate call, as a part of the budget.
 _PADDING = 16
 
 
 class Run(NamedTuple):
-    """Queries of a sequence that follow each other and have the same blocks to attend to."""
+    """Adjacent queries of a sequence that attend to the same blocks."""
 
     sequence: int
     first: int  # row
@@ -40,17 +40,17 @@ class Run(NamedTuple):
 
     @property
     def rows(self) -> slice:
-        """Of query."""
+        """The run's rows of query."""
         return slice(self.first, self.first + self.length)
 
     def positions(self, call: AttentionArgs) -> np.ndarray:
-        """Of its queries."""
+        """Return the positions of the run's queries."""
         if call.query_positions is None:
             return np.arange(self.position, self.position + self.length)
         return call.query_positions[self.rows].numpy().astype(np.int64)
 
     def chunks(self, call: AttentionArgs) -> list[list[int]]:
-        """Queries at consecutive positions: where they begin in the run, the first's position, how many."""
+        """Return parts with consecutive positions: begin in the run, first position, number of queries."""
         if call.query_positions is None:
             return [[0, self.position, self.length]]
         chunks: list[list[int]] = contiguous_runs(self.positions(call)).tolist()
@@ -58,7 +58,7 @@ class Run(NamedTuple):
 
 
 def ranges_of(call: AttentionArgs, runs: list[Run]) -> Ranges:
-    """What runs of one query attend to."""
+    """Return the ranges that runs of one query attend to."""
     lens = call.seq_lens.numpy()
     is_step = call.query_blocks is None and len(runs) == len(lens)  # one of each sequence, in order
     if not is_step:
@@ -73,7 +73,7 @@ def ranges_of(call: AttentionArgs, runs: list[Run]) -> Ranges:
 
 
 def attend_decodes(call: AttentionArgs, cache: Cache, runs: list[Run]) -> Part:
-    """Results `[n, num_heads, ...]` of runs of one query, without score modifiers or trees."""
+    """Return results `[n, num_heads, ...]` of runs of one query, without score modifiers or trees."""
     query, tables, lists = call.query, call.block_tables.numpy(), call.query_blocks
     if len(runs) < len(query):
         tokens = torch.tensor([run.first for run in runs])
@@ -94,7 +94,7 @@ def attend_decodes(call: AttentionArgs, cache: Cache, runs: list[Run]) -> Part:
         blocks, sequence = lists.numpy(), np.array([run.sequence for run in runs])[:, None, None]
         of_heads = tables.reshape(len(tables), call.table_heads, -1)
         numbers = of_heads[sequence, np.arange(call.table_heads)[:, None], blocks]
-        # Lists name blocks of their sequence alone.
+        # Lists have only blocks of their sequence.
         is_inside = ranges.begin is None and bool((ranges.end == call.seq_lens.numpy()[sequence[:, 0, 0]]).all())
         logical, numbers = blocks.reshape(entries, -1), np.where(blocks < 0, -1, numbers)
     of_entries = _heads(count, kv_heads)
@@ -109,10 +109,10 @@ def attend_decodes(call: AttentionArgs, cache: Cache, runs: list[Run]) -> Part:
 def attend_heads(
     query: torch.Tensor, cache: Cache, blocks: np.ndarray, seq_len: int, position: int, call: AttentionArgs
 ) -> Part | None:
-    """Queries at position, position + 1, ... of one sequence, attending to all before them, without modifiers.
+    """Attend with queries at position, position + 1, ... of one sequence to all keys before them, without modifiers.
 
-    `blocks` `[num_kv_heads, n]` are those of each KV head, -1 for an absent one. None where some of the queries' own
-    tokens are absent, not all: it takes a mask to tell which.
+    `blocks` `[num_kv_heads, n]` are each KV head's, -1 for an absent block. Return None if some, but not all, of the
+    queries' own tokens are absent, because that needs a mask.
     """
     count, size, heads = len(query), cache.block_size, np.arange(cache.kv_heads)
     begin, own = position % size, blocks[:, position // size : (position + count - 1) // size + 1]
@@ -140,17 +140,17 @@ def attend_heads(
 
 @functools.lru_cache(64)
 def _heads(num_seqs: int, kv_heads: int) -> np.ndarray:
-    """KV heads of entries; for reading."""
+    """Return the KV heads of entries; callers must not write to them."""
     return np.arange(num_seqs * kv_heads) % kv_heads
 
 
 def attend_entries(
     query: torch.Tensor, cache: Cache, heads: np.ndarray, vectors: np.ndarray, lengths: np.ndarray, scale: float
 ) -> Part:
-    """Queries `[entries, queries, head_dim]` over the vectors of their entries, `lengths` `[entries]` of each in a row.
+    """Attend with queries `[entries, queries, head_dim]` over their entries' vectors, of which each has `lengths`.
 
-    The result has the queries' shape with the values' width, its log-sum-exp `[entries, queries]`; 0 and -inf without
-    a vector. `heads` `[entries]` are KV heads.
+    The result has the queries' shape with the values' width. Its log-sum-exp is `[entries, queries]`. Without vectors
+    they are 0 and -inf. `heads` `[entries]` are the KV heads.
     """
     entries, many, _ = query.shape
     longest, budget = int(lengths.max(initial=0)), cache.at_once(1)
@@ -201,7 +201,7 @@ def attend_entries(
 
 
 def _cut(lengths: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Parts of at most so many vectors, the longest first: entry, begin, length, whether each is its entry's first."""
+    """Split entries into parts of at most `most` vectors, longest first: entry, begin, length, whether it is first."""
     entry = np.flatnonzero(lengths)
     cuts = -(-lengths[entry] // most)
     nth, entry = spread(np.zeros_like(cuts), cuts), entry.repeat(cuts)
@@ -219,7 +219,7 @@ def _gathered(
     scale: float,
     bias: torch.Tensor | None = None,
 ) -> Part:
-    """Queries over vectors `[entries, n]`, gathered at once."""
+    """Attend over vectors `[entries, n]`, which are gathered at once."""
     keys, values = cache.gather(vectors, heads)
     out, lse = flash_kernel(query[:, None], keys[:, None], values[:, None], False, scale, bias)
     return out[:, 0], lse[:, 0]

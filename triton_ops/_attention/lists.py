@@ -1,4 +1,4 @@
-"""Attention of queries that have lists of blocks of their own: no plan, since the lists are of one layer.
+"""Attention of queries with their own lists of blocks. There is no plan, because each layer has its own lists.
 
 `_list_blocks_kernel` unites the lists of a few neighbouring queries, with a bit for each query that has the block in
 its list. `_list_attention_kernel` walks over the union, so that a block that several queries chose is read once.
@@ -31,7 +31,7 @@ _MAX_SPLITS = 16
 
 @dataclass(frozen=True, slots=True)
 class ListLaunch:
-    """The kernels of a call: the union of lists, attention, and the sum of splits where there are any."""
+    """The kernels of a call, which unite lists, attend, and sum splits if there are any."""
 
     unite: Launch
     attend: Launch
@@ -74,7 +74,7 @@ def build_lists(call: AttentionArgs) -> ListLaunch:
     num_seqs, max_blocks = call.seq_lens.shape[0], call.block_tables.shape[-1]
     top_k, group = lists.shape[2], num_heads // kv_heads
     longest = num_tokens if call.max_query_len is None else min(num_tokens, call.max_query_len)
-    # One query at a time where its bits may not depend on those beside it.
+    # Each query has its own union if its bits must not depend on its neighbours.
     queries = 1 if call.batch_invariant else max(1, min(longest, _MAX_QUERIES, 16 // group))
     quantized, itemsize = call.key_cache.dtype != query.dtype, query.element_size()
     if call.is_latent:
@@ -86,7 +86,7 @@ def build_lists(call: AttentionArgs) -> ListLaunch:
     query_tiles, row_tiles = num_tokens // queries + num_seqs, -(-queries * group // tiles.block_m) * tiles.parts
     idle = 4 * arch.num_processors // (query_tiles * kv_heads * row_tiles)
     splits = 1 if call.batch_invariant else max(1, min(idle, max_union * call.block_size // 256, _MAX_SPLITS))
-    # Programs share no cache line.
+    # No two programs share a cache line.
     stride_marks = -(-max_blocks // 32) * 32
     sizes = (num_seqs, top_k, max_blocks, max_union, stride_marks)
     unite = Launch(
@@ -98,9 +98,9 @@ def build_lists(call: AttentionArgs) -> ListLaunch:
     )
     width = min(tiles.block_n, next_power_of_2(call.block_size))
     own = {"QUERIES": queries, "WIDTH": width}
-    # Words of a tree's mask take registers that two warps do not have.
+    # Words of a tree's mask need more registers than two warps have.
     num_warps = tiles.num_warps if call.tree_mask is None else max(4, tiles.num_warps)
-    # Left alone, ptxas stops at 128 for sm_80 and at 168 for sm_90, for one more program, and spills.
+    # Without a limit, ptxas uses 128 registers for sm_80 and 168 for sm_90, to fit one more program, and spills.
     cap = 168 if convert_codes else 192 if quantized and head_dim <= 128 else 0
     if quantized and num_warps == 2:
         cap = tiles.max_registers

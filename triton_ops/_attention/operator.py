@@ -20,8 +20,8 @@ P = ParamSpec("P")
 Result = tuple[torch.Tensor, torch.Tensor]
 Build = Callable[[AttentionArgs], Callable[[AttentionArgs], Any]]
 
-_LSE = """and lse `[num_tokens, num_heads]` float32: the natural logarithm of the softmax's denominator, sinks included;
-    -inf for a row with nothing to attend to."""
+_LSE = """and lse `[num_tokens, num_heads]` float32. lse is the natural logarithm of the
+    softmax's denominator, sinks included, and -inf for a row that attends to no key."""
 
 
 def attention_operator(
@@ -64,7 +64,7 @@ def _register(fake: Callable[P, Any], build: Build, with_lse: bool, **options: A
 def _doc_with_lse(function: Callable[..., object]) -> str:
     name, sections = function.__name__, doc_sections(function.__doc__)
     sections[""] = f"`{name}`, and the log-sum-exp of each row's scores for `merge_attention`."
-    sections["Returns"] = f"    out as `{name}` gives it, {_LSE}"
+    sections["Returns"] = f"    out, as `{name}` returns it, {_LSE}"
     sections["Examples"] = re.sub(rf"\bout = pc\.{name}\(", f"out, lse = pc.{name}_with_lse(", sections["Examples"])
     return joined_sections(sections)
 

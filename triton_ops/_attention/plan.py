@@ -102,7 +102,7 @@ def _build_launches(
     from ..kernels.plan import _plan_items_kernel, _plan_tiles_kernel
 
     mask = dict(zip(Mask._fields[-len(mask_flags) :], mask_flags, strict=True))
-    # A tile begins at most so far behind the beginning of a block.
+    # A tile begins at most this far after the start of a block.
     offset = block_size - math.gcd(block_size, TILE_KEYS)
     sub = next_power_of_2((offset + TILE_KEYS - 1) // block_size + 1)
     tiles = {

@@ -1,4 +1,4 @@
-"""The plan in numpy: on CPU tensors, and for debug mode to compare with."""
+"""The plan computed in numpy, for CPU tensors, and for comparisons in debug mode."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def plan_cpu(
     options: PlanOptions,
     target_items: int,
 ) -> torch.Tensor:
-    """The plan that the kernels build, in numpy; elements they leave unwritten are 0."""
+    """Return the plan that the kernels build, computed in numpy; elements that they do not write are 0."""
     shape = PlanShape.of(block_tables, block_size)
     plan = np.zeros(shape.size, dtype=np.int32)
     lens = seq_lens.cpu().numpy()
@@ -68,7 +68,7 @@ def plan_cpu(
 
 
 def check_plan(call: AttentionArgs, options: PlanOptions) -> None:
-    """Refuses a plan that was made for another call; reads values, so on a device it synchronizes."""
+    """Raise ValueError if the plan was made for another call. This reads values, so on a device it synchronizes."""
     block_size = call.key_cache.shape[1]
     shape = PlanShape.of(call.block_tables, block_size)
     if call.plan is None or shape.num_rows == 0:

@@ -24,26 +24,27 @@ BLOCKS, SLOTS = 1, 2
 _INDEX = {BLOCKS: ("block_ids", "[n]"), SLOTS: ("slot_mapping", "[num_tokens]")}
 
 RUN_BYTES = 1 << 20
-"""Mean bytes of a contiguous run from which on the copy engine serves: a copy takes some 10 us to issue, in which a
-bus of 50 GB/s moves half of this. Arithmetic, not a sweep."""
+"""Mean bytes of a contiguous run from which on the copy engine is used. A copy takes about 10 us to issue, in which a
+bus of 50 GB/s moves half of this. The number is calculated, not measured.
+"""
 
 
 def new_rows(cache: torch.Tensor, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """An empty result on `device`; pinned host memory when it is a device that will write it."""
+    """Return an empty result on `device`; if that is the host and a device writes it, it is pinned."""
     if device.type == "cpu" and cache.is_cuda:
         return torch.empty(tuple(shape), dtype=cache.dtype, pin_memory=True)
     return cpu.empty(shape, cache.dtype, device)
 
 
 def result_device(cache: torch.Tensor, index: torch.Tensor, device: torch.device | None) -> torch.device:
-    """Where gathered rows go: as asked, else to the index's accelerator, else to the cache's device."""
+    """Return the device of gathered rows: the given one, else the index's accelerator, else the cache's device."""
     if device is not None:
         return device
     return index.device if index.is_cuda else cache.device
 
 
 def contiguous_runs(index: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-    """Runs of an index, `[num_runs, 3]`: position, first number, length; first is -1 for a run of negative numbers."""
+    """Return the runs of an index, `[num_runs, 3]`: position, first number (-1 for negative ones), length."""
     import numpy as np  # which moving rows by kernel does without
 
     values = np.asarray(index, np.int64)
@@ -57,7 +58,7 @@ def contiguous_runs(index: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
 
 
 def _flat(tensor: torch.Tensor, leading: int) -> torch.Tensor | None:
-    """The tensor with one leading dimension, or None where its slots are not evenly spaced."""
+    """Return the tensor with one leading dimension, or None if its slots are not evenly spaced."""
     address = address_of(tensor, leading)
     if address.block_size > 1:
         return None
@@ -66,7 +67,7 @@ def _flat(tensor: torch.Tensor, leading: int) -> torch.Tensor | None:
 
 
 def copy_runs(packed: torch.Tensor, cache: torch.Tensor, runs: npt.NDArray[np.int64], to_cache: bool) -> None:
-    """Copies `contiguous_runs` of packed rows to or from a cache, without waiting; packed rows of holes become 0."""
+    """Copy `contiguous_runs` of packed rows to or from a cache, without synchronizing; rows of holes become 0."""
     for begin, first, length in runs.tolist():
         here = packed[begin : begin + length]
         if first < 0:
@@ -86,7 +87,7 @@ def _move_on_device(
     index: torch.Tensor,
     to_cache: bool,
 ) -> None:
-    """Move rows by kernel; pageable memory, and a host's index with runs of RUN_BYTES in the mean, by copy engine."""
+    """Move rows by a kernel, or by the copy engine for pageable memory and for a host's index with long runs."""
     device = next((t.device for t in (*packed, *caches, index) if t.is_cuda), None)
     if device is not None and not index.is_cuda:
         hosted = [t for t in (*packed, *caches) if not t.is_cuda]
@@ -174,7 +175,7 @@ def scatter_cpu(
 ) -> None:
     """Scatter rows into caches in host memory; arguments as for `move_rows`."""
     pairs = list(zip(sources, caches, strict=False))
-    # All pairs are checked before the first is written: a refused call changes nothing.
+    # All pairs are checked before the first is written, so a call that raises changes nothing.
     agree = len(sources) == len(caches) and _agree(caches)
     if not agree or (len(pairs) > 1 and not all(cpu.fits(*pair, leading, index) for pair in pairs)):
         move_rows(op, leading, caches, index, sources)
