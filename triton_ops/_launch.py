@@ -1,8 +1,8 @@
 """A launch of a kernel without triton's work for each launch, and named tuples as kernel arguments.
 
-At a launch Triton inspects every argument. For the 63 arguments of an attention kernel this takes 36 us, where
-launching the compiled kernel takes 6 us (both on a CPU, with a driver that does nothing). A caller that launches the
-same kernel for every layer of every step knows that only addresses have changed. It keeps a `Launch` in a
+At a launch Triton inspects every argument. For the 63 arguments of an attention kernel this takes 36 us, and the launch
+of the compiled kernel takes 6 us. Both were measured on a CPU, with a driver that does nothing. A caller that launches
+the same kernel for every layer of every step knows that only addresses have changed. It keeps a `Launch` in a
 `LaunchCache`.
 """
 

@@ -1,1 +1,4 @@
-"""Others' tests over this package, unchanged but for device and import: `python -m judges` with tests/ on the path."""
+"""Other projects' tests run over this package; only device and import change.
+
+`python -m judges`, with tests/ on the path.
+"""

@@ -1,9 +1,9 @@
-"""Fetches others' sources, runs their tests over ours, and says what passes, what is left out and why.
+"""Fetch other projects' sources, run their tests over ours, and print what passes, what is omitted, and why.
 
-    PYTHONPATH=src:tests python -m judges [JUDGE ...] [--quick] [--seed N] [--write]
+PYTHONPATH=src:tests python -m judges [JUDGE ...] [--quick] [--seed N] [--write]
 
-A sample is that of a seed, the day's by default: `make judges SEED=20261125` runs it again. Sources are fetched into
-.peers/judges, as package indexes serve them, and stay there.
+A seed decides the sample; the default is the date. `make judges SEED=20261125` repeats a sample. Sources are fetched
+from package indexes into .peers/judges and stay there.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ ROWS = tables.RESULTS / "cpu" / "judges.csv"
 FIELDS = ("judge", "package", "outcome", "reason", "cases", "seed", "date")
 QUICK = {"cases": 8, "seconds": 75.0, "pairs": 1 << 14}
 WHOLE = {"seconds": 900.0, "pairs": 1 << 17}
-"""Seconds bound a judge on a slow machine; cases, which the seed alone decides, are meant to end before."""
+"""The most seconds of a judge, for slow machines. Cases, which only the seed decides, should end before."""
 FETCH_SECONDS = 300
 
 
 def fetch(judge: Judge) -> Path:
-    """Where a judge's sources are; fetched, unless they are there.
+    """Return the folder of a judge's sources; fetch them if they are absent.
 
-    pip unpacks them before it asks how they are built, which needs what no test does. An interpreter without setuptools
-    ends that question at once, and `--no-clean` leaves what was unpacked.
+    pip unpacks sources before it asks how they are built, which no test needs. An interpreter without setuptools fails
+    at that question at once, and `--no-clean` keeps the unpacked files.
     """
     target = SOURCES / judge.package.replace("==", "-")
     if judge.folder is not None:
@@ -78,7 +78,7 @@ def fetch(judge: Judge) -> Path:
 
 
 def _pytest(name: str, sample: dict[str, Any], files: list[str], plugins: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Lines as `judges.plugin` writes them; none if the tests did not run."""
+    """Return the lines that `judges.plugin` writes, none if the tests did not run."""
     judge, source = JUDGES[name], fetch(JUDGES[name])
     python = sys.executable if judge.environment is None else str(ROOT / judge.environment / "bin" / "python")
     if not Path(python).exists():
@@ -101,7 +101,7 @@ def _pytest(name: str, sample: dict[str, Any], files: list[str], plugins: tuple[
 
 
 def run(name: str, sample: dict[str, Any]) -> list[dict[str, Any]]:
-    """Runs a judge's tests; a case that fails without ours as well is left out."""
+    """Run a judge's tests. A case that fails without our code too is omitted."""
     judge = JUDGES[name]
     files = [str(path) for file in judge.files for path in sorted(fetch(judge).glob(file))]
     files += [] if judge.ours is None else [str(HERE / judge.ours)]
@@ -118,13 +118,13 @@ def run(name: str, sample: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def write(rows: list[dict[str, Any]]) -> None:
-    """Puts a judge's rows in the place of its earlier ones."""
+    """Replace a judge's earlier rows by these."""
     known = [row for row in tables.replaced(ROWS, rows, ("judge",)) if row["judge"] in JUDGES]
     tables.write_rows(ROWS, sorted(known, key=lambda row: list(JUDGES).index(str(row["judge"]))), FIELDS)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs judges; 1 if a case fails."""
+    """Run judges; return 1 if a case fails."""
     parser = argparse.ArgumentParser(prog="judges", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("judge", nargs="*", help=f"of {', '.join(JUDGES)}; all by default")
     parser.add_argument("--quick", action="store_true", help="a few small cases of each test, some minutes in all")
@@ -150,7 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"   {count:7} {outcome}{reason and ': '}{reason}")
             about = {"package": JUDGES[name].package, "seed": options.seed, "date": datetime.date.today().isoformat()}
             table.append({"judge": name, "outcome": outcome, "reason": reason, "cases": count} | about)
-        if options.write:  # each as it ends, so that an interrupted run keeps what it has
+        if options.write:  # after each judge, so that an interrupted run keeps its results
             write([row for row in table if row["judge"] == name])
     for line in failed:
         print(f"FAILED {line}")

@@ -1,7 +1,7 @@
-"""A pytest plugin: FlashAttention's own tests over `pc.flash_attn`, forward only.
+"""A pytest plugin that runs FlashAttention's own tests over `pc.flash_attn`, forward only.
 
-What they import becomes ours under its names; the rest of the package `flash_attn` is its own. Gradients are zeros, of
-functions and of references alike: what tests assert of them says nothing, what they assert of results counts.
+The tests import our functions under FlashAttention's names; the rest of its package is its own. Gradients are zeros,
+for functions and for references. So the tests' checks of gradients mean nothing, and their checks of results count.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: t
 
 
 def apply_rotary_emb(x: Any, cos: Any, sin: Any, interleaved: bool = False, seqlen_offsets: Any = 0) -> Any:
-    """The package's own is a kernel for GPUs: x `[batch, seqlen, heads, head_dim]`, in float32."""
+    """Rotate x `[batch, seqlen, heads, head_dim]` in float32. The package's own function is a kernel for GPUs."""
     offsets = torch.as_tensor(seqlen_offsets).reshape(-1, 1)
     return _rotated(x, cos, sin, (offsets + torch.arange(x.shape[1])).expand(x.shape[0], -1), interleaved)
 
@@ -66,7 +66,7 @@ def _zeros(outputs: Any, inputs: Any, *_: Any, **__: Any) -> tuple[torch.Tensor,
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Puts ours in the place of what the tests import."""
+    """Replace what the tests import by ours."""
     ours = {name: getattr(flash_attn, name) for name in flash_attn.__all__}
     packed = {
         "flash_attn_kvpacked_func": _kvpacked,

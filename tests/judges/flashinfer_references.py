@@ -1,6 +1,6 @@
-"""FlashInfer's references in PyTorch beside our operators, over batches drawn by the sample's seed.
+"""FlashInfer's references in PyTorch compared with our operators, for batches drawn by the sample's seed.
 
-They import without its compiled parts once a bare module of the package's name stands before its folder.
+They can be imported without its compiled parts if an empty module of the package's name is put before its folder.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ drawn = pytest.mark.parametrize("draw", range(12))
 
 
 class Batch(NamedTuple):
-    """A batch over a paged cache in float32, as FlashInfer's calls and as ours take it; pages are full where asked."""
+    """A batch with a paged cache in float32, as FlashInfer's calls and ours take it; pages are full if asked."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -93,7 +93,7 @@ def _ours(batch: Batch, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _equal(ours: Any, theirs: Any, rounded: bool = False) -> None:
-    """Within float32's rounding of sums; the result within bfloat16's where they round it."""
+    """Check that results are equal within float32's rounding of sums, or bfloat16's if FlashInfer rounds to it."""
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         a = a.reshape(b.shape)
         tolerance = 2.0**-8 if rounded and i == 0 else 2e-5
@@ -183,7 +183,7 @@ def test_single_prefill(causal: bool, draw: int) -> None:
 
 
 def _joined(b: Batch, layout: str) -> torch.Tensor:
-    """One tensor of both, its pages with heads or tokens first."""
+    """Return one tensor of keys and values, its pages with heads or tokens first."""
     joined = torch.stack((b.k, b.v), 1)
     return joined.transpose(2, 3).contiguous() if layout == "HND" else joined
 
@@ -194,7 +194,7 @@ def test_trtllm_batch_decode(layout: str, draw: int) -> None:
     b = _batch(full=False, queries=_number(1, 3))
     rows, options = (b.tables, b.lens, int(b.lens.max())), {"kv_layout": layout, "bmm1_scale": b.scale}
     cache = _joined(b, layout)
-    k, v = cache.transpose(2, 3).unbind(1) if layout == "HND" else cache.unbind(1)  # read where they are
+    k, v = cache.transpose(2, 3).unbind(1) if layout == "HND" else cache.unbind(1)  # views, not copies
     ours = _ours(b._replace(k=k, v=v), causal=False)[0]
     _equal((ours,), (attention._trtllm_batch_decode_reference(b.q, cache, None, *rows, **options),))
 
@@ -213,7 +213,7 @@ def test_trtllm_batch_decode_block_sparse(draw: int) -> None:
     heads, size, columns = b.k.shape[2], b.k.shape[1], b.tables.shape[1]
     counts = torch.randint(1, columns + 1, (heads, len(b.lens)))
     packed = torch.randint(0, b.k.shape[0], (heads, len(b.lens), columns)).int()
-    # Theirs has the chosen pages in front, ours holes: at the end, so that the last token is that of the sequence.
+    # FlashInfer has the chosen pages first; ours has holes, and the last token must be the sequence's.
     holes = torch.stack([torch.stack([row.roll(columns - int(n)) for row, n in zip(*each, strict=True)])
                          for each in zip(packed, counts, strict=True)])  # fmt: skip
     holes[torch.arange(columns) < columns - counts[..., None]] = -1
@@ -284,7 +284,7 @@ def test_cudnn_batch_prefill(causal: bool, draw: int) -> None:
 
 
 def _whole_cache(decode: bool = False) -> tuple[Batch, tuple[torch.Tensor, torch.Tensor]]:
-    """A sequence that has all pages, in order."""
+    """Return a sequence that has all pages, in order."""
     b = _batch(decode)
     count = b.k.shape[0]
     tables, lens = torch.arange(count, dtype=torch.int32)[None], _i32([count * b.k.shape[1]])

@@ -1,6 +1,6 @@
-"""Objects of NVIDIA's kvpress as presses: logits are those of its own decoding. `make kvpress` installs and runs it.
+"""Objects of NVIDIA's kvpress as presses: logits equal those of kvpress' decoding. `make kvpress` installs and runs it.
 
-Beside presses chosen here, all that its tests hold to run: each of their matrix, alone and in each wrapper.
+Beside some chosen presses, these are all presses that kvpress' tests run: each of their matrix, alone and wrapped.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ BY_HEAD = ("adakv", "adakv expected", "critical adakv", "dms", "kvzip")
 
 
 class Tokenizer:
-    """What KVzip asks of one."""
+    """The part of a tokenizer that KVzip uses."""
 
     chat_template = None
 
@@ -71,13 +71,13 @@ def attributes(model: Any) -> list[list[str]]:
 
 @torch.no_grad()
 def of_kvpress(model: Any, press: Any, answer: torch.Tensor) -> torch.Tensor:
-    """Logits behind the question and behind each token of an answer, by its own decoding."""
+    """Return kvpress' logits after the question and after each token of an answer."""
     cache = transformers.DynamicCache()
     with press(model):
         model.model(input_ids=CONTEXT, **{CACHE: cache}, cache_position=torch.arange(CONTEXT.shape[1]))
     turned, logits = isinstance(press, kvpress.KeyRerotationPress), []
     begin = cache.get_seq_length() if turned else CONTEXT.shape[1]
-    # Token by token: a mask is made for the first layer alone, and layers of PyramidKV differ in length.
+    # Tokens are fed singly: a mask is made for the first layer only, and PyramidKV's layers differ in length.
     for at, token in enumerate([*QUESTION[0], *answer[:-1]], begin):
         place = torch.tensor([[at]])
         logits.append(model(input_ids=token.view(1, 1), **{CACHE: cache}, position_ids=place).logits[:, -1])
@@ -85,7 +85,7 @@ def of_kvpress(model: Any, press: Any, answer: torch.Tensor) -> torch.Tensor:
 
 
 def compare(make: Callable[[Any], Any], family: Family, by_head: bool | None = None) -> None:
-    """Logits of a document that a press compressed, with those of the press' own decoding."""
+    """Compare the logits of a document that a press compressed with those of the press' own decoding."""
     model = family.build()
     with enable_prefix_caching(model, num_blocks=64) as handle:
         before = attributes(model)
@@ -128,7 +128,7 @@ UNCOMPOSED = (kvpress.KVzipPress, kvpress.FastKVzipPress, kvpress.KVComposePress
 
 
 def takes(wrapper: str, press: type) -> bool:
-    """What wraps what, as in `test_presses_run` of its tests."""
+    """Return whether a wrapper takes a press, as in `test_presses_run` of kvpress' tests."""
     return wrapper == "alone" or (
         not issubclass(press, UNCOMPOSED) if wrapper == "composed" else issubclass(press, kvpress.ScorerPress)
     )

@@ -1,7 +1,7 @@
-"""A pytest plugin: leaves cases out by reason, runs a sample of the others, and writes what became of each.
+"""A pytest plugin that omits cases by reason, runs a sample of the others, and writes their outcomes.
 
-Of every test function `cases` run, by a seed, functions in turn until `seconds` are over; what skips itself does not
-count. A line of the report is a case, or how many of a function were left out for a reason.
+Of every test function `cases` cases run. A seed orders them, and functions take turns until `seconds` are over. Skipped
+cases do not count. A line of the report is a case, or the number of a function's cases that were omitted for a reason.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ NOT_DRAWN = "not in the sample"
 NO_TIME = "no time left"
 NOT_OURS = "makes nothing of ours"
 _MANY = 1000
-"""Cases of a function from which on they are drawn before pytest makes each, which takes minutes for 300,000."""
+"""From this number of cases on, a sample is drawn before pytest makes each, which takes minutes for 300,000."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the sample that JUDGE, JSON in the environment, asks for."""
+    """Register the sample in the environment variable JUDGE, which is JSON."""
     config.pluginmanager.register(Sample(**json.loads(os.environ["JUDGE"])), "sample")
 
 
@@ -45,11 +45,11 @@ class Sample:
         self.end = math.inf
 
     def _made(self) -> int | None:
-        """How many objects of ours were made so far, where that is counted."""
+        """Return how many of our objects were made so far, None if they are not counted."""
         return None if self.counter is None else sum(self.counter.made.values())
 
     def _reason(self, test: str, params: dict[str, Any]) -> str | None:
-        """Why a case is left out."""
+        """Return why a case is omitted, or None."""
         for rule in self.rules:
             if test.startswith(rule.tests) and rule.when(params):
                 return rule.reason
@@ -59,7 +59,7 @@ class Sample:
         return None
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        """Draws from many cases, in place of pytest's making all."""
+        """Draw from many cases, so that pytest does not make all."""
         marks = [mark for mark in metafunc.definition.own_markers if mark.name == "parametrize"]
         names = [[n.strip() for n in m.args[0].split(",")] if isinstance(m.args[0], str) else m.args[0] for m in marks]
         values = [list(mark.args[1]) for mark in marks]
@@ -84,10 +84,10 @@ class Sample:
         metafunc.parametrize(flat, drawn, ids=ids)
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """Leaves out by rule, shuffles by the seed, and takes functions in turn."""
+        """Omit cases by rule, shuffle by the seed, and let functions take turns."""
         groups: dict[str, list[Any]] = collections.defaultdict(list)
         for item in items:
-            if item.name.endswith("[NOTSET]"):  # of a function of which no case is left
+            if item.name.endswith("[NOTSET]"):  # the function has no case left
                 continue
             item.judged = f"{item.path.name}::{item.originalname}"
             reason = self._reason(item.originalname, getattr(getattr(item, "callspec", None), "params", {}))
@@ -101,7 +101,7 @@ class Sample:
         self.end = time.monotonic() + self.seconds
 
     def pytest_runtest_protocol(self, item: Any) -> bool | None:
-        """Passes by what is beyond the sample."""
+        """Skip cases beyond the sample."""
         drawn, in_time = self.ran[item.judged] < self.cases, time.monotonic() < self.end
         if drawn and in_time:
             item.made = self._made()
@@ -111,7 +111,7 @@ class Sample:
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
-        """Notes what became of a case."""
+        """Record a case's outcome."""
         report = (yield).get_result()
         if report.when != "call" and report.outcome == "passed":
             return
@@ -129,7 +129,7 @@ class Sample:
         self.rows.append(row | {"reason": reason, "seconds": round(call.duration, 2)})
 
     def pytest_sessionfinish(self) -> None:
-        """Writes the report."""
+        """Write the report."""
         left = [
             {"test": test, "outcome": "left out", "reason": reason, "count": count}
             for (test, reason), count in sorted(self.left.items())

@@ -1,4 +1,4 @@
-"""The judges: where their tests are, which of them, and what is left out for which reason."""
+"""The judges: where their tests are, which tests run, and which cases are omitted for which reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pytest plugin: vLLM's tests of its unified attention over `pc.flash_attn`."""
+"""A pytest plugin that runs vLLM's tests of its unified attention over `pc.flash_attn`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Tile sizes and launch options, by architecture, head_dim, dtype and regime.
 
 Constants in `tuned.py`, which a sweep on a device chose, take precedence over the rules here. The rules were chosen
-without a GPU, from registers, shared memory and spills of compiled kernels (`make kernels` writes the table) and from
-published sweeps of other projects. For example, BLOCK_M 128 with 8 warps reaches wgmma without a spill, and 4 warps
-spill. A decode tile of 16 rows leaves room for four programs per SM.
+without a GPU. They are based on registers, shared memory and spills of compiled kernels (`make kernels` writes the
+table) and on published sweeps of other projects. For example, BLOCK_M 128 with 8 warps reaches wgmma without a spill,
+and 4 warps spill. A decode tile of 16 rows leaves room for four programs per SM.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Attention over keys that are scattered in the cache, without score modifiers: decodes, tables of heads, lists.
 
-A batch consists of entries. An entry is the heads of a group at one or several tokens of a chunk, and the vectors of
-one KV head that all of these attend to. An entry with few queries reads float32 keys without a copy, since a copy takes
-as long as the arithmetic. Otherwise, the keys of entries with similar lengths are gathered together.
+A batch consists of entries. An entry is the heads of a group at one or several tokens of a chunk. All of them attend to
+the same vectors of one KV head. An entry with few queries reads float32 keys without a copy, since a copy takes as long
+as the arithmetic. Otherwise, the keys of entries with similar lengths are gathered together.
 """
 
 from __future__ import annotations

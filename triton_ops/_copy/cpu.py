@@ -94,9 +94,9 @@ def _as_matrices(
 def quick_gather(cache: torch.Tensor, leading: int, index: torch.Tensor) -> torch.Tensor | None:
     """Gather with few calls, if the cache is contiguous and the result small; return None otherwise.
 
-    The work before the copy counts, because a model has run between two calls and evicted the code and objects of the
-    last call from the processor's caches. `index_select` checks the range of an index. If it refuses the index, the
-    general path computes the result or raises an error with names.
+    The work before the copy matters. Between two calls a model runs, which evicts the last call's code and objects from
+    the processor's caches. `index_select` checks the range of an index. If it refuses the index, the general path
+    computes the result or raises an error with names.
     """
     try:
         if cache.requires_grad or not cache.is_contiguous() or cache.dim() < 2 or index.dim() != 1:

@@ -1,8 +1,8 @@
 """Attention of FlashAttention's functions: masks, biases and scales as operators take them, and the calls themselves.
 
 A window (left, right) around position p holds the keys p - left to p + right. A side of -1 is unbounded, and so is a
-side wider than the sequence. Operators have one window, so where the two sides differ their queries stand `right`
-positions further: t <= p + right and t > p + right - window.
+side wider than the sequence. Operators have one window. If the two sides differ, their queries are passed with
+positions increased by `right`: t <= p + right and t > p + right - window.
 """
 
 from __future__ import annotations

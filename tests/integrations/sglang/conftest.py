@@ -1,4 +1,4 @@
-"""Fixtures of the tests that need SGLang; `make sglang` runs them, elsewhere they are skipped."""
+"""Fixtures of the tests that need SGLang, which `make sglang` runs. Without SGLang they are skipped."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _nan_filled_empty():
-    """SGLang relies on what its `torch.empty` buffers hold in places that it then masks: not the case under test."""
+    """Override the NaN fill: SGLang masks the content of its `torch.empty` buffers, but relies on it being finite."""
 
 
 @pytest.fixture
 def one_rank(monkeypatch):
-    """What backends ask of SGLang's process-wide settings, without an engine."""
+    """Set SGLang's process-wide settings that backends read, without an engine."""
     parallel = SimpleNamespace(attn_tp_size=1, attn_dcp_size=1, attn_cp_size=1)
     execution = SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=False))
     monkeypatch.setattr("pc.integrations.sglang.attention.get_parallel", lambda: parallel)

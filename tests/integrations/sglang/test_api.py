@@ -1,4 +1,4 @@
-"""Every private name of SGLang that is declared: without it, or with other parameters, SGLang's own code serves."""
+"""Every declared private name of SGLang: if it is absent or has other parameters, SGLang's own code serves."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_body_that_changed_turns_off_eviction(monkeypatch):
 
 
 class Registry:
-    """What SGLang's options were told."""
+    """A double of SGLang's options, which records its calls."""
 
     def __init__(self, monkeypatch):
         monkeypatch.setattr(features, "_enabled", set())
@@ -107,7 +107,7 @@ class Registry:
 
 
 def test_sglangs_own_backend_serves_in_place_of_ours(monkeypatch, caplog, one_rank):
-    """A real class of SGLang's loses a method: the name `pc` stays, torch_native computes, the log names the method."""
+    """If a class of SGLang lacks a method, `pc` remains a valid name, torch_native computes, and the log says why."""
     pytest.importorskip("sglang", reason="sglang is not installed: make sglang")
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend

@@ -17,7 +17,7 @@ TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
 
 def run(scene, backend, batch, tolerance=TOLERANCE, sinks=None, softcap=0.0, masks=None):
-    """All layers of a step against the oracle."""
+    """Compare all layers of a step with the reference."""
     for number, layer in enumerate(scene.layers):
         query, key, value = scene.new(number)
         options = {} if sinks is None else {"sinks": sinks}
@@ -28,7 +28,7 @@ def run(scene, backend, batch, tolerance=TOLERANCE, sinks=None, softcap=0.0, mas
 
 
 def steps(scene, backend, **options):
-    """A prompt, a chunk of another behind it, a mixed step, and decoding."""
+    """Run a prompt, a chunk of another prompt, a mixed step, and decodes."""
     for mode, tokens in (
         ("EXTEND", {1: 37, 2: 5}),
         ("EXTEND", {2: 40, 3: 1}),
@@ -51,13 +51,13 @@ def test_extend_mixed_and_decode(one_rank, page_size):
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("window_pool", [False, True], ids=["common", "pool of windows"])
 def test_windows(one_rank, page_size, window_pool):
-    """Layers with a window beside full ones; SGLang may keep the former in a pool of their own."""
+    """Layers with a window beside full layers; SGLang may have a separate pool for windows."""
     scene = Scene(page_size, windows=(0, 24, 24), window_pool=window_pool)
     steps(scene, PagedAttnBackend(scene.runner()))
 
 
 def test_blocks_that_have_left_the_window(one_rank):
-    """SGLang frees them in the windowed layers' pool and translates their slots to its padding."""
+    """SGLang frees these in the pool for windows, and maps their slots to its padding."""
     scene = Scene(4, windows=(0, 8), window_pool=True)
     backend = PagedAttnBackend(scene.runner())
     batch = scene.batch("EXTEND", {1: 50})
@@ -86,7 +86,7 @@ def test_softcap_sinks_and_another_value_width(one_rank):
 
 @pytest.mark.parametrize("scale", [None, 0.5])
 def test_float8_caches(one_rank, scale):
-    """What SGLang rounds is read back with the layer's scales."""
+    """Values that SGLang rounded are read with the layer's scales."""
     scene = Scene(cache_dtype=torch.float8_e4m3fn)
     for layer in scene.layers:
         layer.k_scale = layer.v_scale = None if scale is None else torch.tensor(scale)
@@ -98,7 +98,7 @@ def test_float8_caches(one_rank, scale):
 
 
 def test_new_keys_are_not_changed(one_rank):
-    """SGLang divides keys by their scale in place: the caller's stay."""
+    """SGLang divides keys by their scale in place; the caller's keys must not change."""
     scene = Scene(cache_dtype=torch.float8_e4m3fn)
     scene.layers[0].k_scale = scene.layers[0].v_scale = torch.tensor(0.5)
     backend, batch = PagedAttnBackend(scene.runner()), scene.batch("EXTEND", {1: 8})
@@ -110,7 +110,7 @@ def test_new_keys_are_not_changed(one_rank):
 
 
 def tree(num_seqs, drafts, seed=0):
-    """`[num_seqs, drafts, drafts]`: each draft sees its ancestors and itself."""
+    """Return `[num_seqs, drafts, drafts]`, where each draft sees itself and its ancestors."""
     generator = torch.Generator().manual_seed(seed)
     masks = torch.zeros(num_seqs, drafts, drafts, dtype=torch.bool)
     for masked in masks:
@@ -123,7 +123,7 @@ def tree(num_seqs, drafts, seed=0):
 
 
 def verify_input(masks, seq_lens, of_all_keys):
-    """SGLang's input of a verification, its mask as its tree builder lays it out."""
+    """Return SGLang's input of a verification, with the mask in its tree builder's layout."""
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
     from sglang.srt.speculative.eagle_info import EagleVerifyInput
 
@@ -175,7 +175,7 @@ def test_a_chain_of_drafts_needs_no_mask(one_rank):
 
 
 def graph_batch(scene, batch, num_seqs):
-    """The batch as SGLang's graph runner hands it over: in memory of its own, padded to a captured size."""
+    """Return the batch as SGLang's graph runner passes it: in its own memory, padded to a captured size."""
     per_seq = batch.out_cache_loc.shape[0] // batch.batch_size
     more = num_seqs - batch.batch_size
     batch.req_pool_indices = torch.cat([batch.req_pool_indices, torch.zeros(more, dtype=torch.int64)])
@@ -195,7 +195,7 @@ def addresses(step):
 
 @pytest.mark.parametrize("window_pool", [False, True])
 def test_decoding_in_graphs(one_rank, window_pool):
-    """Metadata are brought up to date where a captured graph reads them, by operations that a graph records."""
+    """Metadata are updated in the memory that a captured graph reads, by operations that a graph can record."""
     scene = Scene(windows=(0, 24), window_pool=window_pool)
     backend = PagedAttnBackend(scene.runner())
     backend.init_cuda_graph_state(4, 4)
@@ -217,7 +217,7 @@ def test_decoding_in_graphs(one_rank, window_pool):
 
 
 def sync_is_an_error():
-    """Tensors may not be read by the host."""
+    """Raise if the host reads a tensor."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class NoReading(TorchDispatchMode):
@@ -229,7 +229,7 @@ def sync_is_an_error():
 
 
 def test_verification_in_graphs(one_rank):
-    """The tree builder writes into the backend's buffer, or leaves a mask of its own that is copied there."""
+    """The tree builder writes into the backend's buffer, or returns its own mask, which is copied there."""
     scene = Scene(windows=(0, 24))
     backend = PagedAttnBackend(scene.runner())
     drafts, size = 5, 3
@@ -261,7 +261,7 @@ def test_verification_in_graphs(one_rank):
 
 
 def test_masks_that_come_after_the_step_was_prepared(one_rank):
-    """SGLang prepares a verification beside the drafting, and then has the masks put right."""
+    """SGLang prepares a verification while it drafts, and corrects the masks afterwards."""
     scene = Scene()
     backend = PagedAttnBackend(scene.runner())
     prompts(scene, backend, {1: 37, 2: 20})

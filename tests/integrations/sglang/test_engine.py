@@ -1,4 +1,4 @@
-"""SGLang's own engine, scheduler and pools with our attention and eviction: the tokens of its own."""
+"""SGLang's engine, scheduler and pools with our attention and eviction give the same tokens as with SGLang's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(model, tmp_path_factory):
-    """Answers of the engine with its own parts, with ours, and what ours were counted to do."""
+    """Return the engine's answers with its own parts, with ours, and counts of our code's calls."""
     folder = tmp_path_factory.mktemp("answers")
     own, _ = sglang_engine.answers(model, folder, ours=False)
     ours, counts = sglang_engine.answers(model, folder, ours=True)
@@ -44,7 +44,7 @@ def test_answers_are_those_of_torch_native(found, case):
 
 
 def test_cases_are_what_they_say(found):
-    """Prefixes hit, chunks and mixed steps, retraction, eviction, and all of it in our forward."""
+    """The cases include prefix hits, chunks, mixed steps, retractions and evictions, all in our forward."""
     _, ours, counts = found
     assert [each[0][1] for each in ours["prefix_hits"]] == [0, 48, 32]
     assert ours["chunks"][1][0][1] == 288
@@ -75,7 +75,7 @@ def test_without_names_that_ours_build_on_sglangs_own_code_answers(model, found,
 
 
 def test_a_model_with_windows(tmp_path):
-    """Gemma-3: windowed layers beside full ones, whose keys SGLang keeps in a pool of their own."""
+    """Gemma-3 has windowed layers beside full ones, whose keys SGLang keeps in separate pools."""
     gemma = save_model("gemma3", tmp_path)
     only = {"radix_eviction_policy": "lru", "cases": ["prefix_hits", "chunks", "together", "evicted"]}
     own, _ = sglang_engine.answers(gemma, tmp_path, ours=False, **only)
@@ -86,7 +86,7 @@ def test_a_model_with_windows(tmp_path):
 
 
 def test_kernels_in_the_interpreter(model, found, tmp_path, monkeypatch):
-    """Our Triton kernels in the engine, in triton's interpreter."""
+    """Our Triton kernels run in the engine, in Triton's interpreter."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     ours, counts = sglang_engine.answers(model, tmp_path, ours=True, cases=["prefix_hits"])
     assert ours["prefix_hits"] == found[0]["prefix_hits"]
@@ -94,7 +94,7 @@ def test_kernels_in_the_interpreter(model, found, tmp_path, monkeypatch):
 
 
 def test_a_trained_model(tmp_path):
-    """SmolLM2, whose text makes sense: the tokens of torch_native."""
+    """SmolLM2, which writes meaningful text, gives the tokens of torch_native."""
     from pc.demo import NoTrainedModelError, trained_model_folder
 
     try:
@@ -115,7 +115,7 @@ def free_port():
 
 
 def test_streaming_through_the_server(model, found, tmp_path):
-    """`sglang serve` with the plugin chosen by its own options; the server says what is active."""
+    """`sglang serve` runs with the plugin chosen by SGLang's options, and logs what is active."""
     port, log = free_port(), tmp_path / "server.log"
     options = {name: value for name, value in sglang_engine.OPTIONS.items() if name != "max_total_tokens"}
     options |= {"model_path": model, "attention_backend": "pc", "radix_eviction_policy": "pc_default"}

@@ -1,4 +1,4 @@
-"""Our policies behind SGLang's radix cache and its allocator, through the calls of its scheduler, without a model."""
+"""Our policies with SGLang's radix cache and allocator, called like SGLang's scheduler does, without a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pc.integrations.hints import retention_hints
 from pc.integrations.sglang import enable
 
 POOL = 128
-"""Pages: four requests fit, and little beside them."""
+"""Pages: room for four requests, and for few other pages."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,14 +64,14 @@ def test_everything_can_be_evicted_and_the_tree_begins_anew():
 
 @pytest.mark.parametrize("policy", ["lru", "default", "priority"])
 def test_hits_are_those_of_a_replay(policy):
-    """One request at a time; within what SGLang's last token, whose page is its own, changes."""
+    """With single requests, hits are those of a replay, except for SGLang's last tokens, which have their own pages."""
     trace = conversations(3, 300)
     found = last(sglang_radix.passing(trace, (f"pc_{policy}", "pc"), 148, 1, 1, 1))
     assert found.hit_rate == pytest.approx(replay(trace, policy, 148).hit_rate, rel=0.02)
 
 
 def test_half_of_a_leaf_is_enough():
-    """Where a few pages are asked for, the end of a long prompt goes and its front stays."""
+    """If few pages are requested, the end of a long prompt is evicted and its beginning stays."""
     traffic = Traffic("pc_lru", "pc", 32, 0, at_once=1)
     traffic.rand = SimpleNamespace(random=lambda: 0.5, randrange=lambda n: 0, randint=lambda a, b: 1)
     traffic.step(list(range(20)))
@@ -89,7 +89,7 @@ def test_half_of_a_leaf_is_enough():
 
 
 def context(policy, **changes):
-    """What SGLang makes a radix cache of."""
+    """Return the context from which SGLang makes a radix cache."""
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
     made = sglang_radix.make_cache("lru", "python", POOL, 4, 1 << 12)
@@ -103,7 +103,7 @@ def context(policy, **changes):
 
 @pytest.fixture
 def make(monkeypatch):
-    """SGLang's choice of a radix cache with ours before it; and what was left to SGLang."""
+    """Return SGLang's choice of a radix cache with ours before it, and the calls that were left to SGLang."""
     from sglang.srt.mem_cache import registry
 
     from pc.integrations.sglang.eviction import make_cache
@@ -117,7 +117,7 @@ def make(monkeypatch):
 
 
 def test_pc_lru_evicts_as_sglangs_lru(make):
-    """The same object that SGLang makes for its own, and so the same evictions, here seen on a trace."""
+    """pc_lru makes the same object as SGLang's lru, so it makes the same evictions; here they are compared."""
     ours, own = (make(context(policy)) for policy in ("pc_lru", "lru"))
     assert type(ours) is type(own)
     assert type(ours.tree_core) is type(own.tree_core)
@@ -159,7 +159,7 @@ def test_what_is_not_served_is_refused(make):
 
 
 def test_hints_of_callers_reach_the_policy():
-    """SGLang carries the same envelope as vLLM; pages with a priority outlive younger ones."""
+    """SGLang passes the same envelope as vLLM. Pages with a priority outlive younger ones."""
     page = sglang_radix.PAGE
     for hinted in (False, True):
         traffic = Traffic("pc_priority", "pc", 32, 0, at_once=1)

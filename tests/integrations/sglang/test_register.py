@@ -1,4 +1,4 @@
-"""The plugin's entry point: what it is asked for, once, and SGLang's own code for what cannot be served."""
+"""The plugin's entry point: it registers what is asked for once, and leaves the rest to SGLang's own code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pc.integrations.sglang import api, features
 
 @pytest.fixture
 def registered(monkeypatch):
-    """What is registered and said, in order; nothing reaches SGLang."""
+    """Return what is registered and logged, in order; nothing reaches SGLang."""
     done = []
     monkeypatch.setattr(features, "_enabled", set())
     monkeypatch.setattr(features, "announce", done.append)
@@ -108,7 +108,7 @@ def test_the_installed_version_is_served(feature):
 
 
 def test_names_are_known_to_sglangs_options():
-    """In a process of its own: what is registered stays."""
+    """The test runs in its own process, because registrations are permanent."""
     pytest.importorskip("sglang", reason="sglang is not installed: make sglang")
     code = (
         "from pc.integrations.sglang import enable; enable('attention', 'eviction'); "

@@ -1,4 +1,4 @@
-"""Fixtures of the tests that need vLLM; `make vllm` runs them, elsewhere they are skipped."""
+"""Fixtures of the tests that need vLLM, which `make vllm` runs. Without vLLM they are skipped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if find_spec("vllm") is not None:
 
 @pytest.fixture(autouse=True)
 def _nan_filled_empty():
-    """vLLM relies on what its `torch.empty` buffers hold in places that it then masks: not the case under test."""
+    """Override the NaN fill: vLLM masks the content of its `torch.empty` buffers, but relies on it being finite."""
 
 
 @pytest.fixture(scope="session")
@@ -44,13 +44,13 @@ def model_with_tokenizer(model_path, tmp_path_factory):
 
 @pytest.fixture
 def logged(monkeypatch):
-    """Has our logger's messages of a level and above gathered in the list it gives, whatever level vLLM has set."""
+    """Return a function that collects our logger's messages from a level on, whatever level vLLM has set."""
 
     def gather(level):
         said, handler, logger = [], logging.Handler(level), logging.getLogger(LOGGER)
         handler.emit = lambda record: said.append(record.getMessage())
         monkeypatch.setattr(logger, "level", level)
-        monkeypatch.setattr(logger, "_cache", {})  # levels that were asked for before
+        monkeypatch.setattr(logger, "_cache", {})  # cached levels
         monkeypatch.setattr(logger, "handlers", [*logger.handlers, handler])
         return said
 
@@ -59,5 +59,5 @@ def logged(monkeypatch):
 
 @pytest.fixture
 def warnings(logged):
-    """What our logger warns of."""
+    """The warnings of our logger."""
     return logged(logging.WARNING)

@@ -1,4 +1,4 @@
-"""The benchmark of agents' traffic through vLLM's server: what it compares, without a server."""
+"""The benchmark of agents' traffic with vLLM's server: what it compares, tested without a server."""
 
 from __future__ import annotations
 

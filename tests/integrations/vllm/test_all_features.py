@@ -1,4 +1,4 @@
-"""All features at once in vLLM's engine, through what servers meet: the tokens are those of vLLM without them."""
+"""All features at once in vLLM's engine, with a server's kinds of requests: the tokens are vLLM's own."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from pc.triton_ops._triton import INTERPRET
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(INTERPRET, reason="kernels in the interpreter: test_interpreter.py")]
 
 TIGHT = 12
-"""Blocks, so that requests are preempted and prompts evicted."""
+"""So few blocks that requests are preempted and prompts evicted."""
 
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory):
-    """An adapter of its attention's queries and values, large enough to change what is said."""
+    """A LoRA adapter of attention queries and values, large enough to change the answers."""
     folder = tmp_path_factory.mktemp("adapter")
     rank, width = 8, SIZES["hidden_size"]
     described = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none", "task_type": "CAUSAL_LM"}
@@ -41,7 +41,7 @@ def adapter(tmp_path_factory):
 
 @pytest.fixture
 def features():
-    """Switches all of them on or off, for the engines that follow."""
+    """Return a function that switches all features on or off for later engines."""
 
     def use(ours):
         for each in (vllm_engine.use_attention, vllm_engine.use_eviction, vllm_engine.use_hidden_states):
@@ -58,7 +58,7 @@ def prompts():
 
 
 def ask(llm, batch, lora=None, **params):
-    """Tokens of all samples, which must all have asked for hidden states, too."""
+    """Return the tokens of all samples; all requests also ask for hidden states."""
     from vllm import SamplingParams
 
     from pc.integrations.vllm.hidden_states import ASKED
@@ -71,7 +71,7 @@ def ask(llm, batch, lora=None, **params):
 
 
 def ask_and_leave(llm, batch):
-    """Some of the requests are given up while they wait, while they are computed and while they answer."""
+    """Abort some requests while they wait, while they are computed and while they answer."""
     from vllm import SamplingParams
 
     from pc.integrations.vllm.hidden_states import ASKED
@@ -94,7 +94,7 @@ def ask_and_leave(llm, batch):
 
 
 def run(model, adapter, ours):
-    """What is said with everything on, or with vLLM alone; the rows of hidden states; what was counted."""
+    """Return the answers with all features, or with vLLM alone, the rows of hidden states, and the counts."""
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -118,7 +118,7 @@ def run(model, adapter, ours):
             "choice": constrained(choice=["yes", "no"]),
             "regex": constrained(regex="[a-c]{3}-[0-9]{2}"),
         }
-        tokenizer = llm.get_tokenizer()  # the last token is the end
+        tokenizer = llm.get_tokenizer()  # the last token is the end token
         for answer in said["choice"]:
             assert tokenizer.decode(answer[0][:-1]) in ("yes", "no")
         for answer in said["regex"]:
@@ -146,7 +146,7 @@ def test_tokens_are_those_of_vllm_alone(model_with_tokenizer, adapter, features)
     assert ours["plain"] == ours["again"] == ours["behind the adapter"] == ours["after"]
     assert ours["adapter"] == ours["adapter again"] != ours["plain"]
     assert all(len({str(sample) for sample in each[0]}) > 1 for each in ours["samples"]), "samples do not differ"
-    # Five times the prompts, three samples of each, and the prompts twice under constraints.
+    # Five times the prompts, three samples of each, and the prompts twice with constraints.
     assert len(rows) == (5 + 3 + 2) * len(prompts())
     lengths = sorted(len(prompt) for prompt in prompts())
     for each in rows.values():
@@ -154,7 +154,7 @@ def test_tokens_are_those_of_vllm_alone(model_with_tokenizer, adapter, features)
 
 
 def test_samples_and_constraints_have_rows_of_the_prompt(model_with_tokenizer, features):
-    """Each of n samples is a request of its own to vLLM; all have the rows of the one prompt."""
+    """Each of n samples is a separate request in vLLM. All have the rows of the one prompt."""
     from pc.integrations.vllm.hidden_states import take_hidden_states
 
     features(True)

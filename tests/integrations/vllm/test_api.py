@@ -1,4 +1,4 @@
-"""vLLM's private names: each one that is gone or changed turns its feature off by name, and vLLM's own code serves."""
+"""If a private name of vLLM is absent or changed, its feature is off, vLLM's code serves, and the log says so."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EVICTION = [(feature, name) for feature, name in NAMES if feature.partition(".")
 
 @pytest.fixture(autouse=True)
 def log_again(monkeypatch):
-    """Have each test log what is off, whatever others have logged."""
+    """Make each test log which features are off, whatever others have logged."""
     monkeypatch.setattr(api, "_logged", set())
 
 
@@ -43,7 +43,7 @@ def is_served(feature):
 
 
 def replaced(path, found):
-    """Have whoever looks for a name of vLLM find something else: a value, or an exception that is raised."""
+    """Replace what code finds under a name of vLLM: by a value, or by an exception that is raised."""
     find, assigns = seam.find, seam._assigns
 
     def find_other(asked):
@@ -56,7 +56,7 @@ def replaced(path, found):
 
 
 def without_parameters(path, parameters):
-    """Yield what cannot stand for a function whose parameters somebody relies on, and how it differs."""
+    """Yield replacements of a function that lack a parameter that we use, each with the difference."""
     signature = inspect.signature(seam.find(path))
     there = list(signature.parameters.values())
     for name in parameters:
@@ -90,14 +90,14 @@ def test_each_changed_signature_is_said(feature):
                 assert (f"{name.path}: {how}" in api.why_not(feature)) is not (name.others and how.startswith("also"))
 
 
-# The scheduler of an engine, whose tokens hang on every block.
+# The scheduler of an engine, whose tokens depend on every block.
 
 PROMPTS = [list(range(3, 90)), [*range(3, 60), *range(500, 540)], list(range(3, 90)), list(range(200, 330))] * 2
 OPTIONS = {"num_blocks": 14, "policy": "lru", "reuse": "prefix", "more": {"pc_chunk": 32}}
 
 
 def answers(**options):
-    """Return the scheduler of an engine, what it answers to prompts that share blocks and evict, and its blocks."""
+    """Return an engine's scheduler, its answers to prompts that share blocks and evict, and its blocks."""
     engine, tables = ExactEngine(**OPTIONS | options), []
     for number, prompt in enumerate(PROMPTS):
         engine.add(f"r{number}", prompt, pc_explain=True)
@@ -140,7 +140,7 @@ def test_all_parts_are_on_where_nothing_is_wrong(warnings):
 
 
 def check_off(off, reason, warnings):
-    """Check that these features are off and all others on, that requests are served as by vLLM, and the log."""
+    """Check that these features are off and all others on, that requests get vLLM's answers, and the log."""
     if "eviction" in off:
         off = {"eviction", *PARTS}
     elif "eviction.gap" in off:
@@ -188,7 +188,7 @@ BODIES = [(feature, path) for feature, table in api.BODIES.items() for path in t
 
 
 def with_another_line(path):
-    """Change a body of vLLM by one line that does nothing. Of a class, only the source that we read changes."""
+    """Change a body of vLLM by a line that does nothing. For a class, only the source that we read changes."""
     found, source = seam.find(path), inspect.getsource
     if inspect.isclass(found):
         read = lambda code: source(code) + ("\n    changed = True\n" if code is found else "")  # noqa: E731
@@ -246,7 +246,7 @@ def test_an_attribute_that_the_engine_does_not_make(monkeypatch, feature, at, at
 
 
 def test_an_attribute_that_is_gone_from_the_object(monkeypatch, warnings):
-    """The class still says that it has the attribute; the object lost it after vLLM had made it."""
+    """The class still declares the attribute, but the object lost it after vLLM had made it."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     make = Scheduler.__init__
@@ -268,7 +268,7 @@ def test_an_attribute_that_is_gone_from_the_object(monkeypatch, warnings):
 
 @pytest.mark.parametrize("feature", list(features.FEATURES))
 def test_the_environment_names_a_feature_that_cannot_be_served(monkeypatch, feature, warnings):
-    """No exception ends the engine, nothing of vLLM is touched, and the log says why, once."""
+    """The engine runs on, nothing in vLLM is changed, and the log says why, once."""
     if feature == "omni":
         omni.use_omni()
     done = []
@@ -320,7 +320,7 @@ def test_a_part_needs_its_feature(part):
         assert f"({whole}; written for" in api.why_not(part)
 
 
-# Only one file names what is vLLM's own.
+# Only one file has vLLM's private names.
 
 
 def sources():

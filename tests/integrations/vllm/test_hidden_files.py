@@ -1,4 +1,4 @@
-"""Rows as files: whole or not there, named by what clients may send, within bytes and age, whatever the disk does."""
+"""Rows as files: complete or absent, with names that clients may send, limited by bytes and age."""
 
 from __future__ import annotations
 

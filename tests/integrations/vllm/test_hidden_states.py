@@ -1,4 +1,4 @@
-"""Hidden states of whole prompts: rows along what vLLM's scheduler says, without a model, and from its engine."""
+"""Hidden states of whole prompts: rows as vLLM's scheduler outputs say, without a model, and from its engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ASKED, GENERATED = "rows", 14
 
 
 def answered(prompt):
-    """A prompt and what the model answers."""
+    """Return a prompt and the model's answer."""
     tokens = list(prompt)
     for _ in range(GENERATED):
         tokens.append(following(tokens[-1], len(tokens) - 1))
@@ -32,7 +32,10 @@ def answered(prompt):
 
 
 def ask(steps, seed, num_requests=40):
-    """Prompts that begin as others, or as others and their answers; the tokens and the rows of those that asked."""
+    """Ask prompts that begin like others, or like others and their answers.
+
+    Return all tokens and the rows asked for.
+    """
     kept = PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ASKED)
     rng = random.Random(seed)
     roots = [[rng.randrange(1000) for _ in range(60)] for _ in range(3)]
@@ -54,7 +57,7 @@ def ask(steps, seed, num_requests=40):
 @pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
 @pytest.mark.parametrize("windows", [0, 2])
 def test_a_row_for_each_token(windows, drafts, seed):
-    """Hits, misses, chunks, preemption and rejected drafts; the full group lies between those of windows."""
+    """Hits, misses, chunks, preemption and rejected drafts; the full group is between groups of windows."""
     steps = Steps(30 + 13 * windows, windows, drafts, seed)
     prompts, found = ask(steps, seed)
     assert sorted(map(int, found)) == [n for n in range(len(prompts)) if n % 5]
@@ -67,7 +70,7 @@ def test_a_row_for_each_token(windows, drafts, seed):
 
 
 def test_rows_that_nobody_takes_are_bounded_by_bytes(warnings):
-    """Those completed first go, with one warning; of a prompt larger than the bound the rows are there."""
+    """Rows that were completed first are dropped, with one warning. A prompt larger than the limit keeps its rows."""
     steps = Steps(64, 0, False, 0)
     kept = PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ASKED, waiting_bytes=20_000)
     for n in range(30):
@@ -89,7 +92,7 @@ def test_rows_that_nobody_takes_are_bounded_by_bytes(warnings):
 
 
 def test_rows_in_a_folder_are_those_of_each_prompt(tmp_path):
-    """Hits included; a prompt of which rows are missing says so."""
+    """The rows include hits. A prompt with missing rows says so."""
     steps = Steps(64, 0, False, 0)
     folder = RowsFolder(tmp_path)
     kept = PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ASKED, folder=folder)
@@ -113,7 +116,7 @@ def test_rows_in_a_folder_are_those_of_each_prompt(tmp_path):
 
 
 def test_a_prompt_of_embeddings(tmp_path):
-    """It has no tokens and a row of each position, in a file too; it is not complete before its last chunk."""
+    """It has no tokens and a row for each position, in a file too. It is complete only after its last chunk."""
     steps = Steps(64, 0, False, 0)
     kept = PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ASKED)
     prompt = list(range(40))
@@ -138,7 +141,7 @@ def test_a_prompt_of_embeddings(tmp_path):
 
 
 def test_log_probabilities_in_a_folder(tmp_path, monkeypatch, warnings):
-    """Alone or beside the rows, behind hits too, made a piece at a time; not where no rank has all logits."""
+    """They are written alone or beside the rows, after hits too, in pieces; not if no rank has all logits."""
     monkeypatch.setattr(hidden_states, "LOGITS", 7 * 50)
     steps = Steps(64, 0, False, 0)
     weights, pieces = torch.randn(50, 1, generator=torch.Generator().manual_seed(0)), []
@@ -197,7 +200,7 @@ def feature():
 
 
 def rounds():
-    """Prompts of four roots cut anywhere, so that blocks are hit, evicted and filled again; the first ones twice."""
+    """Return prompts cut anywhere from four roots, so that blocks are hit, evicted and filled; the first ones twice."""
     generator = torch.Generator().manual_seed(1)
 
     def ints(low, high, count):
@@ -220,7 +223,7 @@ def rounds():
 
 
 def run(path, prompts, **options):
-    """Per prompt its rows, log-probabilities and tokens; what was cached; what was counted."""
+    """Return each prompt's rows, log-probabilities and tokens, the cached tokens, and the counts."""
     from vllm import SamplingParams
 
     from pc.integrations.vllm.hidden_states import ASKED, take_hidden_states, take_prompt_logprobs
@@ -245,7 +248,7 @@ def run(path, prompts, **options):
 
 @pytest.fixture(scope="module")
 def computed(model_path):
-    """By model: what comes out where nothing is cached."""
+    """By model, the results if nothing is cached."""
     kept = {}
 
     def compute(name):
@@ -270,7 +273,7 @@ def check(found, expected):
 
 @pytest.mark.parametrize(("name", "blocks"), [("llama", ROOM), ("llama", TIGHT), ("gpt_oss", 2 * ROOM)])
 def test_rows_are_those_of_a_computed_prompt(model_path, computed, feature, name, blocks):
-    """Hits, chunks, evictions, preemptions; in gpt_oss beside a group of windows."""
+    """Hits, chunks, evictions, preemptions; gpt_oss also has a group of windows."""
     expected = computed(name)
     found, cached, seen = run(model_path(name), rounds(), num_gpu_blocks_override=blocks)
     check(found, expected)
@@ -280,13 +283,13 @@ def test_rows_are_those_of_a_computed_prompt(model_path, computed, feature, name
 
 
 def test_rows_through_speculation(model_path, computed, feature):
-    """Rejected drafts leave rows behind; those of the tokens that came instead take their place."""
+    """Rejected drafts leave rows, which those of the accepted tokens replace."""
     draft = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
     expected = computed("llama")
     found, _, seen = run(model_path("llama"), rounds(), speculative_config=draft, num_gpu_blocks_override=ROOM)
     check(found, expected)
     assert seen["drafts"] > 0
-    # A prompt that goes on with the answer hits blocks whose rows were written while drafts were verified.
+    # A prompt that continues with the answer hits blocks whose rows were written during verification of drafts.
     prompt, answer = rounds()[0][0], expected[0][2]
     longer = [[*prompt, *answer, 5, 6, 7]]
     plain, _, _ = run(model_path("llama"), [longer], enable_prefix_caching=False)
@@ -304,7 +307,7 @@ def test_only_who_asks_gets_rows(model_path, feature):
 
 
 def test_blocks_that_a_connector_fills_hold_no_rows(model_path, feature):
-    """Their rows are those of prompts that had the blocks before: none is given out, and later prompts have all."""
+    """The rows there belong to earlier prompts. None of them is returned, and later prompts have all rows."""
     from vllm import SamplingParams
 
     from pc.integrations.vllm.hidden_states import ASKED, take_hidden_states
@@ -329,14 +332,14 @@ def test_blocks_that_a_connector_fills_hold_no_rows(model_path, feature):
 
 @pytest.mark.parametrize("blocks", [ROOM, TIGHT])
 def test_token_wise_pooling_with_prefix_hits(model_path, feature, blocks):
-    """A row for each token, equal to those without hits, which are read unless a request says otherwise."""
+    """There is a row for each token, equal to those without hits, which are read unless a request says otherwise."""
     from vllm import PoolingParams
 
     asked = PoolingParams(task="token_embed", use_activation=False)
 
     def pool(**options):
         found, cached = [], []
-        # What scores pairs of texts wants a tokenizer when the engine is made.
+        # Models that score pairs of texts need a tokenizer when the engine is made.
         with (
             mock.patch("vllm.renderers.base.BaseRenderer.get_tokenizer", return_value=mock.MagicMock(pad_token_id=0)),
             vllm_engine.engine(model_path("llama"), runner="pooling", convert="embed", **options) as (llm, _),
@@ -363,7 +366,7 @@ def test_token_wise_pooling_with_prefix_hits(model_path, feature, blocks):
 
 @pytest.mark.parametrize(("pools", "keeping"), [(True, [0, 1, 2, 3]), (False, [0, 2])])
 def test_every_rank_that_pools_keeps_rows(monkeypatch, pools, keeping):
-    """All tensor-parallel ranks run the pooler: one without the rows of hits fails, as vLLM's STEP pooling does."""
+    """All tensor-parallel ranks run the pooler. One without the rows of hits fails, as vLLM's STEP pooling does."""
     for name in ("PromptHiddenStates", "announce"):
         monkeypatch.setattr(hidden_states, name, mock.MagicMock())
     monkeypatch.setattr(hidden_states.Base, "compile_or_warm_up_model", lambda self: None)
@@ -428,7 +431,7 @@ def test_configurations_that_would_store_in_wrong_slots_are_refused():
 
 
 def test_poolers_that_join_chunks_their_own_way_are_refused():
-    """A hit would leave them without its rows."""
+    """A hit would leave such poolers without its rows."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.pooler.special import DispatchPooler
     from vllm.model_executor.layers.pooler.tokwise.methods import AllPool
@@ -458,7 +461,10 @@ def test_poolers_that_join_chunks_their_own_way_are_refused():
 
 
 def test_who_reads_hits_for_a_row_of_each_token():
-    """Requests to our worker that leave it open; what a request says itself, and other engines, stay as in vLLM."""
+    """Requests that do not decide read hits with our worker.
+
+    A request's own choice, and other engines, stay as in vLLM.
+    """
     from types import SimpleNamespace
 
     from vllm import PoolingParams

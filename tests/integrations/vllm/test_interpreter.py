@@ -1,4 +1,4 @@
-"""Our Triton kernels in vLLM's engine, in triton's interpreter: the tokens of vLLM's compiled backend."""
+"""Our Triton kernels in vLLM's engine, in Triton's interpreter, give the tokens of vLLM's compiled backend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not INTERPRET, reason="needs TRITON_INTERPRET=1"
 
 
 def test_kernels_in_the_interpreter(model_path):
-    """Prefill, a mixed step, decode, and prefix hits; plans are built once a step and given to the kernels."""
+    """Prefill, a mixed step, decode, and prefix hits; plans are built once a step and passed to the kernels."""
     from unittest import mock
 
     from pc.integrations.vllm.attention import PagedAttention

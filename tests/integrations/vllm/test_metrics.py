@@ -1,4 +1,4 @@
-"""Counters of the policy in vLLM's /metrics, and nothing of them in vLLM's own."""
+"""Counters of the policy in vLLM's /metrics, without a change of vLLM's own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def configuration(model="model", engine=0):
 
 @pytest.fixture
 def served(monkeypatch, tmp_path):
-    """A registry as it is served, of a process whose schedulers write into a folder."""
+    """A registry as it is served, for a process whose schedulers write into a folder."""
     monkeypatch.setenv(metrics.FOLDER, str(tmp_path))
     monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
     registry = CollectorRegistry()
@@ -88,7 +88,7 @@ def test_nothing_is_written_where_nobody_reads_it(monkeypatch, tmp_path):
 
 
 def test_several_api_processes_read_prometheus_own_files(tmp_path):
-    """vLLM sets this variable when it serves /metrics from several processes."""
+    """vLLM sets this variable if it serves /metrics from several processes."""
     code = (
         "from types import SimpleNamespace as S; from pc.integrations.vllm import metrics; metrics.export_counts(); "
         "counts = metrics.PolicyCounts(S(model_config=S(served_model_name='model'), parallel_config=S())); "
@@ -125,7 +125,7 @@ def names_in(expression):
 
 
 def test_an_engine_counts(model_path, monkeypatch):
-    """The whole way in vLLM's engine: a small cache evicts, hints are read or not."""
+    """In vLLM's engine, a small cache evicts, and hints are read or not."""
     monkeypatch.setenv("PC_VLLM_POLICY", "fifo")
     vllm_engine.use_attention(False)
     vllm_engine.use_eviction(True)
@@ -143,7 +143,7 @@ def test_an_engine_counts(model_path, monkeypatch):
 
 
 def evicted():
-    """By name, over all models."""
+    """Return the evictions by name, summed over models."""
     found = dict.fromkeys((f"pc:{name}_total" for name in metrics.COUNTERS), 0.0)
     for family in REGISTRY.collect():
         for sample in family.samples:

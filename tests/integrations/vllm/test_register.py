@@ -1,4 +1,4 @@
-"""The plugin's entry point: what it is asked for, once, and only for versions it was written for."""
+"""The plugin's entry point: it enables what is asked for once, and only for supported versions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_spaces_and_empty_names_are_passed_over(monkeypatch):
 
 
 def pretend(monkeypatch, version, **modules):
-    """A vLLM of this version, with these modules: a name with dots, and what is in it."""
+    """Pretend that this version of vLLM is installed, with these modules: dotted names, and their content."""
     fake = types.ModuleType("vllm")
     fake.__version__ = version
     monkeypatch.setitem(sys.modules, "vllm", fake)
@@ -39,7 +39,7 @@ def pretend(monkeypatch, version, **modules):
 def test_versions_out_of_range_are_refused_with_the_range(monkeypatch, version):
     pretend(monkeypatch, version)
     monkeypatch.setitem(api.NAMES, "attention", {})
-    if version in ("0.33", "0.34.0", "1.0.0"):  # a newer one is tried
+    if version in ("0.33", "0.34.0", "1.0.0"):  # newer versions are tried
         api.check_version("attention")
         return
     with pytest.raises(adapter.UnsupportedVersionError, match=r"needs 0\.32 to 0\.33"):
@@ -93,7 +93,7 @@ def test_the_installed_version_is_served(feature):
             api.check_version(feature)
         return
     api.check_version(feature)
-    if feature in adapter.FEATURES:  # a connector is named in vLLM's own options
+    if feature in adapter.FEATURES:  # vLLM's own options name a connector
         adapter.enable(*features.NEEDS.get(feature, ()), feature)
         adapter.enable(feature)
 
@@ -123,7 +123,7 @@ def test_values_that_make_no_sense_are_refused_before_anything_is_enabled(monkey
 
 
 def configuration(scheduler=None, worker="vllm.v1.worker.cpu_worker.CPUWorker", **additional):
-    """What is looked at of vLLM's configuration."""
+    """Return the part of vLLM's configuration that is read."""
     return types.SimpleNamespace(
         scheduler_config=types.SimpleNamespace(scheduler_cls=scheduler),
         parallel_config=types.SimpleNamespace(worker_cls=worker),

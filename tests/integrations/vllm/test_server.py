@@ -1,4 +1,4 @@
-"""A server with all features: the page's examples, clients that leave, full disks, processes that are killed."""
+"""A server with all features: the page's examples, clients that disconnect, full disks, and killed processes."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ PAGES_FOLDERS = {"/mnt/shared/rows": "rows", "/mnt/shared/kv": "kv"}
 
 
 def from_the_page(option, folder):
-    """The words behind an option in the page's only command that has it, its folders under another."""
+    """Return the words after an option in the page's only command that has it, with another folder."""
     given = [words[words.index(option) + 1] for words in commands("vllm serve") if option in words]
-    (text,) = [each for each in given if "OffloadingConnector" not in each]  # vLLM's, on GPUs
+    (text,) = [each for each in given if "OffloadingConnector" not in each]  # vLLM's own connector, for GPUs
     for name, own in PAGES_FOLDERS.items():
         text = text.replace(name, str(folder / own))
     return [option, text]
@@ -54,7 +54,7 @@ def from_the_page(option, folder):
 
 @contextlib.contextmanager
 def serving(model, folder):
-    """The server of the page's hidden states and of its connector in one, with our kernels and the default policy."""
+    """The page's servers of hidden states and of the connector in one, with our kernels and the default policy."""
     options = [*from_the_page("--additional-config", folder), *from_the_page("--kv-transfer-config", folder)]
     variables = {"PC_VLLM": "attention,eviction,hidden_states"}
     with vllm_server.serving(model, [*SMALL, *options], variables) as server:
@@ -90,7 +90,7 @@ def complete(server, prompt, **more):
 
 
 def ask_as_on_the_page(server, path):
-    """What each of the page's commands of `curl` to a path gives."""
+    """Return the result of each of the page's `curl` commands to a path."""
     for words in commands(f"curl http://localhost:8000{path}"):
         words[1] = server.url + path
         done = subprocess.run([*words, "--silent", "--show-error"], capture_output=True, text=True, check=True)
@@ -102,7 +102,7 @@ def prompt_of(seed, count=100):
 
 
 def wait_for(found, seconds=30):
-    """What a function gives once it gives something."""
+    """Return a function's first result that is true, called repeatedly."""
     end = time.monotonic() + seconds
     while not (value := found()) and time.monotonic() < end:
         time.sleep(0.1)
@@ -114,12 +114,12 @@ def rows_file(folder, name):
 
 
 def noted(server, request):
-    """What the scheduler has said of a request."""
+    """Return what the scheduler printed about a request."""
     return wait_for(lambda: re.findall(rf"NOTED {request}\S* (.*)", server.log.read_text()))
 
 
 def test_requests_of_the_page(server, small_disk):
-    """Sent by curl as they stand there; the answer's id is the page's, and what the page says of it holds."""
+    """The page's curl commands run unchanged; the answer's id is the page's, and the page's statements hold."""
     hinted, mine = (each["id"] for each in ask_as_on_the_page(server, "/v1/completions"))
     assert "priority=5, ttl=600" in noted(server, hinted)[0]
     assert noted(server, mine) == ["None"]
@@ -133,7 +133,7 @@ def test_requests_of_the_page(server, small_disk):
 
 
 def test_log_probabilities_behind_hits(server, small_disk):
-    """Of a prompt that is cached: those that vLLM gives, which computes it again."""
+    """The log-probabilities of a cached prompt are those of vLLM, which computes the prompt again."""
     prompt = prompt_of(50)
     complete(server, prompt, max_tokens=1)
     before = server.metric("prefix_cache_hits_total")
@@ -149,7 +149,7 @@ def test_log_probabilities_behind_hits(server, small_disk):
 
 
 def test_a_row_of_each_token_behind_hits(model_with_tokenizer):
-    """The page's server for pooling, asked by its curl; then hits, other rows behind them, and a part of a hit."""
+    """The page's server for pooling, with its curl; then hits, other rows after them, and a part of a hit."""
     (started,) = [words for words in commands("vllm serve") if "--runner" in words]
     options = started[started.index("--runner") :]
     with vllm_server.serving(model_with_tokenizer, [*SMALL[:-2], *options], {"PC_VLLM": "hidden_states"}) as server:
@@ -175,7 +175,7 @@ def test_a_row_of_each_token_behind_hits(model_with_tokenizer):
 
 
 def test_the_pages_client(server):
-    """The block of Python as it stands there, but for the address."""
+    """The page's Python block runs unchanged, except for the address."""
     (block,) = [block for block in BLOCKS["python"] if "OpenAI(" in block]
     before = len(re.findall("NOTED", server.log.read_text()))
     exec(block.replace("http://localhost:8000", server.url), {})
@@ -196,7 +196,7 @@ def test_the_metrics_that_the_page_names(server):
 
 
 def test_a_client_that_leaves(server):
-    """Its request ends, its blocks are free again, and others get the answers that they get without it."""
+    """Its request ends, its blocks become free, and other clients get the same answers as without it."""
     prompt = prompt_of(2)
     expected = complete(server, prompt, max_tokens=20, ignore_eos=True)["choices"][0]["text"]
     body = {"model": "Qwen/Qwen3-0.6B", "prompt": prompt_of(3), "max_tokens": 150, "ignore_eos": True, "stream": True}
@@ -221,7 +221,7 @@ def test_samples_and_constraints(server):
 
 
 def test_a_full_disk(server, small_disk):
-    """Rows and blocks that cannot be written are named in the log; answers are as ever, and later ones are written."""
+    """The log names rows and blocks that cannot be written. Answers are the same, and later ones are written."""
     expected = complete(server, prompt_of(5), max_tokens=8)["choices"][0]["text"]
     filler = small_disk / "filler"
     with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
@@ -245,7 +245,7 @@ def test_a_full_disk(server, small_disk):
 
 
 def answers(server, seeds):
-    """Answers to prompts that ask for rows, at once; None where the server was gone."""
+    """Return answers to concurrent prompts that ask for rows; None if the server was gone."""
     found = {}
 
     def ask(seed):
@@ -262,7 +262,7 @@ def answers(server, seeds):
 
 
 def test_the_engine_is_killed(model_with_tokenizer, tmp_path):
-    """While it serves and writes: clients get errors, nothing stays behind that a later engine reads wrongly."""
+    """The engine is killed while it serves and writes. Clients get errors, and later engines read nothing wrong."""
     seeds = range(100, 130)
     with serving(model_with_tokenizer, tmp_path) as server:
         found, threads = answers(server, seeds)
@@ -296,7 +296,7 @@ def test_the_engine_is_killed(model_with_tokenizer, tmp_path):
 
 
 def answers_alone(server, seeds):
-    """As `answers`, all computed and one after the other."""
+    """Return the answers that the server computes without cached blocks, one by one."""
     found = {}
     for seed in seeds:
         server.post("/reset_prefix_cache")

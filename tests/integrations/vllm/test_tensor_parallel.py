@@ -1,4 +1,4 @@
-"""Two tensor-parallel workers with our backend and policy: the tokens of one."""
+"""Two tensor-parallel workers with our backend and policy give the tokens of one worker."""
 
 from __future__ import annotations
 

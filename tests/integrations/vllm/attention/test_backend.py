@@ -1,4 +1,4 @@
-"""The attention layer by itself: every layout of vLLM's cache, quantized caches, null blocks, shared prefixes."""
+"""The attention layer alone: every layout of vLLM's cache, quantized caches, null blocks, shared prefixes."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def make_layer(**options):
 
 
 def make_cache(layout, dtype=torch.float32, num_layers=3, layer=1):
-    """One layer of a cache in a layout, logically [blocks, heads, block, keys and values], full of NaN or junk."""
+    """Return a layer's cache in a layout, logically [blocks, heads, block, keys and values], full of NaN or junk."""
     logical = (num_layers, BLOCKS, KV_HEADS, BLOCK, 2 * SIZE)
     memory = torch.full([logical[i] for i in layout.stride_order], 127 if dtype == torch.uint8 else float("nan"))
     return memory.to(dtype).permute([layout.stride_order.index(i) for i in range(5)])[layer]
 
 
 def batch():
-    """Blocks in no order, sequences of different lengths, and the tokens of all of them."""
+    """Return blocks in random order, sequences of different lengths, and all their tokens."""
     generator = torch.Generator().manual_seed(0)
     ids = iter((torch.randperm(BLOCKS - 1, generator=generator) + 1).tolist())
     tables = torch.zeros(len(LENS), 5, dtype=torch.int32)
@@ -69,7 +69,7 @@ def make_step(tables, **options):
 
 
 def run(attention, cache, step=None, layer=None):
-    """Writes all keys and values of the batch through the layer, and attends."""
+    """Write all keys and values of the batch through the layer, and attend."""
     tables, kv, query = batch()
     for row, tokens in enumerate(kv):
         attention.do_kv_cache_update(layer, tokens[:, 0], tokens[:, 1], cache, slots_of(tables, row, len(tokens)))
@@ -78,7 +78,7 @@ def run(attention, cache, step=None, layer=None):
 
 
 def expected(window=0, softcap=0.0, slopes=None, sinks=None, rounded=lambda values, kind: values):
-    """Attention in float64 from its definition, sequence by sequence."""
+    """Return attention by its formula in float64, for each sequence."""
     _, kv, query = batch()
     rows, begin = [], 0
     for tokens, length, count in zip(kv, LENS, QUERIES, strict=True):
@@ -108,7 +108,7 @@ def test_every_layout(layout, window):
 
 
 def test_writes_stay_within_the_layer():
-    """The layers next to it, and the null block, are as they were."""
+    """The layers next to it, and the null block, are unchanged."""
     for layout in layouts():
         logical = (3, BLOCKS, KV_HEADS, BLOCK, 2 * SIZE)
         memory = torch.full([logical[i] for i in layout.stride_order], 7.0)
@@ -148,7 +148,7 @@ def test_float8_caches_with_scales():
 
 
 def test_null_blocks_are_holes():
-    """A block behind the window is given back and its place names the null block, which holds NaN."""
+    """A block behind the window is freed, and its table entry becomes the null block, which holds NaN."""
     tables, _, _ = batch()
     cache = make_cache(layouts()[0])
     attention = make_layer(sliding_window=6)
@@ -175,7 +175,7 @@ def test_rows_of_padding_are_zero_and_profiling_gives_zeros():
 
 
 def test_a_shared_prefix_is_read_once():
-    """Sequences of one prefix go through the operator for it, and give what each alone gives."""
+    """Sequences with one prefix use the operator for it, and give the same as each sequence alone."""
     tables, kv, _ = batch()
     tables[1:, 0] = tables[0, 0]
     cache, attention = make_cache(layouts()[0]), make_layer()

@@ -1,4 +1,4 @@
-"""The metadata of a step: holes for null blocks, one plan for each window, memory that stays where graphs read it."""
+"""The metadata of a step: holes for null blocks, one plan for each window, and memory that graphs can read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODULE = "pc.integrations.vllm.attention.builder"
 
 
 def make_builder(windows=(0,), graphs=False, device="cpu"):
-    """A builder for layers of these windows; plans and graphs are otherwise for devices only."""
+    """Return a builder for layers with these windows. Plans and graphs are otherwise only for devices."""
     from pc.integrations.vllm.attention import PagedMetadataBuilder
 
     mode = SimpleNamespace(has_full_cudagraphs=lambda: graphs)
@@ -101,9 +101,9 @@ def test_a_common_prefix_is_shared_where_it_pays():
     assert builder.build(240, common).num_shared_blocks == 0
     assert builder.build(256, make_common(7)).num_shared_blocks == 0
     assert make_builder(graphs=True, device="meta").build(256, common).num_shared_blocks == 0
-    builder.shared = 8, 17  # as `common_prefix` counts on the host
+    builder.shared = 8, 17  # as `common_prefix` counts it on the host
     assert builder.build(0, common).num_shared_blocks == 17
-    builder.shared = 7, 17  # of another batch, or of one that was padded since
+    builder.shared = 7, 17  # of another batch, or of one padded since
     assert builder.build(0, common).num_shared_blocks == 0
     builder.shared, builder.batch_invariant = (8, 17), True
     assert builder.build(0, common).num_shared_blocks == 0

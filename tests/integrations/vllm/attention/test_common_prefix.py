@@ -1,4 +1,4 @@
-"""A prefix that a batch shares: counted on the host, and read once in vLLM's engine, with the tokens unchanged."""
+"""A prefix that a batch shares is counted on the host and read once in vLLM's engine; tokens do not change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOM = {"max_model_len": 512, "max_num_seqs": 12, "max_num_batched_tokens": 512}
 
 
 def table(shared, rows=9, width=40):
-    """Tables of requests whose first blocks are the same, behind them their own."""
+    """Return tables of requests with the same first blocks and different later ones."""
     made = np.arange(1000, 1000 + rows * width, dtype=np.int32).reshape(rows, width)
     made[:, :shared] = np.arange(1, shared + 1)
     return made
@@ -60,7 +60,7 @@ def prompts(shared, count):
 
 
 def run(path, ours, asked):
-    """Tokens of the prompts, after the first of them is cached, and how often a prefix was read once."""
+    """Return the tokens of the prompts, after the first is cached, and how often a prefix was read once."""
     vllm_engine.use_attention(ours)
     with (
         mock.patch(
@@ -81,7 +81,7 @@ def test_the_engine_reads_a_common_prefix_once(model_path):
     found, cached, calls, seen = run(path, True, asked)
     assert found == expected
     assert cached == [288] * 10
-    # Two layers, one step that computes the suffixes and eleven that decode; the first prompt alone shares nothing.
+    # There are two layers, one step for the suffixes and eleven decodes. The first prompt alone shares nothing.
     assert calls == [9] * (2 * 12)
     assert seen["attention"] == 2 * seen["steps"] > len(calls)
 

@@ -1,4 +1,4 @@
-"""The attention backend in vLLM's engine: the tokens are those of vLLM's own compiled CPU backend."""
+"""The attention backend in vLLM's engine gives the tokens of vLLM's own compiled CPU backend."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ LENGTHS = (57, 33, 100, 200)
 
 
 def prompts():
-    """Prompts longer than a step's tokens, and one that shares another's first blocks."""
+    """Return prompts longer than a step's tokens, and one that shares another's first blocks."""
     generator = torch.Generator().manual_seed(1)
     made = [torch.randint(3, 500, (n,), generator=generator).tolist() for n in LENGTHS]
     return [*made, made[0][:48] + made[1]]
 
 
 def altered(prompt):
-    """The prompt with one token changed: the first, and others on both sides of block boundaries."""
+    """Return the prompt with one token changed: the first, and tokens on both sides of block boundaries."""
     return [[*prompt[:i], 3 + (prompt[i] - 2) % 490, *prompt[i + 1 :]] for i in (0, 15, 31, 32, 56)]
 
 
 def run(path, ours, **options):
-    """What an engine gives: the same prompts twice, samples, prompts changed in one token, answers without room."""
+    """Return an engine's answers: the same prompts twice, samples, prompts with one changed token, a full cache."""
     vllm_engine.use_attention(ours)
     with vllm_engine.engine(path, **options) as (llm, seen):
         cold, missed = vllm_engine.generate(llm, prompts())
         warm, hits = vllm_engine.generate(llm, prompts())
-        torch.manual_seed(7)  # a seed per request does not go with chunked prompts in vLLM on a CPU
+        torch.manual_seed(7)  # vLLM on a CPU supports no seed of a request with chunked prompts
         samples, _ = vllm_engine.generate(llm, prompts()[:2], n=3, temperature=0.8)
         changed, _ = vllm_engine.generate(llm, altered(prompts()[0]))
         long, _ = vllm_engine.generate(llm, [prompt[:60] for prompt in prompts()], max_tokens=60)
@@ -48,7 +48,7 @@ def run(path, ours, **options):
     return {"cold": cold, "samples": samples, "changed": changed, "long": long, "cached": [missed, hits]}, seen
 
 
-# Attention layers, and so few blocks that requests are preempted.
+# These are attention layers, with so few blocks that requests are preempted.
 CASES = {
     "llama": (2, 10),
     "qwen3": (2, 10),
@@ -75,8 +75,8 @@ def test_tokens_are_those_of_the_compiled_backend(model_path, name):
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
 def test_latent_attention(model_path, name):
-    """Tokens are those of vLLM's own kernel; its platform leaves out chunks and prefix caching for such models."""
-    # Where a processor has AMX, vLLM's kernel for it takes bfloat16 alone.
+    """The tokens are those of vLLM's kernel, whose platform has neither chunks nor prefix caching for these models."""
+    # If a processor has AMX, vLLM's kernel for it takes only bfloat16.
     path, options = model_path(name), {"max_num_batched_tokens": 512, "block_size": 16, "attention_backend": "CPU_MLA"}
     found = []
     for ours in (False, True):
@@ -120,7 +120,7 @@ def test_alibi(model_path):
     assert found[0] == found[1]
 
 
-# Drafts of a model with state-space layers end vLLM's CPU build by themselves, with its own attention too.
+# Drafts of a model with state-space layers crash vLLM's CPU build, with its own attention too.
 @pytest.mark.parametrize("name", [name for name in CASES if name != "granite_hybrid"])
 def test_speculation_with_ngrams(model_path, name):
     """Drafts come from the prompt, so that some are accepted and some are rolled back."""
@@ -154,7 +154,10 @@ def test_block_sizes_that_the_compiled_backend_does_not_prefer(model_path, block
 
 
 def test_float8_caches(model_path):
-    """The tokens of a float32 cache whose entries were rounded to float8; vLLM's CPU kernel rounds otherwise."""
+    """The tokens are those of a float32 cache whose entries were rounded to float8.
+
+    VLLM's CPU kernel rounds differently.
+    """
     path = model_path("llama")
     vllm_engine.use_attention(True)
 
@@ -189,7 +192,7 @@ def test_what_is_not_served_is_refused_by_name(model_path, options, said):
 
 
 def test_a_window_is_seen(model_path):
-    """A token far behind the window of a model that has nothing else does not matter: the window is not ignored."""
+    """If a model has only windows, a token far behind the window does not matter, so the window is not ignored."""
     path = model_path("mistral")
     prompt = prompts()[3]
     other = [5 if prompt[0] != 5 else 6, *prompt[1:]]

@@ -1,4 +1,4 @@
-"""Blocks shared by engines: one process answers from what another computed; if that is gone, nothing wrong is read."""
+"""Engines that share blocks: a process uses what another one computed; lost blocks are computed, never misread."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def prompts():
 
 
 def start(path, options, environment=None):
-    """An engine in a process of its own."""
+    """Start an engine in its own process."""
     return subprocess.Popen(
         [sys.executable, str(ROOT / "tests/support/vllm_shared.py"), path, json.dumps(options)],
         stdin=subprocess.PIPE,
@@ -40,7 +40,7 @@ def start(path, options, environment=None):
 
 
 def result(process):
-    """What it answered."""
+    """Return the process's answer."""
     out, errors = process.communicate("", timeout=400)
     lines = [line for line in out.splitlines() if line.startswith("RESULT ")]
     assert lines, errors[-3000:]
@@ -49,19 +49,19 @@ def result(process):
 
 @pytest.fixture(scope="module")
 def shared(model_path, tmp_path_factory):
-    """A directory that another process has filled, and what it answered."""
+    """A directory that another process has filled, and its answer."""
     folder = tmp_path_factory.mktemp("tier")
     options = {"tier": {"tier": "disk", "path": str(folder)}, "prompts": prompts()}
     return folder, result(start(model_path("llama"), options))
 
 
 def entries(folder):
-    """The blocks in a directory of a tier, by file name."""
+    """Return the blocks in a tier's directory, by file name."""
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*/*.block"))}
 
 
 def values(data):
-    """The numbers at the end of an entry: two layers' keys and values of 32 tokens, 2 heads of 32."""
+    """Return the numbers at the end of an entry: two layers' keys and values of 32 tokens, 2 heads of 32."""
     return torch.frombuffer(bytearray(data[-4 * 2 * 2 * 32 * 2 * 32 :]), dtype=torch.float32)
 
 
@@ -74,7 +74,7 @@ def test_a_second_process_answers_without_computing(model_path, shared, tmp_path
     assert second["tokens"] == first["tokens"]
     assert second["cached"] == [96, 64, 128]
     assert second["computed"] == 4 + 6 + 22 + 3 * 11
-    # What the first process wrote is what this one computes by itself; steps of other sizes may round differently.
+    # This process would compute what the first one wrote, but steps of other sizes may round differently.
     vllm_shared.answer(path, {"tier": {"tier": "disk", "path": str(tmp_path)}, "prompts": prompts()})
     theirs, own = entries(folder), entries(tmp_path)
     assert theirs.keys() == own.keys()
@@ -85,7 +85,7 @@ def test_a_second_process_answers_without_computing(model_path, shared, tmp_path
 
 @pytest.fixture(scope="module")
 def longer(model_path, tmp_path_factory):
-    """Prompts that go on behind those of `shared`, so that a step completes blocks behind those it loads."""
+    """Prompts that continue those of `shared`, so that a step completes blocks behind those that it loads."""
     folder = tmp_path_factory.mktemp("longer")
     asked = [prompt + prompts()[2][:60] for prompt in prompts()]
     return (
@@ -100,7 +100,7 @@ def longer(model_path, tmp_path_factory):
 def test_blocks_that_are_lost_between_two_questions_are_computed(
     model_path, shared, longer, tmp_path, left, asynchronous
 ):
-    """All of them, or from the middle of a prompt on; what is saved behind that is right, too."""
+    """All blocks are lost, or those from the middle of a prompt on; blocks saved behind them are right too."""
     copy = shutil.copytree(shared[0], tmp_path / "copy")
     folder, asked, expected = longer
     tier = {"tier": "vllm_shared:Lossy", "path": str(copy), "left": left}
@@ -132,7 +132,7 @@ def test_another_model_finds_nothing(model_path, shared, tmp_path):
 
 @pytest.mark.parametrize("name", ["gemma3", "mistral"])
 def test_models_with_windows(model_path, tmp_path, name):
-    """Windows beside full attention, and alone: all blocks are kept, and shared."""
+    """Windows beside full attention, and alone. All blocks are kept and shared."""
     options = {"tier": {"tier": "disk", "path": str(tmp_path)}, "prompts": prompts()}
     first, second = (vllm_shared.answer(model_path(name), options) for _ in range(2))
     assert second["tokens"] == first["tokens"]
@@ -148,7 +148,7 @@ def test_a_hybrid_model_is_refused_at_start_up(model_path, tmp_path):
 
 @pytest.mark.skipif(not list(entry_points(group="vllm.general_plugins", name="pc")), reason="pc is not installed here")
 def test_two_workers_share_blocks(model_path, shared, tmp_path):
-    """With tensor_parallel_size=2: each rank has a layout of its own, and the tokens are those of one worker."""
+    """With tensor_parallel_size=2 each rank has its own layout, and the tokens are those of one worker."""
     options = {
         "tier": {"tier": "disk", "path": str(tmp_path)},
         "prompts": prompts(),
@@ -164,7 +164,7 @@ def test_two_workers_share_blocks(model_path, shared, tmp_path):
 
 
 def test_through_a_mooncake_store_that_dies(model_path, tmp_path):
-    """One process keeps its blocks in the store, another reads them, and goes on alone when the store is gone."""
+    """A process keeps its blocks in the store and another reads them. Without the store, it continues alone."""
     path = model_path("llama")
     with mooncake_servers.running(tmp_path) as (metadata, master, process):
         tier = {"tier": "mooncake", "metadata_server": metadata, "master": master}
@@ -174,7 +174,7 @@ def test_through_a_mooncake_store_that_dies(model_path, tmp_path):
             wait_for_stop(first)
             first.stdin.write("\n")
             first.stdin.flush()
-        wait_for_stop(first)  # it stays, since the store has its blocks in the memory of who put them there
+        wait_for_stop(first)  # it stays alive, since the store keeps blocks in their writer's memory
         second = start(path, {"tier": tier | {"segment_bytes": 0}, "prompts": prompts(), "stops": True})
         wait_for_stop(second)
         mooncake_servers.kill(process)
@@ -189,6 +189,6 @@ def test_through_a_mooncake_store_that_dies(model_path, tmp_path):
 
 
 def wait_for_stop(process):
-    """Reads what a process says until it waits."""
+    """Read a process's output until it waits."""
     while not (line := process.stdout.readline()).startswith("STOP"):
         assert line, process.stderr.read()[-3000:]

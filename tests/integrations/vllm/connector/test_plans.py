@@ -1,4 +1,4 @@
-"""What a connector loads and saves step by step, the bytes of blocks, and what it refuses at start-up; no engine."""
+"""A connector without an engine: what it loads and saves in each step, the bytes of blocks, and errors at start-up."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SIZE = 4
 
 
 class Kept(dict):
-    """A tier that says what it has."""
+    """A tier that lists its keys."""
 
     def contains_many(self, keys):
         return [key in self for key in keys]
 
 
 def request(name, known, keys=None, **more):
-    """A request of vLLM: tokens known so far, and the hashes of its full blocks."""
+    """Return a request of vLLM with the tokens known so far and the hashes of its full blocks."""
     keys = keys if keys is not None else [f"{name}{n}".encode() for n in range(known // SIZE)]
     return SimpleNamespace(
         request_id=name, num_tokens=known, block_hashes=keys, skip_reading_prefix_cache=False, **more
@@ -36,7 +36,7 @@ def request(name, known, keys=None, **more):
 
 
 def step(counts, new=(), cached=(), resumed=(), finished=()):
-    """What vLLM's scheduler says: `(name, first position, blocks)` of new and of running requests."""
+    """Return a scheduler output of vLLM: `(name, first position, blocks)` of new and of running requests."""
     names = [name for name, _, _ in cached]
     return SimpleNamespace(
         num_scheduled_tokens=counts,
@@ -95,7 +95,7 @@ def test_loads_and_saves_step_by_step():
 
 
 def test_drafts_are_not_saved():
-    """The step computes 6 tokens, of which vLLM knows one; the block that they would fill has no hash."""
+    """The step computes 6 tokens, of which vLLM knows one. The block that they would fill has no hash."""
     planner = Planner([Kept()], SIZE, "f")
     asked = request("a", 7)
     planner.admit(asked, planner.find(asked, 0))
@@ -153,7 +153,7 @@ def test_bytes_of_blocks_in_any_layout(dtype, order, tmp_path):
 
 
 def test_all_layouts_of_vllm_are_strides_of_one_shape():
-    """What the test above permutes is what vLLM's layouts name."""
+    """The test above permutes a shape; this one checks that vLLM's layouts are such permutations."""
     assert len(KVCacheLayout) == 6
 
 
@@ -234,7 +234,7 @@ HYBRID = (
 
 @pytest.mark.parametrize("hybrid", [True, False])
 def test_hybrid_models_are_refused_where_vllm_first_asks_a_connector(hybrid):
-    """Before it makes groups of layers; it goes the same way with the hybrid cache manager switched on by hand."""
+    """vLLM asks before it groups layers, and does the same if the hybrid cache manager is switched on explicitly."""
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cache_layout
 

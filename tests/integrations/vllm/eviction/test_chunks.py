@@ -1,4 +1,4 @@
-"""Prompts in fixed chunks: what is computed in a step, found and published does not change with what is cached."""
+"""Prompts in fixed chunks: what a step computes, finds and publishes does not depend on the cached tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHUNK = 64
 
 
 class Watched(ExactEngine):
-    """Notes of each request which tokens every step computed."""
+    """Records, for each request, which tokens every step computed."""
 
     def __init__(self, num_blocks: int, chunk: int | str = CHUNK, **options) -> None:
         super().__init__(num_blocks, **{"more": {"pc_chunk": chunk}} | options)
@@ -31,7 +31,7 @@ class Watched(ExactEngine):
 
 
 def whole(begin: int, prompt: int) -> int:
-    """Tokens that a forward pass has that begins there: a chunk, what is left of the prompt, or one of the answer."""
+    """Return the tokens of a pass that begins there: a chunk, the rest of a prompt, or one token of an answer."""
     return 1 if begin >= prompt else min(prompt, begin // CHUNK * CHUNK + CHUNK) - begin
 
 
@@ -46,7 +46,7 @@ def texts(count: int, seed: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_every_pass_has_the_rows_of_a_prompt_that_is_read_alone(asynchronous):
-    """Evictions, preemptions and aborts; answers that are read again as prompts."""
+    """Evictions, preemptions and aborts happen, and answers are read again as prompts."""
     rng, engine = random.Random(5), Watched(70, asynchronous=asynchronous)
     waiting, lengths, said = texts(30, 5), {}, 0
     while waiting or engine.scheduler.requests:
@@ -75,7 +75,7 @@ def test_every_pass_has_the_rows_of_a_prompt_that_is_read_alone(asynchronous):
 
 
 def test_only_whole_chunks_of_prompts_are_found_again():
-    """A prompt's last chunk and its answer have KV of other shapes; an equal prompt of a whole chunk computes it."""
+    """A prompt's last chunk and its answer have other shapes, so an equal prompt computes them as a chunk."""
     engine, (tokens,) = Watched(90), texts(1, 1)
     tokens = (tokens * 9)[: 2 * CHUNK + 40]
     engine.add("first", tokens, generate=2 * CHUNK)
@@ -94,7 +94,7 @@ def test_only_whole_chunks_of_prompts_are_found_again():
 
 
 def test_a_chunk_waits_for_a_step_with_room():
-    """130 tokens a step: two chunks, and the answers of two others."""
+    """With 130 tokens in a step, two chunks fit, or the answers of two others."""
     engine = Watched(200, budget=2 * CHUNK + 2)
     for name in "abcd":
         engine.add(name, texts(1, ord(name))[0] + [1] * 300, generate=40)
@@ -141,7 +141,7 @@ def test_engines_without_chunks_say_why(warnings):
         ({"has_mamba_layers": True}, "layers with states"),
         ({"vllm_config.model_config": SimpleNamespace(is_multimodal_model=True)}, "images, sound or an encoder"),
         ({"is_encoder_decoder": True}, "images, sound or an encoder"),
-        (  # as vLLM sets it for these
+        (  # as vLLM sets it for these models
             {"is_encoder_decoder": True, "scheduler_config.enable_chunked_prefill": False},
             "images, sound or an encoder",
         ),
@@ -164,7 +164,7 @@ PROMPTS, STEPS = 16, 6
 
 
 def answers(llm, prompts):
-    """Tokens and the log-probabilities of the five likeliest, of one request after the other; cached tokens."""
+    """Return tokens, the log-probabilities of the five likeliest, and cached tokens; requests run one by one."""
     from vllm import SamplingParams
 
     asked = SamplingParams(max_tokens=STEPS, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=5)
@@ -174,7 +174,7 @@ def answers(llm, prompts):
 
 
 def check_bits(path, dtype, vocabulary, seed=1):
-    """Against an engine without a cache that reads in the same chunks, to the last bit."""
+    """Compare bit by bit with an engine without a cache that uses the same chunks."""
     rng = random.Random(seed)
     prompts = [[3 + token * 7 % (vocabulary - 3) for token in text[:440]] for text in texts(PROMPTS, seed)]
     options = {
@@ -209,5 +209,5 @@ def test_bits_in_the_engine(model_path, name, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bits_of_a_trained_model(model_path, trained_model, dtype):
-    """SmolLM2."""
+    """SmolLM2, in both types."""
     check_bits(str(trained_model), dtype, 40_000)

@@ -1,4 +1,4 @@
-"""Why a request misses, in vLLM's log: each kind, with its place, as `CacheManager.explain` says it."""
+"""Explanations of misses in vLLM's log: each cause and its token, as `CacheManager.explain` gives them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ FIRST = random.Random(1).choices(range(3, 1000), k=10 * BLOCK + 5)
 
 @pytest.fixture
 def said(logged):
-    """What is said of requests."""
+    """Return the explanations in the log."""
     return logged(logging.INFO)
 
 
 @pytest.fixture
 def engine(said):
-    """One that has computed a first prompt, and remembers it."""
+    """An engine that has computed a first prompt and remembers it."""
     engine = ExactEngine(100)
     engine.add("first", FIRST, pc_explain=True)
     engine.run()

@@ -1,4 +1,4 @@
-"""Hints of callers: their envelope, what is refused, and what they do to the blocks of a request."""
+"""Hints of callers: their envelope, which ones are rejected, and their effect on a request's blocks."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_something_else_is_an_error_that_says_so(envelope):
 
 
 def through_the_server(envelope):
-    """A request as vLLM's server makes it of what a client sends; its own protocol refuses other values."""
+    """Return a request as vLLM's server makes it from a client's; the server's protocol rejects other values."""
     protocol = pytest.importorskip("vllm.entrypoints.openai.completion.protocol")
     sent = protocol.CompletionRequest(prompt=[1, 2, 3], vllm_xargs={"kv_hints": envelope})
     return make_request("r", [1, 2, 3], extra_args=sent.to_sampling_params(16, {}).extra_args)
@@ -122,7 +122,7 @@ PROMPT = list(range(3, 163))
 
 @pytest.fixture
 def crowded(model_path, monkeypatch):
-    """An engine with the priority policy, room for little more than one prompt, and one that fills the cache."""
+    """An engine with the priority policy and room for little more than one prompt, and a prompt that fills it."""
     monkeypatch.setenv("PC_VLLM_POLICY", "priority")
     vllm_engine.use_attention(False)
     vllm_engine.use_eviction(True)
@@ -150,7 +150,7 @@ def test_a_prompt_with_priority_is_kept(crowded, hint, kept):
 
 
 def test_a_range_is_kept(crowded):
-    """Two blocks by tokens; the rest of the prompt goes first."""
+    """Two blocks are kept by a range of tokens. The rest of the prompt is evicted first."""
     _, hits = crowded
     ranges = [{"start": 0, "end": 64, "priority": 2}]
     hits(PROMPT, extra_args={"kv_hints": retention_hints(token_ranges=ranges)})

@@ -1,4 +1,4 @@
-"""Prefill that jumps over gaps, through vLLM's scheduler over a model whose every row depends on all before it."""
+"""Prefill that skips gaps, in vLLM's scheduler with a model each of whose rows depends on all rows before it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIN_BLOCKS = jumps.MIN_TOKENS // BLOCK
 
 
 def holes(engine, tokens, *ranges):
-    """Runs a prompt, then evicts these blocks of it."""
+    """Run a prompt, then evict these blocks of it."""
     request = engine.add("first", tokens)
     engine.run()
     pool = engine.scheduler.block_pool
@@ -42,7 +42,7 @@ def test_only_gaps_are_computed(runner_v2, asynchronous):
 @ASYNC
 @pytest.mark.parametrize("seed", range(6))
 def test_random_traffic(runner_v2, asynchronous, seed):
-    """Evictions, aborts, preemptions, chunks, 16 at once; references are recounted after every step."""
+    """Evictions, aborts, preemptions, chunks, 16 requests at once; references are recounted after every step."""
     rng = random.Random(seed)
     policy = rng.choice(["fifo", "default"])
     engine = ExactEngine(110, runner_v2=runner_v2, asynchronous=asynchronous, policy=policy)
@@ -61,7 +61,7 @@ def test_random_traffic(runner_v2, asynchronous, seed):
 
 
 def test_a_jumped_block_that_is_zeroed_changes_tokens():
-    """What is jumped over is read: else none of these tests could fail."""
+    """Skipped blocks are read. Otherwise none of these tests could fail."""
     engine, tokens = ExactEngine(64), prompt(20 * BLOCK + 5)
     request = engine.add("first", tokens)
     engine.run()
@@ -76,7 +76,7 @@ def test_a_jumped_block_that_is_zeroed_changes_tokens():
 
 @RUNNERS
 def test_preempted_in_a_gap_and_resumed(runner_v2):
-    """Blocks that were pinned are given back, some are lost, and what is left is planned for anew."""
+    """Pinned blocks are released, some are lost, and the rest is planned again."""
     engine, tokens = ExactEngine(64, runner_v2=runner_v2, budget=2 * BLOCK), prompt(20 * BLOCK + 5)
     holes(engine, tokens, range(2, 6), range(12, 14))
     request = engine.add("again", tokens)
@@ -137,7 +137,7 @@ def test_other_salts_are_not_found():
 
 
 def test_a_request_that_does_not_fit_waits_and_none_waits_for_ever():
-    """Pinned blocks were counted twice by the check of a whole request."""
+    """A former fault: the check of a whole request counted pinned blocks twice."""
     engine, tokens = ExactEngine(24), prompt(20 * BLOCK + 5)
     holes(engine, tokens, range(2, 5))
     engine.add("other", prompt(6 * BLOCK, 1), 12)
@@ -163,7 +163,7 @@ def test_hints_reach_blocks_that_are_jumped_over():
 
 
 class Keeping(ExactEngine):
-    """An engine whose workers keep hidden states, here each token and its position."""
+    """An engine whose workers keep hidden states, which are each token and its position here."""
 
     def __init__(self, num_blocks, **options):
         from pc.integrations.vllm.hidden_states import PromptHiddenStates

@@ -1,4 +1,4 @@
-"""Jumps over gaps in vLLM's engine: tokens and log-probabilities of vLLM's own scheduler."""
+"""Skipped gaps in vLLM's engine: the tokens and log-probabilities are those of vLLM's own scheduler."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _afterwards():
 
 
 def texts(count, seed, vocabulary=500):
-    """Prompts that share beginnings of three longer ones."""
+    """Return prompts that share beginnings of three longer ones."""
     rng = random.Random(seed)
     roots = [rng.choices(range(3, vocabulary), k=400) for _ in range(3)]
     made = []
@@ -40,7 +40,7 @@ def sampling():
 
 
 def answers(llm, prompts, disturb=lambda *_: None):
-    """Token and log-probability of what every prompt generates, 16 at once; `disturb` acts between steps."""
+    """Return the token and log-probability of each generated token, 16 at once; `disturb` runs between steps."""
     engine, done, waiting = llm.llm_engine, {}, list(enumerate(prompts))[::-1]
     while waiting:
         for number, prompt in (waiting.pop() for _ in range(min(16, len(waiting)))):
@@ -56,7 +56,7 @@ def answers(llm, prompts, disturb=lambda *_: None):
 
 
 def disturbing(scheduler, seed):
-    """Evicts, preempts and aborts, and recounts references after every step."""
+    """Evict, preempt and abort, and recount references after every step."""
     rng = random.Random(seed)
 
     def disturb(engine):
@@ -71,7 +71,7 @@ def disturbing(scheduler, seed):
 
 
 def compare(path, prompts, **options):
-    """Against vLLM's own scheduler; how many prompts were compared, and the tokens that were jumped over."""
+    """Compare with vLLM's own scheduler; return how many prompts were compared, and the tokens that were skipped."""
     with vllm_engine.engine(path, **OPTIONS | options | {"enable_prefix_caching": False}) as (llm, _):
         expected = answers(llm, prompts)
     vllm_engine.use_eviction(True)
@@ -87,7 +87,7 @@ def compare(path, prompts, **options):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
 def test_tokens_and_log_probabilities(model_path, name):
-    """Evictions, aborts, preemptions, chunks, 16 at once."""
+    """Evictions, aborts, preemptions, chunks, 16 requests at once."""
     compared, jumped = compare(model_path(name), texts(48, 1))
     assert 24 < compared < 48
     assert jumped > 300
@@ -102,7 +102,7 @@ def test_a_trained_model(model_path, trained_model):
 
 
 def test_a_jumped_block_that_is_zeroed_is_seen(model_path):
-    """Else the tests above could not fail."""
+    """Otherwise the tests above could not fail."""
     (prompt,) = texts(1, 3)
     vllm_engine.use_eviction(True)
     with vllm_engine.engine(model_path("llama"), **OPTIONS) as (llm, _):
@@ -110,7 +110,7 @@ def test_a_jumped_block_that_is_zeroed_is_seen(model_path):
         caches = core.model_executor.driver_worker.worker.model_runner.kv_caches
         found, pool = [answers(llm, [prompt])[0]], core.scheduler.block_pool
         for broken in (False, True):
-            # The default policy completes blocks in the order of the prompt.
+            # The default policy must complete blocks in the order of the prompt.
             held = [block.block_id for block in pool.blocks if block.block_hash is not None]
             pool.evict_blocks(set(held[2:4]))
             for cache in caches if broken else ():

@@ -1,4 +1,4 @@
-"""Moved text through vLLM's scheduler: what is found where, and that nobody else reads what is approximate."""
+"""Moved text in vLLM's scheduler: which text is found, and that no other request reads approximate KV."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(engine, name, tokens, **extra):
 @RUNNERS
 @ASYNC
 def test_a_marker_in_the_head(runner_v2, asynchronous):
-    """Behind it all is found, three turns in a row: what a turn has moved is found again by the next."""
+    """Everything behind the marker is found in three turns, because text that a turn moved is found by the next."""
     engine = ExactEngine(120, runner_v2=runner_v2, asynchronous=asynchronous, reuse="anywhere")
     text = prompt(300)
     assert run(engine, "turn 0", prompt(20, 1) + text).num_output_tokens == 4
@@ -36,7 +36,7 @@ def test_a_marker_in_the_head(runner_v2, asynchronous):
         end = start + len(text)
         assert engine.moved[f"turn {turn}"][0] - LEAD in range(start, start + BLOCK)
         assert engine.moved[f"turn {turn}"][-1] >= end - BLOCK
-        # Each boundary of what was computed at one time may cost the first tokens of another piece.
+        # Each boundary between passes may cost the first tokens of another piece.
         assert engine.computed[f"turn {turn}"] <= start + 40 + 2 * BLOCK + LEAD + 3
         text += more
     assert engine.scheduler.jumps.num_moved_tokens == sum(map(len, engine.moved.values()))
@@ -44,7 +44,7 @@ def test_a_marker_in_the_head(runner_v2, asynchronous):
 
 
 def test_short_turns_are_one_piece():
-    """Each turn's text lies in blocks of another request; behind each other they cost first tokens once, and a step."""
+    """Each turn's text is in another request's blocks; together they need first tokens only once, and one step."""
     engine, text = ExactEngine(300, reuse="anywhere", budget=1000), prompt(200)
     for turn in range(8):
         text += prompt(50, 10 + turn)
@@ -55,7 +55,7 @@ def test_short_turns_are_one_piece():
 
 
 def test_documents_in_another_order_are_pieces_of_their_own():
-    """The first tokens behind another document are computed, although no token stands between them."""
+    """The first tokens behind another document are computed, although no token is between the documents."""
     engine, one, other = ExactEngine(300, reuse="anywhere", budget=1000), prompt(160, 1), prompt(160, 2)
     run(engine, "first", one + other)
     run(engine, "second", other + one)
@@ -66,7 +66,7 @@ def test_documents_in_another_order_are_pieces_of_their_own():
 @RUNNERS
 @ASYNC
 def test_others_never_read_it(runner_v2, asynchronous):
-    """The same prompt, right behind: requests for prefixes and gaps say what is computed whole."""
+    """The same prompt follows at once. Requests for prefixes and gaps give the answer of an uncached prompt."""
     engine = ExactEngine(200, runner_v2=runner_v2, asynchronous=asynchronous)
     text = prompt(300)
     engine.add("ask", prompt(40, 2), pc_reuse="anywhere")
@@ -88,7 +88,7 @@ def test_others_never_read_it(runner_v2, asynchronous):
 @ASYNC
 @pytest.mark.parametrize("seed", range(4))
 def test_random_traffic(runner_v2, asynchronous, seed):
-    """Evictions, aborts, preemptions, chunks, 16 at once; exact requests among those that read moved text."""
+    """Evictions, aborts, preemptions, chunks, 16 at once; exact requests run beside those with moved text."""
     rng = random.Random(seed)
     policy = rng.choice(["fifo", "default"])
     engine = ExactEngine(140, runner_v2=runner_v2, asynchronous=asynchronous, policy=policy)
@@ -115,7 +115,7 @@ def test_random_traffic(runner_v2, asynchronous, seed):
 
 
 def test_renamed_blocks_are_what_keeps_others_off(monkeypatch):
-    """Else the tests above could not fail."""
+    """Otherwise the tests above could not fail."""
     monkeypatch.setattr(moved.MovedJumps, "_rename", lambda *_: None)
     engine, text = ExactEngine(200, reuse="anywhere"), prompt(300)
     run(engine, "first", prompt(20, 1) + text)
@@ -129,7 +129,7 @@ def test_renamed_blocks_are_what_keeps_others_off(monkeypatch):
     "apart", [{"salt": "other"}, {"lora": "adapter"}, {"media": True}, {"embeds": True}, {"pc_hidden_states": True}]
 )
 def test_other_salts_adapters_and_images_are_not_found(apart):
-    """Nor is text moved for requests whose KV hangs on more, or whose rows stay where they were."""
+    """No text is moved for requests whose KV depends on more, or whose rows cannot be moved."""
     engine, text = ExactEngine(200, reuse="anywhere"), prompt(300)
     run(engine, "first", prompt(20, 1) + text)
 
@@ -149,7 +149,7 @@ def test_other_salts_adapters_and_images_are_not_found(apart):
 
 
 def test_text_in_blocks_of_others_is_found_only_once_it_is_written():
-    """Two with the same text in one step: the second has nothing to copy yet, and computes."""
+    """Two requests with the same text are in one step. The second finds nothing to copy yet, and computes."""
     engine, text = ExactEngine(200, reuse="anywhere", budget=1000), prompt(200)
     engine.add("one", prompt(20, 1) + text)
     engine.add("two", prompt(23, 2) + text)
@@ -169,7 +169,7 @@ def test_evicted_and_refilled_blocks_are_not_found():
 
 
 def test_sources_that_do_not_fit_beside_a_request_are_computed():
-    """A request alone never waits for what it has pinned itself."""
+    """A request never waits for blocks that only it has pinned."""
     engine, text = ExactEngine(36, reuse="anywhere"), prompt(320)
     run(engine, "first", prompt(20, 1) + text)
     run(engine, "moved", prompt(25, 2) + text, generate=30)
@@ -178,7 +178,7 @@ def test_sources_that_do_not_fit_beside_a_request_are_computed():
 
 
 def test_exact_gaps_come_first():
-    """Later runs at their own place are joined as they are; what is between them is moved."""
+    """Later runs at the same position are reused as they are. Text between them is moved."""
     engine, tokens = ExactEngine(200, reuse="anywhere"), prompt(40 * BLOCK + 5)
     request = run(engine, "first", tokens)
     run(engine, "copy", prompt(7, 1) + tokens[8 * BLOCK : 20 * BLOCK])

@@ -1,4 +1,4 @@
-"""Moved text in vLLM's engine, over our attention: what it costs, what it loses, and who never sees it."""
+"""Moved text in vLLM's engine with our attention: its time, its error, and that other requests never read it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _ours():
 
 
 def ask(llm, prompt, reuse=None, salt=None):
-    """Log-probabilities of all tokens behind a prompt."""
+    """Return log-probabilities of all tokens after a prompt."""
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, logprobs=-1)
@@ -43,7 +43,7 @@ def ask(llm, prompt, reuse=None, salt=None):
 
 
 def divergence(exact, found):
-    """KL in nats."""
+    """Return the KL divergence in nats."""
     return float((exact.exp() * (exact - found)).sum())
 
 
@@ -57,7 +57,7 @@ def words(count, seed, vocabulary=500):
 
 @pytest.mark.parametrize("name", ["llama_flat", "gptj_flat"])
 def test_one_layer_is_exact(model_path, name):
-    """Its KV hangs on token and position alone: what is brought and turned is what would be computed."""
+    """With one layer, KV depends only on token and position, so copied and rotated KV equals computed KV."""
     text, moved = words(300, 1), words(30, 3)
     with vllm_engine.engine(model_path(name), **OPTIONS) as (llm, seen):
         exact = ask(llm, moved + text, "prefix", salt="apart")
@@ -69,7 +69,7 @@ def test_one_layer_is_exact(model_path, name):
         core = core_of(llm)
         held = [block.block_id for block in core.scheduler.block_pool.blocks if block.block_hash is not None]
         for cache in core.model_executor.driver_worker.worker.model_runner.kv_caches:
-            cache[held] = 0  # else what is above could not fail
+            cache[held] = 0  # otherwise the check above could not fail
         assert (ask(llm, words(25, 4) + text) - exact).abs().max() > 0.01
 
 
@@ -92,7 +92,7 @@ def test_prefixes_afterwards_are_exact(model_path, name):
 
 @pytest.mark.slow
 def test_a_conversation_whose_head_changes_each_turn(model_path, trained_model):
-    """SmolLM2: what it costs beside the untouched one, and what it loses."""
+    """SmolLM2: the computed tokens and the error, compared with an untouched conversation."""
     transformers, options = pytest.importorskip("transformers"), OPTIONS | {"num_gpu_blocks_override": 300}
     from pc.demo import _models
 
@@ -116,7 +116,7 @@ def test_a_conversation_whose_head_changes_each_turn(model_path, trained_model):
 
 
 def test_what_cannot_turn_is_refused_by_name(model_path):
-    """GPT-2's positions are in its KV; gaps are served."""
+    """GPT-2 has positions in its KV, so only gaps are served."""
     text = words(300, 1)
     with vllm_engine.engine(model_path("gpt2"), **OPTIONS) as (llm, _):
         scheduler = core_of(llm).scheduler

@@ -1,4 +1,4 @@
-"""Policies behind vLLM's block pool: lru is vLLM's own to the last block, others see what they need."""
+"""Policies in vLLM's block pool: lru takes the same blocks as vLLM, and others get all notifications they need."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def with_policy(policy, num_blocks=40, **options):
 
 @pytest.fixture(params=[False, True], ids=["", "ahead"])
 def ahead(request, monkeypatch):
-    """Whether a quarter of the pool is chosen ahead, as large pools do with less."""
+    """Return whether a quarter of the pool is chosen ahead, as for large pools with a smaller share."""
     from pc.integrations.vllm.eviction import queue
 
     if request.param:
@@ -35,7 +35,7 @@ def ahead(request, monkeypatch):
 @pytest.mark.parametrize("heard", [False, True], ids=["unheard", "heard"])
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_lru_is_vllms_own(hybrid, heard):
-    """The same hits, block numbers, events or contents, and free blocks after every step of random traffic."""
+    """Hits, block numbers, events or contents, and free blocks are the same after every step of random traffic."""
     evicted = reset = 0
     for seed in range(15 if heard else 8):
         expected, hits = run_traffic(make_manager(40, hybrid, heard=heard), seed)
@@ -51,7 +51,7 @@ def test_lru_is_vllms_own(hybrid, heard):
 
 
 class WrongOrder(POLICIES["lru"]):
-    """The first blocks of a sequence go first."""
+    """Evicts the first blocks of a sequence first."""
 
     def released(self, ids):
         super().released(ids[::-1].copy())
@@ -65,7 +65,7 @@ def test_a_policy_decides():
 
 
 class Watching(POLICIES["lru"]):
-    """Checks at every call that what it is told fits what it was told before."""
+    """Checks that every call is consistent with the calls before."""
 
     def bind(self, pool):
         super().bind(pool)
@@ -146,7 +146,7 @@ def test_a_policy_is_told_what_the_pool_does(hybrid, ahead):
 @pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_every_policy_serves(policy, hybrid):
-    """Free blocks and held blocks are all blocks, and a block is in one place, whatever the policy."""
+    """With every policy, free and held blocks are all blocks, and no block is in two places."""
     for seed in range(4):
         manager = with_policy(policy, hybrid=hybrid)
         run_traffic(manager, seed)
@@ -158,7 +158,7 @@ def test_every_policy_serves(policy, hybrid):
 
 
 def serve(manager, name, tokens, **params):
-    """One request from its beginning to its end; what it hit."""
+    """Run a request from start to end, and return its hits."""
     request = make_request(name, tokens, **params)
     blocks, hit = manager.get_computed_blocks(request)[:2]
     assert manager.allocate_slots(request, len(tokens) - hit, hit, blocks) is not None
@@ -167,7 +167,7 @@ def serve(manager, name, tokens, **params):
 
 
 def test_frequency_is_seen_through_hits_on_held_blocks():
-    """A prefix in use by another request is hit: vLLM's queue never hears of it, lfu does."""
+    """A prefix is hit while another request uses it. vLLM's queue is not notified of that, lfu is."""
     manager = with_policy("lfu", 13)
     often, seldom = list(range(16)), list(range(100, 116))
     serve(manager, "a", often)
@@ -194,7 +194,7 @@ class Twice(POLICIES["lru"]):
 
 
 def test_a_policy_that_gives_wrong_victims_is_caught():
-    """Nobody gets a block that somebody holds."""
+    """No request gets a block that another request holds."""
     for policy, error in ((Empty, "Empty.victims: got 0, needs 6 blocks"), (Twice, "Twice.victims: got a block twice")):
         manager = with_policy(policy, 9)
         serve(manager, "a", list(range(32)))

@@ -1,4 +1,4 @@
-"""A request trace through vLLM's scheduler hits what `pc replay` says the policy hits."""
+"""A request trace in vLLM's scheduler has the same hits as in `pc replay`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pc.cache.replay import Trace, replay
 
 
 def make_trace(seed=0, num_requests=600):
-    """Conversations that go on, begin with one of a few system prompts, and are dropped at some point."""
+    """Return conversations that continue, begin with one of a few system prompts, and stop at some point."""
     rng = random.Random(seed)
     fresh = iter(range(10**9))
     systems = [[next(fresh) for _ in range(rng.randrange(2, 6))] for _ in range(4)]
@@ -37,8 +37,8 @@ def test_hits_are_those_of_pc_replay(policy, capacity):
     trace = make_trace()
     expected = replay(trace, policy, capacity).hit_rate
     assert 0.1 < expected < 0.95
-    # The default's ghosts follow the size of the pool, which here has two blocks more. Policies that do not give up a
-    # sequence from its end leave gaps, behind which vLLM keeps blocks twice that pc merges.
+    # The default policy remembers evicted blocks by the size of the pool, which is two blocks larger here. Policies
+    # that do not evict a sequence from its end leave gaps, behind which vLLM keeps duplicates that pc merges.
     tolerance = {"lru": 0.0, "lfu": 0.0, "default": 0.02}.get(policy, 0.05)
     found = last(vllm_scheduler.passing(trace, policy, capacity, 1, 1, 1)).hit_rate
     assert found == pytest.approx(expected, rel=tolerance, abs=0)
@@ -50,7 +50,7 @@ def test_hits_in_host_memory_are_those_of_pc_replay(policy, capacity):
     pytest.importorskip("vllm", minversion="0.33", reason="needs vLLM 0.33, which takes policies from outside")
     trace = make_trace()
     expected = replay(trace, policy.removeprefix("pc_"), capacity).hit_rate
-    # The tier is not told how much a request generated.
+    # The tier does not know how much a request generated.
     tolerance = 0.03 if policy == "pc_default" else 0.0
     found = vllm_replay.replay_through_tier(trace, policy, capacity).hit_rate
     assert found == pytest.approx(expected, rel=tolerance, abs=1e-12)

@@ -1,4 +1,4 @@
-"""The scheduler classes in vLLM's engine: chosen by the environment or by name, tokens as without them."""
+"""The scheduler classes in vLLM's engine, chosen by the environment or by name, give the same tokens."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def scheduler_of(llm):
 
 @pytest.mark.parametrize("policy", ["lru", "default"])
 def test_chosen_by_the_environment(model_path, monkeypatch, policy):
-    """lru gives vLLM's own hits too; tight blocks make it evict and preempt."""
+    """lru has the same hits as vLLM. There are few blocks, so that it evicts and preempts."""
     vllm_engine.use_attention(False)
     found = []
     for ours in (False, True):
         vllm_engine.use_eviction(ours)
-        if ours:  # vLLM's own scheduler refuses it
+        if ours:  # vLLM's own scheduler raises for it
             monkeypatch.setenv("PC_VLLM_POLICY", policy)
         with vllm_engine.engine(model_path("llama"), num_gpu_blocks_override=12) as (llm, seen):
             assert type(scheduler_of(llm)).__name__ == ("PolicyScheduler" if ours else "Scheduler")

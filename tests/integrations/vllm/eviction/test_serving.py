@@ -1,4 +1,4 @@
-"""The benchmark through vLLM's server: what it sends is the same each time, and its prediction is of what was sent."""
+"""The benchmark with vLLM's server sends the same each time, and predicts hits for what it sent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORDS = list(range(1000, 9000))
 
 
 def sent_in_turns(scripts):
-    """What clients send that take turns, where every answer is the same token."""
+    """Return what clients send in turns, if every answer is the same token."""
     said, sent = {}, []
     for asks in zip(*scripts, strict=True):
         for ask in asks:
@@ -69,7 +69,7 @@ def test_hits_follow_what_clients_know():
 
 
 def test_a_pool_smaller_than_a_request_is_refused():
-    """It waited for ever."""
+    """A former fault: such a pool waited forever."""
     trace = Trace("t", 512, [np.arange(9)], [20], [0.0])
     with pytest.raises(ValueError, match="capacity: got 6 blocks of vLLM, needs more than the 11 of one request"):
         last(scheduler.passing(trace, None, 4, 1, 1, 20))
@@ -77,7 +77,7 @@ def test_a_pool_smaller_than_a_request_is_refused():
 
 
 def test_gaps_that_a_policy_makes_are_counted():
-    """fifo gives up the beginning of what has grown since; lru leaves no gaps."""
+    """fifo evicts the beginning of conversations that continued; lru leaves no gaps."""
     growing = [np.arange(5), np.arange(100, 103), np.arange(9), np.arange(200, 203), np.arange(9)]
     trace = Trace("t", 512, growing, [1] * 5, [0.0] * 5)
     rows = list(scheduler.count_gaps(trace, ["fifo", "lru"], [12 / trace.unique_blocks]))

@@ -1,4 +1,4 @@
-"""What a waiting request will find stays until it runs, as far as there is anything else to evict."""
+"""The cached blocks of a waiting request stay until it runs, while other blocks can be evicted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZE = 16
 
 
 def make_request(name, blocks, output=1, **params):
-    """A prompt of whole blocks, named, and one more token."""
+    """Return a named prompt of whole blocks, and one more token."""
     hashes = [str(each).encode().rjust(16) for each in blocks]
 
     def hasher(request):
@@ -77,7 +77,10 @@ def named(prefix, count):
 @pytest.mark.parametrize("policy", ["default", "fifo", "lfu"])
 @pytest.mark.parametrize("looked_at", [True, False])
 def test_what_is_waited_for_stays(policy, looked_at):
-    """`a` was answered first, so it would go first; its next round waits while another request fills the pool."""
+    """`a` was answered first, so it would be evicted first.
+
+    Its next round waits while another request fills the pool.
+    """
     engine = Engine(policy, num_blocks=24)
     if not looked_at:
         engine.queue.waiting = None
@@ -125,13 +128,13 @@ def test_what_nobody_waits_for_any_more_goes(left_by, monkeypatch):
     assert not engine.queue._kept
     engine.check()
     engine.run(make_request("a third", named("a", 8)))
-    assert left_by == "flag" or engine.cached["a third"] < 6  # who does not read them computes them again
+    assert left_by == "flag" or engine.cached["a third"] < 6  # a request without hits computes them
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("policy", ["default", "priority", "arc"])
 def test_blocks_are_conserved_under_a_deep_queue(policy, ahead, monkeypatch):
-    """Conversations in rounds, four at once and many waiting, some aborted: no block is lost or handed out twice."""
+    """Four conversations run at once in rounds, and many wait or are aborted: no block is lost or used twice."""
     queue_module = importlib.import_module("pc.integrations.vllm.eviction.queue")
     if ahead:
         monkeypatch.setattr(queue_module, "AHEAD_FROM", 0)

@@ -1,4 +1,4 @@
-"""Policies behind vLLM's tier in host memory: what is evicted, and that nothing is lost on the way."""
+"""Policies in vLLM's tier in host memory: what they evict, and that no chunk is lost."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def keys_of(*names, group=0):
 
 
 def evicted_by(tier, names, **fields):
-    """One request that finds and stores chunks, to its end; what it threw out."""
+    """Run a request that finds and stores chunks, and return what it evicted."""
     keys = keys_of(*names)
     context = make_context(str(names), keys, **fields)
     _, stored = pass_through_tier(tier, keys, context)
@@ -51,7 +51,7 @@ class OurLRU(OffloadPolicy):
 
 
 def test_the_order_of_our_lru_is_that_of_vllms(monkeypatch):
-    """One request behind the other: the same evictions in the same order, which is why pc_lru is vLLM's own."""
+    """The same evictions happen in the same order for single requests, so pc_lru is vLLM's own policy."""
     monkeypatch.setattr("pc.integrations.vllm.offload.OurLRU", OurLRU, raising=False)
     count = 0
     for seed in range(20):
@@ -68,7 +68,7 @@ def test_the_order_of_our_lru_is_that_of_vllms(monkeypatch):
 
 
 class Traffic:
-    """Requests side by side, whose transfers end late, fail, or are cut off."""
+    """Concurrent requests whose transfers end late, fail, or are interrupted."""
 
     def __init__(self, policy, seed, capacity=24):
         self.rng = random.Random(seed)
@@ -160,7 +160,7 @@ def test_chunks_are_conserved(name):
 
 
 def test_running_requests_give_way_before_a_store_fails():
-    """As many chunks as vLLM's lru would find, of requests in progress too, and none of the asking one's offer."""
+    """As many chunks are evicted as with vLLM's lru, of running requests too, and none that the store offers."""
     tier = make_tier("pc_default", 6)
     contexts = []
     for name in ("a", "b"):
@@ -181,7 +181,7 @@ def test_running_requests_give_way_before_a_store_fails():
 
 
 def test_running_requests_that_share_chunks_give_way():
-    """Two that have the same chunks of two groups of layers, in different orders: first each gives up another one."""
+    """Two requests have the same chunks of two groups in different orders, and each evicts another chunk first."""
     tier = make_tier("pc_default", 2)
     both = [*keys_of("a0"), *keys_of("a0", group=1)]
     for keys in (both, both[::-1]):

@@ -1,4 +1,4 @@
-"""A tier of ours behind vLLM's in host memory: chunks come back as they were, or not at all."""
+"""A tier of ours behind vLLM's host memory: chunks are loaded as they were stored, or not at all."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make_config(**changed):
 
 @pytest.fixture
 def make(tmp_path):
-    """Tiers over a directory and memory of their own, shut down at the end."""
+    """Return tiers with a directory and memory of their own, which are shut down at the end."""
     made = []
 
     def make_one(chunks=8, spec=None, **options):
@@ -70,7 +70,7 @@ def make(tmp_path):
 
 
 def moved(tier, number, keys, places, is_promotion=False):
-    """What came of one transfer."""
+    """Return the result of one transfer."""
     job = TransferJob(number, keys, np.array(places), is_promotion, CONTEXT)
     tier.submit_load(job) if is_promotion else tier.submit_store(job)
     tier.drain_jobs()
@@ -97,7 +97,7 @@ def fill(memory, places, seed):
 
 
 def test_chunks_come_back_in_another_process_place(make):
-    """Stored from some places and read into others, by a second tier on the same directory."""
+    """Chunks stored from some places are read into others, by a second tier with the same directory."""
     tier, memory = make(locality="REMOTE", threads=2)
     assert tier.locality is Locality.REMOTE
     rows = fill(memory, [1, 5, 6], seed=1)
@@ -113,7 +113,7 @@ def test_chunks_come_back_in_another_process_place(make):
 
 
 def test_a_job_that_ends_while_it_is_looked_at(make):
-    """It is told of now or still under way: an engine without other work would not ask again."""
+    """The job is reported now or still running, because an engine without other work would not ask again."""
     tier, _ = make()
     ends = SimpleNamespace(done=lambda: tier._finished.put(("result", [])) is None)
     tier._running = [ends]
@@ -163,7 +163,7 @@ def test_a_lost_chunk_is_computed_and_those_before_it_are_kept(make, tmp_path):
     assert list(result.successful_keys) == keys[:1]
     np.testing.assert_array_equal(memory[5], rows[0])
     assert not memory[[6, 7]].any()
-    assert found_in(tier, keys) == [True, False, False]  # else vLLM would ask for them again and again
+    assert found_in(tier, keys) == [True, False, False]  # otherwise vLLM would ask for them repeatedly
     assert found_in(tier, keys) == [True, False, True]
 
 
@@ -209,7 +209,7 @@ def test_options_are_checked(make, options, error):
 
 
 def test_vllms_manager_moves_chunks_through_the_tier(make):
-    """vLLM's own tiers over ours: thrown out of host memory, a prompt's chunks come back with their bytes."""
+    """With vLLM's own tiers before ours, a prompt's chunks that host memory evicted are loaded with their bytes."""
     tier, memory = make(chunks=4)
     primary = CPUPrimaryTierOffloadingManager(
         num_chunks=4,

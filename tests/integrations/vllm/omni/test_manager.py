@@ -1,4 +1,4 @@
-"""In place of vLLM-Omni's manager: the same outputs, step by step, and what it does not serve."""
+"""Our manager in place of vLLM-Omni's: the outputs are the same in each step, and unsupported cases raise."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def make(kind=Ours, policy=None, view=None, **options):
 
 
 def row(token, position):
-    """What a token's row holds: another one in every content."""
+    """Return a token's row, which differs for every content."""
     return torch.full((WIDTH,), float(token * 1000 + position))
 
 
 def run(manager, batch, parts, new=(), finished=(), resumed=(), mm=None, padded=0):
-    """A step of `(name, tokens of all of it, first position, how many, blocks)`, saved."""
+    """Run and save a step of `(name, all its tokens, first position, count, blocks)`."""
     batch.order = [name for name, *_ in parts]
     for name, _, first, _, blocks in parts:
         batch.tables[name], batch.computed[name] = blocks, first
@@ -53,7 +53,7 @@ def run(manager, batch, parts, new=(), finished=(), resumed=(), mm=None, padded=
     count = len(rows)
     hidden = torch.stack([*rows, *[torch.full((WIDTH,), -1.0)] * padded]) if rows else torch.empty(0, WIDTH)
     step = manager.save_outputs(hidden, mm or {}, num_tokens_unpadded=count, num_tokens_padded=count + padded)
-    hidden.fill_(float("nan"))  # the buffer is the next step's
+    hidden.fill_(float("nan"))  # the next step reuses the buffer
     return step
 
 
@@ -62,7 +62,7 @@ def expected(tokens, begin, end):
 
 
 class Traffic:
-    """Requests that share beginnings, in chunks and decoding, over a pool whose blocks are used again."""
+    """Requests that share prefixes, run in chunks and decode, with a pool whose blocks are reused."""
 
     def __init__(self, seed):
         self.rng = random.Random(seed)
@@ -91,7 +91,7 @@ class Traffic:
         return name
 
     def step(self):
-        """Parts of a step, new requests in it, and which have ended."""
+        """Return the parts of a step, its new requests, and the requests that have ended."""
         finished, self.ended = self.ended, []
         fresh = [self.begin() for _ in range(self.rng.randrange(3)) if len(self.live) < 4]
         parts, new = [], []
@@ -118,7 +118,7 @@ class Traffic:
 
 
 def outputs(step, seed):
-    """Other outputs of a step: rows of tokens, of which one is deferred, and others."""
+    """Return other outputs of a step: rows of tokens, of which one is deferred, and others."""
     count = sum(n for *_, n, _ in step)
     generator = torch.Generator().manual_seed(seed)
     found = {
@@ -144,7 +144,7 @@ def same(mine, theirs):
 @pytest.mark.parametrize("view", [None, GroupView], ids=["", "tables"])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_traffic_gives_what_vllm_omnis_manager_gives(seed, view):
-    """Hits on blocks of this step and of earlier ones, chunks, blocks used again; taken at once, late, or never."""
+    """Blocks of this and of earlier steps are hit and reused; outputs are taken at once, late, or never."""
     policy = ModelCachePolicy(needs_full_hidden_states=seed != 5, deferred_keys=frozenset({"late"}))
     ours, batch = make(policy=policy, view=view)
     theirs, other = make(Theirs, policy=policy)
@@ -177,7 +177,7 @@ def test_random_traffic_gives_what_vllm_omnis_manager_gives(seed, view):
 
 
 def test_a_name_that_steps_lack_leaves_zeros_not_what_was_there():
-    """VLLM-Omni's manager gives the rows of the prompt that had the blocks before."""
+    """VLLM-Omni's manager would give the rows of the prompt that had the blocks before."""
     rows = {}
     for kind in (Ours, Theirs):
         manager, batch = make(kind)
@@ -197,7 +197,7 @@ def test_a_name_that_steps_lack_leaves_zeros_not_what_was_there():
 
 
 def test_rows_are_those_of_the_tokens():
-    """Not only what the other gives: each row names its token and position."""
+    """Each row has its token and position, so the rows are right, not only equal to the other manager's."""
     ours, batch = make()
     tokens = list(range(11))
     step = run(ours, batch, [("a", tokens, 0, 11, [3, 1, 2])], new=[("a", 0, [3, 1, 2])], padded=5)
@@ -211,7 +211,7 @@ def test_rows_are_those_of_the_tokens():
 
 
 def test_a_hit_below_a_block():
-    """VLLM-Omni refuses it."""
+    """VLLM-Omni raises for it."""
     tokens = list(range(9))
     for kind in (Ours, Theirs):
         manager, batch = make(kind)
@@ -227,7 +227,7 @@ def test_a_hit_below_a_block():
 
 @pytest.mark.parametrize("as_new", [False, True], ids=["cached", "new"])
 def test_a_resumed_request_gets_the_rows_it_has_not_had(as_new):
-    """It had 6 tokens when it was preempted, and another request has computed 12 of its tokens since."""
+    """It had 6 tokens when it was preempted; meanwhile another request has computed 12 of its tokens."""
     ours, batch = make()
     tokens = list(range(14))
     parts = [ours.materialize(run(ours, batch, [("a", tokens, 0, 6, [0, 1])], new=[("a", 0, [0, 1])]), ["a"])]
@@ -260,7 +260,7 @@ def test_missing_rows_are_an_error_of_the_step_that_needs_them():
 
 
 def test_a_step_that_fails_leaves_no_rows_behind():
-    """Its tokens' KV is in those slots now, and the rows that were there are another prompt's."""
+    """The KV of the step's tokens is in those slots, but the old rows belong to another prompt."""
     ours, batch = make()
     tokens = list(range(8))
     ours.materialize(

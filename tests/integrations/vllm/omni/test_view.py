@@ -21,7 +21,7 @@ BLOCKS, WIDTH = 40, 6
 
 
 def input_batch(groups, kernel_sizes):
-    """A batch with vLLM's own block tables: request a with 9 computed tokens in every group."""
+    """Return a batch with vLLM's own block tables, and a request with 9 computed tokens in every group."""
     from vllm.v1.worker.block_table import BlockTable
 
     tables = []
@@ -53,7 +53,7 @@ def specs(*kinds):
 
 @pytest.mark.parametrize("kernel", [8, 4])
 def test_the_view_of_two_groups_and_a_window(kernel):
-    """VLLM-Omni refuses models with windows, and blocks that kernels split."""
+    """VLLM-Omni raises for models with windows, and for blocks that kernels split."""
     from pc.integrations.vllm.omni import check_groups, make_view
 
     groups = specs((16, True), (8, False))
@@ -75,7 +75,7 @@ def test_what_has_windows_alone_is_refused():
 
 
 def test_runners_make_ours(monkeypatch):
-    """Through vLLM-Omni's own code between a runner and its manager, with two groups."""
+    """Runners make our manager through vLLM-Omni's own code, for two groups."""
     import importlib
 
     from vllm.distributed import parallel_state
