@@ -203,5 +203,8 @@ def render_families_versions(_page: Path) -> str:
 
 
 def render_families_summary(_page: Path) -> str:
-    """Render how many classes of transformers are served."""
-    return f"{sum(row['outcome'] == 'served' for row in _latest())} classes of transformers"
+    """Render how many classes the newest transformers that was run has served."""
+    families = _families()
+    newest = max((version for rows in families.values() for version in rows), key=by_version)
+    served = sum(rows[newest]["outcome"] == "served" for rows in families.values() if newest in rows)
+    return f"{served} classes of transformers {newest.rpartition('.')[0]}"
