@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from generate_cases import FAMILIES, VOCAB, Family
+from generate_cases import BY_NAME, VOCAB, Family
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from pc.integrations.huggingface import ContinuousBatching
 
-BY_NAME = {family.name: family for family in FAMILIES}
 ALTERNATING = ["sliding_attention", "full_attention"]
 
 

@@ -23,13 +23,12 @@ from typing import Any
 
 import torch
 import transformers
-from generate_cases import CACHE, DEEPSEEK, FAMILIES, HYBRIDS, assert_nothing_held, left_padded, prompt
+from generate_cases import BY_NAME, CACHE, assert_nothing_held, left_padded, prompt
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pc.demo._measure import MiddleFirst
 from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching
 
-BY_NAME = {family.name: family for family in [*FAMILIES, DEEPSEEK, *HYBRIDS]}
 CHUNK = 32
 TRAINED = "smollm2"
 

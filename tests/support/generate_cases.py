@@ -138,6 +138,28 @@ HYBRIDS = [
 ]  # fmt: skip
 
 
+BY_NAME = {family.name: family for family in [*FAMILIES, DEEPSEEK, *HYBRIDS]}
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "use_cache": ({"use_cache": False}, "use_cache=False asks for no cache"),
+    "cache_implementation": (
+        {"cache_implementation": "static"},
+        "cache_implementation asks for another cache (static)",
+    ),
+    "a cache": ({CACHE: transformers.DynamicCache}, f"{CACHE} of your own"),
+    "positions": (
+        {"position_ids": torch.arange(5, 45)[None]},
+        "position_ids are not those of the tokens that attention_mask leaves",
+    ),
+}
+"""Arguments of calls that are not served, and the reasons; a class is made anew for each call."""
+
+
+def refused(case: str) -> tuple[dict[str, Any], str]:
+    options, reason = REFUSED[case]
+    return {name: value() if isinstance(value, type) else value for name, value in options.items()}, reason
+
+
 def first_quick(cases: Iterable[Any]) -> list[Any]:
     """Return the cases of a test, all but the first marked `slow`, so that `make test` runs only the first."""
     first, *others = cases

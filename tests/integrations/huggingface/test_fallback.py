@@ -14,7 +14,9 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from generate_cases import (  # noqa: E402
+    BY_NAME,
     CACHE,
+    REFUSED,
     VOCAB,
     assert_nothing_held,
     assert_same,
@@ -22,6 +24,7 @@ from generate_cases import (  # noqa: E402
     left_padded,
     plain,
     prompt,
+    refused,
 )
 
 from pc.integrations.huggingface import UnsupportedError, enable_prefix_caching, serving  # noqa: E402
@@ -142,7 +145,6 @@ def test_decoding_that_fails_to_keep_goes_on(model: Any, monkeypatch: pytest.Mon
 
 def test_a_cache_that_is_gone_on_with_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass that fails in its last layer has put tokens into the first one, which plain generate must not see."""
-    from generate_cases import FAMILIES
 
     def failing_once(update: Any) -> Any:
         calls: list[int] = []
@@ -156,7 +158,7 @@ def test_a_cache_that_is_gone_on_with_is_as_it_was(monkeypatch: pytest.MonkeyPat
         return updated
 
     for name, kind in (("llama", layers.GrowingLayer), ("mistral-window", layers.GrowingWindowLayer)):
-        model = next(f for f in FAMILIES if f.name == name).build()
+        model = BY_NAME[name].build()
         options: dict[str, Any] = {"return_dict_in_generate": True, "max_new_tokens": 12, "eos_token_id": None}
         with enable_prefix_caching(model, num_blocks=64) as handle:
             first = model.generate(prompt(40), **options)
@@ -285,25 +287,20 @@ def test_the_log_says_where_it_failed(
     assert "in fail" in caplog.text
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "use_cache": ({"use_cache": False}, "use_cache=False asks for no cache"),
-    "a cache": ({CACHE: transformers.DynamicCache()}, f"{CACHE} of your own"),
-    "positions": ({"position_ids": torch.arange(5, 45)[None]}, "position_ids are not those"),
-    "blocks": ({"input_ids": prompt(100)}, "the prompt needs more blocks than there are"),
-}
+TOO_LONG = {"input_ids": prompt(100)}, "the prompt needs more blocks than there are"
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", [*REFUSED, "blocks"])
 def test_raise_names_the_reason(model: Any, case: str) -> None:
-    options, reason = REFUSED[case]
+    options, reason = TOO_LONG if case == "blocks" else refused(case)
     computed: list[int] = []
     model.register_forward_pre_hook(lambda *_: computed.append(1))
     with enable_prefix_caching(model, num_blocks=4, fallback="raise") as handle:
         computed.clear()
         with pytest.raises(UnsupportedError) as caught:
             model.generate(**{"input_ids": prompt(40), "max_new_tokens": 4, **options})
-        assert caught.value.reason.startswith(reason)
+        assert str(caught.value).startswith(reason)
         assert computed == []
         assert_nothing_held(handle)
         assert handle.stats().calls_handed_back == {}

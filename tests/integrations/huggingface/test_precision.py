@@ -9,11 +9,9 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from generate_cases import FAMILIES, left_padded, plain, prompt  # noqa: E402
+from generate_cases import BY_NAME, left_padded, plain, prompt  # noqa: E402
 
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
-
-BY_NAME = {family.name: family for family in FAMILIES}
 
 
 def _logits(result: Any) -> torch.Tensor:

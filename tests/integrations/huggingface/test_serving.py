@@ -15,11 +15,13 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from generate_cases import (  # noqa: E402
+    BY_NAME,
     CACHE,
     DEEPSEEK,
     EOS,
     FAMILIES,
     LLAMA,
+    REFUSED,
     SMALL,
     VOCAB,
     Family,
@@ -32,6 +34,7 @@ from generate_cases import (  # noqa: E402
     left_padded,
     plain,
     prompt,
+    refused,
 )
 
 from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching  # noqa: E402
@@ -166,7 +169,7 @@ def test_names_of_the_cache_of_a_result(model: Any, handle: PrefixCaching, caplo
 
 @pytest.mark.parametrize("name", first_quick(["llama", "gemma2", "gpt2"]))
 def test_cache_of_a_result_is_gone_on_with(name: str) -> None:
-    model = next(f for f in FAMILIES if f.name == name).build()
+    model = BY_NAME[name].build()
     options: dict[str, Any] = {"eos_token_id": None, "return_dict_in_generate": True, "max_new_tokens": 12}
 
     def rounds(generate: Any) -> Iterator[tuple[torch.Tensor, int]]:
@@ -333,21 +336,13 @@ def test_positional_arguments_and_inference_mode(model: Any, handle: PrefixCachi
     assert handle.last_requests[0].cached_tokens == 39
 
 
-NOT_SERVED = {
-    "use_cache": {"use_cache": False},
-    "cache_implementation": {"cache_implementation": "static"},
-    "cache": {CACHE: transformers.DynamicCache},
-    "positions": {"position_ids": torch.arange(5, 45)[None]},
-}
+@pytest.mark.quick
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_served_goes_to_the_model_with_one_warning(model: Any, handle: PrefixCaching, case: str) -> None:
+    reason = refused(case)[1]
 
-
-@pytest.mark.parametrize("options", NOT_SERVED.values(), ids=NOT_SERVED.keys())
-def test_what_is_not_served_goes_to_the_model_with_one_warning(
-    model: Any, handle: PrefixCaching, options: dict[str, Any]
-) -> None:
     def call(generate: Any) -> torch.Tensor:
-        fresh = {k: v() if isinstance(v, type) else v for k, v in options.items()}
-        result = generate(input_ids=prompt(40), max_new_tokens=12, **fresh)
+        result = generate(input_ids=prompt(40), max_new_tokens=12, **refused(case)[0])
         return result if isinstance(result, torch.Tensor) else result.sequences
 
     want = call(lambda **kw: plain(model, **kw))
@@ -355,7 +350,8 @@ def test_what_is_not_served_goes_to_the_model_with_one_warning(
         warnings.simplefilter("always")
         assert torch.equal(call(model.generate), want)
         assert torch.equal(call(model.generate), want)
-    assert len([w for w in caught if str(w.message).startswith("prefix caching:")]) == 1
+    told = [str(w.message) for w in caught if str(w.message).startswith("prefix caching:")]
+    assert told == [f"prefix caching: falls back to the model's own generate: {reason}"]
     assert handle.last_requests == []
     assert handle.stats().calls_served == 0
     assert list(handle.stats().calls_handed_back.values()) == [2]
@@ -374,7 +370,7 @@ SERVED_MODES = {
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2", "gpt2"])
 @pytest.mark.parametrize("options", SERVED_MODES.values(), ids=SERVED_MODES.keys())
 def test_modes(family: str, options: dict[str, Any]) -> None:
-    model = next(f for f in FAMILIES if f.name == family).build()
+    model = BY_NAME[family].build()
     ids = torch.cat([prompt(30), prompt(30), prompt(7, 1)], 1)  # something to look up
     calls = [{"input_ids": ids}]
     if "prompt_lookup_num_tokens" not in options:
@@ -407,7 +403,7 @@ def test_assisted_decoding_with_either_model_cached(model: Any) -> None:
 
 @pytest.mark.parametrize("family", first_quick(["llama", "mistral-window", "gpt2"]))
 def test_rows_padded_on_the_right_and_masks_with_holes(family: str) -> None:
-    model = next(f for f in FAMILIES if f.name == family).build()
+    model = BY_NAME[family].build()
     right = {k: v.flip(1) for k, v in left_padded(prompt(50), prompt(37, 1)).items()}
     holes = torch.ones(1, 60, dtype=torch.long)
     holes[0, 34:50] = 0
@@ -428,7 +424,7 @@ def test_rows_whose_last_token_sees_nothing_are_computed_whole() -> None:
     mask = torch.ones_like(ids)
     mask[1, 60:] = 0
     for name in ("gemma2", "llama"):
-        model = next(family for family in FAMILIES if family.name == name).build()
+        model = BY_NAME[name].build()
         with enable_prefix_caching(model, num_blocks=64) as handle:
             for _ in range(2):
                 assert_same(model, input_ids=ids, attention_mask=mask)
@@ -560,7 +556,7 @@ def test_model_that_is_not_served_keeps_its_generate(family: Family, why: str) -
 
 
 def test_cache_that_a_config_leaves_out_is_asked_for() -> None:
-    model = next(family for family in FAMILIES if family.name == "mpt").build()
+    model = BY_NAME["mpt"].build()
     assert model.config.use_cache is False  # as MptConfig says, and training often leaves it
     with enable_prefix_caching(model, num_blocks=64) as handle:
         for computed in (40, 8):
@@ -571,36 +567,20 @@ def test_cache_that_a_config_leaves_out_is_asked_for() -> None:
             assert_same(model, input_ids=prompt(40), use_cache=False)  # the caller's own word
 
 
-def test_warning_says_once_where_a_call_goes(model: Any) -> None:
-    with enable_prefix_caching(model, num_blocks=64), warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        model.generate(prompt(40), max_new_tokens=2, **{CACHE: transformers.DynamicCache()})
-        model.generate(prompt(40), max_new_tokens=2, use_cache=False)
-    texts = [str(w.message) for w in told if "prefix caching" in str(w.message)]
-    assert [text.count("the model's own generate") for text in texts] == [1, 1]
-    assert texts[0] == f"prefix caching: falls back to the model's own generate: {CACHE} of your own"
-
-
 def test_encoder_decoder_is_not_served() -> None:
     config = transformers.T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
     with pytest.warns(UserWarning, match="encoder-decoder"):
         assert enable_prefix_caching(transformers.T5ForConditionalGeneration(config)).unsupported
 
 
-def test_prompt_that_does_not_fit_goes_to_the_model(model: Any) -> None:
-    with enable_prefix_caching(model, num_blocks=2) as handle:
+@pytest.mark.parametrize(("num_blocks", "lengths"), [(2, (60,)), (6, (60, 50))], ids=["prompt", "batch"])
+def test_what_does_not_fit_goes_to_the_model(model: Any, num_blocks: int, lengths: tuple[int, ...]) -> None:
+    with enable_prefix_caching(model, num_blocks=num_blocks) as handle:
         with pytest.warns(UserWarning, match="num_blocks"):
-            assert_same(model, input_ids=prompt(60))
+            assert_same(model, **left_padded(*(prompt(length, length) for length in lengths)))
         assert_nothing_held(handle)
         assert_same(model, input_ids=prompt(20), max_new_tokens=5)
         assert handle.last_requests
-
-
-def test_batch_that_does_not_fit_goes_to_the_model(model: Any) -> None:
-    with enable_prefix_caching(model, num_blocks=6) as handle:
-        with pytest.warns(UserWarning, match="num_blocks"):
-            assert_same(model, **left_padded(prompt(60), prompt(50, 1)))
-        assert_nothing_held(handle)
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
@@ -652,17 +632,6 @@ def test_failed_forward_leaves_nothing_findable(model: Any, handle: PrefixCachin
     assert_same(model, input_ids=prompt(40))
 
 
-def test_changed_weights_empty_the_cache(model: Any, handle: PrefixCaching) -> None:
-    assert_same(model, input_ids=prompt(64))
-    with torch.no_grad():
-        model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
-    assert_same(model, input_ids=prompt(64))
-    assert handle.last_requests[0].cached_tokens == 0
-    model.model.layers[1].self_attn.v_proj.weight.data = torch.randn(32, 64)
-    assert_same(model, input_ids=prompt(64))
-    assert handle.last_requests[0].cached_tokens == 0
-
-
 class Adapted(torch.nn.Module):
     """A linear layer with two adapters, and the attributes by which PEFT's layers say which is active."""
 
@@ -691,6 +660,7 @@ def _adapt(model: Any) -> None:
 CHANGES = {
     "weight.data +=": lambda model: _first_attention(model).k_proj.weight.data.add_(0.3),
     "weight in place": lambda model: _first_attention(model).k_proj.weight.detach().add_(0.3),
+    "weight.data =": lambda model: setattr(_first_attention(model).v_proj.weight, "data", torch.randn(32, 64)),
     "a hook": lambda model: _first_attention(model).register_forward_pre_hook(
         lambda module, args, kwargs: (args, kwargs | {"hidden_states": kwargs["hidden_states"].flip(-1)}),
         with_kwargs=True,
@@ -707,6 +677,7 @@ def cached(model: Any, handle: PrefixCaching) -> int:
     return handle.last_requests[0].cached_tokens
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_keys_and_values_from_before_a_change_are_not_read(model: Any, handle: PrefixCaching, change: Any) -> None:
     assert (cached(model, handle), cached(model, handle)) == (0, 39)

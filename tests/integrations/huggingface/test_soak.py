@@ -20,11 +20,10 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from generate_cases import FAMILIES, HYBRIDS, assert_nothing_held, interrupts, left_padded, plain, prompt  # noqa: E402
+from generate_cases import BY_NAME, assert_nothing_held, interrupts, left_padded, plain, prompt  # noqa: E402
 
 from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching  # noqa: E402
 
-BY_NAME = {family.name: family for family in [*FAMILIES, *HYBRIDS]}
 MODES: list[dict[str, Any]] = [
     {},
     {"do_sample": True, "top_k": 50},

@@ -12,11 +12,9 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from generate_cases import FAMILIES, LLAMA, assert_nothing_held, assert_same, prompt  # noqa: E402
+from generate_cases import BY_NAME, LLAMA, assert_nothing_held, assert_same, prompt  # noqa: E402
 
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
-
-BY_NAME = {family.name: family for family in FAMILIES}
 
 
 def cached(model: Any, handle: Any, ids: torch.Tensor) -> int:

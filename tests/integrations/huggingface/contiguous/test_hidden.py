@@ -11,7 +11,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from generate_cases import (  # noqa: E402
-    FAMILIES,
+    BY_NAME,
     HYBRIDS,
     LLAMA,
     assert_nothing_held,
@@ -27,7 +27,6 @@ from generate_cases import (  # noqa: E402
 from pc.integrations.huggingface import enable_prefix_caching, settings  # noqa: E402
 from pc.integrations.huggingface.contiguous import store  # noqa: E402
 
-BY_NAME = {family.name: family for family in FAMILIES}
 SHOWN = {"output_hidden_states": True, "return_dict_in_generate": True}
 
 

@@ -15,8 +15,8 @@ transformers = pytest.importorskip("transformers")
 
 from cache_cases import drop  # noqa: E402
 from generate_cases import (  # noqa: E402
+    BY_NAME,
     CACHE,
-    FAMILIES,
     SMALL,
     assert_nothing_held,
     assert_same,
@@ -31,8 +31,6 @@ from pc.cache.policies import POLICIES  # noqa: E402
 from pc.demo._measure import MiddleFirst  # noqa: E402
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
 from pc.integrations.huggingface.contiguous.storage import KVStorage  # noqa: E402
-
-BY_NAME = {family.name: family for family in FAMILIES}
 
 
 @pytest.mark.parametrize(

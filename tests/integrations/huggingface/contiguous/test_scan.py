@@ -9,13 +9,12 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from generate_cases import HYBRIDS, assert_same, both, count_computed, plain, prompt, remembering  # noqa: E402
+from generate_cases import BY_NAME, assert_same, both, count_computed, plain, prompt, remembering  # noqa: E402
 from transformers.models.jamba import modeling_jamba  # noqa: E402
 
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
 from pc.integrations.huggingface.contiguous import layers  # noqa: E402
 
-BY_NAME = {family.name: family for family in HYBRIDS}
 LOGITS = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 3}
 
 

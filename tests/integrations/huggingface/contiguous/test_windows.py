@@ -12,8 +12,8 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from generate_cases import (  # noqa: E402
+    BY_NAME,
     CACHE,
-    FAMILIES,
     assert_nothing_held,
     assert_same,
     assert_same_in_threads,
@@ -28,7 +28,6 @@ from pc.demo._measure import MiddleFirst  # noqa: E402
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
 from pc.integrations.huggingface.contiguous import batch, layers, storage  # noqa: E402
 
-BY_NAME = {family.name: family for family in FAMILIES}
 WINDOWS = ["mistral-window", "gemma2", "gemma3", "gpt-oss"]
 FEW = 8
 """Blocks of 16 tokens: less than half of the longest prompts here."""

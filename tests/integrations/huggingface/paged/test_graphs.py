@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 transformers = pytest.importorskip("transformers")
 
 from generate_cases import (  # noqa: E402
-    FAMILIES,
+    BY_NAME,
     LLAMA,
     PAGED,
     Family,
@@ -41,8 +41,6 @@ from pc.integrations.huggingface.paged.layers import PagedStorage, layer_windows
 from pc.integrations.huggingface.paged.packed import PackedModel  # noqa: E402
 from pc.integrations.huggingface.paged.requests import Requests  # noqa: E402
 from pc.integrations.huggingface.store import Leases  # noqa: E402
-
-BY_NAME = {family.name: family for family in FAMILIES}
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from generate_cases import (  # noqa: E402
-    FAMILIES,
+    BY_NAME,
     PAGED,
     Family,
     assert_nothing_held,
@@ -98,7 +98,7 @@ def test_probe_notices_wrong_attention(model: Any, monkeypatch: pytest.MonkeyPat
 
 def test_window_that_the_cache_does_not_know_is_refused(model: Any) -> None:
     # A module that attends over a window its config does not tell of.
-    windowed = next(f for f in FAMILIES if f.name == "mistral-window").build()
+    windowed = BY_NAME["mistral-window"].build()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed_module, "layer_windows", lambda config: {})
         assert "attends over a window of 20" in str(enable_prefix_caching(windowed).graphs.reason)
@@ -109,7 +109,7 @@ def test_window_that_the_cache_does_not_know_is_refused(model: Any) -> None:
 
 
 def test_windows_over_holes_are_refused() -> None:
-    model = next(f for f in FAMILIES if f.name == "mistral-window").build()
+    model = BY_NAME["mistral-window"].build()
     mask = torch.ones(1, 60, dtype=torch.long)
     mask[0, 30:50] = 0
     with enable_prefix_caching(model, cuda_graphs=False) as handle:
