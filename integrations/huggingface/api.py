@@ -445,6 +445,16 @@ def repeat_encoded(model: Any, input_ids: torch.Tensor, outputs: dict[str, Any],
     return model._expand_multimodal_outputs(input_ids, outputs, expand_size=repeats)  # type: ignore[no-any-return]
 
 
+# Private functions of torch. Without them the adapter does more work, and no feature is lost.
+
+_STORAGE_USERS: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def holders_of(tensor: torch.Tensor) -> int | None:
+    """Return how many tensors and storage objects hold a tensor's memory; None where torch does not say it."""
+    return None if _STORAGE_USERS is None else _STORAGE_USERS(tensor.untyped_storage()._cdata)
+
+
 # Attention
 
 SILENT_ENTRIES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation")

@@ -31,6 +31,7 @@ from ..api import (
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
+    holders_of,
     length_behind_crop,
     need,
 )
@@ -54,9 +55,9 @@ def aligned(empty: Callable[[int], torch.Tensor], columns: int, first: int) -> t
 
 
 def _is_shared(buffer: torch.Tensor) -> bool:
-    """Return whether anything but a layer, with its buffer and the view of it, has the buffer's memory."""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    return count is None or count(buffer.untyped_storage()._cdata) > HOLDERS
+    """Return whether anything but a layer, with its buffer and the view of it, may have the buffer's memory."""
+    count = holders_of(buffer)
+    return count is None or count > HOLDERS
 
 
 HOLDERS = 3  # the buffer, the view of its tokens, and the storage object by which they are counted
