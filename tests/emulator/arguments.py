@@ -27,10 +27,10 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 class Arguments:
-    """Of one compiled kernel.
+    """The arguments of one compiled kernel.
 
     Args:
-        source: What Triton compiled: its signature, constants and what it knows of the arguments.
+        source: Triton's compiled source: its signature, constants, and what it knows of the arguments.
     """
 
     def __init__(self, source: Any) -> None:
@@ -43,7 +43,10 @@ class Arguments:
         self._attributes = {index(key): value for key, value in (source.attrs or {}).items()}
 
     def check(self, values: Sequence[Any]) -> list[tuple[str, int | float]]:
-        """Code and number of every parameter; raises EmulationError where one is not what was compiled for."""
+        """Return type and number of every parameter.
+
+        Raise EmulationError if one is not what the kernel was compiled for.
+        """
         found: list[tuple[str, int | float]] = []
         self._check(self._signature, values, (), found)
         return found
@@ -80,7 +83,7 @@ class Arguments:
 
 
 def packed(name: str, given: Sequence[tuple[str, int | float]], parameters: dict[str, tuple[int, int]]) -> bytes:
-    """The bytes of all parameters."""
+    """Return the bytes of all parameters."""
     data = b""
     if len(given) != len(parameters):
         raise EmulationError(f"{name}: {len(given)} arguments for {len(parameters)} parameters")

@@ -151,7 +151,10 @@ for name, given in LATENTS.items():
 
 
 def _plan(block_size: int, window: int = 0, num_sink_tokens: int = 0, causal: bool = True, heads: int = 0) -> None:
-    """Tables alone, of every count of tiles over two turns of the kernel's loop; equal to the plan in numpy."""
+    """Build plans from tables alone, of every count of tiles over two turns of the kernel's loop.
+
+    Compare with numpy.
+    """
     lens = [64 * tiles + 37 * tiles % 64 for tiles in range(131)]
     queries = [min(length, row % 11) for row, length in enumerate(lens)]
     width = -(-max(lens) // block_size)
@@ -212,14 +215,14 @@ ATTENTION_CASES["merge"] = _merge
 
 
 def _merge_splits() -> None:
-    """Every tile of splits and columns that has few numbers a thread, which are summed by lanes and by warps."""
+    """Merge every tile of splits and columns with few numbers for each thread, which lanes and warps sum."""
     tokens, heads = 3, 2
     starts = torch.tensor([0, tokens], dtype=torch.int32)
     for block_s, dim, warps in ((4, 32, 1), (8, 16, 1), (2, 64, 1), (4, 16, 4), (8, 64, 4), (16, 32, 4), (32, 16, 4)):
         splits = block_s - block_s // 4
         parts, lse = torch.randn(splits, tokens, heads, dim), torch.randn(splits, tokens, heads) * 3
         lse[1:, 0], lse[:, 1, 0] = -math.inf, -math.inf
-        # What nothing writes is not to hold the results of the call before.
+        # Memory that nothing writes must not hold the results of the call before.
         out, found = torch.full((tokens, heads, dim), math.nan), torch.full((tokens, heads), math.nan)
         constants = {"TABLE_HEADS": 1, "SINKS": False, "WITH_LSE": True}
         constants |= {"NUM_HEADS": heads, "VALUE_DIM": dim, "BLOCK_S": block_s, "BLOCK_V": dim}

@@ -29,14 +29,14 @@ FLAGS = [
 
 @functools.cache
 def folder() -> Path:
-    """Where what is compiled is kept; EMULATOR_BUILD names another place."""
+    """Return the folder of compiled files. EMULATOR_BUILD names another one."""
     path = Path(os.environ.get("EMULATOR_BUILD") or Path(tempfile.gettempdir()) / f"pc-emulator-{getpass.getuser()}")
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return path
 
 
 def compiled(name: str, command: Sequence[str], sources: Sequence[Path], headers: Sequence[Path] = ()) -> Path:
-    """A shared library from sources; `command` lacks them and the output."""
+    """Return a shared library made from sources. `command` lacks them and the output."""
     content = hashlib.sha256(" ".join(command).encode())
     for path in sorted((*sources, *headers)):
         content.update(path.read_bytes())
@@ -51,7 +51,7 @@ def compiled(name: str, command: Sequence[str], sources: Sequence[Path], headers
 
 @functools.cache
 def machine() -> ctypes.CDLL:
-    """The machine of `machine/`."""
+    """Return the compiled machine of `machine/`."""
     sources, headers = (sorted((HERE / "machine").glob(pattern)) for pattern in ("*.cpp", "*.h"))
     library = ctypes.CDLL(str(compiled("machine.so", ["g++", *FLAGS], sources, headers)))
     library.emulator_operation.restype = library.emulator_run.restype = ctypes.c_int64
@@ -60,6 +60,6 @@ def machine() -> ctypes.CDLL:
 
 
 def libcuda() -> Path:
-    """A libcuda.so.1 that hands launches to a callback."""
+    """Return a libcuda.so.1 that passes launches to a callback."""
     command = ["gcc", "-O1", "-w", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
     return compiled("libcuda.so.1", command, [HERE / "libcuda.c"])

@@ -20,7 +20,7 @@ from .row_calls import ROW_CASES
 
 CASES = {**ATTENTION_CASES, **FLASH_CASES, **ROW_CASES}
 
-# What compiles in a minute and still has every kernel: CI's set. The rest are options of the attention kernel.
+# The cases for CI, which compile in a minute and include every kernel. Others are options of the attention kernel.
 SLOW = ("decode head_dim 80, rows of 7 heads", "decode softcap, slopes, sinks", "decode int8", "batch-invariant decode")
 SLOW += ("prefill float32", "prefill not causal, window", "prefill softcap, slopes", "prefill e4m3")
 SLOW += ("decode bf16, block 64", "prefill bf16, head_dim 128", "flash dense")
@@ -29,14 +29,14 @@ QUICK = [name for name in CASES if name.removeprefix("attention: ") not in SLOW]
 
 
 def run(name: str) -> None:
-    """Raises AssertionError where a result is wrong, EmulationError where a kernel did what it must not."""
+    """Run a case; raise AssertionError if a result is wrong, EmulationError if a kernel made an invalid access."""
     with fresh(0):
         CASES[name]()
 
 
 @contextlib.contextmanager
 def fresh(seed: int) -> Iterator[None]:
-    """Nothing chosen before, random numbers from `seed`, and NaN in memory that was not written."""
+    """Forget earlier choices, seed random numbers with `seed`, and fill unwritten memory with NaN."""
     torch.manual_seed(seed)
     forget_choices()
     before = torch.utils.deterministic.fill_uninitialized_memory

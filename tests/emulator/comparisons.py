@@ -26,14 +26,14 @@ from .ptx import EmulationError
 
 SOURCES = Path(__file__).resolve().parents[2] / "triton_ops"
 INTEGERS = re.compile(r"setp\.(?:lt|le|gt|ge)\.[su]\d\d")
-# CPU seconds of cases that one copy is tried with.
+# CPU seconds of cases for each copy.
 PATIENCE = 1.5
 NOT_MET, NOTICED, NO_EFFECT, LEFT_OUT = "not met", "noticed", "no effect", "left out"
 
 
 @dataclass
 class Copy:
-    """A comparison of a kernel: the instruction of number `index`, and the cases that met its boundary."""
+    """A comparison of a kernel: instruction number `index`, and the cases that met its boundary."""
 
     kernel: Program
     index: int
@@ -42,7 +42,7 @@ class Copy:
 
 @functools.cache
 def _expressions(path: str) -> dict[tuple[int, int], str]:
-    """What begins at each line and column of a source file: a comparison before a loop before anything else."""
+    """Return the expression at each line and column of a source file: a comparison, else a loop, else any other."""
     found: dict[tuple[int, int], tuple[int, str]] = {}
     for node in ast.walk(ast.parse((SOURCES / path).read_text(encoding="utf-8"))):
         if isinstance(node, (ast.expr, ast.stmt)):
@@ -54,7 +54,7 @@ def _expressions(path: str) -> dict[tuple[int, int], str]:
 
 
 def place(kernel: Program, index: int) -> str:
-    """File and expression that a comparison comes from; of what the compiler made from several, the kernel."""
+    """Return the file and expression of a comparison, or the kernel if the compiler made it from several."""
     source = kernel.source(index)
     path, _, inside = source[0].rpartition("triton_ops/") if source else ("", "", "")
     text = _expressions(inside).get(source[1:]) if source and path else None
@@ -62,7 +62,7 @@ def place(kernel: Program, index: int) -> str:
 
 
 def places(names: Sequence[str]) -> tuple[dict[str, list[Copy]], dict[str, float]]:
-    """Every comparison of integers that the cases run, by its place; and CPU seconds of the cases."""
+    """Return every integer comparison that the cases run, by place, and the CPU seconds of the cases."""
     seconds: dict[str, float] = {}
     seen: dict[str, str] = {}
 
@@ -102,7 +102,7 @@ def _fails(copy: Copy, case: str) -> bool:
 
 
 def outcome(copy: Copy, seconds: dict[str, float]) -> str:
-    """What becomes of a copy; cases that met its boundary are tried for some time, the quickest first."""
+    """Return a copy's outcome: cases that met its boundary run for some time, the fastest first."""
     spent = 0.0
     for case in sorted(copy.cases, key=seconds.__getitem__):
         if spent > PATIENCE:
@@ -114,12 +114,12 @@ def outcome(copy: Copy, seconds: dict[str, float]) -> str:
 
 
 def outcomes(names: Sequence[str], count: int, seed: int = 0) -> Iterator[tuple[str, Counter[str], list[Copy]]]:
-    """Of each place: how many copies came out how, and those that had no effect.
+    """Yield, for each place, how many copies had which outcome, and those without an effect.
 
     Args:
-        names: Of cases.
-        count: So many copies of a place that were met are broken, drawn at random; 0: all. Others are left out.
-        seed: Of the draw.
+        names: The cases.
+        count: The number of copies of a place, drawn at random from those that were met, which are broken. 0: all.
+        seed: The seed of the draw.
     """
     everything, seconds = places(names)
     for text, copies in everything.items():

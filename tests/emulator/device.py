@@ -15,7 +15,7 @@ from .build import folder
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What kernels are compiled for: shared memory of a program in bytes, and processors."""
+    """The device that kernels are compiled for: a program's shared memory in bytes, and its processors."""
 
     shared: int
     processors: int
@@ -38,7 +38,7 @@ def _start() -> None:
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ["PC_KERNELS_ON_CPU"] = "1"
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as on a GPU, and no warning
-    # Never the real one: what is kept here has no cubin.
+    # Never use the real cache, since the files kept here have no cubin.
     os.environ.setdefault("TRITON_CACHE_DIR", str(folder() / "triton"))
 
     from .driver import install

@@ -26,12 +26,12 @@ from .launch import run
 from .program import program
 from .ptx import EmulationError
 
-# CUDA's allocator gives multiples of 512 bytes, that of the host of 64.
+# CUDA's allocator returns multiples of 512 bytes, the host's of 64.
 ALIGNMENT = 512
 
 
 class _Launcher:
-    """Stands in for Triton's: packs arguments by the compiled signature and runs the grid."""
+    """A double of Triton's launcher, which packs arguments by the compiled signature and runs the grid."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self.arguments, self.metadata = Arguments(source), metadata
@@ -72,11 +72,11 @@ class _Utils:
         return 1, 1, 0, 0, 1024
 
     def unload_module(self, module: int) -> None:
-        """There is none."""
+        """Do nothing, since there is no module."""
 
 
 class _Driver:
-    """What every driver answers."""
+    """The methods that every Triton driver has."""
 
     launcher_cls: Any = _Launcher
 
@@ -94,7 +94,7 @@ class _Driver:
         return 0
 
     def set_current_device(self, device: int) -> None:
-        """There is one."""
+        """Do nothing, since there is one device."""
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -107,7 +107,7 @@ class _Driver:
 
 
 def _native(arch: int, shared: int, processors: int) -> _Driver:
-    """Triton's launcher in C over our libcuda."""
+    """Return Triton's launcher in C, with our libcuda."""
     path = libcuda()
     stub = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     triton.knobs.nvidia.libcuda_path = os.environ["TRITON_LIBCUDA_PATH"] = str(path.parent)
@@ -126,7 +126,7 @@ def _native(arch: int, shared: int, processors: int) -> _Driver:
             for k, (offset, size) in enumerate(kernel.parameters.values()):
                 data = data.ljust(offset, b"\0") + ctypes.string_at(parameters[k], size)
             run(kernel, (x, y, z), shared, data, tensors)
-        except BaseException as error:  # C lies between: it goes on where the launcher returns
+        except BaseException as error:  # raised again after the launcher in C returns
             errors.append(error)
             return 999
         return 0
@@ -156,7 +156,7 @@ def _native(arch: int, shared: int, processors: int) -> _Driver:
 
 @contextlib.contextmanager
 def _seen_allocations(tensors: list[torch.Tensor]) -> Iterator[None]:
-    """What a launch allocates for descriptors may be touched too."""
+    """Allow accesses to memory that a launch allocates for descriptors."""
     before = _allocation._allocator.get()
 
     def allocate(size: int, align: int, stream: int) -> torch.Tensor:
@@ -172,12 +172,12 @@ def _seen_allocations(tensors: list[torch.Tensor]) -> Iterator[None]:
 
 
 def install(arch: int, shared: int, processors: int) -> None:
-    """Makes Triton compile for sm_`arch` and run on the emulator, in this process and from now on.
+    """Make Triton compile for sm_`arch` and run kernels on the emulator, in this process from now on.
 
     Args:
         arch: 80, 86, 89 or 90.
-        shared: Bytes of shared memory that a program may have.
-        processors: How many the device has.
+        shared: The bytes of shared memory that a program may have.
+        processors: The number of the device's processors.
     """
     nvidia.CUDABackend.make_cubin = lambda self, source, metadata, options, capability: b"not assembled"
     load = CompiledKernel._init_handles

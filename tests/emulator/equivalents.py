@@ -109,11 +109,11 @@ REASONS: dict[str, dict[str, str]] = {
 
 
 def reasons() -> list[str]:
-    """Places that have a reason."""
+    """Return the places that have a reason."""
     return [f"{path}: {expression}" for path, found in REASONS.items() for expression in found]
 
 
 def reason(place: str) -> str | None:
-    """Why the neighbour of a comparison changes nothing; None where that is not known."""
+    """Return why the neighbour of a comparison changes nothing, None if no reason is known."""
     path, _, expression = place.partition(": ")
     return REASONS.get(path, {}).get(expression)

@@ -15,7 +15,7 @@ FLASH_CASES: dict[str, Callable[[], None]] = {}
 
 
 def _on_device(run: Callable[[], None]) -> None:
-    """Runs as on a device, where sequences may have fewer keys than queries; again as a call that was found."""
+    """Run as on a device, where sequences may have fewer keys than queries, and again from the launch cache."""
     with flash_cases.as_on_a_device():
         for _ in range(2):
             run()
@@ -60,7 +60,7 @@ def _packed() -> None:
 
 @_case("flash bias")
 def _biased() -> None:
-    """Queries that see ahead under ALiBi, slopes of each sequence, some queries unused."""
+    """Attend with ALiBi, slopes of each sequence, keys after the query, and some unused queries."""
     _dense(33, 48, alibi_slopes=torch.rand(4) * 0.3, softcap=15.0)
     lens_q, used, lens_k = (17, 4), (15, 4), (33, 5)
     drawn = [_drawn(n, m, m) for n, m in zip(lens_q, lens_k, strict=True)]
@@ -77,7 +77,7 @@ def _biased() -> None:
 
 @_case("flash rotary")
 def _rotated() -> None:
-    """New keys of one query and of two, rotated half of their width, in pages, one KV head, bfloat16, with sinks."""
+    """Append keys of one query and of two, half rotated, in pages, with one KV head, bfloat16 and sinks."""
     for count, interleaved in ((1, True), (2, False)):
         caches, lens = torch.randn(2, 7, 16, 1, 96).bfloat16(), (0, 15, 30)
         q, k, v = torch.randn(3, count, 6, 96).bfloat16(), *torch.randn(2, 3, count, 1, 96).bfloat16()

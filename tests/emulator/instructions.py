@@ -25,14 +25,14 @@ UNSIGNED = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
 ATOMICS = {name: k for k, name in enumerate(["add", "min", "max", "exch", "cas", "and", "or", "xor"])}
 SPECIAL = [f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"]
 SPECIAL += ["%laneid", "%warpid", "%clock64", "%clock"]
-# Words of an opcode that say nothing to the machine, and those that are part of an operation's name.
+# Words of an opcode that mean nothing to the machine, and those that are part of an operation's name.
 IGNORED = frozenset(["rn", "ftz", "full", "approx"])
 NAMED = frozenset(["relu", "lo", "hi", "wide", "NaN", "wrap", "clamp", "l", "r"])
 
 
 @dataclasses.dataclass
 class Instruction:
-    """One of the machine's; see machine/state.h."""
+    """An instruction of the machine; see machine/state.h."""
 
     operation: str
     operands: list[int]
@@ -46,7 +46,7 @@ class Instruction:
 
 
 class Translation:
-    """Instructions, and the registers they work on, from statements one after the other."""
+    """Instructions and registers, translated from statements in order."""
 
     def __init__(self, parameters: dict[str, tuple[int, int]], body: Sequence[Statement | Label]) -> None:
         self.parameters, self.registers = parameters, Registers()
@@ -77,32 +77,32 @@ class Translation:
         OPERATIONS.get(name, uniform)(self, Words(name, words), split(rest.strip()))
 
     def emit(self, operation: str, operands: Sequence[int] = (), **given: int | str) -> None:
-        """Adds an instruction under the statement's guard."""
+        """Add an instruction under the statement's guard."""
         self.code.append(Instruction(operation, list(operands), self.now, *self.guard, **given))
 
     def value(self, text: str, kind: str) -> int:
-        """Offset of a register or a constant."""
+        """Return the offset of a register or a constant."""
         return self.registers.value(text, kind, self.now)
 
     def values(self, texts: Sequence[str], kind: str) -> list[int]:
-        """Offsets of several of one type."""
+        """Return the offsets of several operands of one type."""
         return [self.value(text, kind) for text in texts]
 
     def address(self, text: str, kind: str = "b32") -> tuple[int, int]:
-        """Of [register + constant]."""
+        """Return the register's offset and the constant of [register + constant]."""
         return self.registers.address(text, kind, self.now)
 
     def width(self, name: str, otherwise: str) -> int:
-        """Bytes of a register, or of a type where the operand is a constant."""
+        """Return the bytes of a register, or of a type if the operand is a constant."""
         return self.registers.find(name, self.now)[1] if re.match(r"[%A-Za-z]", name) else SIZES[otherwise]
 
     def refuse(self) -> EmulationError:
-        """The error for a statement that is not known."""
+        """Return the error for an unknown statement."""
         return EmulationError(f"PTX line {self.now.line}: the emulator lacks {self.now.text}")
 
 
 class Words:
-    """An opcode: its name, what follows after dots, and which of that are types."""
+    """An opcode: its name, the words after dots, and which of these are types."""
 
     def __init__(self, name: str, rest: list[str]) -> None:
         self.name, self.rest, self.types = name, rest, [word for word in rest if word in TYPES]
@@ -114,7 +114,7 @@ class Words:
         return self.rest[place]
 
     def beyond(self, known: frozenset[str]) -> set[str]:
-        """Words that are neither types nor known."""
+        """Return the words that are neither types nor known."""
         return set(self.rest) - known - TYPES
 
 
@@ -123,7 +123,7 @@ OPERATIONS: dict[str, Translator] = {}
 
 
 def operation(*names: str) -> Callable[[Translator], Translator]:
-    """Registers what translates these opcodes."""
+    """Register the translator of these opcodes."""
 
     def put(translator: Translator) -> Translator:
         OPERATIONS.update(dict.fromkeys(names, translator))
@@ -133,17 +133,17 @@ def operation(*names: str) -> Callable[[Translator], Translator]:
 
 
 def plain(kind: str) -> str:
-    """The type of the same size that is only bits."""
+    """Return the untyped type of the same size."""
     return kind if kind == "pred" else f"b{8 * SIZES[kind]}"
 
 
 def vector(text: str) -> list[str]:
-    """Names in {a, b}, or the one there is."""
+    """Return the names in {a, b}, or the single name."""
     return split(text.strip().strip("{} "))
 
 
 def uniform(t: Translation, words: Words, operands: list[str]) -> None:
-    """What has one type, and nearly all operands of that type."""
+    """Translate an operation whose operands have one type."""
     if not words.types or words.beyond(IGNORED | NAMED):
         raise t.refuse()
     kind = words.types[-1]
@@ -181,7 +181,7 @@ def _trap(t: Translation, words: Words, operands: list[str]) -> None:
     t.emit("trap")
 
 
-# Hints, and fences: memory is in order here.
+# Hints, and fences, which do nothing, since memory is in order here.
 @operation("createpolicy", "fence", "membar", "griddepcontrol", "prefetch", "discard", "nanosleep", "setmaxnreg")
 def _nop(t: Translation, words: Words, operands: list[str]) -> None:
     t.emit("nop")
@@ -286,7 +286,7 @@ def _st(t: Translation, words: Words, operands: list[str]) -> None:
 
 
 def cp_async(t: Translation, words: Words, operands: list[str]) -> None:
-    """Copies of at most 16 bytes a lane, and waits for them."""
+    """Translate copies of at most 16 bytes a lane, and waits for them."""
     if "commit_group" in words:
         t.emit("cp.async.commit_group")
     elif "wait_group" in words:

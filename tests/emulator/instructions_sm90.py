@@ -1,4 +1,4 @@
-"""What sm_90 has more: wgmma, mbarriers, TMA and the tensor maps it reads."""
+"""The instructions that only sm_90 has: wgmma, mbarriers, TMA, and the tensor maps that it reads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from .instructions import SIZES, TYPE_NUMBERS, Translation, Words, cp_async, operation, split, vector
 
-# Places in a tensor map, as machine/hopper.cpp reads it.
+# Fields of a tensor map, as machine/hopper.cpp reads it.
 FIELDS = {
     "global_address": 0,
     "rank": 8,
@@ -58,7 +58,7 @@ def _mbarrier(t: Translation, words: Words, operands: list[str]) -> None:
         return
     arrives = what == "arrive"
     if arrives:
-        operands = operands[1:]  # the first takes a state that nobody reads
+        operands = operands[1:]  # the first gets a state that is never read
     at, offset = t.address(operands[0])
     count = t.value(operands[1], "b32") if len(operands) > 1 else -1
     name = "mbarrier.expect_tx" if "expect_tx" in words else f"mbarrier.{what}"

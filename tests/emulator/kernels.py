@@ -1,4 +1,4 @@
-"""Kernels that are here to try the emulator with: each a few instructions of a kind."""
+"""Small kernels that test the emulator, each with a few instructions of a kind."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def product(
 
 @triton.jit
 def two_products(q, k, v, out, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, LENGTH: tl.constexpr):
-    """Both orders of an operand in memory, and one that comes from registers."""
+    """Products with both orders of an operand in memory, and one from registers."""
     m, n, d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, D)
     x = tl.load(q + m[:, None] * D + d[None, :])
     acc = tl.zeros([M, D], tl.float32)
@@ -85,7 +85,7 @@ def two_products(q, k, v, out, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr
 def described_product(
     a, b, c, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Operands by TMA; of the first, rows past ROWS are 0."""
+    """A product with operands by TMA, whose first operand is 0 in rows past ROWS."""
     first = tl.make_tensor_descriptor(a, shape=[ROWS, K], strides=[K, 1], block_shape=[M, BLOCK_K])
     second = tl.make_tensor_descriptor(b, shape=[N, K], strides=[K, 1], block_shape=[N, BLOCK_K])
     acc = tl.zeros([M, N], tl.float32)
@@ -96,7 +96,7 @@ def described_product(
 
 @triton.jit
 def clash(x, y, STEP: tl.constexpr):
-    """STEP 0: all programs write one place; 1: each reads what the next writes."""
+    """A race. STEP 0: all programs write one place. 1: each reads what the next one writes."""
     number = tl.program_id(0)
     tl.store(x + number * STEP, number)
     if STEP:
@@ -114,6 +114,6 @@ def weighted_sum(x, weights, out, M: tl.constexpr, N: tl.constexpr, FUSED: tl.co
 
 @triton.jit
 def one_place(x, out, N: tl.constexpr):
-    """All lanes of all warps write one place."""
+    """A fault: all lanes of all warps write one place."""
     offsets = tl.arange(0, N)
     tl.store(out + offsets * 0, tl.load(x + offsets))

@@ -16,16 +16,16 @@ from .ptx import EmulationError
 
 SHARED_RACES, GLOBAL_RACES = 1, 2
 MAX_INSTRUCTIONS = 400_000_000
-"""Of one program: more is taken for a loop without an end."""
+"""Instructions of one program. With more, a loop is considered infinite."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What was launched and the work it was.
+    """A launch and its work.
 
     Attributes:
-        loaded: Bytes of 32-byte sectors that loads from global memory touched, each once an instruction.
-        stored: The same of stores.
+        loaded: Bytes of 32-byte sectors that loads from global memory touched, counted once for each instruction.
+        stored: The same for stores.
         unwritten: Bytes of shared memory that were read and never written.
     """
 
@@ -38,11 +38,11 @@ class Launch:
 
 
 class Session:
-    """What launches share.
+    """The state that launches share.
 
     Attributes:
-        seed: Of the order of programs and warps; EMULATOR_SEED sets the first, each launch takes the next.
-        launches: All there were.
+        seed: The seed of the order of programs and warps. EMULATOR_SEED sets the first; each launch takes the next.
+        launches: All launches.
     """
 
     seed = int(os.environ.get("EMULATOR_SEED", "0"))
@@ -52,17 +52,17 @@ class Session:
 def run(
     program: Program, grid: tuple[int, int, int], shared: int, arguments: bytes, tensors: Iterable[torch.Tensor]
 ) -> None:
-    """Runs a grid.
+    """Run a grid.
 
     Args:
         program: The kernel.
-        grid: Programs.
+        grid: The programs.
         shared: Bytes of shared memory.
         arguments: Packed as PTX has its parameters.
-        tensors: Nothing outside of their storages may be touched.
+        tensors: Only their storages may be accessed.
 
     Raises:
-        EmulationError: The kernel did what it must not; says what, where in PTX, and where in the kernel's source.
+        EmulationError: The kernel made an invalid access. The message names it, its line of PTX, and its source line.
     """
     if max(grid[1:]) > 65535 or grid[0] >= 2**31:
         raise EmulationError(f"{program.name}: grid {grid}")

@@ -30,7 +30,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "numerics.md"
 KINDS: dict[str, tuple[str, Callable[[re.Match[str]], str]]] = {
     "barrier": (r"bar\.sync\s+0;", lambda match: ""),
     "wait": (r"cp\.async\.wait_group\s+\d+", lambda match: "cp.async.wait_group 9"),
-    # Other columns of the same rows: those behind the last query are the last one's again.
+    # Other columns of the same rows, which after the last query repeat it.
     "operand": (
         r"(mma\.sync\S+\s+\{[^}]*\}, \{ )(%r\d+), (%r\d+), (%r\d+)",
         lambda match: f"{match[1]}{match[4]}, {match[3]}, {match[2]}",
@@ -44,7 +44,7 @@ NEIGHBOURS = 6
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """A kernel broken in one place: at `span` of its text, which is the instruction of number `index`."""
+    """A kernel broken in one place, `span` of its text, which is instruction number `index`."""
 
     kind: str
     case: str
@@ -55,13 +55,13 @@ class Mutant:
 
     @property
     def text(self) -> str:
-        """The broken kernel."""
+        """Return the broken kernel."""
         ptx, (start, end) = self.kernel.ptx, self.span
         return ptx[:start] + self.replacement + ptx[end:]
 
 
 def mutants(case: str) -> list[Mutant]:
-    """Of everything that a case runs."""
+    """Return the mutants of all kernels that a case runs."""
     seen: dict[str, str] = {}
 
     def look(name: str, ptx: str) -> str:
@@ -84,7 +84,7 @@ def mutants(case: str) -> list[Mutant]:
 
 
 def noticed(mutant: Mutant, text: str | None = None) -> bool:
-    """Whether the case fails with it, or with a text that is broken elsewhere too."""
+    """Return whether the case fails with the mutant, or with a text that is also broken elsewhere."""
     original, broken = mutant.kernel.ptx, text or mutant.text
     try:
         with edited(lambda name, ptx: broken if ptx == original else ptx):
@@ -95,7 +95,7 @@ def noticed(mutant: Mutant, text: str | None = None) -> bool:
 
 
 def sampled(names: Sequence[str], count: int, seed: int) -> list[str]:
-    """A row of the table for each of KINDS, `count` places of each drawn at random."""
+    """Return a table row for each of KINDS, with `count` random places of each."""
     everything = [mutant for name in names for mutant in mutants(name)]
     rows = []
     why: Counter[str] = Counter()
@@ -114,7 +114,7 @@ def sampled(names: Sequence[str], count: int, seed: int) -> list[str]:
 
 
 def dispensable(mutant: Mutant, pool: Sequence[Mutant]) -> str:
-    """Why no case misses a barrier: what holds of these, tried in turn.
+    """Return why no case misses a barrier, after trying reasons in turn.
 
     Args:
         mutant: The barrier.
@@ -138,7 +138,7 @@ def dispensable(mutant: Mutant, pool: Sequence[Mutant]) -> str:
 
 
 def compared(names: Sequence[str], count: int, seed: int) -> tuple[str, list[str]]:
-    """A line for the page, and what is wrong: places neither noticed nor explained, and needless reasons."""
+    """Return a line for the page, and the errors: unexplained places that no case notices, and needless reasons."""
     total: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
     wrong, unneeded = [], set(reasons())
@@ -162,12 +162,12 @@ def compared(names: Sequence[str], count: int, seed: int) -> tuple[str, list[str
         f"tried and {total[NOTICED]:,} noticed; {total[NOT_MET]:,} never had equal operands: copies for elements and "
         "turns of loops that no case of that very kernel ends at."
     )
-    # Of a few copies none may be one that the reason is for.
+    # With few copies, none may be the one that the reason is for.
     return text, wrong + ([f"explained without need: {place}" for place in sorted(unneeded)] if not count else [])
 
 
 def main() -> int:
-    """Prints what became of each, and the table."""
+    """Print the outcome of each mutant, and the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=16, help="barriers, waits and operands to break")
     parser.add_argument("--copies", type=int, default=2, help="compiled copies of a comparison to break; 0: all")

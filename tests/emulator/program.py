@@ -18,12 +18,12 @@ from .ptx import EmulationError, parse
 
 
 def pointer(array: np.ndarray) -> ctypes.c_void_p:
-    """The address of an array, for the machine."""
+    """Return the address of an array, for the machine."""
     return ctypes.c_void_p(array.ctypes.data)
 
 
 def kind_of(text: str) -> str:
-    """What an instruction is counted as."""
+    """Return the kind under which an instruction is counted."""
     if text.startswith("@"):
         text = text.split(None, 1)[1]
     if text.startswith(("ld.global", "cp.async.ca", "cp.async.cg", "cp.async.bulk.tensor")):
@@ -40,12 +40,12 @@ def kind_of(text: str) -> str:
 
 
 class Program:
-    """Parsed, translated and given to the machine.
+    """A kernel, parsed, translated and loaded into the machine.
 
     Attributes:
-        name: Of the kernel.
+        name: The kernel's name.
         ptx: Its text.
-        threads: Of a program.
+        threads: Threads of a program.
         parameters: Offset and size of each, by name.
         code: The machine's instructions.
     """
@@ -77,14 +77,14 @@ class Program:
         return found
 
     def counts(self) -> tuple[np.ndarray, np.ndarray]:
-        """How often each instruction ran since the start, and how often a comparison found its operands equal."""
+        """Return how often each instruction ran since the start, and how often a comparison's operands were equal."""
         ran, ties = np.zeros(len(self.code), np.uint64), np.zeros(len(self.code), np.uint64)
         machine().emulator_counts(self.handle, pointer(ran), pointer(ties))
         return ran.astype(np.int64), ties.astype(np.int64)
 
     @contextlib.contextmanager
     def flipped(self, *instructions: int) -> Iterator[None]:
-        """Within it, comparisons are their neighbours: `<` is `<=`, `>=` is `>`."""
+        """Replace comparisons by their neighbours in the block: `<` by `<=`, `>=` by `>`."""
         for instruction in instructions:
             machine().emulator_flip(self.handle, instruction)
         try:
@@ -94,7 +94,7 @@ class Program:
                 machine().emulator_flip(self.handle, instruction)
 
     def kinds(self) -> Counter[str]:
-        """Instructions that ran since the start, by kind."""
+        """Return the instructions that ran since the start, by kind."""
         found: Counter[str] = Counter()
         for instruction, count in zip(self.code, self.counts()[0], strict=True):
             if count:
@@ -102,12 +102,12 @@ class Program:
         return found
 
     def source(self, instruction: int) -> tuple[str, int, int] | None:
-        """Path, line and column of the kernel's source."""
+        """Return path, line and column of the kernel's source."""
         place = self._entry.source.get(self.code[instruction].statement.line)
         return place and (self._entry.files.get(place[0], "?"), *place[1:])
 
     def place(self, instruction: int) -> str:
-        """An instruction, for people."""
+        """Return a description of an instruction."""
         line, source = self.code[instruction].statement.line, self.source(instruction)
         where = f" ({Path(source[0]).name}:{source[1]})" if source else ""
         return f"PTX line {line}{where}: {self._lines[line - 1].strip()}"
@@ -122,7 +122,7 @@ _edits: list[Callable[[str, str], str]] = []
 
 @contextlib.contextmanager
 def edited(edit: Callable[[str, str], str]) -> Iterator[None]:
-    """Within it, `edit(name, ptx)` is run in the place of every kernel: for whoever breaks one on purpose."""
+    """Run `edit(name, ptx)` in place of every kernel within the block, to break kernels on purpose."""
     _edits.append(edit)
     try:
         yield
@@ -131,7 +131,7 @@ def edited(edit: Callable[[str, str], str]) -> Iterator[None]:
 
 
 def program(name: str, ptx: str) -> Program:
-    """The program of a kernel, made once for each text."""
+    """Return the program of a kernel, made once for each text."""
     for edit in _edits:
         ptx = edit(name, ptx)
     return _program(name, ptx)

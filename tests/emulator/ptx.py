@@ -16,7 +16,7 @@ _LABEL = re.compile(r"([$\w%]+):")
 
 
 class EmulationError(Exception):
-    """A kernel did what it must not, or the emulator lacks an instruction."""
+    """A kernel made an invalid access, or the emulator lacks an instruction."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Entry:
 
     Attributes:
         parameters: Offset and size of each, by name.
-        threads: Of a program.
+        threads: Threads of a program.
         body: Statements and labels in order.
         source: File number, line and column of the kernel's source, by line of PTX.
         files: Paths of files by number.
@@ -56,7 +56,7 @@ class Entry:
 
 
 def split(text: str) -> list[str]:
-    """Parts between commas that are outside of brackets."""
+    """Return the parts between commas that are outside of brackets."""
     parts, depth, now = [], 0, ""
     for letter in text:
         depth += letter in "{[("
@@ -70,7 +70,7 @@ def split(text: str) -> list[str]:
 
 
 def parse(ptx: str) -> Entry:
-    """The one kernel in a text."""
+    """Return the only kernel of a text."""
     begin = ptx.index(".entry")
     opened = ptx.index("(", begin)
     closed = ptx.index(")", opened)
@@ -110,7 +110,7 @@ def _parameters(text: str) -> dict[str, tuple[int, int]]:
 
 
 def _without_debug(text: str, first: int) -> tuple[str, dict[int, tuple[int, int, int] | None]]:
-    """The text with comments and debug directives blanked, and where its lines come from."""
+    """Return the text without comments and debug directives, and the sources of its lines."""
     place, source, lines = None, {}, text.split("\n")
     for number, line in enumerate(lines):
         if match := re.match(r"\s*\.loc\s+(\d+)\s+(\d+)\s+(\d+)", line):

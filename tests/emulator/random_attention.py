@@ -19,14 +19,14 @@ BF16, F16, F32, E4M3, INT8 = torch.bfloat16, torch.float16, torch.float32, torch
 HEAD_DIMS = (32, 40, 64, 64, 72, 80, 96, 112, 128, 128, 160, 192, 200, 256, 256, 320, 512)
 BLOCK_SIZES = (8, 16, 16, 32, 32, 64, 128, 5, 24, 48)
 LENGTHS = (0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200, 257)
-# Of multiplications: what the emulator runs in seconds.
+# Multiplications that the emulator runs in seconds.
 WORK = 6_000_000
 
 
 def _sequences(
     rand: random.Random, cost: float, scattered: bool, tree: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Lengths and queries of a batch; `cost` of a query and key."""
+    """Return lengths and queries of a batch. `cost` is that of a query and key."""
     kind = rand.choice(["decodes", "decodes", "mixed", "mixed", "one long", "prefills", "empty"])
     count = {"decodes": rand.randint(1, 12), "one long": 1, "empty": rand.randint(0, 2)}.get(kind, rand.randint(1, 5))
     lens, queries, left = [], [], WORK / cost
@@ -39,7 +39,7 @@ def _sequences(
         )
         q = rand.choice([rand.randint(0, top), top])
         length = min(length, max(1, int(left)))
-        # More queries than tokens: those before the first have nothing to attend to.
+        # With more queries than tokens, those before the first token attend to no key.
         most = length if scattered or tree or length else 3
         q = max(0, min(q, most, int(left / max(1, length))))
         left -= q * length
@@ -49,7 +49,7 @@ def _sequences(
 
 
 def draw(rand: random.Random) -> Case:
-    """Some of all options."""
+    """Return a case with some of all options."""
     head_dim = rand.choice(HEAD_DIMS)
     kv_heads, group = rand.choice([1, 1, 2, 3, 8]), rand.choice([1, 2, 3, 4, 5, 7, 8, 12, 16])
     return Case(
@@ -82,7 +82,7 @@ def _loosened(batch: Batch, rand: random.Random) -> None:
     for name in ("query", "key_cache", "value_cache", "block_tables"):
         setattr(batch, name, loose(getattr(batch, name), rand))
     if rand.random() < 0.3:
-        # Keys and values of a token side by side, as vLLM and others keep them.
+        # Keys and values of a token are adjacent, as in vLLM and others.
         key, value = batch.key_cache, batch.value_cache
         both = torch.cat([key, value], 3) if rand.random() < 0.5 or key.shape != value.shape else None
         halves = (
@@ -103,7 +103,7 @@ def _compare(batch: Batch, op: str, arguments: tuple[Any, ...], with_lse: bool) 
 
 
 def attention(rand: random.Random) -> str:
-    """paged_attention, sliding_window_attention or sparse_gap_attention."""
+    """Call paged_attention, sliding_window_attention or sparse_gap_attention."""
     case = draw(rand)
     ops = ["sparse_gap_attention"]
     if not (case.scattered or case.tree or case.top_k or case.head_tables):
@@ -128,7 +128,7 @@ def attention(rand: random.Random) -> str:
 
 
 def shared(rand: random.Random) -> str:
-    """shared_prefix_attention."""
+    """Call shared_prefix_attention."""
     changed = {"scattered": False, "holes": 0.0, "window": 0, "num_sink_tokens": 0, "tree": False, "top_k": 0}
     case = dataclasses.replace(draw(rand), head_tables=False, **changed)
     with_lse, with_plan = rand.random() < 0.5, rand.random() < 0.3
@@ -144,7 +144,7 @@ def shared(rand: random.Random) -> str:
 
 
 def _batches(case: Case, rand: random.Random) -> Iterator[Case]:
-    """The case with several batches: most of the time goes into compiling."""
+    """Yield the case with several batches, since compiling takes most of the time."""
     for _ in range(4):
         cost = case.heads[0] * case.head_dim / 8
         lens, queries = _sequences(rand, cost, case.scattered, case.tree)
@@ -160,7 +160,7 @@ def _plan(batch: Batch, rand: random.Random, **options: Any) -> None:
 
 
 def merge(rand: random.Random) -> str:
-    """merge_attention."""
+    """Call merge_attention."""
     tokens, heads, dim = rand.choice([0, 1, 2, 33, 70]), rand.choice([1, 3, 8, 40]), rand.choice(HEAD_DIMS)
     dtype = rand.choice([F32, F16, BF16])
     parts = []

@@ -35,7 +35,10 @@ WEIGHTS = [8, 2, 1, 1, 1, 1, 2, 1, 1, 1]
 
 
 def call(seed: int, name: str | None = None) -> tuple[str, str]:
-    """The operator's name and what was called; raises AssertionError or EmulationError where it is wrong."""
+    """Return the operator's name and a description of the call.
+
+    Raise AssertionError or EmulationError if it is wrong.
+    """
     rand = random.Random(seed)
     drawn = rand.choices(list(CALLS), WEIGHTS)[0]
     with fresh(seed):
@@ -43,7 +46,7 @@ def call(seed: int, name: str | None = None) -> tuple[str, str]:
 
 
 def main() -> int:
-    """Runs calls until the time is over and prints those that are wrong."""
+    """Run calls until the time is over, and print those that are wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0, help="of the first call; each next one takes the next")

@@ -1,4 +1,4 @@
-"""Tensors that lie loosely in memory, for calls drawn at random."""
+"""Tensors with gaps in memory, for random calls."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 
 def loose(tensor: torch.Tensor, rand: random.Random, last: bool = True) -> torch.Tensor:
-    """The same values with strides of their own, between bytes 0x7F (NaN in half precision and float8).
+    """Return the same values with other strides, between bytes 0x7F (NaN in half precision and float8).
 
     Args:
-        tensor: Of one dimension or more.
-        rand: Draws where values lie.
+        tensor: A tensor with at least one dimension.
+        rand: Draws the places of values.
         last: Whether the last dimension stays contiguous.
     """
     if rand.random() < 0.4 or not tensor.numel():
@@ -35,23 +35,23 @@ def loose(tensor: torch.Tensor, rand: random.Random, last: bool = True) -> torch
 
 
 def twin(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with all that lies around it."""
+    """Return a copy with all the memory around it."""
     storage = tensor.untyped_storage().clone()
     return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Every byte of a tensor's storage."""
+    """Return every byte of a tensor's storage."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
 def same(found: torch.Tensor, want: torch.Tensor) -> None:
-    """Equal in every byte, those around it included."""
+    """Check that tensors are equal in every byte, those around them included."""
     assert torch.equal(memory(found), memory(want)), f"{int((memory(found) != memory(want)).sum())} bytes differ"
 
 
 def equal(found: torch.Tensor, want: torch.Tensor) -> None:
-    """Values equal bit by bit."""
+    """Check that values are equal bit by bit."""
     assert found.dtype == want.dtype
     assert found.shape == want.shape
     found, want = (t.contiguous().flatten().view(torch.uint8) for t in (found, want))

@@ -19,20 +19,20 @@ MOVED = (BF16, F16, F32, E4M3, INT8, torch.int64, torch.bool)
 
 
 def _shape(rand: random.Random) -> tuple[int, int, int, int]:
-    """Tokens, heads, size of a block and blocks of a cache that has room for the tokens."""
+    """Return tokens, heads, block size, and blocks of a cache with room for the tokens."""
     tokens, size = rand.choice(TOKENS), rand.choice((1, 5, 8, 16, 32, 128))
     return tokens, rand.choice((1, 2, 3, 8)), size, -(-tokens // size) + rand.randint(1, 4)
 
 
 def _filled(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Random numbers; as bytes where a dtype has no arithmetic."""
+    """Return random numbers, as bytes for a dtype without arithmetic."""
     if dtype.is_floating_point:
         return torch.randn(shape).mul_(3).to(dtype)
     return torch.randint(0, 2 if dtype == torch.bool else 99, shape).to(dtype)
 
 
 def _slots(rand: random.Random, tokens: int, slots: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """A slot for each token, some of them holes, perhaps every other number of a longer vector."""
+    """Return a slot for each token, some of them holes, sometimes every other number of a longer vector."""
     found = torch.randperm(slots)[:tokens]
     found[torch.rand(tokens) < rand.choice([0, 0.2, 1])] = -1
     found = found.to(dtype)
@@ -44,7 +44,7 @@ def _scale(rand: random.Random, heads: int) -> torch.Tensor:
 
 
 def write(rand: random.Random) -> str:
-    """reshape_and_cache."""
+    """Call reshape_and_cache."""
     tokens, heads, size, blocks = _shape(rand)
     dims, dtype = [rand.choice((1, 8, 33, 64, 80, 128, 256, 512)) for _ in range(2)], rand.choice([F32, F16, BF16])
     if rand.random() < 0.6:
@@ -68,7 +68,7 @@ def write(rand: random.Random) -> str:
 
 
 def rope(rand: random.Random) -> str:
-    """rope_and_cache."""
+    """Call rope_and_cache."""
     tokens, heads, size, blocks = _shape(rand)
     dim, dtype, interleaved = (
         rand.choice((16, 64, 80, 96, 128, 256)),
@@ -97,7 +97,7 @@ def rope(rand: random.Random) -> str:
     stored = sources[2] if codes is None else quantize(sources[2], scales[1], codes)
     wanted[1][place] = stored[live]
     same(caches[1], wanted[1])
-    # Keys are rounded, and their codes may be the other one of two neighbours.
+    # Keys are rounded, so a quantized key may be the other of two neighbours.
     step = scales[0].double().view(-1, 1) if codes else torch.tensor(1.0)
     found, want = caches[0][place].double() * step, exact[1][live]
     limit = {None: eps * (want.abs() + 1), INT8: step * 0.51 + eps * want.abs(), E4M3: want.abs() / 15 + step * 2**-9}[
@@ -111,7 +111,7 @@ def rope(rand: random.Random) -> str:
 
 
 def rotate(rand: random.Random) -> str:
-    """rotate_keys."""
+    """Call rotate_keys."""
     _, heads, size, _ = _shape(rand)
     dim, dtype, is_neox = (
         rand.choice((16, 64, 80, 128, 256, 512)),
@@ -149,7 +149,7 @@ def _features(rand: random.Random) -> tuple[int, ...]:
 
 
 def move(rand: random.Random) -> str:
-    """gather and scatter, of slots and of blocks."""
+    """Call gather and scatter, of slots and of blocks."""
     tokens, _, size, blocks = _shape(rand)
     features, dtype, index = _features(rand), rand.choice(MOVED), rand.choice([torch.int32, torch.int64])
     by_block = rand.random() < 0.5
@@ -173,7 +173,7 @@ def move(rand: random.Random) -> str:
 
 
 def copy(rand: random.Random) -> str:
-    """copy_blocks."""
+    """Call copy_blocks."""
     _, _, size, _ = _shape(rand)
     features, dtype, index = _features(rand), rand.choice(MOVED), rand.choice([torch.int32, torch.int64])
     order, count = torch.randperm(12), rand.choice((0, 1, 3, 6))
@@ -191,7 +191,7 @@ def copy(rand: random.Random) -> str:
 
 
 def join(rand: random.Random) -> str:
-    """join_prefix."""
+    """Call join_prefix."""
     size, features = rand.choice((1, 4, 16, 128)), _features(rand)
     dtype, index, scattered = rand.choice(MOVED), rand.choice([torch.int32, torch.int64]), rand.random() < 0.4
     lens = [rand.choice((0, 1, 17, rand.randint(1, 200))) for _ in range(rand.choice((0, 1, 3, 20)))]

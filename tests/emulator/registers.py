@@ -1,4 +1,4 @@
-"""The register file of a warp: 32 lanes of every register and constant, side by side."""
+"""The register file of a warp, with 32 lanes of every register and constant."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import struct
 
 from .ptx import SIZES, EmulationError, Statement, split
 
-# Registers begin as these bytes: NaN as a float, large as an integer.
+# Registers begin as these bytes, which are NaN as a float and large as an integer.
 POISON = {1: b"\1", 2: b"\xff\x7f", 4: b"\xff\x7f" * 2, 8: b"\xff\x7f" * 4}
 SHARED = 1024
-"""Address of global_smem (machine/memory.h)."""
+"""The address of global_smem (machine/memory.h)."""
 _NAME = re.compile(r"[%A-Za-z_$]")
 
 
 def number_of(text: str, size: int) -> int:
-    """The bits of a literal that is `size` bytes wide."""
+    """Return the bits of a literal of `size` bytes."""
     if text == "global_smem":
         return SHARED
     if text[:2] in ("0f", "0F"):
@@ -32,7 +32,7 @@ def number_of(text: str, size: int) -> int:
 
 
 class Registers:
-    """Gives registers and constants their place."""
+    """Assigns places to registers and constants."""
 
     def __init__(self) -> None:
         self.image = bytearray()
@@ -56,14 +56,14 @@ class Registers:
                 scope[each] = (self._space(POISON[size] * 32), size)
 
     def find(self, name: str, statement: Statement) -> tuple[int, int]:
-        """Offset and size of a register."""
+        """Return the offset and size of a register."""
         for scope in reversed(statement.scopes):
             if name in self._scopes.get(scope, ()):
                 return self._scopes[scope][name]
         raise EmulationError(f"line {statement.line}: no register {name}")
 
     def value(self, text: str, kind: str, statement: Statement) -> int:
-        """Offset of an operand: a register, or a constant of this type; -1 for `_`."""
+        """Return the offset of an operand: a register, or a constant of this type; -1 for `_`."""
         text = text.strip()
         if text == "_":
             return -1
@@ -72,14 +72,14 @@ class Registers:
         return self.constant(number_of(text, SIZES[kind]), SIZES[kind])
 
     def constant(self, number: int, size: int) -> int:
-        """Offset of a constant."""
+        """Return the offset of a constant."""
         data = (number % (1 << 8 * size)).to_bytes(size, "little")
         if (size, data) not in self._constants:
             self._constants[size, data] = self._space(data * 32)
         return self._constants[size, data]
 
     def address(self, text: str, kind: str, statement: Statement) -> tuple[int, int]:
-        """Offset of the register, and the constant, of [register + constant]."""
+        """Return the offset of the register, and the constant, of [register + constant]."""
         base, _, offset = text.strip().strip("[]").partition("+")
         base = base.strip()
         if base == "global_smem" or base[0].isdigit():

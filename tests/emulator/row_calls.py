@@ -14,12 +14,12 @@ ROWS = (1, 2, 7, 16, 33, 64, 65)
 
 
 def case(name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Adds a case."""
+    """Add a case."""
     return lambda run: ROW_CASES.setdefault(name, run)
 
 
 def _slots(tokens: int, slots: int) -> torch.Tensor:
-    """A slot for each token; every third is a hole."""
+    """Return a slot for each token; every third is a hole."""
     found = torch.randperm(slots)[:tokens]
     found[2::3] = -1
     return found
@@ -51,7 +51,7 @@ def _write() -> None:
         pc.reshape_and_cache(key, value, *caches, slots, *((scale, scale) if codes else ()))
         for cache, expected in zip(caches, want, strict=True):
             off = cache.flatten(0, 1).float() - expected.float()
-            # A quotient may be rounded to the other of two neighbours where torch divides in another precision.
+            # A quotient may be rounded to the other of two neighbours, if torch divides in another precision.
             assert (off.abs() <= (1 if codes == INT8 else 32 if codes else 0)).all()
             assert (off != 0).float().mean() <= (0.01 if codes else 0)
 
@@ -88,7 +88,7 @@ def _turned(x: torch.Tensor, angles: torch.Tensor, interleaved: bool) -> torch.T
 
 @case("rotate")
 def _rotate() -> None:
-    # Of 512 features 2 or 510 turned: in place, by tiles that have fewer pairs, or other features, than threads.
+    # 2 or 510 of 512 features are rotated in place, with tiles of fewer pairs, or other features, than threads.
     turns = ((64, 64, 3, torch.float32), (80, 32, 2, BF16), (48, 32, 1, E4M3), (512, 2, 2, F16), (512, 510, 2, BF16))
     for head_dim, rotary, heads, dtype in turns:
         for is_neox in (True, False):
@@ -124,7 +124,7 @@ def _move() -> None:
             inv_freq = 10000.0 ** (-torch.arange(0, rotary, 2) / max(rotary, 1))
             order = torch.randperm(45)
             sources, targets, deltas = order[:20].clone(), order[20:40].clone(), torch.randint(-5000, 131_000, (20,))
-            sources[3], targets[5], targets[7] = -1, -1, sources[7]  # nothing there, nowhere, in place
+            sources[3], targets[5], targets[7] = -1, -1, sources[7]  # zeros, no target, in place
             pc.move_slots(keys, values, sources, targets, deltas, inv_freq if rotary else None, is_neox, first)
             found, moved = keys.flatten(0, 1), values.flatten(0, 1)
             for source, target, delta in zip(sources.tolist(), targets.tolist(), deltas.tolist(), strict=True):
@@ -183,7 +183,7 @@ def _rows() -> None:
 
 
 def _joined(lens: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-    """Sequence, position and number of the new token (-1: from the cache) of every row."""
+    """Yield the sequence, position and new token's number (-1: from the cache) of every row."""
     first = 0
     for sequence, (length, count) in enumerate(zip(lens, new, strict=True)):
         for position in range(length):

@@ -17,7 +17,7 @@ def _convert_kernel(codes_ptr, out_ptr, PACKED: tl.constexpr):
 
 
 def test_every_code_of_e4m3():
-    """Two at once as one by one: exact, with NaN, below the smallest normal number and with the sign of 0."""
+    """Two at once give the same as single ones: exact, with NaN, subnormal numbers and the sign of 0."""
     codes = torch.arange(256, dtype=torch.uint8)
     exact = codes.view(torch.float8_e4m3fn).float() / 256
     number = ~exact.isnan()
@@ -38,7 +38,7 @@ def _packed_kernel(codes_ptr, out_ptr, HELD: tl.constexpr):
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_every_code_at_once(dtype, held):
-    """Codes of int8, and where a device converts them those of e4m3, each in its place and exact."""
+    """Codes of int8, and of e4m3 if the device converts them, are all exact."""
     if dtype == torch.float8_e4m3fn and triton.runtime.driver.active.get_current_target().arch < 89:
         pytest.skip("has no instruction for e4m3")
     codes = torch.arange(256, dtype=torch.uint8).view(dtype)

@@ -1,4 +1,4 @@
-"""What is wrong is found: each is broken in one place, and the error says what and where."""
+"""Kernels are broken in one place, and the emulator's error names the fault and its place."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_program_that_reads_what_another_writes():
     ("values", "text"), [(0, None), (1, "warps . and . write diff"), (32, "lanes of warp . write")]
 )
 def test_lanes_and_warps_that_write_one_place(values, text):
-    """Equal values are no fault; `values`: by how many lanes on they change."""
+    """Equal values are no fault. With `values` 1, warps write different values; with 32, lanes do."""
     x, out = torch.arange(128, dtype=torch.int32) * values // 32, torch.zeros(1, dtype=torch.int32)
     with pytest.raises(EmulationError, match=text) if text else contextlib.nullcontext():
         kernels.one_place[(1,)](x, out, 128)
@@ -106,10 +106,9 @@ def _prefill() -> torch.Tensor:
 
 
 def _noticed(run, old: str, new: str, name: str = "_attention_kernel", in_pairs: bool = False) -> list[bool]:
-    """For each place where `old` stands and was run: whether a result or an error tells that it became `new`.
+    """Return, for each place of `old` that ran, whether a result or an error shows that it became `new`.
 
-    With in_pairs also whether it is told when another one that is not noticed alone is broken too: each stands in for
-    the other.
+    With in_pairs, also whether it shows if another place is broken too that does not show alone.
     """
     want, texts = run(), []
 
@@ -149,7 +148,7 @@ def test_the_attention_kernel_without_its_waits_barriers_or_with_an_operand_swap
     assert any(waits)
     barriers = _noticed(run, r"bar\.sync\s+0;", "", in_pairs=True)
     assert sum(barriers) >= len(barriers) / 2 > 0, barriers
-    # The first and the third of its registers hold other columns of the same rows: rows behind the last may be equal.
+    # The first and the third of its registers hold other columns of the same rows; rows after the last may be equal.
     operand = r"(mma\.sync\S+\s+\{[^}]*\}, \{ )(%r\d+), (%r\d+), (%r\d+)"
     if ARCH == "sm_90" and run is _prefill:
         operand = r"(wgmma\.mma_async\S+\s+\{[^}]*\}, \{\s*)(%r\d+),\s*(%r\d+),\s*(%r\d+)"

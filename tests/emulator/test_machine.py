@@ -1,4 +1,4 @@
-"""Kernels of the emulator's own, so that a failure elsewhere means the package and not the emulator."""
+"""The emulator's own kernels, so that a failure elsewhere is a fault of the package, not of the emulator."""
 
 from __future__ import annotations
 

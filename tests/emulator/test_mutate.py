@@ -35,7 +35,7 @@ def test_a_comparison_is_noticed_where_its_boundary_is_met(monkeypatch, n, room,
     _add(n, room)  # the kernel is whole again
 
 
-# With all of `make emulate`: whoever changes a kernel brings the reasons up to date with `make mutate`.
+# With all cases of `make emulate`. After a change of a kernel, update the reasons with `make mutate`.
 @pytest.mark.slow
 @pytest.mark.parametrize("path", REASONS)
 def test_reasons_are_of_expressions_of_the_sources(path):

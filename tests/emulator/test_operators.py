@@ -17,7 +17,7 @@ def test_compiled(name):
 
 @pytest.mark.parametrize(("split_keys", "window"), [(8192, 0), (64, 0), (64, 100)])
 def test_batch_invariant(split_keys, window, monkeypatch):
-    """A row's bits are those of a prompt computed at once: in chunks, decoded, beside others, split, with a plan."""
+    """A row has the same bits as in a whole prompt: in chunks, decoded, beside others, split, with a plan."""
     from pc.triton_ops._attention import build
 
     monkeypatch.setattr(build, "INVARIANT_SPLIT_KEYS", split_keys)
@@ -45,7 +45,7 @@ def test_batch_invariant(split_keys, window, monkeypatch):
 
 @pytest.mark.parametrize(("num_keys", "most"), [(512, 300), (2048, 450)], ids=["2 splits", "8 splits"])
 def test_the_sum_of_few_splits_takes_few_instructions(num_keys, most):
-    """Whatever else warmup compiles it for: a sum of 128 splits at once took 6,256 instructions a row and head."""
+    """Warmup compiles it for other numbers too; a sum of 128 splits at once took 6,256 instructions a row and head."""
     heads, first = 4, len(Session.launches)
     query, cache = torch.randn(1, heads, 128).bfloat16(), torch.randn(num_keys // 16, 16, 2, 128).bfloat16()
     tables = torch.arange(num_keys // 16, dtype=torch.int32)[None]

@@ -1,4 +1,4 @@
-"""Some of the calls that are drawn at random; `python -m emulator.random_calls` goes on with others."""
+"""Some random calls; `python -m emulator.random_calls` continues with others."""
 
 from __future__ import annotations
 

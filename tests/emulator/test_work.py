@@ -1,4 +1,4 @@
-"""Counted work is what the rows in the tree say: every step is counted again."""
+"""The counted work equals the rows in the tree; every step is counted again."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def kernel(ptr):
 
 
 def test_a_digest_is_of_what_runs():
-    """Not of where it stands, or of comments."""
+    """A digest changes with the code that runs, not with its place or comments."""
 
     def source(text):
         module = types.ModuleType("module")

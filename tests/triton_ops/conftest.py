@@ -53,7 +53,7 @@ def _strided(layout: str, shape: Sequence[int], dtype: torch.dtype, device: torc
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` names
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Graphs around operators are compiled on CPU tensors too; in the interpreter their calls take long."""
+    """Mark tests slow that compile graphs around operators, in the interpreter, where their calls take long."""
     for item in items if INTERPRET else ():
         if item.path.parent == FOLDER and getattr(item, "originalname", "").startswith(COMPILES):
             item.add_marker(pytest.mark.slow)
@@ -61,14 +61,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _guarded_memory() -> Iterator[None]:
-    """In the interpreter every access of a kernel is checked, and the programs of a launch run in a random order."""
+    """In the interpreter every access of a kernel is checked, and the programs of a launch run in random order."""
     with guarded_memory(0) if INTERPRET else contextlib.nullcontext():
         yield
 
 
 @pytest.fixture(autouse=True)
 def _forget_choices() -> Iterator[None]:
-    """What a test changes about launches holds for its own calls, all of them, and for no other's."""
+    """Forget launches before and after a test, so that its changes apply to all its calls and to no other test's."""
     forget_choices()
     yield
     forget_choices()
@@ -76,7 +76,7 @@ def _forget_choices() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _debug_mode_as_before() -> Iterator[None]:
-    """A test may switch debug mode; the next one finds it as the session began."""
+    """Restore debug mode after a test."""
     before = debug_mode_enabled()
     yield
     set_debug_mode(before)
@@ -84,7 +84,7 @@ def _debug_mode_as_before() -> Iterator[None]:
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[AttentionLaunch]:
-    """The launches of attention calls that follow, one for each kind."""
+    """Return a list that gets the launches of attention calls, one for each kind."""
     found: list[AttentionLaunch] = []
     own = build._build_tables
     monkeypatch.setattr(build, "_build_tables", lambda *given: found.append(own(*given)) or found[-1])

@@ -62,7 +62,7 @@ def test_kernels_build_the_numpy_plan(case, device):
 
 
 def test_ragged_batch_is_balanced(device):
-    """One long sequence among short ones is cut, so that no item is much longer than the mean."""
+    """One long sequence among short ones is split, so that no item is much longer than the mean."""
     lens = (32768, *[1024] * 7)
     tables = torch.arange(8 * 2048, dtype=torch.int32, device=device).view(8, 2048) % 100
     starts = torch.arange(9, dtype=torch.int32, device=device)
@@ -98,7 +98,7 @@ def test_refresh_in_place(device):
 
 @pytest.mark.parametrize("change", ["window", "positions", "lens", "holes", "mode", "size"])
 def test_wrong_plan_is_refused(change, device):
-    """On the CPU always; on a device in debug mode."""
+    """It raises on the CPU always, and on a device in debug mode."""
     case = Case(lens=(300, 200), queries=(2, 3), scattered=True)
     batch = build(case).to(device)
     plan = _plan(batch)

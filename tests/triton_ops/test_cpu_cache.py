@@ -28,7 +28,7 @@ def _call(batch):
 
 @pytest.mark.parametrize("place", ["halves", "pairs", "offset", "columns", "padded", "mixed"])
 def test_layouts(place, monkeypatch):
-    """Keys and values are read in place in parts of one tensor too; not where rows have gaps or lie differently."""
+    """Keys and values in parts of one tensor are read without copies, too, unless rows have gaps or other places."""
     monkeypatch.setattr(cpu_sparse, "_SMALL_GATHER", 1 << 62)
     batch = build(Case(lens=(513, 40), queries=(1, 1), head_tables=True, holes=0.5))
     key, value = batch.key_cache, batch.value_cache
@@ -52,7 +52,7 @@ def test_layouts(place, monkeypatch):
 
 
 def test_vectors_of_large_caches():
-    """Past 2**31 vectors their numbers need 64 bits."""
+    """With more than 2**31 vectors, numbers need 64 bits."""
     for blocks, dtype in ((1 << 24, np.int32), ((1 << 24) + 1, np.int64)):
         cache = torch.empty((blocks, 16, 8, 1), device="meta")
         call = AttentionArgs(cache[0], cache, cache, *[None] * 3, 1.0)
@@ -62,7 +62,7 @@ def test_vectors_of_large_caches():
 
 
 class _Largest(TorchDispatchMode):
-    """Bytes of the largest tensor that an operation makes; a view makes none."""
+    """Records the bytes of the largest tensor that an operation makes. Views make none."""
 
     def __init__(self):
         super().__init__()
@@ -87,7 +87,7 @@ class _Largest(TorchDispatchMode):
 @pytest.mark.parametrize("order", ["adjacent", "scattered", "by head"])
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn, torch.float32], ids=str)
 def test_gathers_of_long_contexts_are_bounded(cache_dtype, order, softcap):
-    """Keys that are converted or copied take the budget at most, whatever the context; adjacent ones too."""
+    """Converted or copied keys take at most the budget, however long the context is; adjacent ones too."""
     blocks, heads, width = 1024, 2, 64
     cache = torch.randint(-9, 9, (blocks, 16, heads, width), dtype=torch.int8).to(cache_dtype)
     table = torch.arange(blocks, dtype=torch.int32)

@@ -29,7 +29,7 @@ def _call(batch):
 
 
 def _same_lists(case, positions, starts, rand):
-    """A list per sequence and KV head, of its last blocks and some before them; as many everywhere."""
+    """Return a list for each sequence and KV head, of its last blocks and some before, equally many everywhere."""
     lists = torch.full((starts[-1], case.heads[1], case.top_k), -1, dtype=torch.int32)
     for i, length in enumerate(case.lens):
         begin, end = starts[i : i + 2]
@@ -42,7 +42,7 @@ def _same_lists(case, positions, starts, rand):
 
 @pytest.fixture
 def paths(monkeypatch):
-    """How keys are attended to, in order: how many are gathered evenly, padded, in place, or with masks."""
+    """Return a list that gets how keys are read, in order: gathered evenly, padded, without copies, or masked."""
     seen = []
 
     def recorded(module, name, path):
@@ -57,7 +57,7 @@ def paths(monkeypatch):
 
 @pytest.fixture
 def gathers(monkeypatch):
-    """Keys of every gather."""
+    """Return a list that gets the number of keys of every gather."""
     made, gather = [], Cache.gather
     monkeypatch.setattr(Cache, "gather", lambda *given: made.append(given[1].size) or gather(*given))
     return made
@@ -86,7 +86,7 @@ UNIFORM = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", UNIFORM, ids=str)
 def test_uniform_batches(case, dtype, gathers, paths, monkeypatch):
-    """Gathered at once without padding or masks, and in several gathers; NaN lies in all that is not attended to."""
+    """Keys are gathered at once, without padding or masks, and in several gathers. All other keys are NaN."""
     monkeypatch.setattr(attention_cases, "_lists", _same_lists)
     monkeypatch.setattr(cpu_sparse, "_FEW_QUERIES", 0)
     case = dataclasses.replace(case, dtype=dtype)
@@ -122,7 +122,7 @@ OTHERS = {
 
 @pytest.mark.parametrize(("case", "expected"), OTHERS.items(), ids=str)
 def test_batches_that_are_not_uniform(case, expected, paths):
-    """Entries that differ in length, own blocks that are absent or in some lists only, nothing to attend to."""
+    """Entries have different lengths, lack some of their own blocks, list only some of them, or have no keys."""
     check(build(case), *attention_cpu(_call(build(case))))
     assert set(paths) == expected
 
@@ -151,7 +151,7 @@ def _own_block_left_out(case, positions, starts, rand):
     ids=["same lists", "one query differs", "own block left out"],
 )
 def test_runs_of_lists(lists, runs, expected, paths, monkeypatch):
-    """A run's queries have the same lists; where one leaves out some of the run's own blocks, masks say so."""
+    """A run's queries have the same lists. If one omits some of the run's own blocks, masks are used."""
     monkeypatch.setattr(attention_cases, "_lists", lists)
     case = Case(lens=(195, 195), queries=(35, 35), top_k=6)
     batch = build(case)
@@ -169,7 +169,7 @@ def test_heads_of_other_lengths_that_end_in_one_block():
 @pytest.mark.parametrize("queries", [1, 20])
 @pytest.mark.parametrize("form", ["tables", "lists"])
 def test_changes_between_calls_are_seen(queries, form):
-    """Tables, lists and lengths that are written to in place, through numpy too, where no version tells."""
+    """Tables, lists and lengths are changed in place, through numpy too, which changes no version."""
     case = Case(lens=(200, 200), queries=(queries, queries), head_tables=form == "tables")
     batch = build(case)
     for cache in (batch.key_cache, batch.value_cache):
@@ -237,7 +237,7 @@ SINGLES = [
 @pytest.mark.parametrize("limits", [(256, 1 << 18), (24, 1 << 18), (24, 200)], ids=["whole", "parts", "few"])
 @pytest.mark.parametrize("case", SINGLES, ids=str)
 def test_numerics_without_copies(case, limits, monkeypatch):
-    """Rows whole, in parts, and few at once; NaN lies in all that no query of a head attends to."""
+    """Rows are whole, in parts, and few at once. All keys that no query of a head attends to are NaN."""
     monkeypatch.setattr(cpu_masked, "_TURN_KEYS", limits[0])
     monkeypatch.setattr(cpu_sparse, "_MAX_SCORES", limits[1])
     batch = build(case)
@@ -245,7 +245,7 @@ def test_numerics_without_copies(case, limits, monkeypatch):
 
 
 def test_as_many_queries_as_sequences():
-    """Two of one sequence and none of another are no step of one query each."""
+    """Two queries of one sequence and none of another are not a step with one query for each."""
     batch = build(Case(lens=(90, 60), queries=(2, 0), head_tables=True, holes=0.5))
     check(build(batch.case), *attention_cpu(_call(batch)))
 
@@ -269,7 +269,7 @@ def test_settings(setting):
 
 @pytest.mark.slow
 def test_nothing_is_said_about_sparse_tensors():
-    """PyTorch warns once a process that they may change; that is not the caller's to know."""
+    """PyTorch's warning that sparse tensors may change is hidden, since it is not about the caller's code."""
     program = (
         "import pc, torch; one = lambda *n: torch.tensor(n, dtype=torch.int32); cache = torch.randn(8, 16, 2, 64);"
         "pc.sparse_gap_attention(torch.randn(1, 4, 64), cache, cache, one(-1, 5, 2, 7, -1, 2).view(1, 2, 3), one(48),"
@@ -291,7 +291,7 @@ def test_nothing_is_said_about_sparse_tensors():
     ids=str,
 )
 def test_what_is_gathered_in_parts(case, paths, monkeypatch):
-    """Large groups, half precision and chunks: each entry's keys in several gathers."""
+    """Large groups, half precision and chunks need several gathers for each entry's keys."""
     monkeypatch.setattr(cpu_cache, "GATHER_BYTES", 3 * 16 * 64 * 4)
     monkeypatch.setattr(cpu_sparse, "_PADDING", 1 << 62)
     check(build(case), *attention_cpu(_call(build(case))))
@@ -299,7 +299,7 @@ def test_what_is_gathered_in_parts(case, paths, monkeypatch):
 
 
 def test_decodes_beside_a_sequence_that_loses_blocks_keep_their_bits():
-    """Whether a neighbour is long enough to be cut into parts does not show in a row's result."""
+    """Splitting a long neighbour does not change a row's result."""
     generator = torch.Generator().manual_seed(0)
     query, cache = (torch.randn(*shape, generator=generator) for shape in ((3, 4, 32), (80, 16, 2, 64)))
     keys, values = cache.split(32, -1)

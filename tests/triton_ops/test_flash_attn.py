@@ -24,11 +24,11 @@ from pc.flash_attn import (
 from pc.triton_ops._attention.dense import as_blocks
 from pc.triton_ops._triton import INTERPRET, KERNELS_ON_CPU
 
-# In the interpreter the first case of a test is quick, as of any test.
+# In the interpreter, only the first case of a test is quick, as for any test.
 every_case_quick = (lambda test: test) if INTERPRET else pytest.mark.quick
 
 HEADS = {"mha": (6, 6), "mqa": (6, 1), "gqa": (6, 2)}
-# Of queries and keys, as in FlashAttention's tests; in the interpreter, which takes a hundred times as long, a third.
+# Numbers of queries and keys, as in FlashAttention's tests; a third of them in the slow interpreter.
 LONG = ((113, 203), (128, 217), (113, 211), (108, 256), (256, 113), (64, 64), (160, 128))
 LENGTHS = ((3, 1), (1, 147), *((q // 3, k // 3) if INTERPRET else (q, k) for q, k in LONG))
 MASKS = ({}, {"causal": True}, {"window_size": (17, 0), "causal": True}, {"window_size": (23, 23)}, *(
@@ -59,7 +59,7 @@ class Case:
 
 
 def grid() -> list[Case]:
-    """All masks with all lengths, and with each of them the next of everything else in turn."""
+    """Return all masks with all lengths; all other options take turns."""
     found = []
     turn = itertools.count()
     for mask, lengths in itertools.product(MASKS, LENGTHS):
@@ -70,7 +70,7 @@ def grid() -> list[Case]:
 
 
 def drawn(case: Case, generator: torch.Generator, *tokens: int) -> list[torch.Tensor]:
-    """q, k and v of so many tokens each."""
+    """Return q, k and v with these numbers of tokens."""
     num_heads, kv_heads = HEADS[case.heads]
     heads = (num_heads, kv_heads, kv_heads)
     return [
@@ -80,7 +80,7 @@ def drawn(case: Case, generator: torch.Generator, *tokens: int) -> list[torch.Te
 
 
 def laid_out(*layouts: str) -> list[tuple[Case, str]]:
-    """The grid in every layout; in the interpreter each fifth case, which is none of the grid's cycles, in the next."""
+    """Return the grid in every layout; in the interpreter, every fifth case, with layouts in turn."""
     if INTERPRET:
         return [*zip(grid()[::5], itertools.cycle(layouts), strict=False)]
     return [*itertools.product(grid(), layouts)]
@@ -152,7 +152,7 @@ def in_pages(
 
 @dataclasses.dataclass(frozen=True)
 class Kv:
-    """A call with a cache: what its lengths, the new keys and the cache are."""
+    """A call with a cache: its lengths, the new keys, and the kind of cache."""
 
     seqlen_q: int
     seqlen_k: int
@@ -174,14 +174,14 @@ class Kv:
 
 
 def converted(x: torch.Tensor, dtype: torch.dtype, by_kernel: bool) -> torch.Tensor:
-    """In triton's interpreter a kernel's conversion to bfloat16 cuts bits off where a device rounds."""
+    """Convert to bfloat16: in Triton's interpreter, a kernel truncates where a device rounds."""
     if INTERPRET and by_kernel and dtype == torch.bfloat16:
         x = x.float().view(torch.int32).bitwise_and(-(1 << 16)).view(torch.float32)
     return x.to(dtype)
 
 
 def cached_cases() -> list[Kv]:
-    """FlashAttention's grid, each feature with each of the masks, the rest in turn."""
+    """Return FlashAttention's grid: each feature with each of the masks; the rest takes turns."""
     found = []
     kinds: tuple[dict[str, Any], ...] = (
         {}, {"new": 1}, {"new": 1, "rotary": 1.0}, {"new": 1, "rotary": 0.5, "interleaved": True}, {"new": 2},
@@ -337,7 +337,7 @@ def test_errors_of_the_others_name_their_arguments() -> None:
 
 @pytest.mark.quick
 def test_parameters_are_those_of_flash_attention() -> None:
-    """FlashAttention 2.8's by position; FlashAttention 3's, and what vLLM and SGLang pass, by name."""
+    """FlashAttention 2.8's parameters go by position, FlashAttention 3's and those of vLLM and SGLang by name."""
     dense = "q k v dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs"
     packed = dense.replace(" v ", " v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k ") + " block_table"
     cached = "q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad block_table"
@@ -367,7 +367,7 @@ def test_out_is_written_and_returned() -> None:
 @pytest.mark.parametrize("per_sequence", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
 def test_descales(dtype: torch.dtype, per_sequence: bool) -> None:
-    """A quantized k and v with a scale for each sequence and KV head, or one; q quantized too, or not."""
+    """k and v are quantized with a scale for each sequence and KV head, or one scale; q is quantized or not."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(3, n, heads, 64, generator=generator) for n, heads in ((5, 4), (40, 2), (40, 2)))
     scales = [torch.rand(3, 2, generator=generator) + 0.5 for _ in range(3)]
@@ -382,7 +382,7 @@ def test_descales(dtype: torch.dtype, per_sequence: bool) -> None:
     sequences = list(zip(queries.to(torch.bfloat16), *exact, strict=True))
     out = flash_attn_func(given, k8, v8, causal=True, **options)
     assert out.dtype == torch.bfloat16
-    # k's own rounding to bfloat16 after its scale is more than what the library rounds, which is q with all scales.
+    # k's rounding to bfloat16 after its scale exceeds the library's, which rounds q with all scales.
     flash_cases.check(out.flatten(0, 1), None, sequences, torch.bfloat16, causal=True)
     packed = (given.flatten(0, 1), k8.flatten(0, 1), v8.flatten(0, 1), starts(5, 5, 5), starts(40, 40, 40), 5, 40)
     assert torch.equal(flash_attn_varlen_func(*packed, causal=True, **options).view_as(out), out)
@@ -403,7 +403,7 @@ def test_new_keys_are_stored_in_a_quantized_cache() -> None:
 
 @pytest.mark.quick
 def test_dense_keys_and_values_are_read_where_they_are() -> None:
-    """The operators get the memory that the caller gave, whichever way heads, tokens and sequences lie in it."""
+    """The operators get the caller's memory, for every order of heads, tokens and sequences."""
     q, k, v = small()
     wide = torch.randn(4, 3, 2, 20, 32)
     for key, value in (
@@ -420,7 +420,7 @@ def test_dense_keys_and_values_are_read_where_they_are() -> None:
 
 @pytest.mark.quick
 def test_a_padded_step_of_transformers_writes_nothing() -> None:
-    """Entries of -1: a row of a captured graph that stands for no request."""
+    """Entries of -1 are rows of a captured graph without a request."""
     q, k, v = torch.randn(3, 1, 4, 32), torch.randn(3, 1, 2, 32), torch.randn(3, 1, 2, 32)
     caches = [torch.randn(4, 8, 2, 32) for _ in range(2)]
     before = [cache.clone() for cache in caches]
@@ -443,7 +443,7 @@ FOUND = ("dense", "heads first", "lse", "narrow", "packed", "new keys", "index",
 
 @pytest.mark.parametrize("name", FOUND)
 def test_a_call_that_is_found_gives_the_same(name: str) -> None:
-    """From the second of a kind on it is launched, without views of its arguments; kernels find slots and tables."""
+    """From the second call of a kind on, no views of arguments are made, and kernels find slots and tables."""
     q, k, v = small()
     both = torch.randn(2, 2, 32, 2, 32)
     cached = (q[:, :1].contiguous(), *both.unbind(), k[:, :1].contiguous(), v[:, :1].contiguous())
@@ -475,7 +475,7 @@ def test_a_call_that_is_found_gives_the_same(name: str) -> None:
 
 @pytest.mark.quick
 def test_tokens_outside_of_a_block_table_are_not_written() -> None:
-    """Where values are not read: behind the table's end, of a hole, and of a row whose length is -1."""
+    """If values are not read: tokens behind the table's end, in a hole, and in a row of length -1 are not written."""
     caches = torch.zeros(2, 4, 16, 2, 32)
     new, lens = torch.ones(5, 1, 2, 32), torch.tensor([3, 16, 32, 40, -1], dtype=torch.int32)
     tables = torch.tensor([[-1, 1], [0, -1], [2, 3], [0, 0], [1, 1]], dtype=torch.int32)
@@ -490,7 +490,7 @@ def test_tokens_outside_of_a_block_table_are_not_written() -> None:
 
 @pytest.mark.parametrize("paged", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["packed", "paged"])
 def test_used_queries(paged: bool) -> None:
-    """FlashAttention 3's seqused_q: the mask's bottom right is the last used one, and others give nothing."""
+    """With FlashAttention 3's seqused_q, the mask ends at the last used query, and other queries give 0."""
     generator, lens = torch.Generator().manual_seed(0), ((4, 6, 9), (0, 2, 5), (3, 3, 7), (2, 2, 0))
     drawn_of = [[torch.randn(n, h, 32, generator=generator) for n, h in ((m, 4), (k, 2), (k, 2))] for _, m, k in lens]
     sequences = [(q[:used], k, v) for (used, _, _), (q, k, v) in zip(lens, drawn_of, strict=True)]
@@ -516,7 +516,7 @@ ALIBI = ({"causal": True}, {"window_size": (2, -1), "softcap": 3.0}, {}, {"windo
 
 @pytest.mark.parametrize("options", [pytest.param(o, marks=pytest.mark.slow if o else (), id=str(o)) for o in ALIBI])
 def test_slopes_of_each_sequence(options: dict[str, Any]) -> None:
-    """As FlashAttention's own tests draw them: `[batch, heads]`, in all three functions."""
+    """The slopes are `[batch, heads]`, as in FlashAttention's own tests, for all three functions."""
     generator = torch.Generator().manual_seed(0)
     slopes = torch.rand(3, 4, generator=generator) * 0.3
     if "s_aux" in options:
@@ -563,7 +563,7 @@ def test_compiles_whole() -> None:
 
 @pytest.mark.quick
 def test_no_value_on_a_device_is_read() -> None:
-    """Fake tensors have none: what reads one raises. So a CUDA graph can hold the call."""
+    """Fake tensors have no values, so reading one raises. So a CUDA graph can capture the call."""
     with flash_cases.as_on_a_device(), FakeTensorMode():
         q, k, v = (torch.empty(2, 1, heads, 32) for heads in (4, 2, 2))
         caches, lens = torch.empty(2, 2, 32, 2, 32), torch.empty(2, dtype=torch.int32)
@@ -595,7 +595,7 @@ def test_empty_batches() -> None:
 @every_case_quick
 @pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window_size": (3, 2)}, {"window_size": (0, -1)}], ids=str)
 def test_no_queries(mask: dict[str, Any]) -> None:
-    """Of no sequence or of sequences without queries, with an lse and slopes too."""
+    """There is no sequence, or no sequence has queries; also with an lse and slopes."""
     q, k, v = small()
     for queries, keys, values in ((q[:0], k[:0], v[:0]), (q[:, :0], k, v), (q[:, :0], k[:, :0], v[:, :0])):
         for slopes in (None, torch.rand(4), torch.rand(len(queries), 4)):
@@ -625,7 +625,7 @@ def test_slopes_of_other_sequences_are_refused() -> None:
 
 @pytest.mark.quick
 def test_wrong_values_and_shapes_have_their_names() -> None:
-    """Each was an error without its argument's name, or none at all."""
+    """Formerly each raised an error without its argument's name, or no error."""
     q, k, v = small()
     lens, angles = torch.tensor([5, 9], dtype=torch.int32), torch.ones(9, 8)
     before = k.clone()
@@ -673,7 +673,7 @@ def test_wrong_values_and_shapes_have_their_names() -> None:
 
 @pytest.mark.quick
 def test_a_negative_leftpad_reads_no_neighbour() -> None:
-    """Where values are not read."""
+    """Values are not read in this test."""
     q, k, v = small()
     leftpad, lens = torch.tensor([0, -4], dtype=torch.int32), torch.tensor([5, 5], dtype=torch.int32)
     wanted = flash_attn_with_kvcache(q, k, v, cache_seqlens=lens)
@@ -681,14 +681,14 @@ def test_a_negative_leftpad_reads_no_neighbour() -> None:
         torch.testing.assert_close(flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, cache_leftpad=leftpad), wanted)
 
 
-# The interpreter takes seconds a call: two sides, where kernels' positions are the smallest and the largest.
+# The interpreter takes seconds for a call, so only two sides are tested, with the smallest and largest positions.
 LEFT, RIGHT = ((2,), (9, 2**31 - 1)) if INTERPRET else ((-1, 2, 12), (-1, 8, 9, 10**4, 2**30, 2**31 - 1))
 
 
 @every_case_quick
 @pytest.mark.parametrize("alibi", [False, True], ids=["", "alibi"])
 def test_a_side_as_far_as_all_keys_is_none(alibi: bool) -> None:
-    """To the last bit, also where positions would not fit into 32 bits, and of a paged cache of any size of blocks."""
+    """The bits are equal, also if positions exceed 32 bits, and for paged caches with any block size."""
     generator = torch.Generator().manual_seed(0)
     sequences = [[torch.randn(n, h, 16, generator=generator) for n, h in ((9, 4), (12, 2), (12, 2))] for _ in "ab"]
     q, k, v = (torch.stack(tensors) for tensors in zip(*sequences, strict=True))
@@ -709,7 +709,7 @@ def test_a_side_as_far_as_all_keys_is_none(alibi: bool) -> None:
 
 @pytest.mark.quick
 def test_slopes_of_many_queries_lose_nothing() -> None:
-    """Biases of keys behind a query are as small as those before it."""
+    """Biases of keys after a query are as small as those of keys before it."""
     generator, n = torch.Generator().manual_seed(0), 96 if INTERPRET else 1500
     q, k, v = (torch.randn(n, 1, 16, generator=generator) for _ in range(3))
     slopes = torch.full((1,), 0.55)
@@ -719,7 +719,7 @@ def test_slopes_of_many_queries_lose_nothing() -> None:
 
 
 def chunked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: int, **options: Any) -> tuple[torch.Tensor, ...]:
-    """`flash_cases.attention` query by query, of the keys in its chunk alone."""
+    """Compute `flash_cases.attention` for each query, with only the keys in its chunk."""
     outs, lses = [], []
     for i in range(len(q)):
         p = i + len(k) - len(q)
@@ -756,7 +756,7 @@ CHUNKS = (
 @pytest.mark.parametrize("chunk", [8, 12, 48, 100] if INTERPRET else [1, 8, 12, 48, 100])
 @pytest.mark.parametrize("options", CHUNKS[:: 2 if INTERPRET else 1], ids=str)
 def test_attention_chunk(options: dict[str, Any], chunk: int) -> None:
-    """Of dense, packed and paged keys, of sequences with fewer keys than queries too."""
+    """Dense, packed and paged keys are tested, also for sequences with fewer keys than queries."""
     generator = torch.Generator().manual_seed(0)
     options = dict(options)
     if options.pop("alibi", False):
@@ -786,7 +786,7 @@ def test_attention_chunk(options: dict[str, Any], chunk: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Ragged:
-    """New keys behind those of a cache, packed as queries are."""
+    """New keys after those of a cache, packed like queries."""
 
     rotary: float = 0.0
     paged: int = 0
@@ -811,7 +811,7 @@ RAGGED = (
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("case", RAGGED[:: 3 if INTERPRET else 1], ids=str)
 def test_packed_new_keys(case: Ragged, causal: bool) -> None:
-    """FlashAttention 3's cu_seqlens_q and cu_seqlens_k_new, tables of chosen rows and paddings, float8 throughout."""
+    """FlashAttention 3's cu_seqlens_q and cu_seqlens_k_new, with tables of selected rows, padding, and float8."""
     generator, dtype = torch.Generator().manual_seed(0), torch.bfloat16 if case.code else torch.float32
     queries, new, before = (3, 0, 5, 1), (2, 4, 5, 0), (7, 12, 0, 30)
     new = (2, 2, 2, 2) if case.dense_new else new
@@ -865,7 +865,7 @@ def test_packed_new_keys(case: Ragged, causal: bool) -> None:
 @every_case_quick
 @pytest.mark.parametrize("joined", [False, True], ids=["apart", "one row"])
 def test_second_part_of_queries(joined: bool) -> None:
-    """FlashAttention 3's qv, as MLA decodes: scores of both parts, the first of keys, the second of values."""
+    """FlashAttention 3's qv for MLA: scores use both parts, the first for keys, the second for values."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(2, 9, 1, 64 + 32, generator=generator)
     q, qv = torch.randn(2, 3, 4, 32, generator=generator), torch.randn(2, 3, 4, 64, generator=generator)
@@ -890,7 +890,7 @@ def test_second_part_of_queries(joined: bool) -> None:
 @every_case_quick
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_combine(dtype: torch.dtype) -> None:
-    """Parts over pieces of the keys sum to the whole, but for one with nothing to attend to, whatever it holds."""
+    """Parts over pieces of the keys sum to the whole; a part without keys is ignored, whatever it holds."""
     q, k, v = small()
     whole = flash_attn_func(q, k, v, return_softmax_lse=True)
     parts = [flash_attn_func(q, k[:, i : i + 3], v[:, i : i + 3], return_softmax_lse=True) for i in (0, 3, 6)]
@@ -918,7 +918,7 @@ def test_combine(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (5, 0)}, {}], ids=str)
 @pytest.mark.parametrize("new", [0, 1])
 def test_scheduler_metadata(options: dict[str, Any], new: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One plan for all layers of a step, given to the operator, which makes none; ignored where it does not fit."""
+    """All layers of a step share one plan, so the operator builds none; a plan that does not fit is ignored."""
     q, k, v = (torch.randn(2, 1, heads, 32) for heads in (4, 2, 2))
     caches, lens = torch.randn(2, 6, 16, 2, 32).unbind(), torch.tensor([20, 33], dtype=torch.int32)
     tables, written = torch.tensor([[1, 2, 5], [4, 0, 3]], dtype=torch.int32), {"k": k, "v": v} if new else {}
@@ -938,7 +938,7 @@ def test_scheduler_metadata(options: dict[str, Any], new: int, monkeypatch: pyte
 @every_case_quick
 @pytest.mark.parametrize("new", [1, 0])
 def test_scheduler_metadata_of_fewer_keys_than_queries(new: int) -> None:
-    """A plan is made for such a step too, and calls give what they give without one."""
+    """A plan is built for such a step too, and calls give the same results as without it."""
     q, k, v = torch.randn(3, 7, 4, 32), *torch.randn(2, 3, 2, 2, 32)
     caches, lens = torch.randn(2, 3, 16, 2, 32).unbind(), torch.tensor([3, 14, 0], dtype=torch.int32)
     given = {"cache_seqlens": lens, "causal": True, **({"k": k, "v": v} if new else {})}

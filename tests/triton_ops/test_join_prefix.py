@@ -40,7 +40,7 @@ CASES = (
 
 
 def inputs(case, features, dtype, device, scattered=False):
-    """Arguments of join_prefix for random contents."""
+    """Return arguments of join_prefix with random contents."""
     generator = torch.Generator().manual_seed(len(case.seq_lens))
     num_blocks = sum(-(-n // case.block_size) for n in case.seq_lens) + 3
     width = max([-(-n // case.block_size) for n in case.seq_lens], default=0) + 1
@@ -71,7 +71,7 @@ def inputs(case, features, dtype, device, scattered=False):
 
 
 def oracle(cache, tables, seq_lens, new, starts, num_rows, positions):
-    """A row at a time, from whole per-sequence tensors."""
+    """Return the joined rows, copied one by one from whole tensors of the sequences."""
     cache, new, starts = cache.cpu(), new.cpu(), starts.tolist()
     parts = []
     for s, length in enumerate(seq_lens.tolist()):

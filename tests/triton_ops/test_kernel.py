@@ -21,7 +21,7 @@ kernel = importlib.import_module("pc.triton_ops.kernels.bundles").kernel
 
 
 class Options(NamedTuple):
-    """Two numbers, and what decides which of them counts."""
+    """Two numbers, and a flag that decides which of them is used."""
 
     first: int
     second: int
@@ -71,7 +71,7 @@ def test_numbers_come_before_what_is_compiled_for():
         numbers(Mixed(FLAG=True, number=1))
 
 
-# Whoever asks for an option by its name has to be changed when one is added: docs/architecture.md lists these files.
+# Code that reads an option by name must change when one is added; docs/architecture.md lists these files.
 KNOWN: dict[Any, set[str]] = {
     Mask: {"_attention/arguments", "_attention/predicate", "kernels/predicate"},
     Terms: {"_attention/arguments", "_attention/scores", "kernels/scores"},
@@ -79,7 +79,7 @@ KNOWN: dict[Any, set[str]] = {
 
 
 def _names(path: Path) -> set[str]:
-    """Names, attributes and parameters in a file's code."""
+    """Return the names, attributes and parameters in a file's code."""
     nodes = [vars(node) for node in ast.walk(ast.parse(path.read_text()))]
     return {node[field] for node in nodes for field in ("id", "attr", "arg") if isinstance(node.get(field), str)}
 

@@ -19,7 +19,7 @@ OTHER_CASES = ["decode bf16 d128 g4", "prefill bf16 d128 g4"]
 CASES = [*(pytest.param(case, marks=pytest.mark.slow) for case in OTHER_CASES), "write bf16 d128 e4m3"]
 OTHER_TARGETS = ["sm_80", "sm_90"]
 MATRIX = {"sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
-# 64 rows, the least that wgmma takes, have sums of 512 columns that leave too few registers for the rest.
+# 64 rows, the least for wgmma, have sums of 512 columns, which leave too few registers for the rest.
 MMA_SYNC = {("sm_90", "prefill bf16 d512 g8"): "mma"}
 MMA_SYNC |= {(t, f"prefill bf16 latent g{n}"): "mma" for t in ("sm_90", "sm_100") for n in (16, 128)}
 
@@ -80,7 +80,7 @@ def test_other_triton(version, resources):
 
 
 def test_table_is_complete_and_clean(resources):
-    """Every case on every target and version, within shared memory, with matrix units, without a spill."""
+    """There is a row for every case, target and version, within shared memory, with matrix units, without a spill."""
     rows = list(resources.read_table().values())
     found = {(row.triton, row.target, row.case) for row in rows}
     assert found == {(v, t, c) for v in resources.VERSIONS for c in resources.CASES for t in resources.targets_of(c)}
@@ -91,7 +91,7 @@ def test_table_is_complete_and_clean(resources):
 
 
 def test_main_decodes_keep_memory_busy(resources):
-    """Tiles on their way while one is computed, programs beside each other, few instructions for a KiB."""
+    """Tiles are loaded while one is computed, programs run beside each other, and a KiB needs few instructions."""
     rows = [row for row in resources.read_table().values() if row.kernel == "attention" and row.target in OTHER_TARGETS]
     plain = [row for row in rows if row.case == "decode bf16 d128 g4"]
     codes = [row for row in rows if row.case in ("decode bf16 d128 g4 e4m3", "decode bf16 d128 g4 int8")]
@@ -121,7 +121,7 @@ def test_quantized_prefills_have_two_buffers(resources):
 
 
 def test_main_prefills_take_few_instructions(resources):
-    """Of 128 rows, for a KiB of keys and values: 32 are 64 keys of head_dim 128."""
+    """The numbers are for 128 rows and a KiB of keys and values, of which 32 are 64 keys of head_dim 128."""
     rows = [row for row in resources.read_table().values() if row.target == "sm_90" and row.kernel == "attention"]
     for case, most in (("prefill bf16 d128 g4", 72), ("prefill bf16 d256 g8", 67)):
         found = [row for row in rows if row.case == case]

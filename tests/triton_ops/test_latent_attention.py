@@ -89,7 +89,7 @@ def test_a_plan_serves_every_layer(device):
 
 
 def test_parts_of_a_context_merge_to_the_whole(device):
-    """As a prefill does that attends to what is cached and to its own tokens in two calls."""
+    """A prefill attends to the cached tokens and to its own tokens in two calls."""
     batch = build(Latent(lens=(160,), queries=(10,))).to(device)
     query, cache, tables, lens, starts = batch.tensors
     holes = [tables.clone(), tables.clone()]
@@ -99,7 +99,7 @@ def test_parts_of_a_context_merge_to_the_whole(device):
 
 
 def test_a_chunk_behind_a_prefix_is_expanded_and_absorbed(device):
-    """Which call when: the chunk's own tokens as keys and values of heads, its prefix as it is cached."""
+    """The chunk's own tokens are expanded to keys and values of heads; its prefix is read as it is cached."""
     torch.manual_seed(0)
     heads, latent, rope, nope, prefix, count, scale = 4, 64, 16, 32, 40, 24, 48**-0.5
     up_key, up_value = torch.randn(2, heads, latent, nope) / 8
@@ -134,7 +134,7 @@ def test_a_chunk_behind_a_prefix_is_expanded_and_absorbed(device):
 
 @pytest.mark.interpreter
 def test_rows_are_as_in_any_other_batch(device):
-    """batch_invariant: alone and among others, decoded and in a prefill."""
+    """With batch_invariant, rows are equal alone and among others, in decodes and in prefills."""
     batch = build(Latent(lens=(140, 90), queries=(1, 1), head_dim=32, value_dim=16)).to(device)
     query, cache, tables, lens, _ = batch.tensors
     starts = torch.tensor([0, 1], dtype=torch.int32, device=device)

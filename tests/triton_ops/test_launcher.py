@@ -20,7 +20,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 class _Driver:
-    """Enough of a triton driver to compile for an H100 and to record what would be launched."""
+    """The part of a Triton driver that compiles for an H100 and records launches."""
 
     hooks: ClassVar[list[object]] = []
 
@@ -46,7 +46,7 @@ class _Driver:
         return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self):
-        return 4242  # triton keeps compiled kernels by device: none of these may reach a real one
+        return 4242  # Triton caches kernels by device; this is no real one
 
     def get_current_stream(self, device):
         return 0
@@ -54,7 +54,7 @@ class _Driver:
 
 @pytest.fixture
 def launches(monkeypatch):
-    """The launches that follow, each as grid, kernel and arguments."""
+    """Return a list that gets the launches, each as grid, kernel and arguments."""
     from triton.runtime import driver
 
     fake, active = _Driver(), driver._active
@@ -88,7 +88,7 @@ def _attention_call(misaligned: bool = False, num_seqs: int = 2, head_dim: int =
 
 
 def _same(one, other) -> bool:
-    """Whether two arguments are tensors alike or the same value."""
+    """Return whether two arguments are equal tensors or equal values."""
     if isinstance(one, tuple):
         return len(one) == len(other) and all(map(_same, one, other))
     if hasattr(one, "data_ptr"):
@@ -99,7 +99,7 @@ def _same(one, other) -> bool:
 @needs_compiler
 @pytest.mark.slow
 def test_second_launch_is_that_of_triton(launches):
-    """The plan's two kernels, the attention kernel and the merge: first by triton, then without it."""
+    """The plan's two kernels, the attention kernel and the merge are launched first by Triton, then without it."""
     for call in (_attention_call(), _attention_call()):
         on_device("paged_attention_with_lse", **call)
     first, second = launches[:4], launches[4:]
@@ -109,7 +109,7 @@ def test_second_launch_is_that_of_triton(launches):
         assert same_kernel is kernel
         assert len(arguments) == len(others)
         assert all(map(_same, arguments, others))
-    # The second call's own tensors went in, not those of the first.
+    # The second call's tensors were passed, not those of the first.
     assert not {t.data_ptr() for t in first[2][2][:3]} & {t.data_ptr() for t in second[2][2][:3]}
 
 

@@ -21,7 +21,7 @@ import pc
 from pc.triton_ops import _library
 from pc.triton_ops._copy import ops as rows_ops
 
-# In the package an operator and the module it is in have one name.
+# In the package, an operator and its module have the same name.
 joining = importlib.import_module("pc.triton_ops.join_prefix")
 
 SCHEMAS = Path(__file__).parent.parent / "support" / "schemas.txt"
@@ -33,9 +33,9 @@ def _one(*numbers: int) -> torch.Tensor:
 
 
 def test_schemas_stay_what_they_are() -> None:
-    """Exported programs name them: a change of one is a change of the interface."""
+    """Exported programs contain schemas, so a change of a schema is a change of the interface."""
     found = [str(schema) for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("pc::")]
-    found = [schema for schema in found if not schema.startswith("pc::test_dispatch_")]  # of tests before this one
+    found = [schema for schema in found if not schema.startswith("pc::test_dispatch_")]  # registered by earlier tests
     assert sorted(found) == SCHEMAS.read_text(encoding="utf-8").splitlines()
 
 
@@ -121,7 +121,7 @@ def test_an_error_of_the_operator_itself_passes_unchanged() -> None:
 
 @contextlib.contextmanager
 def _two_devices() -> Iterator[list[torch.device]]:
-    """Tensors on `cuda` without a GPU; yields the devices that were made current, besides the first, which is."""
+    """Make tensors on `cuda` without a GPU; yield the devices that were made current, except the first."""
     entered: list[torch.device] = []
 
     @contextlib.contextmanager
@@ -140,7 +140,7 @@ def _two_devices() -> Iterator[list[torch.device]]:
 @pytest.mark.parametrize("index", [None, 0, 1])
 @pytest.mark.parametrize("place", ["first", "behind host memory", "in a list", "by name"])
 def test_kernels_run_on_the_device_of_the_first_tensor_on_one(place: str, index: int | None) -> None:
-    """A pinned cache comes before its index on a device: its own device, which is none, was made current."""
+    """A pinned cache comes before its index on a device. Formerly the cache's device, the CPU, was made current."""
     with _two_devices() as entered:
         host = torch.empty(4, 2, 3)
         other = torch.empty(3, device="cpu" if index is None else f"cuda:{index}")
@@ -152,7 +152,7 @@ def test_kernels_run_on_the_device_of_the_first_tensor_on_one(place: str, index:
 
 
 def test_pinned_caches_reach_their_kernels() -> None:
-    """The operators that take host memory beside an index on a device, on the way that the dispatcher takes."""
+    """The operators take host memory with an index on a device, called through the dispatcher."""
     moves = []
     with (
         _two_devices() as entered,

@@ -28,7 +28,7 @@ F16, BF16, F32, E4M3, INT8 = torch.float16, torch.bfloat16, torch.float32, torch
 
 @pytest.fixture(autouse=True)
 def _guarded_memory():
-    """Instead of the folder's: these tests guard by themselves."""
+    """Override the folder's fixture, since these tests use guarded memory themselves."""
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -36,7 +36,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check(call: Callable[[], Any], *written: torch.Tensor) -> None:
-    """Calls in the order of the grid and in another one; results and written tensors have the same bits."""
+    """Call in the order of the grid and in another one; results and written tensors must have the same bits."""
     before = [tensor.clone() for tensor in written]
     seen = []
     for seed in (None, 1):
@@ -66,14 +66,14 @@ ATTENTION = [
 
 
 def _tight(tables: torch.Tensor, columns: int) -> torch.Tensor:
-    """The first columns of a table, each row of which ends in front of a gap."""
+    """Return the first columns of a table, each row of which ends before a gap."""
     wide = torch.full((tables.shape[0], columns + 5), 2**31 - 1, dtype=torch.int32)
     wide[:, :columns] = tables[:, :columns]
     return wide[:, :columns]
 
 
 def _last_block_in_use(batch: Batch) -> None:
-    """Makes the first block of the first sequence the last one of the caches."""
+    """Make the first block of the first sequence the last block of the caches."""
     if max(batch.case.lens[:1], default=0) and batch.block_tables[0, 0] >= 0:
         last, first = batch.key_cache.shape[0] - 1, int(batch.block_tables[0, 0])
         batch.block_tables[batch.block_tables == last] = first
@@ -121,7 +121,7 @@ def test_merge(head_dim):
 
 
 def _kv(heads: int, head_dim: int, block_size: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> list[torch.Tensor]:
-    """Keys and values inside of wider rows, caches with one head more than they show."""
+    """Return keys and values within wider rows, and caches with one head more than they show."""
     rows = [torch.randn(7, heads + 1, head_dim + 3).to(dtype)[:, 1:, 2 : 2 + head_dim] for _ in range(2)]
     caches = [torch.zeros(3, heads + 1, block_size, head_dim + 1).to(cache_dtype) for _ in range(2)]
     return rows + [cache[:, :heads, :, :head_dim].transpose(1, 2) for cache in caches]
@@ -155,7 +155,7 @@ ROWS = [  # block_size, features, dtype
 
 
 def _caches(block_size: int, features: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
-    """A contiguous cache, one inside of wider rows and blocks, and one with its dimensions in reverse."""
+    """Return a contiguous cache, one within wider rows and blocks, and one with reversed dimensions."""
     shape = (6, block_size, *features)
 
     def random(*shape):

@@ -35,12 +35,12 @@ def _run(op, keys, moves, *turn, values: Any = None, **options):
 
 
 def _rows(op, cache):
-    """What an index counts."""
+    """Return the rows that an index counts."""
     return cache if op == "rotate_keys" else cache.flatten(0, 1)
 
 
 def _turned(keys, delta, inv_freq, is_neox, first):
-    """Keys `[..., head_dim]` in float64."""
+    """Return rotated keys `[..., head_dim]` in float64."""
     x, half = keys.cpu().double().clone(), len(inv_freq)
     turn = torch.polar(torch.ones(half, dtype=torch.float64), delta * inv_freq.cpu().double())
     pairs = x[..., first : first + 2 * half]
@@ -52,7 +52,7 @@ def _turned(keys, delta, inv_freq, is_neox, first):
 
 
 def _check(op, keys, inv_freq, tolerance, is_neox=True, first=0):
-    """Moves keys, and values where there are some, and compares: columns that no pair has, and values, bit for bit."""
+    """Move keys, and values if there are any, and compare; columns without a pair, and values, bit by bit."""
     values = torch.randn(*keys.shape[:3], 24, device=keys.device).to(keys.dtype)
     before = [_rows(op, x).clone().cpu() for x in (keys, values)]
     _run(op, keys, _moves(op, keys.device), inv_freq, is_neox, first, values=values)
@@ -76,7 +76,7 @@ def _check(op, keys, inv_freq, tolerance, is_neox=True, first=0):
 
 
 def _rounding(dtype):
-    """In triton's interpreter a conversion to bfloat16 cuts bits off where a device rounds."""
+    """Return the rounding to bfloat16: Triton's interpreter truncates where a device rounds."""
     if dtype == INT8:
         return lambda exact: torch.full_like(exact, 0.51)
     if dtype == E4M3:
@@ -110,7 +110,7 @@ def test_codes_are_turned_and_rounded_once(op, dtype, is_neox, first, device):
 def test_what_leaves_the_range_saturates(op, device):
     cache, one = torch.full((2, 1, 1, 2), 127, dtype=INT8, device=device), torch.tensor([1], device=device)
     _run(op, cache, (one - 1, one, one), torch.tensor([torch.pi / 4], device=device))
-    assert cache[1].flatten().tolist() == [0, 127]  # 127 * sqrt(2) has no code
+    assert cache[1].flatten().tolist() == [0, 127]  # 127 * sqrt(2) exceeds int8
 
 
 @each
@@ -185,7 +185,7 @@ def test_offsets_beyond_two_to_the_31(op, device):
     shape = (2051, 16, 128, 512)
     if device.type == "cuda":
         cache = torch.zeros(shape, dtype=INT8, device=device)
-    else:  # pages that nobody touches cost nothing
+    else:  # untouched pages need no memory
         cache = torch.from_numpy(np.zeros(shape, np.int8))
     rows, quarter = _rows(op, cache), torch.tensor([torch.pi / 2], device=device)
     source, target = (2050, 2048) if op == "rotate_keys" else (2050 * 16 + 3, 2048 * 16 + 5)

@@ -42,7 +42,7 @@ class Op:
         return [torch.tensor(numbers, dtype=dtype, device=device) for numbers in self.index]
 
     def expected(self, source: Any, cache: torch.Tensor, *index: torch.Tensor) -> torch.Tensor:
-        """The result, or the cache as it is to be; a row at a time."""
+        """Return the expected result, or the expected cache, computed row by row."""
         cache = cache.cpu().contiguous()
         rows, numbers = cache.flatten(0, self.leading - 1), [number.tolist() for number in index]
         if not self.writes:
@@ -56,7 +56,7 @@ class Op:
         return out.view(cache.shape)
 
     def run(self, source: Any, cache: torch.Tensor, *index: torch.Tensor, through: Any = torch.ops.pc) -> torch.Tensor:
-        """What the operator gives, or the cache that it wrote to."""
+        """Return the operator's result, or the cache that it wrote to."""
         out = getattr(through, self.name)(*([source] if self.has_source else []), cache, *index)
         return cache if self.writes else out
 
@@ -75,7 +75,7 @@ each = pytest.mark.parametrize("op", OPS, ids=str)
 
 @pytest.fixture
 def holds(random_bits, same_bits, device):
-    """holds(op, cache, index=None): whether an operator does what indexing does, and writes nowhere else."""
+    """holds(op, cache, index=None): checks that an operator equals indexing, and writes nowhere else."""
 
     def check(op: Op, cache: torch.Tensor, index: list[torch.Tensor] | None = None, source: Any = None) -> bool:
         index = op.indices(device) if index is None else index
@@ -155,7 +155,7 @@ def test_nothing_to_move(op, shape, device):
 
 @each
 def test_offsets_beyond_two_to_the_31(op, device):
-    """Pages of numpy's zeros that nobody touches cost nothing."""
+    """Untouched pages of numpy's zeros need no memory."""
     shape = (2051, 16, 1 << 16)
     on_host = device.type == "cpu"
     cache = torch.from_numpy(np.zeros(shape, np.uint8)) if on_host else torch.zeros(shape, dtype=torch.uint8).to(device)
@@ -237,7 +237,7 @@ def test_bad_arguments_are_named_and_nothing_is_written(op, name, change, error,
 
 @pytest.mark.parametrize("shape", [(1024, 1, 256), (1, 8, 256 * 1024)], ids=str)
 def test_large_source_is_not_repeated(shape):
-    """Large enough for a plain copy, over slots that follow each other: a copy would take it."""
+    """The source is large enough for a plain copy, with adjacent slots. A copy would repeat it."""
     cache = torch.zeros(64, 16, 8, shape[2]) if shape[0] > 1 else torch.zeros(1, 16, 8, shape[2])
     slots = torch.arange(shape[0] if shape[0] > 1 else 8)
     with pytest.raises(ValueError, match=r"source: got shape .*needs"):

@@ -20,14 +20,14 @@ from pc.triton_ops._triton import INTERPRET
 
 SCHEMA = ("test_schema", "test_autograd_registration", "test_faketensor")
 ALL = (*SCHEMA, "test_aot_dispatch_dynamic")
-FAKE = ("test_autograd_registration", "test_faketensor")  # the others compare with allclose, which knows no float8
+FAKE = ("test_autograd_registration", "test_faketensor")  # the others use allclose, which does not support float8
 E4M3 = torch.float8_e4m3fn
 Calls = list[tuple[Any, ...]]
-"""Arguments, and where they differ from what is usual keywords and the checks."""
+"""Arguments, and keywords and checks if they are not the usual ones."""
 
 
 def _turned(tensor: torch.Tensor, first: int = 0, second: int = 1) -> torch.Tensor:
-    """The same with two dimensions the other way round in memory."""
+    """Return the same tensor with two dimensions swapped in memory."""
     return tensor.transpose(first, second).contiguous().transpose(first, second)
 
 
@@ -39,7 +39,7 @@ NONE = torch.empty(0, dtype=torch.int32)
 
 
 def _caches() -> list[torch.Tensor]:
-    """Row-major, head-major, with padded blocks, and features the other way round."""
+    """Return caches in row-major and head-major order, with padded blocks, and with swapped features."""
     cache = torch.randint(99, (6, 4, 3, 8), dtype=torch.int32)
     return [cache, _turned(cache, 1, 2), torch.cat([cache, cache], 1)[:, :4], _turned(cache, 2, 3)]
 
@@ -122,7 +122,7 @@ def _case(**changes: Any) -> Case:
 
 
 def _tensors(case: Case) -> tuple[torch.Tensor, ...]:
-    """opcheck compares results, in which NaN equals nothing; the poison has its own tests."""
+    """Return tensors without NaN: opcheck compares results, and NaN equals nothing. Poison has its own tests."""
     return tuple(t.nan_to_num() if t.dtype.is_floating_point else t for t in build(case).tensors)
 
 
@@ -187,7 +187,7 @@ def _plans(with_out: bool) -> Calls:
     for case in (_case(lens=(100, 20)), _case(head_tables=True)):
         tensors = _tensors(case)[3:]
         out = torch.zeros(PlanShape.of(tensors[0], 8).size, dtype=torch.int32)
-        # What a plan leaves unwritten is uninitialized memory, which no check may compare.
+        # Elements that a plan does not write are uninitialized, so they are not compared.
         calls.append(((*tensors, 8), {"out": out} if with_out else {}, SCHEMA))
     return calls
 
@@ -239,7 +239,7 @@ def _check(name: str, call: tuple[Any, ...], device: torch.device) -> None:
     arguments, options, utils = call, {}, [ALL]
     if isinstance(call[0], tuple):
         arguments, options, *utils = (*call, ALL)
-    if INTERPRET:  # where it compiles what it compiles on CPU tensors
+    if INTERPRET:  # where it compiles the same as for CPU tensors
         utils = [tuple(util for util in utils[0] if util != "test_aot_dispatch_dynamic")]
     overload, _, out = name.partition(".")
     arguments = tuple(_moved(value, device) for value in arguments)
@@ -269,7 +269,7 @@ def test_strides_empty_tensors_and_other_dtypes(name: str, device: torch.device)
 
 @pytest.mark.parametrize("name", [name for name in CALLS if "plan" not in name])
 def test_compile(name: str, device: torch.device) -> None:
-    """Whole, with dynamic shapes: results, and what is written to, are those without a compiler, bit for bit."""
+    """Compiled as one graph with dynamic shapes, results and written tensors are equal bit by bit."""
     function = getattr(pc, name)
     for call in CALLS[name]():
         torch._dynamo.reset()
@@ -285,7 +285,7 @@ def test_compile(name: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_public_functions_take_meta_tensors(name: str) -> None:
-    """They give what the operator's fake does, the second time too."""
+    """They return the result of the operator's fake, in the second call too."""
     overload, _, out = name.partition(".")
     operator = getattr(getattr(torch.ops.pc, overload), out or "default")
     for call in CALLS[name]():

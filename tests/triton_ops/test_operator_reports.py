@@ -144,7 +144,7 @@ def _tangent(call: Callable[..., Any], x: Tensor, cache: Tensor) -> None:
 )
 @pytest.mark.parametrize("name", [*WRITES, *READS])
 def test_gradients_are_refused(name: str, transform: tuple[str, Callable[..., Any]]) -> None:
-    """Nothing is written then."""
+    """Nothing is written in this case."""
     cache = CACHE.clone()
     before = cache.clone()
     with pytest.raises(RuntimeError, match=rf"^\w+: got a tensor .*\.detach\(\), there is no .*{name}"):
@@ -189,7 +189,7 @@ def test_detached_tensors_are_taken_within_transforms(name: str) -> None:
     }.items(),
 )  # fmt: skip
 def test_every_tensor_counts(name: str, call: Callable[[Tensor], Any]) -> None:
-    """Scales and tables too, which had no gradient and no error."""
+    """Scales and tables count too; formerly they had neither a gradient nor an error."""
     with pytest.raises(RuntimeError, match=rf"^{name}: got a tensor that requires grad"):
         call(torch.ones(1, requires_grad=True))
     with torch.no_grad():
@@ -367,7 +367,7 @@ def test_merges_of_huge_values(a: float, b: float, lse_a: float, wanted: float, 
 
 
 def test_attention_merges_parts_of_huge_values() -> None:
-    """Two spans of keys, the sink tokens and a window, whose results differ by more than a float32 holds."""
+    """Two spans of keys, sink tokens and a window, have results that differ by more than float32's range."""
     values = torch.zeros(6, 16, 2, 64)
     values[0], values[1] = 1.2e37, -1.2e37
     call = (torch.zeros(1, 4, 64), values * 0, values, ints(0, 2, 3, 1)[None], ints(64), ints(0, 1), 0.125)
@@ -455,7 +455,7 @@ GRAPHS = importlib.import_module("benchmarks.kernels.graphs")
 
 @pytest.mark.parametrize("name", GRAPHS.CASES)
 def test_a_decode_loop_is_compiled_twice_at_most(name: str) -> None:
-    """`python -m benchmarks graphs` counts them over more lengths; rows of the tree say what it found."""
+    """`python -m benchmarks graphs` counts compilations for more lengths; rows of the tree have the results."""
     assert GRAPHS.count(name, (6, 9, 14), (17, 18, 40, 66)) <= 2
     (row,) = [row for row in tables.read_rows(GRAPHS.TABLE) if row["case"] == name]
     assert int(row["graphs"]) <= 2

@@ -69,7 +69,7 @@ HEAD_DIMS = [16, 64, 80, 96, 128, 192, 256]
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, F16])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_grid(dtype, head_dim, device):
-    """Every head_dim with every dtype; block sizes and batches take turns."""
+    """Every head_dim is tested with every dtype; block sizes and batches take turns."""
     turn = HEAD_DIMS.index(head_dim) + dtype.itemsize
     block_size = (8, 16, 1, 64, 48, 256, 5)[turn % 7]
     case = Case((70, 30), (1, 11) if turn % 2 else (9, 1), (2, 1), head_dim, block_size, dtype, seed=head_dim)
@@ -128,7 +128,7 @@ def test_export(device):
 
 
 def test_bitwise_over_physical_blocks(device):
-    """Where the blocks lie changes no bit."""
+    """The places of blocks change no bit."""
     case = Case(lens=(300, 40), queries=(1, 20), dtype=F16)
     batch = build(case).to(device)
     query, key, value, tables, lens, starts = batch.tensors
@@ -142,7 +142,7 @@ def test_bitwise_over_physical_blocks(device):
 
 @pytest.fixture
 def rowwise_dot(monkeypatch):
-    """In the interpreter a dot is a BLAS call, whose rounding depends on where a row lies; row by row it does not."""
+    """Compute dots row by row: the interpreter calls BLAS, whose rounding depends on a row's place."""
     if not INTERPRET:
         return
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -180,7 +180,7 @@ def test_batch_invariant(split_keys, device, monkeypatch, rowwise_dot):
     assert torch.equal(alone(140, 21, 40), whole[21:40])
 
     size, heads = key.shape[1], key.shape[2]
-    # As a captured graph has it: rows and sequences that are padding, bounds from shapes.
+    # As in a captured graph, some rows and sequences are padding, and bounds come from shapes.
     rows = torch.cat([query[21:22], query[40:41], torch.zeros_like(query[:2])])
     padded = torch.nn.functional.pad(tables, (0, 3, 0, 2), value=-1)
     step_lens = torch.tensor([122, 90, 0, 0], dtype=torch.int32, device=device)
@@ -195,7 +195,7 @@ def test_batch_invariant(split_keys, device, monkeypatch, rowwise_dot):
 @pytest.mark.slow
 @pytest.mark.interpreter
 def test_large_offsets(device):
-    """Blocks whose byte offset passes 2**31, in memory that is only partly backed."""
+    """Blocks have byte offsets beyond 2**31, in memory that is only partly backed."""
     blocks, size = 70_000, 256
     storage = torch.empty(blocks * size * 64, dtype=torch.float16, device=device)
     cache = storage.view(blocks, size, 1, 64)
@@ -214,7 +214,7 @@ def test_large_offsets(device):
 @pytest.mark.interpreter
 @pytest.mark.parametrize("operator", ["decode", "prefill", "lists"])
 def test_query_heads_far_apart(operator, device):
-    """A query whose last head lies 2**31 elements behind the first, each stride below that; partly backed memory."""
+    """A query's last head is 2**31 elements after its first, with smaller strides; memory is only partly backed."""
     num_tokens = 20 if operator == "prefill" else 1
     batch = build(Case(lens=(40,), queries=(num_tokens,), heads=(3, 1), dtype=BF16)).to(device)
     memory = torch.zeros(2**31 + 64 * num_tokens, dtype=BF16, device=device)
@@ -233,7 +233,7 @@ def test_query_heads_far_apart(operator, device):
 @pytest.mark.parametrize("operator", ["decode", "prefill", "lists"])
 @pytest.mark.parametrize("far", ["heads", "slots"])
 def test_cached_heads_and_slots_far_apart(far, operator, device):
-    """A cache whose last head or slot lies 2**31 elements behind the first and further, each stride below that."""
+    """A cache's last head or slot is at least 2**31 elements after the first, with smaller strides."""
     num_tokens = 20 if operator == "prefill" else 1
     case = Case(lens=(40,), queries=(num_tokens,), heads=(6, 3), dtype=BF16, cache_dtype=torch.int8)
     batch = build(case).to(device)
@@ -251,7 +251,7 @@ def test_cached_heads_and_slots_far_apart(far, operator, device):
     if operator == "lists":
         every = torch.arange(3, dtype=torch.int32, device=device).expand(num_tokens, kv_heads, 3)
         attend = functools.partial(pc.sparse_gap_attention, query_positions=None, scale=0.125, query_blocks=every)
-    # Values as keys, which need no second memory.
+    # The values are the keys, so no second memory is needed.
     spread = memory.as_strided(caches[0].shape, strides).copy_(caches[0])
     expected = attend(query, caches[0], caches[0], tables, lens, starts, **options)
     assert torch.equal(attend(query, spread, spread, tables, lens, starts, **options), expected)
@@ -268,10 +268,10 @@ def test_scale_of_any_sign(scale, device):
 
 @pytest.mark.parametrize("cache_dtype", [E4M3, pytest.param(torch.int8, marks=pytest.mark.slow)])
 def test_codes_are_read_as_exactly_for_queries_of_any_size(cache_dtype, device):
-    """Codes are multiplied in float16, which bfloat16 queries are brought into the range of row by row."""
+    """Quantized keys are multiplied in float16, to whose range bfloat16 queries are scaled row by row."""
     batch = build(Case(lens=(150, 90), queries=(1, 20), cache_dtype=cache_dtype, dtype=BF16))
     out, lse = pc.paged_attention_with_lse(*batch.to(device).tensors, batch.scale, **batch.to(device).options)
-    # Powers of two change no rounding, so that neither do they change a bit of the result.
+    # Powers of two change no rounding, so they change no bit of the result.
     size = 2.0 ** torch.randint(-60, 60, (batch.query.shape[0],)).to(torch.float32)
     for row in range(batch.query.shape[0]):
         batch.query[row] *= size[row]
@@ -287,14 +287,14 @@ def test_codes_are_read_as_exactly_for_queries_of_any_size(cache_dtype, device):
     "options", [{}, {"holes": 0.5}, {"block_size": 48}, {"block_size": 64, "window": 150}], ids=str
 )
 def test_steps_of_two_tiles(options, device, monkeypatch, chosen):
-    """Where no mask is needed a step may take 128 keys, of tiles that need not be neighbours."""
+    """Without a mask, a step may take 128 keys, from tiles that need not be adjacent."""
     from pc.triton_ops._attention import build as building
 
     tiles = building.prefill_tiles
     wide = lambda *args: dataclasses.replace(tiles(*args), block_n=128, two_loops=True)  # noqa: E731
     monkeypatch.setattr(building, "prefill_tiles", wide)
     case = Case(lens=(700, 450), queries=(40, 20), heads=(2, 1), head_dim=16, **options)
-    if "holes" in options:  # whole tiles are absent, and none in part
+    if "holes" in options:  # only whole tiles are absent
         case = dataclasses.replace(case, block_size=64)
     batch = build(case).to(device)
     arguments = (*batch.tensors, batch.scale, case.window) if case.window else (*batch.tensors, batch.scale)
@@ -305,7 +305,7 @@ def test_steps_of_two_tiles(options, device, monkeypatch, chosen):
 
 
 def test_prefills_alone_have_no_splits_of_decodes(device, chosen):
-    """One long chunk leaves no sequence of few queries: no launch for those, nothing to sum, no memory for it."""
+    """With one long chunk no sequence has few queries, so decodes need no launch, no sum and no memory."""
     batch = build(Case(lens=(300, 200), queries=(100, 100), bounds=True, padding=0)).to(device)
     if device.type == "cpu" and not INTERPRET:
         pytest.skip("runs kernels")
@@ -326,7 +326,7 @@ def test_partial_results_are_cached_with_the_plan(device, chosen):
     assert cached_with(plan).parts.popitem()[1] == (parts, lse)
     (call,) = chosen
     assert parts.shape == call.decode_parts
-    # The interpreter of triton 3.6 takes no bool.
+    # The interpreter of Triton 3.6 does not support bool.
     assert bool not in {type(number) for number in (*call.decode.numbers, *call.merge.numbers)}
 
 
@@ -451,7 +451,7 @@ def test_captured_graph_replays_with_other_lengths_and_holes(device):
 
 
 def test_dense_oracle_is_attention():
-    """The oracle itself against PyTorch's attention."""
+    """The reference itself equals PyTorch's attention."""
     batch = build(Case(lens=(50,), queries=(50,), heads=(2, 2)))
     t = torch.arange(50)
     block = batch.block_tables[0, t // 16].long()
@@ -465,7 +465,7 @@ def test_dense_oracle_is_attention():
 
 @pytest.mark.parametrize("q_len", [2, 40])
 def test_lengths_without_the_new_tokens_are_refused(q_len, device):
-    """seq_lens that leave out this call's tokens gave rows of zeros without a word."""
+    """Formerly, seq_lens without this call's tokens gave rows of zeros and no error."""
     batch = build(Case(lens=(64, 64), queries=(1, q_len))).to(device)
     batch.seq_lens[1] = q_len - 1
     pc.set_debug_mode(True)

@@ -13,7 +13,7 @@ F16, BF16, E4M3, INT8 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torc
 
 
 def _codes_by_search(x, scale, dtype):
-    """Nearest code of x / scale, ties to even, saturating: by comparing with every value of the type."""
+    """Return the nearest code of x / scale, ties to even, saturated, by comparing with every value of the type."""
     scaled = (x.float() / scale.float().view(-1, 1)).double()
     if dtype == INT8:
         values = torch.arange(-128, 128, dtype=torch.float64)
@@ -81,7 +81,7 @@ def test_strides(layout, device):
 @pytest.mark.parametrize("cache_dtype", [E4M3, INT8])
 @pytest.mark.parametrize("dtype", [torch.float32, F16, BF16])
 def test_quantized_codes(dtype, cache_dtype, per_head, device):
-    """Every code, every midpoint between two codes, values far outside, and zeros of both signs."""
+    """The inputs are every code, every midpoint between two codes, values far outside, and zeros of both signs."""
     head_dim, heads = 64, 2
     values = torch.arange(256, dtype=torch.uint8).view(E4M3).double()
     values = values[~values.isnan()].sort()[0] if cache_dtype == E4M3 else torch.arange(-130, 130).double()
@@ -166,7 +166,7 @@ def test_large_cache_on_the_device(device):
 
 
 def _nan_inputs(device):
-    """Keys with NaN of either sign, with infinity, and with zeros that a scale of 0 makes NaN."""
+    """Return keys with NaN of either sign, with infinity, and with zeros that a scale of 0 makes NaN."""
     key = torch.randn(6, 2, 16, device=device)
     key[0, 0, 3], key[1, 1, 0], key[2, 0, :2] = math.nan, -math.nan, torch.tensor([math.inf, -math.inf])
     key[3, 1, 5:9] = 0.0
@@ -178,11 +178,11 @@ def _nan_inputs(device):
 @pytest.mark.parametrize(("cache_dtype", "code"), [(E4M3, 0x7F), (INT8, 0)])
 @pytest.mark.parametrize("rotated", [False, True])
 def test_nan_has_one_code_on_every_path(cache_dtype, code, rotated, device):
-    """NaN became 448 or a NaN in e4m3, 0 or -128 in int8, by which path it took."""
+    """Formerly NaN became 448 or NaN in e4m3, and 0 or -128 in int8, depending on the path."""
     key, scale = _nan_inputs(device)
     cache = torch.zeros(2, 4, 2, 16, dtype=cache_dtype, device=device)
     values, slots = cache.clone(), torch.arange(6, device=device)
-    if rotated:  # by no angle
+    if rotated:  # by the angle 0
         cos_sin = torch.tensor([[1.0] * 8 + [0.0] * 8], device=device).expand(6, 16).contiguous()
         cos_sin[2] = cos_sin[2].nan_to_num()
         pc.rope_and_cache(key, key, key, slots, cos_sin, cache, values, slots, k_scale=scale, v_scale=scale)

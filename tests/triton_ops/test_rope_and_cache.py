@@ -22,7 +22,7 @@ def _inputs(dtype, head_dim=64, rotary_dim=64, tokens=9, heads=(6, 2), cache_dty
 
 
 def _rotated(x, positions, cos_sin, interleaved):
-    """Complex multiplication in float64."""
+    """Rotate by complex multiplication in float64."""
     cos, sin = cos_sin.double()[positions.long()].chunk(2, 1)
     turn = torch.complex(cos, sin)[:, None]
     half = turn.shape[-1]
@@ -43,7 +43,7 @@ def test_numerics(dtype, head_dim, rotary_dim, interleaved, device):
     query, key, value, positions, cos_sin, key_cache, value_cache, slots = inputs
     before = query.clone(), key.clone()
     out = pc.rope_and_cache(*inputs, interleaved)
-    # In triton's interpreter a conversion to bfloat16 cuts bits off where a device rounds.
+    # In Triton's interpreter a conversion to bfloat16 truncates where a device rounds.
     tolerance = 2 * torch.finfo(dtype).eps
     exact = _rotated(query, positions, cos_sin, interleaved)
     assert ((out.double() - exact).abs() <= tolerance * (exact.abs() + 1)).all()

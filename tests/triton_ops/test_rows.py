@@ -67,7 +67,7 @@ if HAS_TRITON:
 
 @pytest.mark.interpreter
 def test_strides_that_pass_32_bits_in_units_only(device):
-    """2**30 grains of 16 bytes are 2**31 units of 8."""
+    """2**30 grains of 16 bytes are 2**31 units of 8 bytes."""
     out = torch.zeros(4, dtype=torch.int64, device=device)
     _offsets_kernel[(1,)](out, (1, 2**30, 0), (2**30,), VECTOR=2)
     assert out.tolist() == [0, 2**31] * 2
@@ -119,7 +119,7 @@ def test_kernels_compile_for_every_target_with_wide_loads_and_without_spills():
 
 
 class _Seen(TorchDispatchMode):
-    """Names of the operators that are called."""
+    """Records the names of the called operators."""
 
     def __init__(self):
         super().__init__()

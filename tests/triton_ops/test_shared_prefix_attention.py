@@ -49,7 +49,7 @@ def test_numerics(case, shared, planned, device):
 
 @pytest.mark.interpreter
 def test_what_layers_share_is_made_once_a_step(device, monkeypatch):
-    """Positions and the prefix's plan are made by the first layer, and anew when the plan is; in place for a graph."""
+    """The first layer computes positions and the prefix's plan; a new plan needs new ones, in place for a graph."""
     made, fill = [], shared_prefix._Prefix.fill
     monkeypatch.setattr(shared_prefix._Prefix, "fill", lambda self, *args: made.append(self) or fill(self, *args))
     case, shared = Case(lens=(200, 150), queries=(1, 3), heads=(1, 1), head_dim=16), 4

@@ -40,7 +40,7 @@ def test_numerics(case, device):
 
 
 def test_memory_behind_the_window_is_not_read(device):
-    """NaN in blocks that no query reaches, still in the table or replaced by -1."""
+    """Blocks that no query reaches hold NaN; they are in the table or replaced by -1."""
     case = Case(lens=(300, 300), queries=(1, 20), window=40)
     batch = build(case).to(device)
     expected = _call(batch, pc.sliding_window_attention)
@@ -95,7 +95,7 @@ def test_no_decode_reaches_more_tiles_than_are_planned_for(q_len, window, sink_t
 
 @pytest.mark.parametrize(("window", "programs"), [(130, 2), (193, 2), (194, 4)])
 def test_decode_within_a_short_window_is_not_split(window, programs, device, chosen):
-    """A window that lies in 4 tiles is one work item a sequence: no idle programs, no parts, no launch to sum them."""
+    """A window within 4 tiles is one work item of a sequence, without idle programs, parts, or a sum of them."""
     if device.type == "cpu" and not INTERPRET:
         pytest.skip("runs kernels")
     batch = build(Case(lens=(2000, 700), queries=(1, 1), heads=(2, 1), window=window, bounds=True)).to(device)
@@ -107,7 +107,7 @@ def test_decode_within_a_short_window_is_not_split(window, programs, device, cho
 
 @pytest.mark.interpreter
 def test_a_plan_without_the_window_writes_nothing_outside(device, monkeypatch):
-    """Without the checks of values, which devices do not make: such a plan has splits where the call has no room."""
+    """Devices do not check values. Here such a plan has splits for which the call has no room."""
     batch = build(Case(lens=(1500,), queries=(1,), heads=(2, 1), window=70))
     plan = pc.attention_plan(*batch.tensors[3:], 16, num_kv_heads=1)
     assert int(plan[0]) > 1

@@ -46,7 +46,7 @@ def test_numerics(case, device):
 
 @pytest.mark.parametrize("change", [{}, {"softcap": 5.0}, {"alibi": True, "holes": 0.5}, {"causal": False}], ids=str)
 def test_scattered_queries_over_many_pieces(change, monkeypatch):
-    """The CPU walks over the keys once for all scattered queries, piece by piece and slice by slice."""
+    """The CPU reads the keys once for all scattered queries, piece by piece and slice by slice."""
     from pc.triton_ops._attention import cpu_cache, cpu_masked
     from pc.triton_ops._attention.arguments import AttentionArgs
     from pc.triton_ops._attention.operator import attention_cpu
@@ -77,7 +77,7 @@ def test_recomputed_blocks_equal_full_prefill(device):
 
 
 def test_gap_matches_compaction(device):
-    """Block-aligned holes before every query and no window: the same bits' worth as dropping the blocks."""
+    """Whole absent blocks before every query, without a window, give the same as dropping these blocks."""
     case = Case(lens=(320,), queries=(1,), block_size=64)
     batch = build(case).to(device)
     holes, kept = batch.block_tables.clone(), batch.block_tables[:, [0, 3, 4]].contiguous()
@@ -89,7 +89,7 @@ def test_gap_matches_compaction(device):
 
 
 def test_nan_between_far_windows_is_not_read(device):
-    """A tile that two far queries share holds keys of neither."""
+    """A tile between two distant queries has keys of neither."""
     batch = build(Case(lens=(128,), queries=(2,), window=8)).to(device)
     positions = torch.tensor([40, 62], dtype=torch.int32, device=device)
     block, offset = batch.block_tables[0, 3].long(), torch.arange(0, 6)
@@ -102,7 +102,7 @@ def test_nan_between_far_windows_is_not_read(device):
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("block_size", [16, 64, 128])
 def test_work_is_that_of_live_tiles(window, block_size):
-    """One decode: present keys in the attended range are read, and their tiles are multiplied."""
+    """A decode reads the present keys in its range, and multiplies their tiles."""
     case = Case(lens=(2000,), queries=(1,), heads=(1, 1), head_dim=16, block_size=block_size, holes=0.9, window=window)
     for seed in range(3):
         batch = build(Case(**{**case.__dict__, "seed": seed}))
@@ -120,7 +120,7 @@ def test_work_is_that_of_live_tiles(window, block_size):
 
 @counts_work
 def test_work_of_scattered_queries():
-    """Far queries under a window cost their windows, not the span between them."""
+    """The work of distant queries with a window depends on their windows, not on the span between them."""
     batch = build(Case(lens=(4000,), queries=(4,), heads=(1, 1), head_dim=16, window=64))
     positions = torch.tensor([127, 1023, 1024 + 63, 3999], dtype=torch.int32)
     with counted_work(batch.key_cache) as work:

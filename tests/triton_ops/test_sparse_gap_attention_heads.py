@@ -58,7 +58,7 @@ def test_layouts_of_tables(place, device):
 
 
 def test_another_heads_memory_is_not_read(device):
-    """A block that one head holds is NaN in every other head's part of it."""
+    """A block that one head holds is NaN in every other head's part."""
     batch = build(Case(lens=(300, 90), queries=(1, 20), heads=(6, 3), head_tables=True, holes=0.5)).to(device)
     for cache in (batch.key_cache, batch.value_cache):
         assert cache.isnan().any()
@@ -69,7 +69,7 @@ def test_another_heads_memory_is_not_read(device):
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("q_len", [1, 3, 70])
 def test_work_is_that_of_each_heads_live_tiles(q_len, window):
-    """Present keys that a tile of queries attends to, and their tiles of 64; counted head by head."""
+    """Present keys that a tile of queries attends to, and their tiles of 64, are counted for each head."""
     case = Case(lens=(1000, 700), queries=(q_len, 1), heads=(3, 3), head_dim=16, block_size=32, window=window)
     case = dataclasses.replace(case, holes=0.8, head_tables=True)
     batch, whole = build(case), build(dataclasses.replace(case, holes=0.0))
@@ -82,7 +82,7 @@ def test_work_is_that_of_each_heads_live_tiles(q_len, window):
             live, attends = (torch.nn.functional.pad(x, (0, -length % 64)).view(3, -1, 64).any(2) for x in both)
             keys = 64 * (live & attends).sum(1)
             if tile.shape[1] > 8:
-                keys = keys.clamp(min=tiles.block_n)  # without a tile, a prefill takes one step over nothing
+                keys = keys.clamp(min=tiles.block_n)  # without a tile, a prefill runs one empty step
             read += int((present & tile.any(1)).sum())
             multiplied += int(keys.sum())
     with counted_work(batch.key_cache) as work:
@@ -92,7 +92,7 @@ def test_work_is_that_of_each_heads_live_tiles(q_len, window):
 
 
 def test_a_far_block_number(device):
-    """A block of one head whose byte offset passes 2**31, in memory that is only partly backed."""
+    """One head has a block with a byte offset beyond 2**31, in memory that is only partly backed."""
     far, size = 70_000, 128
     cache = torch.from_numpy(np.zeros((far + 1, size, 2, 64), dtype=np.float16)).to(device)
     cache[[far, 3]] = torch.randn(2, size, 2, 64, dtype=torch.float16, device=device)
@@ -123,7 +123,7 @@ def test_compile(device):
 
 
 def test_plan_refreshed_in_a_graph(device):
-    """Captured once, replayed with other lengths and holes."""
+    """The graph is captured once, and replayed with other lengths and holes."""
     case = Case(lens=(300, 200), queries=(1, 1), heads=(6, 3), holes=0.4, head_tables=True)
     batch = build(case).to(device)
     plan = pc.attention_plan(*batch.tensors[3:], 16)
@@ -184,7 +184,7 @@ def test_numerics_on_the_device(device):
 
 @pytest.mark.parametrize("positions", [(40, 41), (64, 65), (320, 321)], ids=str)
 def test_queries_behind_the_last_key_attend_to_each_once(positions, device):
-    """Not to the keys of the table's last block as their own besides."""
+    """They do not attend to the keys of the table's last block a second time."""
     batch = build(Case(lens=(32,), queries=(2,), head_tables=True)).to(device)
     query, key, value, tables, *lengths = batch.tensors
     tables = torch.nn.functional.pad(tables, (0, 2), value=-1)

@@ -45,7 +45,7 @@ def test_numerics(case, device):
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=str)
 def test_queries_that_share_a_list(options, device):
-    """Runs of equal lists, taken together on the CPU and in a tile of queries."""
+    """Runs of equal lists are computed together on the CPU, and in a tile of queries."""
     batch = build(Case(lens=(300, 90), queries=(40, 9), top_k=5, seed=1))
     lists = batch.options["query_blocks"]
     for begin, end in ((0, 17), (17, 40), (41, 49)):
@@ -70,7 +70,7 @@ def test_all_blocks_are_plain_attention(device):
 @counts_work
 @pytest.mark.parametrize("q_len", [1, 3, 21])
 def test_keys_read_are_those_of_the_union(q_len):
-    """A tile of four queries reads each key that one of them attends to, once, and walks over their blocks alone."""
+    """A tile of four queries reads each key once that one of them attends to, and visits only their blocks."""
     case = Case(lens=(1000, 700), queries=(q_len, 1), heads=(8, 2), head_dim=16, block_size=32, top_k=6, holes=0.3)
     batch, keys, blocks, tiles = build(case), 0, 0, 0
     for i, length in enumerate(case.lens):
@@ -82,7 +82,7 @@ def test_keys_read_are_those_of_the_union(q_len):
     with counted_work(batch.key_cache) as work:
         _call(batch)
     assert work.read == keys
-    # Two blocks a step: a split, of which a tile has at most two, multiplies one in vain where it has an odd number.
+    # A step has two blocks, so a split with an odd number multiplies one in vain. A tile has at most two splits.
     assert 32 * blocks <= work.multiplied <= 32 * (blocks + 2 * tiles)
 
 
@@ -101,7 +101,7 @@ def test_batch_invariant_rows(device):
 
 
 def test_replayed_with_other_lists_and_trees(device):
-    """Captured once; lists, masks, depths and lengths are what they are when it is replayed."""
+    """The graph is captured once, and uses the lists, masks, depths and lengths at its replay."""
     case = Case(lens=(90, 60), queries=(5, 3), heads=(4, 2), head_dim=16, top_k=3, tree=True, scattered=True)
     batch = build(case).to(device)
     replay = TapeCapturer(device).capture(lambda: _call(batch, pc.sparse_gap_attention))

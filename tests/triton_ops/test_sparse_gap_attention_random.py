@@ -52,7 +52,7 @@ def cases(draw):
 
 
 def options_together(examples):
-    """Decorator: runs a test with so many cases, the same each time."""
+    """Return a decorator that runs a test with `examples` cases, the same each time."""
     return lambda test: settings(
         max_examples=examples,
         deadline=None,

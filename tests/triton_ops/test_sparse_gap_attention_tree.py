@@ -38,7 +38,7 @@ def test_numerics(case, device):
 
 
 def test_a_chain_is_causal(device):
-    """Every token's ancestors are all before it: what paged_attention computes."""
+    """Every token's ancestors are all tokens before it, as in paged_attention."""
     batch = build(Case(lens=(300, 90), queries=(40, 9))).to(device)
     rows = torch.cat([torch.arange(40), torch.arange(9)])
     masks = torch.tensor([[(1 << min(32, n + 1)) - 1, (1 << max(0, n - 31)) - 1] for n in rows.tolist()])
@@ -75,7 +75,7 @@ def test_bad_masks(change, error, message):
 
 
 def test_a_sibling_is_not_an_ancestor():
-    """Two tokens of one depth: the second may not see the first, unless nothing is causal."""
+    """Two tokens have the same depth, so the second must not see the first, unless nothing is causal."""
     batch = build(Case(lens=(40,), queries=(2,)))
     batch.options["tree_mask"] = torch.tensor([[1], [3]], dtype=torch.int32)
     batch.positions = torch.tensor([38, 38], dtype=torch.int32)

@@ -38,7 +38,7 @@ def test_every_operator_has_a_case() -> None:
 
 @pytest.mark.skipif(INTERPRET, reason="kernels run here")
 def test_pytorch_gives_what_the_formulas_give() -> None:
-    """The formulas are written anew, so this compares two implementations."""
+    """The formulas are a separate implementation, so this compares two implementations."""
     rows = check_kernels(CPU)
     assert [row for row in rows if not row.ok] == []
     assert {row.operator for row in rows} >= operators()
@@ -56,7 +56,7 @@ _numbers = itertools.count()
 
 @contextlib.contextmanager
 def broken(file: str, old: str, new: str, folder: Path) -> Iterator[None]:
-    """Within it the interpreter runs a file of kernels in which `old` is `new`."""
+    """Make the interpreter run a file of kernels in which `old` is replaced by `new`, within the block."""
     module = importlib.import_module(f"pc.triton_ops.kernels.{file}")
     source = Path(str(module.__file__)).read_text(encoding="utf-8")
     assert old in source, f"{file}.py has no {old!r}"

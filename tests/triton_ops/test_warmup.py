@@ -21,7 +21,7 @@ ROWS = read_rows(RESULTS / "life.csv")
     "row", [ROWS[0], *(pytest.param(row, marks=pytest.mark.slow) for row in ROWS[1:])], ids=lambda row: row["layer"]
 )
 def test_a_life_of_a_model_compiles_nothing_after_it(row):
-    """Prefill, chunks, decodes at 1 to 128k tokens and mixes of them, for kinds of layers: a row of the tree each."""
+    """Prefill, chunks, decodes at 1 to 128k tokens and mixes of them run for each kind of layer in the tree's rows."""
     from benchmarks.kernels import life
 
     more, warm = life.run(json.loads(row["layer"]))
