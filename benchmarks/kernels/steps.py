@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import multiprocessing
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ class Step:
     """Lengths of a batch; `q_lens` of one each is a decode. `latent`: heads over latent rows, 0 for a usual cache.
 
     `top_k`: blocks that each query and KV head attends to; 0: all. `kept`: the share of a compressed document, all of
-    the sequence but its own tokens, that KV heads keep, each another; 0: there is none.
+    the sequence but its own tokens, that KV heads keep, each another; 0: there is none. `packed`: the share of blocks
+    that vLLM's adapter packs a compressed prompt into; 0: there is none.
     """
 
     seq_lens: tuple[int, ...]
@@ -38,6 +40,7 @@ class Step:
     latent: int = 0
     top_k: int = 0
     kept: float = 0
+    packed: float = 0
 
 
 # The matrix of shapes that serving is measured on, scaled down to what an emulator runs in seconds.
@@ -56,6 +59,8 @@ STEPS = {
     "decode 1 x 4k": Step((4096,)),
     "decode 1 x 2k, half of a document kept": Step((2048,), kept=0.5),
     "decode 1 x 4k, half of a document kept": Step((4096,), kept=0.5),
+    "decode 1 x 2k, packed into half of its blocks": Step((2048,), packed=0.5),
+    "decode 1 x 4k, packed into half of its blocks": Step((4096,), packed=0.5),
 }
 
 
@@ -74,11 +79,23 @@ class Batch:
         heads = (step.latent, LATENT_DIM) if step.latent else (HEADS, HEAD_DIM)
         self.query = torch.randn(sum(q_lens), *heads, generator=generator).bfloat16()
         self.most, self.step, self.lists = max(q_lens), step, None
+        if step.packed:
+            self.tables, self.lens = _without_holes(self.tables, self.lens, round(step.packed * (blocks[0] - 1)))
         if step.top_k:
             drawn = [torch.randperm(min(blocks), generator=generator) for _ in range(sum(q_lens) * shape[2])]
             chosen = torch.stack(drawn)[:, : step.top_k].sort(1).values
             self.lists = chosen.int().view(sum(q_lens), shape[2], step.top_k)
         self.behind = _behind_document(self, generator) if step.kept else None
+
+
+def _without_holes(tables: torch.Tensor, lens: torch.Tensor, packed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tables and lengths that vLLM's adapter makes of those of a prompt that is packed into so many blocks."""
+    from pc.integrations.vllm.compression.worker import Compressor
+
+    compressor: Any = SimpleNamespace(caches=[SimpleNamespace(shape=(BLOCK,))])
+    compressor._holes = [(packed, tables.shape[1] - 1 - packed)] * len(tables)
+    tables[:, packed:-1] = -1
+    return Compressor.close_holes(compressor, tables, lens, int(lens.max()))[:2]
 
 
 def _behind_document(batch: Batch, generator: torch.Generator) -> Any:
@@ -111,7 +128,7 @@ def _attend_behind(batch: Batch, behind: Any) -> torch.Tensor:
 
 def ours(batch: Batch) -> torch.Tensor:
     """The operator that serves the step."""
-    step, given = batch.step, {"max_query_len": batch.most, "max_seq_len": max(batch.step.seq_lens)}
+    step, given = batch.step, {"max_query_len": batch.most, "max_seq_len": int(batch.lens.max())}
     tensors = (batch.query, batch.key, batch.value)
     rest, scale = (batch.lens, batch.starts), HEAD_DIM**-0.5
     if batch.behind is not None:

@@ -142,7 +142,8 @@ def main() -> int:
         known = {_key(row): row for row in tables.read_rows(given.output)}
         place = (triton.__version__, emulator.device.ARCH, name)
         row, theirs = known.get((*place, OURS)), known.get((*place, VLLM))
-        has_rival = vllm is not None and not (STEPS[name].top_k or STEPS[name].kept)  # which its kernel cannot say
+        step = STEPS[name]
+        has_rival = vllm is not None and not (step.top_k or step.kept or step.packed)  # which its kernel cannot say
         if not given.all and row and row.get("sources") == _sources(name) and (theirs or not has_rival):
             continue
         found = measure(name, vllm if has_rival and (given.all or not theirs) else None, given.version)

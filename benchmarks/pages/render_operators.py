@@ -205,18 +205,31 @@ def render_work_versions(page: Path) -> str:
 
 
 def render_work_compressed(page: Path) -> str:
-    """Decodes over half of a document beside those over all of it, by the newest triton."""
+    """Render decodes over half of a document or prompt beside those over all of it, by the newest triton."""
     rows = [row for row in newest_triton(work_rows()) if row["provider"] == OURS]
     found = {(row["architecture"], row["case"]): row for row in rows}
     lines = []
     for (arch, case), row in found.items():
-        name, is_half, _ = case.partition(", half of a document kept")
-        if is_half and (arch, name) in found:
+        name, is_half, how = case.partition(", ")
+        if is_half and how in COMPRESSED and (arch, name) in found:
             dense = found[arch, name]
             shares = [f"{int(row[c]) / int(dense[c]):.3f}" for c in ("instructions", "loaded_bytes")]
-            lines.append((name, arch, f"{int(row['instructions']):,}", f"{int(dense['instructions']):,}", *shares))
-    heads = ("step", "target", "warp instructions, half kept", "whole", "half / whole", "bytes read, half / whole")
-    return with_rows(table(heads, "llrrrr", lines), page, results("work.csv"))
+            counts = [f"{int(each['instructions']):,}" for each in (row, dense)]
+            lines.append((COMPRESSED[how], name, arch, *counts, *shares))
+    heads = (
+        "half of",
+        "step",
+        "target",
+        "warp instructions",
+        "of the whole",
+        "half / whole",
+        "bytes read, half / whole",
+    )
+    return with_rows(table(heads, "lllrrrr", lines), page, results("work.csv"))
+
+
+COMPRESSED = {"half of a document kept": "a document", "packed into half of its blocks": "a prompt inside vLLM"}
+"""Ends of the names of steps, and what is compressed in them."""
 
 
 def render_life(page: Path) -> str:

@@ -95,6 +95,30 @@ def _kernels_rebound_once() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def asynchronous() -> Iterator[None]:
+    """Have engines schedule asynchronously, which vLLM turns off on its CPU platform; events and streams do nothing."""
+    from unittest import mock
+
+    import torch
+    from vllm.platforms import current_platform
+
+    kind = type(current_platform)
+    check = kind.check_and_update_config
+
+    def check_and_turn_on(vllm_config: Any) -> None:
+        check(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    with (
+        mock.patch.object(kind, "check_and_update_config", staticmethod(check_and_turn_on)),
+        mock.patch.object(torch.cuda, "Event", mock.MagicMock()),
+        mock.patch.object(torch.cuda, "current_stream", mock.MagicMock()),
+        mock.patch.object(torch.cuda, "stream", return_value=contextlib.nullcontext()),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def engine(model: str, **options: Any) -> Iterator[tuple[Any, Counter[str]]]:
     """An engine, and counts: "attention" and "latent" (our forwards), "steps", "tokens", "preemptions", "drafts"."""
     from unittest import mock

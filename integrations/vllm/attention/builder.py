@@ -66,7 +66,9 @@ class PagedMetadataBuilder(AttentionMetadataBuilder):
         self.block_size: int = kv_cache_spec.block_size
         layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
         # A group may mix windows if vLLM's hybrid cache manager is off.
-        windows = {getattr(getattr(layer, "impl", None), "window", 0) for layer in layers.values()}
+        impls = [getattr(layer, "impl", None) for layer in layers.values()]
+        windows = {getattr(impl, "window", 0) for impl in impls}
+        self._first = impls[0] if impls else None
         # On the CPU the operators need no plan, unless they run kernels in the interpreter.
         self.windows = sorted(windows) if device.type != "cpu" or INTERPRET else []
         self.batch_invariant = is_batch_invariant()
@@ -95,13 +97,17 @@ class PagedMetadataBuilder(AttentionMetadataBuilder):
         too_few = num_shared * self.block_size < SHARED_TOKENS or common.num_reqs < SHARED_REQUESTS
         if self.captured or self.batch_invariant or too_few:
             num_shared = 0
+        tables, seq_lens, longest = self._block_tables(common), common.seq_lens, common.max_seq_len
+        compressor = getattr(self._first, "compressor", None)
+        if compressor is not None and not self.captured:
+            tables, seq_lens, longest = compressor.close_holes(tables, seq_lens, longest)
         metadata = PagedMetadata(
             num_actual_tokens=common.num_actual_tokens,
-            block_tables=self._block_tables(common),
-            seq_lens=common.seq_lens,
+            block_tables=tables,
+            seq_lens=seq_lens,
             query_start_loc=common.query_start_loc,
             max_query_len=common.max_query_len,
-            max_seq_len=None if self.captured else common.max_seq_len,
+            max_seq_len=None if self.captured else longest,
             causal=common.causal,
             batch_invariant=self.batch_invariant,
             num_shared_blocks=num_shared,

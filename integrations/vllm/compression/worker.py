@@ -128,6 +128,7 @@ class Compressor:
         runner: vLLM's model runner.
         caches: The KV caches of all layers.
         saved: By request and layer, queries of the chunks so far.
+        holes: By request, how many packed blocks it has, and how many null blocks behind them.
         tables: By request and layer, the pages of each KV head, `[num_kv_heads, whole blocks]`, -1 behind them.
     """
 
@@ -135,22 +136,28 @@ class Compressor:
     caches: list[CacheRows]
     saved: dict[str, dict[str, list[torch.Tensor]]] = field(default_factory=dict)
     tables: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    holes: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._spans: list[tuple[str, int, int]] = []
+        self._holes: list[tuple[int, int]] = []
         self._unseen: set[str] = set()
         self._by_head: HeadRows | None = None
 
     def begin_step(self, output: Any) -> None:
         """Pack what a step asks for, before the runner zeroes or copies blocks, which may have been freed by it."""
-        for name in (*output.finished_req_ids, *(each.request_id for each in entering_requests(output, 0))):
-            self.saved.pop(name, None)
-            self.tables.pop(name, None)
+        entering = {each.request_id: each.blocks for each in entering_requests(output, 0)}
+        for name in (*output.finished_req_ids, *entering):
+            for of_request in (self.saved, self.tables, self.holes):
+                of_request.pop(name, None)
+        self.holes |= {name: (ids.index(0), ids.count(0)) for name, ids in entering.items() if 0 in ids}
         step: CompressionStep | None = getattr(output, "pc_compression", None)
         self._spans, self._by_head = [], None
         for packing in step.packings if step is not None else ():
             saved = self.saved.pop(packing.request_id, {})
             write_table(self.runner, packing)
+            num_packed = len(packing.targets)
+            self.holes[packing.request_id] = num_packed, len(packing.sources) - num_packed
             tables = {} if packing.peer is None else self.tables.get(packing.peer, {})
             for cache in self.caches if packing.peer is None else ():
                 for layers in cache.turns(packing.tokens):
@@ -167,10 +174,36 @@ class Compressor:
             if name in step.queries:  # type: ignore[union-attr]
                 self._spans.append((name, end - step.queries[name], end))  # type: ignore[union-attr]
         self._unseen = {name for cache in self.caches for name in cache.layers} if self._spans else set()
+        self._holes = [(0, 0) if name in self.tables else self.holes.get(name, (0, 0)) for name in names]
         counts = [output.num_scheduled_tokens[name] for name in names] if self.tables else []
         rows = [row for row, name in enumerate(names) if name in self.tables] if self.tables else []
         tables = [self.tables[names[row]] for row in rows]
         self._by_head = HeadRows.of(rows, counts, tables, self.caches[0].rows.device) if rows else None
+
+    def close_holes(
+        self, tables: torch.Tensor, seq_lens: torch.Tensor, longest: int
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Return a step's block tables without the holes of compressed requests, and the lengths that fit them.
+
+        The queries of a step are behind all holes, and layers have no windows or ALiBi. So a query attends to the same
+        keys, and kernels have no tiles to skip. Requests whose heads have tables of their own keep their holes.
+
+        Args:
+            tables: `[num_seqs, max_blocks]` int32, -1 for a hole.
+            seq_lens: `[num_seqs]` int32.
+            longest: An upper bound of `seq_lens`.
+        """
+        fewest = min((count for _, count in self._holes), default=0)
+        if not any(count for _, count in self._holes):
+            return tables, seq_lens, longest
+        size, width = self.caches[0].shape[0], tables.shape[1]
+        rows = self._holes + [(0, 0)] * (len(tables) - len(self._holes))  # vLLM may pad a batch
+        first, count = torch.tensor(rows, device=tables.device).T[..., None]
+        longest -= fewest * size
+        at = torch.arange(-(-longest // size), device=tables.device)
+        at = at + (at >= first) * count
+        closed = tables.gather(1, at.clamp(max=width - 1)).masked_fill_(at >= width, -1)
+        return closed, seq_lens - (count[:, 0] * size).to(seq_lens.dtype), longest
 
     def save(self, layer: str, query: torch.Tensor) -> None:
         """Save queries of one layer's forward pass; a second pass of a step, which computes nothing, is ignored."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import subprocess
@@ -61,6 +62,7 @@ class Asked:
     def __init__(self, llm):
         self.llm, self.engine = llm, llm.llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
+        self.is_async = self.engine.engine_core.engine_core.batch_queue is not None
         self.prompts, self.plans, self.answers = {}, {}, {}
 
     def add(self, name, tokens, options, **params):
@@ -159,10 +161,19 @@ def disturbed(llm, seed, rounds=40):
     return asked.run()
 
 
+SCHEDULING = pytest.mark.parametrize(
+    "scheduling", [contextlib.nullcontext, vllm_engine.asynchronous], ids=["sync", "async"]
+)
+
+
+@SCHEDULING
 @pytest.mark.parametrize("seed", range(2))
-def test_disturbed(model_path, reference, seed):
-    with vllm_engine.engine(model_path("llama"), **OPTIONS, num_gpu_blocks_override=110) as (llm, _):
+def test_disturbed(model_path, reference, scheduling, seed):
+    options = OPTIONS | {"num_gpu_blocks_override": 110}
+    with scheduling(), vllm_engine.engine(model_path("llama"), **options) as (llm, _):
         asked = disturbed(llm, seed)
+        assert type(asked.scheduler).__name__ == ("PolicyScheduler" if not asked.is_async else "AsyncPolicyScheduler")
+        assert asked.is_async == (scheduling is vllm_engine.asynchronous)
         assert asked.compare(reference) > 8
         assert asked.scheduler.compression.counts.recompressed_requests
 
