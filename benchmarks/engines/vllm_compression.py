@@ -121,7 +121,7 @@ def make_row(kind: str, budget: float, rounds: Sequence[dict[str, float]], exact
 def main() -> None:
     """Prints and writes the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kinds", nargs="*", default=["prompt", "document"], choices=["prompt", "document"])
+    parser.add_argument("--kinds", nargs="+", default=["prompt", "document"], choices=["prompt", "document"])
     parser.add_argument("--clients", type=int, default=2, help="with a document each")
     parser.add_argument("--documents", type=float, default=1.55, help="prompts that the cache holds")
     parser.add_argument("--answers", nargs=2, type=int, default=[96, 24], help="tokens of each, by kind")
