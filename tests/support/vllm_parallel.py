@@ -19,14 +19,17 @@ def attention_class(model):
 
 if __name__ == "__main__":
     vllm_engine.prepare()
-    os.environ.update(PC_VLLM="attention,eviction", PC_VLLM_POLICY="lru", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
+    os.environ.update(PC_VLLM="attention,eviction,compression", PC_VLLM_POLICY="lru", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     import torch
     from vllm import LLM
 
     generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(3, 500, (n,), generator=generator).tolist() for n in (57, 33, 100)]
+    prompts = [torch.randint(3, 500, (n,), generator=generator).tolist() for n in (57, 33, 160)]
     llm = LLM(model=sys.argv[1], **{**vllm_engine.OPTIONS, "tensor_parallel_size": int(sys.argv[2])})
     found = [vllm_engine.generate(llm, prompts) for _ in range(2)]
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    compressed = vllm_engine.generate(llm, prompts[2:], extra_args={"pc_compress": 0.5})[0]
+    counts = scheduler.compression.counts.compressed_requests
     kinds = llm.apply_model(attention_class)
-    scheduler = type(llm.llm_engine.engine_core.engine_core.scheduler).__name__
-    print("RESULT", json.dumps({"found": found, "attention": kinds, "scheduler": scheduler}))
+    said = {"found": found, "attention": kinds, "scheduler": type(scheduler).__name__}
+    print("RESULT", json.dumps(said | {"compressed": compressed, "counts": counts}))

@@ -35,3 +35,6 @@ def test_two_workers_give_the_tokens_of_one(model_path):
     assert sum(two["found"][1][1]) > 0
     assert two["attention"] == ["PagedAttention"] * 2
     assert two["scheduler"] == "PolicyScheduler"
+    assert two["counts"] == one["counts"] == 1
+    assert two["compressed"] == one["compressed"]
+    assert one["compressed"] != one["found"][1][0][2:]
