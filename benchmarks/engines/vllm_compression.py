@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=["prompt", "document"], choices=["prompt", "document"])
     parser.add_argument("--clients", type=int, default=2, help="with a document each")
     parser.add_argument("--documents", type=float, default=1.55, help="prompts that the cache holds")
-    parser.add_argument("--answers", nargs=2, type=int, default=[96, 24], help="tokens of each, by kind")
+    parser.add_argument("--answers", nargs=2, type=int, default=[96, 16], help="tokens of each, by kind")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--other-load", default="", help="what else the machine did, for the rows")
     given = parser.parse_args()

@@ -37,7 +37,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
 }
-START_SECONDS = 300
+START_SECONDS, ANSWER_SECONDS = 900, 3600
 
 
 class Server:
@@ -55,14 +55,14 @@ class Server:
 
     def get(self, path: str) -> str:
         """Return the server's answer to GET."""
-        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+        with urllib.request.urlopen(self.url + path, timeout=600) as answer:
             return str(answer.read().decode())
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, **headers: str) -> Any:
         """Return the server's answer to POST, decoded from JSON, or None if it is empty; raises HTTPError."""
         head = {"Content-Type": "application/json"} | headers
         request = urllib.request.Request(self.url + path, json.dumps(body or {}).encode(), head)
-        with urllib.request.urlopen(request, timeout=300) as answer:
+        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
             text = answer.read()
         return json.loads(text) if text else None
 

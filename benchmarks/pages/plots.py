@@ -11,7 +11,7 @@ from typing import Any
 
 from ..harness.tables import Row, read_rows
 from .markdown import newest_triton, short_time
-from .render_cache import WORKLOADS
+from .render_cache import COMPRESSED_REQUESTS, WORKLOADS
 from .render_quality import losses
 
 INK, PAPER, GRID = "#1f2937", "#ffffff", "#d5dae1"
@@ -334,6 +334,42 @@ def plot_hints(source: Path, target: Path) -> None:
         axis.set(xlabel="quality of the hint (AUC): 0.5 is a guess, 1 the future")
 
     _plot_hits(source, target, lines, levels, finish)
+
+
+def plot_vllm_compression(source: Path, target: Path) -> None:
+    """Plot requests a minute of each budget over those of the exact prompt, and how many answers are right."""
+    rows = read_rows(source)
+    kinds = list(dict.fromkeys(row["requests_of"] for row in rows))
+
+    def draw(pyplot: Any) -> Any:
+        figure, axes = pyplot.subplots(1, 2, figsize=(WIDTH, 0.7 + 0.32 * len(rows)), sharey=True, layout="constrained")
+        titles = ("requests a minute, 100% = 1", "right answers")
+        for axis, title in zip(axes, titles, strict=True):
+            axis.set(yticks=[], xlabel=title)
+            axis.grid(axis="x")
+            _quiet(axis)
+        at = 0.0
+        for kind in kinds:
+            axes[0].annotate(COMPRESSED_REQUESTS[kind], (0, at), va="center", fontweight="bold")
+            for row in (row for row in rows if row["requests_of"] == kind):
+                at += 1
+                budget, color = float(row["budget"]), RIVALS[0] if row["budget"] == "1" else OURS_COLOR
+                right, asked = int(row["right"]), int(row["requests"])
+                rate = float(row["rate_over_exact"])
+                for axis, value, text in (
+                    (axes[0], rate, f"{budget:.0%}: {rate:.2f}"),
+                    (axes[1], right / asked, f"{right} of {asked}"),
+                ):
+                    axis.barh(at, value, 0.8, color=color)
+                    axis.annotate(f" {text}", (value, at), va="center", fontsize=10)
+            at += 1.3
+        axes[0].set_ylim(at - 0.7, -0.7)
+        axes[0].set_xlim(0, 1.5 * max(float(row["rate_over_exact"]) for row in rows))
+        axes[1].set_xlim(0, 1.5)
+        axes[1].set_xticks([0, 0.5, 1], ["0", "half", "all"])
+        return figure
+
+    _save(target, source, draw)
 
 
 def plot_demo(source: Path, target: Path) -> None:

@@ -24,6 +24,7 @@ from .plots import (
     plot_quality,
     plot_replay,
     plot_reuse,
+    plot_vllm_compression,
     plot_work,
 )
 
@@ -82,6 +83,7 @@ def charts() -> dict[Path, tuple[Path, Callable[[Path, Path], None]]]:
         (results("cpu", "quality.csv"), plot_quality),
         (results("cpu", "reuse_anywhere.csv"), plot_anywhere),
         (results("cpu", "demo.csv"), plot_demo),
+        (results("cpu", "vllm_compression.csv"), plot_vllm_compression),
         (results("cpu", "replay_conversation.csv"), plot_replay),
         (results("cpu", "replay_agents_miniswe.csv"), plot_replay),
         (results("cpu", "replay_agents_taubench.csv"), plot_replay),

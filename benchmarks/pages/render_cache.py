@@ -18,6 +18,7 @@ WORKLOADS = {
     "edit": "an edit in the middle",
 }
 WAYS = {"all": "everything computed", "prefix": "prefix caching", "anywhere": "anywhere"}
+COMPRESSED_REQUESTS = {"prompt": "the whole prompt", "document": "the document, before its questions"}
 TIERS = {"vllm": "vLLM's `lru`", "arc": "vLLM's `arc`"}
 
 Cell = str | Callable[[Row], str]
@@ -245,6 +246,22 @@ TABLES = {
         "{blocks} blocks of {block_size} tokens, {rounds} rounds; vLLM's own times to the first token are "
         "{ttft_p50:.1f} s (median) and {ttft_p90:.1f} s (90th percentile)",
         (),
+    ),
+    "vllm_compression": Table(
+        "vllm_compression.csv",
+        (
+            ("compressed", "l", lambda row: COMPRESSED_REQUESTS[row["requests_of"]]),
+            ("budget", "r", "budget:.0%"),
+            ("right answers", "r", "{right} of {requests}"),
+            ("steps", "r", "steps:,"),
+            ("tokens computed", "r", "tokens:,"),
+            ("preemptions", "r", "preemptions"),
+            ("requests a minute", "r", "requests_a_minute"),
+            ("of budget 100%", "r", "rate_over_exact:.2f"),
+            ("first token, of budget 100%", "r", "first_token_over_exact:.2f"),
+        ),
+        "above",
+        "; {blocks} blocks of {block_size} tokens, prompts of {prompt_tokens:,}; meanwhile {other_load}",
     ),
     "vllm_cpu": Table(
         "vllm_cpu.csv",

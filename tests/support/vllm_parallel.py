@@ -19,7 +19,8 @@ def attention_class(model):
 
 if __name__ == "__main__":
     vllm_engine.prepare()
-    os.environ.update(PC_VLLM="attention,eviction,compression", PC_VLLM_POLICY="lru", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
+    own = {"PC_VLLM": "attention,eviction,compression", "PC_VLLM_POLICY": "lru"}
+    os.environ.update(own | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"})
     import torch
     from vllm import LLM
 
@@ -29,7 +30,7 @@ if __name__ == "__main__":
     found = [vllm_engine.generate(llm, prompts) for _ in range(2)]
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     compressed = vllm_engine.generate(llm, prompts[2:], extra_args={"pc_compress": 0.5})[0]
-    counts = scheduler.compression.counts.compressed_requests
+    counts = scheduler.compression.counts["compressed_requests"]
     kinds = llm.apply_model(attention_class)
     said = {"found": found, "attention": kinds, "scheduler": type(scheduler).__name__}
     print("RESULT", json.dumps(said | {"compressed": compressed, "counts": counts}))

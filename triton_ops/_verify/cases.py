@@ -17,8 +17,8 @@ NAN = float("nan")
 Options = dict[str, Any]
 
 
-class Call(NamedTuple):
-    """The arguments of a call in host memory, and what it must give.
+class CaseCall(NamedTuple):
+    """The arguments of a call in host memory, and its expected results.
 
     Attributes:
         arguments: By name.
@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
     operator: str
     name: str
-    make: Callable[[], Call]
+    make: Callable[[], CaseCall]
     calls: str = ""
 
 
@@ -103,7 +103,7 @@ def _attention(
     shared: int = 0,
     planned: bool = False,
     **options: Any,
-) -> Call:
+) -> CaseCall:
     """Build a batch of sequences for an attention operator, with NaN in all data that the operator must not read."""
     draw, (num_heads, kv_heads) = _Draw(f"{operator} {name}"), heads
     n, width = len(lens), max(-(-length // block_size) for length in lens) + 1
@@ -208,7 +208,7 @@ def _attention(
         )
         given = {name: arguments[name] for name in about if name in arguments}
         arguments["plan"] = Planned(given | {"block_size": block_size, "num_kv_heads": kv_heads})
-    return Call(arguments, returned if operator.endswith("_with_lse") else returned[:1])
+    return CaseCall(arguments, returned if operator.endswith("_with_lse") else returned[:1])
 
 
 class Planned(NamedTuple):
@@ -228,7 +228,7 @@ def _tree(draw: _Draw, count: int) -> tuple[list[int], list[list[int]]]:
     return depths, ancestors
 
 
-def _merge(dtype: torch.dtype) -> Call:
+def _merge(dtype: torch.dtype) -> CaseCall:
     draw = _Draw("merge_attention")
     outs = [draw.normal(37, 5, 96)[..., :80].to(dtype) for _ in range(2)]
     lses = [draw.normal(37, 5) * 3 for _ in range(2)]
@@ -236,7 +236,7 @@ def _merge(dtype: torch.dtype) -> Call:
     outs[0][7], outs[1][7] = 0, 0
     call = {"out_a": outs[0], "lse_a": lses[0], "out_b": outs[1], "lse_b": lses[1]}
     exact, lse = oracle.merged(call, torch.float64)
-    return Call(call, (Near(exact, oracle.merged(call, dtype)[0]), Within(lse, 1e-5, F32)))
+    return CaseCall(call, (Near(exact, oracle.merged(call, dtype)[0]), Within(lse, 1e-5, F32)))
 
 
 def _cache(draw: _Draw, shape: tuple[int, ...], dtype: torch.dtype, padded: int = 0) -> torch.Tensor:
@@ -262,7 +262,7 @@ def _put(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.
 
 def _write(
     name: str, dtype: torch.dtype, cache_dtype: torch.dtype | None, heads: int, head_dim: int, size: int
-) -> Call:
+) -> CaseCall:
     draw = _Draw(f"reshape_and_cache {name}")
     tokens, kept = 21, dtype if cache_dtype is None else cache_dtype
     sides = [draw.normal(tokens, heads + 1, head_dim)[:, :heads].to(dtype) for _ in range(2)]
@@ -275,7 +275,7 @@ def _write(
         call |= {"k_scale": scales[0], "v_scale": scales[1]}
         rows = [oracle.codes(side, scale, kept) for side, scale in zip(sides, scales, strict=True)]
     written = [_put(cache, side, slots) for cache, side in zip(caches, rows, strict=True)]
-    return Call(call, (), dict(zip(names, written, strict=True)))
+    return CaseCall(call, (), dict(zip(names, written, strict=True)))
 
 
 def _angles(positions: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
@@ -293,7 +293,7 @@ def _put_near(cache: torch.Tensor, rows: Near, slots: torch.Tensor) -> Near:
     return Near(_put(cache.double(), rows.exact, slots), _put(cache, rows.rounded, slots))
 
 
-def _rope(name: str, dtype: torch.dtype, interleaved: bool, head_dim: int, rotary_dim: int) -> Call:
+def _rope(name: str, dtype: torch.dtype, interleaved: bool, head_dim: int, rotary_dim: int) -> CaseCall:
     draw, tokens, heads, size = _Draw(f"rope_and_cache {name}"), 19, (6, 2), 8
     query, key, value = draw.normal(tokens, heads[0] + 2 * heads[1], head_dim).to(dtype).split((6, 2, 2), 1)
     caches = [_cache(draw, (5, size, heads[1], head_dim), dtype, 16) for _ in range(2)]
@@ -306,12 +306,12 @@ def _rope(name: str, dtype: torch.dtype, interleaved: bool, head_dim: int, rotar
         **{"key_cache": caches[0], "value_cache": caches[1], "slot_mapping": slots, "interleaved": interleaved},
     }
     keys = _put_near(caches[0], _near(key, angles, interleaved), slots)
-    return Call(
+    return CaseCall(
         call, (_near(query, angles, interleaved),), {"key_cache": keys, "value_cache": _put(caches[1], value, slots)}
     )
 
 
-def _rotate(name: str, dtype: torch.dtype, is_neox: bool, head_dim: int, pairs: int, first: int, size: int) -> Call:
+def _rotate(name: str, dtype: torch.dtype, is_neox: bool, head_dim: int, pairs: int, first: int, size: int) -> CaseCall:
     draw = _Draw(f"rotate_keys {name}")
     cache = _cache(draw, (9, size, 2, head_dim), dtype, 16)
     sources, targets = torch.tensor([0, 3, -1, 5, 6]), torch.tensor([1, 3, 4, -1, 2])
@@ -320,12 +320,12 @@ def _rotate(name: str, dtype: torch.dtype, is_neox: bool, head_dim: int, pairs: 
     moved = cache[sources.clamp(min=0)].masked_fill((sources < 0)[:, None, None, None], 0)
     rows = _turned(moved.flatten(0, 1), _angles(deltas, inv_freq).repeat_interleave(size, 0), is_neox, first)
     slots = (targets[:, None] * size + torch.arange(size)).masked_fill((targets < 0)[:, None], -1).flatten()
-    return Call(call | {"is_neox": is_neox, "first": first}, (), {"key_cache": _turned_into(cache, rows, slots)})
+    return CaseCall(call | {"is_neox": is_neox, "first": first}, (), {"key_cache": _turned_into(cache, rows, slots)})
 
 
 def _move(
     name: str, dtype: torch.dtype, is_neox: bool, pairs: int, first: int, latent: bool = False, head_dim: int = 64
-) -> Call:
+) -> CaseCall:
     draw, size = _Draw(f"move_slots {name}"), 16
     cache, values = (_cache(draw, (6, size, 2, width), dtype, 16) for width in (head_dim, 32))
     sources = torch.cat((torch.arange(5, 45), torch.tensor([-1, 3])))
@@ -339,7 +339,7 @@ def _move(
     written: dict[str, Any] = {"key_cache": _turned_into(cache, rows, targets) if pairs else _put(cache, keys, targets)}
     if not latent:
         written["value_cache"] = _put(values, others, targets)
-    return Call(call | {"is_neox": is_neox, "first": first}, (), written)
+    return CaseCall(call | {"is_neox": is_neox, "first": first}, (), written)
 
 
 def _turned(rows: torch.Tensor, angles: torch.Tensor, is_neox: bool, first: int) -> Near:
@@ -363,7 +363,7 @@ def _stores(draw: _Draw, num_blocks: int, size: int, dtype: torch.dtype) -> list
     return [*whole, _cache(draw, (num_blocks, size, *ROWS[2]), dtype, 3)]
 
 
-def _moves(operator: str, dtype: torch.dtype) -> Call:
+def _moves(operator: str, dtype: torch.dtype) -> CaseCall:
     """Build a gather, scatter or copy; operators of lists take three caches, the others the one with loose strides."""
     draw, num_blocks, size = _Draw(operator), 9, 4
     stores, several = _stores(draw, num_blocks, size, dtype), operator.endswith("_list")
@@ -379,14 +379,14 @@ def _moves(operator: str, dtype: torch.dtype) -> Call:
             copy[[1, 2, 7]] = store[[0, 3, 8]]
             copies.append(copy)
         ids = {"source_ids": sources, "target_ids": targets}
-        return Call({"caches": stores} | ids, (), {"caches": copies}) if several else Call(
+        return CaseCall({"caches": stores} | ids, (), {"caches": copies}) if several else CaseCall(
             {"cache": stores[0]} | ids, (), {"cache": copies[0]})  # fmt: skip
     if operator.startswith("gather"):
         rows = []
         for store in flat:
             rows.append(store[index.clamp(min=0)].contiguous())
             rows[-1][index < 0] = 0
-        return Call({"caches" if several else "cache": stores if several else stores[0], name: index}, tuple(rows))
+        return CaseCall({"caches" if several else "cache": stores if several else stores[0], name: index}, tuple(rows))
     packed = [_cache(draw, (len(index), *store.shape[1:]), dtype) for store in flat]
     copies = []
     for store, new in zip(stores, packed, strict=True):
@@ -395,11 +395,11 @@ def _moves(operator: str, dtype: torch.dtype) -> Call:
         target[index[index >= 0]] = new[index >= 0]
         copies.append(copy)
     if several:
-        return Call({"sources": packed, "caches": stores, name: index}, (), {"caches": copies})
-    return Call({"source": packed[0], "cache": stores[0], name: index}, (), {"cache": copies[0]})
+        return CaseCall({"sources": packed, "caches": stores, name: index}, (), {"caches": copies})
+    return CaseCall({"source": packed[0], "cache": stores[0], name: index}, (), {"cache": copies[0]})
 
 
-def _join(operator: str, dtype: torch.dtype, placed: bool) -> Call:
+def _join(operator: str, dtype: torch.dtype, placed: bool) -> CaseCall:
     draw, size, lens, queries = _Draw(operator), 4, (11, 3, 9), (2, 3, 0)
     stores, several = _stores(draw, 9, size, dtype), operator.endswith("_list")
     stores = stores if several else stores[2:]
@@ -424,10 +424,10 @@ def _join(operator: str, dtype: torch.dtype, placed: bool) -> Call:
     call |= {"query_start_loc": starts, "num_rows": sum(lens) + 2}
     call["new_positions"] = torch.cat(places).int() if placed else None
     sides = {"caches": stores, "news": news} if several else {"cache": stores[0], "new": news[0]}
-    return Call(call | sides, tuple(joined))
+    return CaseCall(call | sides, tuple(joined))
 
 
-def _flash_append(dtype: torch.dtype) -> Call:
+def _flash_append(dtype: torch.dtype) -> CaseCall:
     """Build a call of `flash_attn_with_kvcache` that first writes new, rotated keys."""
     draw, size, lens = _Draw("flash_attn_with_kvcache"), 16, (20, 0, 31)
     tables = draw.order(9).view(3, 3).int()
@@ -452,10 +452,10 @@ def _flash_append(dtype: torch.dtype) -> Call:
         **{"rotary_sin": sin, "cache_seqlens": torch.tensor(lens).int(), "block_table": tables, "causal": True},
         **{"softmax_scale": 0.125, "rotary_interleaved": False},
     }
-    return Call(call, (Near(exact, rounded),), {"k_cache": keys, "v_cache": values})
+    return CaseCall(call, (Near(exact, rounded),), {"k_cache": keys, "v_cache": values})
 
 
-def _flash_varlen(dtype: torch.dtype) -> Call:
+def _flash_varlen(dtype: torch.dtype) -> CaseCall:
     """Build a call of `flash_attn_varlen_func`, for whose packed keys a kernel makes block tables."""
     draw, lens, queries = _Draw("flash_attn_varlen_func"), (33, 5, 70), (7, 5, 1)
     query = draw.normal(sum(queries), 4, 64).to(dtype)
@@ -474,7 +474,7 @@ def _flash_varlen(dtype: torch.dtype) -> Call:
     expected = Near(*(oracle.attention(batch, used)[0] for used in (torch.float64, dtype)))
     call = {"q": query, "k": keys, "v": values, "cu_seqlens_q": starts, "cu_seqlens_k": begins, "causal": True}
     call |= {"max_seqlen_q": max(queries), "max_seqlen_k": max(lens), "softmax_scale": 0.125}
-    return Call(call, (expected,))
+    return CaseCall(call, (expected,))
 
 
 DECODE: Options = {"lens": (1, 33, 200), "queries": (1, 1, 1)}

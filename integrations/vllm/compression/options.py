@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ...hints import extra_args
 from ...presses import SCORES
 from ..api import check_sampling_params
 
@@ -112,8 +111,3 @@ def refuse_wrong_options() -> None:
             raise ValueError(str(error)) from error
 
     check_sampling_params(check)
-
-
-def options_of(request: Any) -> CompressionOptions | None:
-    """Return the options of a request of vLLM's scheduler; raise as `read_options`."""
-    return read_options(extra_args(request))

@@ -2,7 +2,8 @@
 
 When a prompt has been computed, its best tokens are packed into a few blocks at the front of the request's block table.
 Null blocks fill the rest of the prompt's places, and the other blocks are freed. Positions, slots and rotary embeddings
-do not change: attention skips null blocks. The worker packs the tokens before the forward pass of the same step.
+do not change. The worker packs the tokens before the forward pass of the same step, and leaves the null blocks out of
+the tables that attention reads.
 
 Where a part of a prompt is compressed, its packed blocks are published under keys made of its tokens and the options.
 Later requests find them as they find a cached prefix.
@@ -67,19 +68,8 @@ class PromptPlan:
         return True
 
 
-@dataclass
-class CompressionCounts:
-    """Counts since the scheduler was made.
-
-    Attributes:
-        compressed_requests: Times that a prompt was compressed.
-        recompressed_requests: Those among them of requests that had been preempted.
-        compression_freed_blocks: Blocks that became free when prompts were compressed.
-    """
-
-    compressed_requests: int = 0
-    recompressed_requests: int = 0
-    compression_freed_blocks: int = 0
+COUNTED = ("compressed_requests", "recompressed_requests", "compression_freed_blocks")
+"""Names of counters in `..metrics`, of prompts and of blocks."""
 
 
 @dataclass
@@ -90,13 +80,13 @@ class Compression:
         plans: By request that asked, its plan.
         freed: Hashes of exact blocks that compression dropped, the latest last. There are at most as many as the pool
             has blocks.
-        counts: What has been done.
+        counts: Counts since the scheduler was made, by the names of `COUNTED`.
     """
 
     scheduler: Any
     plans: dict[str, PromptPlan] = field(default_factory=dict)
     freed: dict[bytes, None] = field(default_factory=dict)
-    counts: CompressionCounts = field(default_factory=CompressionCounts)
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0))
 
     def __post_init__(self) -> None:
         self._cache = self.scheduler.kv_cache_manager
@@ -180,8 +170,8 @@ class Compression:
     def _compressed(self, request: Any, plan: PromptPlan) -> None:
         """Note that a request holds packed blocks now."""
         plan.state, plan.is_compressed = "compressed", True
-        self.counts.compressed_requests += 1
-        self.counts.recompressed_requests += request.num_preemptions > 0
+        self.counts["compressed_requests"] += 1
+        self.counts["recompressed_requests"] += request.num_preemptions > 0
 
     def clip(self, request: Any, num_computed: int, num_new: int) -> int:
         """Return how many tokens a request computes now: a chunk ends where the compressed text does.
@@ -228,7 +218,7 @@ class Compression:
         self.freed |= dict.fromkeys(request.block_hashes[:whole])
         while len(self.freed) > len(pool.blocks):
             del self.freed[next(iter(self.freed))]
-        self.counts.compression_freed_blocks += max(pool.get_num_free_blocks() - before, 0)
+        self.counts["compression_freed_blocks"] += max(pool.get_num_free_blocks() - before, 0)
         return True
 
     def _packed_peer(self, plan: PromptPlan) -> str | None:

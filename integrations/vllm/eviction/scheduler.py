@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from ...hints import Hint, extra_args, read_or_warn
@@ -217,7 +216,7 @@ class PolicyScheduler(HookedScheduler):
         if stats is not None:
             queue, jumps, counts = self.block_pool.free_block_queue, self.jumps, dict(self._counts)
             if self.compression is not None:
-                counts |= asdict(self.compression.counts)
+                counts |= self.compression.counts
             if jumps is not None:
                 counts |= {"jumped_tokens": jumps.num_jumped_tokens, "moved_tokens": jumps.num_moved_tokens}
             counts |= {"evicted_blocks": queue.num_evicted, "returned_blocks": queue.num_returned}
