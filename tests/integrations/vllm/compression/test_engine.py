@@ -338,7 +338,7 @@ def test_what_a_budget_holds(model_path):
 
 
 @pytest.mark.slow
-def test_packing_of_a_trained_model_costs_less_than_a_tenth_of_the_prefill(trained_model, monkeypatch):
+def test_packing_of_a_trained_model_costs_less_than_a_tenth_of_the_prefill(model_path, trained_model, monkeypatch):
     """In CPU time of this process: all steps of 8,000 tokens, and of these what `begin_step` takes to pack them."""
     seconds, begin = [], worker.Compressor.begin_step
 
