@@ -37,11 +37,12 @@ def test_rows_hold_half() -> None:
 
 
 @pytest.mark.quick
-def test_half_of_a_document_is_little_more_than_half_of_the_work() -> None:
+@pytest.mark.parametrize("how", ["half of a document kept", "packed into half of its blocks"])
+def test_half_of_a_text_is_little_more_than_half_of_the_work(how: str) -> None:
     rows = [row for row in tables.read_rows(tables.RESULTS / "work.csv") if row["provider"] == "pc"]
     whole, half = (
         {(row["architecture"], row["triton"]): row for row in rows if row["case"] == f"decode 1 x 4k{kept}"}
-        for kept in ("", ", half of a document kept")
+        for kept in ("", f", {how}")
     )
     assert whole.keys() == half.keys()
     assert len(half) == 8
