@@ -42,7 +42,7 @@ class Evicted:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody passes these blocks to a tier: their thread has ended, or calls this outside of `on_evict`."""
+        """Whether no thread passes these blocks to a tier: theirs has ended, or calls this outside of `on_evict`."""
         if self._thread == threading.get_ident():
             return not self._inside.locked()
         return self._thread not in sys._current_frames()

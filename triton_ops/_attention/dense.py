@@ -86,7 +86,7 @@ _made: LaunchCache[torch.Tensor] = LaunchCache()
 
 
 def _once(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Decorate `make(device, *sizes)` so that its results, which nobody writes to, are cached."""
+    """Decorate `make(device, *sizes)` so that its results, which callers must not write to, are cached."""
 
     @functools.wraps(make)
     def run(device: torch.device, *sizes: int) -> torch.Tensor:

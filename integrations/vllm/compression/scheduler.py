@@ -235,7 +235,7 @@ class Compression:
     def _take(self, alone: list[Any], keep: int) -> list[Any] | None:
         """Return blocks to pack into; None while they are lacking.
 
-        Blocks of the request that nobody can find come first, then free ones, then blocks whose exact content is lost.
+        Blocks of the request that no hash finds come first, then free ones, then blocks whose exact content is lost.
         """
         private = [block for block in alone if block.ref_cnt == 1]
         unknown = [block for block in private if block.block_hash is None][:keep]
