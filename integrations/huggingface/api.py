@@ -582,6 +582,11 @@ def become_plain(manager: Any, model: Any, generation_config: Any, settings: Any
         manager.input_queue.put(waiting.get_nowait())
 
 
+def plain_processor(manager: Any) -> Any:
+    """Return a new processor of a manager of transformers' own class."""
+    return manager._create_batch_processor()
+
+
 def plain_start(manager: Any) -> None:
     """Start a manager as transformers' own class does."""
     seam.find(CLASSES["ContinuousBatchingManager"]).start(manager)

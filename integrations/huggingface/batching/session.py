@@ -28,6 +28,7 @@ from ..api import (
     fail,
     finish,
     make_scheduler,
+    plain_processor,
     plain_start,
     share_prefixes,
     update_cb_config_after_cache_creation,
@@ -283,7 +284,7 @@ class Session(BatchManager):  # type: ignore[misc]
             self._fall_back(error)
             return
         if self.batch_processor is None:
-            self.batch_processor = self._create_batch_processor()
+            self.batch_processor = self.make_processor()
         if isinstance(self, Session):
             self._handle.served()
 
@@ -332,7 +333,7 @@ class Session(BatchManager):  # type: ignore[misc]
             return self._new_processor()
         except Exception as error:
             self._fall_back(error)
-        return self._create_batch_processor()
+        return plain_processor(self)
 
     def _new_processor(self) -> Processor:
         settings = self.continuous_batching_config
