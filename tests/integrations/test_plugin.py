@@ -1,4 +1,4 @@
-"""What plugins of engines share: nothing until they are asked, and the names of all features before any."""
+"""Common code of the engines' plugins: they do nothing until asked, and know all features' names before any runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of a framework's private names: a table says what an adapter uses, and every difference is named."""
+"""Checks of a framework's private names: a table lists what an adapter uses, and each difference is reported."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ take = wrapped(Pool.take)
 
 @pytest.fixture
 def engine(monkeypatch, tmp_path):
-    """Make the module `made_engine`, as a framework might have it, of any source."""
+    """Return a function that makes the module `made_engine`, a double of a framework, from any source."""
     count = itertools.count()
 
     def make(source=SOURCE):

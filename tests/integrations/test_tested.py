@@ -1,4 +1,4 @@
-"""The table of tested versions: pyproject.toml, README and what users are told agree with it."""
+"""The table of tested versions agrees with pyproject.toml, README and the messages to users."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The installed distributions, and nothing said about them yet."""
+    """The installed distributions, with no message about them yet."""
     found: dict[str, str] = {}
     monkeypatch.setattr(tested, "installed", found.get)
     monkeypatch.setattr(tested, "_said", set())

@@ -1,4 +1,4 @@
-"""Names of transformers: each in turn is missing or takes other arguments, and calls give the tokens they gave."""
+"""Private names of transformers: if one is absent or has other arguments, calls give the same tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EVERY = [
 
 
 def make_gone(monkeypatch: pytest.MonkeyPatch, name: seam.Name) -> None:
-    """Let a name be found nowhere: plain generate itself needs most of them, so they stay where they are."""
+    """Make a name impossible to find. The name itself stays, because plain generate needs most of them."""
     find, assigns = seam.find, seam._assigns
 
     def found(path: str) -> Any:
@@ -48,14 +48,14 @@ def make_gone(monkeypatch: pytest.MonkeyPatch, name: seam.Name) -> None:
 
 
 def make_changed(monkeypatch: pytest.MonkeyPatch, name: seam.Name) -> None:
-    """Put a function in the place of a name that does the same and calls a parameter otherwise."""
+    """Replace a name by a function that does the same but has another parameter name."""
     original = seam.find(name.path)
     signature = inspect.signature(original)
     assert name.parameters
     variadic = {
         inspect.Parameter.VAR_POSITIONAL,
         inspect.Parameter.VAR_KEYWORD,
-    }  # what has both is a wrapper for `seam`
+    }  # `seam` treats a function with both as a wrapper
     wraps = variadic <= {p.kind for p in signature.parameters.values()}
     parameters = [
         p.replace(name=f"{p.name}_now") if p.name == name.parameters[-1] else p
@@ -76,7 +76,7 @@ def make_changed(monkeypatch: pytest.MonkeyPatch, name: seam.Name) -> None:
 
 
 def ask(model: Any, **options: Any) -> Iterator[torch.Tensor]:
-    """Greedy and sampled answers, each twice."""
+    """Yield greedy and sampled answers, each twice."""
     for sampled in (False, True, False, True):
         torch.manual_seed(3)
         yield model.generate(**{"max_new_tokens": 8, "do_sample": sampled, **options})
@@ -150,7 +150,7 @@ def test_each_name_falls_back_with_a_reason(
         (reason,) = handle.stats().calls_handed_back
         assert "needs another transformers" in reason or "cache_implementation" in reason
         assert handle.stats().calls_served == 0
-        if feature in (api.CACHING, api.STATES, api.SPARSE):  # the whole model needs it
+        if feature in (api.CACHING, api.STATES, api.SPARSE):  # the whole model needs the feature
             assert "needs another transformers" in str(handle.unsupported)
 
 
@@ -172,7 +172,7 @@ def test_each_name_of_continuous_batching(monkeypatch: pytest.MonkeyPatch, name:
 
 
 def test_a_release_without_a_class_can_be_imported(tmp_path: Path) -> None:
-    """A class that is gone for good: the adapter is imported all the same, and says what is missing."""
+    """Without a class, the adapter is imported and says what is missing."""
     import subprocess
     import sys
 

@@ -1,4 +1,4 @@
-"""Why a prompt of generate is not cached further: the keys are those of the call, and nothing is computed or kept."""
+"""Explanations of generate's prompts: the keys are those of the call, and nothing is computed or kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
 
 
 class Words:
-    """A tokenizer of numbers."""
+    """A tokenizer whose words are numbers."""
 
     def __call__(self, text: str) -> dict[str, list[int]]:
         return {"input_ids": [int(word) for word in text.split()]}

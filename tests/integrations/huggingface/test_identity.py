@@ -1,4 +1,4 @@
-"""What a model's KV depends on: every change is noticed, and looking costs little."""
+"""The identity of a model, which decides whether cached KV is valid: every change is noticed, at little cost."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_looking_at_many_layers_takes_little() -> None:
         work()
         return time.thread_time() - begin
 
-    # Walking the modules once, without looking at anything, is the measure, by turns: the machine may be busy.
+    # The unit of time is one plain walk over the modules, measured in turn, because the machine may be busy.
     turns = [
         (cpu_seconds(lambda: identity.changed(model)), cpu_seconds(lambda: list(model.modules()))) for _ in range(30)
     ]

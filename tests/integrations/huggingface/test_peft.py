@@ -1,4 +1,4 @@
-"""PEFT around a model with caching: adapters, adapters by row, and tunings that put tokens before the prompt."""
+"""PEFT around a model with caching: adapters, adapters for each row, and tunings that put tokens before the prompt."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def test_adapters_by_row(model: Any) -> None:
                 assert torch.equal(model.generate(**batch, **FREE, adapter_names=names), expected)
                 assert again == 0 or min(r.cached_tokens for r in handle.last_requests) > 0
             assert torch.equal(model.generate(**batch, **FREE, adapter_names=named[0], num_beams=2), beams)
-        # One adapter for all by its name is still another way than the active one.
+        # One adapter for all, given by name, is still computed in another way than the active one.
         assert torch.equal(model.generate(input_ids=prompt(60), **FREE), want[0][:1, -72:])
-        assert handle.last_requests[0].cached_tokens == 59  # nor have the hooks of calls emptied the cache
+        assert handle.last_requests[0].cached_tokens == 59  # calls' hooks did not empty the cache
         assert handle.stats().calls_handed_back == {}
         assert_nothing_held(handle)
 
@@ -86,7 +86,7 @@ def test_tokens_before_the_prompt_go_to_the_model(config: str) -> None:
         with pytest.warns(UserWarning, match="prepare_inputs_for_generation is overridden"):
             assert torch.equal(model.generate(input_ids=prompt(60), **FREE), want)
         assert handle.stats().calls_served == 0
-        for cached in (0, 59):  # the model within, by itself, is served
+        for cached in (0, 59):  # the inner model, called directly, is served
             assert torch.equal(
                 base.generate(input_ids=prompt(60), **FREE), type(base).generate(base, prompt(60), **FREE)
             )

@@ -1,4 +1,4 @@
-"""In bfloat16 and float16 logits behind a cached prefix err as little as the model's own, measured in float64."""
+"""In bfloat16 and float16, logits after a cached prefix have no larger error than the model's own, against float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HuggingFace generate over the prefix cache: the same tokens as without it, whatever is asked, and no block lost."""
+"""HuggingFace's generate with the prefix cache: the same tokens as without it for all options, and no block lost."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_same_tokens_cold_warm_pressed_and_disabled(family: Family) -> None:
         left_padded(torch.cat([shared, prompt(9, 1)], 1), prompt(33, 2), shared[:, :40], prompt(1, 3)),
         {"input_ids": prompt(64, 4)},  # a whole number of blocks: a hit computes one token
     ]
-    for num_blocks in (None, 24):  # 24 blocks hold less than the calls together need
+    for num_blocks in (None, 24):  # 24 blocks are too few for all calls
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             with enable_prefix_caching(model, num_blocks=num_blocks) as handle:
@@ -89,7 +89,7 @@ def test_conversation_reuses_what_was_generated(model: Any, handle: PrefixCachin
 def test_batch_computes_neither_padding_nor_cached_tokens(model: Any, handle: PrefixCaching) -> None:
     batch = left_padded(prompt(100), prompt(30, 1), prompt(5, 2))
     assert count_computed(model, **batch, max_new_tokens=1) == 135
-    # 96 of 100, 16 of 30 and nothing of 5 are cached: three short rows cost less in one padded pass.
+    # 96 of 100, 16 of 30 and nothing of 5 are cached. Three short rows take less time in one padded pass.
     assert count_computed(model, **batch, max_new_tokens=1) == 3 * 14
 
 
@@ -129,7 +129,7 @@ def test_cache_of_a_result_goes_on(model: Any, handle: PrefixCaching) -> None:
 @pytest.mark.parametrize("name", ["cache", "past_key_values", "cache_params"])
 @pytest.mark.parametrize("own", [False, True], ids=["of a result", "of the caller"])
 def test_names_of_the_cache_are_those_of_the_version(model: Any, handle: PrefixCaching, name: str, own: bool) -> None:
-    """Tokens, errors and warnings, these for the line that calls generate, are those of plain transformers."""
+    """Tokens, errors, and warnings with the line that calls generate, are those of plain transformers."""
 
     def call(generate: Any) -> tuple[Any, list[tuple[Any, ...]]]:
         first = generate(prompt(40), max_new_tokens=12, return_dict_in_generate=True, eos_token_id=None)
@@ -164,7 +164,7 @@ def test_names_of_the_cache_of_a_result(model: Any, handle: PrefixCaching, caplo
             found = getattr(result, name, None), getattr(other, name, None)
             assert [type(cache) for cache in found] == [type(getattr(result, name, None))] * 2
             assert found[1] is (cache_of(other) if found[0] is not None else None)
-    caplog.clear()  # of what this test asked for
+    caplog.clear()  # messages that this test caused
 
 
 @pytest.mark.parametrize("name", first_quick(["llama", "gemma2", "gpt2"]))
@@ -190,7 +190,7 @@ def test_cache_of_a_result_is_gone_on_with(name: str) -> None:
             assert length == own
         assert [r.prompt_tokens - r.cached_tokens for r in handle.last_requests] == [6, 6]
         assert handle.stats().calls_handed_back == {}
-        # What was computed behind the cache is in blocks: the same prompt without it computes next to nothing.
+        # The tokens computed after the cached ones are in blocks, so the same prompt without the cache computes few.
         assert_same(model, input_ids=want[2][0][:1], attention_mask=torch.ones(1, want[2][0].shape[1]))
         assert handle.last_requests[0].cached_tokens >= want[2][0].shape[1] // 16 * 16 - 16
         assert_nothing_held(handle)
@@ -228,7 +228,7 @@ def test_cache_that_was_changed_goes_to_the_model(model: Any, handle: PrefixCach
     with pytest.warns(UserWarning, match=f"{CACHE} of your own"):
         got = model.generate(input_ids=longer, **{CACHE: own}, max_new_tokens=9, eos_token_id=None)
     assert torch.equal(got, plain(model, input_ids=longer, **{CACHE: mirror}, max_new_tokens=9, eos_token_id=None))
-    for row in longer:  # and nothing of it is in blocks
+    for row in longer:  # none of its tokens is in blocks
         assert_same(model, input_ids=row[None])
 
 
@@ -283,7 +283,7 @@ def test_classifier_free_guidance_runs_the_model_between_steps(model: Any, handl
 
 
 class Recorder:
-    """A streamer that keeps what it is given."""
+    """A streamer that keeps its input."""
 
     def __init__(self) -> None:
         self.got: list[list[int]] = []
@@ -302,7 +302,7 @@ def test_streamers_see_what_they_saw(model: Any, handle: PrefixCaching) -> None:
         got = Recorder()
         model.generate(input_ids=prompt(40), max_new_tokens=20, streamer=got)
         assert got.got == want.got
-    # A call that is not served must not show the prompt twice.
+    # A call that is not served must not stream the prompt twice.
     got = Recorder()
     with pytest.warns(UserWarning, match="use_cache"):
         model.generate(input_ids=prompt(40), max_new_tokens=20, streamer=got, use_cache=False)
@@ -410,7 +410,7 @@ def test_rows_padded_on_the_right_and_masks_with_holes(family: str) -> None:
     with enable_prefix_caching(model) as handle:
         for _ in range(2):
             assert_same(model, **right)
-        windows = family == "mistral-window"  # whose rows are computed together, from the shortest row's hit on
+        windows = family == "mistral-window"  # its rows are computed together, from the shortest row's hit on
         assert [r.cached_tokens for r in handle.last_requests] == ([32, 32] if windows else [49, 32])
         assert windows or count_computed(model, **right, max_new_tokens=1) == 5 + 2  # of the short row, and of both
         for _ in range(2):
@@ -519,7 +519,7 @@ def test_families_that_attend_in_their_own_way(family: Family) -> None:
 
 
 def test_latent_rows_are_kept_as_they_are(storages: list[Any]) -> None:
-    """With DeepSeek-V3's attention, less than a tenth of keys and values of all heads."""
+    """With DeepSeek-V3's attention, they take less than a tenth of the keys and values of all heads."""
     sizes = {"num_attention_heads": 128, "num_key_value_heads": 128, "kv_lora_rank": 512, "num_hidden_layers": 1}
     sizes |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
     model = Family("", DEEPSEEK.config, DEEPSEEK.model, DEEPSEEK.options | sizes).build()
@@ -564,7 +564,7 @@ def test_cache_that_a_config_leaves_out_is_asked_for() -> None:
         assert_same(model, input_ids=prompt(40))
         assert handle.stats().calls_handed_back == {}
         with pytest.warns(UserWarning, match="use_cache=False asks for no cache"):
-            assert_same(model, input_ids=prompt(40), use_cache=False)  # the caller's own word
+            assert_same(model, input_ids=prompt(40), use_cache=False)  # the caller's argument
 
 
 def test_encoder_decoder_is_not_served() -> None:
@@ -633,7 +633,7 @@ def test_failed_forward_leaves_nothing_findable(model: Any, handle: PrefixCachin
 
 
 class Adapted(torch.nn.Module):
-    """A linear layer with two adapters, and the attributes by which PEFT's layers say which is active."""
+    """A linear layer with two adapters, and the attributes that name the active adapter in PEFT's layers."""
 
     def __init__(self, base: torch.nn.Linear) -> None:
         super().__init__()
@@ -769,7 +769,7 @@ def test_global_random_state_is_left_alone(model: Any) -> None:
 def test_bad_arguments(model: Any, arguments: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         enable_prefix_caching(model, **arguments)
-    enable_prefix_caching(model).disable()  # the failed call left nothing behind
+    enable_prefix_caching(model).disable()  # the failed call left nothing to disable
 
 
 def test_enabling_twice_and_what_is_no_model(model: Any, handle: PrefixCaching) -> None:

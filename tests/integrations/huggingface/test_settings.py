@@ -1,4 +1,4 @@
-"""What a caller knows of a conversation reaches the eviction policy, from the thread that knows it."""
+"""A caller's settings for a conversation reach the eviction policy from the thread that makes them."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ def test_threads_begin_without_a_salt_and_asyncio_keeps_it() -> None:
 
         with handle.salt("tenant"), ThreadPoolExecutor(1) as thread:
             assert cached() == 0
-            assert thread.submit(cached).result() == 0  # a thread that was started inside has none
+            assert thread.submit(cached).result() == 0  # a thread started inside has no salt
             assert asyncio.run(elsewhere()) == (63, 0)
             assert cached() == 63
-        assert cached() == 63  # what the thread has left without a salt
+        assert cached() == 63  # what the thread cached without a salt
 
 
 def test_settings_end_in_any_order() -> None:

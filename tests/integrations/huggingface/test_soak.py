@@ -1,6 +1,6 @@
-"""Random requests with cancellations, exceptions and few blocks: right tokens, nothing held, memory flat.
+"""Random requests with cancellations, exceptions and few blocks: right tokens, no held blocks, constant memory.
 
-`python tests/integrations/huggingface/test_soak.py 2000` runs as many as it is told, and as many interrupted calls.
+`python tests/integrations/huggingface/test_soak.py 2000` runs 2000 requests and 2000 interrupted calls.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MODES: list[dict[str, Any]] = [
 
 
 class StopError(Exception):
-    """A caller that goes away."""
+    """The exception of a caller that disconnects."""
 
 
 class GoesAway:
@@ -58,7 +58,7 @@ class GoesAway:
 
 
 def _request(chance: random.Random) -> dict[str, Any]:
-    """Arguments of generate: rows that share documents, of random lengths."""
+    """Return arguments of generate: rows that share documents, of random lengths."""
 
     def row() -> torch.Tensor:
         document = prompt(96, chance.randrange(6))[:, : chance.randint(1, 96)]
@@ -70,12 +70,12 @@ def _request(chance: random.Random) -> dict[str, Any]:
 
 
 def _resident() -> int:
-    """Bytes of memory that the process has."""
+    """Return the bytes of memory that the process has."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def soak(handle: PrefixCaching, model: Any, requests: int, seed: int = 0) -> dict[str, int]:
-    """Runs random requests; some are cut off by exceptions, all others are compared with the model's own.
+    """Run random requests. Some are ended by exceptions; all others are compared with the model's own.
 
     Returns:
         Counts, and bytes of memory after a third and at the end.
@@ -114,12 +114,12 @@ def soak(handle: PrefixCaching, model: Any, requests: int, seed: int = 0) -> dic
 
 
 def interrupted(handle: PrefixCaching, model: Any, calls: int, seed: int = 0) -> int:
-    """Runs calls with a KeyboardInterrupt at a random moment; how many had one. After each nothing is held."""
+    """Run calls with a KeyboardInterrupt at a random moment; return how many had one. After each, nothing is held."""
     chance, count = random.Random(seed), 0
     batch = left_padded(prompt(64), prompt(30, 1))
     want = plain(model, **batch, max_new_tokens=4)
     times = []
-    for _ in range(4):  # the first one, and any that waits for the machine, takes much longer than those to interrupt
+    for _ in range(4):  # the first call, and one on a busy machine, takes much longer
         begin = time.perf_counter()
         model.generate(**batch, max_new_tokens=4)
         times.append(time.perf_counter() - begin)
@@ -161,7 +161,7 @@ def test_interrupted_calls(name: str, options: dict[str, Any]) -> None:
 
 
 def main(number: int) -> None:
-    """Prints what came of so many requests, and of so many interrupted calls."""
+    """Print the outcomes of `number` requests and of `number` interrupted calls."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     for name, options in (("gemma2", {"window_blocks": 7}), ("gemma2", {}), ("llama", {}), ("lfm2", {})):

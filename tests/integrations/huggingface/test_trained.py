@@ -1,4 +1,4 @@
-"""A trained model over the cache says what it says without: the words, and in float32 each token."""
+"""A trained model gives the same answers with the cache as without: the same text, and in float32 the same tokens."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def prompts(tokenizer: Any) -> list[torch.Tensor]:
 
 
 def answer(model: Any, prompt: torch.Tensor, **call: Any) -> torch.Tensor:
-    """Tokens of one call, and behind them its hidden states where they are asked for."""
+    """Return the tokens of a call, and its hidden states if they are asked for."""
     torch.manual_seed(7)
     options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(prompt)} | call
     return model.generate(prompt, **options)
@@ -76,7 +76,7 @@ def test_tokens_are_those_of_plain_generate(name: str, model: Any, prompts: list
 
 
 def test_a_result_goes_on(model: Any, tokenizer: Any, prompts: list[torch.Tensor]) -> None:
-    """A turn behind another, given the cache of the first one's result."""
+    """A second turn continues with the cache of the first one's result."""
     more = tokenizer("\n\nQ: Who calls a Convention?\nA:", return_tensors="pt").input_ids
     said = answer(model, prompts[0])
     expected = answer(model, torch.cat([said, more], 1))
@@ -102,7 +102,7 @@ def test_bfloat16_parts_only_where_rounding_decides(trained_model: Path, prompts
 
 
 def test_windows_on_trained_weights(model: Any, prompts: list[torch.Tensor]) -> None:
-    """The same weights as a Mistral whose layers see 64 tokens: other answers, and over the cache the same ones."""
+    """The same weights as a Mistral whose layers see 64 tokens give other answers, the same with the cache."""
     config = transformers.MistralConfig(**(model.config.to_dict() | {"sliding_window": 64, "model_type": "mistral"}))
     windowed = transformers.MistralForCausalLM(config).eval()
     windowed.load_state_dict(model.state_dict())

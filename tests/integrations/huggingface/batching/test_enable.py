@@ -1,4 +1,4 @@
-"""The front door: what is refused and how, copies of a model, and a model as it was behind disable."""
+"""Enabling continuous batching: which models and options raise, copies of a model, and the model after disable."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_disable_restores_the_model(model: Any) -> None:
     assert model.config.to_dict() == settings
     with enable_continuous_batching(model, num_blocks=32) as again:
         assert again.stats().total_requests == 0
-        batching.disable()  # of a handle that is not in place any more
+        batching.disable()  # of a handle that is no longer installed
         assert "init_continuous_batching" in vars(model)
 
 

@@ -1,4 +1,4 @@
-"""Single requests that end otherwise than well: cancelled, too long, not valid, cut off by an error in a step."""
+"""Requests that fail: cancelled, too long, invalid, or ended by an error in a step."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def collect(manager: Any, count: int) -> dict[str, Any]:
     ids=["empty", "large", "negative", "text", "long"],
 )
 def test_one_bad_request(model: Any, batching: ContinuousBatching, bad: list[Any], message: str) -> None:
-    """It fails alone: the others get their answers."""
+    """Only this request fails; the others get their answers."""
     good = [tokens(20, 1), tokens(30, 2)]
     with model.continuous_batching_context_manager(generation_config=config()) as manager:
         ids = [manager.add_request(prompt) for prompt in (good[0], bad, good[1])]
@@ -79,7 +79,7 @@ def test_a_request_id_in_use(model: Any, batching: ContinuousBatching) -> None:
 
 
 def test_an_answer_that_outgrows_the_blocks(model: Any) -> None:
-    """Transformers' own loop ends with it; here the request does, and the next is served."""
+    """In transformers' own loop, all end; here only this request ends, and the next one is served."""
     prompts = [tokens(40, 1), tokens(10, 2)]
     with enable_continuous_batching(model, num_blocks=4) as batching:
         long, short = outputs(model, prompts, new=40)
@@ -90,7 +90,7 @@ def test_an_answer_that_outgrows_the_blocks(model: Any) -> None:
 
 
 def test_cancelled(model: Any) -> None:
-    """Others go on, and what waits for room gets it, even where the one it waited for is cancelled."""
+    """Other requests continue, and a waiting request gets room, even if the request that it waited for is cancelled."""
     prompts = [tokens(30, n) for n in range(4)]
     want = alone(model, prompts, new=30)
     with enable_continuous_batching(model, num_blocks=8) as batching:
@@ -108,7 +108,7 @@ def test_cancelled(model: Any) -> None:
 
 @pytest.mark.slow
 def test_the_request_that_others_wait_for_is_cancelled(model: Any) -> None:
-    """Transformers lets nobody in again before a request ends well; here those that wait are let in."""
+    """Transformers admits no request until one ends normally; here waiting requests are admitted."""
     prompts = [tokens(30, 1), tokens(30, 2)]
     want = alone(model, prompts, new=30)
     model.get_decoder().layers[0].register_forward_pre_hook(lambda *_: time.sleep(0.02))
@@ -117,7 +117,7 @@ def test_the_request_that_others_wait_for_is_cancelled(model: Any) -> None:
             ids = [manager.add_request(prompt) for prompt in prompts]
             deadline = time.monotonic() + 20
             while not manager.batch_processor.scheduler.block_new_requests and time.monotonic() < deadline:
-                time.sleep(0.005)  # past 32 tokens, where there is room for one
+                time.sleep(0.005)  # beyond 32 tokens, there is room for only one request
             (running,) = list(manager.batch_processor.scheduler.active_requests)
             manager.cancel_request(running)
             result = manager.get_result(timeout=20)
@@ -131,12 +131,12 @@ def test_the_request_that_others_wait_for_is_cancelled(model: Any) -> None:
 
 @pytest.mark.parametrize("failing", first_quick([2, 1, 4]))
 def test_error_in_a_step(model: Any, batching: ContinuousBatching, failing: int) -> None:
-    """All requests of the session fail, as with transformers' own; nothing is held and nothing wrong is cached."""
+    """All requests of the session fail, as in transformers; no block is held and no wrong KV is cached."""
     prompts = [tokens(40, n) for n in range(3)]
     want, steps = alone(model, prompts), iter(range(1, 100))
 
     def fail(*_: Any) -> None:
-        probed = threading.current_thread() is threading.main_thread()  # the hook is noticed, and the model probed
+        probed = threading.current_thread() is threading.main_thread()  # the hook changed the model, so it is probed
         if not probed and next(steps) == failing:
             raise RuntimeError("on purpose")
 
@@ -179,7 +179,7 @@ def test_streaming_and_log_probabilities(model: Any, batching: ContinuousBatchin
 
 
 def test_kept_manager(model: Any, batching: ContinuousBatching) -> None:
-    """A manager that is kept for the next call has the same blocks, and goes with the handle."""
+    """A manager that is kept for the next call has the same blocks, and ends with the handle."""
     prompts = [tokens(40, 1)]
     settings = ContinuousBatchingConfig()
     answers = [

@@ -1,4 +1,4 @@
-"""`transformers serve` over blocks, in this process: its server, its HTTP interface, its loop."""
+"""`transformers serve` with blocks, in this process: its server, its HTTP interface, its loop."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ QUESTIONS = ["What is missing?", "Who asks first, and who asks second?"]
 
 @pytest.fixture(scope="module", params=["gemma3", pytest.param("trained", marks=pytest.mark.slow)])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A Gemma 3 with windows, and a tokenizer trained on this repository's tests; or a trained model."""
+    """The folder of a Gemma 3 with windows and a tokenizer trained on these tests, or of a trained model."""
     if request.param == "trained":
         return str(request.getfixturevalue("trained_model"))
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    bpe = Tokenizer(models.BPE())  # of characters: any token is text of its own, as a stream has to show it
+    bpe = Tokenizer(models.BPE())  # of characters, so that each token is text that a stream shows
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     trainer = trainers.BpeTrainer(vocab_size=VOCAB, show_progress=False)
     bpe.train_from_iterator(
@@ -49,7 +49,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def served(folder: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, ContinuousBatching, Any]]:
-    """A server's address, the handle of its model, and the model."""
+    """Yield a server's address, the handle of its model, and the model."""
     from transformers.cli.serve import Serve
     from transformers.cli.serving import model_manager
 
@@ -104,7 +104,7 @@ def test_two_clients_share_a_document(folder: str, served: tuple[str, Continuous
     assert text(ask(address, folder, QUESTIONS[1])) == want[1]
     assert handle.stats().hit_tokens == shared // 16 * 16 >= 128
 
-    with ThreadPoolExecutor(4) as clients:  # at the same time, streamed, all from blocks
+    with ThreadPoolExecutor(4) as clients:  # concurrently, streamed, all from blocks
         found = list(clients.map(lambda n: ask(address, folder, QUESTIONS[n % 2], stream=True), range(4)))
     assert [streamed(answer) for answer in found] == want * 2
     assert handle.stats().queried_tokens == sum(map(len, prompts)) * 3

@@ -1,4 +1,4 @@
-"""Who shares blocks with whom: tenants, forks, sessions, changed weights, generate beside generate_batch."""
+"""Sharing of blocks between tenants, forks, sessions, changed weights, and generate beside generate_batch."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_tenants_share_nothing(model: Any, batching: ContinuousBatching) -> None
         with batching.salt("other"):
             assert hits(batching, run) == 0
         thread = threading.Thread(target=run)
-        assert hits(batching, lambda: (thread.start(), thread.join())) == 32  # the salt is one thread's
+        assert hits(batching, lambda: (thread.start(), thread.join())) == 32  # a salt applies to one thread
     assert hits(batching, run) == 32
     with pytest.raises(TypeError, match="salt: got NoneType"), batching.salt(None):
         pass
@@ -71,7 +71,7 @@ def test_tenants_share_nothing(model: Any, batching: ContinuousBatching) -> None
 @pytest.mark.slow
 def test_salt_of_requests_that_are_queued_again_and_forked(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [tokens(20 + 7 * n, n) for n in range(4)]
-    peaked = config(new=24, num_return_sequences=2, do_sample=True, temperature=1e-4)  # the likeliest token, drawn
+    peaked = config(new=24, num_return_sequences=2, do_sample=True, temperature=1e-4)  # draws the likeliest token
     with enable_continuous_batching(model, num_blocks=6) as batching:
         salts: dict[str, list[Any]] = {}
         allocate = batching.manager.allocate
@@ -87,14 +87,14 @@ def test_salt_of_requests_that_are_queued_again_and_forked(model: Any, monkeypat
         assert {salt for found in salts.values() for _, salt in found} == {"tenant"}
         lengths = {len(prompt) for prompt in prompts}
         again = {key for key, found in salts.items() for length, _ in found if length not in lengths}
-        assert any("child" in key for key in again)  # queued again with a part of its answer
+        assert any("child" in key for key in again)  # preempted with a part of its answer
         assert batching.stats().evictions > 0
         assert_nothing_held(batching)
 
 
 @pytest.mark.parametrize("length", first_quick([17, 1, 15, 16, 33]))
 def test_forks(model: Any, batching: ContinuousBatching, length: int) -> None:
-    """Answers of num_return_sequences are those of transformers, from computed blocks and from cached ones."""
+    """Answers of num_return_sequences are those of transformers, with computed and with cached blocks."""
     sampling = config(num_return_sequences=3, do_sample=True, temperature=1.5)
     options: dict[str, Any] = {"generation_config": sampling, "seed": 3, "max_batch_tokens": 256}
     prompt = [tokens(length, length)]
@@ -125,7 +125,7 @@ def test_changed_weights(model: Any, batching: ContinuousBatching) -> None:
 
 @pytest.mark.slow
 def test_generate_beside_generate_batch(model: Any, batching: ContinuousBatching) -> None:
-    """Neither changes what the other, or a plain forward pass, computes; no config is touched meanwhile."""
+    """Neither changes what the other, or a plain forward pass, computes, and no config changes."""
     prompts = [tokens(40, n) for n in range(3)]
     want, ids = alone(model, prompts, new=30), torch.tensor(prompts)
     logits, implementation = model(ids).logits, model.config._attn_implementation
@@ -150,7 +150,7 @@ def test_generate_beside_generate_batch(model: Any, batching: ContinuousBatching
 
 @pytest.mark.slow
 def test_sessions_of_several_threads(model: Any) -> None:
-    """Two at once over blocks that suffice for neither: they take turns, and share what is cached."""
+    """Two sessions run at once with too few blocks for both. They take turns and share cached blocks."""
     document = tokens(33, 1)
     prompts = [[document + tokens(5 + n + 3 * t, 10 * t + n) for n in range(3)] for t in range(2)]
     want = [alone(model, mine, new=20) for mine in prompts]
@@ -168,7 +168,7 @@ def test_sessions_of_several_threads(model: Any) -> None:
 
 
 class Computed:
-    """As much of transformers' state of a request as blocks are told of."""
+    """A double of transformers' state of a request, with the attributes that blocks read."""
 
     generated_tokens: list[int] = []  # noqa: RUF012
 
@@ -180,7 +180,7 @@ class Computed:
 
 
 def test_blocks_that_two_sessions_computed_go_back_with_the_step(model: Any) -> None:
-    """What a merge replaced is nobody's once the step is over, although its request has no room for the next one."""
+    """Blocks that a merge replaced are free after the step, although their request has no room for the next one."""
     with enable_continuous_batching(model, num_blocks=8) as batching:
         first, second = (batching.blocks(model, True, 64) for _ in range(2))
         states = [Computed("a", tokens(40)), Computed("b", tokens(40))]

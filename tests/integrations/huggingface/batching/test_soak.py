@@ -1,4 +1,4 @@
-"""Random requests from several threads over few blocks: cancelled, streamed, failing, of tenants."""
+"""Random requests of tenants from several threads with few blocks: cancelled, streamed, failing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BAD: list[list[Any]] = [[], tokens(2000), [8, -3], ["text"]]
 
 
 class Client(threading.Thread):
-    """Submits requests of a tenant and cancels some; remembers what it asked for."""
+    """Submits requests of a tenant and cancels some; remembers which it asked for."""
 
     def __init__(self, manager: Any, batching: ContinuousBatching, seed: int, count: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Client(threading.Thread):
         self.cancelled: set[str] = set()
 
     def awaited(self) -> set[str]:
-        """Requests that have to be answered."""
+        """Return the requests that must be answered."""
         return set(self.asked) - self.cancelled
 
     def run(self) -> None:
@@ -56,7 +56,7 @@ class Client(threading.Thread):
 
 
 def serve(model: Any, batching: ContinuousBatching, want: list[list[int]], seed: int, count: int = 20) -> int:
-    """One session; the number of answers, each compared."""
+    """Run a session, compare each answer, and return the number of answers."""
     with model.continuous_batching_context_manager(generation_config=config(NEW)) as manager:
         clients = [Client(manager, batching, seed + n, count) for n in range(2)]
         for client in clients:
@@ -95,5 +95,5 @@ def test_random_requests(sharp: Sharp) -> None:
             objects.append(len(gc.get_objects()))
         assert batching.stats().evictions > 0
         assert batching.stats().hit_tokens > 0
-    # Nothing is kept of a request: each turn makes 40. Hashes of prompts are remembered, up to a bound reached by then.
+    # No memory of a request is kept; each turn makes 40. Hashes of prompts are kept up to a limit, reached by then.
     assert min(later - earlier for earlier, later in pairwise(objects)) < 40, objects

@@ -1,4 +1,4 @@
-"""Tokens of generate_batch over blocks: those of the model's own generate and of transformers' own generate_batch."""
+"""The tokens of generate_batch with blocks equal those of the model's generate and of transformers' generate_batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pc.integrations.huggingface import enable_continuous_batching  # noqa: E402
 DOCUMENT = tokens(70, 1)
 PROMPTS = [DOCUMENT + tokens(n, n) for n in (5, 1, 26)] + [tokens(9, 2)]
 SHIPPED = {"page_size": 16, "num_blocks": 64, "max_batch_tokens": 64}
-"""Of transformers' own batching, which takes most of a machine's memory where nothing is said."""
+"""Options of transformers' own batching, which otherwise takes most of a machine's memory."""
 MIXED_FIRST = [GEMMA3, *(sharp for sharp in SHARP if sharp is not GEMMA3)]
 families = pytest.mark.parametrize("sharp", first_quick(MIXED_FIRST), ids=lambda sharp: sharp.family.name)
 
@@ -38,11 +38,11 @@ def test_every_token_of_a_prompt_matters(sharp: Sharp) -> None:
 def test_tokens(sharp: Sharp) -> None:
     model = sharp.build()
     want = alone(model, PROMPTS)
-    assert batched(model, PROMPTS, **SHIPPED) == want  # as transformers ships it
+    assert batched(model, PROMPTS, **SHIPPED) == want  # with transformers' defaults
     with enable_continuous_batching(model, num_blocks=64) as batching:
         assert batched(model, PROMPTS) == want
         stats = batching.stats()
-        assert stats.hit_tokens == 2 * 64  # two of those that share a document waited for the first
+        assert stats.hit_tokens == 2 * 64  # two requests with the first one's document waited for it
         assert stats.queried_tokens == sum(map(len, PROMPTS))
         assert batched(model, PROMPTS, max_batch_tokens=40) == want
         again = batching.stats()
@@ -56,7 +56,7 @@ def test_tokens(sharp: Sharp) -> None:
 @families
 @pytest.mark.slow
 def test_few_blocks(sharp: Sharp) -> None:
-    """Evictions and preemptions: room for a third of what is asked for at once."""
+    """Evictions and preemptions happen, since there is room for a third of the requests."""
     model = sharp.build()
     prompts = [tokens(20 + 7 * n, n) for n in range(4)]
     want = alone(model, prompts)
@@ -69,11 +69,11 @@ def test_few_blocks(sharp: Sharp) -> None:
 
 @pytest.mark.parametrize("sharp", first_quick(SHARP[::3]), ids=lambda sharp: sharp.family.name)
 def test_sampled(sharp: Sharp) -> None:
-    """A seed gives the tokens that transformers' own batching gives with it."""
+    """A seed gives the same tokens as in transformers' own batching."""
     model = sharp.build()
     sampling = config(do_sample=True, temperature=1.3, top_k=40)
     options: dict[str, Any] = {"generation_config": sampling, "seed": 5, "max_batch_tokens": 512}
-    prompts = sorted((tokens(n, n) for n in (40, 9, 27)), reverse=True)  # the order in which sharing puts them
+    prompts = sorted((tokens(n, n) for n in (40, 9, 27)), reverse=True)  # the order of requests that share blocks
     want = batched(model, prompts, **SHIPPED | options)
     with enable_continuous_batching(model, num_blocks=64):
         assert batched(model, prompts, **options) == want
@@ -82,7 +82,7 @@ def test_sampled(sharp: Sharp) -> None:
 
 
 def test_sampled_alone() -> None:
-    """One request's sampled tokens are those of generate after the same seed."""
+    """A single request's sampled tokens are those of generate with the same seed."""
     model = SHARP[0].build()
     prompt = tokens(40, 3)
     torch.manual_seed(11)

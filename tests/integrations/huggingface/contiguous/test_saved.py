@@ -1,4 +1,4 @@
-"""Blocks in a file: found again by another process's model, refused for any other."""
+"""Blocks saved to a file: another process with the same model finds them, and any other model raises."""
 
 from __future__ import annotations
 
