@@ -1,4 +1,4 @@
-"""`python -m benchmarks NAME ...` in a checkout: one front for what is measured; `python -m pc bench` for operators."""
+"""`python -m benchmarks NAME ...` runs a benchmark of a checkout; `python -m pc bench` runs those of operators."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ NAMES = {
     "vllm_omni": ("engines.vllm_omni", "steps behind vLLM-Omni's cache of hidden states"),
     "sglang_radix": ("engines.sglang_radix", "a trace through SGLang's radix cache"),
 }
-"""Module and what it measures; each reads its own --help."""
+"""Module and subject of each benchmark; `NAME --help` says more."""
 
 
 def main(arguments: list[str]) -> int:
-    """Runs one of them; its exit code."""
+    """Run one benchmark and return its exit code."""
     name = arguments[0] if arguments else ""
     if name not in NAMES:
         wanted = name in ("", "-h", "--help")

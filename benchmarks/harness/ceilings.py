@@ -24,12 +24,12 @@ class Ceilings:
     dtype: str
 
     def seconds(self, bytes_moved: int, flops: int) -> float:
-        """The least time that this much work takes here."""
+        """Return the least time that so much work takes."""
         return max(bytes_moved / self.copy, flops / self.matmul)
 
 
 def _best(run, device: torch.device, seconds: float) -> float:  # type: ignore[no-untyped-def]
-    """Shortest time of a call; a ceiling is what was reached once."""
+    """Return the shortest time of a call; a ceiling is a speed that was reached once."""
     run()
     best, end = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -52,7 +52,7 @@ PUBLISHED = {"H100": (3.35, 989), "H200": (4.8, 989)}
 
 
 def published(device: str) -> dict[str, str]:
-    """The ceilings that a device's maker gives, as columns; empty where its name is not known."""
+    """Return the ceilings that a device's maker gives, as columns; empty if its name is unknown."""
     memory, matmul = next((found for name, found in PUBLISHED.items() if name in device), (None, None))
     given = {"published_gbs": None if memory is None else memory * 1000, "published_tflops": matmul}
     return {name: "" if value is None else f"{value:g}" for name, value in given.items()}
@@ -60,11 +60,11 @@ def published(device: str) -> dict[str, str]:
 
 @functools.cache
 def measure_ceilings(kind: str, tiny: bool = False) -> Ceilings:
-    """Copies 2 GiB on a GPU or 256 MiB on a CPU, and multiplies square matrices.
+    """Measure a copy of 2 GiB on a GPU or 256 MiB on a CPU, and a product of square matrices.
 
     Args:
         kind: "cpu" or "cuda".
-        tiny: Small tensors: a test of the harness, whose numbers mean nothing.
+        tiny: Use small tensors, to test the harness; the numbers mean nothing.
     """
     device = torch.device(kind)
     dtype = torch.float32 if kind == "cpu" else torch.bfloat16

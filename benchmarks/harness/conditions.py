@@ -1,4 +1,4 @@
-"""Under which conditions a row was measured: machine, versions, commit, date."""
+"""The conditions of a measurement: machine, versions, commit, date."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _output(*command: str) -> str:
 
 @functools.cache
 def commit() -> str:
-    """Short hash of the checkout, with a plus where sources differ from it."""
+    """Return the checkout's short hash, with a plus if sources differ from it."""
     known = _output("git", "rev-parse", "--short", "HEAD")
     if not known:
         return os.environ.get("PC_COMMIT", "unknown")
@@ -48,7 +48,7 @@ def commit() -> str:
 
 
 def _code(path: Path) -> str:
-    """A module without comments and docstrings."""
+    """Return a module's code without comments and docstrings."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node, False) is not None:
@@ -58,7 +58,7 @@ def _code(path: Path) -> str:
 
 @functools.cache
 def sources() -> str:
-    """A digest of the code in each folder of the package: "triton_ops:1f0c cache:77ab integrations:e01d"."""
+    """Return a digest of the code in each folder of the package: "triton_ops:1f0c cache:77ab integrations:e01d"."""
     found = []
     for folder in FOLDERS:
         codes = sorted(map(_code, (ROOT / folder).rglob("*.py")))
@@ -86,13 +86,13 @@ def device_name(kind: str) -> str:
 
 
 def device_folder(kind: str) -> str:
-    """Name of the folder that holds a device's results: "cpu", "nvidia-h200"."""
+    """Return the name of the folder of a device's results: "cpu", "nvidia-h200"."""
     return "cpu" if kind == "cpu" else re.sub(r"[^a-z0-9]+", "-", device_name(kind).lower()).strip("-")
 
 
 @functools.cache
 def driver(kind: str) -> str:
-    """Version of the GPU's driver; a CPU has none."""
+    """Return the version of the GPU's driver; a CPU has none."""
     if kind == "cpu":
         return ""
     found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
@@ -100,12 +100,12 @@ def driver(kind: str) -> str:
 
 
 def use_threads() -> None:
-    """Lets PyTorch compute with as many threads as OMP_NUM_THREADS says, one where it says nothing."""
+    """Let PyTorch use OMP_NUM_THREADS threads, one if the variable is not set."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 def conditions(kind: str, *packages: str) -> dict[str, str]:
-    """The columns that every row ends with, behind versions of further packages."""
+    """Return the last columns of every row, with the versions of further packages first."""
     try:
         triton = version("triton")
     except ImportError:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def use_omni(source: str) -> None:
-    """Makes what is unpacked of vLLM-Omni importable; its own __init__ would import vLLM."""
+    """Make the unpacked wheel of vLLM-Omni importable without its __init__, which would import vLLM."""
     for name in ("vllm_omni", "vllm_omni.core", "vllm_omni.utils"):
         package = types.ModuleType(name)
         package.__path__ = [str(Path(source, *name.split(".")))]
@@ -18,13 +18,13 @@ def use_omni(source: str) -> None:
 
 
 def add_peers(folder: Path) -> list[str]:
-    """Makes the packages of a folder importable, behind everything that is installed.
+    """Make the packages of a folder importable, behind everything that is installed.
 
     Args:
-        folder: Holds wheels, which are unpacked beside themselves once, or folders that were wheels.
+        folder: Folder of wheels, which are unpacked once, or of unpacked wheels.
 
     Returns:
-        The distributions that are there, as "name version".
+        The distributions in the folder, as "name version".
     """
     for wheel in sorted(folder.glob("**/*.whl")):
         target = folder / "unpacked" / wheel.name.removesuffix(".whl")

@@ -24,7 +24,7 @@ OPERATORS = ROOT / "benchmarks" / "operators"
 
 
 class UnsupportedError(Exception):
-    """A provider cannot do a case; the message says why and lands in the row."""
+    """A case that a provider does not support; the row has the message."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,10 +32,10 @@ class Case:
     """One set of conditions.
 
     Attributes:
-        name: Unique within the operation, readable in a table.
-        build: From device and how many bytes to rotate over to inputs; sizes from nothing else.
-        quick: Whether `--quick` runs it.
-        device: Kind it is for, "cpu" or "cuda".
+        name: Name in tables, unique within the operator.
+        build: Function from a device and the bytes to rotate over to inputs.
+        quick: Whether `--quick` runs the case.
+        device: Kind of device, "cpu" or "cuda".
         conditions: Columns of the row: heads, lengths, layout and so on.
     """
 
@@ -52,10 +52,10 @@ class Provider:
 
     Attributes:
         name: The name in tables.
-        prepare: From one call's tensors to a function without arguments that does the work; what may be done once a
-            step for all layers (plans, masks) is done here. Raises UnsupportedError.
-        version: Of the package; raises ImportError where it is not installed.
-        device: Kind it needs, or None for any.
+        prepare: Function from one call's tensors to a function that does the work. It prepares what an engine computes
+            once a step for all layers (plans, masks), and raises UnsupportedError.
+        version: Function that returns the package's version, or raises ImportError if it is not installed.
+        device: Kind of device that it needs, or None for any.
     """
 
     name: str
@@ -73,21 +73,21 @@ class Benchmark:
     providers: tuple[Provider, ...]
 
     def of(self, device: str, quick: bool, pattern: str = "") -> list[Case]:
-        """Its cases for a kind of device, whose name contains `pattern`."""
+        """Return the cases for a kind of device whose name contains `pattern`."""
         return [c for c in self.cases if c.device == device and (c.quick or not quick) and pattern in c.name]
 
 
 def operators() -> list[str]:
-    """Every operator of the package: one file each."""
+    """Return the names of the package's operators; each has a file."""
     stems = sorted(path.stem for path in (ROOT / "triton_ops").glob("[a-z]*.py"))
     return [stem for stem in stems if hasattr(torch.ops.pc, stem)]
 
 
 def discover(names: list[str] | None = None) -> list[Benchmark]:
-    """The benchmarks of these operators; None: of all that have one.
+    """Return the benchmarks of some operators, or of all for None.
 
     Raises:
-        ValueError: A name that no benchmark has.
+        ValueError: No benchmark has one of the names.
     """
     found = {}
     for path in sorted(OPERATORS.glob("[a-z]*.py")):
@@ -108,13 +108,13 @@ def case(
     *sizes: Any,
     **conditions: Any,
 ) -> Case:
-    """A case whose inputs are `build(*sizes, device, rotate)`."""
+    """Return a case whose inputs are `build(*sizes, device, rotate)`."""
     columns = {key: str(value) for key, value in conditions.items()}
     return Case(name, lambda where, rotate: build(*sizes, where, rotate), quick, device, columns)
 
 
 def ours(op: str, body: Callable[[Any], Any] | None = None) -> Provider:
-    """`pc.<op>` with a call's tensors by name, or what calls it."""
+    """Return our provider: `pc.<op>` with a call's tensors by name, or `body` with the call."""
 
     def prepare(call: Any) -> Callable[[], Any]:
         return functools.partial(body, call) if body else functools.partial(getattr(pc, op), **vars(call))
@@ -123,5 +123,5 @@ def ours(op: str, body: Callable[[Any], Any] | None = None) -> Provider:
 
 
 def in_torch(name: str, body: Callable[[Any], Any]) -> Provider:
-    """A way of PyTorch's, called with a call."""
+    """Return a provider that calls `body` of PyTorch's operators with a call."""
     return Provider(name, lambda call: functools.partial(body, call), lambda: torch.__version__)

@@ -1,4 +1,4 @@
-"""Runs benchmarks: checks every provider's numbers first, then times those that are right, in turns."""
+"""Run benchmarks: check every provider's result first, then time in turns those that are right."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ROTATE = {"cpu": 128 << 20, "cuda": 256 << 20}
 
 
 class WrongResultError(Exception):
-    """Our own operator gave wrong numbers, so nothing was timed."""
+    """A wrong result of our own operator; nothing was timed."""
 
 
 class DeviceLostError(Exception):
-    """A provider left the device unusable; only a new process can go on, without it."""
+    """A device that a provider left unusable; only a new process can continue, without that provider."""
 
     def __init__(self, provider: str, error: Exception) -> None:
         super().__init__(f"{provider}: {_first_line(error)}")
@@ -45,17 +45,17 @@ def run_case(
     without: str = "",
     lost: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Row]:
-    """Measures one case.
+    """Measure one case.
 
     Args:
-        benchmark: Whose providers take part.
-        case: Which inputs.
-        seconds: About how long per mode.
-        only: Besides ours, only providers whose name contains this.
-        tiny: Next to no rotation and time: a test of the harness.
-        note: Told which provider is being prepared.
-        without: Leaves out rivals whose name contains this; empty: none.
-        lost: Providers that made the device unusable before, and how: they have a row with that note.
+        benchmark: The benchmark whose providers take part.
+        case: The inputs.
+        seconds: Approximate time for each mode.
+        only: Part of the names of rivals that take part; None: all.
+        tiny: Use almost no rotation and time, to test the harness.
+        note: Called with the name of the provider that is prepared.
+        without: Part of the names of rivals to leave out; empty: none.
+        lost: Errors of providers that made the device unusable before; their rows have them as notes.
 
     Returns:
         A row per provider and mode; a provider that cannot do the case has one row with a note and no times.
@@ -138,7 +138,7 @@ def _prepare(
 
 
 def still_there(device: torch.device, provider: str, error: Exception) -> None:
-    """Frees what a failure left behind; raises DeviceLostError where the device does not answer any more."""
+    """Free the memory that a failure left allocated; raise DeviceLostError if the device does not answer."""
     if device.type != "cuda":
         return
     try:
@@ -170,7 +170,7 @@ def results_path(folder: Path, kind: str, op: str) -> Path:
 
 
 def save_rows(path: Path, benchmark: Benchmark, rows: Iterable[Row]) -> None:
-    """Puts new rows in the place of those of the same cases; drops other machines and cases that are gone."""
+    """Replace rows of the same cases by new ones, and drop rows of other machines and of removed cases."""
     rows = list(rows)
     if not rows:
         return
@@ -196,16 +196,16 @@ def run_benchmarks(
     tiny: bool = False,
     advance: Callable[[str, int], None] = lambda text, steps: None,
 ) -> Iterator[tuple[Benchmark, list[Row]]]:
-    """Measures case after case; gives the rows of each as they come.
+    """Measure one case after another, and yield the rows of each.
 
     Args:
-        benchmarks: Which operators.
+        benchmarks: Benchmarks of operators.
         kind: "cpu" or "cuda".
-        quick: Only the cases marked so, and a tenth of the time.
-        pattern: Only cases whose name contains this.
-        only: Besides ours, only providers whose name contains this.
-        tiny: As in `run_case`.
-        advance: Told what is being done, and how many cases were finished since.
+        quick: Run only quick cases, for a third of the time.
+        pattern: Part of the names of cases.
+        only: Part of the names of rivals that take part; None: all.
+        tiny: See `run_case`.
+        advance: Called with the current work and the number of cases that were finished since.
     """
     seconds = 0.02 if tiny else 1.0 if quick else 3.0
     for benchmark in benchmarks:

@@ -1,4 +1,4 @@
-"""Files of rows: CSV with a line of column names, where every value is text once it is read."""
+"""Files of rows: CSV with a line of column names; a value that was read is text."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, object]], first: Iterable
     """Replace a file by rows, and create the folders above it.
 
     Args:
-        path: Of the file.
-        rows: At least one, unless columns are given; a value that a row lacks is empty.
-        first: Columns that come before the others, which follow as they turn up in the rows.
+        path: The file.
+        rows: At least one row, unless columns are given; a value that a row lacks is empty.
+        first: The first columns; others follow in the order of the rows.
 
     Raises:
-        ValueError: No rows and no columns; the file is as it was.
+        ValueError: There are no rows and no columns; the file is unchanged.
     """
     rows = list(rows)
     columns = list(dict.fromkeys([*first, *(name for row in rows for name in row)]))

@@ -1,4 +1,4 @@
-"""Times side by side: providers take turns, inputs rotate, and what is reported are quantiles over the rounds."""
+"""Times side by side: providers take turns, inputs rotate, and rows have quantiles over the rounds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Name, Result = TypeVar("Name"), TypeVar("Result")
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Microseconds of one call."""
+    """Quantiles of the microseconds of one call."""
 
     p20: float
     p50: float
@@ -26,7 +26,7 @@ class Quantiles:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Quantiles:
-        """From times of single calls in seconds."""
+        """Return the quantiles of times of single calls in seconds."""
         low, middle, high = torch.tensor(seconds, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8]).double())
         return cls(low.item() * 1e6, middle.item() * 1e6, high.item() * 1e6, len(seconds))
 
@@ -46,12 +46,12 @@ def _rounds(providers: dict[str, list[Run]], once: Callable[[list[Run]], object]
 
 
 def time_eager(providers: dict[str, list[Run]], device: torch.device, seconds: float) -> dict[str, Quantiles]:
-    """Wall time of a call as Python sees it: on a GPU, the calls of all inputs in a row and then a synchronization.
+    """Measure the wall time of a call. On a GPU, the calls of all inputs are followed by one synchronization.
 
     Args:
-        providers: For each, its runs, one per set of inputs.
-        device: Where they run.
-        seconds: About how long to measure.
+        providers: Runs of each provider, one for each set of inputs.
+        device: The device that they run on.
+        seconds: Approximate time of the measurement.
     """
 
     def once(runs: list[Run]) -> float:
@@ -76,7 +76,7 @@ def time_eager(providers: dict[str, list[Run]], device: torch.device, seconds: f
 
 
 def capture(runs: list[Run]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of one call per set of inputs, warmed up."""
+    """Return a warmed-up CUDA graph of one call for each set of inputs."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -91,11 +91,11 @@ def capture(runs: list[Run]) -> torch.cuda.CUDAGraph:
 
 
 def time_graphs(graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]], seconds: float) -> dict[str, Quantiles]:
-    """Device time of a call inside a replayed graph, without what the host costs.
+    """Measure the device time of a call inside a replayed graph, without the cost of the host.
 
     Args:
-        graphs: For each provider, its graph and how many calls are in it.
-        seconds: About how long to measure.
+        graphs: Graph of each provider and the number of its calls.
+        seconds: Approximate time of the measurement.
     """
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 
@@ -121,11 +121,11 @@ def time_graphs(graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]], seconds: fl
 
 
 class TokenClock:
-    """A streamer of transformers that notes when tokens come; generate puts the prompt before them.
+    """A streamer of transformers that notes the time of each token; generate first puts the prompt.
 
     Args:
-        now: The time: of the wall, of the process, or of the thread where several take turns.
-        pause: Called after each token.
+        now: Clock of wall time, of the process, or of a thread if several threads take turns.
+        pause: Function that is called after each token.
     """
 
     def __init__(self, now: Callable[[], float], pause: Callable[[], None] = lambda: None) -> None:
@@ -138,16 +138,16 @@ class TokenClock:
             self._pause()
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: no token is held back."""
 
 
 def over(own: Iterable[float], other: Iterable[float]) -> float:
-    """The median of ratios, each of what was measured in the same round."""
+    """Return the median of ratios of two measurements in the same round."""
     return statistics.median(a / b for a, b in zip(own, other, strict=True))
 
 
 def rotated(names: Iterable[Name], turn: int) -> list[Name]:
-    """All of them, begun with another in each turn."""
+    """Return all names, beginning with another one in each turn."""
     names = list(names)
     return names[turn % len(names) :] + names[: turn % len(names)]
 
