@@ -25,7 +25,7 @@ OPS = '''"""The namespace of this package's operators."""
 
 import torch
 
-from .triton_ops._library import NAMESPACE
+from .triton_ops._core.operator import NAMESPACE
 
 ops = getattr(torch.ops, NAMESPACE)
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import TypeVar
 
-from ..triton_ops._checks import check_share
+from ..triton_ops._core.checks import check_share
 from .runs import Run, Slots, Span, slot_runs, slots_of_runs
 from .table import Ids
 

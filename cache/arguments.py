@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..triton_ops._checks import check_integer
+from ..triton_ops._core.checks import check_integer
 from .runs import Span
 
 

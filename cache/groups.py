@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ..triton_ops._checks import check_integer
+from ..triton_ops._core.checks import check_integer
 
 Mask = npt.NDArray[np.bool_]
 """For each block of a sequence, whether it is cached."""

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias, Union
 
-from ..triton_ops._checks import check_integer
+from ..triton_ops._core.checks import check_integer
 
 Key: TypeAlias = Union[str, bytes, int, "list[Key]", "tuple[Key, ...]", None]
 """A key. A tuple and a list of the same keys are equal keys."""

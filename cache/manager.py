@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 from typing_extensions import TypeVar
 
-from ..triton_ops._checks import check_integer, check_share
+from ..triton_ops._core.checks import check_integer, check_share
 from . import allocate, append, commit, fork, offload, swap
 from .allocation import Allocation, AppendedTokens, BaseAllocation, CacheStats, GroupedAllocation, Pairs, PairsT, SlotsT
 from .arguments import check_hint, check_segments

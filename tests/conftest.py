@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import pc  # noqa: F401  registers torch.ops.pc
-from pc.triton_ops._triton import HAS_TRITON, INTERPRET, KERNELS_ON_CPU
+from pc.triton_ops._core.runtime import HAS_TRITON, INTERPRET, KERNELS_ON_CPU
 
 HAS_GPU = torch.cuda.is_available()
 

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import pc
 from pc.__main__ import POLICIES, SHELLS, app
 from pc.check import Row
-from pc.triton_ops._triton import INTERPRET
+from pc.triton_ops._core.runtime import INTERPRET
 
 
 def test_version() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 if "." not in __name__:
     raise ImportError(f"import pc.triton_ops, not {__name__}: operators are registered under the package's name")
 
-from ._checks import set_debug_mode
-from ._triton import INTERPRET, load_kernels
+from ._core.checks import set_debug_mode
+from ._core.runtime import INTERPRET, load_kernels
 from .attention_plan import attention_plan
 from .copy_blocks import copy_blocks, copy_blocks_list
 from .gather_blocks import gather_blocks, gather_blocks_list

@@ -19,9 +19,9 @@ from ._attention.checks import check_batch, check_lengths
 from ._attention.constants import architecture
 from ._attention.layout import PlanShape
 from ._attention.plan import PlanLaunch, build_plan, refresh_cached
-from ._checks import bad_argument, check_tensor
-from ._library import operator, record_of
-from ._triton import require_triton
+from ._core.checks import bad_argument, check_tensor
+from ._core.operator import operator, record_of
+from ._core.runtime import require_triton
 
 
 def _check(args: Any) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ._checks import bad_argument, check_caches, check_index, check_reachable, lowest_entry, on_host
 from ._copy import cpu
 from ._copy.launch import launch_move_rows
-from ._library import operator
+from ._core.checks import bad_argument, check_caches, check_index, check_reachable, lowest_entry, on_host
+from ._core.operator import operator
 from .gather_blocks import gather_blocks, gather_blocks_list
 
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ._attention.dense import arange_i32, as_blocks, build_packed_tables, full_i32, strided_block_table
-from ._checks import CACHE_LAYOUT, bad_argument, check_tensor, describe, reads_values
-from ._dispatch import cached_launch, needs_dispatcher
+from ._core.cache import cached_launch, needs_dispatcher
+from ._core.checks import CACHE_LAYOUT, bad_argument, check_tensor, describe, reads_values
 from ._flash.append import Append, Rotary
 from ._flash.arguments import (
     FlashArgs,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ._copy.ops import BLOCKS, empty_rows, gather_cpu, move_rows
-from ._library import operator
+from ._core.operator import operator
 
 
 def _cpu(args: Any) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ._copy.ops import SLOTS, empty_rows, gather_cpu, move_rows
-from ._library import operator
+from ._core.operator import operator
 from .gather_blocks import gather_blocks, gather_blocks_list
 
 

@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 
-from ._checks import (
+from ._copy import cpu
+from ._copy.launch import launch_move_rows
+from ._core.cache import LaunchCache, aligned
+from ._core.checks import (
     INDEX_DTYPES,
     bad_argument,
     check_caches,
@@ -24,11 +27,8 @@ from ._checks import (
     on_host,
     reads_values,
 )
-from ._copy import cpu
-from ._copy.launch import launch_move_rows
-from ._dispatch import LaunchCache, aligned
-from ._launch import Launch
-from ._library import operator, record_of
+from ._core.launch import Launch
+from ._core.operator import operator, record_of
 from .gather_blocks import gather_blocks_list
 
 _FEW_SEQUENCES, _LONG_SEQUENCE = 8, 1 << 18

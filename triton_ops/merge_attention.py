@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from ._attention.constants import next_power_of_2
-from ._checks import FLOATS, bad_argument, check_last_dim, check_tensor
-from ._dispatch import aligned
-from ._launch import Launch
-from ._library import operator
-from ._triton import require_triton
+from ._core.cache import aligned
+from ._core.checks import FLOATS, bad_argument, check_last_dim, check_tensor
+from ._core.launch import Launch
+from ._core.operator import operator
+from ._core.runtime import require_triton
 
 _PIECE_ELEMENTS = 1 << 18
 Pair = tuple[torch.Tensor, torch.Tensor]

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from ._attention.constants import next_power_of_2
-from ._checks import (
+from ._core.cache import LaunchCache, aligned
+from ._core.checks import (
     CACHE_LAYOUT,
     FLOATS,
     bad_argument,
@@ -25,11 +26,10 @@ from ._checks import (
     describe,
     lowest_entry,
 )
-from ._dispatch import LaunchCache, aligned
-from ._launch import Launch
-from ._library import operator
-from ._quantize import QUANTIZED_DTYPES, as_codes, code_kind, quantize
-from ._triton import require_triton
+from ._core.launch import Launch
+from ._core.operator import operator
+from ._core.quantize import QUANTIZED_DTYPES, as_codes, code_kind, quantize
+from ._core.runtime import require_triton
 from .rope_and_cache import rotate
 
 

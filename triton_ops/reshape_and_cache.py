@@ -14,7 +14,8 @@ import torch
 
 from ._attention.checks import MAX_HEAD_DIM, check_cache
 from ._attention.constants import next_power_of_2
-from ._checks import (
+from ._core.cache import aligned
+from ._core.checks import (
     FLOATS,
     bad_argument,
     check_last_dim,
@@ -23,11 +24,10 @@ from ._checks import (
     describe,
     lowest_entry,
 )
-from ._dispatch import aligned
-from ._launch import Launch
-from ._library import operator
-from ._quantize import as_codes, code_kind, equal_scales, quantize, refuse_nan, scale_kind
-from ._triton import require_triton
+from ._core.launch import Launch
+from ._core.operator import operator
+from ._core.quantize import as_codes, code_kind, equal_scales, quantize, refuse_nan, scale_kind
+from ._core.runtime import require_triton
 
 
 def check_write(write: Any) -> None:

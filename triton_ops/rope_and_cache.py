@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from ._attention.constants import next_power_of_2
-from ._checks import FLOATS, INDEX_DTYPES, bad_argument, check_last_dim, check_tensor, describe
-from ._dispatch import aligned
-from ._launch import Launch
-from ._library import operator
-from ._quantize import code_kind, scale_kind
-from ._triton import require_triton
+from ._core.cache import aligned
+from ._core.checks import FLOATS, INDEX_DTYPES, bad_argument, check_last_dim, check_tensor, describe
+from ._core.launch import Launch
+from ._core.operator import operator
+from ._core.quantize import code_kind, scale_kind
+from ._core.runtime import require_triton
 from .reshape_and_cache import (
     cache_tensors,
     check_write,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ._checks import (
+from ._core.checks import (
     CACHE_LAYOUT,
     FLOATS,
     bad_argument,
@@ -24,9 +24,9 @@ from ._checks import (
     describe,
     lowest_entry,
 )
-from ._library import operator
-from ._quantize import QUANTIZED_DTYPES, as_codes
-from ._triton import require_triton
+from ._core.operator import operator
+from ._core.quantize import QUANTIZED_DTYPES, as_codes
+from ._core.runtime import require_triton
 from .move_slots import check_moves, launch_move, rotate_pairs_, rotation_cos_sin
 
 # Elements of a piece that a CPU rotates, so that their float32 copies fit its caches.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ._copy.ops import BLOCKS, move_rows, scatter_cpu
-from ._library import operator
+from ._core.operator import operator
 from .gather_blocks import gather_blocks_list
 
 

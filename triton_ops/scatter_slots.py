@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ._copy.ops import SLOTS, move_rows, scatter_cpu
-from ._library import operator
+from ._core.operator import operator
 from .scatter_blocks import scatter_blocks, scatter_blocks_list
 
 

@@ -18,8 +18,8 @@ from ._attention.build import build_attention
 from ._attention.layout import PlanShape
 from ._attention.operator import attention_operator, with_lse
 from ._attention.plan import build_plan, cached_with
-from ._dispatch import LaunchCache, aligned
-from ._launch import Launch, current_stream
+from ._core.cache import LaunchCache, aligned
+from ._core.launch import Launch, current_stream
 from .merge_attention import Pair, build_merge_launch
 from .paged_attention import paged_attention
 

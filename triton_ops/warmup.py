@@ -13,8 +13,8 @@ import torch
 
 from ._attention.build import INVARIANT_SPLIT_KEYS, MERGED_SPLITS
 from ._attention.layout import DECODE_QUERIES, MIN_SPLIT_TILES, TILE_KEYS
-from ._checks import check_integer
-from ._library import record_of
+from ._core.checks import check_integer
+from ._core.operator import record_of
 from .latent_attention import latent_attention
 from .reshape_and_cache import reshape_and_cache
 from .sparse_gap_attention import sparse_gap_attention

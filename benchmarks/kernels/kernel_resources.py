@@ -34,9 +34,9 @@ from pc.triton_ops._attention import constants, dense
 from pc.triton_ops._attention.arguments import AttentionArgs
 from pc.triton_ops._attention.build import build_attention
 from pc.triton_ops._attention.constants import Architecture
-from pc.triton_ops._dispatch import forget_choices
+from pc.triton_ops._core.cache import forget_choices
+from pc.triton_ops._core.runtime import load_kernels
 from pc.triton_ops._flash import append
-from pc.triton_ops._triton import load_kernels
 
 from ..harness import tables
 from . import sass

@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.language import constexpr
 
 from pc.triton_ops._attention.constants import Architecture
-from pc.triton_ops._checks import reads_values
+from pc.triton_ops._core.checks import reads_values
 
 from ..harness.tables import ROOT
 

@@ -27,7 +27,7 @@ from pc.triton_ops._attention.constants import (
     next_power_of_2,
     programs_per_processor,
 )
-from pc.triton_ops._dispatch import forget_choices
+from pc.triton_ops._core.cache import forget_choices
 
 from ..harness import timing
 from ..harness.conditions import conditions

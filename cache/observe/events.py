@@ -18,7 +18,7 @@ from collections import deque
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ...triton_ops._checks import check_integer
+from ...triton_ops._core.checks import check_integer
 from ..keys import KeyAt
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from ...triton_ops._checks import on_host
 from ...triton_ops._copy.cpu import empty
+from ...triton_ops._core.checks import on_host
 from ..allocation import BaseAllocation
 from ..manager import CacheManager
 from ..runs import Slots

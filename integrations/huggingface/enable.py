@@ -15,7 +15,7 @@ import torch
 
 from ...cache import Explanation
 from ...cache.manager import REUSES
-from ...triton_ops._checks import check_share
+from ...triton_ops._core.checks import check_share
 from ..tested import say_untested
 from .api import Framework, GenerationMixin
 from .calls import RequestReport, ServedStats

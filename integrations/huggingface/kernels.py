@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...triton_ops._checks import FLOATS
+from ...triton_ops._core.checks import FLOATS
 from ...triton_ops._verify import Shape
 from ...triton_ops._verify.remembered import first_fault
 from .calls import UnsupportedError

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...triton_ops._checks import check_share
+from ...triton_ops._core.checks import check_share
 
 MAX_CPU_BYTES = 4 << 30  # the largest default size of a cache on a CPU
 

@@ -8,7 +8,7 @@ import torch
 
 from ...triton_ops import paged_attention, sliding_window_attention, sparse_gap_attention
 from ...triton_ops._attention.checks import MAX_HEAD_DIM
-from ...triton_ops._checks import FLOATS
+from ...triton_ops._core.checks import FLOATS
 from .api import (
     AttentionBackend,
     AttentionType,

@@ -12,7 +12,7 @@ import torch
 
 from ...triton_ops import attention_plan
 from ...triton_ops._attention.layout import PlanShape
-from ...triton_ops._triton import INTERPRET
+from ...triton_ops._core.runtime import INTERPRET
 
 WORD = 32
 """Number of bits in a word of a tree mask."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .triton_ops._triton import INTERPRET
+from .triton_ops._core.runtime import INTERPRET
 from .triton_ops._verify import Row, Shape, check_kernels, runs_kernels
 
 if TYPE_CHECKING:

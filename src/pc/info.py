@@ -14,7 +14,7 @@ import torch
 from .integrations.tested import TESTED, installed, text_of, untested
 from .triton_ops._attention import tuned
 from .triton_ops._attention.constants import Tiles, architecture, decode_tiles, prefill_tiles
-from .triton_ops._triton import HAS_TRITON, INTERPRET
+from .triton_ops._core.runtime import HAS_TRITON, INTERPRET
 
 PACKAGES = ("torch", "triton", "numpy", "einops", "xxhash")
 VARIABLES = ("TRITON_INTERPRET", "PC_DEBUG", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "HF_HUB_OFFLINE")

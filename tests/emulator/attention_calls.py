@@ -13,7 +13,7 @@ from attention_cases import Case, build, check, plan_in_numpy
 
 import pc
 from pc.triton_ops._attention.layout import PlanShape, plan_views
-from pc.triton_ops._launch import Launch
+from pc.triton_ops._core.launch import Launch
 from pc.triton_ops.kernels.attention import _merge_splits_kernel
 
 BF16, F16, E4M3, INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8

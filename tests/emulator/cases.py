@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from pc.triton_ops._dispatch import forget_choices
+from pc.triton_ops._core.cache import forget_choices
 
 from .attention_calls import ATTENTION_CASES
 from .flash_calls import FLASH_CASES

@@ -8,7 +8,7 @@ import random
 import torch
 
 import pc
-from pc.triton_ops._quantize import quantize
+from pc.triton_ops._core.quantize import quantize
 
 from .random_memory import equal, loose, same, twin
 from .row_calls import _turned as turned

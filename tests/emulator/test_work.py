@@ -12,7 +12,7 @@ from benchmarks.harness import tables
 from benchmarks.kernels import launches, steps, work
 from emulator.device import ARCH
 from pc.triton_ops._attention import build
-from pc.triton_ops._dispatch import forget_choices
+from pc.triton_ops._core.cache import forget_choices
 
 ROWS = {
     row["case"]: row

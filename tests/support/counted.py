@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pc.triton_ops._triton import INTERPRET
+from pc.triton_ops._core.runtime import INTERPRET
 
 counts_work = pytest.mark.skipif(not INTERPRET, reason="counted in the interpreter")
 

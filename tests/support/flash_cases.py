@@ -10,7 +10,8 @@ from unittest import mock
 
 import torch
 
-from pc.triton_ops import _dispatch, _flash, flash_attn
+from pc.triton_ops import _flash, flash_attn
+from pc.triton_ops._core import cache
 
 EMPTY = -math.inf
 
@@ -19,7 +20,7 @@ EMPTY = -math.inf
 def as_on_a_device() -> Iterator[None]:
     """Within it no value of a tensor is read, and what was chosen for a call is found again, where kernels run."""
     with contextlib.ExitStack() as stack:
-        for module in (_flash.arguments, _flash.append, _flash.attend, _dispatch, flash_attn):
+        for module in (_flash.arguments, _flash.append, _flash.attend, cache, flash_attn):
             stack.enter_context(mock.patch.object(module, "reads_values", return_value=False))
         yield
 

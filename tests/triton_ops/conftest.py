@@ -12,9 +12,9 @@ import torch
 
 from pc.triton_ops._attention import build
 from pc.triton_ops._attention.build import AttentionLaunch
-from pc.triton_ops._checks import debug_mode_enabled, set_debug_mode
-from pc.triton_ops._dispatch import forget_choices
-from pc.triton_ops._triton import INTERPRET
+from pc.triton_ops._core.cache import forget_choices
+from pc.triton_ops._core.checks import debug_mode_enabled, set_debug_mode
+from pc.triton_ops._core.runtime import INTERPRET
 
 if INTERPRET:
     from guarded import guarded_memory

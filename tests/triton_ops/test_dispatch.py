@@ -13,8 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pc
-from pc.triton_ops import _dispatch, _library
-from pc.triton_ops._dispatch import MAX_REMEMBERED, LaunchCache, cached_launch, forget_choices
+from pc.triton_ops._core import cache as launch_cache
+from pc.triton_ops._core import operator as registration
+from pc.triton_ops._core.cache import MAX_REMEMBERED, LaunchCache, cached_launch, forget_choices
 
 _names = itertools.count()
 
@@ -31,7 +32,7 @@ class Operator:
         fake.__name__ = fake.__qualname__ = name
         fake.__signature__ = inspect.signature(_like)
         fake.__annotations__ = typing.get_type_hints(_like)
-        self.call = _library.operator(cpu=launch, launch=launch)(fake)
+        self.call = registration.operator(cpu=launch, launch=launch)(fake)
         self.op = getattr(torch.ops.pc, name)
 
     def _build(self, args):
@@ -244,7 +245,7 @@ def test_a_cache_tells_calls_apart_by_all_that_kernels_are_chosen_by():
 
 
 def test_a_cache_does_without_what_torch_does_not_promise(monkeypatch):
-    monkeypatch.setattr(_dispatch, "TensorGuards", None)
+    monkeypatch.setattr(launch_cache, "TensorGuards", None)
     test_a_cache_tells_calls_apart_by_all_that_kernels_are_chosen_by()
 
 

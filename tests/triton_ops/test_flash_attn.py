@@ -22,7 +22,7 @@ from pc.flash_attn import (
     get_scheduler_metadata,
 )
 from pc.triton_ops._attention.dense import as_blocks
-from pc.triton_ops._triton import INTERPRET, KERNELS_ON_CPU
+from pc.triton_ops._core.runtime import INTERPRET, KERNELS_ON_CPU
 
 # In the interpreter, only the first case of a test is quick, as for any test.
 every_case_quick = (lambda test: test) if INTERPRET else pytest.mark.quick

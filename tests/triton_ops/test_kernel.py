@@ -13,8 +13,8 @@ import torch
 import pc
 from pc.triton_ops._attention.predicate import Mask
 from pc.triton_ops._attention.scores import Terms
-from pc.triton_ops._launch import constants, numbers
-from pc.triton_ops._triton import INTERPRET
+from pc.triton_ops._core.launch import constants, numbers
+from pc.triton_ops._core.runtime import INTERPRET
 
 tl = pytest.importorskip("triton.language")
 kernel = importlib.import_module("pc.triton_ops.kernels.bundles").kernel

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pc.triton_ops._triton import HAS_TRITON, INTERPRET
+from pc.triton_ops._core.runtime import HAS_TRITON, INTERPRET
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHER_CASES = ["decode bf16 d128 g4", "prefill bf16 d128 g4"]

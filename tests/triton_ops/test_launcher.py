@@ -11,8 +11,8 @@ import torch
 from pc.triton_ops._attention import build
 from pc.triton_ops._attention.constants import Architecture
 from pc.triton_ops._copy import launch as rows
-from pc.triton_ops._dispatch import forget_choices
-from pc.triton_ops._triton import HAS_TRITON, INTERPRET
+from pc.triton_ops._core.cache import forget_choices
+from pc.triton_ops._core.runtime import HAS_TRITON, INTERPRET
 
 needs_compiler = pytest.mark.skipif(
     INTERPRET or not HAS_TRITON or torch.version.hip is not None, reason="compiles for CUDA, so not in the interpreter"

@@ -18,8 +18,8 @@ from attention_cases import Case, build
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pc
-from pc.triton_ops import _library
 from pc.triton_ops._copy import ops as rows_ops
+from pc.triton_ops._core import operator as registration
 
 # In the package, an operator and its module have the same name.
 joining = importlib.import_module("pc.triton_ops.join_prefix")
@@ -146,7 +146,7 @@ def test_kernels_run_on_the_device_of_the_first_tensor_on_one(place: str, index:
         other = torch.empty(3, device="cpu" if index is None else f"cuda:{index}")
         args = {"first": (other,), "behind host memory": (host, other), "in a list": ([host, host], 1.0, [other])}
         kwargs = {"out": other} if place == "by name" else {}
-        launched = _library._on_own_device(lambda args: "launched", lambda *args, **kwargs: (args, kwargs))
+        launched = registration._on_own_device(lambda args: "launched", lambda *args, **kwargs: (args, kwargs))
         assert launched(*args.get(place, (host,)), **kwargs) == "launched"
         assert entered == ([torch.device("cuda:1")] if index == 1 else [])
 
@@ -164,7 +164,7 @@ def test_pinned_caches_reach_their_kernels() -> None:
         cache = torch.empty(4, 2, 3)
         index = torch.empty(3, dtype=torch.int64, device="cuda:1")
         tables, lens = index.new_empty(2, 2), index.new_empty(2)
-        launch = lambda function, run: _library._on_own_device(run, _library.record_of(function))  # noqa: E731
+        launch = lambda function, run: registration._on_own_device(run, registration.record_of(function))  # noqa: E731
         gathered = launch(pc.gather_slots, importlib.import_module("pc.triton_ops.gather_slots")._launch)(cache, index)
         assert gathered.device == index.device
         blocks = importlib.import_module("pc.triton_ops.gather_blocks")

@@ -14,7 +14,7 @@ import torch
 from attention_cases import Batch, Case, build
 
 import pc
-from pc.triton_ops._triton import INTERPRET
+from pc.triton_ops._core.runtime import INTERPRET
 
 triton, tl = pytest.importorskip("triton"), pytest.importorskip("triton.language")
 

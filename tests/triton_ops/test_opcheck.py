@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import pc
 from pc.triton_ops._attention.layout import PlanShape
-from pc.triton_ops._triton import INTERPRET
+from pc.triton_ops._core.runtime import INTERPRET
 
 SCHEMA = ("test_schema", "test_autograd_registration", "test_faketensor")
 ALL = (*SCHEMA, "test_aot_dispatch_dynamic")

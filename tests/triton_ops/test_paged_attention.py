@@ -13,7 +13,7 @@ from attention_cases import Case, build, check, dense
 
 import pc
 from pc.triton_ops._attention.plan import cached_with
-from pc.triton_ops._triton import INTERPRET
+from pc.triton_ops._core.runtime import INTERPRET
 
 BF16, F16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 CASES = [

@@ -18,7 +18,7 @@ import pc
 from pc.triton_ops._copy.launch import TILE_UNITS, tile_of
 from pc.triton_ops._copy.layout import row_layout
 from pc.triton_ops._copy.ops import contiguous_runs, copy_runs
-from pc.triton_ops._triton import HAS_TRITON, INTERPRET
+from pc.triton_ops._core.runtime import HAS_TRITON, INTERPRET
 
 
 def test_contiguous_rows_move_in_sixteen_bytes():

@@ -11,7 +11,7 @@ from counted import counted_work, counts_work
 import pc
 from pc.triton_ops._attention import plan_cpu
 from pc.triton_ops._attention.predicate import Mask
-from pc.triton_ops._triton import INTERPRET
+from pc.triton_ops._core.runtime import INTERPRET
 
 CASES = [
     Case(lens=(200, 90), queries=(1, 40), window=1),

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pc.triton_ops._triton import HAS_TRITON, INTERPRET
+from pc.triton_ops._core.runtime import HAS_TRITON, INTERPRET
 
 pytestmark = [
     pytest.mark.skipif(not HAS_TRITON, reason="needs triton"),

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import pc
-from pc.triton_ops._library import LIBRARY
-from pc.triton_ops._triton import INTERPRET
+from pc.triton_ops._core.operator import LIBRARY
+from pc.triton_ops._core.runtime import INTERPRET
 from pc.triton_ops._verify import USES, Shape, check_kernels
 from pc.triton_ops._verify.cases import all_cases, small_cases
 

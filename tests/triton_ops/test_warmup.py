@@ -10,7 +10,7 @@ import torch
 
 import pc
 from benchmarks.harness.tables import RESULTS, read_rows
-from pc.triton_ops._triton import HAS_TRITON, INTERPRET
+from pc.triton_ops._core.runtime import HAS_TRITON, INTERPRET
 
 ROWS = read_rows(RESULTS / "life.csv")
 

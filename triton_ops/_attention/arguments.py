@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._checks import bad_argument
-from .._dispatch import aligned
+from .._core.cache import aligned
+from .._core.checks import bad_argument
 from .layout import DECODE_QUERIES
 from .predicate import Mask
 from .scores import Terms

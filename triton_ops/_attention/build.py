@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._launch import Launch, constants, current_stream, numbers
-from .._quantize import as_codes, equal_scales, scale_kind
-from .._triton import INTERPRET, require_triton
+from .._core.launch import Launch, constants, current_stream, numbers
+from .._core.quantize import as_codes, equal_scales, scale_kind
+from .._core.runtime import INTERPRET, require_triton
 from .arguments import AttentionArgs, PlanOptions
 from .constants import (
     Architecture,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._checks import CACHE_LAYOUT, FLOATS, bad_argument, check_last_dim, check_tensor, describe
-from .._quantize import QUANTIZED_DTYPES
+from .._core.checks import CACHE_LAYOUT, FLOATS, bad_argument, check_last_dim, check_tensor, describe
+from .._core.quantize import QUANTIZED_DTYPES
 from .arguments import NOT_NEGATIVE, AttentionArgs
 from .layout import PlanShape
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .._triton import INTERPRET, KERNELS_ON_CPU
+from .._core.runtime import INTERPRET, KERNELS_ON_CPU
 from .layout import TILE_KEYS
 from .tuned import PROGRAMS, TILES
 

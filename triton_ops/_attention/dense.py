@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from .._dispatch import LaunchCache, aligned, may_cache_tensors, needs_dispatcher, runs_kernels
-from .._launch import Launch, current_stream
-from .._triton import KERNELS_ON_CPU, require_triton
+from .._core.cache import LaunchCache, aligned, may_cache_tensors, needs_dispatcher, runs_kernels
+from .._core.launch import Launch, current_stream
+from .._core.runtime import KERNELS_ON_CPU, require_triton
 
 # The block size that serving caches use and kernels are tuned for. For other lengths each token is a block, because a
 # kernel is compiled for a block size, which must not follow the length.

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .._launch import Launch, constants, current_stream, numbers
+from .._core.launch import Launch, constants, current_stream, numbers
 from .arguments import AttentionArgs
 from .build import (
     NewResults,

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec
 
 import torch
 
-from .._library import doc_sections, joined_sections, operator
+from .._core.operator import doc_sections, joined_sections, operator
 from .arguments import AttentionArgs, binding
 from .build import build_attention
 from .checks import check_attention, check_attention_values

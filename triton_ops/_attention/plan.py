@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
-from .._dispatch import LaunchCache, aligned
-from .._launch import Launch, current_stream, flags, numbers
+from .._core.cache import LaunchCache, aligned
+from .._core.launch import Launch, current_stream, flags, numbers
 from .arguments import PlanOptions
 from .constants import next_power_of_2
 from .layout import MIN_SPLIT_TILES, TILE_KEYS, PlanShape

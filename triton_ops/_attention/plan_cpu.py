@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .._checks import bad_argument
+from .._core.checks import bad_argument
 from . import layout
 from .arguments import AttentionArgs, PlanOptions
 from .layout import MIN_SPLIT_TILES, TILE_KEYS, PlanShape, plan_views

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .._attention.constants import next_power_of_2
-from .._dispatch import LaunchCache
-from .._launch import Launch
-from .._triton import INTERPRET, require_triton
+from .._core.cache import LaunchCache
+from .._core.launch import Launch
+from .._core.runtime import INTERPRET, require_triton
 from .layout import MAX_OUTER, row_layout
 
 MAX_TENSORS = 8

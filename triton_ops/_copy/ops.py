@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._checks import check_caches, check_index, check_reachable, check_rows, lowest_entry, on_host
+from .._core.checks import check_caches, check_index, check_reachable, check_rows, lowest_entry, on_host
 from . import cpu
 from .launch import launch_move_rows
 from .layout import address_of, row_bytes

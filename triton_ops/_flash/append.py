@@ -14,11 +14,11 @@ import torch
 
 from .._attention.constants import next_power_of_2
 from .._attention.dense import arange_i32
-from .._checks import bad_argument, describe, reads_values
-from .._dispatch import aligned, needs_dispatcher, runs_kernels
-from .._launch import Launch
-from .._quantize import QUANTIZED_DTYPES
-from .._triton import require_triton
+from .._core.cache import aligned, needs_dispatcher, runs_kernels
+from .._core.checks import bad_argument, describe, reads_values
+from .._core.launch import Launch
+from .._core.quantize import QUANTIZED_DTYPES
+from .._core.runtime import require_triton
 from ..reshape_and_cache import reshape_and_cache
 from ..rope_and_cache import rope_and_cache, rotate
 from ..scatter_slots import scatter_slots_list

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from .._checks import bad_argument, check_integer, debug_mode_enabled, describe, reads_values, refuse_grad
-from .._dispatch import current_device, may_cache_tensors, needs_dispatcher
-from .._launch import current_stream
+from .._core.cache import current_device, may_cache_tensors, needs_dispatcher
+from .._core.checks import bad_argument, check_integer, debug_mode_enabled, describe, reads_values, refuse_grad
+from .._core.launch import current_stream
 
 
 class FlashOptions(NamedTuple):

@@ -14,8 +14,8 @@ import torch
 
 from .._attention.dense import arange_i32
 from .._attention.layout import PlanShape
-from .._checks import bad_argument, describe, reads_values
-from .._quantize import QUANTIZED_DTYPES
+from .._core.checks import bad_argument, describe, reads_values
+from .._core.quantize import QUANTIZED_DTYPES
 from ..latent_attention import latent_attention, latent_attention_with_lse
 from ..merge_attention import merge_attention
 from ..paged_attention import paged_attention, paged_attention_with_lse

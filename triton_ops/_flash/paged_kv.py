@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from .._attention.dense import arange_i32, as_blocks
-from .._checks import bad_argument, describe
-from .._dispatch import needs_dispatcher
+from .._core.cache import needs_dispatcher
+from .._core.checks import bad_argument, describe
 from .arguments import check_values, known
 
 

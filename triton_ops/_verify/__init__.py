@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._triton import HAS_TRITON, INTERPRET, KERNELS_ON_CPU
+from .._core.runtime import HAS_TRITON, INTERPRET, KERNELS_ON_CPU
 from .cases import USES, Case, Planned, Shape, all_cases, small_cases
 from .oracle import Expected, difference
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from .._triton import INTERPRET
+from .._core.runtime import INTERPRET
 from . import Row, Shape, check_kernels, runs_kernels
 
 _known: dict[str, Row | None] = {}

@@ -12,7 +12,7 @@ from typing import Any
 
 import triton
 
-from .._triton import INTERPRET, is_set
+from .._core.runtime import INTERPRET, is_set
 
 if is_set("TRITON_INTERPRET") != INTERPRET:
     raise RuntimeError(

@@ -20,7 +20,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .._launch import num_numbers
+from .._core.launch import num_numbers
 
 
 def kernel(do_not_specialize: Sequence[str], **bundles: type[tuple[Any, ...]]) -> Callable[[Callable[..., None]], Any]:

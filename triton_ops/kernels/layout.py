@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .._attention import layout
-from .._triton import INTERPRET
+from .._core.runtime import INTERPRET
 
 
 def kernel_constants(*values: int) -> Iterator[Any]:

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from ....triton_ops import attention_plan, merge_attention, paged_attention_with_lse, sparse_gap_attention_with_lse
 from ....triton_ops._attention.cpu_masked import flash_kernel
-from ....triton_ops._triton import KERNELS_ON_CPU
+from ....triton_ops._core.runtime import KERNELS_ON_CPU
 from ..api import Cache, DynamicLayer, DynamicSlidingWindowLayer, length_behind_crop
 from ..calls import refuse_if
 from ..paged.batch import needs_plan

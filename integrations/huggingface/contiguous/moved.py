@@ -12,7 +12,7 @@ import torch
 from ....cache import Allocation
 from ....triton_ops import copy_blocks, move_slots, sparse_gap_attention
 from ....triton_ops._attention.dense import arange_i32, as_blocks, full_i32, strided_block_table
-from ....triton_ops._triton import KERNELS_ON_CPU
+from ....triton_ops._core.runtime import KERNELS_ON_CPU
 from ..api import DynamicCache, DynamicLayer, cache_argument, keeps_logits, uses_attention_interface
 from ..calls import UnsupportedError, refuse_if, refusing
 from ..images import alike

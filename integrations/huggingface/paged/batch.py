@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .... import triton_ops  # noqa: F401  registers torch.ops.pc
-from ....triton_ops._triton import KERNELS_ON_CPU
+from ....triton_ops._core.runtime import KERNELS_ON_CPU
 
 ALIGNMENT = 16  # bytes at whose multiples tensors begin: what triton compiles the faster kernels for
 

@@ -8,7 +8,7 @@ import torch
 
 from ....triton_ops import paged_attention, reshape_and_cache, shared_prefix_attention, sliding_window_attention
 from ....triton_ops._attention.checks import MAX_HEAD_DIM
-from ....triton_ops._checks import FLOATS
+from ....triton_ops._core.checks import FLOATS
 from ..api import (
     AttentionBackend,
     AttentionImpl,

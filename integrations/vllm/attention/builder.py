@@ -16,7 +16,7 @@ import torch
 
 from ....triton_ops import attention_plan
 from ....triton_ops._attention.layout import PlanShape
-from ....triton_ops._triton import INTERPRET
+from ....triton_ops._core.runtime import INTERPRET
 from ..api import (
     AttentionCGSupport,
     AttentionLayerBase,

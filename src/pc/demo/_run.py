@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..triton_ops._checks import check_integer
+from ..triton_ops._core.checks import check_integer
 from ._compress import show_compressed
 from ._images import IMAGES, SIZE, image_prompts, load_seeing_model
 from ._images import QUESTIONS as IMAGE_QUESTIONS

@@ -28,7 +28,7 @@ from pc.integrations.huggingface import (
 from pc.integrations.huggingface.contiguous.serve import Contiguous
 from pc.integrations.huggingface.paged import graphs
 from pc.integrations.huggingface.paged.serve import Paged
-from pc.triton_ops._triton import INTERPRET
+from pc.triton_ops._core.runtime import INTERPRET
 from pc.triton_ops._verify import Row, Shape, remembered
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
 import vllm_engine
 from vllm_models import SIZES
 
-from pc.triton_ops._triton import INTERPRET
+from pc.triton_ops._core.runtime import INTERPRET
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(INTERPRET, reason="kernels in the interpreter: test_interpreter.py")]
 

@@ -9,7 +9,7 @@ pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
 
 import vllm_engine
 
-from pc.triton_ops._triton import INTERPRET
+from pc.triton_ops._core.runtime import INTERPRET
 
 pytestmark = pytest.mark.skipif(not INTERPRET, reason="needs TRITON_INTERPRET=1")
 

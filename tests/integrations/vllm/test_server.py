@@ -25,7 +25,7 @@ from safetensors import safe_open
 from vllm_page import BLOCKS, PAGE, commands
 
 from benchmarks.engines import vllm_server
-from pc.triton_ops._triton import INTERPRET
+from pc.triton_ops._core.runtime import INTERPRET
 
 pytestmark = [
     pytest.mark.slow,

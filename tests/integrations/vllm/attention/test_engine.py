@@ -14,7 +14,7 @@ from vllm_models import WINDOW
 
 import pc
 from pc.integrations.vllm import features
-from pc.triton_ops._triton import INTERPRET
+from pc.triton_ops._core.runtime import INTERPRET
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels in the interpreter: test_interpreter.py")
 

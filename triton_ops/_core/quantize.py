@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ._checks import bad_argument
+from .checks import bad_argument
 
 QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.int8)
 """Dtypes of quantized caches."""

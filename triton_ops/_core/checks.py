@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ._triton import KERNELS_ON_CPU, is_set
+from .runtime import KERNELS_ON_CPU, is_set
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 INDEX_DTYPES = (torch.int32, torch.int64)

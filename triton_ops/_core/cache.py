@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from ._checks import reads_values
-from ._triton import KERNELS_ON_CPU
+from .checks import reads_values
+from .runtime import KERNELS_ON_CPU
 
 try:
     from torch._C._dynamo.guards import TensorGuards

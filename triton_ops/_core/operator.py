@@ -31,9 +31,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from ._checks import INDEX_DTYPES, bad_argument, describe, refuse_grad
-from ._dispatch import cached_launch
-from ._triton import KERNELS_ON_CPU
+from .cache import cached_launch
+from .checks import INDEX_DTYPES, bad_argument, describe, refuse_grad
+from .runtime import KERNELS_ON_CPU
 
 # "pc", or what a copy of the package is imported as: their operators do not meet.
 NAMESPACE = __name__.partition(".")[0]
@@ -80,7 +80,7 @@ def operator(
     the end makes two operators, `<name>` and `<name>.out`. The second writes to `out` and returns nothing.
 
     Args:
-        cpu: Runs on CPU tensors, unless kernels do (`_triton.KERNELS_ON_CPU`).
+        cpu: Runs on CPU tensors, unless kernels do (`runtime.KERNELS_ON_CPU`).
         launch: Runs where kernels do.
         build: Takes the place of `launch`: it returns the launch for all calls with the same options and metadata.
         check: Checks metadata, before `cpu`, `launch`, `build` and the fake.

@@ -27,7 +27,7 @@ driver, which then runs compiled kernels on host memory (tests/emulator). Fixed 
 
 def load_kernels() -> None:
     """Import all kernels. The interpreter needs this, because `triton.jit` reads its setting at import."""
-    kernels = importlib.import_module(f"{__package__}.kernels")
+    kernels = importlib.import_module("..kernels", __package__)
     for module in pkgutil.iter_modules(kernels.__path__):
         importlib.import_module(f"{kernels.__name__}.{module.name}")
 
