@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ._attention.arguments import Batch
+from ._attention.arguments import BatchArgs
 from ._attention.build import wanted_items
 from ._attention.checks import check_batch, check_lengths
 from ._attention.constants import architecture
@@ -53,14 +53,14 @@ def attention_plan_cpu(args: Any) -> torch.Tensor:
     from ._attention.plan_cpu import plan_cpu  # with numpy, which kernels do without
 
     _check_values(args)
-    batch: Batch = args
+    batch: BatchArgs = args
     plan = plan_cpu(*batch.batch, args.block_size, batch.plan_options(), _wanted_items(args))
     return plan if args.out is None else args.out.copy_(plan)
 
 
 def _build(args: Any) -> Callable[[Any], torch.Tensor]:
     require_triton("attention_plan")
-    batch: Batch = args
+    batch: BatchArgs = args
     launch = build_plan(*batch.batch, args.block_size, batch.plan_options(), _wanted_items(args), args.out)
     return functools.partial(_run, launch)
 
@@ -79,7 +79,7 @@ def _run(launch: PlanLaunch, args: Any) -> torch.Tensor:
     cpu=attention_plan_cpu,
     build=_build,
     check_values=_check_values,
-    arguments=lambda function: record_of(function, Batch),
+    arguments=lambda function: record_of(function, BatchArgs),
 )
 def attention_plan(
     block_tables: torch.Tensor,

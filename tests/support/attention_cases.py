@@ -89,11 +89,11 @@ class Batch:
 def plan_in_numpy(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Return what `pc.attention_plan` gives for CPU tensors, also where kernels run on these."""
     import pc
-    from pc.triton_ops._attention.arguments import Batch as PlanBatch
+    from pc.triton_ops._attention.arguments import BatchArgs
     from pc.triton_ops._core.operator import record_of
     from pc.triton_ops.attention_plan import attention_plan_cpu
 
-    return attention_plan_cpu(record_of(pc.attention_plan, PlanBatch)(*args, **kwargs))
+    return attention_plan_cpu(record_of(pc.attention_plan, BatchArgs)(*args, **kwargs))
 
 
 def build(case: Case) -> Batch:

@@ -32,7 +32,7 @@ class PlanOptions(NamedTuple):
         return {"decode_queries": self.decode_queries, "key_begin": self.key_begin, **mask}
 
 
-class Batch:
+class BatchArgs:
     """Properties of the arguments of plans and of attention: they decide which keys each query attends to."""
 
     __slots__ = ()
@@ -111,7 +111,7 @@ class _AttentionFields(NamedTuple):
     head_tables: bool = True  # whether the operator takes a block table per KV head
 
 
-class AttentionArgs(_AttentionFields, Batch):
+class AttentionArgs(_AttentionFields, BatchArgs):
     """The arguments of an attention operator, with defaults for those that the operator does not have."""
 
     __slots__ = ()
