@@ -8,7 +8,8 @@ and the policy's knowledge. An interrupt (`KeyboardInterrupt`, or an exception t
 is such an exception, and may come between any two instructions. The time of a rebuild is proportional to the number of
 blocks.
 
-Three rules keep verbs free of this:
+Three rules free verbs of this work:
+
 - A verb grows a request's tokens and tables in place, and replaces every other value (`Request`).
 - A verb that removes a request, or tokens of one, removes them in one step. From that step on it is complete, and its
   remaining changes can be rebuilt.

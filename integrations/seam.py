@@ -1,7 +1,7 @@
 """Checks of the private names that an adapter uses of its framework, and what plugins of engines share.
 
 An adapter's `api.py` is the only file that names anything private of the framework. It declares these names in tables,
-one for each feature, and calls the functions here before the feature is enabled:
+one for each feature. It calls the functions here before the feature is enabled. A table looks like this:
 
     NAMES = {
         "eviction": {

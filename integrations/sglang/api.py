@@ -1,6 +1,6 @@
 """Every private name of SGLang that this adapter uses. No other file imports SGLang or names its modules.
 
-A feature is served if the installed SGLang has what the tables here declare for it; see `seam` for their format.
+A feature is served if the installed SGLang has what the tables here declare for it. See `seam` for their format.
 
 - `NAMES`: functions, methods with the parameters we use, fields and attributes of SGLang's classes.
 - `REGISTRATION`: functions that make our names known to SGLang's options. Every feature needs its own part.

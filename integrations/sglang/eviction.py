@@ -33,8 +33,8 @@ from .pages import PageState
 class PolicyTreeCore(UnifiedTreeCore):
     """SGLang's own tree core in Python, with a policy in place of its heap of leaves.
 
-    Locks show which pages a request holds. A request finds pages when it is admitted, fills pages when its prompt or a
-    chunk has been computed, and releases all of them at its end. Evicting a page also evicts the pages behind it.
+    Locks show which pages a request holds. A request finds pages when it is admitted. It fills pages when its prompt or
+    a chunk has been computed. It releases all of them at its end. Evicting a page also evicts the pages behind it.
     """
 
     def __init__(self, params: Any, components: dict[Any, Any]) -> None:

@@ -155,8 +155,9 @@ def _attend_heads(
 ) -> Result:
     """Attend with slopes of heads, or without.
 
-    ALiBi is -slope * |t - p| for queries that see ahead, which takes two calls: keys up to p, and keys behind p in
-    reverse order. There an absent key shifts each key one position nearer to its query, and the lse makes up for it.
+    For queries that see keys after p, ALiBi is -slope * |t - p|, which takes two calls. One has the keys up to p, the
+    other has the keys behind p in reverse order. In the latter, an absent key shifts each key one position nearer to
+    its query. The lse corrects for that.
     """
     if options.chunk:
         keys = in_chunks(keys, options.chunk, options.causal)

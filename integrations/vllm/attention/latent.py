@@ -1,6 +1,6 @@
 """Multi-head latent attention for vLLM's layers. Decodes use `pc.latent_attention`, and prefills use vLLM's code.
 
-vLLM's code also writes latent rows, absorbs the projections of a decode, and expands those of a prefill.
+This code also writes latent rows, absorbs the projections of a decode, and expands those of a prefill.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 All heads of all layers are handled at once: the KV cache is read and written as rows, one key beside one value each.
 
 Heads with budgets of their own have block tables of their own. Each block is then divided into pages, one for each KV
-head. The attention of such a request is computed twice: with the whole batch, so that the results of other requests do
-not change, and by head.
+head. The attention of such a request is computed twice. First it is computed with the whole batch, so that the results
+of other requests do not change. Then it is computed for each head.
 """
 
 from __future__ import annotations

@@ -43,9 +43,12 @@ class TierLookup(AsyncLookupManager):
 class TierManager(SecondaryTierManager):
     """A secondary tier for vLLM's `TieringOffloadingSpec`, which moves chunks between host memory and a tier.
 
-    Options besides `type` and `module_path`: `model` names everything that decides a chunk besides its tokens and what
-    vLLM's offloading knows (groups of layers, dtype and ranks). That includes weights, adapters by name, and overrides.
-    `tier` and its options are as for `TierConnector`. `threads` threads read and write.
+    It has these options besides `type` and `module_path`:
+
+    - `model` names everything that decides a chunk's content, except its tokens, groups of layers, dtype and ranks.
+      This is weights, adapters by name, and overrides.
+    - `tier` and its options are those of `TierConnector`.
+    - `threads` is the number of threads that read and write.
 
     Chunks of another `model`, layout or size are never read. A chunk that the tier has lost is computed, and so are
     those behind it. A chunk that the tier refuses is a later miss.
