@@ -322,7 +322,7 @@ def test_what_a_budget_holds(model_path):
         with vllm_engine.engine(model_path("llama"), **options) as (llm, seen):
             asked, running = Asked(llm), []
             for number in range(12):
-                asked.add(str(number), prompt(320, number), budget, max_tokens=60)
+                asked.add(str(number), prompt(256, number), budget, max_tokens=60)
             while asked.engine.has_unfinished_requests():
                 asked.step()
                 running.append(len(asked.scheduler.running))
@@ -330,10 +330,10 @@ def test_what_a_budget_holds(model_path):
             steps.append(seen["steps"])
             at_once.append(sum(running) / len(running))
     print(f"steps {steps}, requests at once {at_once}")
-    assert steps[1] < 0.6 * steps[0]
-    assert steps[2] < 0.4 * steps[0]
-    assert at_once[0] < 2.5
-    assert at_once[1] > 1.6 * at_once[0]
+    assert steps[1] < 0.65 * steps[0]
+    assert steps[2] < 0.45 * steps[0]
+    assert at_once[0] < 2.3
+    assert at_once[1] > 1.5 * at_once[0]
     assert at_once[2] > 2.2 * at_once[0]
 
 
