@@ -108,25 +108,12 @@ def _attention(
     draw, (num_heads, kv_heads) = _Draw(f"{operator} {name}"), heads
     n, width = len(lens), max(-(-length // block_size) for length in lens) + 1
     num_blocks = n * width + 3
-    kept = dtype if cache_dtype is None else cache_dtype
     spread = 1.0 if cache_dtype is None else 20.0
     keys = draw.normal(num_blocks, block_size, kv_heads, head_dim) * spread
     values = draw.normal(num_blocks, block_size, kv_heads, value_dim or head_dim) * spread
-    orders = [draw.order(num_blocks)[: n * width] for _ in range(kv_heads if head_tables else 1)]
-    tables = torch.stack(orders).view(-1, n, width).transpose(0, 1).to(torch.int32).contiguous()
-    tables[:, :, :shared] = tables[:1, :, :shared]
-    tables[draw.uniform(*tables.shape) < holes] = -1
-    for i in range(n if holes else 0):  # a tile of keys without a block, at another place in each sequence and head
-        for head in range(tables.shape[1]):
-            first = -(-64 // block_size) * (1 + (i + head) % 2)
-            tables[i, head, first : first + -(-64 // block_size)] = -1
-    used = torch.zeros(num_blocks, block_size, kv_heads, dtype=torch.bool)
+    tables = _block_tables(draw, (kv_heads if head_tables else 1, n, width), block_size, shared, holes)
+    used = _used_slots(tables, lens, (num_blocks, block_size, kv_heads))
     for i, length in enumerate(lens):
-        t = torch.arange(length)
-        for head in range(kv_heads):
-            numbers = tables[i, head if head_tables else 0].long()
-            numbers = numbers[t // block_size]
-            used[numbers[numbers >= 0], (t % block_size)[numbers >= 0], head] = True
         tables[i, :, -(-length // block_size) :] = 2**31 - 1  # never read
     starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
     total = int(starts[-1])
@@ -139,76 +126,127 @@ def _attention(
     }
     if "sparse" in operator:
         arguments["query_positions"] = None
-    trees = [_tree(draw, count) for count in queries] if tree else []
     if tree:
-        masks = torch.zeros(total + 1, 1, dtype=torch.int32)
-        for begin, (_, ancestors) in zip(starts.tolist(), trees, strict=False):
-            for row, own in enumerate(ancestors):
-                masks[begin + row, 0] = sum(1 << token for token in own)
-        depths = [length - len(own) + depth for length, (own, _) in zip(lens, trees, strict=True) for depth in own]
-        arguments |= {"tree_mask": masks, "query_positions": torch.tensor([*depths, 0], dtype=torch.int32)}
+        arguments |= _trees(draw, lens, queries)
     elif scattered:
         rows = [draw.some(length, count) for length, count in zip(lens, queries, strict=True)]
         arguments["query_positions"] = torch.cat((*rows, torch.zeros(1))).to(torch.int32)
     if top_k:
-        lists = torch.full((total + 1, kv_heads, top_k), -1, dtype=torch.int32)
-        for i, length in enumerate(lens):
-            blocks = -(-length // block_size)
-            for row in range(int(starts[i]), int(starts[i + 1])):
-                for head in range(kv_heads):
-                    chosen = draw.some(blocks, min(blocks, top_k - row % 2))
-                    lists[row, head, : len(chosen)] = chosen
-        arguments["query_blocks"] = lists
+        arguments["query_blocks"] = _block_lists(draw, lens, starts.tolist(), kv_heads, top_k, block_size)
     if shared:
         arguments["num_shared_blocks"] = shared
-    if options.pop("alibi", False):
-        options["alibi_slopes"] = -draw.uniform(num_heads) / 4
-    if options.pop("sinks", False):
-        options["sinks"] = draw.normal(num_heads)
-    if cache_dtype is not None:
-        options["k_scale"] = draw.uniform(1 if latent else kv_heads) * 0.05 + 0.02
-        if not latent:
-            options["v_scale"] = draw.uniform(1) * 0.05 + 0.02
-    if latent:
-        options["value_dim"] = value_dim
-    arguments |= options
-
-    def put(unused: torch.Tensor) -> None:
-        stored = [keys, values]
-        if kept != INT8:
-            stored = [side.masked_fill(unused[..., None], NAN) for side in stored]
-        stored = [side.to(kept) for side in stored]
-        if head_major:
-            stored = [side.transpose(1, 2).contiguous().transpose(1, 2) for side in stored]
-        arguments.update(
-            {"cache": stored[0][:, :, 0]} if latent else zip(("key_cache", "value_cache"), stored, strict=True)
-        )
-
-    put(~used)
-    if tree or top_k:  # keys that no query attends to
-        for i, length in enumerate(lens):
-            t, seen = torch.arange(length), oracle.attended(arguments, i).any(1)
-            for head in range(kv_heads):
-                numbers = tables[i, head if head_tables else 0].long()[t // block_size]
-                dead = ~seen[head] & (numbers >= 0)
-                used[numbers[dead], (t % block_size)[dead], head] = False
-        put(~used)
+    arguments |= _drawn_options(draw, options, heads, cache_dtype is not None, value_dim if latent else None)
+    kept = dtype if cache_dtype is None else cache_dtype
+    arguments |= _stored([keys, values], ~used, kept, head_major, latent)
+    if tree or top_k:  # some keys are attended to by no query
+        _drop_unattended(used, tables, arguments)
+        arguments |= _stored([keys, values], ~used, kept, head_major, latent)
     exact, lse = oracle.attention(arguments, torch.float64)
     rounded = oracle.attention(arguments, dtype)[0]
     returned: tuple[Expected, ...] = (Near(exact, rounded), Within(lse, 1e-3, F32))
     if planned:
-        about = (
-            "block_tables",
-            "seq_lens",
-            "query_start_loc",
-            "window",
-            "num_sink_tokens",
-            "causal",
-            "query_positions",
-        )
-        given = {name: arguments[name] for name in about if name in arguments}
+        given = {name: arguments[name] for name in _PLANNED if name in arguments}
         arguments["plan"] = Planned(given | {"block_size": block_size, "num_kv_heads": kv_heads})
     return CaseCall(arguments, returned if operator.endswith("_with_lse") else returned[:1])
+
+
+_PLANNED = (*("block_tables", "seq_lens", "query_start_loc", "window", "num_sink_tokens", "causal", "query_positions"),)
+"""The arguments that an attention operator and its plan share."""
+
+
+def _block_tables(draw: _Draw, sizes: tuple[int, int, int], block_size: int, shared: int, holes: float) -> torch.Tensor:
+    """Return random block tables `[num_seqs, tables of a sequence, width]`.
+
+    Args:
+        draw: The source of random numbers.
+        sizes: Tables of a sequence, sequences, and the width of a table.
+        block_size: Token slots of a block.
+        shared: How many first blocks all sequences share.
+        holes: The share of absent blocks; with some, every table also lacks a tile of 64 keys, each at another place.
+    """
+    count, n, width = sizes
+    orders = [draw.order(n * width + 3)[: n * width] for _ in range(count)]
+    tables = torch.stack(orders).view(-1, n, width).transpose(0, 1).to(torch.int32).contiguous()
+    tables[:, :, :shared] = tables[:1, :, :shared]
+    tables[draw.uniform(*tables.shape) < holes] = -1
+    for i in range(n if holes else 0):
+        for head in range(count):
+            first = -(-64 // block_size) * (1 + (i + head) % 2)
+            tables[i, head, first : first + -(-64 // block_size)] = -1
+    return tables
+
+
+def _drawn_options(
+    draw: _Draw, options: dict[str, Any], heads: tuple[int, int], quantized: bool, latent_width: int | None
+) -> dict[str, Any]:
+    """Return the options with random tensors for `alibi`, `sinks` and the scales of a quantized cache."""
+    options, (num_heads, kv_heads) = dict(options), heads
+    if options.pop("alibi", False):
+        options["alibi_slopes"] = -draw.uniform(num_heads) / 4
+    if options.pop("sinks", False):
+        options["sinks"] = draw.normal(num_heads)
+    if quantized:
+        options["k_scale"] = draw.uniform(kv_heads if latent_width is None else 1) * 0.05 + 0.02
+        if latent_width is None:
+            options["v_scale"] = draw.uniform(1) * 0.05 + 0.02
+    return options if latent_width is None else options | {"value_dim": latent_width}
+
+
+def _stored(
+    sides: list[torch.Tensor], unused: torch.Tensor, dtype: torch.dtype, head_major: bool, latent: bool
+) -> dict[str, torch.Tensor]:
+    """Return the caches that an operator takes, with NaN in unused slots unless `dtype` has none."""
+    if dtype != INT8:
+        sides = [side.masked_fill(unused[..., None], NAN) for side in sides]
+    sides = [side.to(dtype) for side in sides]
+    if head_major:
+        sides = [side.transpose(1, 2).contiguous().transpose(1, 2) for side in sides]
+    return {"cache": sides[0][:, :, 0]} if latent else {"key_cache": sides[0], "value_cache": sides[1]}
+
+
+def _drop_unattended(used: torch.Tensor, tables: torch.Tensor, arguments: dict[str, Any]) -> None:
+    """Mark slots as unused whose keys no query attends to."""
+    _, block_size, kv_heads = used.shape
+    for i, length in enumerate(arguments["seq_lens"].tolist()):
+        t, seen = torch.arange(length), oracle.attended(arguments, i).any(1)
+        for head in range(kv_heads):
+            numbers = tables[i, head % tables.shape[1]].long()[t // block_size]
+            dead = ~seen[head] & (numbers >= 0)
+            used[numbers[dead], (t % block_size)[dead], head] = False
+
+
+def _used_slots(tables: torch.Tensor, lens: tuple[int, ...], shape: tuple[int, int, int]) -> torch.Tensor:
+    """Return which slots of a cache `[num_blocks, block_size, num_kv_heads]` hold a key of a sequence."""
+    used, (_, block_size, kv_heads) = torch.zeros(shape, dtype=torch.bool), shape
+    for i, length in enumerate(lens):
+        t = torch.arange(length)
+        for head in range(kv_heads):
+            numbers = tables[i, head % tables.shape[1]].long()[t // block_size]
+            used[numbers[numbers >= 0], (t % block_size)[numbers >= 0], head] = True
+    return used
+
+
+def _trees(draw: _Draw, lens: tuple[int, ...], queries: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Return the masks and depths of a random tree in each sequence, with a row of padding."""
+    trees = [_tree(draw, count) for count in queries]
+    masks = torch.tensor([sum(1 << token for token in own) for _, rows in trees for own in rows] + [0])
+    depths = [length - len(own) + depth for length, (own, _) in zip(lens, trees, strict=True) for depth in own]
+    positions = torch.tensor([*depths, 0], dtype=torch.int32)
+    return {"tree_mask": masks.to(torch.int32).view(-1, 1), "query_positions": positions}
+
+
+def _block_lists(
+    draw: _Draw, lens: tuple[int, ...], starts: list[int], kv_heads: int, top_k: int, block_size: int
+) -> torch.Tensor:
+    """Return random lists of blocks for each query and KV head, with a row of padding."""
+    lists = torch.full((starts[-1] + 1, kv_heads, top_k), -1, dtype=torch.int32)
+    for i, length in enumerate(lens):
+        blocks = -(-length // block_size)
+        for row in range(starts[i], starts[i + 1]):
+            for head in range(kv_heads):
+                chosen = draw.some(blocks, min(blocks, top_k - row % 2))
+                lists[row, head, : len(chosen)] = chosen
+    return lists
 
 
 class Planned(NamedTuple):
