@@ -11,15 +11,14 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from .hashing import split_digests
 from .table import Ids
 
-if TYPE_CHECKING:
-    from .state import ManagerState
+State = Any  # a `ManagerState`, whose module imports this one
 
 OnEvict = Callable[[int, Ids, list[bytes]], "Collection[bytes] | object | None"]
 
@@ -47,11 +46,11 @@ class Evicted:
             return not self._inside.locked()
         return self._thread not in sys._current_frames()
 
-    def hand_over(self, state: ManagerState) -> None:
+    def hand_over(self, state: State) -> None:
         """Call `on_evict` with the blocks of each group."""
         with self._inside: self._hand_over(state)  # fmt: skip  # noqa: E701  in one line no interrupt is between
 
-    def _hand_over(self, state: ManagerState) -> None:
+    def _hand_over(self, state: State) -> None:
         for group, blocks, hashes in self.victims:
             on_evict = state.on_evict
             if on_evict is None or self not in state.offloading:  # the handler of an interrupt has called the manager
@@ -66,7 +65,7 @@ class Evicted:
                     self.taken += sum(1 for block_hash in hashes if block_hash in kept)
 
 
-def run(state: ManagerState, lock: Any, verb: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def run(state: State, lock: Any, verb: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Run a verb under the lock, then pass the blocks that it evicted to `on_evict`, without the lock."""
     with lock: result, evicted = state.run(_hold_evicted, (verb, args))  # fmt: skip  # noqa: E701  see `hand_over`
     if evicted is not None:
@@ -77,7 +76,7 @@ def run(state: ManagerState, lock: Any, verb: Callable[..., Any], args: tuple[An
     return result
 
 
-def _hold_evicted(state: ManagerState, verb: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Evicted | None]:
+def _hold_evicted(state: State, verb: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Evicted | None]:
     """Run a verb; return its result, and a holder of the blocks that it evicted."""
     result = verb(state, *args)
     gone = state.log.evicted
