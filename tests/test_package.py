@@ -177,8 +177,10 @@ def imported_layers(path: Path) -> set[str]:
             targets = [tuple(alias.name.split(".")) for alias in node.names]
         else:
             continue
-        names |= {part for target in targets if target[0] == "pc" for part in target if part in LAYERS}
-        names |= {target[0] for target in targets if target[0] in LAYERS}  # an absolute import of a second copy
+        for target in targets:
+            parts = [part for part in target if part]  # `from .. import x` has an empty part
+            # The first part is a layer in an absolute import of a second copy.
+            names |= {*(parts[1:2] if parts[0] == "pc" else parts[:1])} & {*LAYERS}
     return names
 
 
