@@ -40,7 +40,7 @@ def test_what_cannot_be_is_said_before_the_work(
 
 
 def test_other_tokens_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pc.integrations.huggingface.contiguous.storage import KVStorage
+    from pc.integrations.huggingface.store.storage import KVStorage
 
     read = KVStorage.read
 

@@ -128,7 +128,7 @@ def test_a_model_is_served_again_once_what_hindered_it_is_gone() -> None:
 def test_compiling_a_model_elsewhere_empties_no_cache() -> None:
     script = """
 import torch, changed_models, pc.integrations.huggingface as hf
-from pc.integrations.huggingface.contiguous.tiers import fingerprint
+from pc.integrations.huggingface.store.tiers import fingerprint
 from generate_cases import prompt
 model = changed_models.build()
 handle = hf.enable_prefix_caching(model, num_blocks=64)

@@ -102,7 +102,7 @@ def _behind_document(batch: Batch, generator: torch.Generator) -> Any:
     """A layer of HuggingFace's adapter in the second decode of a call: the document's plan is there, its own is not."""
     from pc.integrations.huggingface.compression import kept as whole
     from pc.integrations.huggingface.compression import layers
-    from pc.integrations.huggingface.paged.dispatch import MARK
+    from pc.integrations.huggingface.runners.dispatch import MARK
 
     length = batch.step.seq_lens[0] - BLOCK  # of the document; own tokens fill a block
     sides = [side.flatten(0, 1)[BLOCK:].transpose(0, 1)[None] for side in (batch.key, batch.value)]
@@ -119,7 +119,7 @@ def _behind_document(batch: Batch, generator: torch.Generator) -> Any:
 
 
 def _attend_behind(batch: Batch, behind: Any) -> torch.Tensor:
-    from pc.integrations.huggingface.paged.dispatch import MarkedCall
+    from pc.integrations.huggingface.runners.dispatch import MarkedCall
 
     call = MarkedCall(batch.query.transpose(0, 1)[None], batch.key, batch.value, HEAD_DIM**-0.5)
     out: torch.Tensor = behind.attend(call)

@@ -1,14 +1,20 @@
 """Prefix caching for HuggingFace `generate`: the KV of a prompt that was seen before is read, not computed again.
 
-```python from pc.integrations.huggingface import enable_prefix_caching handle = enable_prefix_caching(model)   # use
-model.generate as before; repeated prefixes are not computed again handle.stats() handle.disable() ```
+```python
+from pc.integrations.huggingface import enable_prefix_caching
 
-Modules:
-- `enable`: puts a handle before a model's generate; `serving` runs its calls.
-- `identity`: notices when the model has changed. `support`: decides which calls can be served.
-- `paged`, `contiguous`: the two ways to run a decoding loop over blocks. `store`: the blocks' manager and requests.
-- `images`: images of a call. `settings`: the user's options. `calls`: reports, counts and warnings.
-- `batching`: the same for `generate_batch` and `transformers serve`.
+handle = enable_prefix_caching(model)  # use model.generate as before; repeated prefixes are not computed again
+handle.stats()
+handle.disable()
+```
+
+- `enable` puts a handle before a model's generate, and `serving` runs its calls.
+- `identity` notices when the model has changed. `probe` checks a model before it is served.
+- `loop` is a call as transformers prepared it. `prompts` and `images` are its content.
+- `engine` chooses one of the `runners` of a loop. `admit` finds the cached tokens of a prompt in the `store`.
+- `settings` has the user's options, `calls` reports, counts and warnings.
+- `compression` reads and keeps compressed documents.
+- `api` has everything private of transformers.
 """
 
 from __future__ import annotations
@@ -20,11 +26,11 @@ except ModuleNotFoundError as error:
         f"pc.integrations.huggingface needs {error.name}: pip install 'transformers>=5.5,<5.25'", name=error.name
     ) from error
 
-from .batching.enable import ContinuousBatching, enable_continuous_batching
 from .calls import RequestReport, ServedStats, UnsupportedError
-from .compression import CompressedDocument
+from .compression.document import CompressedDocument
 from .enable import PrefixCaching, enable_prefix_caching
-from .paged.graphs import GraphReport
+from .runners.batching.enable import ContinuousBatching, enable_continuous_batching
+from .runners.graphs import GraphReport
 
 __all__ = [
     "CompressedDocument",

@@ -20,7 +20,7 @@ from ..tested import say_untested
 from .api import Framework, GenerationMixin
 from .calls import RequestReport, ServedStats
 from .compression.document import CompressedDocument
-from .paged.graphs import GraphReport
+from .runners.graphs import GraphReport
 from .serving import Serving
 from .settings import CacheOptions, check_fallback, check_number
 
@@ -245,7 +245,7 @@ class PrefixCaching:
             The number of blocks in the file.
 
         Raises:
-            ValueError: The model is not served, or is served by packed passes, whose blocks stay on the device.
+            ValueError: The model is not served.
             OSError: The file cannot be written.
 
         Examples:
@@ -269,7 +269,7 @@ class PrefixCaching:
 
         Raises:
             ValueError: The file was not written by `save`, or holds KV of another model, weights, dtype, adapter or
-                block size. Or the model is not served, or is served by packed passes.
+                block size. Or the model is not served.
             OSError: The file cannot be read.
 
         Examples:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .api import registered
-from .paged.dispatch import Dispatch
+from .runners.dispatch import Dispatch
 
 _KNOWN = {*sys.stdlib_module_names, "torch", "numpy", "pc"}
 """Packages whose functions are compared but not followed to the functions they call."""
@@ -61,7 +61,9 @@ class Functions:
         self._classes = [(values, _names_of(values)) for _, values, _ in self._of_classes()]
         self._reads += [(values, itemgetter(*_TWICE, *names)) for values, names in self._classes]
         self._sizes = [_size(values) for values, _ in self._classes]
-        self._kept = list(self._values())
+        self._lengths = [len(values) for values, _ in self._classes]
+        self._read = self._values()
+        self._kept = list(map(_original, self._read))
         self._functions = list(self._found.values())
         self._code = [f.__code__ for f in self._functions]
 
@@ -71,10 +73,29 @@ class Functions:
     def _of_classes(self) -> Iterator[tuple[str, Any, dict[str, None]]]:
         return (space for space in self._spaces.values() if not isinstance(space[1], dict))
 
-    def _values(self) -> Iterator[Any]:
-        read = chain.from_iterable([get(values) for values, get in self._reads])
-        registered = [mapping.get(name) for mapping, name in self._registered]
-        return map(_original, chain(read, registered))
+    def _values(self) -> list[Any]:
+        found = list(chain.from_iterable([get(values) for values, get in self._reads]))
+        return found + [mapping.get(name) for mapping, name in self._registered]
+
+    def _resized(self) -> bool:
+        """Return whether a class got or lost a name, besides those that Python adds when it first needs them."""
+        lengths = [len(values) for values, _ in self._classes]
+        if lengths == self._lengths:
+            return False
+        if [_size(values) for values, _ in self._classes] != self._sizes:
+            return True
+        self._lengths = lengths
+        return False
+
+    def _replaced(self) -> bool:
+        """Return whether a value was replaced by another than what this package puts in its place."""
+        values = self._values()
+        if all(map(is_, values, self._read)):
+            return False
+        if not all(map(is_, map(_original, values), self._kept)):
+            return True
+        self._read = values
+        return False
 
     def _add_class(self, kind: type) -> None:
         """Add the attributes of a class and its bases."""
@@ -139,8 +160,8 @@ class Functions:
         """Return whether a function, a class, a constant or a function's code was replaced."""
         try:
             return not (
-                all(map(is_, self._values(), self._kept))
-                and [_size(values) for values, _ in self._classes] == self._sizes
+                not self._replaced()
+                and not self._resized()
                 and all(map(is_, [f.__code__ for f in self._functions], self._code))
             )
         except KeyError:  # a name was deleted

@@ -17,26 +17,16 @@ from ...cache import CacheManager, Explanation
 from .api import check_mode as check_options
 from .api import look, loop_of, rename_cache
 from .calls import Calls, RequestReport, ServedStats, UnsupportedError, refuse_if, refusing
-from .compression.document import CompressedDocument
-from .compression.questions import check_arguments_over_document
-from .compression.reading import Documents, Reader
-from .contiguous.serve import Contiguous
+from .compression.document import CompressedDocument, Documents, Reader
+from .engine import Engine
 from .identity import Identity, set_by_forward, without_row_settings
 from .images import Images, encoded_by_model, take_images
 from .kernels import WrongKernelError, require_kernels
-from .paged.graphs import CAPTURERS, DecodeSteps
-from .paged.serve import Paged
+from .loop import Loop, ask_for_cache, check_arguments, check_loop, check_mode, take_stop_strings
+from .runners.document import check_arguments_over_document
+from .runners.graphs import DecodeSteps
 from .settings import CacheOptions, ScopedSetting, check_returns, check_salt
-from .support import (
-    Loop,
-    ask_for_cache,
-    check_arguments,
-    check_loop,
-    check_mode,
-    check_model,
-    rope_keys,
-    take_stop_strings,
-)
+from .support import check_model, rope_keys
 from .visits import apart
 
 logger = logging.getLogger("pc.integrations.huggingface")
@@ -53,7 +43,7 @@ class Serving:
         self.salt = ScopedSetting(check_salt)
         self.hint = ScopedSetting(check_returns)
         self.steps = DecodeSteps(cuda_graphs is not False, self._warn_of_graphs)
-        self._engine: Contiguous | Paged | None = None
+        self._engine: Engine | None = None
         self._disabled = False
         self.documents = Documents(self._model, self._reader, self.salt, options, self._let_go)
         self.framework = look()
@@ -70,7 +60,7 @@ class Serving:
 
     def _set_up(self, model: Any) -> None:
         """Probe the model in its current state and make an empty cache for it, if it can be served."""
-        if isinstance(self._engine, Contiguous):
+        if self._engine is not None:
             self._engine.leave_disk()
         self._engine, self.unsupported = None, None
         self.documents.forget()
@@ -79,7 +69,7 @@ class Serving:
             try:
                 with refusing("a look at it fails"):
                     check_model(model)
-                self._engine = self._choose_engine(model)
+                self._engine = self._make_engine(model)
             except UnsupportedError as error:
                 self.unsupported = self.steps.reason = f"{type(model).__name__}: {error}"
                 self._calls.tell_fallback(UnsupportedError(self.unsupported))
@@ -87,25 +77,16 @@ class Serving:
         self._served_before = self._calls.served
         self.steps.prepare(model, None)
 
-    def _choose_engine(self, model: Any) -> Contiguous | Paged:
-        """Return an engine: packed passes over blocks if the device and the model allow it, else contiguous copies."""
+    def _make_engine(self, model: Any) -> Engine:
+        """Return the engine of a model, with reuse="gap" in place of "anywhere" if a kernel is wrong."""
         options = self._options
-        copies = options.host_blocks or options.disk or options.window_blocks or options.chunk
-        if model.device.type in CAPTURERS and options.reuse == "prefix" and not copies:
-            try:
-                with refusing("a look at it fails"):
-                    return Paged(model, options, self.steps)
-            except UnsupportedError as error:
-                self.steps.refuse(str(error))
-                if isinstance(error, WrongKernelError):
-                    self._calls.tell("kernels", f"{error}. The model is served over contiguous copies, in PyTorch")
         if options.reuse == "anywhere":
             try:
                 require_kernels(model, options.block_size, "moved")
             except WrongKernelError as error:
                 self._calls.tell("kernels", f'{error}. It is served with reuse="gap", in PyTorch')
                 options = options._replace(reuse="gap")
-        return Contiguous(model, options)
+        return Engine(model, options, self.steps, self._calls)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's generate, over the cache if the call can be served."""
@@ -119,7 +100,7 @@ class Serving:
         """Return why the one prompt of a call is not cached further; see `PrefixCaching.explain`."""
         found: list[Explanation] = []
 
-        def note(engine: Contiguous | Paged, loop: Loop) -> torch.Tensor:
+        def note(engine: Engine, loop: Loop) -> torch.Tensor:
             try:
                 check_loop(loop)
                 engine, loop = self._identified(loop)
@@ -177,11 +158,10 @@ class Serving:
         if engine is None:
             raise UnsupportedError(f"document: cannot be served, {self.unsupported or 'caching is disabled'}")
 
-        def answer(engine: Contiguous | Paged, loop: Loop) -> Any:
+        def answer(engine: Engine, loop: Loop) -> Any:
             check_loop(loop)
             engine, loop = self._identified(loop)
-            if isinstance(engine, Contiguous):
-                engine.check(loop)
+            engine.check(loop)
             with self._running.within(True):
                 result, reports = self.documents.answer(loop, document, self._calls)
             self.last_requests = reports
@@ -223,7 +203,7 @@ class Serving:
             raise RuntimeError("generate: the model of this handle was deleted")
         return model, type(model).generate
 
-    def _prepared(self, model: Any, arguments: dict[str, Any]) -> tuple[Contiguous | Paged | None, Images | None]:
+    def _prepared(self, model: Any, arguments: dict[str, Any]) -> tuple[Engine | None, Images | None]:
         """Return the engine for a call, and the images that were taken out of its arguments.
 
         Raises:
@@ -236,7 +216,7 @@ class Serving:
         engine = self._engine if self._engine is not None else self._current(model)[0]
         return engine, None if engine is None else take_images(model, arguments)
 
-    def _current(self, model: Any) -> tuple[Contiguous | Paged | None, tuple[str, ...]]:
+    def _current(self, model: Any) -> tuple[Engine | None, tuple[str, ...]]:
         """Return the engine for the model in its current state, and the keys of its adapters.
 
         A model that has changed is probed again.
@@ -275,13 +255,13 @@ class Serving:
         except WrongKernelError as error:
             raise ValueError(f"model: got one that cannot read documents, because {error}") from error
         engine, adapters = self._current(model)
-        return Reader(model, adapters, engine.store if isinstance(engine, Contiguous) else None)
+        return Reader(model, adapters, None if engine is None else engine.store)
 
     def _decoding_loop(
         self,
         run: Any,
         begun: list[Loop],
-        engine: Contiguous | Paged,
+        engine: Engine,
         arguments: dict[str, Any],
         images: Images | None,
     ) -> Any:
@@ -313,13 +293,13 @@ class Serving:
         decode.__signature__ = _DECODING  # type: ignore[attr-defined]  # generate asks three times
         return decode
 
-    def _run(self, engine: Contiguous | Paged, loop: Loop) -> Any:
+    def _run(self, engine: Engine, loop: Loop) -> Any:
         """Run a loop over the cache. If it fails before the first token, run it again as generate would have run it."""
         random, state = RandomState(loop.model.device), loop.continued_state()
         bypasses = False
         try:
             check_loop(loop)
-            bypasses = isinstance(engine, Contiguous) and engine.bypasses(loop)
+            bypasses = engine.bypasses(loop)
             result, reports = (None, []) if bypasses else self._serve(loop)
         except Exception as error:
             if loop.answered:
@@ -347,7 +327,7 @@ class Serving:
         with self._running.within(True):
             return engine.run(loop, self._calls)
 
-    def _identified(self, loop: Loop) -> tuple[Contiguous | Paged, Loop]:
+    def _identified(self, loop: Loop) -> tuple[Engine, Loop]:
         """Return the engine for a loop, and the loop with all that its KV depends on."""
         with self._lock:
             engine, adapters = self._current(loop.model)
@@ -359,7 +339,7 @@ class Serving:
         keys = rope_keys(loop.model.config, lengths, loop.generation_config.max_length)
         if loop.model_kwargs.get("token_type_ids") is not None:  # they may change KV although the tokens are the same
             keys = (*keys, "token_type_ids")
-        loop.keys = (*keys, *adapters)
+        loop.extra_keys = (*keys, *adapters)
         return engine, loop
 
     def _row_adapters(self, loop: Loop) -> list[str] | None:
@@ -398,16 +378,16 @@ class Serving:
             if self._engine is not None and model is not None:
                 self._engine.empty(model)
 
-    def saved_engine(self) -> tuple[Contiguous, Any, tuple[str, ...]]:
+    def saved_engine(self) -> tuple[Engine, Any, tuple[str, ...]]:
         """Return the engine that can save or load blocks, the model, and the keys of its adapters.
 
         Raises:
-            ValueError: The model is not served over contiguous copies.
+            ValueError: The model is not served.
         """
         model = self._model()
         engine, adapters = (None, ()) if model is None else self._current(model)
-        if not isinstance(engine, Contiguous):
-            raise ValueError("model: needs one that is served over contiguous copies, to save or load its blocks")
+        if engine is None:
+            raise ValueError("model: needs one that is served, to save or load its blocks")
         return engine, model, adapters
 
     def disable(self) -> None:
@@ -415,7 +395,7 @@ class Serving:
         with self._lock:
             self._disabled = True
             self.documents.close()
-            if isinstance(self._engine, Contiguous):
+            if self._engine is not None:
                 self._engine.close()
             self._engine = None
             self.steps.drop()

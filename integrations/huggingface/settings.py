@@ -21,12 +21,12 @@ class CacheOptions(NamedTuple):
 
     num_blocks: int | None
     block_size: int
-    policy: Any
-    reuse: str
-    host_blocks: int
-    disk: str | os.PathLike[str] | None
-    disk_bytes: int | None
-    window_blocks: int | None
+    policy: Any = "default"
+    reuse: str = "prefix"
+    host_blocks: int = 0
+    disk: str | os.PathLike[str] | None = None
+    disk_bytes: int | None = None
+    window_blocks: int | None = None
     recompute: float = 0.0
     fallback: str = "warn"
     chunk: int | None = None  # tokens of a deterministic chunk; None: not deterministic

@@ -13,14 +13,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from .api import guard_managers
 from .calls import UnsupportedError
 from .settings import inherited_settings
-
-if TYPE_CHECKING:
-    from .compression.document import CompressedDocument
 
 _lock = threading.Lock()
 _open: list[Visit] = []  # of all threads
@@ -30,9 +27,9 @@ _entered = False  # whether some block has not ended: forward passes that are co
 
 
 class Visit:
-    """One `with document:` block."""
+    """One `with document:` block, of a `CompressedDocument`."""
 
-    def __init__(self, document: CompressedDocument) -> None:
+    def __init__(self, document: Any) -> None:
         self.document, self.owner, self.open = document, _here(), True
         self.left_elsewhere = False  # so that a context which still has it tells nothing
 
@@ -56,7 +53,7 @@ def _here() -> tuple[int, Any]:
     return threading.get_ident(), task
 
 
-def enter(document: CompressedDocument) -> Visit:
+def enter(document: Any) -> Visit:
     """Let the calls of this thread or task read a document."""
     carry()
     visit = Visit(document)

@@ -26,7 +26,7 @@ def layer_kinds(config: Any, tensor_parallel: int = 1) -> list[dict[str, Any]]:
     """
     from transformers import AutoModelForCausalLM
 
-    from .integrations.huggingface.paged.layers import layer_windows
+    from .integrations.huggingface.runners.packed import layer_windows
 
     text = config.get_text_config(decoder=True)
     heads = text.num_attention_heads

@@ -1,10 +1,7 @@
 """Compressed documents: a text is read once, each KV head keeps the tokens it needs, and the rest is freed.
 
-`reading` computes the text and lets a press choose; `..presses` holds the presses that go by a name. `document` holds
-the kept tokens and answers questions over them. A document's heads are sequences of their own, whose blocks no request
-changes. A request's own tokens come behind them, and the two parts are merged by their log-sum-exps.
+- `document`: what users see, and the documents of a handle.
+- `reading` computes the text and lets a press choose. `..presses` has the presses by name, `presses` their identities.
+- `kept`: what is kept. The heads of a document are sequences of their own, whose blocks no request changes.
+- `layers`: the cache of a call. Its own tokens come behind the document, and the two are merged by their log-sum-exps.
 """
-
-from .document import CompressedDocument
-
-__all__ = ["CompressedDocument"]

@@ -18,8 +18,8 @@ from ....triton_ops._attention.cpu_masked import flash_kernel
 from ....triton_ops._core.runtime import KERNELS_ON_CPU
 from ..api import Cache, DynamicLayer, DynamicSlidingWindowLayer, length_behind_crop
 from ..calls import refuse_if
-from ..paged.batch import needs_plan
-from ..paged.dispatch import MarkedCall, PagedPass, mark
+from ..runners.dispatch import MarkedCall, PagedPass, mark
+from ..runners.passes import needs_plan
 from .kept import BLOCK, Content, KeptLayer, WindowLayer
 
 

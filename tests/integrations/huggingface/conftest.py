@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from generate_cases import LLAMA
 
 from pc.integrations.huggingface import api
-from pc.integrations.huggingface.contiguous import store
+from pc.integrations.huggingface.store import kept as store
 from pc.integrations.tested import release
 
 BATCHING = "continuous batching"

@@ -17,7 +17,7 @@ from compression_cases import ASKED, CONTEXT, QUESTION, ask, assert_dense_logits
 from generate_cases import CACHE, FAMILIES, LLAMA, Family, first_quick, plain, prompt  # noqa: E402
 
 from pc.integrations.huggingface import CompressedDocument, PrefixCaching, enable_prefix_caching  # noqa: E402
-from pc.integrations.huggingface.compression import reading  # noqa: E402
+from pc.integrations.huggingface.compression import document as document_module  # noqa: E402
 
 REFUSED = {"mistral-window", "mpt"}
 
@@ -162,7 +162,7 @@ def test_kept_by_text_press_and_salt(model: Any, handle: PrefixCaching) -> None:
 def test_what_is_kept_is_bounded(model: Any, handle: PrefixCaching, monkeypatch: pytest.MonkeyPatch) -> None:
     first = handle.compress(CONTEXT)
     alone = ask(model, first).sequences
-    monkeypatch.setattr(reading, "memory_budget", lambda model: int(2.5 * first.nbytes))
+    monkeypatch.setattr(document_module, "memory_budget", lambda model: int(2.5 * first.nbytes))
     for number in range(2, 5):
         handle.compress(prompt(200, number))
     again = handle.compress(CONTEXT)
@@ -225,10 +225,10 @@ def test_evicted_documents_come_back_whole(model: Any, tmp_path: Path, monkeypat
         asked = [torch.cat([prompt(200, number), prompt(9)], 1) for number in range(1, 6)]
         answers = [ask(model, d, ids).sequences for d, ids in zip(documents, asked, strict=True)]
         bound = int(1.5 * documents[0].nbytes)
-        monkeypatch.setattr(reading, "memory_budget", lambda model: bound)
+        monkeypatch.setattr(document_module, "memory_budget", lambda model: bound)
         handle.compress(prompt(200, 6))  # the five do not fit any more: one or two into host memory, the rest on disk
         del documents
-        monkeypatch.setattr(reading, "read", lambda *_: pytest.fail("it is computed again"))
+        monkeypatch.setattr(document_module, "read", lambda *_: pytest.fail("it is computed again"))
         for number, answer in enumerate(answers, 1):
             document = handle.compress(prompt(200, number))
             assert torch.equal(ask(model, document, asked[number - 1]).sequences, answer)

@@ -19,7 +19,7 @@ from compression_cases import ask  # noqa: E402
 from generate_cases import LLAMA, assert_nothing_held, interrupts, plain, prompt  # noqa: E402
 
 from pc.integrations.huggingface import CompressedDocument, PrefixCaching, enable_prefix_caching  # noqa: E402
-from pc.integrations.huggingface.compression import reading  # noqa: E402
+from pc.integrations.huggingface.compression import document as document_module  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -76,7 +76,7 @@ def test_tokens_are_those_of_each_alone(tmp_path: Path, monkeypatch: pytest.Monk
     options = {"num_blocks": 40, "host_blocks": 8, "disk": tmp_path}
     with enable_prefix_caching(model, **options) as handle:
         bound = compress(handle, 0).nbytes
-        monkeypatch.setattr(reading, "memory_budget", lambda model: bound)  # two of three are below or on disk
+        monkeypatch.setattr(document_module, "memory_budget", lambda model: bound)  # two of three are below or on disk
 
         def work(seed: int) -> None:
             chance = random.Random(seed)

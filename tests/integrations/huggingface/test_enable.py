@@ -28,7 +28,7 @@ from pc.cache import CacheManager  # noqa: E402
 from pc.cache.allocation import CacheStats  # noqa: E402
 from pc.integrations.huggingface import PrefixCaching, RequestReport, enable_prefix_caching  # noqa: E402
 from pc.integrations.huggingface.identity import Identity  # noqa: E402
-from pc.integrations.huggingface.store import Leases  # noqa: E402
+from pc.integrations.huggingface.store.leases import Leases  # noqa: E402
 
 
 @pytest.fixture

@@ -27,10 +27,19 @@ from generate_cases import (  # noqa: E402
     refused,
 )
 
-from pc.integrations.huggingface import UnsupportedError, enable_prefix_caching, serving  # noqa: E402
-from pc.integrations.huggingface.contiguous import batch, blocks, call, layers, layout, prompts, requests  # noqa: E402
-from pc.integrations.huggingface.contiguous import serve as contiguous_serve  # noqa: E402
+from pc.integrations.huggingface import (  # noqa: E402
+    UnsupportedError,
+    enable_prefix_caching,
+    layers,
+    prompts,
+    serving,
+)
+from pc.integrations.huggingface import admit as requests  # noqa: E402
+from pc.integrations.huggingface.engine import Engine  # noqa: E402
 from pc.integrations.huggingface.identity import Identity  # noqa: E402
+from pc.integrations.huggingface.runners import batch, layout  # noqa: E402
+from pc.integrations.huggingface.runners import contiguous as call  # noqa: E402
+from pc.integrations.huggingface.store import blocks  # noqa: E402
 
 FAILED = "it failed before the first token with KeyError"
 BEFORE = {
@@ -41,7 +50,7 @@ BEFORE = {
     "checks": (serving, "check_loop"),
     "rope": (serving, "rope_keys"),
     "identity": (Identity, "changed"),
-    "engine": (contiguous_serve.Contiguous, "check"),
+    "engine": (Engine, "check"),
     "prompts": (batch, "prompts_of"),
     "requests": (requests.PromptRequests, "admit"),
     "look": (blocks.RequestBlocks, "look"),
@@ -50,14 +59,14 @@ BEFORE = {
     "reading": (layout, "_fill"),
     "layers": (layers.GrowingLayer, "update"),
     "inputs": (call.WatchedModel, "prepare_inputs_for_generation"),
-    "hidden": (call.Call, "add_hidden"),
+    "hidden": (call.WatchedCall, "add_hidden"),
 }
 BEHIND = {
     "publishing": (batch.Batch, "publish"),
     "blocks": (blocks.RequestBlocks, "publish"),
-    "answers": (call.Call, "keep_answers"),
-    "hidden states": (call.Call, "keep_hidden"),
-    "content": (contiguous_serve, "note_content"),
+    "answers": (call.WatchedCall, "keep_answers"),
+    "hidden states": (call.WatchedCall, "keep_hidden"),
+    "content": (call, "note_content"),
 }
 
 

@@ -16,7 +16,7 @@ from image_cases import CASES, IMAGE, TowerRuns, VisionCase, text  # noqa: E402
 
 from pc.cache import EncoderCache  # noqa: E402
 from pc.integrations.huggingface import enable_prefix_caching, images  # noqa: E402
-from pc.integrations.huggingface.contiguous import store  # noqa: E402
+from pc.integrations.huggingface.store import kept as store  # noqa: E402
 
 BY_NAME = {case.name: case for case in CASES}
 FREE: dict[str, Any] = {"eos_token_id": None, "max_new_tokens": 8, "suppress_tokens": [IMAGE]}

@@ -20,14 +20,8 @@ pytest.importorskip("transformers")
 from generate_cases import plain, prompt
 from graph_double import TapeCapturer
 
-from pc.integrations.huggingface import (
-    UnsupportedError,
-    enable_continuous_batching,
-    enable_prefix_caching,
-)
-from pc.integrations.huggingface.contiguous.serve import Contiguous
-from pc.integrations.huggingface.paged import graphs
-from pc.integrations.huggingface.paged.serve import Paged
+from pc.integrations.huggingface import UnsupportedError, enable_continuous_batching, enable_prefix_caching
+from pc.integrations.huggingface.runners import graphs
 from pc.triton_ops._core.runtime import INTERPRET
 from pc.triton_ops._verify import Row, Shape, remembered
 
@@ -74,7 +68,7 @@ def test_right_kernels_serve_and_are_checked_once(model: Any, device: Any, cache
         warnings.simplefilter("error")
         for _ in range(2):
             with enable_prefix_caching(model, cuda_graphs=False) as handle:
-                assert isinstance(engine(handle), Paged)
+                assert engine(handle).packs
     assert ran == ["packed"]
     remembered.forget_checks()  # as another process
     with enable_prefix_caching(model, cuda_graphs=False):
@@ -94,7 +88,7 @@ def test_a_wrong_kernel_is_named_and_pytorch_serves(model: Any, device: Any, cac
     with pytest.warns(UserWarning, match=named) as told:
         handle = enable_prefix_caching(model)
     assert len(told) == 1
-    assert isinstance(engine(handle), Contiguous)
+    assert not engine(handle).packs
     assert "sliding_window_attention" in handle.graphs.reason
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -131,7 +125,7 @@ def test_only_what_is_used_is_checked(model: Any, device: Any) -> None:
     ran = device(WRONG)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for options in ({"reuse": "gap"}, {"host_blocks": 8}, {"deterministic": True}):
+        for options in ({"reuse": "gap"}, {"deterministic": True}):
             enable_prefix_caching(model, **options).disable()
     assert ran == []
 
@@ -142,7 +136,7 @@ def test_without_kernels_nothing_runs(model: Any, cache_home: Path, monkeypatch:
     monkeypatch.setitem(graphs.CAPTURERS, "cpu", TapeCapturer)
     monkeypatch.setattr(remembered, "check_kernels", lambda *args, **given: pytest.fail("nothing to check"))
     with enable_prefix_caching(model, cuda_graphs=False) as handle:
-        assert isinstance(engine(handle), Paged)
+        assert engine(handle).packs
     assert list(cache_home.iterdir()) == []
 
 
@@ -203,14 +197,14 @@ warnings.simplefilter("error")
 from generate_cases import LLAMA
 from graph_double import TapeCapturer
 from pc.integrations.huggingface import enable_prefix_caching
-from pc.integrations.huggingface.paged import graphs
+from pc.integrations.huggingface.runners import graphs
 from pc.triton_ops._verify import remembered
 graphs.CAPTURERS["cpu"] = TapeCapturer
 check, ran = remembered.check_kernels, []
 remembered.check_kernels = lambda *args, **given: ran.extend(check(*args, **given)) or ran
 model = LLAMA.build()
 with enable_prefix_caching(model, cuda_graphs=False) as handle:
-    print(type(handle._serving._engine).__name__, len(ran), all(row.ok for row in ran))
+    print(handle._serving._engine.packs, len(ran), all(row.ok for row in ran))
 """
     environment = {**os.environ, "TRITON_INTERPRET": "1", "XDG_CACHE_HOME": str(tmp_path)}
     environment["PYTHONPATH"] = os.pathsep.join(["tests/support", *sys.path])
@@ -221,4 +215,4 @@ with enable_prefix_caching(model, cuda_graphs=False) as handle:
         )
         assert done.returncode == 0, done.stderr
         said.append(done.stdout.split())
-    assert said == [["Paged", "4", "True"], ["Paged", "0", "True"]]
+    assert said == [["True", "4", "True"], ["True", "0", "True"]]

@@ -15,7 +15,7 @@ from batching_cases import LLAMA, alone, batched, config, tokens
 from transformers import ContinuousBatchingConfig
 
 from pc.integrations.huggingface import UnsupportedError, enable_continuous_batching
-from pc.integrations.huggingface.batching import enable, session
+from pc.integrations.huggingface.runners.batching import enable, session
 
 PROMPTS = [tokens(40, 1), tokens(9, 2)]
 SMALL = {"page_size": 16, "num_blocks": 32, "max_batch_tokens": 64}  # of transformers' own cache

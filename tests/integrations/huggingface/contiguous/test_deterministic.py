@@ -33,7 +33,7 @@ from pc.integrations.huggingface import (  # noqa: E402
     enable_continuous_batching,
     enable_prefix_caching,
 )
-from pc.integrations.huggingface.contiguous import deterministic  # noqa: E402
+from pc.integrations.huggingface.runners import deterministic  # noqa: E402
 
 TYPES = (torch.float32, torch.bfloat16)
 QUICK = ("llama", "mistral-window", "lfm2")
@@ -209,9 +209,9 @@ def test_continuous_batching_is_refused() -> None:
 
 
 def test_nothing_of_it_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pc.integrations.huggingface.contiguous import serve
+    from pc.integrations.huggingface.runners import deterministic
 
-    monkeypatch.setattr(serve, "RowByRow", None)
+    monkeypatch.setattr(deterministic, "RowByRow", None)
     model = build("llama")
     with enable_prefix_caching(model, num_blocks=64) as handle:
         model.generate(prompt(40), max_new_tokens=3)

@@ -25,7 +25,7 @@ from generate_cases import (  # noqa: E402
 )
 
 from pc.integrations.huggingface import enable_prefix_caching, settings  # noqa: E402
-from pc.integrations.huggingface.contiguous import store  # noqa: E402
+from pc.integrations.huggingface.store import kept as store  # noqa: E402
 
 SHOWN = {"output_hidden_states": True, "return_dict_in_generate": True}
 

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 from generate_cases import Family, assert_nothing_held, assert_same, both, cache_of, left_padded, plain, prompt  # noqa: E402
 
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
-from pc.integrations.huggingface.contiguous.store import KeptCaches  # noqa: E402
+from pc.integrations.huggingface.store.kept import KeptCaches  # noqa: E402
 
 if not hasattr(transformers, "DeepseekV32ForCausalLM"):
     pytest.skip("needs a transformers with DeepSeek-V3.2", allow_module_level=True)

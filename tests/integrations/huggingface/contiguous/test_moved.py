@@ -19,10 +19,10 @@ from generate_cases import (
 )
 
 from pc.integrations.huggingface import enable_prefix_caching
-from pc.integrations.huggingface.contiguous import moved
-from pc.integrations.huggingface.contiguous.batch import Batch
-from pc.integrations.huggingface.contiguous.layers import attention_layers, new_cache
-from pc.integrations.huggingface.contiguous.layout import forward
+from pc.integrations.huggingface.layers import attention_layers, new_cache
+from pc.integrations.huggingface.runners import moved
+from pc.integrations.huggingface.runners.batch import Batch
+from pc.integrations.huggingface.runners.layout import forward
 
 LEARNED = {"gpt2", "opt"}
 ROTARY = [*(family for family in FAMILIES if family.name not in LEARNED), DEEPSEEK]

@@ -30,7 +30,7 @@ from generate_cases import (  # noqa: E402
 from pc.cache.policies import POLICIES  # noqa: E402
 from pc.demo._measure import MiddleFirst  # noqa: E402
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
-from pc.integrations.huggingface.contiguous.storage import KVStorage  # noqa: E402
+from pc.integrations.huggingface.store.storage import KVStorage  # noqa: E402
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from generate_cases import (  # noqa: E402
 )
 
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
-from pc.integrations.huggingface.contiguous import storage, tiers  # noqa: E402
-from pc.integrations.huggingface.contiguous.probe import probe  # noqa: E402
+from pc.integrations.huggingface.probe import probe  # noqa: E402
+from pc.integrations.huggingface.store import storage, tiers  # noqa: E402
 
 LFM2 = HYBRIDS[1]
 

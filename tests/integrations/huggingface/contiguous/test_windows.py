@@ -25,8 +25,9 @@ from generate_cases import (  # noqa: E402
 
 from pc.cache.policies import POLICIES, hazard  # noqa: E402
 from pc.demo._measure import MiddleFirst  # noqa: E402
-from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
-from pc.integrations.huggingface.contiguous import batch, layers, storage  # noqa: E402
+from pc.integrations.huggingface import enable_prefix_caching, layers  # noqa: E402
+from pc.integrations.huggingface.runners import batch  # noqa: E402
+from pc.integrations.huggingface.store import storage  # noqa: E402
 
 WINDOWS = ["mistral-window", "gemma2", "gemma3", "gpt-oss"]
 FEW = 8

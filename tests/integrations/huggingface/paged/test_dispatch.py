@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 from generate_cases import LLAMA, left_padded, plain, prompt  # noqa: E402
 
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
-from pc.integrations.huggingface.paged.dispatch import Dispatch, install  # noqa: E402
+from pc.integrations.huggingface.runners.dispatch import Dispatch, install  # noqa: E402
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,15 +33,19 @@ from graph_double import FailingCapturer, TapeCapturer  # noqa: E402
 
 from pc.cache import CacheManager  # noqa: E402
 from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching  # noqa: E402
-from pc.integrations.huggingface.paged import batch as batch_module  # noqa: E402
-from pc.integrations.huggingface.paged import graphs as graphs_module  # noqa: E402
-from pc.integrations.huggingface.paged.batch import DecodeBatch  # noqa: E402
-from pc.integrations.huggingface.paged.dispatch import install  # noqa: E402
-from pc.integrations.huggingface.paged.graphs import DecodeSteps, Rehearsal  # noqa: E402
-from pc.integrations.huggingface.paged.layers import PagedStorage, layer_windows  # noqa: E402
-from pc.integrations.huggingface.paged.packed import PackedModel  # noqa: E402
-from pc.integrations.huggingface.paged.requests import Requests  # noqa: E402
-from pc.integrations.huggingface.store import Leases  # noqa: E402
+from pc.integrations.huggingface.admit import PromptRequests  # noqa: E402
+from pc.integrations.huggingface.probe import kept_shapes, probe  # noqa: E402
+from pc.integrations.huggingface.prompts import Prompt, numbered  # noqa: E402
+from pc.integrations.huggingface.runners import graphs as graphs_module  # noqa: E402
+from pc.integrations.huggingface.runners import passes as batch_module  # noqa: E402
+from pc.integrations.huggingface.runners.dispatch import install  # noqa: E402
+from pc.integrations.huggingface.runners.graphs import DecodeSteps, Rehearsal  # noqa: E402
+from pc.integrations.huggingface.runners.packed import PackedModel, layer_windows  # noqa: E402
+from pc.integrations.huggingface.runners.paged import PackedRows  # noqa: E402
+from pc.integrations.huggingface.runners.passes import DecodeBatch  # noqa: E402
+from pc.integrations.huggingface.settings import CacheOptions  # noqa: E402
+from pc.integrations.huggingface.store.kept import ContiguousStore  # noqa: E402
+from pc.integrations.huggingface.store.storage import model_storage  # noqa: E402
 
 
 @pytest.fixture
@@ -282,15 +287,21 @@ def test_what_the_keyword_says(model: Any, capturable: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("family", PAGED, ids=lambda f: f.name)
 def test_step_takes_nothing_from_the_host(family: Family) -> None:
     """The meta device stands in for a GPU: whatever passes between it and the host, or reads a value, shows."""
-    model = family.build().to("meta")
+    model = family.build()
+    shapes, meta = kept_shapes(model), torch.device("meta")
+    specs = {
+        layer: (keys._replace(device=meta), values._replace(device=meta)) for layer, (keys, values) in shapes.items()
+    }
+    model = model.to("meta")
     model.set_experts_implementation("batched_mm")  # transformers' choice for decoding on a GPU
-    batch = DecodeBatch(4, 16, pinned=False)
-    table = np.arange(3, dtype=np.int32)
-    batch.write([table, table], np.array([34, 34]), [1, 2], np.array([34, 34]))
-    batch.on(model.device)
+    storage = model_storage(model, CacheOptions(8, 16), specs, layer_windows(model.config), {})
+    batches, table = [DecodeBatch(4, 16, pinned=False) for _ in storage.groups], np.arange(3, dtype=np.int32)
+    for batch in batches:
+        batch.write([table, table], np.array([34, 34]), [1, 2], np.array([34, 34]))
+        batch.on(model.device)
     with torch.no_grad(), Rehearsal() as rehearsal:
         install(model)
-        logits = PackedModel(model, PagedStorage(8, 16, layer_windows(model.config))).decode(batch)
+        logits = PackedModel(model, storage).decode(batches)
     assert rehearsal.problem is None
     assert logits.shape == (4, model.config.vocab_size)
 
@@ -322,13 +333,14 @@ def test_rehearsal_lets_scalars_of_the_host_pass() -> None:
 
 
 @contextmanager
-def started(model: Any, block_size: int, *prompts: torch.Tensor) -> Iterator[tuple[CacheManager, Requests]]:
+def started(model: Any, block_size: int, *prompts: torch.Tensor) -> Iterator[tuple[CacheManager, PackedRows]]:
     """Rows of a call whose prompts are computed; at the end nothing is held."""
     install(model)
-    manager = CacheManager(64, block_size)
-    packed = PackedModel(model, PagedStorage(64, block_size, layer_windows(model.config)))
-    steps, lease = DecodeSteps(True, pytest.fail), Leases(manager).lease()
-    requests = Requests(lease, packed, steps, [ids[0].numpy() for ids in prompts])
+    store = ContiguousStore(model, CacheOptions(64, block_size), probe(model), None)
+    manager, lease, loop = store.manager, store.lease(), SimpleNamespace(extra_keys=(), salt=None)
+    admitted = PromptRequests(store, loop, lease)
+    rows = [Prompt(numbered(), ids[0].numpy(), 0, [0]) for ids in prompts]
+    requests = PackedRows(admitted, PackedModel(model, store.storage), DecodeSteps(True, pytest.fail), rows)
     with torch.no_grad():
         requests.prefill()
         yield manager, requests
@@ -340,11 +352,12 @@ def started(model: Any, block_size: int, *prompts: torch.Tensor) -> Iterator[tup
 def test_row_whose_last_block_is_shared_goes_on_in_a_copy(model: Any, capturable: pytest.MonkeyPatch) -> None:
     with started(model, 16, prompt(20)) as (manager, requests):
         row = requests.rows[0]
-        manager.fork(row.request_id, "child")
-        before = row.table
+        manager.fork(row.prompt.request_id, "child")
+        before = row.prompt.blocks.tables[0]
         logits = requests.decode([9])
-        assert row.table[0] == before[0]
-        assert row.table[1] != before[1]
+        table = row.prompt.blocks.tables[0]
+        assert table[0] == before[0]
+        assert table[1] != before[1]
         ids = torch.cat([prompt(20), torch.tensor([[9]])], 1)
         torch.testing.assert_close(logits[0], model(ids).logits[0, -1], rtol=1e-4, atol=1e-4)
         assert not row.unsettled
@@ -355,10 +368,11 @@ def test_merged_blocks_are_read_and_replaced_ones_given_back(model: Any, captura
     with started(model, 8, prompt(12), prompt(12)) as (manager, requests):
         for token in range(10, 22):
             requests.decode([token, token])
+            tables = [set(row.prompt.blocks.tables[0].tolist()) for row in requests.rows]
             for row in requests.rows:
-                assert row.table.tolist() == manager.block_table(row.request_id).tolist()
-            merged = len(set(requests.rows[0].table) & set(requests.rows[1].table))
-            held = len(set(requests.rows[0].table) | set(requests.rows[1].table))
+                table = manager.block_table(row.prompt.request_id).tolist()
+                assert row.prompt.blocks.tables[0].tolist() == table
+            merged, held = len(tables[0] & tables[1]), len(tables[0] | tables[1])
             retired = sum(row.unsettled for row in requests.rows)
             assert merged == requests.rows[0].length // 8
             assert manager.stats().held_blocks == held + retired

@@ -27,9 +27,9 @@ from generate_cases import (  # noqa: E402
 from graph_double import TapeCapturer  # noqa: E402
 
 from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching  # noqa: E402
-from pc.integrations.huggingface.paged import graphs as graphs_module  # noqa: E402
-from pc.integrations.huggingface.paged import packed as packed_module  # noqa: E402
-from pc.integrations.huggingface.paged.layers import layer_windows  # noqa: E402
+from pc.integrations.huggingface.runners import graphs as graphs_module  # noqa: E402
+from pc.integrations.huggingface.runners import packed as packed_module  # noqa: E402
+from pc.integrations.huggingface.runners.packed import layer_windows  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +86,7 @@ def test_finished_rows_are_left_out(model: Any, handle: PrefixCaching) -> None:
 
 
 def test_probe_notices_wrong_attention(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pc.integrations.huggingface.paged.layers import PagedCache
+    from pc.integrations.huggingface.runners.packed import PagedCache
 
     right = PagedCache.attend
     monkeypatch.setattr(PagedCache, "attend", lambda self, call: right(self, call._replace(scale=3 * call.scale)))
@@ -108,11 +108,13 @@ def test_window_that_the_cache_does_not_know_is_refused(model: Any) -> None:
         layer_windows(chunked)
 
 
-def test_windows_over_holes_are_refused() -> None:
+def test_windows_over_holes_are_served_over_copies() -> None:
     model = BY_NAME["mistral-window"].build()
     mask = torch.ones(1, 60, dtype=torch.long)
     mask[0, 30:50] = 0
-    with enable_prefix_caching(model, cuda_graphs=False) as handle:
-        with pytest.warns(UserWarning, match="holes"):
+    with enable_prefix_caching(model, cuda_graphs=False) as handle, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
             assert_same(model, input_ids=prompt(60), attention_mask=mask)
-        assert handle.last_requests == []
+        assert handle.graphs.eager_steps == 0
+        assert handle.stats().calls_served == 2

@@ -18,7 +18,7 @@ ALIGNMENT = 16  # bytes at whose multiples tensors begin: what triton compiles t
 
 
 class Metadata(NamedTuple):
-    """What operators read of a pass, on one device; shapes as in `PackedBatch`."""
+    """The tensors of a pass that operators read, on one device; shapes as in `PackedBatch`."""
 
     slot_mapping: torch.Tensor
     block_tables: torch.Tensor
@@ -27,7 +27,7 @@ class Metadata(NamedTuple):
 
 
 class Pass:
-    """What the layers of one forward pass share."""
+    """State shared by the layers of one forward pass."""
 
     max_query_len: int  # bound of the queries of a sequence
     max_seq_len: int | None  # bound of their lengths; None where the block tables' shape is the bound
@@ -37,15 +37,15 @@ class Pass:
         self._planned: set[tuple[torch.device, int]] = set()
 
     def on(self, device: torch.device) -> Metadata:
-        """The metadata on `device`."""
+        """Return the metadata on `device`."""
         raise NotImplementedError
 
     def begin(self) -> None:
-        """Makes the next `plan` of each window build it from the metadata as it is by then."""
+        """Start a pass: the next `plan` of each window is built from the current metadata."""
         self._planned.clear()
 
     def plan(self, device: torch.device, block_size: int, window: int, num_kv_heads: int) -> torch.Tensor | None:
-        """The plan of the layers with this window (0: none), built once a pass; None where the operators need none."""
+        """Return the plan of the layers with this window (0: none), built once a pass; None if operators need none."""
         if not needs_plan(device):
             return None
         key = (device, window)
@@ -63,12 +63,12 @@ class Pass:
 
 
 def needs_plan(device: torch.device) -> bool:
-    """Whether attention on `device` reads a plan; the reference on a CPU does not."""
+    """Return whether attention on `device` reads a plan; the reference on a CPU does not."""
     return device.type != "cpu" or KERNELS_ON_CPU
 
 
 class PackedBatch(Pass):
-    """Rows of any length behind each other."""
+    """The metadata of rows of any length, one behind the other."""
 
     # `slot_mapping [num_tokens]` int64: -1 writes nothing; `block_tables [num_seqs, max_blocks]`, `seq_lens [num_seqs]`
     # and `query_lens [num_seqs]` int32: lengths are those after the pass, queries the tokens of this pass.
@@ -85,14 +85,14 @@ class PackedBatch(Pass):
         self.max_seq_len = int(seq_lens.max())
 
     def on(self, device: torch.device) -> Metadata:
-        """The metadata on `device`, moved there once."""
+        """Return the metadata on `device`, copied there once."""
         if device not in self._on_device:
             self._on_device[device] = Metadata(*(t.to(device, non_blocking=True) for t in self._host))
         return self._on_device[device]
 
 
 class DecodeBatch(Pass):
-    """One new token for each of up to `num_rows` sequences of up to `width` blocks."""
+    """The metadata of one new token for each of up to `num_rows` sequences of up to `width` blocks."""
 
     # Rows past those written are padding: token and position 0, slot -1, length 0, no queries.
     # Asynchronous copies to a GPU need a host's side that is page-locked (`pinned`).
@@ -122,7 +122,7 @@ class DecodeBatch(Pass):
         self._copied: list[torch.cuda.Event] = []
 
     def _views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Tokens, positions, slots, lengths, starts of queries and tables, in one buffer of bytes."""
+        """Return tokens, positions, slots, lengths, starts of queries and tables as views of one buffer of bytes."""
         return [
             buffer[start : start + dtype.itemsize * int(np.prod(shape))].view(dtype).view(shape)
             for start, dtype, shape in self._layout
@@ -131,7 +131,7 @@ class DecodeBatch(Pass):
     def write(
         self, tables: Sequence[np.ndarray], positions: np.ndarray, tokens: Sequence[int] | np.ndarray, slots: np.ndarray
     ) -> None:
-        """Puts a step into the buffers: by sequence its table, and its new token's position, id and slot (int64)."""
+        """Write a step: for each sequence its table, and its new token's position, id and slot (int64)."""
         # A changed table is another array: the same one is not written again.
         count = len(tables)
         for event in self._copied:  # the copies of the step before still read this memory
@@ -171,11 +171,11 @@ class DecodeBatch(Pass):
         return self._on_device[device][1]
 
     def on(self, device: torch.device) -> Metadata:
-        """The metadata on `device`, in the same memory from step to step."""
+        """Return the metadata on `device`, in the same memory from step to step."""
         _, _, slots, seq_lens, starts, tables = self._buffers(device)
         return Metadata(slots, tables, seq_lens, starts)
 
     def inputs(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and positions on `device`, each `[1, num_rows]` int64."""
+        """Return tokens and positions on `device`, each `[1, num_rows]` int64."""
         tokens, positions, *_ = self._buffers(device)
         return tokens[None], positions[None]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Any, TypeAlias
 
-from ...cache import CacheManager
+from ....cache import CacheManager
 
 AnyManager: TypeAlias = CacheManager[Any, Any, Any]  # of one group or of several
 

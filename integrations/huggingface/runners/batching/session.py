@@ -1,7 +1,7 @@
 """Transformers' continuous batching manager and processor with blocks in the place of its cache.
 
-The loop, the scheduler, sampling, routing and cancellation stay theirs. What is put in their place: the cache, the
-forward pass, the queue that requests come through, and what happens when nothing can be scheduled.
+The loop, the scheduler, sampling, routing and cancellation stay theirs. This module replaces the cache, the forward
+pass, the queue of new requests, and the handling of a step in which nothing can be scheduled.
 """
 
 from __future__ import annotations
@@ -12,13 +12,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
-from ....cache import CacheManager
-from ....cache.allocation import Pairs
-from ....cache.runs import pad_tables
-from ..api import (
+from .....cache.allocation import Pairs
+from ...api import (
     BatchManager,
     BatchProcessor,
     ModelInStep,
@@ -34,12 +31,10 @@ from ..api import (
     update_cb_config_after_cache_creation,
     without_masks,
 )
-from ..calls import UnsupportedError, callers_level
-from ..paged.batch import PackedBatch
-from ..paged.layers import PagedCache
-from ..paged.packed import run
-from ..support import rope_keys
-from .blocks import ScheduledBlocks, ScheduledTokens, SharedBlocks
+from ...calls import UnsupportedError, callers_level
+from ...support import rope_keys
+from ..packed import PagedCache, Span, pack, run
+from .blocks import ScheduledBlocks, SharedBlocks
 
 MAX_BATCH_TOKENS = 8192  # tokens of a step by default: transformers' own default
 
@@ -58,16 +53,16 @@ UNBOUNDED = 1 << 30
 
 
 class SessionHandle(Protocol):
-    """What a session asks of the handle that made it."""
+    """The part of a handle that its sessions use."""
 
     block_size: int
     told: set[str]
 
     def current_salt(self) -> Any:
-        """The salt of the thread that calls."""
+        """Return the salt of the calling thread."""
 
     def shared(self, model: Any) -> SharedBlocks:
-        """The blocks for the model as it is now."""
+        """Return the blocks for the model in its current state."""
 
     def blocks(self, model: Any, sharing: bool, max_batch_tokens: int) -> ScheduledBlocks:
         """Return the object in the place of transformers' cache in a session."""
@@ -82,38 +77,18 @@ class SessionHandle(Protocol):
         """Count a session that has started."""
 
 
-def passes(manager: CacheManager[Any, Any, Any], rows: Sequence[ScheduledTokens]) -> list[PackedBatch]:
-    """What the layers of each group share in a step, a token of padding at least; RuntimeError: one has no block."""
-    size = manager.block_size
-    counts = np.array([row.length for row in rows], np.int32)
-    starts = np.array([row.start for row in rows], np.int32)
-    of_row = np.repeat(np.arange(len(rows)), counts)
-    first = np.cumsum(counts) - counts
-    positions = np.arange(counts.sum()) - np.repeat(first - starts, counts)
-    known = positions < np.array([row.written for row in rows])[of_row]
-    made = []
-    for group in range(len(manager.groups)):
-        tables = pad_tables([manager.block_table(row.key, group) for row in rows])
-        blocks = tables[of_row, positions // size].astype(np.int64)
-        if blocks.size and blocks.min() < 0:
-            raise RuntimeError(f"request {rows[of_row[blocks.argmin()]].key}: a token of this step has no block")
-        slots = np.where(known, -1, blocks * size + positions % size) if blocks.size else np.array([-1])
-        made.append(PackedBatch(slots, tables, starts + counts, counts))
-    return made
-
-
 class PackedStep(ModelInStep):
-    """A model as transformers' runner calls it, over the blocks of one step, behind copies of block pairs by group."""
+    """A model as transformers' runner calls it, over the blocks of one step, which first copies pairs of blocks."""
 
     def __init__(
-        self, model: Any, shared: SharedBlocks, rows: Sequence[ScheduledTokens], copies: Sequence[tuple[int, Pairs]]
+        self, model: Any, shared: SharedBlocks, spans: Sequence[Span], copies: Sequence[tuple[int, Pairs]]
     ) -> None:
         super().__init__(model)
         self._copies = copies
-        self._cache = PagedCache(shared.storage, *passes(shared.manager, rows))
+        self._cache = PagedCache(shared.storage, pack(spans, shared.storage.block_size))
 
     def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> Any:
-        """The model's output, see `run`."""
+        """Return the model's output, see `run`."""
         for group, pairs in self._copies:
             self._cache.storage.copy(pairs, group)
         keep = {name: kwargs[name] for name in ("logits_to_keep",) if name in kwargs}
@@ -121,23 +96,23 @@ class PackedStep(ModelInStep):
 
 
 class NoRoomYetError(Exception):
-    """Nothing can be scheduled before another session gives blocks back."""
+    """Raised when nothing can be scheduled before another session frees blocks."""
 
 
 class SaltedState(RequestState):  # type: ignore[misc]  # transformers is untyped here
-    """A request that remembers whose it is, through forks and when it is queued again."""
+    """A request with a salt, which it keeps through forks and when it is queued again."""
 
     salt: Any = None
 
     def create_equivalent_initial_request(self) -> Any:
-        """As transformers'; of the same salt."""
+        """Return what transformers' own returns, with the same salt."""
         state = super().create_equivalent_initial_request()
         state.__class__, state.salt = SaltedState, self.salt
         return state
 
 
 class RequestQueue(queue.Queue):  # type: ignore[type-arg]
-    """Where requests come in: clients' threads put them, which decides their salt, and the loop's gets them."""
+    """The queue of new requests. A client's thread puts a request, which sets its salt, and the loop gets it."""
 
     def __init__(
         self,
@@ -147,16 +122,16 @@ class RequestQueue(queue.Queue):  # type: ignore[type-arg]
         fail: Callable[[Any, Exception], None],
     ) -> None:
         super().__init__(maxsize)
-        # `check` says why a request cannot be served, or None; `fail` is told of such a one.
+        # `check` returns why a request cannot be served, or None; `fail` ends such a request.
         self._salt, self._check, self._fail = salt, check, fail
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        """Gives a request the salt of its thread and queues it."""
+        """Give a request the salt of its thread and queue it."""
         item.__class__, item.salt = SaltedState, self._salt()
         super().put(item, block, timeout)
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """The next request that can be served."""
+        """Return the next request that can be served."""
         while True:
             state = super().get(block, timeout)
             reason = self._check(state)
@@ -166,12 +141,16 @@ class RequestQueue(queue.Queue):  # type: ignore[type-arg]
 
 
 class Offloading(OffloadingManager):  # type: ignore[misc]
-    """Transformers' way out of a full cache; where it would end the loop, only what cannot go on ends."""
+    """Transformers' handling of a full cache. Where it would end the loop, only requests that cannot continue end."""
 
     processor: Any
 
     def offload_requests(self) -> bool:
-        """Makes room by queueing others again; raises NoRoomYetError where only another session can make some."""
+        """Make room by queueing other requests again.
+
+        Raises:
+            NoRoomYetError: Only another session can make room.
+        """
         if super().offload_requests():
             return True
         blocks: ScheduledBlocks = self.cache
@@ -201,7 +180,7 @@ class Offloading(OffloadingManager):  # type: ignore[misc]
 
 
 class Processor(BatchProcessor):  # type: ignore[misc]
-    """Transformers' processor whose batches run over blocks."""
+    """Transformers' processor, with batches that run over blocks."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -210,7 +189,7 @@ class Processor(BatchProcessor):  # type: ignore[misc]
         self.offloading_manager.processor = self
 
     def prepare_next_batch(self) -> bool:
-        """Schedules the next batch; False where there is none yet."""
+        """Schedule the next batch and return whether there is one."""
         if not self.scheduler.active_requests:  # the one whose end would have lifted it may have been cancelled
             self.scheduler.block_new_requests = False
         self.cache.waiting = self.scheduler.waiting_requests
@@ -221,18 +200,18 @@ class Processor(BatchProcessor):  # type: ignore[misc]
             return False
 
     def step(self, model: Any) -> None:
-        """Runs the batch that was prepared."""
-        rows, copies = self.cache.take_step()
+        """Run the batch that was prepared."""
+        spans, copies = self.cache.take_step()
         batch = self.inputs_and_outputs.get_model_kwargs(use_padding=False)
         if not batch["input_ids"].shape[1]:  # requests that are only to be forked: a token of padding, to draw as ever
             batch["input_ids"] = batch["position_ids"] = batch["input_ids"].new_zeros(1, 1)
-        step = PackedStep(model, self.cache.shared, rows, copies)
+        step = PackedStep(model, self.cache.shared, spans, copies)
         self.model_runner.compute_batch(step, batch)
         self.cache.look()
         self.inputs_and_outputs.retrieve_device_outputs()
 
     def fail(self, state: Any, reason: str) -> None:
-        """Ends one request with an error."""
+        """End one request with an error."""
         fail(self, RuntimeError(f"request {state.request_id}: {reason}"), state)
         self.scheduler.finish_request(state.request_id)
         if self.scheduler.waiting_requests.pop(state.request_id, None) is not None:
@@ -241,7 +220,7 @@ class Processor(BatchProcessor):  # type: ignore[misc]
 
 
 class Session(BatchManager):  # type: ignore[misc]
-    """Transformers' manager over a model's blocks; its arguments are theirs, behind the model's handle."""
+    """Transformers' manager over a model's blocks. Its arguments are the handle and those of transformers."""
 
     def __init__(
         self,
@@ -266,7 +245,7 @@ class Session(BatchManager):  # type: ignore[misc]
         )
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-        """Nothing: attention goes over blocks whatever the implementation, which stays what it is for all others."""
+        """Do nothing: attention reads blocks whatever the implementation, which others keep using."""
 
     def start(self) -> None:
         """Start the loop over the blocks of the model as it is now, or fall back to transformers' own manager."""
@@ -299,7 +278,7 @@ class Session(BatchManager):  # type: ignore[misc]
         self._handle.fell_back(error)
 
     def _refusal(self, state: Any) -> str | None:
-        """Why a request cannot be served; None when it can. Called by the loop's thread."""
+        """Return why a request cannot be served, or None. The loop's thread calls this."""
         processor: Any = self.batch_processor
         if processor is None:
             return None
@@ -364,7 +343,7 @@ class Session(BatchManager):  # type: ignore[misc]
 
 
 def _warn_of_options(settings: Any, told: set[str]) -> None:
-    """Warns once of each option of a continuous batching config that has no meaning here."""
+    """Warn once of each option of a continuous batching config that has no meaning here."""
     default = type(settings)()
     for name in (*NOT_OURS, "num_blocks"):
         value = getattr(settings, name)

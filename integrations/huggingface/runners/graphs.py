@@ -1,8 +1,9 @@
 """Decode steps, and CUDA graphs of them: one for each batch size and width of block tables, in powers of two.
 
-A graph replays the kernels of a step as they were captured: on the same memory, with the same numbers from the host. So
-everything that changes from step to step lies in the buffers of a `DecodeBatch`, and whatever else a step depends on
-(weights, adapters, settings) is compared before each call of generate; the graphs are dropped when it has changed.
+A graph replays the kernels of a step as they were captured: on the same memory, with the same numbers from the host.
+Everything that changes from step to step is therefore in the buffers of a `DecodeBatch`. Everything else that a step
+depends on (weights, adapters, settings) is compared before each call of generate. If it has changed, the graphs are
+dropped.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..support import changing_rope, float32_precision
-from .batch import DecodeBatch
 from .packed import PackedModel
+from .passes import DecodeBatch
 
 WARM_STEPS = 3  # eager steps of a bucket before its capture: in them kernels are compiled and libraries choose theirs
 MAX_ROWS = 256  # rows of the largest graph; a larger batch keeps a GPU busy without one
@@ -36,7 +37,7 @@ DecodeStep = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True)
 class GraphReport:
-    """How decode steps ran since caching was enabled.
+    """The ways in which decode steps ran since caching was enabled.
 
     Attributes:
         captured: Graphs there are now.
@@ -61,9 +62,9 @@ class GraphReport:
 
 
 class CudaCapturer:
-    """Captures on a stream of its own, into one memory pool for all graphs."""
+    """A capturer on a stream of its own, with one memory pool for all graphs."""
 
-    # Graphs of one pool overwrite each other's results, so each is to be copied before the next replay
+    # Graphs of one pool overwrite each other's results, so each must be copied before the next replay
     # ("CUDA semantics" in torch's documentation).
 
     def __init__(self, device: torch.device) -> None:
@@ -72,7 +73,7 @@ class CudaCapturer:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm(self, step: DecodeStep) -> torch.Tensor:
-        """Runs a step on the stream, after what the current one has to do and before what it gets to do."""
+        """Run a step on the stream, between the work that the current stream has and the work that it gets next."""
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
@@ -82,7 +83,7 @@ class CudaCapturer:
         return result
 
     def capture(self, step: DecodeStep) -> DecodeStep:
-        """Captures a step without running it, whatever other threads do; gives what replays it into the same result."""
+        """Capture a step without running it, and return a function that replays it into the same result."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device):
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -111,17 +112,28 @@ CAPTURERS: dict[str, Callable[[torch.device], CudaCapturer]] = {"cuda": CudaCapt
 
 @dataclass
 class Bucket:
-    """Steps of one shape: their buffers, how many there were, and their graph once there is one."""
+    """Steps of one shape: their buffers, their number, and their graph once there is one."""
 
-    batch: DecodeBatch
+    batches: list[DecodeBatch]  # one for each group of layers
     steps: int = 0
     replay: DecodeStep | None = None
 
+    def write(
+        self,
+        tables: Sequence[Sequence[np.ndarray]],
+        positions: np.ndarray,
+        tokens: Sequence[int],
+        slots: Sequence[np.ndarray],
+    ) -> None:
+        """Put a step into the buffers of each group."""
+        for batch, own, written in zip(self.batches, tables, slots, strict=True):
+            batch.write(own, positions, tokens, written)
+
 
 class DecodeSteps:
-    """Runs the decode steps of one model over one set of blocks, and captures them where that is possible."""
+    """The decode steps of one model over one set of blocks, captured where possible."""
 
-    # After a capture that failed, which `on_failure` is told of, none is tried again.
+    # After a failed capture, whose reason `on_failure` gets, no other capture is tried.
 
     def __init__(self, wanted: bool, on_failure: Callable[[str], None]) -> None:
         self.reason: str | None = None if wanted else "cuda_graphs=False"
@@ -131,25 +143,25 @@ class DecodeSteps:
         self._state: object = None
         self._capturer: CudaCapturer | None = None
         self._buckets: dict[tuple[int, int], Bucket] = {}
-        self._eager: DecodeBatch | None = None
+        self._eager: Bucket | None = None
         self._replays = self._eager_steps = 0
 
     def report(self) -> GraphReport:
-        """Counts, and why steps are not captured."""
+        """Return the counts, and the reason why steps are not captured."""
         captured = sum(bucket.replay is not None for bucket in self._buckets.values())
         return GraphReport(captured, self._replays, self._eager_steps, self.reason)
 
     def drop(self) -> None:
-        """Forgets all graphs and buffers."""
+        """Drop all graphs and buffers."""
         self._buckets.clear()
         self._eager = self._capturer = None
 
     def refuse(self, reason: str) -> None:
-        """Steps of this model do not run here."""
+        """Note why packed passes do not serve this model."""
         self._failure = self.reason = reason
 
     def prepare(self, model: Any, state: object) -> None:
-        """Decides, before the steps of a call, whether they are captured, and drops graphs that no longer hold."""
+        """Decide, before the steps of a call, whether they are captured, and drop graphs that are no longer valid."""
         # `state`: what they depend on besides the model as it is now.
         if not self._wanted:
             return
@@ -165,29 +177,34 @@ class DecodeSteps:
     def run(
         self,
         packed: PackedModel,
-        tables: Sequence[np.ndarray],
+        tables: Sequence[Sequence[np.ndarray]],
         positions: np.ndarray,
         tokens: Sequence[int],
-        slots: np.ndarray,
+        slots: Sequence[np.ndarray],
     ) -> torch.Tensor:
-        """Logits of one step, `[len(tables), vocabulary]`, not written to afterwards: see `DecodeBatch.write`."""
-        count, width = len(tables), _power_of_two(max(map(len, tables)), MIN_WIDTH)
+        """Return the logits of one step, `[len(positions), vocabulary]`, which no later step overwrites.
+
+        `tables` are those of each row, and `slots` those of the new tokens, for each group: see `DecodeBatch.write`.
+        """
+        count, width = len(positions), _power_of_two(max(map(len, tables[0])), MIN_WIDTH)
         if self.reason is None and count <= MAX_ROWS:
             key = (_power_of_two(count), width)
             if key not in self._buckets:
-                self._buckets[key] = Bucket(_batch(packed, *key))
+                self._buckets[key] = _bucket(packed, *key)
             bucket = self._buckets[key]
-            bucket.batch.write(tables, positions, tokens, slots)
+            bucket.write(tables, positions, tokens, slots)
             return self._step(packed, bucket)[:count].clone()
-        if self._eager is None or (self._eager.num_rows, self._eager.width) != (count, width):
-            self._eager = _batch(packed, count, width)
-        self._eager.write(tables, positions, tokens, slots)
+        bucket = self._eager or _bucket(packed, count, width)
+        if (bucket.batches[0].num_rows, bucket.batches[0].width) != (count, width):
+            bucket = _bucket(packed, count, width)
+        self._eager = bucket
+        bucket.write(tables, positions, tokens, slots)
         self._eager_steps += 1
-        return packed.decode(self._eager)
+        return packed.decode(bucket.batches)
 
     def _step(self, packed: PackedModel, bucket: Bucket) -> torch.Tensor:
-        """A replay of the bucket's graph, or one of the eager steps that come before it."""
-        step = functools.partial(packed.decode, bucket.batch)
+        """Return the logits of a replay of the bucket's graph, or of an eager step before its capture."""
+        step = functools.partial(packed.decode, bucket.batches)
         if self._capturer is None:
             self._capturer = CAPTURERS[packed.model.device.type](packed.model.device)
         if bucket.replay is None and bucket.steps == WARM_STEPS:
@@ -216,11 +233,12 @@ class DecodeSteps:
         self._on_failure(self._failure)
 
 
-def _batch(packed: PackedModel, num_rows: int, width: int) -> DecodeBatch:
+def _bucket(packed: PackedModel, num_rows: int, width: int) -> Bucket:
     device = packed.model.device
-    batch = DecodeBatch(num_rows, width, pinned=device.type == "cuda")
-    batch.on(device)
-    return batch
+    batches = [DecodeBatch(num_rows, width, pinned=device.type == "cuda") for _ in packed.storage.groups]
+    for batch in batches:
+        batch.on(device)
+    return Bucket(batches)
 
 
 def _power_of_two(n: int, least: int = 1) -> int:
@@ -228,7 +246,7 @@ def _power_of_two(n: int, least: int = 1) -> int:
 
 
 def why_eager(model: Any) -> str | None:
-    """Why decode steps of a model cannot be captured as it is now; None when nothing is known to speak against it."""
+    """Return why decode steps of a model cannot be captured in its current state; None if no reason is known."""
     device = model.device
     if any(t.device != device for t in itertools.chain(model.parameters(), model.buffers())):
         return f"some of the model is not on {device}"
@@ -243,7 +261,7 @@ def why_eager(model: Any) -> str | None:
 
 
 def baked_in(model: Any) -> object:
-    """What a captured step depends on besides weights and adapters; equal as long as that is the same."""
+    """Return everything that a captured step depends on besides weights and adapters, for comparison."""
     return (
         [(id(buffer), buffer.data_ptr()) for buffer in model.buffers()],
         str(model.config.to_dict()),
@@ -254,7 +272,7 @@ def baked_in(model: Any) -> object:
 
 
 class Rehearsal(TorchDispatchMode):
-    """Runs operators as they are, and notes in `problem` the first that makes the host wait for the device."""
+    """A mode that notes in `problem` the first operator that makes the host wait for the device."""
 
     # A capture that meets one fails half-way; a rehearsed step is still right.
 
@@ -263,7 +281,7 @@ class Rehearsal(TorchDispatchMode):
         self.problem: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs one operator and looks at it."""
+        """Run one operator and check it."""
         result = func(*args, **(kwargs or {}))
         if self.problem is None:
             self.problem = _problem(func, (args, kwargs), result)

@@ -27,16 +27,16 @@ from ....cache.tiers.writer import TierWriter
 from ..api import SILENT_ENTRIES
 from ..functions import Functions, code_digest
 from ..identity import changes_itself, is_harmless
-from ..store import AnyManager
+from .leases import AnyManager
 from .storage import Content, ModelStorage
 
-FORMAT = "pc blocks 3"  # first line of a file of `save`: an own one, so that older and newer ones are told apart
+FORMAT = "pc blocks 3"  # first line of a file of `save`; its number changes with the format
 _SIZE = struct.Struct("<Q")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 class LowerTiers:
-    """Where blocks go that are evicted, by hash: each group's tiers, host memory before disk."""
+    """The tiers that take evicted blocks, by hash: for each group host memory before disk."""
 
     def __init__(self, storage: ModelStorage, host_blocks: int, disk: Sequence[TierWriter] | None = None) -> None:
         self.memory = [MemoryTier(host_blocks) for _ in storage.parts]
@@ -45,7 +45,7 @@ class LowerTiers:
         self._tiers: list[list[Tier]] = [[memory, *more] for memory, more in zip(self.memory, below, strict=True)]
 
     def content(self, manager: AnyManager, group: int, digest: bytes) -> Content | None:
-        """What a block has: one that is cached and has not been overwritten meanwhile, or from the first tier."""
+        """Return the content of a block from the cache, if nothing overwrites it meanwhile, or from a tier."""
         pool, words = manager.pools[group], np.frombuffer(digest, np.uint64)[None]
         block = int(pool.table.find(words)[0])
         if block >= 0:
@@ -56,24 +56,24 @@ class LowerTiers:
         return next((found for tier in self._tiers[group] if (found := tier.get(digest)) is not None), None)
 
     def has(self, manager: AnyManager, group: int, digest: bytes) -> bool:
-        """Whether `content` would find a block, as far as can be told without reading it."""
+        """Return whether `content` would find a block, without reading it."""
         cached = manager.pools[group].table.find(np.frombuffer(digest, np.uint64)[None])[0] >= 0
         return bool(cached) or any(digest in tier for tier in self._tiers[group])
 
     def evicted(self, group: int, blocks: np.ndarray, digests: list[bytes]) -> list[bytes]:
-        """Called by the manager with blocks that are about to lose their content; gives the hashes of those kept."""
+        """Store blocks that are about to be evicted and return the hashes of those kept. The manager calls this."""
         contents = {d: self._parts[group].content(b) for b, d in zip(blocks.tolist(), digests, strict=True)}
         kept = set().union(*[tier.put_many(contents) for tier in self._tiers[group]])
         return [digest for digest in digests if digest in kept]
 
     def add(self, group: int, blocks: Mapping[bytes, Content]) -> None:
-        """Takes blocks into host memory beside those that are there."""
+        """Add blocks to host memory."""
         memory = self.memory[group]
         memory.max_blocks = max(memory.max_blocks, len(memory) + len(blocks))
         memory.put_many(blocks)
 
     def close(self, manager: AnyManager) -> None:
-        """Writes what a manager still has to disk, where there is one."""
+        """Write the published blocks of a manager to disk, if there is one."""
         for group, writer in enumerate(self._disk):
             writer.close()
             for digest, block in published(manager, group):
@@ -81,7 +81,7 @@ class LowerTiers:
 
 
 def published(manager: AnyManager, group: int) -> list[tuple[bytes, int]]:
-    """The blocks of a group that are published in the prefix cache, with their hashes."""
+    """Return the published blocks of a group with their hashes."""
     pool = manager.pools[group]
     return [(pool.words[b].tobytes(), b) for b in range(pool.num_blocks) if pool.table.lists(b)]
 
@@ -89,7 +89,11 @@ def published(manager: AnyManager, group: int) -> list[tuple[bytes, int]]:
 def disk_writers(
     model: Any, manager: AnyManager, storage: ModelStorage, path: str | os.PathLike[str], max_bytes: int | None
 ) -> list[TierWriter]:
-    """A directory for this model's blocks; groups share its bytes as they do memory. OSError: it cannot be made."""
+    """Return a writer for each group to a directory for this model's blocks. Groups share its bytes as they do memory.
+
+    Raises:
+        OSError: The directory cannot be made.
+    """
     identity = f"{fingerprint(model)} {manager.hash_algorithm} {manager.seed}"
     sizes = [part.num_blocks * part.bytes_per_block for part in storage.parts]
     limits = [None if max_bytes is None else max(1, max_bytes * size // max(sum(sizes), 1)) for size in sizes]
@@ -101,7 +105,11 @@ def disk_writers(
 
 @contextmanager
 def replaced(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """A file to write, for its owner alone, that takes the place of another when it is whole; OSError: it cannot."""
+    """Yield a file that only its owner may read, and that replaces `path` once it is whole.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     target = Path(path)
     handle, partial = tempfile.mkstemp(dir=target.absolute().parent, prefix=f".{target.name}.")
     try:
@@ -114,7 +122,7 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 
 class SavedBlocks:
-    """A file of blocks: a line of JSON that says whose they are and their hashes, then each block, packed."""
+    """A file of blocks: a line of JSON with their model and hashes, then each block, packed."""
 
     # It is of the model as it is now, with PEFT's adapters as in the extra keys of blocks.
 
@@ -132,7 +140,7 @@ class SavedBlocks:
         self._layouts = [Layout(digest, part.shapes) for part in storage.parts]
 
     def write(self, path: str | os.PathLike[str], evicted: LowerTiers | None) -> int:
-        """Writes all blocks that prompts can find; the file is there whole or not at all, and yours alone; how many."""
+        """Write all published blocks, or no file at all, and return their number."""
         with replaced(path) as file:
             return self._write(file, evicted)
 
@@ -153,7 +161,11 @@ class SavedBlocks:
         return sum(map(len, groups))
 
     def read(self, path: str | os.PathLike[str]) -> list[dict[bytes, Content]]:
-        """A file's blocks by group and hash; ValueError: it is none of `write`, or of another model, or damaged."""
+        """Return a file's blocks by group and hash.
+
+        Raises:
+            ValueError: `write` did not write the file, or wrote it for another model, or it is damaged.
+        """
         with open(path, "rb") as file:
             if file.readline(len(FORMAT) + 1) != f"{FORMAT}\n".encode():
                 raise ValueError("path: got a file of another kind, needs one of save()")

@@ -10,17 +10,18 @@ from typing import Any
 
 import torch
 
-from ....cache import CacheManager, FullAttention, Group, SlidingWindow
-from ...tested import say_untested
-from ..api import ContinuousBatchingConfig, check_batching, check_layers, kept_manager, look, unshared
-from ..calls import Calls, ServedStats, UnsupportedError, refuse_if, unsupported_by
-from ..enable import ReplacedMethod, check_not_replaced, generating_model
-from ..identity import Identity, set_by_forward, without_row_settings
-from ..paged.layers import LayerSpec, PagedStorage, layer_windows
-from ..paged.packed import probe_packed
-from ..settings import ScopedSetting, check_fallback, check_number, check_salt, default_num_blocks
-from ..support import check_model
-from ..visits import apart, check_manager
+from .....cache import CacheManager
+from ....tested import say_untested
+from ...api import ContinuousBatchingConfig, check_batching, check_layers, kept_manager, look, unshared
+from ...calls import Calls, ServedStats, UnsupportedError, refuse_if, unsupported_by
+from ...enable import ReplacedMethod, check_not_replaced, generating_model
+from ...identity import Identity, set_by_forward, without_row_settings
+from ...probe import kept_shapes
+from ...settings import CacheOptions, ScopedSetting, check_fallback, check_number, check_salt
+from ...store.storage import Specs, model_storage
+from ...support import check_model
+from ...visits import apart, check_manager
+from ..packed import layer_windows, probe_packed
 from .blocks import ScheduledBlocks, SharedBlocks
 
 REPLACED = "init_continuous_batching"
@@ -144,9 +145,9 @@ class ContinuousBatching:
         try:
             _check(model)
             with apart(), without_row_settings(model), set_by_forward(model) as transient:
-                specs = probe_packed(model, self.block_size)
-            refuse_if(len(specs) != num_layers, f"{len(specs)} of its {num_layers} layers cache keys and values")
-            windows = layer_windows(model.config)
+                windows, specs = layer_windows(model.config), kept_shapes(model)
+                refuse_if(len(specs) != num_layers, f"{len(specs)} of its {num_layers} layers cache keys and values")
+                probe_packed(model, self.block_size, specs)
         except UnsupportedError as error:
             raise UnsupportedError(f"{type(model).__name__}: {error.reason}", error.detail) from error
         if self._shared is None or (self._shared.storage.specs, self._shared.storage.windows) != (specs, windows):
@@ -154,16 +155,11 @@ class ContinuousBatching:
         self._identity = Identity(model, transient)
         self._epoch += 1
 
-    def _empty(self, model: Any, specs: dict[int, LayerSpec], windows: dict[int, int]) -> SharedBlocks:
-        per_block = self.block_size * sum(spec.bytes_per_token for spec in specs.values())
-        num_blocks = self._num_blocks or default_num_blocks(model, per_block, self.block_size)
-        kinds = sorted({windows.get(layer, 0) for layer in specs})
-        groups: list[Group] = [SlidingWindow(window) if window else FullAttention() for window in kinds]
-        group_of = {layer: kinds.index(windows.get(layer, 0)) for layer in specs}
-        storage = PagedStorage(num_blocks, self.block_size, windows, group_of)
-        for layer, spec in specs.items():  # now, so that sessions of several threads find them there
-            storage.allocate(layer, spec)
-        manager = CacheManager(num_blocks, self.block_size, policy=self._policy, groups=groups)
+    def _empty(self, model: Any, specs: Specs, windows: dict[int, int]) -> SharedBlocks:
+        options = CacheOptions(self._num_blocks, self.block_size, self._policy)
+        storage = model_storage(model, options, specs, windows, {})
+        count = storage.parts[0].num_blocks
+        manager = CacheManager(count, self.block_size, policy=self._policy, groups=storage.groups)
         return SharedBlocks(manager, storage)
 
     def __enter__(self) -> ContinuousBatching:
@@ -190,7 +186,7 @@ class ContinuousBatching:
         return self._calls.stats(self._shared)
 
     def salt(self, salt: Any) -> AbstractContextManager[None]:
-        """Within it, requests that this thread submits share blocks only with requests of the same salt.
+        """Return a context in which requests of this thread share blocks only with requests of the same salt.
 
         Args:
             salt: str, bytes or int.
@@ -206,7 +202,7 @@ class ContinuousBatching:
             self._epoch += 1
 
     def disable(self) -> None:
-        """Gives the model its own `init_continuous_batching` back; a second call does nothing.
+        """Restore the model's own `init_continuous_batching`; a second call does nothing.
 
         Managers that run go on over their blocks until they are stopped; one that transformers keeps on the model for
         its next call is destroyed.

@@ -1,8 +1,8 @@
-"""What the groups of a manager hold: keys and values of the layers that share a block table, or recurrent states."""
+"""The memory of a manager's groups: keys and values of layers that share a block table, or recurrent states."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -10,18 +10,19 @@ import numpy as np
 import torch
 from einops import rearrange
 
-from ....cache import FullAttention, Group, Recurrent, SlidingWindow
+from ....cache import Allocation, FullAttention, Group, Recurrent, SlidingWindow
+from ....triton_ops import copy_blocks, move_slots
+from ..layers import States
 from ..settings import CacheOptions, default_num_blocks, memory_budget
-from .layers import States
 
-CHUNK = 1024  # tokens that are computed, and written to blocks, at a time where layers have windows
+CHUNK = 1024  # tokens computed between two writes to blocks, if layers have windows
 SIDES = ("keys", "values")
 
 Content = dict[str, torch.Tensor]  # what one block holds: "3 keys", "3 values" of a layer, or as `States` have it
 
 
 class TokenSpec(NamedTuple):
-    """What one layer keeps of a token as its keys, or as its values."""
+    """The shape of the keys, or of the values, that one layer stores per token."""
 
     num_heads: int
     width: int
@@ -29,15 +30,30 @@ class TokenSpec(NamedTuple):
     device: torch.device
 
     def empty(self, rows: int, tokens: int) -> torch.Tensor:
-        """`[rows, num_heads, tokens, width]`, not filled."""
+        """Return uninitialized memory, `[rows, num_heads, tokens, width]`."""
         return torch.empty(rows, self.num_heads, tokens, self.width, dtype=self.dtype, device=self.device)
+
+
+class Turn(NamedTuple):
+    """The rotation by which rows of a layer depend on their position: see `pc.move_slots`."""
+
+    inv_freq: torch.Tensor | None
+    is_neox: bool = True
+    first: int = 0
+
+
+class LayerTurns(NamedTuple):
+    """The rotations of a layer's keys and values; latent attention keeps its rotated part where others have values."""
+
+    keys: Turn
+    values: Turn
 
 
 Specs = dict[int, tuple[TokenSpec, TokenSpec]]  # of each attention layer its keys and its values
 
 
 class TensorSpec(NamedTuple):
-    """What a tensor is of one block."""
+    """The shape of a tensor for one block."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -45,7 +61,7 @@ class TensorSpec(NamedTuple):
 
 
 class BlockTensors:
-    """Tensors by name with a row for each block; memory is taken when one is first used."""
+    """Tensors by name with a row for each block. A tensor is allocated on first use."""
 
     def __init__(self, num_blocks: int, specs: Mapping[str, TensorSpec]) -> None:
         self.num_blocks = num_blocks
@@ -54,16 +70,16 @@ class BlockTensors:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block over all tensors."""
+        """The bytes of one block over all tensors."""
         return sum(prod(spec.shape) * spec.dtype.itemsize for spec in self._specs.values())
 
     @property
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each tensor of a block's content."""
+        """The shape and dtype of each tensor of a block's content."""
         return {name: (spec.shape, spec.dtype) for name, spec in self._specs.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor."""
+        """Return one tensor."""
         found = self.tensors.get(name)
         if found is None:
             spec = self._specs[name]
@@ -73,17 +89,17 @@ class BlockTensors:
         return found
 
     def content(self, block: int) -> Content:
-        """Views of what a block has, which tiers copy."""
+        """Return views of a block's content, which tiers copy."""
         return {name: tensor[block] for name, tensor in self.tensors.items()}
 
     def put(self, block: int, content: Content) -> None:
-        """Fills a block with what `content` gave."""
+        """Fill a block with what `content` returned."""
         for name in self._specs:
             self.tensor(name)[block].copy_(content[name])
 
 
 class BlockIds:
-    """Blocks that are read or written, `[n]` with n at least 1, looked at once for all layers."""
+    """The blocks of a read or write, at least one, prepared once for all layers."""
 
     def __init__(self, blocks: np.ndarray) -> None:
         self.count = len(blocks)
@@ -107,7 +123,7 @@ class KVStorage(BlockTensors):
         super().__init__(num_blocks, shapes)
 
     def write(self, index: int, blocks: BlockIds, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes whole blocks of a layer: `[num_heads, blocks.count * block_size, width]`, each of its own width."""
+        """Write whole blocks of a layer: `[num_heads, blocks.count * block_size, width]`, each of its own width."""
         for side, new in zip(SIDES, (keys, values), strict=True):
             cache = self.tensor(f"{index} {side}")
             source = rearrange(new, "heads (block slot) width -> block heads slot width", slot=self.block_size)
@@ -117,7 +133,7 @@ class KVStorage(BlockTensors):
                 cache.index_copy_(0, blocks.index.to(cache.device), source)
 
     def read(self, index: int, blocks: BlockIds, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Reads the first tokens of a layer's blocks into `keys` and `values`, `[num_heads, num_tokens, width]`."""
+        """Read the first tokens of a layer's blocks into `keys` and `values`, `[num_heads, num_tokens, width]`."""
         for side, out in zip(SIDES, (keys, values), strict=True):
             cache = self.tensor(f"{index} {side}")
             found = cache[blocks.run] if blocks.run else cache.index_select(0, blocks.index.to(cache.device))
@@ -129,33 +145,37 @@ class KVStorage(BlockTensors):
 
 
 class StateStorage(BlockTensors):
-    """Checkpoints of recurrent (SSM) and convolution states, of a row each, like those of `states`."""
+    """Checkpoints of recurrent (SSM) and convolution states, each of one row, in the shapes of `states`."""
 
     def __init__(self, num_blocks: int, states: States) -> None:
         super().__init__(num_blocks, {n: TensorSpec(tuple(s.shape[1:]), s.dtype, s.device) for n, s in states.items()})
 
     def write(self, block: int, states: States) -> None:
-        """Fills a block with the states of a row."""
+        """Write the states of a row to a block."""
         self.put(block, {name: state[0] for name, state in states.items()})
 
     def read(self, block: int) -> States:
-        """The states of a block, which are the storage's own: `put_states` copies them."""
+        """Return the states of a block as views; `put_states` copies them."""
         return {name: self.tensor(name)[block : block + 1] for name in self._specs}
 
     def of(self, content: Content) -> States:
-        """The states of a row from what `content` gave."""
+        """Return the states of a row from what `content` returned."""
         return {name: content[name][None].to(spec.device) for name, spec in self._specs.items()}
 
 
 class ModelStorage:
-    """The storage of each group of a manager: what each of `parts` holds for one of `groups`."""
+    """The storage of each group of a manager: each of `parts` belongs to one of `groups`."""
 
     def __init__(self, groups: Sequence[Group], parts: Sequence[KVStorage | StateStorage], block_size: int) -> None:
         self.groups, self.parts, self.block_size = tuple(groups), tuple(parts), block_size
         self.kv = [(group, part) for group, part in enumerate(parts) if isinstance(part, KVStorage)]
         self.specs: Specs = {layer: specs for _, part in self.kv for layer, specs in part.specs.items()}
-        # Whether a hit of any whole blocks will do: there are neither windows nor states.
-        self.simple = len(groups) == 1 and isinstance(groups[0], FullAttention)
+        self.group_of = {layer: group for group, part in self.kv for layer in part.specs}
+        windows = {g: spec.window for g, spec in enumerate(self.groups) if isinstance(spec, SlidingWindow)}
+        self.windows = {layer: windows[group] for layer, group in self.group_of.items() if group in windows}
+        self._caches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # Whether computing can continue behind any cached prefix: there are neither windows nor states.
+        self.any_prefix = len(groups) == 1 and isinstance(groups[0], FullAttention)
         # Checkpoints of recurrent states, and the number of their group; None and -1 without.
         self.state_group = next((g for g, part in enumerate(parts) if isinstance(part, StateStorage)), -1)
         self.states = next((part for part in parts if isinstance(part, StateStorage)), None)
@@ -168,11 +188,45 @@ class ModelStorage:
         # Blocks that are written between two commits, so that a window's are used again; None: all at once.
         self.chunk = max(1, min(CHUNK // block_size, min(room) // 2)) if room else None
 
+    def caches(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a layer's keys and values as operators take them, `[num_blocks, block_size, num_heads, width]`."""
+        found = self._caches.get(layer)
+        if found is None:
+            part = self.parts[self.group_of[layer]]
+            keys, values = (part.tensor(f"{layer} {side}").transpose(1, 2) for side in SIDES)
+            found = self._caches[layer] = keys, values
+        return found
+
+    def copy(self, pairs: Iterable[tuple[int, int]], group: int = 0) -> None:
+        """Copy whole blocks of a group, each from a source to a target."""
+        ids = torch.tensor(list(pairs), dtype=torch.int64).view(-1, 2)
+        for cache in self.parts[group].tensors.values() if len(ids) else ():
+            copy_blocks(cache, ids[:, 0].to(cache.device), ids[:, 1].to(cache.device))
+
+    def move(self, allocation: Allocation, turns: Mapping[int, LayerTurns]) -> None:
+        """Copy text that is cached elsewhere to the blocks of its request, with keys rotated to their new positions."""
+        spans = allocation.moved
+        sources = torch.from_numpy(np.concatenate([span.slots for span in spans]))
+        targets = torch.from_numpy(np.concatenate([span.targets for span in spans]))
+        deltas = torch.from_numpy(np.concatenate([np.full(span.end - span.start, span.delta) for span in spans]))
+        self.copy(allocation.copies)
+        for layer in self.specs:
+            (keys, values), turn = self.caches(layer), turns[layer]
+            together = turn.values.inv_freq is None
+            move_slots(keys, values if together else None, sources, targets, deltas, *turn.keys)
+            if not together:
+                move_slots(values, None, sources, targets, deltas, *turn.values)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """The bytes of one block of keys and values over all layers."""
+        return sum(part.bytes_per_block for _, part in self.kv)
+
 
 def model_storage(
     model: Any, options: CacheOptions, specs: Specs, windows: Mapping[int, int], states: States
 ) -> ModelStorage:
-    """Memory for keys and values by window, and for a row's states in a quarter of the default memory at most."""
+    """Return storage for keys and values by window, and for states in at most a quarter of the default memory."""
     by_window: dict[int, Specs] = {}
     for layer, pair in specs.items():
         by_window.setdefault(windows.get(layer, 0), {})[layer] = pair

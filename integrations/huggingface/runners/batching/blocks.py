@@ -1,6 +1,6 @@
 """The cache that transformers' scheduler sees, over a `CacheManager`: one object for each session.
 
-A request gets blocks when its tokens are scheduled. The manager's policy evicts one block at a time. Blocks of ended
+A request gets blocks when its tokens are scheduled. The manager's policy evicts single blocks. Blocks of ended
 requests stay published for every later session of the model.
 """
 
@@ -12,12 +12,14 @@ import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
-from ....cache import CacheManager, OutOfBlocks
-from ....cache.allocation import CacheStats, Pairs
-from ..paged.layers import PagedStorage
-from ..store import free
+from .....cache import CacheManager, OutOfBlocks
+from .....cache.allocation import CacheStats, Pairs
+from ...admit import start
+from ...store.leases import free
+from ...store.storage import ModelStorage
+from ..packed import Span
 
 NAME = "full_attention"  # the one name that transformers' buffers know the blocks by, whatever layers they belong to
 
@@ -25,27 +27,27 @@ NAME = "full_attention"  # the one name that transformers' buffers know the bloc
 class SharedBlocks:
     """State shared by the sessions of one model: the manager, the storage of its blocks, and counts."""
 
-    def __init__(self, manager: CacheManager[Any, Any, Any], storage: PagedStorage) -> None:
+    def __init__(self, manager: CacheManager[Any, Any, Any], storage: ModelStorage) -> None:
         self.manager, self.storage = manager, storage
         self.num_groups = len(manager.groups)
-        self.unserved = [0, 0, 0]  # requests, tokens and hits of searches taken back, not to be counted twice
+        self.unserved = [0, 0, 0]  # requests, tokens and hits of cancelled searches, which must not count twice
         self._lock = threading.Lock()
         self._sessions: weakref.WeakSet[ScheduledBlocks] = weakref.WeakSet()
         self._numbers = itertools.count()
 
     def join(self, session: ScheduledBlocks) -> int:
-        """The number of a new session."""
+        """Return the number of a new session."""
         with self._lock:
             self._sessions.add(session)
             return next(self._numbers)
 
     def take_back(self, prompt: int, hits: int) -> None:
-        """Leaves a search out of the counts."""
+        """Leave a search out of the counts."""
         with self._lock:
             self.unserved = [a + b for a, b in zip(self.unserved, (1, prompt, hits), strict=True)]
 
     def first_holder(self) -> int:
-        """The lowest number of a session with requests."""
+        """Return the lowest number of a session with requests."""
         with self._lock:
             return min((session.number for session in self._sessions if session.holds), default=-1)
 
@@ -63,15 +65,6 @@ class SharedBlocks:
         )
 
 
-class ScheduledTokens(NamedTuple):
-    """Tokens of one request in a step: `length` of them, the first at position `start`."""
-
-    key: Any  # the request in the manager
-    start: int
-    length: int  # 0 for a request that waits to be forked
-    written: int  # tokens at the start of the request whose KV is in blocks already
-
-
 @dataclass
 class Held:
     """A request that was started in the manager."""
@@ -83,7 +76,7 @@ class Held:
 
 
 class ScheduledBlocks:
-    """Stands in for transformers' `PagedAttentionCache`, for one session, whose own thread alone calls it."""
+    """The cache of one session in place of transformers' `PagedAttentionCache`. Only the session's thread calls it."""
 
     read_cache_limit = 0  # nothing is read through an index: no budget of reads, and no memory for one
     max_tokens_read = 1
@@ -117,7 +110,7 @@ class ScheduledBlocks:
         self.arrived: set[str] = set()
         self._held: dict[str, Held] = {}
         self._deferred: set[str] = set()
-        self._rows: list[ScheduledTokens] = []
+        self._rows: list[tuple[Any, int, int, int]] = []
         self._copies: list[tuple[int, Pairs]] = []
         weakref.finalize(self, _free_all, self.manager, self._held).atexit = False
         self.number = shared.join(self)  # where none can go on, sessions with lower numbers go first
@@ -143,11 +136,12 @@ class ScheduledBlocks:
         self._deferred.clear()
         self._rows = []
 
-    def take_step(self) -> tuple[list[ScheduledTokens], list[tuple[int, Pairs]]]:
-        """Return the rows of the prepared batch, and the block copies that must run before it."""
+    def take_step(self) -> tuple[list[Span], list[tuple[int, Pairs]]]:
+        """Return the spans of the prepared batch, and the block copies that must run before it."""
         rows, copies = self._rows, self._copies
         self._rows, self._copies = [], []
-        return rows, copies
+        table, groups = self.manager.block_table, range(self.shared.num_groups)
+        return [Span(key, [table(key, group) for group in groups], *rest) for key, *rest in rows], copies
 
     def others_hold(self) -> bool:
         """Return whether other sessions hold blocks that this session does not hold."""
@@ -157,14 +151,14 @@ class ScheduledBlocks:
         return bool(self.manager.stats().held_blocks > sum(block >= 0 for _, block in mine))
 
     def let_go(self) -> None:
-        """Gives back what was found for waiting requests without room: the session that goes first may need it."""
+        """Free the cached blocks of waiting requests without room: the session with the lowest number may need them."""
         for request_id in [request_id for request_id in self._held if request_id in self.waiting]:
             self._take_back(request_id)
 
     # What the scheduler asks, in the order of a request's life.
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        """Starts a request on the cached blocks of its prompt; how many tokens they are: at least one is left."""
+        """Start a request on the cached blocks of its prompt and return their tokens; at least one token remains."""
         self._take_back(request_id)
         allocation = self._start(self.waiting[request_id], prompt_ids)
         if allocation.wait_for in self.scheduled:  # its next block is computed in this very step: no room this time
@@ -174,7 +168,7 @@ class ScheduledBlocks:
         return int(allocation.num_cached_tokens)
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
-        """Takes the blocks for a request's next tokens, or changes nothing and says that there are too few."""
+        """Allocate the blocks for a request's next tokens; False, and nothing changed, if there are too few."""
         if dry_run:
             needed = self.blocks_needed(state.request_id, state.current_len(), request_len)
             return self.count_storable_requests([{NAME: needed}]) == 1
@@ -198,7 +192,7 @@ class ScheduledBlocks:
         return True
 
     def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
-        """Not empty, so that every request of a batch is marked behind it."""
+        """Return a dictionary that is not empty, so that every request of a batch is marked after it."""
         return {NAME: 1}
 
     def extend_read_and_write_indices(
@@ -209,9 +203,9 @@ class ScheduledBlocks:
         read_index: list[list[int]] | None,
         write_index: list[list[int]],
     ) -> None:
-        """Adds a request to the step; its slots are computed with those of all others."""
+        """Add a request to the step. Its slots are computed with those of all others."""
         held = self._held[request_id]
-        self._rows.append(ScheduledTokens(held.key, past_length, query_length, held.written))
+        self._rows.append((held.key, past_length, query_length, held.written))
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
         """Publish the complete blocks of a request."""
@@ -223,7 +217,7 @@ class ScheduledBlocks:
     def prepare_fork_request(
         self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: dict[str, tuple[list[int], list[int]]]
     ) -> list[str]:
-        """Starts requests that share all blocks with one; who first writes to a shared one gets a copy then."""
+        """Start requests that share all blocks of one. The first write to a shared block copies it."""
         held, length = self._held[src_state.request_id], src_state.current_len()
         ahead = self.manager.num_tokens(held.key) - length
         if ahead:
@@ -236,28 +230,28 @@ class ScheduledBlocks:
         return list(dst_req_ids)
 
     def perform_cache_copy(self, copy_src_and_dst: dict[str, tuple[list[int], list[int]]]) -> None:
-        """Nothing: a fork copies nothing yet."""
+        """Do nothing: blocks are copied at the first write."""
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Ends a request, if it was started; its complete blocks stay published, offloaded or not."""
+        """End a request, if it was started; its complete blocks stay published, offloaded or not."""
         held = self._held.pop(request_id, None)
         if held is not None:
             free(self.manager, held.key)
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
-        """Ends every request of the session."""
+        """End every request of the session."""
         for request_id in list(self._held):
             self.free_blocks(request_id)
 
     def reset(self) -> None:
-        """Ends every request of the session; what is cached stays."""
+        """End every request of the session; cached blocks stay."""
         self.free_all_requests()
         self.begin()
 
     # How full it is.
 
     def blocks_needed(self, request_id: str, past_length: int, query_length: int) -> int:
-        """Blocks of each group that a request's next tokens need at most: one more where it shares its last one."""
+        """Return the most blocks of each group that a request's next tokens need: one more if its last is shared."""
         held = self._held.get(request_id)
         size = self.manager.block_size
         have = 0 if held is None else -(-self.manager.num_tokens(held.key) // size)
@@ -273,11 +267,11 @@ class ScheduledBlocks:
         return len(list_blocks_needed)
 
     def compute_free_capacity(self, relative: bool = True) -> float:
-        """The share of blocks that can be taken, cached ones included, or their number; of the fullest group."""
+        """Return the share, or the number, of blocks that can be allocated in the fullest group."""
         return min(pool.available / (pool.num_blocks if relative else 1) for pool in self.manager.pools)
 
     def evict_cached_blocks(self) -> bool:
-        """False: cached blocks are evicted when a request needs them, one at a time."""
+        """Return False: cached blocks are evicted one by one when a request needs them."""
         return False
 
     def _start(self, state: Any, prompt_ids: list[int]) -> Any:
@@ -286,14 +280,14 @@ class ScheduledBlocks:
         keys: tuple[Any, ...] = self._keys(self.shared)
         if not self.use_prefix_sharing:
             keys = (*keys, f"alone {self.number} {state.request_id}")
-        allocation = self.manager.allocate(held.key, prompt_ids, extra_keys=keys, salt=salt, num_tokens=0)
+        allocation = start(self.manager, held.key, prompt_ids, keys, salt)
         self._held[state.request_id] = held
         held.written = self.manager.num_tokens(held.key)
         held.searched = (len(prompt_ids), allocation.num_cached_tokens)
         return allocation
 
     def _take_back(self, request_id: str) -> None:
-        """Takes a search back, of a request that got no room for its first token."""
+        """Cancel the search of a request that got no room for its first token."""
         held = self._held.get(request_id)
         if held is not None:
             self.shared.take_back(*held.searched)
@@ -301,7 +295,7 @@ class ScheduledBlocks:
 
 
 class Allocator:
-    """The blocks as transformers' buffers and its offloading see them."""
+    """The allocator that transformers' buffers and offloading see."""
 
     index = 0
     layer_type = NAME
@@ -315,7 +309,7 @@ class Allocator:
         self.write_trash_index = self.read_trash_index = 0
 
     def get_seqlen_k(self, past_length: int, query_length: int) -> int:
-        """Tokens of a request at the end of a step."""
+        """Return the tokens of a request at the end of a step."""
         return past_length + query_length
 
     def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
@@ -325,7 +319,7 @@ class Allocator:
 
 
 def _tokens(state: Any, start: int, end: int) -> list[int]:
-    """A request's tokens at positions `start` to `end`, prompt and answer."""
+    """Return a request's tokens at positions `start` to `end`, of prompt and answer."""
     prompt: list[int] = state.initial_tokens
     tokens = prompt[start:end]
     if end > len(prompt):

@@ -1,4 +1,4 @@
-"""Prompts of a batch: which rows begin with the same tokens, which tokens stand for images, what is known of each."""
+"""The prompts of a batch: the rows and images of each, and which of its tokens are read from the cache."""
 
 from __future__ import annotations
 
@@ -10,16 +10,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ....cache import KeyAt
-from ....cache.allocation import BaseAllocation
-from ....cache.runs import Span
-from ..calls import RequestReport, UnsupportedError, refuse_if
-from ..images import Images, ImageSplit, Segment, VisionOutputs
-from ..support import expected_positions
-from .blocks import RequestBlocks
+from ...cache import KeyAt
+from ...cache.allocation import BaseAllocation
+from ...cache.runs import Span
+from .calls import RequestReport, UnsupportedError, refuse_if
+from .images import Images, ImageSplit, Segment, VisionOutputs
 from .layers import States
+from .loop import expected_positions
+from .store.blocks import RequestBlocks
 
 _numbers = itertools.count()
+
+
+def numbered() -> str:
+    """Return a request id that no other request has."""
+    return f"generate-{next(_numbers)}"
+
+
 TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
@@ -28,34 +35,37 @@ class Item:
     """An image in a row."""
 
     segment: Segment
-    columns: np.ndarray = field(compare=False)  # of the tokens that stand for it, ascending
+    columns: np.ndarray = field(compare=False)  # of its placeholder tokens, ascending
     seen: bytes  # positions and types of its tokens, which its keys and values depend on too
 
     @property
     def first(self) -> int:
-        """Column of the first token that stands for it."""
+        """The column of its first placeholder token."""
         return int(self.columns[0])
 
     @property
     def end(self) -> int:
-        """Column behind the last."""
+        """The column behind its last placeholder token."""
         return int(self.columns[-1]) + 1
 
     @property
     def content(self) -> tuple[Any, ...]:
-        """What its keys and values depend on."""
+        """Everything that its keys and values depend on."""
         return (*self.segment.key, self.seen)
 
     def key(self, pad: int) -> KeyAt:
-        """Return what it adds to the identity of blocks, in a prompt behind so many columns."""
+        """Return the extra key of an image in a prompt that begins behind `pad` columns."""
         return KeyAt(self.first - pad, self.content)
 
 
 class RowImages:
-    """The images of one call; `items` are those of each row, in order."""
+    """The images of one call. `items` has those of each row, in order.
 
-    # Each of the caller's rows stands in `input_ids [batch, length]` as often as `repeats` says.
-    # UnsupportedError: tokens and images do not go together, or something besides images sets positions or types.
+    Each row of the caller appears `repeats` times in `input_ids [batch, length]`.
+
+    Raises:
+        UnsupportedError: Tokens and images do not match, or something besides images sets positions or types.
+    """
 
     def __init__(
         self,
@@ -107,7 +117,7 @@ class RowImages:
         return b"".join(np.ascontiguousarray(part).astype(np.int64).tobytes() for part in parts)
 
     def _check(self, input_ids: torch.Tensor, mask: Any) -> None:
-        """Before the first image all must be as in a prompt of text alone, whose blocks are shared."""
+        """Check that before the first image all is as in a prompt of text alone, whose blocks are shared."""
         inside = torch.zeros(input_ids.shape, dtype=torch.bool)
         before = torch.ones(input_ids.shape, dtype=torch.bool)
         for row, items in enumerate(self.items):
@@ -124,15 +134,15 @@ class RowImages:
 
     @property
     def split(self) -> ImageSplit:
-        """How prompts go on within images."""
+        """The places inside images at which a prompt may be cut."""
         return self._outputs.split or ImageSplit()
 
     def inputs(self, row: int, start: int, end: int) -> dict[str, torch.Tensor]:
-        """Positions and types of some columns of a row, with a batch of one."""
+        """Return the positions and types of some columns of a row, with a batch of one."""
         return {name: value[..., row : row + 1, start:end] for name, value in self._inputs.items()}
 
     def features(self, items: list[Item], start: int, end: int) -> dict[str, Any]:
-        """What a forward pass over some columns takes for images; the tower runs for those that are not kept."""
+        """Return the image inputs of a forward pass over some columns, encoded by the vision tower unless kept."""
         items = [item for item in items if item.first < end and start < item.end]
         segments = [item.segment for item in items]
         kept = dict(zip(segments, self._outputs.get(list(segments)), strict=True)) if segments else {}
@@ -170,65 +180,65 @@ def clear_of(items: list[Item], column: int) -> int:
 
 
 class Reused(NamedTuple):
-    """What of a prompt is read, not computed."""
+    """The tokens of a prompt that are read from the cache, not computed."""
 
     cached: int = 0  # tokens at its beginning
     later: Sequence[Span] = ()  # spans behind the first missing block
     moved: Sequence[Span] = ()  # spans that were found elsewhere and brought here
     repaired: np.ndarray = np.empty(0, np.int64)  # those of their tokens that are computed again
     states: States | None = None  # the checkpoint at the end of the cached tokens
-    attention_hit: int = 0  # tokens cached for attention layers, where recurrent states allow fewer
+    kv_hit: int = 0  # tokens whose KV is cached, where recurrent states allow a shorter hit
 
     @property
     def tokens(self) -> int:
-        """How many tokens are read."""
+        """The number of tokens that are read."""
         return self.cached + sum(end - start for start, end in (*self.later, *self.moved)) - len(self.repaired)
 
     def report(self, prompt_tokens: int) -> RequestReport:
-        """What users see of it."""
+        """Return the report that users see."""
         return RequestReport.of(prompt_tokens, [(0, self.cached), *self.later], self.moved, len(self.repaired))
 
 
 @dataclass
 class Prompt:
-    """One prompt of a call, for all rows that begin with it."""
+    """One prompt of a call, for all of its rows."""
 
     request_id: str
-    tokens: np.ndarray  # from the first that the mask leaves up to the next that it does not, `[n]` int64
+    tokens: np.ndarray  # from the first that is not masked up to the next that is, `[n]` int64
     pad: int  # columns before them
     rows: list[int]  # of the batch
     last: bool = True  # whether all columns behind the tokens are masked, where there are some
     items: list[Item] = field(default_factory=list)  # its images
     images: RowImages | None = None  # of the call; None where this prompt has none
     adapter: str | None = None  # named for its rows
-    allocation: BaseAllocation | None = None  # what the manager gave; None for no token
+    allocation: BaseAllocation | None = None  # the manager's; None without tokens
     blocks: RequestBlocks = field(init=False)  # of its request
-    branches: dict[int, RequestBlocks] = field(default_factory=dict)  # of several rows with answers each one's own
+    branches: dict[int, RequestBlocks] = field(default_factory=dict)  # by row, where several rows have answers
     reused: Reused = field(default_factory=Reused)
-    hidden: list[torch.Tensor] = field(default_factory=list)  # of its first tokens, by layer, where they are asked for
+    hidden: list[torch.Tensor] = field(default_factory=list)  # by layer, of its first tokens, if the caller wants them
 
     @property
     def waits(self) -> bool:
-        """Whether another request is computing its next block at this moment."""
+        """Whether another request is already computing this prompt's next block."""
         return self.allocation is not None and self.allocation.wait_for is not None
 
     @property
     def approximate(self) -> bool:
-        """Whether some of what it reads from blocks is approximate."""
+        """Whether some of the blocks that it reads are approximate."""
         return self.allocation is not None and self.allocation.approximate_from is not None
 
     def readable(self, length: int) -> int:
-        """So many tokens, or fewer where what is behind them cannot be computed."""
+        """Return the largest prefix length, up to `length`, whose continuation can be computed."""
         within = self.images is None or self.images.split.reads
         return length if within else clear_of(self.items, length + self.pad) - self.pad
 
     def computable(self, length: int) -> bool:
-        """Whether so many tokens may be computed before the rest."""
+        """Return whether the first `length` tokens may be computed before the rest."""
         within = self.images is None or self.images.split.computes
         return within or clear_of(self.items, length + self.pad) == length + self.pad
 
     def inputs(self, start: int, end: int) -> dict[str, Any] | None:
-        """Inputs besides tokens of a forward pass over its tokens `start` to `end`; None where it has no image."""
+        """Return the inputs, besides tokens, of a forward pass over tokens `start` to `end`; None without images."""
         if self.images is None:
             return None
         features = {"mm_encoder_outputs": self.images.features(self.items, self.pad + start, self.pad + end)}
@@ -248,7 +258,7 @@ class Prompt:
         ]
 
     def agrees(self, other: Prompt) -> int:
-        """Tokens in which two prompts agree from their beginning; what stands for different images does not."""
+        """Return the length of the common prefix of two prompts. Placeholders of different images differ."""
         both = min(len(self.tokens), len(other.tokens))
         for a, b in zip(runs(self.items), runs(other.items), strict=False):
             if a != b:
@@ -264,10 +274,10 @@ def prompts_of(
     images: RowImages | None = None,
     adapters: list[str] | None = None,
 ) -> list[Prompt]:
-    """The distinct prompts of a batch, in the order in which rows show them."""
+    """Return the distinct prompts of a batch, in the order of their first rows."""
     ids = input_ids.cpu().numpy()
     if mask is None and len(ids) == 1 and images is None and adapters is None:
-        return [Prompt(f"generate-{next(_numbers)}", np.ascontiguousarray(ids[0]), 0, [0])]
+        return [Prompt(numbered(), np.ascontiguousarray(ids[0]), 0, [0])]
     kept = np.ones(ids.shape, bool) if mask is None else mask.cpu().numpy().astype(bool)
     found: dict[tuple[Any, ...], Prompt] = {}
     for row, (line, keep) in enumerate(zip(ids, kept, strict=True)):
@@ -282,7 +292,7 @@ def prompts_of(
             found[key].rows.append(row)
         else:
             tokens = np.ascontiguousarray(line[first:end])
-            found[key] = Prompt(f"generate-{next(_numbers)}", tokens, first, [row], last=not keep[end:].any())
+            found[key] = Prompt(numbered(), tokens, first, [row], last=not keep[end:].any())
             found[key].adapter = adapter
             if items:
                 found[key].items, found[key].images = items, images

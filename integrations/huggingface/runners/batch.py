@@ -1,30 +1,39 @@
-"""The batch of one call of generate: what is cached is laid out, and the rest computed up to its loop's first pass."""
+"""The batch of one call: cached tokens are laid out, and the rest is computed up to the loop's first pass."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
+from ..admit import PromptRequests
 from ..api import DynamicCache
-from ..store import Lease
-from ..support import Loop
-from .layers import States, num_tokens, release, take_states
+from ..layers import States, mark_written, num_tokens, take_states
+from ..loop import Loop
+from ..prompts import Prompt, Reused, RowImages, prompts_of
+from ..store.kept import ContiguousStore, HiddenStates
+from ..store.leases import Lease
+from ..store.storage import CHUNK
 from .layout import forward, lay_out, read, read_behind
 from .moved import compute_moved
-from .prompts import Prompt, Reused, RowImages, prompts_of
-from .requests import PromptRequests
-from .storage import CHUNK
-from .store import ContiguousStore, HiddenStates
 
 FORWARD_COST = 24  # tokens whose computing takes about as long as what a forward pass of any length costs besides
 ROOM = 256  # tokens of answer for which there is room before buffers are enlarged
 
 
 class Batch:
-    """The prompts of one call, and the cache that its loop begins with; the caller keeps the lease."""
+    """The prompts of one call, and the cache that its loop begins with. The caller keeps the lease.
 
-    # OutOfBlocks: they do not fit. `reuse`: whether cached tokens are left out, or all is computed and only kept;
-    # `hidden`: where the result is to have hidden states, and only what has some is read.
+    Args:
+        store: The blocks.
+        loop: The call.
+        lease: Ends the requests if the call is cut off.
+        images: The images of the call.
+        hidden: Hidden states, if the result needs them. Then only tokens that have some are read.
+        reuse: Whether cached tokens are read. If not, all are computed and only kept.
+
+    Raises:
+        OutOfBlocks: The prompts do not fit.
+    """
 
     def __init__(
         self,
@@ -37,7 +46,7 @@ class Batch:
     ) -> None:
         self.store, self.loop, self.images, self.hidden = store, loop, images, hidden
         self.size, self.length = loop.input_ids.shape
-        # Behind a document for a question too, which then goes on with the cache in place.
+        # Room for a question too behind a document, so that it continues from the cache in place.
         self.room = max(1, min(max(loop.generation_config.max_length - self.length, self.length // 8), ROOM))
         self.prompts = prompts_of(loop.input_ids, loop.mask, images, loop.adapters)
         plain = hidden is None and images is None and loop.adapters is None and loop.continued is None
@@ -54,7 +63,7 @@ class Batch:
             if loop.continued is None:
                 self._prepare(reuse)
                 if self.cache is None and self.alone:
-                    self.cache = store.kept.take(self.prompts[0].tokens[: self.start], loop.keys, loop.salt)
+                    self.cache = store.kept.take(self.prompts[0].tokens[: self.start], loop.extra_keys, loop.salt)
                 if self.cache is None:
                     self.cache = self._lay_out({})
             else:
@@ -66,23 +75,23 @@ class Batch:
 
     @property
     def by_token(self) -> bool:
-        """Whether the loop computes each row token by token, over keys and values alone."""
+        """Whether the loop computes each row token by token, over keys and values only."""
         return self.loop.by_token and self.store.states is None and self.images is None
 
     @property
     def alone(self) -> bool:
-        """Whether it is one row without padding, which may go on with a cache that another call has left."""
+        """Whether the batch is one row without padding, which may continue from the cache of an earlier call."""
         loop = self.loop
         single = self.by_token and self.size == 1 and loop.mask is None
         return single and loop.adapters is None and loop.continued is None
 
     def _reads_to(self, column: int) -> None:
-        """Of each prompt what is before a column is read, and nothing else."""
+        """Read only the cached tokens before `column`."""
         for prompt in self.prompts:
             prompt.reused = Reused(min(max(column - prompt.pad, 0), len(prompt.tokens)))
 
     def _limit_to_hidden(self, prompt: Prompt) -> None:
-        """Reads no token whose hidden states are not there."""
+        """Read no token whose hidden states are not kept."""
         cached = prompt.reused.cached
         if self.hidden is None or not cached:
             return
@@ -93,7 +102,7 @@ class Batch:
             self.requests.readmit(prompt, have)
 
     def _prepare(self, reuse: bool) -> None:
-        """Makes the cache for the batch, or leaves it to be laid out from blocks with `start` columns filled."""
+        """Make the cache of the batch, or set `start` to the columns that are then laid out from blocks."""
         alone = len(self.prompts) == 1 and self.size == 1
         columns = self._readable(min((p.pad + p.reused.cached for p in self.prompts), default=0))
         by_rows = reuse and self._may_split()
@@ -107,7 +116,7 @@ class Batch:
         if by_rows:
             self._compute_rows()
             return
-        if columns and not self.store.storage.simple:
+        if columns and not self.store.storage.any_prefix:
             columns = self._servable(columns)
         self.start = columns if self.store.states is None else 0
         self._reads_to(self.start)
@@ -115,24 +124,24 @@ class Batch:
         self.cache = None if self.start else self.store.make_cache(self.room)
 
     def _may_split(self) -> bool:
-        """Whether rows may be computed by themselves up to their last tokens, and these together."""
+        """Return whether rows can be prefilled separately, leaving the last one or two tokens for a joint pass."""
         together = self.loop.adapters is not None or self.hidden is not None
         together = together or (self.store.counts_padding and any(p.pad for p in self.prompts))
         return not together and all(p.computable(self._end(p)) for p in self.prompts)
 
     def _end(self, prompt: Prompt) -> int:
-        """Tokens of a prompt before the last columns of the batch, which its rows compute together."""
+        """Return the tokens of a prompt before the last columns of the batch, which rows compute together."""
         behind = 1 if self.store.states is None else 2
         return min(len(prompt.tokens), self.length - behind - prompt.pad)
 
     def _readable(self, columns: int) -> int:
-        """So many columns, or fewer where they would end within an image and must not."""
+        """Return the largest number of columns, up to `columns`, at which no image is cut that must stay whole."""
         while (fewer := min((p.readable(columns - p.pad) + p.pad for p in self.prompts), default=0)) < columns:
             columns = fewer
         return columns
 
     def _servable(self, columns: int) -> int:
-        """So many columns, or fewer where blocks that are read behind them are not held."""
+        """Return the largest number of columns, up to `columns`, behind which all blocks that are read are held."""
         while True:
             for prompt in self.prompts:
                 if 0 < (most := columns - prompt.pad) < prompt.reused.cached and not prompt.blocks.serves(most):
@@ -143,22 +152,22 @@ class Batch:
             columns = fewer
 
     def features(self) -> dict[str, Any]:
-        """What the loop's first forward pass takes for the images that it computes."""
+        """Return the image inputs of the loop's first forward pass."""
         if self.images is None:
             return {}
         items = [item for row in self.images.items for item in row]
         return self.images.features(items, self.start, self.length)
 
     def _has_boundaries(self) -> bool:
-        """Whether states can be kept or read: every row goes on with two tokens, some prompt has a whole block."""
+        """Return whether states can be kept or read: every row computes two more tokens, and a prompt fills a block."""
         lengths = [len(p.tokens) for p in self.prompts if p.pad + len(p.tokens) == self.length]
         return len(lengths) == len(self.prompts) and min(lengths) > 2 and max(lengths) - 2 >= self.store.block_size
 
     def _rows_cost(self) -> float:
-        """Cost of computing prompt by prompt, in tokens; infinite where a row has unmasked tokens behind its prompt."""
+        """Return the cost of computing prompt by prompt, in tokens; infinite if unmasked tokens follow a prompt."""
         cost = float(self.size)
         for number, prompt in enumerate(self.prompts):
-            padded = prompt.last and self.store.storage.simple
+            padded = prompt.last and self.store.storage.any_prefix
             if not padded and prompt.pad + len(prompt.tokens) != self.length:
                 return float("inf")
             known = prompt.reused.tokens
@@ -169,7 +178,7 @@ class Batch:
         return cost
 
     def _compute_rows(self) -> None:
-        """Computes every prompt by itself up to the last column of the batch, or its last two where states are kept."""
+        """Compute every prompt separately up to the last column of the batch, or the last two if states are kept."""
         caches: dict[int, DynamicCache] = {}
         for number, prompt in enumerate(self.prompts):
             if prompt.waits and number:
@@ -182,7 +191,7 @@ class Batch:
             self.cache = self._lay_out(caches)
 
     def _compute(self, prompt: Prompt, end: int) -> DynamicCache:
-        """A cache of one row with the first `end` tokens of a prompt."""
+        """Return a cache of one row with the first `end` tokens of a prompt."""
         store, model, reused, cache = self.store, self.loop.model, prompt.reused, self.store.make_cache(self.room)
         size, at = store.block_size, min(reused.cached, end)
         if reused.moved and store.moving is not None:
@@ -191,7 +200,7 @@ class Batch:
             return cache
         cuts = {end}
         if store.states is not None:
-            cuts |= {cut for cut in (reused.attention_hit, end // size * size) if prompt.computable(cut)}
+            cuts |= {cut for cut in (reused.kv_hit, end // size * size) if prompt.computable(cut)}
         if store.storage.chunk is not None:
             step = min(self.loop.generation_config.prefill_chunk_size or CHUNK, CHUNK)
             cuts |= {cut for cut in range(at // step * step + step, end, step) if prompt.computable(cut)}
@@ -206,16 +215,16 @@ class Batch:
             at = cut
             boundary = store.states is not None and cut % size == 0
             self._publish(prompt, cache, cut, take_states(cache, 0) if boundary else None)
-            release(cache, self.unwritten(prompt))
+            mark_written(cache, self.unwritten(prompt))
         self._publish(prompt, cache, end)
         return cache
 
     def _publish(self, prompt: Prompt, cache: DynamicCache, end: int, states: States | None = None) -> None:
-        """Publishes what a cache of one row has."""
+        """Publish the tokens of a prompt from a cache of one row."""
         prompt.blocks.publish(cache, 0, 0, prompt.tokens, end, states, prompt.reused.later)
 
     def publish(self) -> None:
-        """Publishes the prompts out of the batch's cache, once it has all of them."""
+        """Publish the prompts from the batch's cache, once it has all of them."""
         for p in self.prompts:
             p.blocks.publish(self.cache, p.rows[0], p.pad, p.tokens, len(p.tokens), skip=p.reused.later)
 
@@ -227,7 +236,7 @@ class Batch:
         return cache
 
     def unwritten(self, prompt: Prompt) -> int:
-        """Tokens of a prompt, and of the answer that has the fewest, before those that are to go to blocks yet."""
+        """Return the tokens of a prompt and its shortest answer that are written to blocks, or never will be."""
         if prompt.blocks.closed:
             return sys.maxsize
         branches = [prompt.branches.get(row, prompt.blocks) for row in prompt.rows]

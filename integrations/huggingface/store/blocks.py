@@ -1,4 +1,4 @@
-"""The blocks of one request of the manager: which they are, and what goes from a cache to them."""
+"""The blocks of one request of the manager, and the writes from a cache to them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 
 from ....cache import OutOfBlocks
 from ..api import DynamicCache
-from ..store import Lease
-from .layers import States, attention_layers, columns, window_layers
+from ..layers import States, attention_layers, columns, window_layers
+from .leases import Lease
 from .storage import BlockIds, ModelStorage
 
 
@@ -22,6 +22,7 @@ class RequestBlocks:
         self.manager = lease.manager
         self.held = 0  # tokens that have blocks
         self.written = 0  # blocks whose content is there
+        self.known = 0  # tokens whose content was there when the request was admitted
         self.borrowed: int | None = None  # the block of another within which the cached tokens end, where they do
         self.closed = False  # whether nothing more goes to blocks
         self.full: OutOfBlocks | None = None  # raised where something was not kept
@@ -29,16 +30,16 @@ class RequestBlocks:
 
     @property
     def settled(self) -> int:
-        """Tokens that may be committed: whole blocks of them are written."""
+        """The number of tokens that may be committed: those in written blocks."""
         return min(self.held, (self.written + 1) * self.storage.block_size - 1)
 
     def look(self) -> None:
-        """Reads the block tables."""
+        """Read the block tables from the manager."""
         groups = range(len(self.storage.groups))
         self.tables = [self.manager.block_table(self.request_id, group) for group in groups]
 
     def read_from(self, group: int, first: int, length: int) -> np.ndarray:
-        """The blocks of a group from `first` on from which the first `length` tokens are read."""
+        """Return the blocks of a group, from `first` on, that hold the first `length` tokens."""
         blocks: np.ndarray = self.tables[group][first : -(-length // self.storage.block_size)]
         if self.borrowed is not None and first + len(blocks) > self.written:
             blocks = blocks.copy()
@@ -46,7 +47,7 @@ class RequestBlocks:
         return blocks
 
     def serves(self, length: int) -> bool:
-        """Whether computing goes on behind the first `length` tokens."""
+        """Return whether the blocks that queries behind the first `length` tokens read are there."""
         size = self.storage.block_size
         for group, _ in self.storage.kv:
             needed = self.storage.groups[group].needed(length, -(-length // size), size)
@@ -55,7 +56,7 @@ class RequestBlocks:
         return True
 
     def hold(self, tokens: np.ndarray, end: int) -> bool:
-        """Takes blocks for tokens up to `end` that have none; whether there was room."""
+        """Allocate blocks for the tokens up to `end` and return whether there was room."""
         if end > self.held:
             try:
                 self.manager.append(self.request_id, tokens[self.held : end])
@@ -67,7 +68,7 @@ class RequestBlocks:
         return True
 
     def commit(self, num_tokens: int) -> None:
-        """Publishes the complete blocks of so many tokens; those that others had first take their places."""
+        """Publish the complete blocks of the first tokens; equal blocks that others published replace them."""
         self.manager.commit(self.request_id, num_tokens)
         self.look()
 
@@ -81,7 +82,7 @@ class RequestBlocks:
         states: States | None = None,
         skip: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Writes and commits the complete blocks among the first `end` tokens, but for spans that were read."""
+        """Write and commit the complete blocks among the first `end` tokens, except the spans in `skip`."""
         # `row` of the cache has them behind `pad` columns. In steps, where windows let their blocks be used again.
         # `states` are those behind `end`, to be kept.
         # Nothing is published once the model has changed, or something has taken tokens from the cache.
@@ -107,7 +108,7 @@ class RequestBlocks:
             self.commit(at)
 
     def keep_states(self, length: int, states: States) -> None:
-        """Keeps a checkpoint of recurrent states behind whole blocks if there is room; the next commit publishes it."""
+        """Keep a checkpoint of recurrent states behind whole blocks, if there is room. The next commit publishes it."""
         storage, block = self.storage, length // self.storage.block_size - 1
         if storage.states is not None and self.tables[storage.state_group][block] < 0:
             with contextlib.suppress(OutOfBlocks):
@@ -118,7 +119,7 @@ class RequestBlocks:
 def _write(
     cache: DynamicCache, storage: ModelStorage, tables: list[np.ndarray], row: int, pad: int, first: int, last: int
 ) -> None:
-    """Writes what a row of a cache has behind `pad` columns to the blocks `first` to `last` of each group's table."""
+    """Write a row of a cache, behind `pad` columns, to the blocks `first` to `last` of each group's table."""
     size, layers = storage.block_size, attention_layers(cache)
     for group, part in storage.kv:
         blocks = BlockIds(tables[group][first:last])
@@ -130,7 +131,7 @@ def _write(
 
 
 def _between(spans: Iterable[tuple[int, int]], size: int, first: int, last: int) -> list[tuple[int, int]]:
-    """The runs of blocks from `first` to `last` that lie in none of the spans of tokens."""
+    """Return the runs of blocks from `first` to `last` that lie in none of the spans of tokens."""
     runs = []
     for start, end in [*spans, (last * size, last * size)]:
         if first < min(start // size, last):

@@ -1,4 +1,4 @@
-"""A look at a model before it is served: whether it goes on from a cached prefix as if it had computed it itself."""
+"""The probe of a model before it is served: a prompt continued from a cached prefix must equal one computed whole."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..api import DynamicCache, cache_argument, positions
-from ..calls import UnsupportedError, refuse_if, refusing
-from ..images import ImageSplit, alike
-from ..support import eval_mode, harmless_tokens
+from .api import DynamicCache, cache_argument, positions
+from .calls import UnsupportedError, refuse_if, refusing
+from .images import ImageSplit, alike
 from .layers import (
     GrowingWindowLayer,
     States,
@@ -23,9 +22,10 @@ from .layers import (
     state_layers,
     take_states,
 )
-from .layout import accepted, forward
 from .prompts import RowImages, clear_of, prompts_of, runs
-from .storage import Specs, TokenSpec
+from .runners.layout import accepted, forward
+from .store.storage import Specs, TokenSpec
+from .support import eval_mode, harmless_tokens
 
 TOKENS, CUT, PAD = 29, 16, 3  # length of the probe, where it is cut, and by how much it is padded
 LONG = 256  # longer windows are not looked at when caching is enabled, but when a prompt is first longer
@@ -33,13 +33,13 @@ LONG = 256  # longer windows are not looked at when caching is enabled, but when
 
 @dataclass(frozen=True)
 class Probed:
-    """What a model keeps of a token."""
+    """The cache entries that a model stores per token, and how it treats padding."""
 
     specs: Specs
     states: States  # of a row; empty without
     windows: dict[int, int]  # of each layer that has one
-    counts_padding: bool  # whether a token's KV depends on how many masked columns are before it
-    continues_padded: bool  # whether it goes on from a cached prefix behind masked columns
+    counts_padding: bool  # whether a token's KV depends on the number of masked columns before it
+    continues_padded: bool  # whether it continues from a cached prefix behind masked columns
 
     @property
     def window(self) -> int:
@@ -49,7 +49,11 @@ class Probed:
 
 @torch.no_grad()
 def probe(model: Any) -> Probed:
-    """Computes a short row at once, in two parts, and behind padding; UnsupportedError: it fails, or they differ."""
+    """Compute a short row at once, in two parts, and behind padding, and compare the results.
+
+    Raises:
+        UnsupportedError: The model fails, or the results differ.
+    """
     # Keys, values and states are compared, not logits alone: random or idle states hardly show in those.
     install_scan(model)
     with eval_mode(model):
@@ -66,7 +70,7 @@ def probe(model: Any) -> Probed:
 
 @torch.no_grad()
 def probe_window(model: Any, window: int) -> None:
-    """Raises UnsupportedError where a prompt longer than the window is attended to past what the cache keeps of it."""
+    """Raise UnsupportedError if a prompt longer than the window needs more tokens than the cache keeps."""
     with eval_mode(model):
         _in_parts(model, window + TOKENS, window + CUT)
 
@@ -75,8 +79,11 @@ def probe_window(model: Any, window: int) -> None:
 def probe_images(
     model: Any, input_ids: torch.Tensor, mask: torch.Tensor | None, images: RowImages
 ) -> ImageSplit | None:
-    """How a row goes on from a prefix before, behind and within its first image; UnsupportedError: it does not."""
-    # None where the images do not show it.
+    """Return the places inside images at which a row may be cut, as its first image shows; None if it shows none.
+
+    Raises:
+        UnsupportedError: The row does not continue from a prefix that ends before or behind the image.
+    """
     prompt = next((p for p in prompts_of(input_ids, mask, images) if p.items), None)
     if prompt is None:
         return None
@@ -107,7 +114,11 @@ def probe_images(
 
 
 def _in_parts(model: Any, length: int, cut: int) -> DynamicCache:
-    """The cache of a row computed at once; UnsupportedError: it is another in two parts, or the model fails."""
+    """Return the cache of a row computed at once.
+
+    Raises:
+        UnsupportedError: The cache of the row in two parts differs, or the model fails.
+    """
     tokens = harmless_tokens(model, length)
     with refusing("its forward pass fails over a cache that it has not filled itself"):
         whole, first = new_cache(model.config), new_cache(model.config)
@@ -121,8 +132,21 @@ def _in_parts(model: Any, length: int, cut: int) -> DynamicCache:
 
 
 def _kept(cache: DynamicCache) -> dict[int, Any]:
-    """The layers that have filled themselves; others read the keys of one of them."""
+    """Return the layers that have keys of their own; others read the keys of one of them."""
     return {i: layer for i, layer in attention_layers(cache).items() if layer.keys is not None}
+
+
+@torch.no_grad()
+def kept_shapes(model: Any) -> Specs:
+    """Return the shapes of the keys and values that each layer keeps of a token.
+
+    Raises:
+        UnsupportedError: The model does not keep them by head and token, or its forward pass fails.
+    """
+    with eval_mode(model), refusing("its forward pass fails over a cache that it has not filled itself"):
+        cache = new_cache(model.config)
+        forward(model, harmless_tokens(model, TOKENS), 0, TOKENS, cache)
+        return _specs(cache)
 
 
 def _specs(cache: DynamicCache) -> Specs:
@@ -139,7 +163,7 @@ def _specs(cache: DynamicCache) -> Specs:
 
 
 def _restored(model: Any, cache: DynamicCache, length: int | None = None) -> DynamicCache:
-    """A cache with what one has, or has of its first tokens, put in as from blocks."""
+    """Return another cache with the first `length` tokens of one, put in as from blocks; None: all tokens."""
     fresh = new_cache(model.config)
     layers = attention_layers(fresh)
     for index, own in _kept(cache).items():
@@ -155,7 +179,7 @@ def _restored(model: Any, cache: DynamicCache, length: int | None = None) -> Dyn
 
 
 def _close(whole: DynamicCache, parts: DynamicCache, skipped: int = 0) -> bool:
-    """Whether keys, values and states agree; the second cache has so many columns before them."""
+    """Return whether keys, values and states agree; the second cache has `skipped` more columns before them."""
     others = attention_layers(parts)
     pairs = [
         (getattr(layer, side), getattr(others[i], side)[:, :, skipped:])
@@ -168,7 +192,7 @@ def _close(whole: DynamicCache, parts: DynamicCache, skipped: int = 0) -> bool:
 
 
 def _behind_padding(model: Any, whole: DynamicCache) -> tuple[bool, bool]:
-    """Whether masked columns before a row change its keys and values, and whether it goes on behind them."""
+    """Return whether masked columns before a row change its KV, and whether the row continues behind them."""
     tokens = harmless_tokens(model, TOKENS)
     ids = torch.from_numpy(np.concatenate([np.full(PAD, tokens[0]), tokens]))[None].to(model.device)
     ids = torch.cat([ids, ids.roll(1, 1)])  # a mask without a hole in any row may be dropped
@@ -203,7 +227,7 @@ def _behind_padding(model: Any, whole: DynamicCache) -> tuple[bool, bool]:
 
 
 def _row(cache: DynamicCache, skipped: int = 0) -> DynamicCache:
-    """The first row of a cache without its first columns, to be looked at."""
+    """Return the first row of a cache without its first `skipped` columns."""
     row = DynamicCache()
     for index, layer in _kept(cache).items():
         row.update(layer.keys[:1, :, skipped:], layer.values[:1, :, skipped:], index)

@@ -1,28 +1,32 @@
-"""One call of generate: the model watched while its loop runs, and what it computes kept in blocks."""
+"""The runner over contiguous copies: it watches the model while its loop runs, and keeps what the model computes."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..api import ModelInLoop
-from ..support import BY_TOKEN
+from ....cache import FullAttention, OutOfBlocks
+from ..api import ModelInLoop, result_cache
+from ..calls import Calls, UnsupportedError, refuse_if
+from ..layers import States, columns, from_states, mark_written, num_tokens, take_states
+from ..loop import BY_TOKEN, OWN_CACHE, Loop
+from ..probe import probe_images
+from ..prompts import Prompt, Reused, RowImages
+from ..store.kept import ContiguousStore, continues, note_content, of_steps
+from ..store.leases import Lease
 from .batch import Batch
-from .layers import States, columns, from_states, num_tokens, release, take_states
-from .prompts import Prompt, Reused
-from .store import of_steps
 
 
-class Call:
-    """A batch whose loop is watched: prompts are kept once they are computed, answers at the end."""
+class WatchedCall:
+    """A batch whose loop is watched. Prompts are published once they are computed, answers at the end."""
 
     def __init__(self, batch: Batch, tell: Callable[[Exception], None]) -> None:
-        # `tell` hears why an answer is not kept.
+        # `tell` is called with the reason why an answer is not kept.
         self._tell, self._keeps = tell, True
         self.batch, self.store, self.loop = batch, batch.store, batch.loop
         self._due = self._published = self.reads_nothing = False
@@ -42,7 +46,7 @@ class Call:
             self.batch.requests.close()
 
     def computed(self, tokens: int) -> None:
-        """To be told after each forward pass of the loop how many tokens a row had in it."""
+        """Count the tokens that a row had in a forward pass of the loop. Called after each pass."""
         self._computed += tokens
         if not self._published and self.batch.start + self._computed >= self.batch.length:
             self._due = True  # not now: the caller waits for the first token
@@ -50,7 +54,7 @@ class Call:
             self._watch_states()
 
     def abandon(self) -> None:
-        """The model goes on without the cache: nothing is reused and nothing kept."""
+        """Note that the model computes without the cache: nothing is reused, and nothing is kept."""
         self.batch.cache, self.batch.start, self._due, self._published = None, 0, False, True
         for prompt in self.batch.prompts:
             prompt.reused = Reused()
@@ -66,7 +70,7 @@ class Call:
                 prompt.reused = Reused()
 
     def publish(self) -> None:
-        """Publishes the prompts once they are computed; called before the next forward pass, and at the end."""
+        """Publish the prompts once they are computed. Called before the next forward pass, and at the end."""
         if not self._due:
             return
         self._due, self._published = False, True
@@ -75,12 +79,12 @@ class Call:
         self._release()
 
     def _release(self) -> None:
-        """Lets layers with windows forget what is in blocks, or will not be."""
+        """Let layers with windows drop tokens that are in blocks, or never will be."""
         batch = self.batch
         if self.store.storage.chunk is None or batch.cache is None:
             return
         kept = [p.pad + batch.unwritten(p) for p in batch.prompts if self.loop.by_row and self._answers_are_kept(p)]
-        release(batch.cache, min(kept, default=sys.maxsize))
+        mark_written(batch.cache, min(kept, default=sys.maxsize))
 
     def _answers_are_kept(self, prompt: Prompt) -> bool:
         return len(prompt.tokens) > 0 and prompt.pad + len(prompt.tokens) == self.batch.length
@@ -96,7 +100,7 @@ class Call:
             self.keep_answers(sequences, last=False)
 
     def _watch_states(self) -> None:
-        """Keeps a row's states where its last token ends a block: the next round may go on from there."""
+        """Keep a row's states when its last token ends a block: the next call may continue from there."""
         for prompt in self.batch.prompts:
             length = self.batch.start + self._computed - prompt.pad
             if length % self.store.block_size == 0:
@@ -104,7 +108,7 @@ class Call:
                     self._decode_states[row] = (length, take_states(self.batch.cache, row))
 
     def add_hidden(self, outputs: Any) -> None:
-        """Puts the hidden states of cached tokens before those that the first pass has computed."""
+        """Put the hidden states of cached tokens before those that the first pass has computed."""
         batch = self.batch
         if batch.hidden is None or self._computed or not batch.start:
             return
@@ -115,7 +119,7 @@ class Call:
         )
 
     def keep_hidden(self, steps: Any) -> None:
-        """Keeps a result's hidden states: of each pass and layer `[batch, tokens, width]`, the prompts' first."""
+        """Keep a result's hidden states: `[batch, tokens, width]` for each pass and layer, the prompts' first."""
         batch = self.batch
         if not batch.requests.publishes():
             return
@@ -129,14 +133,14 @@ class Call:
             batch.hidden.keep(table[: prompt.blocks.written], of_steps(steps if whole else steps[:1], prompt.rows[0]))
 
     def intact(self, length: int) -> bool:
-        """Return whether the cache has so many columns, all computed by the model that the call began with."""
+        """Return whether the cache has `length` columns, all computed by the model that the call began with."""
         batch = self.batch
         whole = not (columns(batch.cache) - {length})
         self.store.storage.evicts |= not whole
         return whole and batch.requests.publishes()
 
     def keep_answers(self, sequences: torch.Tensor, last: bool = True) -> None:
-        """Keeps what a loop generated that gives each row of the cache its row of the result, `[batch, length]`."""
+        """Keep the answers of a loop whose result `[batch, length]` has a row for each row of the cache."""
         batch = self.batch
         if batch.cache is None or not self.intact(sequences.shape[1] - 1):
             return
@@ -148,7 +152,7 @@ class Call:
         self._release()
 
     def _keep_answer(self, prompt: Prompt, row: int, answer: np.ndarray, last: bool) -> None:
-        """Keeps the complete blocks of what a row has generated; `last`: the answer is whole."""
+        """Keep the complete blocks of a row's answer; `last`: the answer is complete."""
         size, length, batch = self.store.block_size, len(prompt.tokens), self.batch
         end = (length + len(answer)) // size * size
         blocks = prompt.branches.get(row, prompt.blocks)
@@ -172,15 +176,15 @@ def _up_to_eos(tokens: np.ndarray, eos: list[int]) -> np.ndarray:
 
 
 class WatchedModel(ModelInLoop):
-    """Passes everything on to the model; the first inputs leave out what is cached, and a call hears of every pass."""
+    """The model of a loop. Its first inputs leave out cached tokens, and a `WatchedCall` follows every pass."""
 
-    def __init__(self, call: Call, chunked: bool) -> None:
+    def __init__(self, call: WatchedCall, chunked: bool) -> None:
         super().__init__(call.loop)
         self._call = call
         self._chunked, self._first = chunked, True
 
     def prefill(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the prompt: by the model's own steps, which may cut it into chunks and leave out what is cached."""
+        """Compute the prompt by the model's own steps, which may cut it into chunks and leave out cached tokens."""
         self._first = not self._chunked
         return super().prefill(*args, **kwargs)
 
@@ -191,7 +195,7 @@ class WatchedModel(ModelInLoop):
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, next_sequence_length: int | None = None, **kwargs: Any
     ) -> Any:
-        """The model's own inputs, of the tokens that the cache does not have."""
+        """Return the model's own inputs for the tokens that the cache does not have."""
         call, batch = self._call, self._call.batch
         call.keep(call.keep_so_far, input_ids)
         behind = input_ids.shape[1] - batch.start if self._first and batch.start else None
@@ -210,7 +214,7 @@ class WatchedModel(ModelInLoop):
         return inputs
 
     def compute(self, **inputs: Any) -> Any:
-        """The model's own forward pass."""
+        """Run the model's own forward pass."""
         self._call.keep(self._call.batch.requests.publishes)
         self._call.keep(self._call.publish)
         with from_states() if self._call.store.states is not None else nullcontext():
@@ -219,3 +223,116 @@ class WatchedModel(ModelInLoop):
         ids = inputs.get("input_ids")
         self._call.keep(self._call.computed, ids.shape[1] if ids is not None else inputs["inputs_embeds"].shape[1])
         return outputs
+
+
+def run(loop: Loop, store: ContiguousStore, windows: Mapping[int, int], calls: Calls) -> tuple[Any, list[Prompt]]:
+    """Run a loop over copies of blocks and return its result and its prompts.
+
+    Args:
+        loop: A loop that the engine has checked.
+        store: The blocks.
+        windows: The window of each layer that has one.
+        calls: Told what was not kept, or not read.
+
+    Raises:
+        UnsupportedError: The prompts do not fit, or the loop's images or cache cannot be continued.
+    """
+    lease = store.lease(loop.returns, loop.unchanged)  # before the batch has a name: an interrupt may come between
+    try:
+        batch = _batch(loop, store, windows, lease)
+    except OutOfBlocks as error:
+        reason = "the prompt needs more blocks than there are; give a larger num_blocks"
+        raise UnsupportedError(reason, str(error)) from error
+    call = WatchedCall(batch, calls.tell_unkept)
+    try:
+        result = _generate(loop, call)
+    finally:
+        try:
+            call.keep(call.publish)
+        finally:
+            batch.requests.close()
+    if batch.computed_for_hidden:
+        calls.tell_hidden(batch.computed_for_hidden, store.hidden.max_blocks or 0, store.block_size)
+    return result, batch.prompts
+
+
+def images_of(loop: Loop, store: ContiguousStore) -> RowImages | None:
+    """Return the images of a loop; None if it has none.
+
+    Raises:
+        UnsupportedError: The model does not continue from a cached prefix beside them.
+    """
+    if loop.images is None:
+        return None
+    images = RowImages(loop.model, store.vision, loop.images, loop.input_ids, loop.model_kwargs, loop.repeats)
+    if store.vision.split is None:
+        store.vision.split = probe_images(loop.model, loop.input_ids, loop.mask, images)
+    return images
+
+
+def _batch(loop: Loop, store: ContiguousStore, windows: Mapping[int, int], lease: Lease) -> Batch:
+    mask = loop.mask
+    hidden = store.hidden if _keeps_hidden(loop, store) else None
+    reuse = not loop.requested_outputs or hidden is not None
+    if mask is not None and _sees_nothing(mask, loop.model.config.get_text_config(decoder=True), windows):
+        reuse, hidden = False, None
+    images = images_of(loop, store)
+    if loop.continued is not None:
+        alone = loop.by_token and store.states is None and images is None
+        refuse_if(not (alone and reuse) or loop.generation_config.prefill_chunk_size, OWN_CACHE)
+        keys = (*loop.extra_keys, loop.adapters)
+        refuse_if(not continues(loop.continued, store, loop.input_ids, mask, keys, loop.salt), OWN_CACHE)
+    return Batch(store, loop, lease, images, hidden, reuse)
+
+
+def _keeps_hidden(loop: Loop, store: ContiguousStore) -> bool:
+    """Return whether the hidden states of a call are rows of blocks: all tokens count, and all have blocks."""
+    mask = loop.mask
+    return (
+        loop.requested_outputs == {"output_hidden_states": True}  # not of some layers alone
+        and isinstance(store.manager.groups[0], FullAttention)
+        and store.states is None
+        and loop.mode in (*BY_TOKEN, "beam_search", "beam_sample")
+        and loop.images is None
+        and loop.adapters is None
+        and not loop.generation_config.prefill_chunk_size
+        and (mask is None or bool(mask.all()))
+    )
+
+
+def _sees_nothing(mask: torch.Tensor, config: Any, windows: Mapping[int, int]) -> bool:
+    """Return whether a row's last token may attend to no token: its output then depends on every masked column."""
+    seen = min(windows.values(), default=mask.shape[1])
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        seen = 1  # it may be the first of its chunk
+    return bool((mask[:, -seen:] == 0).all(1).any())
+
+
+def _generate(loop: Loop, call: WatchedCall) -> Any:
+    """Run the loop over a call's cache and keep what it computes."""
+    batch, cache = call.batch, call.batch.cache
+    watched = WatchedModel(call, bool(loop.generation_config.prefill_chunk_size))
+    if cache is not None and any(getattr(layer, "record_past", False) for layer in loop.cache.layers):
+        cache.activate_past_recording()  # an assistant's, which will be cropped
+    inputs = {} if batch.images is None else {"mm_encoder_outputs": batch.features()}
+    result = loop.run(watched, **{loop.cache_name: cache}, **inputs)
+    call.keep(_keep_result, loop, call, result)
+    return result
+
+
+def _keep_result(loop: Loop, call: WatchedCall, result: Any) -> None:
+    """Keep what a loop has computed."""
+    batch, store = call.batch, call.store
+    sequences: torch.Tensor = result if isinstance(result, torch.Tensor) else result.sequences
+    call.publish()
+    if loop.by_row:
+        call.keep_answers(sequences)
+    call.keep_hidden(getattr(result, "hidden_states", None))
+    if batch.cache is None or any(prompt.approximate for prompt in batch.prompts):
+        return  # no later call may continue from an approximate cache
+    if loop.by_row and not call.intact(sequences.shape[1] - 1):
+        return
+    if batch.by_token and result_cache(result) is batch.cache:
+        note_content(batch.cache, store, result.sequences, loop.mask, (*loop.extra_keys, loop.adapters), loop.salt)
+    elif batch.alone and isinstance(result, torch.Tensor):
+        store.kept.put(batch.cache, result[0].cpu().numpy(), loop.extra_keys, loop.salt)

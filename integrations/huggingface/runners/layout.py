@@ -1,4 +1,4 @@
-"""Contiguous caches: filled from blocks or by forward passes over one row, laid out for a batch, written to blocks."""
+"""Contiguous caches: filled from blocks or by forward passes over one row, and laid out for a batch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from ..api import DynamicCache, cache_argument, keeps_logits, positions
-from .layers import GrowingLayer, GrowingWindowLayer, aligned, attention_layers, from_states, put_states, take_states
-from .prompts import Prompt
-from .storage import BlockIds, ModelStorage, TokenSpec
+from ..layers import GrowingLayer, GrowingWindowLayer, aligned, attention_layers, from_states, put_states, take_states
+from ..prompts import Prompt
+from ..store.storage import BlockIds, ModelStorage, TokenSpec
 
 
 def read(cache: DynamicCache, storage: ModelStorage, prompt: Prompt, length: int, room: int) -> None:
-    """Fills an empty cache of one row with a prompt's first `length` tokens, its states, and room for `room` more."""
+    """Fill an empty cache of one row with a prompt's first `length` tokens and states, with room for more."""
     size, layers = storage.block_size, attention_layers(cache)
     for group, part in storage.kv:
         first = storage.groups[group].first_needed(length, size)
@@ -31,7 +31,7 @@ def read(cache: DynamicCache, storage: ModelStorage, prompt: Prompt, length: int
 
 
 def read_behind(cache: DynamicCache, storage: ModelStorage, prompt: Prompt, start: int, end: int) -> None:
-    """Puts a span of a prompt from blocks behind what a cache of one row has."""
+    """Append a span of a prompt from blocks to a cache of one row."""
     first, behind, layers = start // storage.block_size, -(-end // storage.block_size), attention_layers(cache)
     for group, part in storage.kv:
         blocks = BlockIds(prompt.blocks.tables[group][first:behind])
@@ -50,7 +50,7 @@ def lay_out(
     capacity: int,
     unwritten: int,
 ) -> None:
-    """Fills `start` columns of an empty cache of a batch: from the prompts' own caches, by number, or from blocks."""
+    """Fill `start` columns of a batch's empty cache from the prompts' own caches, by number, or from blocks."""
     # `capacity`: columns that buffers have room for; `unwritten`: the first column that is yet to go to blocks.
     size, batch = storage.block_size, sum(len(prompt.rows) for prompt in prompts)
     layers, own_layers = attention_layers(cache), {n: attention_layers(own) for n, own in caches.items()}
@@ -99,7 +99,7 @@ def _buffers(
 
 
 def _fill(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int, first: int = 0) -> None:
-    """Gives a layer buffers that have its columns from `first` up to `length`."""
+    """Give a layer buffers with its columns from `first` up to `length`."""
     if isinstance(layer, GrowingWindowLayer):
         layer.adopt(keys, values, length, first)
     elif isinstance(layer, GrowingLayer):
@@ -109,7 +109,7 @@ def _fill(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int, fir
 
 
 def accepted(model: Any, **inputs: Any) -> dict[str, Any]:
-    """Those of the inputs that a model's forward knows."""
+    """Return those of the inputs that a model's forward takes."""
     known = inspect.signature(model.forward).parameters
     return {name: value for name, value in inputs.items() if name in known}
 

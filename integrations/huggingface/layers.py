@@ -1,10 +1,10 @@
-"""Layers of a cache that keep every token in buffers with room to grow, and give the model what its own layers give.
+"""Layers of a cache that keep every token in buffers with room to grow, and return what the model's own layers return.
 
-Layers of recurrent states can be gone on with too, those of Mamba-1 with help: transformers' scan of several tokens
-begins with zeros, whatever a cache has. A scan is linear in its initial state h_0: with the decay a_t of each token,
-h_t lacks (a_1 ... a_t) h_0 and the output C_t times that (Gu and Dao, arXiv:2312.00752, section 2). So the scan that a
-modeling file knows is replaced, once, by one that adds it. It acts within `from_states` alone: a cache layer there
-says which state the next scan begins with.
+Layers of recurrent states can be continued too. Those of Mamba-1 need help: transformers' scan of several tokens begins
+with zeros, whatever the cache has. A scan is linear in its initial state h_0. With the decay a_t of each token, the
+state h_t lacks (a_1 ... a_t) h_0. The output lacks C_t times that (Gu and Dao, arXiv:2312.00752, section 2).
+`install_scan` replaces the scan of a modeling file, once, by one that adds these terms. It acts within `from_states`
+alone, where a cache layer sets the state that the next scan begins with.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn.functional import silu, softplus
 
-from ..api import (
+from .api import (
     SPARSE,
     STATES,
     DummyLayer,
@@ -35,8 +35,8 @@ from ..api import (
     length_behind_crop,
     need,
 )
-from ..calls import UnsupportedError
-from ..support import modeling_globals
+from .calls import UnsupportedError
+from .support import modeling_globals
 
 ALIGNED = 16
 """Columns to whose multiples buffers are aligned.
@@ -71,7 +71,7 @@ class _Growing:
     room = 64  # tokens of room that a new buffer gets, or half of what it holds where that is more
 
     def _extend(self, name: str, new: torch.Tensor) -> torch.Tensor:
-        """Puts `new [batch, heads, tokens, width]` behind what is there, in a new buffer where `keys` was replaced."""
+        """Append `new [batch, heads, tokens, width]`, in a new buffer if `keys` was replaced."""
         own = self.__dict__
         there: Any = own.get(name)
         buffer: Any = own.get(f"_{name}_buffer")
@@ -80,7 +80,7 @@ class _Growing:
         end = length + tokens
         own_buffer = buffer is not None and there is not None and there.data_ptr() == buffer.data_ptr()
         if own_buffer and length < own.get(f"_{name}_written", 0) and _is_shared(buffer):
-            own_buffer = False  # tokens that were taken back are still seen by whoever kept `keys`
+            own_buffer = False  # another holder of `keys` still sees the tokens that were cropped
         if not own_buffer or batch != buffer.shape[0] or end > buffer.shape[2]:
             buffer = aligned(
                 lambda columns: new.new_empty((batch, heads, columns, width)),
@@ -97,7 +97,7 @@ class _Growing:
         return grown
 
     def adopt(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
-        """Takes buffers `[batch, heads, capacity, width]` whose first `length` tokens are filled."""
+        """Use buffers `[batch, heads, capacity, width]` whose first `length` tokens are filled."""
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
         if self.__dict__.get("_keys_buffer") is not keys:
             self._keys_written = self._values_written = length
@@ -109,7 +109,7 @@ class GrowingLayer(_Growing, DynamicLayer):  # type: ignore[misc]  # transformer
     """A layer of full attention."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
-        """All keys and values, the new ones last."""
+        """Append keys and values and return all of them."""
         keys, values = self._extend("keys", key_states), self._extend("values", value_states)
         if not self.is_initialized:  # without the empty tensors of `lazy_initialization`
             self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
@@ -117,7 +117,7 @@ class GrowingLayer(_Growing, DynamicLayer):  # type: ignore[misc]  # transformer
 
 
 def _with_index(name: str) -> Any:
-    """A method that an indexed layer's index follows."""
+    """Return a method that acts on a layer and on its index alike."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> None:
         getattr(super(GrowingIndexedLayer, self), name)(*args, **kwargs)
@@ -134,7 +134,7 @@ class GrowingIndexedLayer(GrowingLayer, DynamicIndexedLayer):  # type: ignore[mi
         self.index = GrowingLayer()
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """All keys of the indexer, `[batch, tokens, width]`, the new ones last."""
+        """Append keys of the indexer, `[batch, tokens, width]`, and return all of them."""
         states = indexer_key_states[:, None]
         keys, _ = self.index.update(states, states[..., :0])
         all_keys: torch.Tensor = keys[:, 0]
@@ -147,14 +147,14 @@ class GrowingIndexedLayer(GrowingLayer, DynamicIndexedLayer):  # type: ignore[mi
 
 
 class GrowingWindowLayer(_Growing, DynamicSlidingWindowLayer):  # type: ignore[misc]
-    """A layer of sliding-window or chunked attention: it gives what is in the window, and keeps what blocks lack."""
+    """A layer of sliding-window or chunked attention. It returns the window, and keeps the tokens that blocks lack."""
 
     first = 0  # column of the first key that is there
     released = 0  # columns before it are in blocks, or go to none: they may be forgotten behind the window
-    slack = 1024  # tokens behind the window that are kept all the same: a later call may go on from there in place
+    slack = 1024  # tokens behind the window that are kept all the same: a later call may continue from there in place
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
-        """The keys and values that transformers' own layer would give."""
+        """Append keys and values and return those that transformers' own layer would return."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._forget(key_states.shape[2])
@@ -164,7 +164,7 @@ class GrowingWindowLayer(_Growing, DynamicSlidingWindowLayer):  # type: ignore[m
         return keys[:, :, -visible:], values[:, :, -visible:]
 
     def _forget(self, new: int) -> None:
-        """Leaves out what no later token reads, where a buffer is full or mostly that; `_extend` then makes another."""
+        """Drop tokens that no later token reads, if a buffer is full or mostly unread; `_extend` then makes another."""
         unread = min(self.released, self.cumulative_length - self.sliding_window + 1) - self.first
         if unread <= self.slack or getattr(self, "record_past", False):
             return
@@ -174,12 +174,16 @@ class GrowingWindowLayer(_Growing, DynamicSlidingWindowLayer):  # type: ignore[m
             self.first += unread
 
     def adopt(self, keys: torch.Tensor, values: torch.Tensor, length: int, first: int = 0) -> None:
-        """See `GrowingLayer`; of `length` columns the buffers have those from `first` on."""
+        """See `GrowingLayer`; the buffers have the columns from `first` up to `length`."""
         super().adopt(keys, values, length - first)
         self.cumulative_length, self.first, self.released = length, first, first
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last tokens; RuntimeError: the window before the last one left is not there any more."""
+        """Forget the last tokens.
+
+        Raises:
+            RuntimeError: The window before the last remaining token was dropped.
+        """
         left = length_behind_crop(self.cumulative_length, tokens_to_remove)
         if left < self.cumulative_length and left - self.sliding_window + 1 < self.first > 0:
             raise RuntimeError(
@@ -193,7 +197,7 @@ class GrowingWindowLayer(_Growing, DynamicSlidingWindowLayer):  # type: ignore[m
 
 
 SCAN = "mamba_selective_scan"
-SCAN_CHUNK = 256  # tokens whose carried states `[batch, channels, tokens, states]` are in memory at a time
+SCAN_CHUNK = 256  # tokens whose carried states `[batch, channels, tokens, states]` are in memory together
 
 _passes: ContextVar[list[torch.Tensor] | None] = ContextVar("pc_scan", default=None)
 """Within a pass: at most one tensor, the state that the next scan begins with."""
@@ -201,7 +205,7 @@ _passes: ContextVar[list[torch.Tensor] | None] = ContextVar("pc_scan", default=N
 
 @contextmanager
 def from_states() -> Iterator[None]:
-    """Around a forward pass over a cache of `StateLayer`s: its scans begin with the cache's states."""
+    """Let the scans of a forward pass over a cache of `StateLayer`s begin with the cache's states."""
     token = _passes.set([])
     try:
         yield
@@ -213,7 +217,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers is
     """A layer of recurrent states, which a scan of several tokens begins with."""
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
-        """As transformers'; every mixer calls it before its scan."""
+        """Do what transformers' own does, and set the state of the scan, before which every mixer calls this."""
         waiting, state = _passes.get(), self.recurrent_states[state_idx]
         if waiting is not None:
             waiting[:] = [state] if self.has_previous_state[state_idx] and state is not None else []
@@ -236,11 +240,15 @@ GROWING: dict[type, Callable[[Any], Any]] = {
     ),
     DummyLayer: lambda layer: layer,  # of layers that read another layer's keys
 }
-"""By type of transformers' layers what makes one that is served in its place."""
+"""By type of a transformers layer, a function that returns the layer served in its place."""
 
 
 def new_cache(config: Any) -> DynamicCache:
-    """An empty cache of layers that grow; UnsupportedError: one keeps neither KV by token nor a fixed-size state."""
+    """Return an empty cache of layers that grow.
+
+    Raises:
+        UnsupportedError: A layer keeps neither KV by token nor a state of fixed size.
+    """
     cache = DynamicCache(config=config)
     for index, layer in enumerate(list(cache.layers)):
         kind = type(layer)
@@ -253,13 +261,13 @@ def new_cache(config: Any) -> DynamicCache:
 
 
 def index_reach(config: Any) -> int | None:
-    """Tokens of which an indexer takes all; of more it chooses, by scores whose order may hang on rounding."""
+    """Return the number of tokens up to which an indexer takes all; beyond it, its choice may depend on rounding."""
     reach = getattr(config.get_text_config(decoder=True), "index_topk", None)
     return reach if isinstance(reach, int) else None
 
 
 def like(empty: DynamicCache) -> DynamicCache:
-    """Another of the same layers as one of `new_cache` that is still empty, without asking the config again."""
+    """Return another cache of the same layers as an empty one of `new_cache`, without reading the config again."""
     cache = copy.copy(empty)
     flat = (GrowingLayer, GrowingWindowLayer)
     cache.layers = [copy.copy(layer) if type(layer) in flat else copy.deepcopy(layer) for layer in empty.layers]
@@ -267,30 +275,30 @@ def like(empty: DynamicCache) -> DynamicCache:
 
 
 def attention_layers(cache: DynamicCache) -> dict[int, Any]:
-    """The layers that keep keys and values by token, by index; behind all of them the indexes that some have."""
+    """Return the layers that keep keys and values by token, by number, and behind them the indexes of some layers."""
     layers = {i: layer for i, layer in enumerate(cache.layers) if isinstance(layer, DynamicLayer)}
     indexed = {len(cache.layers) + i: x.index for i, x in layers.items() if isinstance(x, GrowingIndexedLayer)}
     return layers | indexed
 
 
 def state_layers(cache: DynamicCache) -> dict[int, Any]:
-    """The layers that keep a state of fixed size, by index."""
+    """Return the layers that keep a state of fixed size, by number."""
     return {i: layer for i, layer in enumerate(cache.layers) if isinstance(layer, LinearAttentionCacheLayerMixin)}
 
 
 def window_layers(cache: DynamicCache) -> list[GrowingWindowLayer]:
-    """The layers that forget what is behind their window."""
+    """Return the layers that drop tokens behind their window."""
     return [layer for layer in cache.layers if isinstance(layer, GrowingWindowLayer)]
 
 
-def release(cache: DynamicCache, column: int) -> None:
-    """Says that what is before a column is in blocks, or goes to none."""
+def mark_written(cache: DynamicCache, column: int) -> None:
+    """Note that the tokens before a column are in blocks, or will not be."""
     for layer in window_layers(cache):
         layer.released = max(layer.released, min(column, layer.cumulative_length))
 
 
 def num_tokens(cache: DynamicCache) -> int:
-    """Tokens whose keys and values every layer has; 0 for a cache of states alone."""
+    """Return the number of tokens whose keys and values every layer has; 0 for a cache of states alone."""
     lengths = [layer.get_seq_length() for layer in attention_layers(cache).values() if layer.keys is not None]
     return min(lengths, default=0)
 
@@ -309,7 +317,7 @@ States = dict[str, torch.Tensor]  # of one row: by layer, kind and index ("3 rec
 
 
 def take_states(cache: DynamicCache, row: int) -> States:
-    """Copies of a row's states: layers change theirs in place."""
+    """Return copies of a row's states; layers change their own in place."""
     return {
         f"{at} {kind} {index}": state[row : row + 1].clone()
         for at, layer in state_layers(cache).items()
@@ -320,7 +328,7 @@ def take_states(cache: DynamicCache, row: int) -> States:
 
 
 def put_states(cache: DynamicCache, rows: list[States]) -> None:
-    """Gives the layers of an empty cache the states of its rows."""
+    """Put the states of rows into the layers of an empty cache."""
     for name in rows[0]:
         at, kind, index = name.split()
         layer = cache.layers[int(at)]
@@ -329,7 +337,7 @@ def put_states(cache: DynamicCache, rows: list[States]) -> None:
 
 
 def install_scan(model: torch.nn.Module) -> bool:
-    """Replaces the scan in the files that define a model's forwards, once each; whether there is one."""
+    """Replace the scan in the files that define a model's forwards, once each, and return whether there is one."""
     # It stays: outside of `from_states` it costs a look-up, and taking it out could hit a pass of another model.
     found = False
     for names in modeling_globals(model):
@@ -381,8 +389,9 @@ def _from_state(scan: Callable[..., Any]) -> Callable[..., Any]:
 def _carried(
     state: torch.Tensor, dt: torch.Tensor, decay: torch.Tensor, outputs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `state [batch, channels, states]` adds to a scan's outputs, and what is left of it behind them."""
-    # `dt [batch, channels, tokens]`: time steps; `decay [channels, states]` < 0; `outputs [batch, states, tokens]`: C.
+    """Return the terms that an initial state adds to a scan's outputs, and the state that remains behind them."""
+    # `state [batch, channels, states]`. `dt [batch, channels, tokens]` are time steps,
+    # `decay [channels, states]` < 0; `outputs [batch, states, tokens]`: C.
     parts = []
     for begin in range(0, dt.shape[-1], SCAN_CHUNK):
         step, readout = dt[..., begin : begin + SCAN_CHUNK], outputs[..., begin : begin + SCAN_CHUNK]

@@ -1,4 +1,4 @@
-"""What is kept of the prompts of one model: blocks, and beside them the caches of past calls and hidden states."""
+"""The store of one model's prompts: blocks, and beside them caches of past calls, hidden states and vision outputs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch
 from ....cache import CacheManager
 from ..api import DynamicCache
 from ..images import VisionOutputs
+from ..layers import GrowingLayer, GrowingWindowLayer, attention_layers, like, new_cache, num_tokens, window_layers
+from ..loop import CONTINUED
+from ..probe import Probed
+from ..runners.moved import Moving
 from ..settings import CacheOptions, memory_budget
-from ..store import AnyManager, Leases
-from ..support import CONTINUED
-from .layers import GrowingLayer, GrowingWindowLayer, attention_layers, like, new_cache, num_tokens, window_layers
-from .moved import Moving
-from .probe import Probed
+from .leases import AnyManager, Leases
 from .storage import model_storage
 from .tiers import LowerTiers
 
@@ -28,7 +28,7 @@ Layers = list[torch.Tensor]  # of each layer, the embeddings first, `[num_tokens
 
 
 class ContiguousStore(Leases):
-    """A manager, what its blocks hold, and what is kept beside them."""
+    """A manager, the memory of its blocks, and what is kept beside them."""
 
     def __init__(self, model: Any, options: CacheOptions, probed: Probed, moving: Moving | None) -> None:
         anywhere = options.reuse == "anywhere"  # layers with windows then keep all blocks, as the others do
@@ -36,7 +36,7 @@ class ContiguousStore(Leases):
         self.storage = storage = model_storage(model, options, probed.specs, windows, probed.states)
         count, size, policy = storage.parts[0].num_blocks, options.block_size, options.policy
         groups, seed = storage.groups, options.chunk  # blocks of tokens that were computed in other chunks are others
-        manager = CacheManager(count, size, policy, groups=groups, seed=seed, partial_reuse=storage.simple)
+        manager = CacheManager(count, size, policy, groups=groups, seed=seed, partial_reuse=storage.any_prefix)
         super().__init__(manager)
         self.states = storage.states
         self.empty_cache = new_cache(model.config)  # what a call's cache is made like
@@ -49,7 +49,7 @@ class ContiguousStore(Leases):
         self.moving = moving  # how tokens are moved, None where they are not
 
     def make_cache(self, room: int) -> DynamicCache:
-        """An empty cache of the model's layers, whose buffers grow by so many tokens."""
+        """Return an empty cache of the model's layers, whose buffers grow by `room` tokens."""
         cache = like(self.empty_cache)
         for layer in attention_layers(cache).values():
             if isinstance(layer, GrowingLayer | GrowingWindowLayer):
@@ -57,13 +57,13 @@ class ContiguousStore(Leases):
         return cache
 
     def evict_to(self, evicted: LowerTiers) -> None:
-        """Gives evicted blocks to a tier from now on."""
+        """Send evicted blocks to lower tiers from now on."""
         self.evicted, self.manager.on_evict = evicted, evicted.evicted
 
 
 @dataclass(frozen=True, eq=False)
 class _Content:
-    """What a cache has: tokens and mask, `[batch, length]`, under which keys and salt, and the state of its buffers."""
+    """The tokens and mask of a cache, `[batch, length]`, its keys and salt, and the state of its buffers."""
 
     store: weakref.ref[Leases]
     tokens: torch.Tensor
@@ -73,7 +73,7 @@ class _Content:
     buffers: list[tuple[int, int]]
 
     def __deepcopy__(self, memo: Any) -> None:
-        """A copy has buffers of its own, of which nothing is known."""
+        """Return None: a copy has buffers of its own, whose content is unknown."""
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -82,7 +82,7 @@ class _Content:
 def note_content(
     cache: Any, store: Leases, sequences: torch.Tensor, mask: Any, keys: tuple[Any, ...], salt: Any
 ) -> None:
-    """Says what the cache of a result has whose rows are the result's: prompts and answers, `[batch, length]`."""
+    """Note the content of a result's cache: its prompts and answers, `[batch, length]`."""
     # The mask is of the prompts, `[batch, columns]`, or None; keys are what KV depends on besides tokens.
     buffers = buffers_of(cache)
     if buffers is not None:
@@ -94,7 +94,7 @@ def note_content(
 
 
 def continues(cache: Any, store: Leases, input_ids: torch.Tensor, mask: Any, keys: tuple[Any, ...], salt: Any) -> bool:
-    """Whether a call goes on with what a cache has, and it has not been changed since."""
+    """Return whether a call continues from the content of a cache that nothing has changed since."""
     own = getattr(cache, CONTINUED, None)
     if not isinstance(own, _Content) or own.store() is not store or (own.keys, own.salt) != (keys, salt):
         return False
@@ -112,7 +112,7 @@ def continues(cache: Any, store: Leases, input_ids: torch.Tensor, mask: Any, key
 
 
 def buffers_of(cache: DynamicCache) -> list[tuple[int, int]] | None:
-    """Address and version of every buffer; None where some cannot be told, or keys are not in them."""
+    """Return the address and version of every buffer; None if one is unknown, or does not hold the keys."""
     found = []
     for layer in attention_layers(cache).values():
         for name in ("keys", "values"):
@@ -134,7 +134,7 @@ class _Kept:
 
 
 class KeptCaches:
-    """The latest rows, each of one request, of `max_bytes` together; blocks alone say what of a prompt is cached."""
+    """The caches of the latest single-row calls, up to `max_bytes`. Only blocks decide how far a prompt is cached."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -143,12 +143,12 @@ class KeptCaches:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows."""
+        """The bytes of all rows."""
         with self._lock:
             return sum(row.nbytes for row in self._rows)
 
     def put(self, cache: DynamicCache, sequence: np.ndarray, keys: tuple[Any, ...], salt: Any) -> None:
-        """Keeps a call's cache that no one else has, of the first tokens of `sequence`; those used longest ago go."""
+        """Keep the cache of a call, of the first tokens of `sequence`, and drop those used longest ago."""
         buffers = buffers_of(cache)
         layers = attention_layers(cache).values()
         if not buffers or any(layer.keys.requires_grad for layer in layers):
@@ -165,7 +165,7 @@ class KeptCaches:
                 self._rows = rows
 
     def take(self, tokens: np.ndarray, keys: tuple[Any, ...], salt: Any) -> DynamicCache | None:
-        """A cache of these tokens alone, all cached in blocks, the caller's from now on; None where there is none."""
+        """Return a cache of exactly these tokens, which now belongs to the caller; None if there is none."""
         with self._lock:
             found = next((row for row in self._rows if _begins(row, tokens, keys, salt)), None)
             if found is None:
@@ -181,15 +181,15 @@ class KeptCaches:
 
 def _begins(row: _Kept, tokens: np.ndarray, keys: tuple[Any, ...], salt: Any) -> bool:
     if any(layer.first > max(len(tokens) - layer.sliding_window + 1, 0) for layer in window_layers(row.cache)):
-        return False  # it has forgotten what is to be read again
+        return False  # it has dropped tokens that must be read again
     same = type(row.salt) is type(salt) and (row.keys, row.salt) == (keys, salt)
     return same and np.array_equal(row.tokens[: len(tokens)], tokens)
 
 
 class HiddenStates:
-    """Hidden states of whole blocks of a manager's first group; those read longest ago give way to new ones."""
+    """Hidden states of whole blocks of a manager's first group; those read longest ago are dropped first."""
 
-    # They count for as long as a block keeps its content: a block that was taken anew has none.
+    # They are valid while the block keeps its content. A block that was allocated again has none.
 
     def __init__(self, manager: AnyManager, max_bytes: int) -> None:
         self._pool, self._size = manager.pools[0], manager.block_size
@@ -201,7 +201,7 @@ class HiddenStates:
         self.max_blocks: int | None = None  # as `max_bytes` hold; None before the first were kept
 
     def load(self, table: np.ndarray, num_tokens: int) -> Layers:
-        """Copies of those of a table's first tokens, up to a gap: of each layer `[found, width]`; empty: none."""
+        """Return the hidden states of a table's first tokens, up to a gap: `[found, width]` for each layer."""
         with self._lock:
             blocks: list[int] = []
             for block in table[: -(-num_tokens // self._size)].tolist():
@@ -215,7 +215,7 @@ class HiddenStates:
             return [layer[places.to(layer.device)].flatten(0, 1)[:num_tokens] for layer in self._layers]
 
     def keep(self, table: np.ndarray, new: Sequence[torch.Tensor]) -> None:
-        """Keeps those of a table's first tokens, of each layer `[num_tokens, width]`, in whole blocks that fit."""
+        """Keep the hidden states of a table's first tokens, `[num_tokens, width]` for each layer, in whole blocks."""
         with self._lock:
             if self.max_blocks is None:
                 self._make(new)
@@ -236,13 +236,13 @@ class HiddenStates:
         return known is not None and known[1] == self._pool.taken_at[block]
 
     def _touch(self, blocks: list[int]) -> None:
-        """Of a prefix the end goes first."""
+        """Mark blocks as used, so that the end of a prefix is dropped before its beginning."""
         for block in reversed(blocks):
             if block in self._places:
                 self._places.move_to_end(block)
 
     def _place(self, block: int) -> int:
-        """Where a block's may be written: its own, one not used yet, or that of the block used longest ago."""
+        """Return the place for a block: its own, an unused one, or that of the block used longest ago."""
         if block in self._places:
             return self._places.pop(block)[0]
         if self._free:
@@ -258,5 +258,5 @@ class HiddenStates:
 
 
 def of_steps(steps: Sequence[Sequence[torch.Tensor]], row: int) -> Layers:
-    """Those of one row's tokens from a result's, of each pass and layer `[batch, tokens, width]`."""
+    """Return one row's hidden states from a result's, which has `[batch, tokens, width]` for each pass and layer."""
     return [torch.cat([step[number][row] for step in steps]) for number in range(len(steps[0]))]

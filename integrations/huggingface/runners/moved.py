@@ -1,4 +1,4 @@
-"""Text that is cached elsewhere: brought to a prompt's blocks, some of it computed again at its scattered positions."""
+"""Text that is cached at other positions: how keys rotate, and how scattered tokens are computed again."""
 
 from __future__ import annotations
 
@@ -9,43 +9,31 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ....cache import Allocation
-from ....triton_ops import copy_blocks, move_slots, sparse_gap_attention
+from ....triton_ops import move_slots, sparse_gap_attention
 from ....triton_ops._attention.dense import arange_i32, as_blocks, full_i32, strided_block_table
 from ....triton_ops._core.runtime import KERNELS_ON_CPU
 from ..api import DynamicCache, DynamicLayer, cache_argument, keeps_logits, uses_attention_interface
 from ..calls import UnsupportedError, refuse_if, refusing
 from ..images import alike
-from ..paged.dispatch import MarkedCall, PagedPass, install, mark, no_mask
+from ..layers import GrowingIndexedLayer, attention_layers, like, new_cache, state_layers
+from ..probe import LONG, TOKENS, Probed
+from ..prompts import Prompt
+from ..store.storage import LayerTurns, ModelStorage, Turn
 from ..support import changing_rope, eval_mode, harmless_tokens
-from .layers import GrowingIndexedLayer, attention_layers, like, new_cache, state_layers
+from .dispatch import MarkedCall, PagedPass, install, mark, no_mask
 from .layout import accepted, forward, read
-from .probe import LONG, TOKENS, Probed
-from .prompts import Prompt
-from .storage import ModelStorage
 
-CHUNK = 1024  # scattered tokens that are computed at a time: their mask is as wide as the prompt
+CHUNK = 1024  # scattered tokens of one pass, whose mask is as wide as the prompt
 AGAIN = (3, 4, 5, 10, 17)  # positions that the probe computes again, and all behind TOKENS - 9
-
-
-class Turn(NamedTuple):
-    """How rows of a layer hang on their position: see `pc.move_slots`."""
-
-    inv_freq: torch.Tensor | None
-    is_neox: bool = True
-    first: int = 0
-
-
-class LayerTurns(NamedTuple):
-    """Of what a layer keeps of a token; latent attention keeps what turns where others have values."""
-
-    keys: Turn
-    values: Turn
 
 
 @torch.no_grad()
 def probe_moved(model: Any, probed: Probed) -> Moving:
-    """How keys turn and tokens are computed where they stand; UnsupportedError: they are not."""
+    """Return how a model's keys rotate, and how its tokens are computed at scattered positions.
+
+    Raises:
+        UnsupportedError: No rotation explains its keys, or scattered tokens come out different.
+    """
     config = model.config.get_text_config(decoder=True)
     refuse_if(probed.states, 'reuse="anywhere": recurrent states cannot be moved')
     refuse_if(changing_rope(model.config), 'reuse="anywhere": its rotary frequencies change with the length')
@@ -65,7 +53,7 @@ def probe_moved(model: Any, probed: Probed) -> Moving:
 
 
 def _operator_serves(model: Any, moving: Moving, length: int) -> bool:
-    """Whether the model's attention can be the operator's, which takes no mask."""
+    """Return whether the operator, which takes no mask, can replace the model's attention."""
     try:
         if not uses_attention_interface(model) or not install(model):
             return False
@@ -77,7 +65,7 @@ def _operator_serves(model: Any, moving: Moving, length: int) -> bool:
 
 
 def _turns(model: Any) -> dict[int, LayerTurns]:
-    """By layer, from a row of one token: what it keeps differs by positions alone."""
+    """Return the rotations of each layer, from a row of equal tokens whose cache entries differ by position only."""
     # All tokens are the same, so whatever a layer attends to is the same, and so is its input at every position.
     cache, turns = new_cache(model.config), dict[int, LayerTurns]()
     forward(model, np.repeat(harmless_tokens(model, 1), TOKENS), 0, TOKENS, cache)
@@ -101,7 +89,7 @@ def _turns(model: Any) -> dict[int, LayerTurns]:
 
 
 def _frequencies(model: Any) -> Any:
-    """Inverse frequencies that the model's modules have, or that its config describes."""
+    """Yield the inverse frequencies that the model's modules have, or that its config describes."""
     seen: list[torch.Tensor] = []
     for name, buffer in model.named_buffers():
         own = name.rpartition(".")[2]
@@ -117,7 +105,7 @@ def _frequencies(model: Any) -> Any:
 
 
 def _turn_of(rows: torch.Tensor, known: list[torch.Tensor]) -> Turn | None:
-    """What explains how a layer's rows `[1, heads, tokens, width]` hang on positions."""
+    """Return the rotation that explains how a layer's rows `[1, heads, tokens, width]` depend on positions, or None."""
     return next((turn for turn in _candidates(rows.shape[-1], known) if _explains(turn, rows)), None)
 
 
@@ -132,7 +120,7 @@ def _candidates(width: int, known: list[torch.Tensor]) -> list[Turn]:
 
 
 def _explains(turn: Turn, rows: torch.Tensor) -> bool:
-    """Whether all rows are the first one, turned to their positions."""
+    """Return whether all rows are the first one, rotated to their positions."""
     heads, tokens, width = rows.shape[1:]
     cache = rows[0].transpose(0, 1)[:1].repeat(2 * tokens, 1, 1).view(2, tokens, heads, width)
     slots = torch.arange(tokens)
@@ -141,7 +129,7 @@ def _explains(turn: Turn, rows: torch.Tensor) -> bool:
 
 
 class Moving(NamedTuple):
-    """How tokens of a model are moved and computed again."""
+    """The way in which tokens of a model are moved and computed again."""
 
     turns: Mapping[int, LayerTurns]
     windows: Mapping[int, int]  # of layers that have one
@@ -149,7 +137,7 @@ class Moving(NamedTuple):
 
 
 class ScatteredPass(PagedPass):
-    """Attention of tokens at positions `at`, ascending, over a row's keys and values where they lie, in one layer."""
+    """Attention in one layer of tokens at positions `at`, ascending, over all keys and values of a row."""
 
     def __init__(self, at: torch.Tensor, window: int) -> None:
         self._at, self._window = at, window
@@ -169,7 +157,7 @@ class ScatteredPass(PagedPass):
 
 
 class PlacedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
-    """A layer with room for all tokens of a row, `[1, heads, tokens, width]`, that puts new ones where they stand."""
+    """A layer with room for all tokens of a row, `[1, heads, tokens, width]`; new ones go to their positions."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, window: int, by_operator: bool) -> None:
         super().__init__()
@@ -178,11 +166,11 @@ class PlacedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untype
         self._window, self._by_operator = window, by_operator
 
     def begin(self, at: torch.Tensor) -> None:
-        """The next tokens stand there."""
+        """Set the positions of the next tokens."""
         self._at = at.to(self.device)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
-        """All keys and values in the order of their positions."""
+        """Write new keys and values and return all of them in the order of their positions."""
         self.keys.index_copy_(2, self._at, key_states)
         self.values.index_copy_(2, self._at, value_states)
         if not self._by_operator:
@@ -194,7 +182,7 @@ class PlacedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untype
 def compute_scattered(
     model: Any, tokens: np.ndarray, positions: np.ndarray, cache: DynamicCache, moving: Moving
 ) -> Any:
-    """Computes a row's tokens at `positions`, ascending, over a cache that has all others; the last output."""
+    """Compute a row's tokens at `positions`, ascending, over a cache that has all others; return the last output."""
     placed, layers, length = like(cache), attention_layers(cache), len(tokens)
     for index, layer in layers.items():
         if layer.keys is not None:
@@ -223,7 +211,7 @@ def compute_scattered(
 
 
 def _masks(model: Any, at: torch.Tensor, length: int, windows: Mapping[int, int]) -> Any:
-    """What is added to scores, `[1, 1, queries, tokens]`; by kind of layer where kinds see different tokens."""
+    """Return masks to add to scores, `[1, 1, queries, tokens]`, by layer type if windows differ."""
     config, keys = model.config.get_text_config(decoder=True), torch.arange(length, device=at.device)
     kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     reach = {kind: windows.get(number, 0) for number, kind in enumerate(kinds)}
@@ -241,7 +229,7 @@ def _masks(model: Any, at: torch.Tensor, length: int, windows: Mapping[int, int]
 
 
 def _check_scattered(model: Any, moving: Moving, length: int) -> None:
-    """UnsupportedError: tokens computed again at scattered positions are not what they were."""
+    """Raise UnsupportedError if tokens computed again at scattered positions differ."""
     tokens, whole = harmless_tokens(model, length), new_cache(model.config)
     want = forward(model, tokens, 0, length, whole).logits[0, -1]
     kept = {i: (x.keys.clone(), x.values.clone()) for i, x in attention_layers(whole).items() if x.keys is not None}
@@ -257,25 +245,6 @@ def _check_scattered(model: Any, moving: Moving, length: int) -> None:
     refuse_if(not same, 'reuse="anywhere": tokens computed at scattered positions are not what they are in a row')
 
 
-def bring(allocation: Allocation, storage: ModelStorage, turns: Mapping[int, LayerTurns]) -> None:
-    """Copies what was found elsewhere to the blocks of its request."""
-    spans = allocation.moved
-    sources = torch.from_numpy(np.concatenate([span.slots for span in spans]))
-    targets = torch.from_numpy(np.concatenate([span.targets for span in spans]))
-    deltas = torch.from_numpy(np.concatenate([np.full(span.end - span.start, span.delta) for span in spans]))
-    pairs = torch.tensor(allocation.copies, dtype=torch.int64).view(-1, 2)
-    for _, part in storage.kv:
-        for index in part.specs:
-            caches = [part.tensor(f"{index} {side}") for side in ("keys", "values")]
-            for cache in caches if len(pairs) else ():
-                copy_blocks(cache, pairs[:, 0], pairs[:, 1])
-            (keys, values), turn = (cache.transpose(1, 2) for cache in caches), turns[index]
-            together = turn.values.inv_freq is None
-            move_slots(keys, values if together else None, sources, targets, deltas, *turn.keys)
-            if not together:
-                move_slots(values, None, sources, targets, deltas, *turn.values)
-
-
 def compute_moved(
     model: Any,
     storage: ModelStorage,
@@ -285,7 +254,7 @@ def compute_moved(
     cache: DynamicCache,
     moving: Moving,
 ) -> None:
-    """Fills an empty cache of one row with a prompt's first `end` tokens: from blocks, and the rest computed."""
+    """Fill an empty cache of one row with a prompt's first `end` tokens, from blocks or by computing them."""
     known = np.zeros(len(prompt.tokens), np.bool_)
     known[: prompt.reused.cached] = True
     for start, behind in prompt.reused.moved:

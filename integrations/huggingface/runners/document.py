@@ -14,20 +14,21 @@ import numpy as np
 import torch
 
 from ....cache import OutOfBlocks
+from ..admit import PromptRequests
 from ..api import CACHE_NAMES, attention_implementation, drop_cache, positions
 from ..calls import Calls, RequestReport, UnsupportedError, refuse_if
-from ..contiguous.batch import Batch
-from ..contiguous.call import Call, WatchedModel
-from ..contiguous.deterministic import RowByRow
-from ..contiguous.layout import forward
-from ..contiguous.prompts import Prompt, Reused, prompts_of
-from ..contiguous.requests import PromptRequests
-from ..contiguous.storage import BlockIds
-from ..contiguous.store import ContiguousStore
-from ..store import Lease
-from ..support import BY_TOKEN, Loop
-from .kept import Content
-from .layers import Questions
+from ..compression.kept import Content
+from ..compression.layers import Questions
+from ..loop import BY_TOKEN, Loop
+from ..prompts import Prompt, Reused, prompts_of
+from ..store.kept import ContiguousStore
+from ..store.leases import Lease
+from ..store.storage import BlockIds
+from ..support import is_compiled
+from .batch import Batch
+from .contiguous import WatchedCall, WatchedModel
+from .deterministic import RowByRow
+from .layout import forward
 
 LOOPS = (*BY_TOKEN, "beam_search", "beam_sample", "assisted_generation")
 _OVER = "over a compressed document"
@@ -71,13 +72,6 @@ def check_loop_over_document(loop: Loop, content: Content) -> None:
     _check_begins(loop, content)
 
 
-def is_compiled(model: Any) -> bool:
-    """Return whether torch.compile runs some of a model's forward pass."""
-    forwards = [vars(m).get("forward") for m in model.modules()]
-    compiled = any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
-    return compiled or any(hasattr(forward, "_torchdynamo_orig_callable") for forward in forwards)
-
-
 def _check_begins(loop: Loop, content: Content) -> None:
     """Raise ValueError unless every row begins with the document and goes on behind it."""
     ids, length = loop.input_ids, len(content.tokens)
@@ -109,7 +103,7 @@ def answer(
         chunk: Tokens of a chunk with deterministic=True, else None.
         calls: Told what was not kept.
     """
-    loop.keys = ("compressed document", content.key.hex(), *loop.keys)
+    loop.extra_keys = ("compressed document", content.key.hex(), *loop.extra_keys)
     length, size = len(content.tokens), loop.input_ids.shape[1]
     if chunk is not None and store is not None:
         lease = store.lease(loop.returns, loop.unchanged)
@@ -119,7 +113,7 @@ def answer(
         finally:
             lease.close()
     else:
-        keeps = store is not None and store.storage.simple
+        keeps = store is not None and store.storage.any_prefix
         batch = QuestionBatch(store if keeps else None, loop, content)
         call = QuestionCall(batch, calls.tell_unkept)
         try:
@@ -214,7 +208,7 @@ class QuestionBatch(Batch):
         self._lease.close()
 
 
-class QuestionCall(Call):
+class QuestionCall(WatchedCall):
     """A call over a document: its questions are kept once they are computed, its answers at the end."""
 
     def abandon(self) -> None:

@@ -1,0 +1,265 @@
+"""The admission of prompts: which tokens of a prompt are cached, which blocks its request gets, what may be published.
+
+Every runner admits its prompts here. Continuous batching, whose scheduler allocates blocks step by step, starts its
+requests by `start` as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Hashable, Sequence
+from copy import copy
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+
+from ...cache import OutOfBlocks
+from .layers import States
+from .loop import Loop
+from .prompts import Prompt, Reused
+from .store.blocks import RequestBlocks
+from .store.kept import ContiguousStore
+from .store.leases import AnyManager, Lease
+from .store.storage import Content
+
+
+def start(
+    manager: AnyManager,
+    request_id: Hashable,
+    tokens: Sequence[int] | np.ndarray,
+    keys: Sequence[Any],
+    salt: Any,
+    reuse: str = "prefix",
+    by_steps: bool = True,
+) -> Any:
+    """Start a request on the cached blocks of its tokens and return the manager's allocation.
+
+    Args:
+        manager: The manager of the blocks.
+        request_id: A name that no running request has.
+        tokens: The prompt.
+        keys: What its KV depends on besides the tokens.
+        salt: Who may share its blocks.
+        reuse: See `CacheManager.allocate`.
+        by_steps: Whether the caller appends the tokens that are not cached as it computes them. If not, all tokens get
+            blocks now.
+
+    Raises:
+        OutOfBlocks: There are too few blocks; nothing was started.
+    """
+    options: dict[str, Any] = {"extra_keys": list(keys) or None, "salt": salt, "reuse": reuse}
+    if by_steps and reuse == "gap":  # blocks behind a gap are found only for tokens that have blocks
+        with contextlib.suppress(OutOfBlocks):
+            return manager.allocate(request_id, tokens, **options)
+    if by_steps:
+        options["num_tokens"] = 0
+    return manager.allocate(request_id, tokens, **options)
+
+
+def extra_keys(store: ContiguousStore, keys: tuple[Any, ...], prompt: Prompt) -> list[Any]:
+    """Return what the KV of a prompt depends on besides its tokens; `keys` are those of its call."""
+    if store.counts_padding and prompt.pad:
+        keys = (*keys, "columns before it", str(prompt.pad))
+    if prompt.adapter is not None:
+        keys = (*keys, "adapter of the row", prompt.adapter)
+    return [*keys, *prompt.image_keys()]
+
+
+class PromptRequests:
+    """The requests of one call. `close` frees all of their blocks.
+
+    Args:
+        store: The blocks.
+        loop: The call.
+        lease: Ends the requests if the call is cut off.
+        anywhere: Whether the call may reuse text that is cached at other positions.
+    """
+
+    def __init__(self, store: ContiguousStore, loop: Loop, lease: Lease, anywhere: bool = False) -> None:
+        self.store, self._anywhere = store, anywhere
+        self._keys, self._salt = loop.extra_keys, loop.salt
+        # A strong reference would make a circle, and the lease has to end with the call at once.
+        self._lease = weakref.proxy(lease)
+
+    def blocks(self, prompt: Prompt) -> RequestBlocks:
+        """Return the blocks of a prompt that has none yet."""
+        return RequestBlocks(self._lease, self.store.storage, prompt.request_id)
+
+    def admit(self, prompt: Prompt, reuse: bool = True, most: int | None = None) -> None:
+        """Allocate blocks for a prompt and find its cached tokens.
+
+        Args:
+            prompt: Gets its `allocation`, `blocks` and `reused`.
+            reuse: Whether cached tokens are read. If not, they are computed and only kept.
+            most: The most cached tokens to find. None: all.
+
+        Raises:
+            OutOfBlocks: The prompt does not fit.
+        """
+        store = self.store
+        limit = len(prompt.tokens)
+        if store.states is not None:  # recurrent layers compute two tokens at least
+            limit = max(limit - 1, 1)
+        if most is not None:
+            limit = min(limit, most + 1)
+        allocation, limit, kv_hit = self._allocate(prompt, limit, anywhere=most is None)
+        spans = allocation.cached_spans
+        cached = spans[0][1] if spans and spans[0][0] == 0 else 0
+        whole = bool(cached == limit - 1 and (allocation.group_slot_mapping(0)[-1:] < 0).any())
+        prompt.allocation, prompt.blocks = allocation, self.blocks(prompt)
+        self._fill(prompt, limit, cached, whole)
+        later = [span for span in spans if span[0] > cached] if reuse else []
+        if allocation.moved and store.moving is not None:
+            store.storage.move(allocation, store.moving.turns)
+        elif copies := allocation.group_copies(0):
+            prompt.blocks.borrowed = copies[0][0]
+        states = None
+        if store.states is not None and cached and reuse:
+            table = prompt.blocks.tables[store.storage.state_group]
+            states = store.states.read(int(table[cached // store.block_size - 1]))
+        cached = prompt.readable(cached)
+        if store.evicted is not None and reuse and not (whole or later or allocation.moved) and most is None:
+            cached, states = self._bring_back(prompt, cached, states)
+            cached = prompt.readable(cached)
+        if not reuse:
+            prompt.reused = Reused()
+            return
+        moved = [(span.start, span.end) for span in allocation.moved]
+        repaired = allocation.recompute_moved(store.recompute)
+        prompt.reused = Reused(cached, later, moved, repaired, states, max(cached, kv_hit))
+
+    def _allocate(self, prompt: Prompt, limit: int, anywhere: bool) -> tuple[Any, int, int]:
+        """Start a request for up to `limit` tokens of a prompt, whose hit ends where computing can continue.
+
+        Returns:
+            The allocation, its limit, and the tokens cached for attention layers, where states allow fewer.
+        """
+        store, kv_hit = self.store, 0
+        reuse = "prefix" if prompt.items else store.reuse  # a gap's end may cut an image
+        if reuse == "anywhere" and not (anywhere and self._anywhere):
+            reuse = "prefix"
+        keys = extra_keys(store, self._keys, prompt)
+        while True:
+            self._lease.take(prompt.request_id)
+            tokens = prompt.tokens if limit == len(prompt.tokens) else prompt.tokens[:limit]
+            by_steps = store.storage.chunk is not None
+            allocation = start(store.manager, prompt.request_id, tokens, keys, self._salt, reuse, by_steps)
+            spans = allocation.cached_spans
+            cached = spans[0][1] if spans and spans[0][0] == 0 else 0
+            kv_hit = kv_hit or allocation.junction or 0
+            if store.storage.any_prefix or prompt.readable(cached) == cached:
+                return allocation, limit, kv_hit
+            limit = prompt.readable(cached) + 1  # states, or windows, are there for other places only
+            self._lease.free(prompt.request_id)
+
+    def _fill(self, prompt: Prompt, limit: int, cached: int, whole: bool) -> None:
+        """Note how far the blocks of an admitted prompt are filled; `whole`: its last token too."""
+        store, blocks = self.store, prompt.blocks
+        filled = limit if whole else cached
+        blocks.written = filled // store.block_size
+        if store.storage.chunk is None:
+            blocks.held, blocks.known = limit, filled
+        else:
+            blocks.held = store.manager.num_tokens(prompt.request_id)
+            blocks.known = max(cached, blocks.held)
+        blocks.look()
+
+    def _bring_back(self, prompt: Prompt, cached: int, states: States | None) -> tuple[int, States | None]:
+        """Copy the blocks behind a prompt's hit from lower tiers, and cached ones behind a gap.
+
+        Returns:
+            The cached tokens, and the states behind them.
+        """
+        store, blocks, evicted = self.store, prompt.blocks, self.store.evicted
+        assert evicted is not None
+        size = store.block_size
+        found, kept = self._found_below(prompt, blocks.written)
+        step = store.storage.chunk or len(found)
+        for at in range(0, len(found), max(step, 1)):
+            chunk = found[at : at + step]
+            if not blocks.hold(prompt.tokens, (blocks.written + len(chunk)) * size):
+                return (cached if kept is not None else blocks.written * size), states
+            for block, contents in enumerate(chunk, blocks.written):
+                for (group, part), content in zip(store.storage.kv, contents, strict=True):
+                    part.put(int(blocks.tables[group][block]), content)
+            blocks.written, blocks.borrowed = blocks.written + len(chunk), None
+            blocks.known = blocks.written * size
+            if store.states is not None and kept is not None and at + step >= len(found):
+                states = store.states.of(kept)
+                blocks.keep_states(blocks.written * size, states)
+            blocks.commit(blocks.written * size)
+        return (min(blocks.written * size, len(prompt.tokens) - 1) if found else cached), states
+
+    def _found_below(self, prompt: Prompt, first: int) -> tuple[list[list[Content]], Content | None]:
+        """Return the KV of blocks from `first` on that are cached or in a tier, and the states behind the last.
+
+        For a model with states, KV is read only up to a block whose states are kept.
+        """
+        store, evicted = self.store, self.store.evicted
+        assert evicted is not None
+        groups = [group for group, _ in store.storage.kv]
+        digests = store.manager.block_hashes(prompt.request_id)[first:]
+        has, content = partial(evicted.has, store.manager), partial(evicted.content, store.manager)
+        found: list[list[Content]] = []
+        kept: Content | None = None
+        count = len(digests)
+        if store.states is not None:
+            there = (all(has(group, digest) for group in groups) for digest in digests)
+            count = sum(takewhile(bool, there))
+        while True:
+            while store.states is not None and count:
+                end = (first + count) * store.block_size
+                if end <= len(prompt.tokens) - 2 and prompt.readable(end) == end:
+                    kept = content(store.storage.state_group, digests[count - 1])
+                if kept is not None:
+                    break
+                count -= 1
+            for digest in digests[len(found) : count]:
+                contents = [c for group in groups if (c := content(group, digest)) is not None]
+                if len(contents) < len(groups):
+                    break
+                found.append(contents)
+            if store.states is None or len(found) >= count:
+                return found[:count], kept
+            count, kept = len(found), None  # a tier may lose what it had
+
+    def readmit(self, prompt: Prompt, most: int | None = None) -> None:
+        """Admit a prompt again, with what is cached now; `most`: see `admit`."""
+        self._lease.free(prompt.request_id)
+        self.admit(prompt, most=most)
+
+    def fork(self, prompt: Prompt, row: int) -> RequestBlocks:
+        """Return the blocks of one of a prompt's rows, which share the prompt's blocks."""
+        blocks, manager = prompt.blocks, self.store.manager
+        written = min(len(prompt.tokens), blocks.settled)
+        blocks.commit(written)
+        if blocks.held > written:  # the rest was not written, and cannot be shared
+            manager.rollback(prompt.request_id, blocks.held - written)
+            blocks.held = written
+            blocks.look()
+        branch = copy(blocks)
+        branch.request_id = f"{prompt.request_id}-{row}"
+        self._lease.take(branch.request_id)
+        manager.fork(prompt.request_id, branch.request_id)
+        prompt.branches[row] = branch
+        return branch
+
+    def end(self, blocks: RequestBlocks) -> None:
+        """End one request. Its complete blocks stay published until they are evicted."""
+        self._lease.free(blocks.request_id)
+
+    @property
+    def stale(self) -> bool:
+        """Whether the model was found changed since the call began."""
+        return bool(self._lease.stale)
+
+    def publishes(self) -> bool:
+        """Return whether the model is still the one that the call began with."""
+        return bool(self._lease.publishes())
+
+    def close(self) -> None:
+        """Free all blocks; complete ones stay published until they are evicted."""
+        self._lease.close()

@@ -1,6 +1,0 @@
-"""Continuous batching: transformers' own loop, scheduler and server over this library's blocks and operators.
-
-`enable` checks the private interfaces that all this builds on, and puts a handle before a model's
-`init_continuous_batching`, from where `generate_batch` and `transformers serve` get their manager; `session` is that
-manager and runs its batches; `blocks` answers its scheduler.
-"""

@@ -1,0 +1,219 @@
+"""The engine of one model: its blocks, and the runner that serves each decoding loop."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ...cache import Explanation
+from ...cache.tiers.writer import TierWriter
+from .admit import extra_keys
+from .api import ASSISTED, CHUNKS, need
+from .calls import Calls, RequestReport, UnsupportedError, refuse_if, refusing
+from .kernels import WrongKernelError
+from .layers import GrowingIndexedLayer, index_reach
+from .loop import BY_TOKEN, Loop
+from .probe import LONG, Probed, probe, probe_window
+from .prompts import Prompt, prompts_of
+from .runners import contiguous, deterministic
+from .runners.batch import FORWARD_COST
+from .runners.dispatch import install
+from .runners.graphs import CAPTURERS, DecodeSteps
+from .runners.moved import probe_moved
+from .runners.packed import probe_packed
+from .runners.paged import PackedRunner, follows, row_prompts
+from .settings import CacheOptions
+from .store.kept import ContiguousStore
+from .store.tiers import LowerTiers, SavedBlocks, disk_writers
+
+LOOPS = (*BY_TOKEN, "beam_search", "beam_sample", "assisted_generation")
+
+
+class Engine:
+    """The blocks of one model's prompts, and the runners of its calls over them.
+
+    Calls run by packed passes over the blocks where there are kernels and these passes can follow, else over copies.
+
+    Raises:
+        UnsupportedError: The model cannot be served.
+    """
+
+    def __init__(self, model: Any, options: CacheOptions, steps: DecodeSteps, calls: Calls) -> None:
+        self._options, self._calls = options, calls
+        self._disk: list[TierWriter] | None = None
+        with refusing("a look at it fails"):
+            probed = probe(model)
+        self._packed = self._packed_runner(model, probed, steps)
+        self._moving = probe_moved(model, probed) if options.reuse == "anywhere" else None
+        self._make(model, probed)
+        if options.disk is not None:
+            store = self.store
+            self._disk = disk_writers(model, store.manager, store.storage, options.disk, options.disk_bytes)
+            store.evict_to(LowerTiers(store.storage, options.host_blocks, self._disk))
+
+    def _make(self, model: Any, probed: Probed) -> None:
+        self._probed = probed
+        self._window_problem: UnsupportedError | None = None
+        self._proven_window = min(probed.window, LONG)
+        self.store = store = ContiguousStore(model, self._options, probed, self._moving)
+        indexed = any(isinstance(layer, GrowingIndexedLayer) for layer in store.empty_cache.layers)
+        self._reach = index_reach(model.config) if indexed else None  # sparse attention chooses by keys of its own
+        if self._options.host_blocks or self._disk is not None:
+            store.evict_to(LowerTiers(store.storage, self._options.host_blocks, self._disk))
+
+    def _packed_runner(self, model: Any, probed: Probed, steps: DecodeSteps) -> PackedRunner | None:
+        """Return the runner of packed passes, or None where copies serve every call."""
+        options = self._options
+        if model.device.type not in CAPTURERS or options.reuse != "prefix" or options.chunk is not None:
+            return None
+        try:
+            with refusing("a look at it fails"):
+                refuse_if(probed.states, "its recurrent states have no blocks")
+                probe_packed(model, options.block_size, probed.specs)
+        except UnsupportedError as error:
+            steps.refuse(str(error))
+            if isinstance(error, WrongKernelError):
+                text = f"{error}. The model is served over contiguous copies, in PyTorch"
+                self._calls.tell("kernels", text)
+            return None
+        return PackedRunner(steps)
+
+    @property
+    def packs(self) -> bool:
+        """Whether calls run by packed passes where these can follow."""
+        return self._packed is not None
+
+    def _packs(self, loop: Loop) -> bool:
+        return self._packed is not None and follows(loop, bool(self._probed.windows))
+
+    def close(self) -> None:
+        """Write what is cached to disk, where there is one."""
+        if self.store.evicted is not None:
+            self.store.evicted.close(self.store.manager)
+
+    def empty(self, model: Any) -> None:
+        """Begin anew with an empty cache; calls under way keep the blocks they have."""
+        if self._packed is not None:
+            install(model)
+            self._packed.drop()
+        self._make(model, self._probed)
+
+    def leave_disk(self) -> None:
+        """Finish the writes to disk that are under way and write no more: another cache takes its place."""
+        for writer in self._disk or ():
+            writer.close()
+
+    def save(self, model: Any, adapters: tuple[str, ...], path: str | os.PathLike[str]) -> int:
+        """Write the blocks to a file: see `PrefixCaching.save`."""
+        store = self.store
+        return SavedBlocks(model, store.manager, store.storage, adapters).write(path, store.evicted)
+
+    def load(self, model: Any, adapters: tuple[str, ...], path: str | os.PathLike[str]) -> int:
+        """Read blocks from a file into host memory: see `PrefixCaching.load`."""
+        store = self.store
+        groups = SavedBlocks(model, store.manager, store.storage, adapters).read(path)
+        if store.evicted is None:
+            store.evicted = LowerTiers(store.storage, 0)
+        for group, blocks in enumerate(groups):
+            store.evicted.add(group, blocks)
+        return sum(map(len, groups))
+
+    def bypasses(self, loop: Loop) -> bool:
+        """Return whether a call ends within its first block, so that it reads next to nothing and keeps nothing."""
+        config = loop.generation_config
+        return (
+            self._options.chunk is None
+            and config.max_length <= min(self.store.block_size, FORWARD_COST)
+            and loop.by_token
+            and loop.images is None
+            and not config.return_dict_in_generate
+            and loop.mask is None
+            and loop.continued is None
+            and not self._packs(loop)
+        )
+
+    def _prove_window(self, model: Any) -> None:
+        if self._window_problem is None:
+            try:
+                probe_window(model, self._probed.window)
+            except UnsupportedError as error:
+                self._window_problem = error
+            else:
+                self._proven_window = self._probed.window
+        if self._window_problem is not None:
+            raise self._window_problem
+
+    def run(self, loop: Loop, calls: Calls) -> tuple[Any, list[RequestReport]]:
+        """Run a loop over the cache and return its result and a report for each row.
+
+        `calls` gets warnings about tokens that were not kept, or not read.
+
+        Raises:
+            UnsupportedError: The loop cannot be served; no token was computed.
+        """
+        if self._packed is not None and self._packs(loop):
+            result, prompts = self._packed.run(loop, self.store, calls)
+        else:
+            self.check(loop)
+            if self._options.chunk is None:
+                result, prompts = contiguous.run(loop, self.store, self._probed.windows, calls)
+            else:
+                result, prompts = deterministic.run(loop, self.store, self._options.chunk, calls)
+        return result, _reports(prompts, calls)
+
+    def explain(self, loop: Loop) -> list[Explanation]:
+        """Return why each prompt of a loop is not cached further; UnsupportedError: it would not be served."""
+        by_row = self._packs(loop)
+        if not by_row:
+            self.check(loop)
+        manager, images = self.store.manager, contiguous.images_of(loop, self.store)
+        if self._options.chunk is not None:
+            loop.extra_keys = (*loop.extra_keys, *deterministic.conditions(loop.model))
+        prompts = row_prompts(loop) if by_row else prompts_of(loop.input_ids, loop.mask, images, loop.adapters)
+        evicted = self.store.evicted if self.store.storage.any_prefix else None
+        below = None if evicted is None else partial(evicted.has, manager, 0)
+        keys = [extra_keys(self.store, loop.extra_keys, prompt) or None for prompt in prompts]
+        found = [manager.explain(p.tokens, k, loop.salt, below) for p, k in zip(prompts, keys, strict=True)]
+        return [self._in_chunks(explanation) for explanation in found]
+
+    def _in_chunks(self, found: Explanation) -> Explanation:
+        """Return an explanation of what a call reads: whole chunks with deterministic=True."""
+        chunk = self._options.chunk
+        if chunk is None:
+            return found
+        last = max(found.num_tokens - (1 if self.store.states is None else 2), 0) // chunk * chunk
+        whole = min(found.matched, last) // chunk * chunk
+        if whole == last:  # the rest is computed whatever is cached of it
+            return Explanation(found.num_tokens, whole, None, whole)
+        return replace(found, matched=whole)
+
+    def check(self, loop: Loop) -> None:
+        """Raise UnsupportedError for a loop that the model, as it was probed, does not allow."""
+        config = loop.generation_config
+        refuse_if(self.store.storage.evicts, "something takes tokens from its cache, as hooks that evict do")
+        refuse_if(loop.mode not in LOOPS, f"generation mode {loop.mode}")
+        if loop.mode == "assisted_generation":
+            need(ASSISTED)
+        if config.prefill_chunk_size:
+            need(CHUNKS)
+        if self.store.states is not None and (loop.mode == "assisted_generation" or config.prefill_chunk_size):
+            raise UnsupportedError("its recurrent states cannot be rolled back, or are not those of a chunk")
+        if self._reach is not None and config.max_length > self._reach:
+            raise UnsupportedError("which keys its indexer chooses among more than it takes may hang on rounding")
+        if self._proven_window < self._probed.window < loop.input_ids.shape[1]:
+            self._prove_window(loop.model)
+        if loop.mask is not None and not self._probed.continues_padded:
+            raise UnsupportedError("it does not go on from a cached prefix behind padding")
+
+
+def _reports(prompts: list[Prompt], calls: Calls) -> list[RequestReport]:
+    """Return a report for each row, and note in `calls` missing blocks and repaired tokens."""
+    every = (blocks for prompt in prompts for blocks in (prompt.blocks, *prompt.branches.values()))
+    full = next((blocks.full for blocks in every if blocks.full is not None), None)
+    if full is not None:
+        calls.tell_out_of_blocks(full)
+    calls.repair(sum(len(prompt.reused.repaired) for prompt in prompts))
+    reports = {row: prompt.reused.report(len(prompt.tokens)) for prompt in prompts for row in prompt.rows}
+    return [reports[row] for row in range(len(reports))]

@@ -1,0 +1,259 @@
+"""A call of generate as transformers has prepared it, and the checks of whether it can be served."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .api import (
+    CACHE,
+    CACHE_NAMES,
+    STOPS,
+    DynamicCache,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    drop_cache,
+    eos_tokens,
+    is_of_hub,
+    need,
+    prepared_config,
+)
+from .calls import UnsupportedError, refuse_if
+from .images import Images
+
+BY_TOKEN = ("greedy_search", "sample")
+BY_TOKEN_OUTPUTS = ("output_attentions", "output_hidden_states")
+OWN_CACHE = f"{CACHE} of your own"
+CONTINUED = "_pc_continued"  # attribute that marks a cache as the result of a served call
+
+_OF_HUB = ("constraints", "force_words_ids", "penalty_alpha", "num_beam_groups", "dola_layers")
+"""Settings that may select a decoding loop from the hub."""
+
+SERVED_ARGUMENTS = frozenset((
+    *CACHE_NAMES, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict",
+    "output_attentions", "output_hidden_states", "output_router_logits", "cache_position", "token_type_ids",
+    "mm_token_type_ids", "labels",
+))  # fmt: skip
+"""Arguments of the forward pass that generate makes itself, or that do not affect a token's KV."""
+
+
+class RecordedCriteria(StoppingCriteriaList):  # type: ignore[misc]  # transformers is untyped here
+    """Stopping criteria that record which rows have stopped."""
+
+    finished: torch.Tensor | None = None
+    _drops = False
+
+    @classmethod
+    def of(cls, loop: Loop) -> RecordedCriteria:
+        """Return the stopping criteria of a loop."""
+        criteria, config = cls(loop.options["stopping_criteria"]), loop.generation_config
+        # Rows that met an eos are padded from then on, so only a caller who asked for logits sees their logits.
+        seen = loop.own_processors or config.output_scores or config.output_logits
+        criteria._drops = not seen and any(hasattr(c, "eos_token_id") for c in criteria)
+        return criteria
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        """Return which rows stop now, as transformers' own list decides."""
+        done = super().__call__(input_ids, scores, **kwargs)
+        self.finished = done if self.finished is None else self.finished | done
+        return done
+
+    def dropped(self, num_rows: int) -> list[bool]:
+        """Return for each row whether it has stopped and the caller sees nothing more of it."""
+        if not self._drops or self.finished is None:
+            return [False] * num_rows
+        finished: list[bool] = self.finished.tolist()
+        return finished
+
+
+@dataclass
+class Loop:
+    """One call of generate, just before its decoding loop starts."""
+
+    function: Callable[..., Any]  # `GenerationMixin._sample` or another
+    mode: str  # the loop's name in `GenerationMode`
+    model: Any
+    input_ids: torch.Tensor  # [batch, length], rows repeated for beams and several answers
+    generation_config: Any  # as prepared by generate
+    options: dict[str, Any]  # other arguments of the loop
+    model_kwargs: dict[str, Any]  # arguments of the forward pass, with the cache but without outputs of a vision tower
+    own_processors: bool  # whether the caller passed logits processors
+    images: Images | None = None  # removed from the arguments
+    adapters: list[str] | None = None  # PEFT adapter of each row, if the caller named adapters
+    extra_keys: tuple[Any, ...] = ()  # all that KV depends on besides tokens
+    salt: Any = None  # only calls with an equal salt share blocks
+    returns: float | None = None  # probability that the conversation resumes soon
+    unchanged: Callable[[], bool] = lambda: True  # whether the model still has these `extra_keys`
+    answered: bool = False  # whether the loop has the logits of its first token
+
+    def run(self, model: Any = None, options: dict[str, Any] | None = None, **inputs: Any) -> Any:
+        """Run the loop and return its result; the arguments replace the model, some options and some inputs."""
+        return self.function(
+            self.model if model is None else model,
+            self.input_ids,
+            generation_config=self.generation_config,
+            **self.options | (options or {}),
+            **self.model_kwargs | inputs,
+        )
+
+    def run_over(self, model: Any, criteria: RecordedCriteria) -> Any:
+        """Run the loop with `model`, which keeps keys and values itself, and return the result without a cache."""
+        result = self.run(model, {"stopping_criteria": criteria})
+        drop_cache(result)  # the empty cache that transformers made
+        return result
+
+    @functools.cached_property
+    def mask(self) -> torch.Tensor | None:
+        """The attention mask `[batch, length]`; None if it masks no token."""
+        mask = self.model_kwargs.get("attention_mask")
+        return None if mask is None or bool(mask.all()) else mask
+
+    @property
+    def requested_outputs(self) -> dict[str, Any]:
+        """The outputs for every token that the caller asked for: hidden states, attention weights."""
+        config = self.generation_config
+        wanted = {n: getattr(config, n, None) or self.model_kwargs.get(n) for n in BY_TOKEN_OUTPUTS}
+        return {name: value for name, value in wanted.items() if value and config.return_dict_in_generate}
+
+    @property
+    def by_token(self) -> bool:
+        """Whether the loop computes each of the caller's rows token by token."""
+        return self.mode in BY_TOKEN and self.repeats == 1
+
+    @property
+    def by_row(self) -> bool:
+        """Whether the result has a row for each row of the cache."""
+        return self.mode in (*BY_TOKEN, "assisted_generation")
+
+    @property
+    def repeats(self) -> int:
+        """The number of rows in `input_ids` for each row of the caller."""
+        return max(self.generation_config.num_beams or 1, self.generation_config.num_return_sequences or 1)
+
+    @property
+    def cache_name(self) -> str:
+        """The argument name of the cache in the model's forward pass."""
+        return next((name for name in CACHE_NAMES if name in self.model_kwargs), CACHE)
+
+    @property
+    def cache(self) -> Any:
+        """The cache that transformers made or the caller passed."""
+        return self.model_kwargs.get(self.cache_name)
+
+    @property
+    def continued(self) -> Any:
+        """The cache of an earlier result that this call continues, or None."""
+        return self.cache if hasattr(self.cache, CONTINUED) else None
+
+    def continued_state(self) -> list[tuple[Any, dict[str, Any]]]:
+        """Return the state of the layers of a continued cache, for `restore_continued`."""
+        cache = self.continued
+        return [] if cache is None else [(layer, dict(vars(layer))) for layer in cache.layers]
+
+    @staticmethod
+    def restore_continued(state: list[tuple[Any, dict[str, Any]]]) -> None:
+        """Restore the layers of a continued cache. The call has only written to buffers behind the earlier tokens."""
+        for layer, attributes in state:
+            vars(layer).clear()
+            vars(layer).update(attributes)
+
+    @property
+    def eos(self) -> list[int]:
+        """The end-of-sequence tokens."""
+        return eos_tokens(self.generation_config)
+
+
+def check_arguments(arguments: dict[str, Any]) -> None:
+    """Raise UnsupportedError for arguments of generate with which no call can be served."""
+    for name in ("custom_generate", "synced_gpus"):
+        refuse_if(arguments.get(name), f"{name}")
+    given = [arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None]
+    refuse_if(not all(getattr(cache, CONTINUED, None) is not None for cache in given), OWN_CACHE)
+    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    refuse_if(initialized and torch.distributed.get_world_size() > 1, "several processes generate together")
+
+
+def take_stop_strings(model: Any, arguments: dict[str, Any]) -> None:
+    """Replace `stop_strings` and `tokenizer` by a stopping criterion, since generate drops a custom loop's tokenizer.
+
+    Raises:
+        UnsupportedError: A generation config has stop strings, or the tokenizer is needed for token healing.
+    """
+    configs = [c for c in (arguments.get("generation_config"), model.generation_config) if c is not None]
+    if arguments.get("token_healing") or any(getattr(c, "token_healing", False) for c in configs):
+        raise UnsupportedError("token healing")
+    refuse_if(any(getattr(c, "stop_strings", None) for c in configs), "stop_strings of a generation config")
+    if arguments.get("stop_strings") and arguments.get("tokenizer") is not None:
+        need(STOPS)
+        criterion = StopStringCriteria(arguments["tokenizer"], arguments.pop("stop_strings"))
+        arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), criterion])
+
+
+def ask_for_cache(model: Any, arguments: dict[str, Any]) -> None:
+    """Enable the cache if the model's defaults disable it, as MPT's do, and the caller does not say."""
+    own = arguments.get("generation_config")
+    if arguments.get("use_cache") is None and getattr(own, "use_cache", None) is None:
+        configs = (model.generation_config, model.config.get_text_config(decoder=True))
+        if any(getattr(config, "use_cache", None) is False for config in configs):
+            arguments["use_cache"] = True
+
+
+def check_mode(model: Any, arguments: dict[str, Any]) -> None:
+    """Raise UnsupportedError for a decoding loop that transformers loads from the hub."""
+    own = arguments.get("generation_config")
+    configs = [vars(c) for c in (own, model.generation_config) if c is not None]
+    if any(known.get(name) is not None for known in (arguments, *configs) for name in _OF_HUB):
+        given = {name: value for name, value in arguments.items() if name in vars(model.generation_config)}
+        mode = prepared_config(model, own, **given).get_generation_mode(arguments.get("assistant_model"))
+        refuse_if(is_of_hub(mode), f"generation mode {mode.value}")
+
+
+def check_loop(loop: Loop) -> None:
+    """Raise UnsupportedError for a call whose tokens could differ from those of the model's own generate."""
+    model, kwargs, config = loop.model, loop.model_kwargs, loop.generation_config
+    prepare = vars(model).get("prepare_inputs_for_generation", type(model).prepare_inputs_for_generation)
+    if not str(getattr(prepare, "__module__", "")).startswith("transformers."):
+        raise UnsupportedError("prepare_inputs_for_generation is overridden")
+    refuse_if(model.training, "the model is in training mode; call model.eval()")
+    if torch.is_autocast_enabled(model.device.type):
+        raise UnsupportedError("autocast is on, and keys and values would not be those computed without it")
+    refuse_if(not kwargs.get("use_cache", True), "use_cache=False asks for no cache")
+    if config.cache_implementation is not None:
+        raise UnsupportedError("cache_implementation asks for another cache", config.cache_implementation)
+    refuse_if(type(kwargs.get(loop.cache_name)) is not DynamicCache, "its state is not kept in a transformers cache")
+    encoded = kwargs.get("mm_encoder_outputs")
+    given = [k for k, v in kwargs.items() if v is not None and not (v is encoded and not any((v or {}).values()))]
+    other = sorted(set(given) - SERVED_ARGUMENTS)
+    refuse_if(other, f"arguments that could change what a token's KV is: {', '.join(other)}")
+    types = [kwargs[k] for k in ("token_type_ids", "mm_token_type_ids") if kwargs.get(k) is not None]
+    if loop.images is None and any(bool(t.any()) for t in types):
+        raise UnsupportedError("token types could change a token's KV")
+    ids, mask, positions = loop.input_ids, kwargs.get("attention_mask"), kwargs.get("position_ids")
+    refuse_if(ids.dim() != 2 or ids.shape[1] == 0, "input_ids hold no prompt", f"shape {list(ids.shape)}")
+    refuse_if(mask is not None and mask.dim() != 2, "attention_mask has more than two dimensions")
+    if loop.images is not None:
+        if config.prefill_chunk_size:
+            raise UnsupportedError("chunks of a prompt may cut an image")
+    elif positions is not None and not _are_expected(positions, ids, mask):
+        raise UnsupportedError("position_ids are not those of the tokens that attention_mask leaves")
+
+
+def _are_expected(positions: torch.Tensor, input_ids: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Return whether positions `[..., batch, length]` are those that transformers assigns to text."""
+    if positions.shape[-1] != input_ids.shape[1]:
+        return False
+    if mask is None:
+        return bool((positions == torch.arange(positions.shape[-1], device=positions.device)).all())
+    expected = expected_positions(input_ids, mask)
+    return bool((positions == expected.expand(positions.shape[:-2] + expected.shape)).all())
+
+
+def expected_positions(input_ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return the positions that transformers assigns to a left-padded batch, `[batch, length]` int64."""
+    ones = torch.ones_like(input_ids) if mask is None else mask.long()
+    positions = ones.cumsum(-1) - 1
+    return positions.masked_fill(ones == 0, 0)

@@ -1,0 +1,259 @@
+"""Forward passes of a model over packed rows whose keys and values are in blocks, and the probe of such passes.
+
+Two hooks of transformers carry a pass. The `update` of a `PagedCache` writes blocks and marks the key tensor that it
+returns. The attention registry of `dispatch` sends a marked key to `PagedCache.attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ....cache.runs import pad_tables
+from ..api import (
+    PACKED,
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    cache_argument,
+    keeps_logits,
+    need,
+    uses_attention_interface,
+)
+from ..calls import UnsupportedError, refuse_if, refusing
+from ..kernels import require_kernels
+from ..settings import CacheOptions
+from ..store.storage import ModelStorage, Specs, model_storage
+from ..support import eval_mode, harmless_tokens
+from .dispatch import MarkedCall, PagedPass, install, mark, no_mask
+from .passes import DecodeBatch, PackedBatch, Pass
+
+
+class Span(NamedTuple):
+    """Tokens of one request that a packed pass computes: `length` of them, the first at position `start`."""
+
+    key: Any  # the request in the manager
+    tables: Sequence[np.ndarray]  # its block table in each group
+    start: int
+    length: int  # 0 for a request that waits to be forked
+    written: int  # tokens at the start of the request whose KV is in blocks already
+
+
+def pack(spans: Sequence[Span], block_size: int) -> list[PackedBatch]:
+    """Return the metadata of a packed pass for each group; without tokens there is one of padding.
+
+    Raises:
+        RuntimeError: A token has no block.
+    """
+    counts = np.array([span.length for span in spans], np.int32)
+    starts = np.array([span.start for span in spans], np.int32)
+    row_of = np.repeat(np.arange(len(spans)), counts)
+    first = np.cumsum(counts) - counts
+    positions = np.arange(counts.sum()) - np.repeat(first - starts, counts)
+    known = positions < np.array([span.written for span in spans])[row_of]
+    made = []
+    for tables in zip(*(span.tables for span in spans), strict=True):
+        padded = pad_tables(tables)
+        blocks = padded[row_of, positions // block_size].astype(np.int64)
+        if blocks.size and blocks.min() < 0:
+            raise RuntimeError(f"request {spans[row_of[blocks.argmin()]].key}: a token of this step has no block")
+        slots = np.where(known, -1, blocks * block_size + positions % block_size) if blocks.size else np.array([-1])
+        made.append(PackedBatch(slots, padded, starts + counts, counts))
+    return made
+
+
+class PagedCache(PagedPass, Cache):  # type: ignore[misc]  # transformers is untyped here
+    """The cache of one packed pass, given to the model as its `past_key_values`.
+
+    Args:
+        storage: The blocks.
+        batches: The metadata of the pass for each group of the storage.
+    """
+
+    def __init__(self, storage: ModelStorage, batches: Sequence[Pass]) -> None:
+        super().__init__(layer_class_to_replicate=DynamicLayer)
+        self.storage, self.batches = storage, batches
+        self.layers_attended = 0
+        self._written: tuple[torch.Tensor, torch.Tensor, int] | None = None
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0: rows of a packed batch have no common length, and positions are always given."""
+        return 0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write keys and values `[1, num_kv_heads, num_tokens, head_dim]` to their slots and return them."""
+        batch = self.batches[self.storage.group_of[layer_idx]]
+        new = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+        slot_mapping = batch.on(key_states.device).slot_mapping
+        torch.ops.pc.reshape_and_cache(*new, *self.storage.caches(layer_idx), slot_mapping)
+        self._written = (key_states, value_states, layer_idx)
+        return mark(key_states, self), value_states
+
+    def attend(self, call: MarkedCall) -> torch.Tensor:
+        """Return attention of a packed row over the blocks that `update` has just written.
+
+        Raises:
+            UnsupportedError: The layer attends to other keys, as layers that share keys do, or over another window.
+        """
+        if self._written is None or self._written[0] is not call.key or self._written[1] is not call.value:
+            return super().attend(call)
+        query, window, layer_idx = call.query, call.window, self._written[2]
+        self._written = None
+        self.layers_attended += 1
+        known = self.storage.windows.get(layer_idx)
+        if window != known:
+            raise UnsupportedError(f"layer {layer_idx} attends over a window of {window} and caches {known}")
+        key_cache, value_cache = self.storage.caches(layer_idx)
+        batch = self.batches[self.storage.group_of[layer_idx]]
+        _, block_tables, seq_lens, query_start_loc = batch.on(query.device)
+        block_size, num_kv_heads = key_cache.shape[1:3]
+        options = {
+            "softcap": call.softcap,
+            "sinks": call.sinks,
+            "max_query_len": batch.max_query_len,
+            "max_seq_len": batch.max_seq_len,
+            "plan": batch.plan(query.device, block_size, window or 0, num_kv_heads),
+        }
+        rows = query[0].transpose(0, 1)
+        tensors = (rows, key_cache, value_cache, block_tables, seq_lens, query_start_loc, call.scale)
+        out: torch.Tensor
+        if window is None:
+            out = torch.ops.pc.paged_attention(*tensors, **options)
+        else:
+            out = torch.ops.pc.sliding_window_attention(*tensors, window, **options)
+        return out.unsqueeze(0)
+
+
+def run(model: Any, cache: PagedCache, tokens: torch.Tensor, positions: torch.Tensor, **keep: Any) -> Any:
+    """Return the model's output for a packed pass, tokens and positions `[1, num_tokens]`.
+
+    Raises:
+        UnsupportedError: A layer attended to something else than its blocks.
+    """
+    output = model(
+        input_ids=tokens,
+        attention_mask=no_mask(tokens.shape[1], tokens.device),
+        position_ids=positions,
+        **{cache_argument(model): cache},
+        use_cache=True,
+        return_dict=True,
+        **keep,
+    )
+    attended, layers = cache.layers_attended, len(cache.storage.specs)
+    refuse_if(not attended == layers > 0, f"{attended} of its {layers} caching layers attended through the cache")
+    return output
+
+
+class PackedModel:
+    """A model's forward pass over packed rows whose keys and values are in blocks."""
+
+    def __init__(self, model: Any, storage: ModelStorage) -> None:
+        self.model, self.storage = model, storage
+
+    def forward(self, spans: Sequence[Span], tokens: Sequence[np.ndarray]) -> torch.Tensor:
+        """Return the logits of each span's last token, `[len(spans), vocabulary]`, from one pass over all.
+
+        `tokens` are those of each span, int64. Raises what `run` raises.
+        """
+        device = self.model.device
+        positions = np.concatenate([np.arange(span.start, span.start + span.length) for span in spans])
+        inputs = [torch.from_numpy(array).to(device)[None] for array in (np.concatenate(tokens), positions)]
+        last = torch.from_numpy(np.cumsum([span.length for span in spans], dtype=np.int64) - 1).to(device)
+        keep = {"logits_to_keep": last} if keeps_logits(self.model) else {}
+        logits = self._run(pack(spans, self.storage.block_size), *inputs, **keep)
+        return logits if keep else logits[last.to(logits.device)]
+
+    def decode(self, batches: Sequence[DecodeBatch]) -> torch.Tensor:
+        """Return the logits of all rows, padding too, `[num_rows, vocabulary]`, from buffers alone.
+
+        `batches` has one for each group. Raises what `run` raises.
+        """
+        for batch in batches:
+            batch.begin()
+        return self._run(batches, *batches[0].inputs(self.model.device))
+
+    def _run(self, batches: Sequence[Pass], tokens: torch.Tensor, positions: torch.Tensor, **keep: Any) -> torch.Tensor:
+        logits: torch.Tensor = run(self.model, PagedCache(self.storage, batches), tokens, positions, **keep).logits[0]
+        return logits
+
+
+def layer_windows(config: Any) -> dict[int, int]:
+    """Return the window of each layer that has one.
+
+    Raises:
+        UnsupportedError: A layer has neither full nor sliding-window attention.
+    """
+    text = config.get_text_config(decoder=True)
+    other = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if other:
+        raise UnsupportedError(f"it has layers of {', '.join(sorted(other))}")
+    windows = {}
+    for index, layer in enumerate(DynamicCache(config=config).layers):
+        if type(layer) is DynamicSlidingWindowLayer:
+            windows[index] = layer.sliding_window
+        elif type(layer) is not DynamicLayer:
+            raise UnsupportedError(f"layer {index} keeps a {type(layer).__name__}")
+    return windows
+
+
+@torch.no_grad()
+def probe_packed(model: Any, block_size: int, specs: Specs) -> None:
+    """Compute two short sequences over blocks and compare their logits with the model's own.
+
+    The comparison catches what no attribute says: attention outside the interface, keys that change after they were
+    cached, positions that are counted rather than given.
+
+    Args:
+        model: A model on its device.
+        block_size: Tokens of a block.
+        specs: The shapes of what each layer keeps of a token.
+
+    Raises:
+        UnsupportedError: The model fails, or its logits differ.
+    """
+    need(PACKED)
+    if not uses_attention_interface(model):
+        raise UnsupportedError("its attention does not go through transformers' AttentionInterface")
+    for layer, (keys, values) in specs.items():
+        refuse_if(keys != values, f"layer {layer} has keys and values of different shapes, which must be alike")
+    require_kernels(model, block_size, "packed")
+    lens = (2 * block_size + 3, 5)
+    counts = [-(-n // block_size) for n in lens]
+    options = CacheOptions(sum(counts), block_size)
+    storage = model_storage(model, options, specs, layer_windows(model.config), {})
+    install(model)
+    packed, tokens = PackedModel(model, storage), [harmless_tokens(model, sum(lens))[-n:] for n in lens]
+    tables = [np.arange(counts[0], dtype=np.int32)[::-1].copy()]  # out of order, as in a real cache
+    tables.append(np.arange(counts[0], sum(counts), dtype=np.int32))
+    groups = len(storage.groups)
+
+    def forward(*pieces: tuple[int, int, int]) -> None:
+        """Compute tokens `start` to `end` of some rows."""
+        spans = [Span(row, [tables[row]] * groups, start, end - start, 0) for row, start, end in pieces]
+        packed.forward(spans, [tokens[row][start:end] for row, start, end in pieces])
+
+    cut, tolerance = block_size + 1, 1e-3 if model.dtype == torch.float32 else 5e-2
+    with eval_mode(model):
+        with refusing("its forward pass fails over a paged cache"):
+            forward((0, 0, cut), (1, 0, 2))
+            forward((1, 2, lens[1] - 1), (0, cut, lens[0] - 1))
+            last = np.array(lens) - 1
+            slots = np.array([table[n // block_size] for table, n in zip(tables, last, strict=True)], np.int64)
+            steps = [DecodeBatch(4, max(counts), pinned=False) for _ in range(groups)]
+            for step in steps:
+                step.write(tables, last, [row[-1] for row in tokens], slots * block_size + last % block_size)
+            got = packed.decode(steps)[:2].float()
+        for row, logits in zip(tokens, got, strict=True):
+            ids = torch.from_numpy(row).to(model.device)[None]
+            want = model(input_ids=ids, use_cache=False, return_dict=True).logits[0, -1].float()
+            difference = (logits - want).abs().max().item()
+            if not difference <= want.abs().max().item() * tolerance:  # NaN fails too
+                raise UnsupportedError(
+                    f"its logits over a paged cache differ by {difference:.2g}, more than rounding explains"
+                )

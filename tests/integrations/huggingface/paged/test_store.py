@@ -1,0 +1,140 @@
+"""One store for both runners: tiers, files and windows serve packed passes, and copies read what these wrote."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from generate_cases import (  # noqa: E402
+    FAMILIES,
+    LLAMA,
+    assert_nothing_held,
+    assert_same,
+    count_computed,
+    left_padded,
+    prompt,
+)
+from graph_double import TapeCapturer  # noqa: E402
+
+from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching  # noqa: E402
+from pc.integrations.huggingface.runners import graphs  # noqa: E402
+
+BY_NAME = {family.name: family for family in FAMILIES}
+NAMES = ["llama", "gemma2", "gpt2"]
+
+
+@pytest.fixture(params=["packed passes", "copies"])
+def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run calls by packed passes, as on a device with kernels, or over copies."""
+    if request.param == "packed passes":
+        monkeypatch.setitem(graphs.CAPTURERS, "cpu", TapeCapturer)
+    return str(request.param)
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(graphs.CAPTURERS, "cpu", TapeCapturer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def cached(model: Any, handle: PrefixCaching, ids: torch.Tensor, **options: Any) -> int:
+    """Return the tokens that a call reads, which gives the tokens of plain generate."""
+    before = handle.graphs.eager_steps + handle.graphs.replays
+    assert_same(model, input_ids=ids, **{"max_new_tokens": 4, "eos_token_id": None} | options)
+    ran = handle.graphs.eager_steps + handle.graphs.replays > before
+    assert ran == (model.device.type in graphs.CAPTURERS and not options)
+    return int(handle.last_requests[0].cached_tokens)
+
+
+TIERS = {"host memory": {"host_blocks": 64}, "disk": {"disk": "."}, "both": {"host_blocks": 2, "disk": "."}}
+
+
+@pytest.mark.parametrize("tiers", TIERS.values(), ids=TIERS.keys())
+@pytest.mark.parametrize("name", NAMES)
+def test_evicted_blocks_come_back(runner: str, tmp_path: Path, name: str, tiers: dict[str, Any]) -> None:
+    model = BY_NAME[name].build()
+    options = tiers | ({"disk": tmp_path} if "disk" in tiers else {})
+    with enable_prefix_caching(model, num_blocks=8, **options) as handle:
+        for expected in (0, 63):
+            for seed in range(4):
+                assert cached(model, handle, prompt(64, seed)) == expected
+            assert handle.stats().evictions > 0
+        assert cached(model, handle, torch.cat([prompt(64), prompt(20, 9)], 1)) == 64
+        assert_nothing_held(handle)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("order", [("packed", "copies"), ("copies", "packed"), ("packed", "packed")])
+def test_a_file_serves_either_runner(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, order: tuple[str, str]
+) -> None:
+    for number, runner in enumerate(order):
+        with monkeypatch.context() as patch:
+            if runner == "packed":
+                patch.setitem(graphs.CAPTURERS, "cpu", TapeCapturer)
+            model = BY_NAME[name].build()
+            with enable_prefix_caching(model, num_blocks=64) as handle:
+                if number:
+                    assert handle.load(tmp_path / "blocks") > 0
+                    assert cached(model, handle, torch.cat([prompt(64), prompt(9, 1)], 1)) == 64
+                    assert cached(model, handle, prompt(64)) == 63
+                else:
+                    cached(model, handle, prompt(64))
+                    assert handle.save(tmp_path / "blocks") > 0
+
+
+def test_windows_take_the_blocks_of_their_window(runner: str) -> None:
+    model = BY_NAME["mistral-window"].build()  # of 20 tokens
+    with enable_prefix_caching(model, num_blocks=40, window_blocks=12) as handle:
+        for seed in (0, 1, 0):
+            assert_same(model, input_ids=prompt(300, seed), max_new_tokens=30, eos_token_id=None)
+        batch = left_padded(prompt(150), prompt(90, 1))
+        for _ in range(2):
+            assert_same(model, **batch, max_new_tokens=30, eos_token_id=None)
+        assert handle.stats().hit_tokens > 0
+        assert_nothing_held(handle)
+
+
+OVER_COPIES: dict[str, dict[str, Any]] = {
+    "beams": {"num_beams": 3},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "hidden states": {"output_hidden_states": True, "return_dict_in_generate": True},
+}
+
+
+@pytest.mark.parametrize("options", OVER_COPIES.values(), ids=OVER_COPIES.keys())
+@pytest.mark.usefixtures("packed")
+def test_calls_that_packed_passes_cannot_follow_read_the_same_blocks(options: dict[str, Any]) -> None:
+    model = LLAMA.build()
+    with enable_prefix_caching(model, cuda_graphs=False) as handle:
+        assert cached(model, handle, prompt(70)) == 0
+        other = torch.cat([prompt(70), prompt(30, 1)], 1)
+        if "output_hidden_states" in options:
+            with pytest.warns(UserWarning, match="64 cached tokens are computed again"):
+                model.generate(other, max_new_tokens=2, **options)
+        else:
+            assert cached(model, handle, other, **options) == 64
+        assert cached(model, handle, torch.cat([other, prompt(5, 2)], 1)) >= 96
+        assert handle.stats().calls_handed_back == {}
+        assert_nothing_held(handle)
+
+
+@pytest.mark.usefixtures("packed")
+def test_rows_that_share_a_prefix_compute_it_once_in_chunks() -> None:
+    for name in ("llama", "mistral-window"):
+        model = BY_NAME[name].build()
+        shared = prompt(64)
+        batch = left_padded(torch.cat([shared, prompt(9, 1)], 1), torch.cat([shared, prompt(7, 2)], 1))
+        with enable_prefix_caching(model, cuda_graphs=False) as handle:
+            assert count_computed(model, **batch, max_new_tokens=1) == 73 + 7
+            assert_same(model, **batch)
+            assert_nothing_held(handle)
