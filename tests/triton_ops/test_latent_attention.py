@@ -204,6 +204,7 @@ BAD = {
     ),
     "values of an odd width": ({"value_dim": 40}, ValueError, "value_dim: got 40"),
     "no values": ({"value_dim": 0}, ValueError, "value_dim: got 0"),
+    "fewer than no values": ({"value_dim": -16}, ValueError, "value_dim: got -16"),
     "a scale of rows as they are": ({"k_scale": torch.ones(1)}, ValueError, "k_scale: got .*needs None"),
     "codes without a scale": ({"cache": torch.zeros(20, 16, 80, dtype=torch.int8)}, ValueError, "k_scale: got None"),
     "a softcap below 0": ({"softcap": -1.0}, ValueError, "softcap: got -1.0"),

@@ -106,7 +106,7 @@ class _AttentionFields(NamedTuple):
     batch_invariant: bool = False
     tree_mask: torch.Tensor | None = None
     query_blocks: torch.Tensor | None = None
-    value_dim: int = 0  # columns of a latent row that are its value; 0 where rows are not latent
+    value_dim: int | None = None  # columns of a latent row that are its value; None where rows are not latent
     with_lse: bool = True  # whether the operator returns the log-sum-exp too
     head_tables: bool = True  # whether the operator takes a block table per KV head
 
@@ -119,7 +119,7 @@ class AttentionArgs(_AttentionFields, BatchArgs):
     @property
     def is_latent(self) -> bool:
         """Whether values are the first columns of keys."""
-        return self.value_dim > 0
+        return self.value_dim is not None
 
     @property
     def block_size(self) -> int:
@@ -140,9 +140,9 @@ class AttentionArgs(_AttentionFields, BatchArgs):
 
     def with_rows(self) -> AttentionArgs:
         """Return the arguments with latent rows seen as keys of one head and as values; others as they are."""
-        if not self.is_latent or self.value_cache is not None:
-            return self
         cache, value_dim = self.key_cache, self.value_dim
+        if value_dim is None or self.value_cache is not None:
+            return self
         layout = "[num_blocks, block_size, head_dim] or [num_blocks, block_size, 1, head_dim]"
         if cache.dim() not in (3, 4) or (cache.dim() == 4 and cache.shape[2] != 1):
             raise bad_argument("cache", f"shape {list(cache.shape)}", layout)
