@@ -1,4 +1,4 @@
-"""Checks of the private names that an adapter uses of its framework, and what plugins of engines share.
+"""Checks of the private names that an adapter uses of its framework, and functions that engines' plugins share.
 
 An adapter's `api.py` is the only file that names anything private of the framework. It declares these names in tables,
 one for each feature. It calls the functions here before the feature is enabled. A table looks like this:
@@ -157,9 +157,9 @@ def absent(objects: Mapping[str, Any], table: Mapping[str, str]) -> list[str]:
     """Return the attributes in a table that the framework's objects lack; [] if none is missing.
 
     Args:
-        objects: By name the objects that exist.
-        table: By path the attributes. A path begins with the name of an object; a number in it is an index:
-            `{"scheduler.pool.blocks.0": "number is_free"}`. A path whose object is not in `objects` is left out.
+        objects: The objects that exist, by name.
+        table: The attributes that each path must have. A path begins with the name of an object. A number in it is an
+            index: `{"scheduler.pool.blocks.0": "number is_free"}`. A path whose object is not in `objects` is left out.
     """
     reasons = []
     for path, attributes in table.items():
@@ -183,7 +183,7 @@ def changed(bodies: Mapping[str, Mapping[str, str]]) -> list[str]:
     """Return a reason for each body that differs from all known versions; [] if all are known.
 
     Args:
-        bodies: By path, `module:Class.method` or `module:Class`, the digest of the body in each release.
+        bodies: For each path, `module:Class.method` or `module:Class`, the digest of its body by release.
     """
     reasons = []
     for path, known in bodies.items():
@@ -212,7 +212,7 @@ def digest(body: Any) -> str:
 
 @functools.lru_cache(256)
 def _digest(code: Any, file: str) -> str:
-    """Return the digest of a code object or class. `file` tells equal code of two files apart in the cache."""
+    """Return the digest of a code object or class. `file` keeps equal code of two files apart in the cache."""
     source = inspect.getsource(code)
     lines: list[list[str]] = [[]]
     depth = -source[:1].isspace()
@@ -222,7 +222,7 @@ def _digest(code: Any, file: str) -> str:
             lines.append([])
         if each.type not in _SPACE:
             text = each.string
-            if token.tok_name[each.type] == "FSTRING_MIDDLE":  # in Python 3.12 the halves of doubled braces are gone
+            if token.tok_name[each.type] == "FSTRING_MIDDLE":  # Python 3.12 reports doubled braces as single ones
                 text = text.replace("{", "{{").replace("}", "}}")
             lines[-1] += [str(depth), text] if not lines[-1] else [text]
     kept = ["".join(line) for line in lines if line and not _is_docstring(line)]
@@ -230,7 +230,7 @@ def _digest(code: Any, file: str) -> str:
 
 
 def _is_docstring(line: list[str]) -> bool:
-    """Return whether a line, after its depth, is a single string."""
+    """Return whether a line `[depth, text, ...]` has one string and nothing else."""
     return len(line) == 2 and line[1].lstrip("rRuUbB")[:1] in ("'", '"')
 
 
@@ -287,7 +287,7 @@ def features_in_environment(variable: str) -> list[str]:
 def check_features(
     variable: str, features: Collection[str], names: Sequence[str], check_version: Callable[[str], None]
 ) -> None:
-    """Check the names of features, all of them before a version is checked.
+    """Check that all names are features, and then that the installed engine can serve each of them.
 
     Args:
         variable: The environment variable that may list the names. Errors begin with it.

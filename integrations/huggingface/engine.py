@@ -34,7 +34,8 @@ LOOPS = (*BY_TOKEN, "beam_search", "beam_sample", "assisted_generation")
 class Engine:
     """The blocks of one model's prompts, and the runners of its calls over them.
 
-    Calls run by packed passes over the blocks where there are kernels and these passes can follow, else over copies.
+    A call runs as packed passes over the blocks if the device has kernels and these passes support the call. Otherwise
+    it runs over contiguous copies of the blocks.
 
     Raises:
         UnsupportedError: The model cannot be served.
@@ -54,17 +55,18 @@ class Engine:
             store.evict_to(LowerTiers(store.storage, options.host_blocks, self._disk))
 
     def _make(self, model: Any, probed: Probed) -> None:
+        """Make an empty store for the model, with its lower tiers."""
         self._probed = probed
         self._window_problem: UnsupportedError | None = None
         self._proven_window = min(probed.window, LONG)
         self.store = store = ContiguousStore(model, self._options, probed, self._moving)
         indexed = any(isinstance(layer, GrowingIndexedLayer) for layer in store.empty_cache.layers)
-        self._reach = index_reach(model.config) if indexed else None  # sparse attention chooses by keys of its own
+        self._reach = index_reach(model.config) if indexed else None  # longest sequence of a sparse model
         if self._options.host_blocks or self._disk is not None:
             store.evict_to(LowerTiers(store.storage, self._options.host_blocks, self._disk))
 
     def _packed_runner(self, model: Any, probed: Probed, steps: DecodeSteps) -> PackedRunner | None:
-        """Return the runner of packed passes, or None where copies serve every call."""
+        """Return the runner of packed passes, or None if contiguous copies serve every call."""
         options = self._options
         if model.device.type not in CAPTURERS or options.reuse != "prefix" or options.chunk is not None:
             return None
@@ -82,26 +84,27 @@ class Engine:
 
     @property
     def packs(self) -> bool:
-        """Whether calls run by packed passes where these can follow."""
+        """Whether calls run as packed passes if these support them."""
         return self._packed is not None
 
     def _packs(self, loop: Loop) -> bool:
+        """Return whether this loop runs as packed passes."""
         return self._packed is not None and follows(loop, bool(self._probed.windows))
 
     def close(self) -> None:
-        """Write what is cached to disk, where there is one."""
+        """Write the cached blocks to disk, if `disk` was given."""
         if self.store.evicted is not None:
             self.store.evicted.close(self.store.manager)
 
     def empty(self, model: Any) -> None:
-        """Begin anew with an empty cache; calls under way keep the blocks they have."""
+        """Replace the cache by an empty one. Running calls keep the blocks they have."""
         if self._packed is not None:
             install(model)
             self._packed.drop()
         self._make(model, self._probed)
 
     def leave_disk(self) -> None:
-        """Finish the writes to disk that are under way and write no more: another cache takes its place."""
+        """Finish pending writes to disk and write no more, because another cache may use the directory."""
         for writer in self._disk or ():
             writer.close()
 
@@ -121,7 +124,7 @@ class Engine:
         return sum(map(len, groups))
 
     def bypasses(self, loop: Loop) -> bool:
-        """Return whether a call ends within its first block, so that it reads next to nothing and keeps nothing."""
+        """Return whether a call is too short for the cache: it ends within its first block, so it fills none."""
         config = loop.generation_config
         return (
             self._options.chunk is None
@@ -135,6 +138,7 @@ class Engine:
         )
 
     def _prove_window(self, model: Any) -> None:
+        """Probe the model beyond its window, once. Raise UnsupportedError if the probe failed."""
         if self._window_problem is None:
             try:
                 probe_window(model, self._probed.window)
@@ -148,7 +152,7 @@ class Engine:
     def run(self, loop: Loop, calls: Calls) -> tuple[Any, list[RequestReport]]:
         """Run a loop over the cache and return its result and a report for each row.
 
-        `calls` gets warnings about tokens that were not kept, or not read.
+        Warnings about tokens that could not be kept or read go to `calls`.
 
         Raises:
             UnsupportedError: The loop cannot be served; no token was computed.
@@ -164,7 +168,11 @@ class Engine:
         return result, _reports(prompts, calls)
 
     def explain(self, loop: Loop) -> list[Explanation]:
-        """Return why each prompt of a loop is not cached further; UnsupportedError: it would not be served."""
+        """Return how far each prompt of a loop is cached, and why no further.
+
+        Raises:
+            UnsupportedError: The loop cannot be served.
+        """
         by_row = self._packs(loop)
         if not by_row:
             self.check(loop)
@@ -179,18 +187,18 @@ class Engine:
         return [self._in_chunks(explanation) for explanation in found]
 
     def _in_chunks(self, found: Explanation) -> Explanation:
-        """Return an explanation of what a call reads: whole chunks with deterministic=True."""
+        """Round an explanation down to whole chunks if the model is deterministic, since calls then read only these."""
         chunk = self._options.chunk
         if chunk is None:
             return found
         last = max(found.num_tokens - (1 if self.store.states is None else 2), 0) // chunk * chunk
         whole = min(found.matched, last) // chunk * chunk
-        if whole == last:  # the rest is computed whatever is cached of it
+        if whole == last:  # the rest is always computed, even if it is cached
             return Explanation(found.num_tokens, whole, None, whole)
         return replace(found, matched=whole)
 
     def check(self, loop: Loop) -> None:
-        """Raise UnsupportedError for a loop that the model, as it was probed, does not allow."""
+        """Raise UnsupportedError if the probe has shown that the model cannot serve this loop."""
         config = loop.generation_config
         refuse_if(self.store.storage.evicts, "something takes tokens from its cache, as hooks that evict do")
         refuse_if(loop.mode not in LOOPS, f"generation mode {loop.mode}")
@@ -209,7 +217,7 @@ class Engine:
 
 
 def _reports(prompts: list[Prompt], calls: Calls) -> list[RequestReport]:
-    """Return a report for each row, and note in `calls` missing blocks and repaired tokens."""
+    """Return a report for each row. Count repaired tokens in `calls`, and let it warn of missing blocks."""
     every = (blocks for prompt in prompts for blocks in (prompt.blocks, *prompt.branches.values()))
     full = next((blocks.full for blocks in every if blocks.full is not None), None)
     if full is not None:

@@ -2,8 +2,8 @@
 
 A user can change a model without touching its object: `LlamaAttention.forward = mine`, or `modeling_llama.rotate_half =
 mine`, or `torch.nn.functional.scaled_dot_product_attention = mine`. `Functions` starts from the classes of a model's
-modules. It follows the global names that their code looks up, and keeps the values of those names. A digest of the code
-identifies the functions in other processes.
+modules. It follows the global names that their code looks up, and keeps the values of these names. A digest of the code
+lets other processes recognize the same functions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .api import registered
 from .runners.dispatch import Dispatch
 
 _KNOWN = {*sys.stdlib_module_names, "torch", "numpy", "pc"}
-"""Packages whose functions are compared but not followed to the functions they call."""
+"""Packages whose functions are compared, but whose code is not searched for further functions."""
 _OTHER = tuple(
     f"transformers.{name}"
     for name in (
@@ -31,7 +31,7 @@ _OTHER = tuple(
         "modeling_utils", "trainer", "utils",
     )
 )  # fmt: skip
-"""The same for parts of transformers: loading, saving and decoding loops compute no keys and values."""
+"""Parts of transformers that are not searched either: loading, saving and decoding loops compute no KV."""
 _NUMBERS = (bool, int, float)
 
 
@@ -46,7 +46,7 @@ class Functions:
     """The functions of a model's forward pass, as they were when this object was made."""
 
     def __init__(self, model: Any) -> None:
-        self._spaces: dict[int, tuple[str, Any, dict[str, None]]] = {}  # by id: label, names to values, names
+        self._spaces: dict[int, tuple[str, Any, dict[str, None]]] = {}  # by id of a namespace: label, namespace, names
         self._found: dict[int, FunctionType] = {}
         self._registered: list[tuple[dict[str, Any], str]] = []  # tables of functions, and a name in each
         config = model.config
@@ -68,12 +68,15 @@ class Functions:
         self._code = [f.__code__ for f in self._functions]
 
     def _of_files(self) -> Iterator[tuple[str, Any, dict[str, None]]]:
+        """Yield the namespaces of modules, which are plain dicts."""
         return (space for space in self._spaces.values() if isinstance(space[1], dict))
 
     def _of_classes(self) -> Iterator[tuple[str, Any, dict[str, None]]]:
+        """Yield the namespaces of classes, which are mapping proxies."""
         return (space for space in self._spaces.values() if not isinstance(space[1], dict))
 
     def _values(self) -> list[Any]:
+        """Return the current value of every name, always in the same order."""
         found = list(chain.from_iterable([get(values) for values, get in self._reads]))
         return found + [mapping.get(name) for mapping, name in self._registered]
 
@@ -88,7 +91,7 @@ class Functions:
         return False
 
     def _replaced(self) -> bool:
-        """Return whether a value was replaced by another than what this package puts in its place."""
+        """Return whether a value was replaced, except by this package."""
         values = self._values()
         if all(map(is_, values, self._read)):
             return False
@@ -122,11 +125,11 @@ class Functions:
         self._look_up(file, names, set(_names(function.__code__)))
 
     def _look_up(self, label: str, values: dict[str, Any], names: set[str], within: tuple[int, ...] = ()) -> None:
-        """Add the values of some names in a file, and in the modules among these values."""
+        """Add some names of a namespace. A name may hold a module: then add the names that this module has too."""
         _, _, known = self._spaces.setdefault(id(values), (label, values, {}))
         for name in sorted(names & values.keys()):
             value = _original(values[name])
-            if isinstance(value, ModuleType):  # followed for each function, which may look up other names in it
+            if isinstance(value, ModuleType):  # visited again: another function reads other names of it
                 if value.__name__.partition(".")[0] not in sys.stdlib_module_names and id(vars(value)) not in within:
                     self._look_up(value.__name__, vars(value), names, (*within, id(values)))
                 known[name] = None
@@ -191,7 +194,7 @@ class Functions:
 
 
 def _left_out(values: Any) -> frozenset[str]:
-    """Return names that a class may gain or change without another forward pass."""
+    """Return names of a class that may appear or change although its forward pass stays the same."""
     return _LAZY | _BY_COMPILE if values.get("__module__") == torch.nn.Module.__module__ else _LAZY
 
 
@@ -202,6 +205,7 @@ def _names_of(values: Any) -> list[str]:
 
 
 def _size(values: Any) -> int:
+    """Return the number of names in a class, without those of `_left_out`."""
     return len(values) - sum(name in values for name in _left_out(values))
 
 
@@ -218,6 +222,7 @@ def _original(value: Any) -> Any:
 
 
 def _content(cell: Any) -> Any:
+    """Return the value in a closure's cell, or None if it is empty."""
     try:
         return cell.cell_contents
     except ValueError:  # not assigned yet
@@ -286,6 +291,7 @@ def _described(value: Any, seen: set[int]) -> Iterator[bytes]:
 
 
 def _described_parts(values: Any, seen: set[int]) -> Iterator[bytes]:
+    """Yield the bytes of a container's items, in an order that is the same in every process."""
     if id(values) in seen:
         return
     seen.add(id(values))

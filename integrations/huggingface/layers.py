@@ -1,10 +1,10 @@
-"""Layers of a cache that keep every token in buffers with room to grow, and return what the model's own layers return.
+"""Cache layers whose buffers have room to grow. They return the same tensors as transformers' own layers.
 
-Layers of recurrent states can be continued too. Those of Mamba-1 need help: transformers' scan of several tokens begins
-with zeros, whatever the cache has. A scan is linear in its initial state h_0. With the decay a_t of each token, the
-state h_t lacks (a_1 ... a_t) h_0. The output lacks C_t times that (Gu and Dao, arXiv:2312.00752, section 2).
-`install_scan` replaces the scan of a modeling file, once, by one that adds these terms. It acts within `from_states`
-alone, where a cache layer sets the state that the next scan begins with.
+Recurrent states are restored too. Mamba-1 needs a correction for this: transformers' scan of several tokens begins with
+zeros even if the cache has a state. A scan is linear in its initial state h_0. With the decay a_t of each token, the
+state h_t lacks (a_1 ... a_t) h_0, and the output lacks C_t times that (Gu and Dao, arXiv:2312.00752, section 2).
+`install_scan` replaces the scan of a modeling file, once, by one that adds these terms. It adds them only within
+`from_states`, where a `StateLayer` sets the initial state of the next scan.
 """
 
 from __future__ import annotations
@@ -39,39 +39,42 @@ from .calls import UnsupportedError
 from .support import modeling_globals
 
 ALIGNED = 16
-"""Columns to whose multiples buffers are aligned.
+"""Buffers begin and end at multiples of this number of columns.
 
-The number of a column then decides where it lies between addresses of 64 bytes. A matrix product may round differently
-at other addresses, and a row's bits must not depend on what was cached.
+A column's number then determines its address modulo 64 bytes. A matrix product may round differently at another
+address, and the bits of a row must not depend on what was cached.
 """
 
 
 def aligned(empty: Callable[[int], torch.Tensor], columns: int, first: int) -> torch.Tensor:
-    """Return a buffer for `columns` columns from the number `first` on; `empty` allocates a number of columns."""
+    """Return a buffer for `columns` columns, beginning with column number `first`. `empty(n)` allocates n columns."""
     before = first % ALIGNED
     whole = empty(-(-(before + columns) // ALIGNED) * ALIGNED)
-    # `.data`: a view would keep the whole tensor alive, as one more holder of its memory.
+    # `.data`: a view would keep the whole tensor as another holder of the memory, and `_is_shared` counts holders.
     return whole[:, :, before : before + columns].data
 
 
 def _is_shared(buffer: torch.Tensor) -> bool:
-    """Return whether anything but a layer, with its buffer and the view of it, may have the buffer's memory."""
+    """Return whether a tensor outside of the layer may share the memory of the layer's buffer."""
     count = holders_of(buffer)
     return count is None or count > HOLDERS
 
 
-HOLDERS = 3  # the buffer, the view of its tokens, and the storage object by which they are counted
+HOLDERS = 3  # holders of unshared memory: the buffer, the view of its tokens, the storage object that counts them
 
 
 class _Growing:
-    """Keys and values as views of buffers into which new tokens are written, in place of a concatenation a step."""
+    """Keys and values as views of buffers. New tokens are written into the buffers, without concatenation."""
 
     keys: Any
     values: Any
-    room = 64  # tokens of room that a new buffer gets, or half of what it holds where that is more
+    room = 64  # spare tokens of a new buffer, or half of its content if that is more
 
     def _extend(self, name: str, new: torch.Tensor) -> torch.Tensor:
-        """Append `new [batch, heads, tokens, width]`, in a new buffer if `keys` was replaced."""
+        """Append `new [batch, heads, tokens, width]` to `keys` or `values` and return all tokens.
+
+        A new buffer is made if the old one is full or shared, or if the attribute was replaced.
+        """
         own = self.__dict__
         there: Any = own.get(name)
         buffer: Any = own.get(f"_{name}_buffer")
@@ -80,7 +83,7 @@ class _Growing:
         end = length + tokens
         own_buffer = buffer is not None and there is not None and there.data_ptr() == buffer.data_ptr()
         if own_buffer and length < own.get(f"_{name}_written", 0) and _is_shared(buffer):
-            own_buffer = False  # another holder of `keys` still sees the tokens that were cropped
+            own_buffer = False  # tokens were cropped, and another holder still reads them
         if not own_buffer or batch != buffer.shape[0] or end > buffer.shape[2]:
             buffer = aligned(
                 lambda columns: new.new_empty((batch, heads, columns, width)),
@@ -117,7 +120,7 @@ class GrowingLayer(_Growing, DynamicLayer):  # type: ignore[misc]  # transformer
 
 
 def _with_index(name: str) -> Any:
-    """Return a method that acts on a layer and on its index alike."""
+    """Return a method that calls the method `name` of a layer and of its index."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> None:
         getattr(super(GrowingIndexedLayer, self), name)(*args, **kwargs)
@@ -127,7 +130,7 @@ def _with_index(name: str) -> Any:
 
 
 class GrowingIndexedLayer(GrowingLayer, DynamicIndexedLayer):  # type: ignore[misc]
-    """A layer of sparse attention, whose indexer has a key for each token: in `index`, as those of one head."""
+    """A layer of sparse attention. `index` keeps its indexer's key of each token, as a layer with one head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,11 +150,14 @@ class GrowingIndexedLayer(GrowingLayer, DynamicIndexedLayer):  # type: ignore[mi
 
 
 class GrowingWindowLayer(_Growing, DynamicSlidingWindowLayer):  # type: ignore[misc]
-    """A layer of sliding-window or chunked attention. It returns the window, and keeps the tokens that blocks lack."""
+    """A layer of sliding-window or chunked attention.
 
-    first = 0  # column of the first key that is there
-    released = 0  # columns before it are in blocks, or go to none: they may be forgotten behind the window
-    slack = 1024  # tokens behind the window that are kept all the same: a later call may continue from there in place
+    It returns the tokens of the window. It also keeps older ones that are not in blocks yet.
+    """
+
+    first = 0  # column of the first key in the buffer
+    released = 0  # earlier columns are in blocks or never will be, so they may be dropped once they leave the window
+    slack = 1024  # tokens that stay after they leave the window, so that a later call can continue there
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
         """Append keys and values and return those that transformers' own layer would return."""
@@ -164,7 +170,7 @@ class GrowingWindowLayer(_Growing, DynamicSlidingWindowLayer):  # type: ignore[m
         return keys[:, :, -visible:], values[:, :, -visible:]
 
     def _forget(self, new: int) -> None:
-        """Drop tokens that no later token reads, if a buffer is full or mostly unread; `_extend` then makes another."""
+        """Drop tokens that no later token reads, if the buffer is full or mostly unread. `_extend` makes a new one."""
         unread = min(self.released, self.cumulative_length - self.sliding_window + 1) - self.first
         if unread <= self.slack or getattr(self, "record_past", False):
             return
@@ -174,7 +180,7 @@ class GrowingWindowLayer(_Growing, DynamicSlidingWindowLayer):  # type: ignore[m
             self.first += unread
 
     def adopt(self, keys: torch.Tensor, values: torch.Tensor, length: int, first: int = 0) -> None:
-        """See `GrowingLayer`; the buffers have the columns from `first` up to `length`."""
+        """Use buffers as `GrowingLayer.adopt` does; they hold the columns from `first` up to `length`."""
         super().adopt(keys, values, length - first)
         self.cumulative_length, self.first, self.released = length, first, first
 
@@ -200,12 +206,12 @@ SCAN = "mamba_selective_scan"
 SCAN_CHUNK = 256  # tokens whose carried states `[batch, channels, tokens, states]` are in memory together
 
 _passes: ContextVar[list[torch.Tensor] | None] = ContextVar("pc_scan", default=None)
-"""Within a pass: at most one tensor, the state that the next scan begins with."""
+"""Within `from_states`: a list of at most one tensor, the initial state of the next scan."""
 
 
 @contextmanager
 def from_states() -> Iterator[None]:
-    """Let the scans of a forward pass over a cache of `StateLayer`s begin with the cache's states."""
+    """Return a context in which scans begin with the states that the `StateLayer`s of the cache hold."""
     token = _passes.set([])
     try:
         yield
@@ -214,10 +220,10 @@ def from_states() -> Iterator[None]:
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers is untyped here
-    """A layer of recurrent states, which a scan of several tokens begins with."""
+    """A layer of recurrent states that also begins scans of several tokens with its state."""
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
-        """Do what transformers' own does, and set the state of the scan, before which every mixer calls this."""
+        """Update as transformers does, and set the initial state of the scan, which every mixer runs after this."""
         waiting, state = _passes.get(), self.recurrent_states[state_idx]
         if waiting is not None:
             waiting[:] = [state] if self.has_previous_state[state_idx] and state is not None else []
@@ -226,7 +232,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers is
 
 
 class GrowingWindowAndStateLayer(GrowingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer):  # type: ignore[misc]
-    """A layer of a window, as above, and of states of fixed size beside it."""
+    """A layer with a sliding window and with states of fixed size."""
 
 
 GROWING: dict[type, Callable[[Any], Any]] = {
@@ -238,9 +244,9 @@ GROWING: dict[type, Callable[[Any], Any]] = {
     LinearAttentionAndSlidingWindowAttentionLayer: (
         lambda layer: GrowingWindowAndStateLayer(layer.sliding_window, layer.number_of_states)
     ),
-    DummyLayer: lambda layer: layer,  # of layers that read another layer's keys
+    DummyLayer: lambda layer: layer,  # for layers that read another layer's keys
 }
-"""By type of a transformers layer, a function that returns the layer served in its place."""
+"""For each type of transformers' cache layers, a function that returns the layer that replaces it."""
 
 
 def new_cache(config: Any) -> DynamicCache:
@@ -261,13 +267,13 @@ def new_cache(config: Any) -> DynamicCache:
 
 
 def index_reach(config: Any) -> int | None:
-    """Return the number of tokens up to which an indexer takes all; beyond it, its choice may depend on rounding."""
+    """Return the longest sequence whose tokens an indexer selects all. Beyond it, rounding may change its choice."""
     reach = getattr(config.get_text_config(decoder=True), "index_topk", None)
     return reach if isinstance(reach, int) else None
 
 
 def like(empty: DynamicCache) -> DynamicCache:
-    """Return another cache of the same layers as an empty one of `new_cache`, without reading the config again."""
+    """Return a copy of an empty cache of `new_cache`, which is faster than reading the config again."""
     cache = copy.copy(empty)
     flat = (GrowingLayer, GrowingWindowLayer)
     cache.layers = [copy.copy(layer) if type(layer) in flat else copy.deepcopy(layer) for layer in empty.layers]
@@ -275,7 +281,7 @@ def like(empty: DynamicCache) -> DynamicCache:
 
 
 def attention_layers(cache: DynamicCache) -> dict[int, Any]:
-    """Return the layers that keep keys and values by token, by number, and behind them the indexes of some layers."""
+    """Return the layers that keep KV of each token, by number. Indexes of sparse layers get numbers after the last."""
     layers = {i: layer for i, layer in enumerate(cache.layers) if isinstance(layer, DynamicLayer)}
     indexed = {len(cache.layers) + i: x.index for i, x in layers.items() if isinstance(x, GrowingIndexedLayer)}
     return layers | indexed
@@ -292,7 +298,7 @@ def window_layers(cache: DynamicCache) -> list[GrowingWindowLayer]:
 
 
 def mark_written(cache: DynamicCache, column: int) -> None:
-    """Note that the tokens before a column are in blocks, or will not be."""
+    """Let layers drop the tokens before a column, which are in blocks or never will be."""
     for layer in window_layers(cache):
         layer.released = max(layer.released, min(column, layer.cumulative_length))
 
@@ -304,7 +310,7 @@ def num_tokens(cache: DynamicCache) -> int:
 
 
 def columns(cache: DynamicCache) -> set[int]:
-    """Return how many columns layers have had: one number, unless something besides them took tokens away."""
+    """Return the numbers of columns that layers have received: one number, unless something else removed tokens."""
     found = set()
     for layer in attention_layers(cache).values():
         if layer.keys is not None:
@@ -313,11 +319,11 @@ def columns(cache: DynamicCache) -> set[int]:
     return found
 
 
-States = dict[str, torch.Tensor]  # of one row: by layer, kind and index ("3 recurrent 0") the state, `[1, ...]`
+States = dict[str, torch.Tensor]  # the states `[1, ...]` of one row, by layer, kind and index: "3 recurrent 0"
 
 
 def take_states(cache: DynamicCache, row: int) -> States:
-    """Return copies of a row's states; layers change their own in place."""
+    """Return copies of a row's states, because layers change them in place."""
     return {
         f"{at} {kind} {index}": state[row : row + 1].clone()
         for at, layer in state_layers(cache).items()
@@ -337,8 +343,8 @@ def put_states(cache: DynamicCache, rows: list[States]) -> None:
 
 
 def install_scan(model: torch.nn.Module) -> bool:
-    """Replace the scan in the files that define a model's forwards, once each, and return whether there is one."""
-    # It stays: outside of `from_states` it costs a look-up, and taking it out could hit a pass of another model.
+    """Replace the scan in a model's modeling files, once each, and return whether there is a scan."""
+    # Never undone: outside of `from_states` it costs a look-up, and removing it could disturb another model's pass.
     found = False
     for names in modeling_globals(model):
         scan = names.get(SCAN)
@@ -350,6 +356,8 @@ def install_scan(model: torch.nn.Module) -> bool:
 
 
 def _from_state(scan: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a scan that runs `scan` and adds the terms of the initial state, if one is set."""
+
     @functools.wraps(scan)
     def scanned(
         hidden_states: torch.Tensor,
@@ -389,7 +397,7 @@ def _from_state(scan: Callable[..., Any]) -> Callable[..., Any]:
 def _carried(
     state: torch.Tensor, dt: torch.Tensor, decay: torch.Tensor, outputs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the terms that an initial state adds to a scan's outputs, and the state that remains behind them."""
+    """Return the terms that an initial state adds to a scan's outputs and to its last state."""
     # `state [batch, channels, states]`. `dt [batch, channels, tokens]` are time steps,
     # `decay [channels, states]` < 0; `outputs [batch, states, tokens]`: C.
     parts = []

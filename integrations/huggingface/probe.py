@@ -1,4 +1,4 @@
-"""The probe of a model before it is served: a prompt continued from a cached prefix must equal one computed whole."""
+"""The probe of a model before it is served: a row that continues from a cached prefix must equal one computed whole."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from .runners.layout import accepted, forward
 from .store.storage import Specs, TokenSpec
 from .support import eval_mode, harmless_tokens
 
-TOKENS, CUT, PAD = 29, 16, 3  # length of the probe, where it is cut, and by how much it is padded
-LONG = 256  # longer windows are not looked at when caching is enabled, but when a prompt is first longer
+TOKENS, CUT, PAD = 29, 16, 3  # tokens of the probe, tokens of its first part, columns of padding
+LONG = 256  # longer windows are not probed at once, but when a prompt first exceeds the window
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Probed:
     """The cache entries that a model stores per token, and how it treats padding."""
 
     specs: Specs
-    states: States  # of a row; empty without
-    windows: dict[int, int]  # of each layer that has one
+    states: States  # the recurrent states of a row; empty if the model has none
+    windows: dict[int, int]  # by layer, of those with a window
     counts_padding: bool  # whether a token's KV depends on the number of masked columns before it
-    continues_padded: bool  # whether it continues from a cached prefix behind masked columns
+    continues_padded: bool  # whether a row can continue from a cached prefix behind masked columns
 
     @property
     def window(self) -> int:
-        """The longest window of its layers, 0 without."""
+        """The longest window of its layers; 0 if no layer has one."""
         return max(self.windows.values(), default=0)
 
 
@@ -54,7 +54,7 @@ def probe(model: Any) -> Probed:
     Raises:
         UnsupportedError: The model fails, or the results differ.
     """
-    # Keys, values and states are compared, not logits alone: random or idle states hardly show in those.
+    # Logits alone are not enough: untrained models hardly use their states, so wrong ones leave the logits alike.
     install_scan(model)
     with eval_mode(model):
         whole = _in_parts(model, TOKENS, CUT)
@@ -79,7 +79,7 @@ def probe_window(model: Any, window: int) -> None:
 def probe_images(
     model: Any, input_ids: torch.Tensor, mask: torch.Tensor | None, images: RowImages
 ) -> ImageSplit | None:
-    """Return the places inside images at which a row may be cut, as its first image shows; None if it shows none.
+    """Return whether a row may be cut inside images, probed at its first image; None if that image allows no probe.
 
     Raises:
         UnsupportedError: The row does not continue from a prefix that ends before or behind the image.
@@ -114,10 +114,10 @@ def probe_images(
 
 
 def _in_parts(model: Any, length: int, cut: int) -> DynamicCache:
-    """Return the cache of a row computed at once.
+    """Compute a row at once and in two parts, compare the caches, and return that of the whole row.
 
     Raises:
-        UnsupportedError: The cache of the row in two parts differs, or the model fails.
+        UnsupportedError: The two caches differ, or the model fails.
     """
     tokens = harmless_tokens(model, length)
     with refusing("its forward pass fails over a cache that it has not filled itself"):
@@ -132,7 +132,7 @@ def _in_parts(model: Any, length: int, cut: int) -> DynamicCache:
 
 
 def _kept(cache: DynamicCache) -> dict[int, Any]:
-    """Return the layers that have keys of their own; others read the keys of one of them."""
+    """Return the layers that have keys of their own; the other layers read keys of these."""
     return {i: layer for i, layer in attention_layers(cache).items() if layer.keys is not None}
 
 
@@ -150,6 +150,7 @@ def kept_shapes(model: Any) -> Specs:
 
 
 def _specs(cache: DynamicCache) -> Specs:
+    """Return the shapes of a cache's keys and values; see `kept_shapes`."""
     specs: Specs = {}
     for index, layer in _kept(cache).items():
         for side in (layer.keys, layer.values):
@@ -163,7 +164,7 @@ def _specs(cache: DynamicCache) -> Specs:
 
 
 def _restored(model: Any, cache: DynamicCache, length: int | None = None) -> DynamicCache:
-    """Return another cache with the first `length` tokens of one, put in as from blocks; None: all tokens."""
+    """Return a new cache with the first `length` tokens (None: all) of `cache`, restored as from blocks."""
     fresh = new_cache(model.config)
     layers = attention_layers(fresh)
     for index, own in _kept(cache).items():

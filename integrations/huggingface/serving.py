@@ -1,4 +1,4 @@
-"""The calls of one model: each decoding loop runs over a cache that was made for the model in its current state."""
+"""The calls of one model. Each decoding loop runs over a cache that belongs to the model in its current state."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Serving:
             torch._C._set_grad_enabled(gradients)
 
     def explain(self, arguments: dict[str, Any]) -> Explanation:
-        """Return why the one prompt of a call is not cached further; see `PrefixCaching.explain`."""
+        """Return how far the only prompt of a call is cached, and why no further; see `PrefixCaching.explain`."""
         found: list[Explanation] = []
 
         def note(engine: Engine, loop: Loop) -> torch.Tensor:
@@ -127,7 +127,7 @@ class Serving:
             return self._ask(document, model, _arguments(original, model, args, kwargs))
         self.documents.look_elsewhere(kwargs.get("inputs", kwargs.get("input_ids", args[0] if args else None)))
         random = RandomState(model.device)
-        begun: list[Loop] = []  # filled once `_run` handles failures of the call
+        begun: list[Loop] = []  # the loop once it runs: from then on `_run` handles failures
         try:
             arguments = _arguments(original, model, args, kwargs)
             engine, images = self._prepared(model, arguments)
@@ -204,7 +204,7 @@ class Serving:
         return model, type(model).generate
 
     def _prepared(self, model: Any, arguments: dict[str, Any]) -> tuple[Engine | None, Images | None]:
-        """Return the engine for a call, and the images that were taken out of its arguments.
+        """Return the engine for a call, and the images, which are removed from its arguments.
 
         Raises:
             UnsupportedError: The call cannot be served.
@@ -233,7 +233,7 @@ class Serving:
                 lived = self._calls.served - self._served_before
                 self._set_up(model)
                 self._changed = before.difference(self._identity)
-                if lived:  # a cache that no call used is no loss
+                if lived:  # emptying a cache that no call used costs nothing
                     self._short_lives = self._short_lives + 1 if lived == 1 else 0
                 if self._short_lives > 1:
                     self._calls.tell_never_hits(self._changed)
@@ -290,7 +290,7 @@ class Serving:
             begun.append(loop)
             return run(engine, loop)
 
-        decode.__signature__ = _DECODING  # type: ignore[attr-defined]  # generate asks three times
+        decode.__signature__ = _DECODING  # type: ignore[attr-defined]  # generate inspects it three times in each call
         return decode
 
     def _run(self, engine: Engine, loop: Loop) -> Any:
@@ -328,7 +328,7 @@ class Serving:
             return engine.run(loop, self._calls)
 
     def _identified(self, loop: Loop) -> tuple[Engine, Loop]:
-        """Return the engine for a loop, and the loop with all that its KV depends on."""
+        """Set the fields of a loop that say what its KV depends on, and return its engine and the loop."""
         with self._lock:
             engine, adapters = self._current(loop.model)
             if engine is None:
@@ -337,7 +337,7 @@ class Serving:
         loop.adapters, loop.salt, loop.returns = self._row_adapters(loop), self.salt.current, self.hint.current
         lengths = [loop.input_ids.shape[1]] if loop.mask is None else loop.mask.sum(-1).tolist()
         keys = rope_keys(loop.model.config, lengths, loop.generation_config.max_length)
-        if loop.model_kwargs.get("token_type_ids") is not None:  # they may change KV although the tokens are the same
+        if loop.model_kwargs.get("token_type_ids") is not None:  # equal tokens may have other KV
             keys = (*keys, "token_type_ids")
         loop.extra_keys = (*keys, *adapters)
         return engine, loop
@@ -443,7 +443,7 @@ class RandomState:
 
 
 def _without_frames(error: Exception) -> Exception:
-    """Return an error without its frames' references, because running the call again needs the memory."""
+    """Return an error without tracebacks. Their frames would hold memory that the second run of the call needs."""
     logger.debug("a call falls back to the model's own generate", exc_info=error)
     seen: BaseException | None = error
     while seen is not None:
@@ -471,7 +471,7 @@ _DECODING = inspect.signature(
 
 
 def _forget(handle: weakref.ref[Serving]) -> None:
-    """Free what a handle holds of a model that was deleted."""
+    """Free the engine, identity and graphs of a handle whose model was deleted."""
     gone = handle()
     if gone is not None:
         gone.__dict__.pop("_identity", None)

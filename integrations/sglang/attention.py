@@ -167,7 +167,7 @@ class PagedAttnBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        """Write a layer's new keys and values, then return its attention `[num_tokens, num_heads * value head_dim]`."""
+        """Write a layer's new keys and values, then return its attention, `[num_tokens, heads * width of values]`."""
         given = [name for name, value in others.items() if value is not None]
         if given:
             raise NotImplementedError(f"{', '.join(given)}: not supported by pc's attention backend")
@@ -201,6 +201,7 @@ class PagedAttnBackend(AttentionBackend):
     def _write(
         self, layer: Any, call: LayerCall, forward_batch: Any, step: AttentionStep, k: torch.Tensor, v: torch.Tensor
     ) -> None:
+        """Write new keys and values to SGLang's pool."""
         place = KVWriteLoc.for_batch(forward_batch, swa_loc=step.window_slots)
         if call.scales and layer.k_scale is not None:
             # SGLang divides the tensors in place, so it gets copies.
@@ -226,6 +227,7 @@ class PagedAttnBackend(AttentionBackend):
         return Kind(in_window_pool, 0 if size is None or size < 0 else size + 1)
 
     def _call(self, layer: Any) -> LayerCall:
+        """Return the arguments of a layer, made at its first call. Raise NotImplementedError for unsupported layers."""
         call = self._calls.get(layer.layer_id)
         if call is None:
             reasons = _layer_refusals(layer)
@@ -251,6 +253,7 @@ class PagedAttnBackend(AttentionBackend):
         return call
 
     def _draft_masks(self, spec_info: Any, query_len: int, seq_lens: torch.Tensor) -> torch.Tensor:
+        """Return the masks of a batch's drafts in one form, whichever form SGLang used."""
         mask = spec_info.custom_mask
         ours = self._verify_mask is not None and mask is self._verify_mask.buffer
         of_all_keys = not ours and default_tree_mask_mode() is not TreeMaskMode.QLEN_ONLY
@@ -265,6 +268,7 @@ class PagedAttnBackend(AttentionBackend):
         held.buffer[: masks.numel()].copy_(masks.reshape(-1))
 
     def _graph_step(self, batch: Any) -> AttentionStep:
+        """Return the step whose memory the graph of this batch's size reads."""
         mode = batch.forward_mode
         if not (mode.is_decode_or_idle() or mode.is_target_verify()):
             raise NotImplementedError(f"forward_mode: got {mode.name} in a graph, needs DECODE or TARGET_VERIFY")
@@ -276,6 +280,7 @@ class PagedAttnBackend(AttentionBackend):
 
 
 def _check_batch(batch: Any) -> None:
+    """Raise NotImplementedError for a batch of a kind that is not supported."""
     mode = batch.forward_mode
     if getattr(batch, "encoder_lens", None) is not None:
         raise NotImplementedError("encoder_lens: encoder-decoder models are not supported by pc's attention backend")

@@ -1,8 +1,8 @@
 """An eviction policy of `pc.cache` for SGLang's radix tree.
 
-SGLang asks its own policies for the priority of single leaves, so they learn nothing about requests and chains. Here
+SGLang's own policies only return the priority of a single leaf, so they know nothing about requests and chains. Here
 the tree's core notifies the policy of pages that are found, filled and released, and asks it which pages to evict. If
-the end of a leaf is enough, only the end is evicted.
+the last pages of a leaf are enough, only these are evicted.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class PolicyTreeCore(UnifiedTreeCore):
                 self._unlocked.pop(each.id, None)
             if not self.checkpointing:
                 self._unreported.append(node)
-            elif any(each.pc_waits for each in path):  # another request, which has ended, filled them meanwhile
+            elif any(each.pc_waits for each in path):  # filled by another request, which has ended
                 self._tell([each for each in path if each.pc_waits])
         return result
 
@@ -118,7 +118,7 @@ class PolicyTreeCore(UnifiedTreeCore):
         if path:
             last = [each for each in path if _locks(each) == 0]
             self.pages.hold(_pages(path), -1, -sum(len(each.pc_pages) for each in last))
-            if node in self._unreported:  # locked only briefly, as when the scheduler examines a request
+            if node in self._unreported:  # a brief lock, such as the scheduler's when it examines a request
                 self._unreported.remove(node)
                 self._unlocked |= {each.id: each for each in last if not each.pc_waits}
             elif self.checkpointing:  # the request continues with a longer lock
@@ -156,7 +156,7 @@ class PolicyTreeCore(UnifiedTreeCore):
         return path[::-1]
 
     def evict_device_start(self, component_type: Any, request_cnt: int) -> None:
-        """Prepare an eviction. `request_cnt` is all that can be evicted; SGLang needs only `asked` tokens."""
+        """Prepare an eviction of `asked` tokens. SGLang passes all evictable tokens as `request_cnt`."""
         self._leaves = []
         for node in self._unreported:
             self._tell(self._path(node))
@@ -175,19 +175,22 @@ class PolicyTreeCore(UnifiedTreeCore):
             if self._is_device_leaf(node):
                 result.node_id, result.made_progress = node.id, True
                 break
-            self.pages.refill(node.pc_pages)  # a lock that the policy was not notified of holds it
+            self.pages.refill(node.pc_pages)  # a lock without a notification holds the node
             self._unlocked[node.id] = node
         return result
 
     def evict_device_end(self, component_type: Any) -> None:
-        """Make leaves that need not be evicted candidates again."""
+        """Return the chosen leaves that were not evicted to the policy, as candidates of a later eviction."""
         for node in reversed(self._leaves):
             self.pages.refill(node.pc_pages)
             self._release([node])
         self._leaves = []
 
     def _choose(self, count: int) -> None:
-        """Put nodes that consist of victims only into `_leaves`, the first victim last. The policy chooses victims."""
+        """Ask the policy for `count` pages to evict, and set `_leaves` to the nodes that hold them, deepest last.
+
+        A node that holds other pages too is split before its first victim.
+        """
         chosen = self.pages.victims(count)
         numbers = self._node_of[chosen]
         order = numbers.argsort(kind="stable")
@@ -199,7 +202,7 @@ class PolicyTreeCore(UnifiedTreeCore):
             node = self.node_by_id(number)
             cuts.append((first, node))
         gone: dict[int, Any] = {}
-        for first, node in sorted(cuts, key=lambda cut: -cut[0]):  # a second split of a node includes the first
+        for first, node in sorted(cuts, key=lambda cut: -cut[0]):  # from the end: a node may be split twice
             place = first - self.pages.prefix_length.item(node.pc_pages.item(0))
             if place:
                 self._split_node(node.key, node, place * self.page_size)
@@ -221,7 +224,7 @@ class PolicyTreeCore(UnifiedTreeCore):
         self._leaves = leaves
 
     def told(self, req: Any, finished: bool) -> None:
-        """Pass on a request's hints for its pages, and at its end the number of tokens it generated."""
+        """Pass a request's hints to the policy, and at its end the number of tokens that it generated."""
         hint, _ = read_or_warn(req, req.rid, logger)
         if hint is not None:
             ids = _pages(self._path(self.node_by_id(req.last_node)))
@@ -237,7 +240,7 @@ class PolicyTreeCore(UnifiedTreeCore):
 
 
 class PolicyRadixCache(UnifiedRadixCache):
-    """SGLang's radix cache over `PolicyTreeCore`, which it notifies of requests."""
+    """SGLang's radix cache over a `PolicyTreeCore`, which it notifies of requests."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(dataclasses.replace(params, tree_core_backend=CORE))
@@ -272,7 +275,12 @@ def _locks(node: Any) -> int:
 
 
 def make_cache(context: Any, sglangs: Any) -> Any:
-    """Return an engine's radix cache: for `pc_lru` and SGLang's policies SGLang's own (`sglangs`), else ours."""
+    """Return an engine's radix cache: a `PolicyRadixCache`, or SGLang's own for `pc_lru` and SGLang's policies.
+
+    Args:
+        context: SGLang's arguments of a cache.
+        sglangs: The function that makes SGLang's own cache.
+    """
     from .api import create_unified_radix_cache, get_memory
 
     params = context.params

@@ -18,7 +18,7 @@ BACKEND = "pc"
 """The name of our backend for `--attention-backend`."""
 
 _SURPRISES = (AttributeError, ImportError, TypeError)
-"""Exceptions of an SGLang that differs from the tables of `api`. Our refusals raise ValueError, which is not caught."""
+"""Exceptions that an SGLang unlike the tables of `api` may raise. Refusals raise ValueError, which is not caught."""
 
 _enabled: set[str] = set()
 
@@ -29,6 +29,8 @@ def warn_off(feature: str, reason: str) -> None:
 
 
 def _enable_attention() -> str:
+    """Register the attention backend, and return a text for the log."""
+
     def make(runner: Any) -> Any:
         if reason := api.why_not("attention", runner=runner):
             warn_off("attention", reason)
@@ -48,6 +50,7 @@ def _enable_attention() -> str:
 
 
 def _enable_eviction() -> str:
+    """Register the eviction policies, and return a text for the log."""
     names = policy_names()
 
     def make_core(params: Any, components: Any) -> Any:
@@ -83,6 +86,7 @@ def policy_names() -> list[str]:
 
 
 def _refuse(name: str, **config: Any) -> Any:
+    """Stand in for a policy in a cache other than SGLang's UnifiedRadixCache: raise ValueError."""
     raise ValueError(f"{name}: got a cache that asks for a single leaf, needs SGLang's UnifiedRadixCache")
 
 

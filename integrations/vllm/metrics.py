@@ -2,7 +2,7 @@
 
 The scheduler runs in a process of its own, which writes its counters to a small file. The process that serves /metrics
 reads the files of all schedulers that it started, on one machine. A server with several API processes has Prometheus'
-own files for that (PROMETHEUS_MULTIPROC_DIR), and the scheduler then writes to those.
+own files for that (PROMETHEUS_MULTIPROC_DIR), and the scheduler then writes to them.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ COUNTERS = {
     "hints": "Requests whose kv_hints were passed to the policy",
     "unreadable_hints": "Requests whose kv_hints could not be read",
 }
-"""Names and meanings; /metrics has `pc:` in front of a name and `_total` behind it."""
+"""Names and descriptions. In /metrics a name begins with `pc:` and ends with `_total`."""
 GAUGES = {"kept_blocks": "Blocks that the policy chose and that stay because a waiting request will hit them"}
 
 NAMES = (*COUNTERS, *GAUGES)
 LABELS = ("model_name", "engine")
 
 FOLDER = "_PC_VLLM_COUNTS"
-"""The environment variable with the folder of the files. Processes that a server starts inherit it."""
+"""The environment variable that names the folder of the files. Processes that a server starts inherit it."""
 
 
 class PolicyCounts:
@@ -69,7 +69,7 @@ class PolicyCounts:
 
 
 def _new_file(folder: Path, labels: list[str]) -> Any:
-    """Return memory of a new file that holds a value for each of `NAMES`, behind a line of JSON."""
+    """Make a file with a line of JSON and a value for each of `NAMES`. Return the values as mapped memory."""
     head = json.dumps({"labels": labels, "names": NAMES}).encode()
     head += b" " * (-(len(head) + 1) % 8) + b"\n"
     folder.mkdir(parents=True, exist_ok=True)
@@ -84,8 +84,8 @@ def _new_file(folder: Path, labels: list[str]) -> Any:
 def read_counts(folder: Path) -> dict[tuple[str, ...], dict[str, float]]:
     """Return the counts in a folder, by labels and name.
 
-    Counters of schedulers with the same labels add up, so an engine that was started again goes on counting. A gauge is
-    that of the newest scheduler.
+    Counters of schedulers with the same labels add up, so the counters of a restarted engine continue. A gauge has the
+    value of the newest scheduler.
     """
     found: dict[tuple[str, ...], dict[str, float]] = {}
     for path in sorted(folder.glob("*.counts")):
@@ -98,7 +98,7 @@ def read_counts(folder: Path) -> dict[tuple[str, ...], dict[str, float]]:
 
 
 class PolicyCollector:
-    """Collector of Prometheus for the counters of all schedulers that this process, or its parent, started."""
+    """A Prometheus collector for the counters of all schedulers that this process, or its parent, started."""
 
     def collect(self) -> Iterator[Any]:
         """Yield each counter and gauge with its values."""
@@ -119,6 +119,7 @@ class PolicyCollector:
 
 @functools.cache
 def _metric(name: str) -> Any:
+    """Return the metric of Prometheus' own files with this name, made once in each process."""
     from prometheus_client import Counter, Gauge
 
     if name in GAUGES:
@@ -128,7 +129,7 @@ def _metric(name: str) -> Any:
 
 @functools.cache
 def export_counts() -> None:
-    """Have this process serve the counters in /metrics, and the schedulers that it starts write them."""
+    """Serve the counters in /metrics from this process, and let the schedulers that it starts write them."""
     from prometheus_client import REGISTRY
 
     if FOLDER not in os.environ:
@@ -138,6 +139,6 @@ def export_counts() -> None:
 
 
 def _remove(folder: str, owner: int) -> None:
-    """Remove the folder at the end of the process that made it, not of a fork."""
+    """Remove the folder when the process that made it ends, and not when a fork of it ends."""
     if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)

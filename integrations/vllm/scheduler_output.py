@@ -1,6 +1,6 @@
-"""The requests of a step of vLLM's scheduler: from which token on each is computed, and its blocks.
+"""The requests of a step of vLLM's scheduler: the first token that each computes, and its blocks.
 
-It reads the same for both of vLLM's model runners and for the scheduler's half of a connector.
+It serves both of vLLM's model runners and the scheduler's half of a connector.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class ScheduledRequest(NamedTuple):
 
     request_id: str
     begin: int
-    """The position of its first token in the step."""
+    """The position in the request of the first token that the step computes."""
     blocks: list[int]
     """Its blocks so far, of one group of layers."""
     data: Any
@@ -27,8 +27,8 @@ class ScheduledRequest(NamedTuple):
 
 
 def entering_requests(output: Any, group: int) -> Iterator[ScheduledRequest]:
-    """Yield the requests whose earlier blocks no longer count: new ones, and those that resume after a preemption."""
-    for new in output.scheduled_new_reqs or ():  # preempted ones too for model runner V2
+    """Yield the requests that come with a new block table: new ones, and those that resume after a preemption."""
+    for new in output.scheduled_new_reqs or ():  # for model runner V2, resumed ones too
         yield ScheduledRequest(new.req_id, int(new.num_computed_tokens or 0), _of_group(new.block_ids, group), new)
     cached = getattr(output, "scheduled_cached_reqs", None)
     if cached is not None and cached.resumed_req_ids:
@@ -38,7 +38,7 @@ def entering_requests(output: Any, group: int) -> Iterator[ScheduledRequest]:
 
 
 class BlockTables:
-    """Block tables of the running requests in one KV cache group, followed step by step."""
+    """Block tables of the running requests in one KV cache group, updated with each step."""
 
     def __init__(self, group: int, block_size: int) -> None:
         self.group = group
@@ -47,7 +47,7 @@ class BlockTables:
         """The block numbers of each request."""
 
     def follow(self, output: Any) -> list[ScheduledRequest]:
-        """Take over a step's `SchedulerOutput`, and return the requests of the step."""
+        """Update the tables from a step's `SchedulerOutput`, and return the requests of the step."""
         for request in output.finished_req_ids:
             self.blocks.pop(request, None)
         step = list(entering_requests(output, self.group))
@@ -69,12 +69,12 @@ class BlockTables:
 
 
 def _cached(cached: Any) -> Iterator[tuple[str, Any, int]]:
-    """Yield id, new blocks of all groups or None, and computed tokens of each request that a worker knows."""
+    """Yield each request that a worker knows: its id, its new blocks of all groups or None, its computed tokens."""
     return zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
 
 
 def _of_group(blocks: Sequence[Any] | None, group: int) -> list[int]:
-    """Return the blocks of a group from those of all groups, or from those of the only one."""
+    """Return the blocks of one group. `blocks` is a list for each group, or the list of the only group."""
     if not blocks:
         return []
     return list(blocks if isinstance(blocks[0], int) else blocks[group])

@@ -1,4 +1,4 @@
-"""The identity of a press: a text of its name, settings and code, for the key of a document."""
+"""The identity of a press: a text made of its name, settings and code, which is part of a document's key."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 def press_key(press: Any, budget: float) -> str | None:
-    """Return a text that identifies a press, its settings and its code, or None if no text does."""
+    """Return a text that identifies a press, its settings and its code; None if a setting has no text."""
     if isinstance(press, str):
         return f"{press} {budget!r}"
     return _told(press)
 
 
 def _told(value: Any) -> str | None:
+    """Return a text for a plain value, a sequence or a dataclass; None for anything else."""
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
     if isinstance(value, list | tuple):
@@ -33,7 +34,10 @@ def _told(value: Any) -> str | None:
 
 
 def _code_of(kind: type) -> str:
-    """Return a digest of the code of a class and of what it calls in its own package: a notebook may define it anew."""
+    """Return a digest of the code of a class and of the functions of its package that it calls.
+
+    The name is not enough, because a notebook may define a class twice.
+    """
     digest, done = hashlib.sha256(), set[int]()
     waiting: list[FunctionType] = [
         f for base in kind.__mro__ for value in vars(base).values() for f in _functions(value)
@@ -57,20 +61,20 @@ def _code_of(kind: type) -> str:
 
 
 def _functions(value: Any) -> list[FunctionType]:
-    """Return the Python functions of an attribute of a class."""
+    """Return the Python functions that a value wraps, such as a property's, and those that decorators wrap."""
     if isinstance(value, property):
         return [f for f in (value.fget, value.fset) if isinstance(f, FunctionType)]
     if isinstance(value, staticmethod | classmethod | functools.partial | functools.cached_property):
         value = value.func if hasattr(value, "func") else value.__func__
     found = []
-    while isinstance(value, FunctionType):  # and what a decorator wraps
+    while isinstance(value, FunctionType):
         found.append(value)
         value = vars(value).get("__wrapped__")
     return found
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Return the global names that a function and those within it read."""
+    """Yield the global names that a function and its nested functions read."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -78,12 +82,13 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _bare(code: CodeType) -> CodeType:
-    """Return code without the places of its lines, which say nothing of what it does."""
+    """Return code without file names and line numbers, which do not change what it does."""
     consts = tuple(_bare(c) if isinstance(c, CodeType) else c for c in code.co_consts)
     return code.replace(co_filename="", co_firstlineno=1, co_linetable=b"", co_consts=consts)
 
 
 def _is_filled(cell: Any) -> bool:
+    """Return whether a closure's cell has a value."""
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:

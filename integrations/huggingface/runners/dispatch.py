@@ -1,10 +1,10 @@
-"""Dispatch of a paged pass without touching any config: the pass is found through the key tensor.
+"""Dispatch of attention to a paged pass, by a mark on the key tensor and without a change of any config.
 
-`Cache.update` marks the key tensor it gives back with the pass it belongs to; transformers hands that very tensor to
-the attention function. `install` replaces the attention registry that a modeling file looks at. The functions of the
-new one look for the mark and otherwise call what the original registry gives. No state is set for the time of a call,
-so nothing can be left set or seen by other threads, models or calls. Transformers returns a four-dimensional mask as it
-is.
+In a paged pass, `Cache.update` marks the key tensor that it returns with the pass. Transformers passes this tensor to
+the attention function. `install` replaces the attention registry of a modeling file by a `Dispatch`. Its functions call
+the pass if the keys are marked, and otherwise the function of the original registry. No state is set during a call, so
+nothing can leak to other threads, models or calls. A mask can be marked too, because transformers passes on a
+four-dimensional mask unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MARK = "_pc_pass"
 
 
 class MarkedCall(NamedTuple):
-    """The inputs of a layer's attention: `query [batch, num_heads, num_tokens, head_dim]`, and keys that are marked."""
+    """The inputs of attention in one layer of a pass. `query` is `[batch, num_heads, num_tokens, head_dim]`."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -36,12 +36,13 @@ class MarkedCall(NamedTuple):
 
 
 class PagedPass:
-    """A forward pass whose layers attend in a way of their own; marked keys lead to it."""
+    """A forward pass with its own attention, to which `Dispatch` sends the calls whose keys are marked."""
 
     def attend(self, call: MarkedCall) -> torch.Tensor:
-        """Return attention of a call's queries over all that is cached, `[batch, num_tokens, num_heads, head_dim]`.
+        """Return attention of the queries over all cached tokens, `[batch, num_tokens, num_heads, head_dim]`.
 
-        A mark of this class itself, on a mask, is found where a layer's keys are not those just cached.
+        Subclasses implement it. This one refuses: `no_mask` marks a mask with this class, and the mark of a mask counts
+        only if the keys have none, so the layer's keys are not those that it has just cached.
         """
         raise UnsupportedError("a layer attends to keys other than those it has just cached")
 
@@ -61,7 +62,7 @@ class PagedPass:
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attend as transformers' layers ask for it, with the parameters of `AttentionInterface`."""
+        """Check the arguments of transformers' `AttentionInterface`, and call `attend`."""
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         refuse_if(not causal, "its attention uses attention that is not causal")
         refuse_if(dropout, "its attention uses dropout")
@@ -71,26 +72,26 @@ class PagedPass:
 
 
 def mark(key: torch.Tensor, batch: PagedPass) -> torch.Tensor:
-    """Bind a key tensor to a pass; the mark dies with the tensor."""
+    """Mark a key tensor with its pass and return it. The mark lives as long as the tensor."""
     setattr(key, MARK, batch)
     return key
 
 
 def no_mask(num_tokens: int, device: torch.device) -> torch.Tensor:
-    """Return an attention_mask of the right shape, without memory, which mask functions return as it is."""
-    # Marked too, so that a layer of the pass whose keys are not those just cached is refused, not computed.
+    """Return an attention_mask of the right shape and one element, which transformers passes on unchanged."""
+    # The mark refuses layers whose keys are not those just cached: they would be computed without a mask.
     return mark(torch.ones((), dtype=torch.bool, device=device).expand(1, 1, num_tokens, num_tokens), PagedPass())
 
 
 class Dispatch(AttentionInterface):  # type: ignore[misc]  # transformers is untyped here
-    """A registry of attention functions before a modeling file's own, which unmarked calls reach unchanged."""
+    """A registry of attention functions that wraps a modeling file's own. Calls without a mark reach the original."""
 
     def __init__(self, original: AttentionInterface) -> None:
         self.original = original
         self._made: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def get_interface(self, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the original's function, which runs where the keys are not marked."""
+        """Return the function of the original registry, wrapped to look for marks."""
         return self._before(self.original.get_interface(attn_implementation, default))
 
     def __getitem__(self, key: str) -> Callable[..., Any]:
@@ -112,7 +113,8 @@ class Dispatch(AttentionInterface):  # type: ignore[misc]  # transformers is unt
         return Dispatch, (self.original,)
 
     def _before(self, found: Callable[..., Any]) -> Callable[..., Any]:
-        if torch.compiler.is_compiling():  # a compiled forward is never part of a paged pass; traced as it was
+        """Return a function that looks for marks before it calls `found`, the same one each time."""
+        if torch.compiler.is_compiling():  # a compiled forward is never part of a paged pass
             return _checking(found) if may_be_within() else found
         if found not in self._made:
             self._made[found] = _looking(found)
@@ -120,6 +122,8 @@ class Dispatch(AttentionInterface):  # type: ignore[misc]  # transformers is unt
 
 
 def _looking(found: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an attention function that runs the pass of marked keys, and else `found`."""
+
     @functools.wraps(found)
     def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         mask = args[0] if args else kwargs.get("attention_mask")
@@ -134,7 +138,7 @@ def _looking(found: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _checking(found: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what a forward pass that is compiled calls while some thread is within a document."""
+    """Return the attention function of a compiled forward pass, for use while some thread is within a document."""
 
     def attention(module: Any, *args: Any, **kwargs: Any) -> Any:
         _check_uncompiled(module)
@@ -147,8 +151,8 @@ _check_uncompiled = torch.compiler.disable(check_forward)
 
 
 def install(model: torch.nn.Module) -> int:
-    """Put a `Dispatch` into the modeling files of a model, once each, and return how many files have one now."""
-    # It stays: without marked keys it costs a look-up, and taking it out could hit a pass of another model.
+    """Put a `Dispatch` into the modeling files of a model, once each, and return the number of files with one."""
+    # Never undone: without marks it costs a look-up, and removing it could disturb a pass of another model.
     need(PACKED)
     count = 0
     for names in modeling_globals(model):

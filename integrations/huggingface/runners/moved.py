@@ -1,4 +1,4 @@
-"""Text that is cached at other positions: how keys rotate, and how scattered tokens are computed again."""
+"""Reuse of text cached at other positions: the rotation of its keys, and recomputation of scattered tokens."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from ..support import changing_rope, eval_mode, harmless_tokens
 from .dispatch import MarkedCall, PagedPass, install, mark, no_mask
 from .layout import accepted, forward, read
 
-CHUNK = 1024  # scattered tokens of one pass, whose mask is as wide as the prompt
-AGAIN = (3, 4, 5, 10, 17)  # positions that the probe computes again, and all behind TOKENS - 9
+CHUNK = 1024  # scattered tokens of one pass; each has a row of the mask, as long as the prompt
+AGAIN = (3, 4, 5, 10, 17)  # positions that the probe computes again, besides the last nine
 
 
 @torch.no_grad()
 def probe_moved(model: Any, probed: Probed) -> Moving:
-    """Return how a model's keys rotate, and how its tokens are computed at scattered positions.
+    """Return the rotations of a model's keys, and the way to compute its tokens at scattered positions.
 
     Raises:
-        UnsupportedError: No rotation explains its keys, or scattered tokens come out different.
+        UnsupportedError: No rotation explains its keys, or tokens computed at scattered positions differ.
     """
     config = model.config.get_text_config(decoder=True)
     refuse_if(probed.states, 'reuse="anywhere": recurrent states cannot be moved')
@@ -66,19 +66,19 @@ def _operator_serves(model: Any, moving: Moving, length: int) -> bool:
 
 def _turns(model: Any) -> dict[int, LayerTurns]:
     """Return the rotations of each layer, from a row of equal tokens whose cache entries differ by position only."""
-    # All tokens are the same, so whatever a layer attends to is the same, and so is its input at every position.
+    # All tokens are equal, so attention returns the same at each position, and every layer has equal inputs.
     cache, turns = new_cache(model.config), dict[int, LayerTurns]()
     forward(model, np.repeat(harmless_tokens(model, 1), TOKENS), 0, TOKENS, cache)
     layers = attention_layers(cache)
     refuse_if(any(isinstance(x, GrowingIndexedLayer) for x in layers.values()), 'reuse="anywhere": it has an indexer')
     known = list(_frequencies(model))
     for index, layer in layers.items():
-        if layer.keys is None:  # it reads another layer's
+        if layer.keys is None:  # the layer reads another layer's keys
             continue
         keys, values = (_turn_of(side, known) for side in (layer.keys, layer.values))
         if values is None:
             refuse_if(not turns, 'reuse="anywhere": its embeddings hang on positions that are learned')
-            # Attention sinks make what a layer gives hang on how many tokens there are.
+            # With attention sinks, a layer's output depends on the number of tokens, so its values differ too.
             refuse_if(len(known) != 1, 'reuse="anywhere": which of its rotary embeddings turns a layer cannot be told')
             turns[index] = next(iter(turns.values()))
             continue
@@ -110,6 +110,7 @@ def _turn_of(rows: torch.Tensor, known: list[torch.Tensor]) -> Turn | None:
 
 
 def _candidates(width: int, known: list[torch.Tensor]) -> list[Turn]:
+    """Return the rotations that fit a row of this width, with no rotation first."""
     fitting = [values for values in known if 2 * len(values) <= width]
     turned = [
         Turn(values, is_neox, first)
@@ -120,7 +121,7 @@ def _candidates(width: int, known: list[torch.Tensor]) -> list[Turn]:
 
 
 def _explains(turn: Turn, rows: torch.Tensor) -> bool:
-    """Return whether all rows are the first one, rotated to their positions."""
+    """Return whether each row equals the first row, rotated to its position."""
     heads, tokens, width = rows.shape[1:]
     cache = rows[0].transpose(0, 1)[:1].repeat(2 * tokens, 1, 1).view(2, tokens, heads, width)
     slots = torch.arange(tokens)
@@ -129,15 +130,15 @@ def _explains(turn: Turn, rows: torch.Tensor) -> bool:
 
 
 class Moving(NamedTuple):
-    """The way in which tokens of a model are moved and computed again."""
+    """The rotations that move a model's cached tokens, and the way to compute tokens at scattered positions."""
 
     turns: Mapping[int, LayerTurns]
-    windows: Mapping[int, int]  # of layers that have one
-    by_operator: bool  # whether attention is `pc.sparse_gap_attention`, else the model's own under a mask
+    windows: Mapping[int, int]  # by layer, of those with a window
+    by_operator: bool  # True: attention by `pc.sparse_gap_attention`; False: by the model, with a mask
 
 
 class ScatteredPass(PagedPass):
-    """Attention in one layer of tokens at positions `at`, ascending, over all keys and values of a row."""
+    """Attention of tokens at the ascending positions `at` over all keys and values of a row, in one layer."""
 
     def __init__(self, at: torch.Tensor, window: int) -> None:
         self._at, self._window = at, window
@@ -157,7 +158,7 @@ class ScatteredPass(PagedPass):
 
 
 class PlacedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
-    """A layer with room for all tokens of a row, `[1, heads, tokens, width]`; new ones go to their positions."""
+    """A layer that holds all tokens of a row, `[1, heads, tokens, width]`, and writes new ones at their positions."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, window: int, by_operator: bool) -> None:
         super().__init__()
@@ -182,11 +183,11 @@ class PlacedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untype
 def compute_scattered(
     model: Any, tokens: np.ndarray, positions: np.ndarray, cache: DynamicCache, moving: Moving
 ) -> Any:
-    """Compute a row's tokens at `positions`, ascending, over a cache that has all others; return the last output."""
+    """Compute a row's tokens at ascending `positions` over a cache with all other tokens; return the last output."""
     placed, layers, length = like(cache), attention_layers(cache), len(tokens)
     for index, layer in layers.items():
         if layer.keys is not None:
-            for side in (layer.keys, layer.values):  # masked out until it is computed, but NaN times 0 is NaN
+            for side in (layer.keys, layer.values):  # uninitialized: a masked NaN times 0 would be NaN
                 side[:, :, torch.from_numpy(positions).to(side.device)] = 0
             sides = (layer.keys[:, :, :length], layer.values[:, :, :length])
             placed.layers[index] = PlacedLayer(*sides, moving.windows.get(index, 0), moving.by_operator)
@@ -254,7 +255,7 @@ def compute_moved(
     cache: DynamicCache,
     moving: Moving,
 ) -> None:
-    """Fill an empty cache of one row with a prompt's first `end` tokens, from blocks or by computing them."""
+    """Fill an empty cache of one row with a prompt's first `end` tokens: read the cached ones, compute the others."""
     known = np.zeros(len(prompt.tokens), np.bool_)
     known[: prompt.reused.cached] = True
     for start, behind in prompt.reused.moved:

@@ -18,7 +18,7 @@ from ..settings import CacheOptions, default_num_blocks, memory_budget
 CHUNK = 1024  # tokens computed between two writes to blocks, if layers have windows
 SIDES = ("keys", "values")
 
-Content = dict[str, torch.Tensor]  # what one block holds: "3 keys", "3 values" of a layer, or as `States` have it
+Content = dict[str, torch.Tensor]  # one block: "3 keys", "3 values" of layer 3, or `States`
 
 
 class TokenSpec(NamedTuple):
@@ -35,7 +35,7 @@ class TokenSpec(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """The rotation by which rows of a layer depend on their position: see `pc.move_slots`."""
+    """The rotation that makes rows of a layer depend on their position, as arguments of `pc.move_slots`."""
 
     inv_freq: torch.Tensor | None
     is_neox: bool = True
@@ -43,13 +43,13 @@ class Turn(NamedTuple):
 
 
 class LayerTurns(NamedTuple):
-    """The rotations of a layer's keys and values; latent attention keeps its rotated part where others have values."""
+    """The rotations of a layer's keys and values. Latent attention stores its rotated part as values."""
 
     keys: Turn
     values: Turn
 
 
-Specs = dict[int, tuple[TokenSpec, TokenSpec]]  # of each attention layer its keys and its values
+Specs = dict[int, tuple[TokenSpec, TokenSpec]]  # by attention layer: its keys and its values
 
 
 class TensorSpec(NamedTuple):
@@ -61,12 +61,12 @@ class TensorSpec(NamedTuple):
 
 
 class BlockTensors:
-    """Tensors by name with a row for each block. A tensor is allocated on first use."""
+    """Named tensors with one row for each block. A tensor is allocated on first use."""
 
     def __init__(self, num_blocks: int, specs: Mapping[str, TensorSpec]) -> None:
         self.num_blocks = num_blocks
         self._specs = specs
-        self.tensors: dict[str, torch.Tensor] = {}  # those that were used, [num_blocks, ...]
+        self.tensors: dict[str, torch.Tensor] = {}  # allocated so far, [num_blocks, ...]
 
     @property
     def bytes_per_block(self) -> int:
@@ -79,13 +79,13 @@ class BlockTensors:
         return {name: (spec.shape, spec.dtype) for name, spec in self._specs.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return one tensor."""
+        """Return the tensor with this name, allocated if needed."""
         found = self.tensors.get(name)
         if found is None:
             spec = self._specs[name]
-            with torch.inference_mode(False):  # else it could not be written to outside of it
+            with torch.inference_mode(False):  # an inference tensor cannot be written outside inference mode
                 made = torch.empty(self.num_blocks, *spec.shape, dtype=spec.dtype, device=spec.device)
-            found = self.tensors.setdefault(name, made)  # another thread may have been first
+            found = self.tensors.setdefault(name, made)  # another thread may have allocated it first
         return found
 
     def content(self, block: int) -> Content:
@@ -99,7 +99,7 @@ class BlockTensors:
 
 
 class BlockIds:
-    """The blocks of a read or write, at least one, prepared once for all layers."""
+    """The block numbers of a read or write, at least one: a slice if they are consecutive, and an index."""
 
     def __init__(self, blocks: np.ndarray) -> None:
         self.count = len(blocks)
@@ -110,7 +110,7 @@ class BlockIds:
 
 
 class KVStorage(BlockTensors):
-    """Keys and values, each `[num_blocks, num_heads, block_size, width]`; layers and both sides may differ in shape."""
+    """Keys and values of layers, `[num_blocks, num_heads, block_size, width]`. Shapes may differ between them."""
 
     def __init__(self, num_blocks: int, block_size: int, specs: Specs) -> None:
         self.block_size = block_size
@@ -123,7 +123,7 @@ class KVStorage(BlockTensors):
         super().__init__(num_blocks, shapes)
 
     def write(self, index: int, blocks: BlockIds, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write whole blocks of a layer: `[num_heads, blocks.count * block_size, width]`, each of its own width."""
+        """Write a layer's keys and values, each `[num_heads, blocks.count * block_size, width]`, to whole blocks."""
         for side, new in zip(SIDES, (keys, values), strict=True):
             cache = self.tensor(f"{index} {side}")
             source = rearrange(new, "heads (block slot) width -> block heads slot width", slot=self.block_size)
@@ -145,13 +145,13 @@ class KVStorage(BlockTensors):
 
 
 class StateStorage(BlockTensors):
-    """Checkpoints of recurrent (SSM) and convolution states, each of one row, in the shapes of `states`."""
+    """Checkpoints of recurrent (SSM) and convolution states. A block holds those of one row, shaped like `states`."""
 
     def __init__(self, num_blocks: int, states: States) -> None:
         super().__init__(num_blocks, {n: TensorSpec(tuple(s.shape[1:]), s.dtype, s.device) for n, s in states.items()})
 
     def write(self, block: int, states: States) -> None:
-        """Write the states of a row to a block."""
+        """Write the states of one row to a block."""
         self.put(block, {name: state[0] for name, state in states.items()})
 
     def read(self, block: int) -> States:
@@ -159,12 +159,12 @@ class StateStorage(BlockTensors):
         return {name: self.tensor(name)[block : block + 1] for name in self._specs}
 
     def of(self, content: Content) -> States:
-        """Return the states of a row from what `content` returned."""
+        """Return the states of a row from a block's content, on their devices."""
         return {name: content[name][None].to(spec.device) for name, spec in self._specs.items()}
 
 
 class ModelStorage:
-    """The storage of each group of a manager: each of `parts` belongs to one of `groups`."""
+    """The storage of all groups of a manager. `parts` are in the order of `groups`."""
 
     def __init__(self, groups: Sequence[Group], parts: Sequence[KVStorage | StateStorage], block_size: int) -> None:
         self.groups, self.parts, self.block_size = tuple(groups), tuple(parts), block_size
@@ -174,9 +174,9 @@ class ModelStorage:
         windows = {g: spec.window for g, spec in enumerate(self.groups) if isinstance(spec, SlidingWindow)}
         self.windows = {layer: windows[group] for layer, group in self.group_of.items() if group in windows}
         self._caches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        # Whether computing can continue behind any cached prefix: there are neither windows nor states.
+        # Whether a prompt can continue from any cached prefix, because there are neither windows nor states.
         self.any_prefix = len(groups) == 1 and isinstance(groups[0], FullAttention)
-        # Checkpoints of recurrent states, and the number of their group; None and -1 without.
+        # The group and storage of recurrent states; -1 and None if the model has none.
         self.state_group = next((g for g, part in enumerate(parts) if isinstance(part, StateStorage)), -1)
         self.states = next((part for part in parts if isinstance(part, StateStorage)), None)
         room = [
@@ -184,12 +184,12 @@ class ModelStorage:
             for spec, part in zip(groups, parts, strict=True)
             if isinstance(spec, SlidingWindow)
         ]
-        self.evicts = False  # whether something was seen to take tokens from a cache, as hooks that evict do
-        # Blocks that are written between two commits, so that a window's are used again; None: all at once.
+        self.evicts = False  # whether a hook was seen to remove tokens from a cache
+        # Blocks to write between two commits, each of which frees blocks behind a window. None: no windows.
         self.chunk = max(1, min(CHUNK // block_size, min(room) // 2)) if room else None
 
     def caches(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a layer's keys and values as operators take them, `[num_blocks, block_size, num_heads, width]`."""
+        """Return a layer's keys and values as views for operators, `[num_blocks, block_size, num_heads, width]`."""
         found = self._caches.get(layer)
         if found is None:
             part = self.parts[self.group_of[layer]]
@@ -198,13 +198,13 @@ class ModelStorage:
         return found
 
     def copy(self, pairs: Iterable[tuple[int, int]], group: int = 0) -> None:
-        """Copy whole blocks of a group, each from a source to a target."""
+        """Copy whole blocks of a group. A pair is the number of the source and that of the target."""
         ids = torch.tensor(list(pairs), dtype=torch.int64).view(-1, 2)
         for cache in self.parts[group].tensors.values() if len(ids) else ():
             copy_blocks(cache, ids[:, 0].to(cache.device), ids[:, 1].to(cache.device))
 
     def move(self, allocation: Allocation, turns: Mapping[int, LayerTurns]) -> None:
-        """Copy text that is cached elsewhere to the blocks of its request, with keys rotated to their new positions."""
+        """Copy an allocation's moved text from other positions into its blocks, with rotated keys."""
         spans = allocation.moved
         sources = torch.from_numpy(np.concatenate([span.slots for span in spans]))
         targets = torch.from_numpy(np.concatenate([span.targets for span in spans]))
@@ -226,7 +226,7 @@ class ModelStorage:
 def model_storage(
     model: Any, options: CacheOptions, specs: Specs, windows: Mapping[int, int], states: States
 ) -> ModelStorage:
-    """Return storage for keys and values by window, and for states in at most a quarter of the default memory."""
+    """Return storage with a group for each window and one for states, which get at most a quarter of the budget."""
     by_window: dict[int, Specs] = {}
     for layer, pair in specs.items():
         by_window.setdefault(windows.get(layer, 0), {})[layer] = pair

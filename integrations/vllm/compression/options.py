@@ -102,12 +102,12 @@ def read_options(extra: Mapping[str, Any]) -> CompressionOptions | None:
 
 
 def refuse_wrong_options() -> None:
-    """Have vLLM refuse a request whose `pc_compress` cannot be read, by ValueError, where its caller sees it."""
+    """Make vLLM raise ValueError to the caller of a request whose `pc_compress` cannot be read."""
 
     def check(sampling_params: Any) -> None:
         try:
             read_options(sampling_params.extra_args or {})
-        except TypeError as error:  # vLLM's server would take it for a fault of its own
+        except TypeError as error:  # vLLM's server would report it as an internal error
             raise ValueError(str(error)) from error
 
     check_sampling_params(check)

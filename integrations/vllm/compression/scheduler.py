@@ -1,15 +1,15 @@
-"""Compression in vLLM's scheduler: when a prompt is compressed, and which blocks hold what stays.
+"""Compression in vLLM's scheduler: when a prompt is compressed, and which blocks hold the tokens that stay.
 
 When a prompt has been computed, its best tokens are packed into a few blocks at the front of the request's block table.
 Null blocks fill the rest of the prompt's places, and the other blocks are freed. Positions, slots and rotary embeddings
 do not change. The worker packs the tokens before the forward pass of the same step, and leaves the null blocks out of
 the tables that attention reads.
 
-Where a part of a prompt is compressed, its packed blocks are published under keys made of its tokens and the options.
-Later requests find them as they find a cached prefix.
+If only a part of a prompt is compressed, its packed blocks may be published under keys made of its tokens and the
+options. Later requests then hit them like a cached prefix.
 
-A request that is preempted reads its prompt again and is compressed again. Exact blocks of a prompt are published as
-ever; blocks that were computed behind a compressed prompt are never published.
+The prompt of a preempted request is computed and compressed again. Exact blocks of a prompt are published as usual.
+Blocks that were computed behind a compressed prompt are never published.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ class PromptPlan:
     """A plan for one request: the part of its prompt that is compressed, and how much of it stays.
 
     Attributes:
-        options: What the request asked for.
-        tokens: The prompt's first tokens, which the press scores.
-        whole: Whole blocks among them, which are compressed.
-        keep: Blocks that stay of these.
-        name: Requests with equal names keep the same tokens.
-        keys: The keys of shared packed blocks; [] where they are not shared.
-        state: "waiting" until the prompt has been computed, then "compressed", or "exact" where nothing is won. "found"
-            where packed blocks were found, from then until the request has got them.
-        is_compressed: The choice between the two, which stays after a preemption; None: it has not been made.
+        options: The options of the request.
+        tokens: Number of first tokens of the prompt, which the press scores.
+        whole: Number of whole blocks of these tokens, which are compressed.
+        keep: Number of packed blocks that replace them.
+        name: An identity: requests with equal names keep the same tokens.
+        keys: The keys of shared packed blocks; [] if they are not shared.
+        state: "waiting" until the prompt has been computed, then "compressed", or "exact" if compression frees no
+            block. "found" from a hit of packed blocks until the request holds them.
+        is_compressed: Whether the prompt was compressed (True) or stays exact (False), also after a preemption. None:
+            not decided yet.
     """
 
     options: CompressionOptions
@@ -63,23 +64,23 @@ class PromptPlan:
     is_compressed: bool | None = None
 
     def stay_exact(self) -> bool:
-        """Choose the exact prompt; return True, since the request can go on."""
+        """Choose the exact prompt. Return True, because the request can continue at once."""
         self.state, self.is_compressed = "exact", False
         return True
 
 
 COUNTED = ("compressed_requests", "recompressed_requests", "compression_freed_blocks")
-"""Names of counters in `..metrics`, of prompts and of blocks."""
+"""Names of counters, which `..metrics` describes."""
 
 
 @dataclass
 class Compression:
-    """Compresses the prompts of a scheduler's requests; `why_no_compression` says that the engine can.
+    """Compression of prompts in one scheduler, for an engine without a reason in `why_no_compression`.
 
     Attributes:
-        plans: By request that asked, its plan.
-        freed: Hashes of exact blocks that compression dropped, the latest last. There are at most as many as the pool
-            has blocks.
+        plans: The plan of each request that asked for compression, by its id.
+        freed: Hashes of the exact blocks that compression dropped, the latest last, at most as many as the pool has
+            blocks.
         counts: Counts since the scheduler was made, by the names of `COUNTED`.
     """
 
@@ -128,17 +129,17 @@ class Compression:
             self.plans[request.request_id] = self._peers[name][request.request_id] = plan
 
     def _keys(self, name: tuple[Any, ...], keep: int) -> list[bytes]:
-        """Return the keys of shared packed blocks: of the text, the options, and the block's place."""
+        """Return the keys of a plan's packed blocks, made of the text, the options, and the place of each block."""
         text, _, options = name
         group = self._manager.kv_cache_group_id
         digests = (sha256(bytes(text) + repr((options, place)).encode()).digest() for place in range(keep))
         return [make_block_hash_with_group_id(digest, group) for digest in digests]
 
     def find(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for vLLM's search for cached blocks: the last queries, which presses read, are always computed.
+        """Replace vLLM's search for cached blocks, and end a hit before the last queries, which presses read.
 
-        So which tokens stay does not depend on what was cached. Blocks of an answer are no hits either: others may have
-        published them, and they hold KV that saw the whole prompt.
+        These queries are always computed, so the tokens that stay do not depend on the cache. The limit also excludes
+        blocks behind the compressed text: other requests may have published them, computed from the exact prompt.
         """
         blocks, count, *rest = self._find(request, *args, **kwargs)
         plan = self.plans.get(request.request_id)
@@ -160,7 +161,7 @@ class Compression:
         return None if None in found or not found else found
 
     def publish(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        """Stand in for vLLM's publishing of a request's blocks: those behind a compressed prompt are not published."""
+        """Replace vLLM's publishing of a request's blocks. Blocks behind a compressed prompt are not published."""
         plan = self.plans.get(request.request_id)
         if plan is None or plan.state not in ("found", "compressed"):
             self._publish(request, *args, **kwargs)
@@ -168,19 +169,20 @@ class Compression:
             self._compressed(request, plan)
 
     def _compressed(self, request: Any, plan: PromptPlan) -> None:
-        """Note that a request holds packed blocks now."""
+        """Record and count that a request holds packed blocks now."""
         plan.state, plan.is_compressed = "compressed", True
         self.counts["compressed_requests"] += 1
         self.counts["recompressed_requests"] += request.num_preemptions > 0
 
     def clip(self, request: Any, num_computed: int, num_new: int) -> int:
-        """Return how many tokens a request computes now: a chunk ends where the compressed text does.
+        """Return the number of tokens that a request may compute in this step, at most `num_new`.
 
-        Behind that text the prompt is compressed first. While blocks for it are lacking, the request computes nothing.
+        A chunk ends at the end of the compressed text. The prompt is compressed before the next chunk. While blocks for
+        it are lacking, the request computes nothing.
         """
         plan = self.plans[request.request_id]
         if plan.state != "waiting":
-            return num_new  # with packed blocks, or exact
+            return num_new  # it has packed blocks, or stays exact
         if num_computed < plan.tokens:
             return min(num_new, plan.tokens - num_computed)
         if num_new and not self._compress(request, plan):
@@ -199,7 +201,7 @@ class Compression:
             pool.touch(packed)
         else:
             alone = self._held_alone(plan, old)
-            if plan.is_compressed is None and len(alone) <= plan.keep:  # it would take more blocks than it frees
+            if plan.is_compressed is None and len(alone) <= plan.keep:  # it would not free any block
                 return plan.stay_exact()
             packed = self._take(alone, plan.keep)
             if packed is None:
@@ -222,20 +224,20 @@ class Compression:
         return True
 
     def _packed_peer(self, plan: PromptPlan) -> str | None:
-        """Return a running request that holds the tokens that this one keeps, packed; None: there is none."""
+        """Return a running request that already holds the packed blocks of this plan, or None."""
         return next((name for name, peer in self._peers[plan.name].items() if peer.state == "compressed"), None)
 
     def _held_alone(self, plan: PromptPlan, blocks: list[Any]) -> list[Any]:
-        """Return the blocks of a prompt that no request holds but those that will keep the same tokens."""
+        """Return the blocks of a prompt that only requests with the same plan hold, and these still wait."""
         peers = self._peers[plan.name].items()
         tables = [self._manager.req_to_blocks.get(name, ()) for name, peer in peers if peer.state == "waiting"]
         holders = [sum(len(table) > at and table[at] is block for table in tables) for at, block in enumerate(blocks)]
         return [block for block, count in zip(blocks, holders, strict=True) if block.ref_cnt == count]
 
     def _take(self, alone: list[Any], keep: int) -> list[Any] | None:
-        """Return blocks to pack into; None while they are lacking.
+        """Return `keep` blocks to pack into; None while they are lacking.
 
-        Blocks of the request that no hash finds come first, then free ones, then blocks whose exact content is lost.
+        Unpublished blocks of the request come first, then free blocks, then its published blocks, which are evicted.
         """
         private = [block for block in alone if block.ref_cnt == 1]
         unknown = [block for block in private if block.block_hash is None][:keep]
@@ -248,7 +250,7 @@ class Compression:
         return [*unknown, *lost, *(self._pool.get_new_blocks(num_free) if num_free else [])]
 
     def start_step(self) -> None:
-        """Preempt the youngest requests while all wait for blocks, until one of the others can be compressed."""
+        """If all requests wait for blocks, preempt the youngest until one of the others can be compressed."""
         running, stalled, self._stalled = self.scheduler.running, self._stalled, []
         if not self._is_stuck or len(stalled) < len(running):
             return
@@ -263,7 +265,7 @@ class Compression:
             self.plans[each.request_id].stay_exact()
 
     def finish_step(self, output: Any) -> None:
-        """Tell workers what to pack in a step, and which queries to save for presses."""
+        """Add to a step's output the blocks that workers pack, and the queries that they save for presses."""
         queries = {}
         for name in self.plans.keys() & output.num_scheduled_tokens.keys():
             plan, count = self.plans[name], output.num_scheduled_tokens[name]
@@ -277,13 +279,13 @@ class Compression:
         self._is_stuck = bool(self._stalled) and not output.num_scheduled_tokens
 
     def release(self, request: Any) -> None:
-        """Note that a request is preempted, or has ended: it holds no blocks now."""
+        """Record that a request holds no blocks any more, because it is preempted or has ended."""
         plan = self.plans.get(request.request_id)
         if plan is not None:
             plan.state = "exact" if plan.is_compressed is False else "waiting"
 
     def exact_tokens(self, request: Any) -> int:
-        """Return how many of a request's first tokens were computed with all of those before them in sight."""
+        """Return the number of a request's first tokens that attended to all tokens before them."""
         plan = self.plans.get(request.request_id)
         is_packed = plan is not None and plan.state in ("found", "compressed")
         return plan.tokens if plan is not None and is_packed else int(request.num_tokens)
@@ -299,7 +301,7 @@ class Compression:
 
 
 def refusals(request: Any) -> dict[str, Any]:
-    """Return what of a request speaks against compression, and whether it is there."""
+    """Return the reasons against compressing a request, each with a value that is true if it applies."""
     extra = extra_args(request)
     return {
         "sessions": request.resumable,
@@ -310,7 +312,7 @@ def refusals(request: Any) -> dict[str, Any]:
 
 
 def why_no_compression(scheduler: Any) -> str:
-    """Return what of an engine makes compression impossible, or ""; workers were asked when it started."""
+    """Return the reason why an engine cannot compress, or "". Workers reported theirs when the engine started."""
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     model = scheduler.vllm_config.model_config
     reasons = {

@@ -66,7 +66,7 @@ class Planner:
         self._found: dict[str, int] = {}
 
     def find(self, request: Any, computed: int) -> int:
-        """Return how many tokens behind `computed` the tier has, in whole blocks, without the prompt's last token."""
+        """Return how many tokens after `computed` the tier has, in whole blocks and without the prompt's last token."""
         if not self._consumes or computed % self._size or request.skip_reading_prefix_cache:
             return 0
         first, behind = computed // self._size, (request.num_tokens - 1) // self._size
@@ -79,7 +79,7 @@ class Planner:
         return count * self._size
 
     def admit(self, request: Any, count: int) -> None:
-        """Note a request that is about to run with `count` tokens from the tier."""
+        """Record a request that is about to run with `count` tokens from the tier."""
         first = self._found.pop(request.request_id, 0) // self._size
         behind = first + count // self._size
         self._requests[request.request_id] = SavedRequest(request, behind, (first, behind) if count else None)
@@ -96,6 +96,7 @@ class Planner:
         return plan
 
     def _add(self, plan: TransferPlan, known: SavedRequest, step: ScheduledRequest, count: int) -> None:
+        """Add one request's loads and saves of a step, in which it computes `count` tokens, to the plan."""
         hashes, size = known.request.block_hashes, self._size
 
         def keyed(first: int, behind: int) -> KeyedBlocks:
@@ -105,8 +106,8 @@ class Planner:
             plan.loads.append(keyed(*known.load))
             known.load = None
         else:
-            known.saved = min(known.saved, step.begin // size)  # a load failed: they are computed again
-        # Tokens that vLLM does not know yet, drafts among them, have no hash either.
+            known.saved = min(known.saved, step.begin // size)  # after a failed load, blocks are computed again
+        # Blocks with tokens that vLLM does not know yet, such as drafts, have no hash.
         behind = min((step.begin + count) // size, len(hashes), len(step.blocks))
         if self._produces and behind > known.saved:
             plan.saves.append(keyed(known.saved, behind))
@@ -152,7 +153,7 @@ class BlockStore:
             cache.index_copy_(0, index, values.reshape(len(ids), *cache.shape[1:]))
 
     def load(self, tier: Tier, wanted: KeyedBlocks) -> list[int]:
-        """Fill blocks from a tier. Return the first that the tier has lost and all later ones, which stay unchanged."""
+        """Fill blocks from a tier. Return those from the first one that the tier has lost, which stay unchanged."""
         found = tier.get_many(wanted.keys)
         count = next((n for n, tensors in enumerate(found) if tensors is None), len(found))
         if count:
@@ -160,7 +161,7 @@ class BlockStore:
         return wanted.ids[count:]
 
     def save(self, tier: Tier, blocks: Sequence[KeyedBlocks]) -> None:
-        """Write the blocks that a tier does not have."""
+        """Write blocks to a tier, except those that it has."""
         keys = [key for each in blocks for key in each.keys]
         ids = [block for each in blocks for block in each.ids]
         missing = [n for n, there in enumerate(tier.contains_many(keys)) if not there]
@@ -200,7 +201,7 @@ class TierConnector(KVConnectorBase_V1):
         self._store: BlockStore | None = None
         self._failed: set[int] = set()
         self._quiet = 0
-        # So many steps may be scheduled before the failure of a load is known.
+        # Number of steps that may be scheduled before the scheduler knows of a failed load.
         self._unaware = int(getattr(vllm_config, "max_concurrent_batches", 2))
         if role is KVConnectorRole.SCHEDULER:
             transfer.kv_load_failure_policy = "recompute"
@@ -240,7 +241,7 @@ class TierConnector(KVConnectorBase_V1):
         return self._planner.find(request, num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Follow a request from its first step on."""
+        """Record the request and the tokens that it loads from the tier."""
         self._planner.admit(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> TransferPlan:
@@ -255,7 +256,7 @@ class TierConnector(KVConnectorBase_V1):
     # A worker's half.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take over the caches of the layers.
+        """Set the caches of the layers, whose blocks are loaded and saved.
 
         Raises:
             ValueError: Their blocks have other sizes than the scheduler assumes.
@@ -263,13 +264,14 @@ class TierConnector(KVConnectorBase_V1):
         self._store = BlockStore(kv_caches, self._bytes)
 
     def _open(self, plan: TransferPlan) -> Tier:
+        """Return this worker's tier, opened at its first use."""
         if self._tier is None:
             layout = layout_of(plan.fingerprint, get_tensor_model_parallel_rank(), self._bytes)
             self._tier = TierWriter(open_tier(self._options, layout), self._options.get("writer_bytes", 1 << 30))
         return self._tier
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Fill this step's blocks from the tier; report lost ones to the scheduler."""
+        """Fill this step's blocks from the tier, and collect lost blocks for `get_block_ids_with_load_errors`."""
         plan = connector_metadata(self)
         if isinstance(plan, TransferPlan) and plan.loads:
             assert self._store is not None

@@ -1,4 +1,4 @@
-"""Eviction policies of `pc.cache` behind vLLM's block pool, and hints of its callers to them."""
+"""Eviction policies of `pc.cache` for vLLM's block pool, and the hints that requests carry for them."""
 
 from ...hints import Hint, HintRange, read_hint, retention_hints
 from .pool import PolicyBlockPool, install_policy

@@ -1,4 +1,4 @@
-"""The blocks that waiting requests will hit: a future that no policy has to guess."""
+"""The blocks that waiting requests will hit, which need no prediction by a policy."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from ..api import block_hash
 
 MOST = 64
-"""How many of the next waiting requests count."""
+"""Number of waiting requests that are read, from the front of the queue."""
 
 
 class WaitingPrefixes:
     """Block hashes of the requests that are next to run.
 
-    Each hash is stored with the last request that has it, which usually is the last to leave too. Counting all requests
-    of a hash would take as long as vLLM's own part of a step.
+    Only the last request with a hash is stored for it, because this request usually leaves the queue last. Counting all
+    requests of each hash would take as long as vLLM's own part of a step.
     """
 
     def __init__(self, waiting: Callable[[], Iterable[Any]]) -> None:
@@ -28,7 +28,7 @@ class WaitingPrefixes:
         self.joined = 0
         """The number of requests that were added."""
         self.is_stale = True
-        """Set before each step; within a step the queue only gets shorter."""
+        """Whether the queue must be read again. Set before each step, because within a step the queue only shrinks."""
 
     @property
     def left(self) -> int:
@@ -36,7 +36,7 @@ class WaitingPrefixes:
         return self.joined - len(self._present)
 
     def refresh(self) -> None:
-        """Read the scheduler's queue, once a step."""
+        """Read the scheduler's queue if `is_stale` is set."""
         if not self.is_stale:
             return
         self.is_stale = False
@@ -56,13 +56,13 @@ class WaitingPrefixes:
             self._num_hashes = len(self._serials)
 
     def split(self, numbers: list[int], blocks: list[Any]) -> tuple[list[int], list[int]]:
-        """Split blocks into those that no request waits for, and the others."""
+        """Split block numbers into those that no waiting request will hit, and the others."""
         if not self._present:
             return numbers, []
         free: list[int] = []
         awaited: list[int] = []
         serials, present = self._serials, self._present
         for number in numbers:
-            key = block_hash(blocks[number])  # ends with the group of layers, 4 bytes
+            key = block_hash(blocks[number])  # its last 4 bytes are the group of layers
             (free if key is None or serials.get(key[:-4]) not in present else awaited).append(number)
         return free, awaited

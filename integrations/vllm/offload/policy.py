@@ -27,15 +27,15 @@ LEAST_KEY = 12
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """A chunk of the tier: its place there, its key, vLLM's record of transfers, and its users."""
+    """A chunk of the tier: its number, its key, vLLM's record of its transfers, and its users."""
 
     block_id: int
     key: bytes
     status: Any
     holders: int = 0
-    """Number of running requests that found or stored it."""
+    """Number of running requests that found or stored the chunk."""
     place: int = 0
-    """Number of chunks of its sequence up to and including it. 0: unknown."""
+    """Its place in its sequence, from 1. 0: unknown."""
     is_waiting: bool = False
     """Whether the policy may choose it as a victim."""
 
@@ -106,7 +106,7 @@ class OffloadPolicy(CachePolicy):
             self._release([chunk for chunk in used if chunk.is_waiting])
 
     def on_request_access(self, keys: Iterable[bytes], req_context: Any) -> None:
-        """Record that a request uses chunks for the first time. It may store absent ones."""
+        """Record that a request uses chunks from now on. It may store absent chunks later."""
         found = [chunk for key in keys if (chunk := self._chunks.get(key)) is not None]
         held = self._held_by(req_context)
         found = [chunk for chunk in found if chunk not in held.chunks]
@@ -192,6 +192,7 @@ class OffloadPolicy(CachePolicy):
         self.state.policy.check()
 
     def _held_by(self, req_context: Any) -> RequestChunks:
+        """Return the chunks of a request, which vLLM's context of the request keeps."""
         held: RequestChunks | None = req_context.get_state(RequestChunks)
         if held is None or held.owner is not self.state:
             held = RequestChunks(self.state)

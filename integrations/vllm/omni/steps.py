@@ -1,4 +1,4 @@
-"""A step of vLLM-Omni's runner: the slots of its tokens, and its outputs until they are taken."""
+"""A step of vLLM-Omni's runner: the slots of its tokens, and its outputs until the runner reads them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .. import api
 from ..scheduler_output import full_attention_group
 
 FEW_BYTES = 1 << 16
-"""Rows of a name up to this size are copied when a step is saved, because finding them again takes longer."""
+"""Up to this size, the rows of a name are copied when a step is saved, which is faster than a later read."""
 
 Rows = dict[str, dict[str, torch.Tensor]]
-"""Rows by name and request."""
+"""Rows by name, and then by request."""
 
 
 class PrefixHit(NamedTuple):
@@ -58,12 +58,12 @@ class SavedStep:
     hits: dict[str, PrefixHit]
     leftover: Leftover
     new: dict[str, torch.Tensor] | None
-    """The step's own rows, if they are few."""
+    """A copy of the step's own rows, if they are few; see `copied_rows`."""
     rows: Rows | Exception | None = None
-    """The rows, read as soon as a later step writes; or the error, raised for the caller that takes them."""
+    """The rows, read before a later step overwrites them, or the error of this read, for the caller that asks."""
 
     def read(self, cache: TensorCache, requests: Sequence[str]) -> Rows:
-        """Return the rows of some requests, preceded by those of their hits. Raise like `PrefixHit.read`."""
+        """Return the rows of some requests, each preceded by the rows of its hit. Raise like `PrefixHit.read`."""
         names, new = self.names, self.new
         if new is None:
             without_hit = names and any(request not in self.hits for request in requests)
@@ -94,7 +94,7 @@ def copied_rows(kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | N
 class Leftover:
     """A copy of outputs by name, because the next step may overwrite them.
 
-    A copy from a device does not wait for it.
+    Copies from a device run asynchronously. `split` waits for them.
     """
 
     def __init__(self, outputs: Mapping[str, Any]) -> None:
@@ -143,7 +143,7 @@ class Leftover:
 
 
 class GroupView:
-    """A `FullAttentionGroupView` of vLLM-Omni for any full attention group, with blocks that kernels split."""
+    """vLLM-Omni's `FullAttentionGroupView` for any full attention group, also if kernels split its blocks."""
 
     def __init__(self, input_batch: Any, group: int, block_size: int) -> None:
         self._batch = input_batch
@@ -196,7 +196,7 @@ def check_groups(kv_cache_groups: Iterable[Any]) -> None:
 
 
 def make_view(input_batch: Any, block_size: int, kv_cache_groups: Any = None) -> GroupView | None:
-    """Return a view in place of vLLM-Omni's `get_prefix_cache_group_view`. The block size is that of the group."""
+    """Replace vLLM-Omni's `get_prefix_cache_group_view`; `block_size` is ignored in favor of the group's own."""
     groups = list(kv_cache_groups or ())
     number = _group(groups)
     if not getattr(input_batch.block_table, "block_tables", None):
@@ -205,6 +205,7 @@ def make_view(input_batch: Any, block_size: int, kv_cache_groups: Any = None) ->
 
 
 def _group(groups: Iterable[Any]) -> int:
+    """Return the first full attention group. Raise OmniPrefixCacheUnmatchError if there is none."""
     try:
         return full_attention_group(list(groups or ()))
     except ValueError as error:

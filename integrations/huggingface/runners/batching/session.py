@@ -1,7 +1,7 @@
-"""Transformers' continuous batching manager and processor with blocks in the place of its cache.
+"""Transformers' continuous batching over shared blocks in place of its own cache.
 
-The loop, the scheduler, sampling, routing and cancellation stay theirs. This module replaces the cache, the forward
-pass, the queue of new requests, and the handling of a step in which nothing can be scheduled.
+The loop, the scheduler, sampling, routing and cancellation remain transformers'. This module replaces the cache, the
+forward pass, the queue of new requests, and the handling of a step in which nothing can be scheduled.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NOT_OURS: dict[str, Any] = {
     "varlen_compile_config": None,
     "decode_compile_config": None,
 }
-"""Options of transformers' config that have no meaning over blocks, and what they are set to."""
+"""Options of transformers' config that have no effect here, and the values that sessions set them to."""
 
 UNBOUNDED = 1 << 30
 
@@ -65,10 +65,10 @@ class SessionHandle(Protocol):
         """Return the blocks for the model in its current state."""
 
     def blocks(self, model: Any, sharing: bool, max_batch_tokens: int) -> ScheduledBlocks:
-        """Return the object in the place of transformers' cache in a session."""
+        """Return the blocks that a session uses in place of transformers' cache."""
 
     def may_fall_back(self, error: Exception) -> None:
-        """Raise where a session may not become transformers' own manager."""
+        """Raise UnsupportedError if the handle was made with fallback="raise"."""
 
     def fell_back(self, error: Exception) -> None:
         """Count a session that has become transformers' own manager."""
@@ -78,7 +78,7 @@ class SessionHandle(Protocol):
 
 
 class PackedStep(ModelInStep):
-    """A model as transformers' runner calls it, over the blocks of one step, which first copies pairs of blocks."""
+    """The model that transformers' runner calls in one step. It copies pairs of blocks, then runs over the blocks."""
 
     def __init__(
         self, model: Any, shared: SharedBlocks, spans: Sequence[Span], copies: Sequence[tuple[int, Pairs]]
@@ -105,7 +105,7 @@ class SaltedState(RequestState):  # type: ignore[misc]  # transformers is untype
     salt: Any = None
 
     def create_equivalent_initial_request(self) -> Any:
-        """Return what transformers' own returns, with the same salt."""
+        """Return the same request as transformers does, with its salt."""
         state = super().create_equivalent_initial_request()
         state.__class__, state.salt = SaltedState, self.salt
         return state
@@ -141,7 +141,7 @@ class RequestQueue(queue.Queue):  # type: ignore[type-arg]
 
 
 class Offloading(OffloadingManager):  # type: ignore[misc]
-    """Transformers' handling of a full cache. Where it would end the loop, only requests that cannot continue end."""
+    """Transformers' handling of a full cache, except that a full cache ends single requests and never the loop."""
 
     processor: Any
 
@@ -190,7 +190,7 @@ class Processor(BatchProcessor):  # type: ignore[misc]
 
     def prepare_next_batch(self) -> bool:
         """Schedule the next batch and return whether there is one."""
-        if not self.scheduler.active_requests:  # the one whose end would have lifted it may have been cancelled
+        if not self.scheduler.active_requests:  # a cancelled request never lifts the block
             self.scheduler.block_new_requests = False
         self.cache.waiting = self.scheduler.waiting_requests
         self.cache.begin()
@@ -203,7 +203,7 @@ class Processor(BatchProcessor):  # type: ignore[misc]
         """Run the batch that was prepared."""
         spans, copies = self.cache.take_step()
         batch = self.inputs_and_outputs.get_model_kwargs(use_padding=False)
-        if not batch["input_ids"].shape[1]:  # requests that are only to be forked: a token of padding, to draw as ever
+        if not batch["input_ids"].shape[1]:  # only forks: sampling still needs a row
             batch["input_ids"] = batch["position_ids"] = batch["input_ids"].new_zeros(1, 1)
         step = PackedStep(model, self.cache.shared, spans, copies)
         self.model_runner.compute_batch(step, batch)
@@ -220,7 +220,7 @@ class Processor(BatchProcessor):  # type: ignore[misc]
 
 
 class Session(BatchManager):  # type: ignore[misc]
-    """Transformers' manager over a model's blocks. Its arguments are the handle and those of transformers."""
+    """Transformers' manager of continuous batching, over a model's blocks. Its first argument is our handle."""
 
     def __init__(
         self,
@@ -245,16 +245,16 @@ class Session(BatchManager):  # type: ignore[misc]
         )
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-        """Do nothing: attention reads blocks whatever the implementation, which others keep using."""
+        """Do nothing, because packed passes need no particular implementation and other calls use the model's."""
 
     def start(self) -> None:
-        """Start the loop over the blocks of the model as it is now, or fall back to transformers' own manager."""
+        """Start the loop over blocks for the model's current state, or fall back to transformers' own manager."""
         if not self.is_running():
             self._prepare()
         plain_start(self)  # not super(): a manager that falls back is no session any more
 
     def _prepare(self) -> None:
-        """Make the processor now, and not in the loop's thread: there a failure would end all requests."""
+        """Make the processor in the caller's thread. A failure in the loop's thread would end all requests."""
         try:
             made = getattr(self, "batch_processor", None)
             if made is not None and made.cache.shared is not self._handle.shared(self.model):
@@ -268,7 +268,7 @@ class Session(BatchManager):  # type: ignore[misc]
             self._handle.served()
 
     def _fall_back(self, error: Exception) -> None:
-        """Become a manager of transformers' own, with the requests that have come so far.
+        """Become a manager of transformers' own, which also serves the requests queued so far.
 
         Raises:
             UnsupportedError: The handle was made with fallback="raise".
@@ -303,7 +303,7 @@ class Session(BatchManager):  # type: ignore[misc]
         return None
 
     def make_processor(self) -> Any:
-        """Return the loop's processor: the last one again, or one over the blocks, or transformers' own."""
+        """Return the loop's processor: the existing one after a reset, a new one over blocks, or transformers' own."""
         processor: Any = self.batch_processor
         if processor is not None:
             processor.reset()
@@ -315,6 +315,7 @@ class Session(BatchManager):  # type: ignore[misc]
         return plain_processor(self)
 
     def _new_processor(self) -> Processor:
+        """Make blocks for the model's current state, and transformers' scheduler and processor over them."""
         settings = self.continuous_batching_config
         cache = self._handle.blocks(
             self.model, settings.allow_block_sharing, settings.max_batch_tokens or MAX_BATCH_TOKENS
