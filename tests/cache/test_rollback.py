@@ -33,7 +33,7 @@ def test_rollback_cannot_bring_back_what_left_the_window():
     m = pc.CacheManager(8, block_size=4, groups=[pc.SlidingWindow(window=4)])
     m.allocate("a", list(range(16)))
     m.commit("a", 16)
-    with pytest.raises(ValueError, match="left the window"):
+    with pytest.raises(ValueError, match="behind the window were released"):
         m.rollback("a", 2)
     m.rollback("a", 1)
     m.check()

@@ -84,7 +84,7 @@ def test_wrong_lengths_and_arguments_are_refused():
     cache.put("a", item("cat", 2), output(2))
     with pytest.raises(ValueError, match=r"'cat': got \[2, 3\] rows, needs 3"):
         cache.missing("b", [item("cat", 3)], [(0, 3)])
-    with pytest.raises(KeyError, match="needs one that was put"):
+    with pytest.raises(KeyError, match="needs a cached one"):
         cache.output(item("dog"))
     with pytest.raises(ValueError, match="policy: got 'best'"):
         pc.EncoderCache(1, "best")
