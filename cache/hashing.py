@@ -6,15 +6,15 @@ The hashed byte string is, with all integers little-endian:
     hash(block i) = digest(root | tokens of block 0 | ... | tokens of block i), a token being a u32
 
 The chain is one hasher that takes block after block and returns its digest after each. So hashing a block costs only
-its own tokens. If a `KeyAt` has its position in block i, the chain starts anew there, from its digest:
+its own tokens. If a `KeyAt` has its position in block i, the chain restarts at block i, from the digest so far:
 
     root' = b"pc.extra.1" | hash(block i - 1), or digest(root) for i = 0 | u32 n | (u64 position | key) ...
     hash(block i + k) = digest(root' | tokens of block i | ... | tokens of block i + k)
 
-with the n keys of that block ordered by position, then by bytes. `pc.cache.keys` defines key(...). A request with moved
-KV has such a record at the start of the first block with moved KV, with the key b"m", which no other key encodes to.
-From there on its blocks are approximate, and no exact request has their hashes. Nothing depends on the process or the
-machine. Every record carries its length, so two different inputs never give the same bytes.
+with the n keys of that block ordered by position, then by bytes. `pc.cache.keys` defines key(...). The chain
+also restarts at the first block with moved KV, with the key b"m". No other key has this encoding, so no request with
+exact KV has the hashes of this block and of later ones. Hashes do not depend on the process or the machine. Every
+record carries its length, so two different inputs never give the same bytes.
 
 sha256 and blake2b (32 bytes) are collision resistant: among 2**40 blocks the chance that any two share a hash is below
 2**-176. No input is known that makes them collide, so blocks with equal hashes are treated as equal. xxh3_128 is not
@@ -85,7 +85,7 @@ def encode_tokens(token_ids: TokenIds, name: str = "token_ids") -> array[int]:
         try:
             if isinstance(token_ids, tuple):
                 return array("I", token_ids)
-            # Takes 0.7 of the time of the constructor, which asks for an iterator.
+            # `fromlist` takes 0.7 of the time of the constructor, which makes an iterator.
             tokens = array("I")
             tokens.fromlist(token_ids)
             return tokens
@@ -113,14 +113,14 @@ def encode_tokens(token_ids: TokenIds, name: str = "token_ids") -> array[int]:
 class BlockHasher:
     """A hasher of the complete blocks of sequences, for one algorithm, block size (in tokens) and seed.
 
-    Without a seed all processes share the identity. A hasher must not be used by two threads at once.
+    Without a seed, all processes compute the same hashes. Two threads must not use a hasher at once.
 
     Attributes:
-        words: Number of 64-bit words in an identity. A caller with identities of its own passes it; None: the
-            algorithm's.
+        words: Number of 64-bit words in a hash. None: that of the algorithm. A caller that has its own hashes passes
+            their size.
         pieces: Iterates over the bytes of tokens block by block, each in a tuple.
-        begin: Returns the first digests of a chain, whose tokens are given as bytes. `pc.cache.remembered` has a faster
-            one.
+        begin: Returns the digests of a chain's first blocks, whose tokens are given as bytes. `pc.cache.remembered`
+            replaces it by a faster function.
     """
 
     def __init__(self, algorithm: str, block_size: int, seed: int | None = None, words: int | None = None) -> None:
@@ -185,7 +185,7 @@ class Chain:
     def extend(self, tokens: array[int], end: int) -> Words:
         """Return the digests of blocks `hashed` to `end`, `[end - hashed, words]`.
 
-        `tokens` starts with the sequence.
+        `tokens` are those of the whole sequence, from its first token.
         """
         start, owner = self.hashed, self._owner
         size, words = owner.block_size, owner.words
@@ -232,7 +232,7 @@ class Chain:
     def feed(self, data: bytes) -> bytes:
         """Hash the next blocks, whose tokens are `data`, and return their digests."""
         update, digest = self.hasher.update, self.hasher.digest
-        # The longest loop for a long prompt. `update` returns None.
+        # A long prompt spends most of its time in this loop. `update` returns None.
         digests = [update(piece) or digest() for (piece,) in self._owner.pieces(data)]
         self.hashed += len(digests)
         return b"".join(digests)

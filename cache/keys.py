@@ -52,7 +52,7 @@ FrozenKeys: TypeAlias = Union[str, bytes, int, KeyAt, "tuple[FrozenKeys, ...]", 
 
 
 class EncodedKeys(NamedTuple):
-    """The keys of a request, encoded at once so that later changes of the caller's objects have no effect.
+    """The keys of a request, encoded when it starts, so that later changes of the caller's objects have no effect.
 
     Attributes:
         header: Encoded salt and keys that hold for the whole sequence.

@@ -65,7 +65,7 @@ def drop(state: ManagerState, request_id: Hashable) -> None:
 
 
 def _save(state: ManagerState, request: Request, saved: Preempted) -> list[Pairs]:
-    """Allocate host slots for the KV up to the greatest position that they allow; return the copies of each group."""
+    """Allocate host slots for as long a prefix of the KV as they can hold; return the copies of each group."""
     size, committed, num_tokens = state.block_size, request.committed, len(request.tokens)
     tables = _with_released(state, request)
     free = [host.num_free for host in state.host]
@@ -101,7 +101,7 @@ def _with_released(state: ManagerState, request: Request) -> list[Ids]:
 
 
 def _find(state: ManagerState, digests: Words, saved: Preempted) -> Hit:
-    """Return the hit of a preempted request: cached blocks are held, and blocks in host memory are loaded."""
+    """Return the hit of a preempted request: blocks that are cached, and blocks to load from host memory."""
     size, num_tokens = state.block_size, len(saved.tokens)
     total = num_tokens + (len(saved.pending) if saved.pending else 0)
     listed = [pool.table.find(digests) for pool in state.pools]
@@ -114,7 +114,7 @@ def _find(state: ManagerState, digests: Words, saved: Preempted) -> Hit:
         there[:whole] |= slots[:whole] >= 0
     hit = longest_hit(state.groups, resident, total, size)
     end = hit * size
-    if saved.position > end:  # inside a block: all KV needed there is in host memory
+    if saved.position > end:  # it is inside a block, and host memory has all KV needed there
         hit, end = whole, saved.position
     position, last, num_blocks = min(end, max(total - 1, 0)), -(-end // size), -(-num_tokens // size)
     behind = np.arange(last, num_blocks, dtype=np.int32)

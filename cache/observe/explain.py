@@ -45,7 +45,8 @@ class GroupMiss(NamedTuple):
             running request computes the block. "state": no state was cached there (`CacheManager.checkpoint`). "never":
             no request has computed the block. None: another group ends the hit.
         position: Start of the first missing block; with "state", the end of the block whose state is missing.
-        there: With "evicted", the seconds since then, or None if that is forgotten. With "uncommitted", the request.
+        there: With "evicted", the seconds since the eviction, or None if its time is forgotten. With "uncommitted", the
+            request.
 
     Examples:
         >>> groups = [pc.FullAttention(), pc.Recurrent(num_blocks=4)]
@@ -99,20 +100,20 @@ class Explanation:
     "keys": that text has other extra keys (adapter, image). "salt": it has another salt. "evicted": the block was
     evicted. "compressed": it was freed when its prompt was compressed. "uncommitted": a running request has not
     committed it yet. "block": the matching text, or the prompt, ends inside the block. "window": layers with a window
-    or with states lack blocks that they need to continue there. "never": no similar text is remembered. "changed": the
-    same, because the cache was emptied for a changed model. None: there is nothing more to find."""
+    or with states lack blocks that they need to continue there. "never": no similar text is remembered. "changed": no
+    similar text is remembered, because the cache was emptied for a changed model. None: no longer hit is possible."""
     position: int
     """The position of the first different token or key; otherwise the start of the first block that is not reused."""
     here: Any = None
     """With "token", the prompt's next 16 tokens from there on. With "keys", its own keys."""
     there: Any = None
-    """Details by reason. "token": the other text's tokens. "keys": its keys. "evicted": seconds since then, or None if
-    that is forgotten. "uncommitted": the request. "block": number of matching tokens in the block. "window": the group.
-    "changed": the changed part of the model. Nothing is shown of a text with another salt."""
+    """Details by reason. "token": the other text's tokens. "keys": its keys. "evicted": seconds since the eviction, or
+    None if forgotten. "uncommitted": the request. "block": number of matching tokens in the block. "window": the group.
+    "changed": the changed part of the model. With "salt", None: a text with another salt is never shown."""
     gap_tokens: int = 0
     """Number of additional tokens that `reuse="gap"` would find."""
     moved_tokens: int = 0
-    """Number of additional tokens behind the exact prefix that `reuse="anywhere"` would find, with those over gaps."""
+    """Number of additional tokens behind the exact prefix that `reuse="anywhere"` would find, with `gap_tokens`."""
     texts: tuple[str, str] | None = None
     """`here` and `there` as text, if a tokenizer was given."""
     groups: tuple[GroupMiss, ...] = ()
@@ -161,7 +162,8 @@ class Source(NamedTuple):
         tables: The cached blocks of each group.
         texts: Remembered texts, oldest first, then those of running requests, with the request's name.
         evicted: Time and group of evicted hashes.
-        manager: The state of a manager, which may reuse more than whole blocks, or text at other places.
+        manager: The state of a manager. It may also reuse parts of blocks, or text at other positions. None for an
+            engine's cache.
     """
 
     hasher: BlockHasher
@@ -178,7 +180,7 @@ class Source(NamedTuple):
 
     @classmethod
     def of(cls, state: ManagerState) -> Source:
-        """Return what an explanation reads of a manager."""
+        """Return the source for a manager's cache."""
         texts: list[tuple[Ended, Hashable]] = [(entry, None) for entry, _ in state.history.ended]
         for name, request in state.running.items():
             tokens = request.tokens + request.pending if request.pending else request.tokens
@@ -189,7 +191,7 @@ class Source(NamedTuple):
 
 
 class Known(NamedTuple):
-    """The whole of a text that the manager remembers."""
+    """A remembered text, from its first token. `committed` is the number of its committed tokens."""
 
     tokens: Tokens
     keys: EncodedKeys
@@ -202,7 +204,7 @@ class Known(NamedTuple):
 def explain(
     state: ManagerState, tokens: array[int], keys: EncodedKeys, below: Callable[[bytes], bool] | None = None
 ) -> Explanation:
-    """Explain a prompt to a manager, see `CacheManager.explain`."""
+    """Explain how far a manager caches a prompt; see `CacheManager.explain`."""
     return explain_from(Source.of(state), tokens, keys, below)
 
 
@@ -215,7 +217,7 @@ def explain_from(
         source: What is known of the cache.
         tokens: The prompt.
         keys: Its salt and extra keys.
-        below: Returns whether a lower tier has the block of a hash.
+        below: Returns whether a lower tier has the block of a hash. Blocks that follow the hit there count as cached.
     """
     hasher = copy.copy(source.hasher)
     hasher.begin = feed_all  # so that an explanation adds nothing to the remembered hashes
@@ -261,7 +263,7 @@ def _known(source: Source, hasher: BlockHasher, prompt: Known) -> Iterator[Known
                 continue  # the request that computed the earlier text is forgotten
             text = np.concatenate((behind[before], text))
         moved = approximate_from(keys)
-        if moved is not None:  # no prompt has the hashes of blocks from there on
+        if moved is not None:  # from there on KV is approximate, and no prompt has such hashes
             keys, text, committed = keys._replace(placed=()), text[:moved], min(committed, moved)
         digests = hasher.hash_blocks(array("I", text.tobytes()), keys)
         behind.update({digest: text[: (i + 1) * size] for i, digest in enumerate(split_digests(digests))})
@@ -269,7 +271,7 @@ def _known(source: Source, hasher: BlockHasher, prompt: Known) -> Iterator[Known
 
 
 def _absent(source: Source, known: list[Known], prompt: Known, block: int) -> Why | None:
-    """Return why a block whose hash is known is not reused; None if the hash is unknown."""
+    """Return why the prompt's block behind the hit is not reused; None if its hash was never seen."""
     if block == len(prompt.digests):
         return None
     start, digest = block * source.block_size, prompt.digests[block]
@@ -285,7 +287,7 @@ def _absent(source: Source, known: list[Known], prompt: Known, block: int) -> Wh
 def _lost(
     source: Source, known: list[Known], prompt: Known, block: int, group: int | None = None
 ) -> tuple[str, Any] | None:
-    """Return why a block with a known hash is not cached (in a group), and the time or the request."""
+    """Return why a block is not cached (in a group), with the seconds or the request; None if it was never seen."""
     digest, end = prompt.digests[block], (block + 1) * source.block_size
     same = [text for text in known if len(text.digests) > block and (text.digests[block] == digest).all()]
     for text in same:
@@ -300,7 +302,7 @@ def _lost(
 def _by_group(source: Source, known: list[Known], prompt: Known, hit: int) -> tuple[GroupMiss, ...]:
     """Return what each of several groups lacks behind a hit of `hit` blocks.
 
-    For states, behind the hit of attention.
+    Groups of states are examined where the hit of the attention groups alone would end.
     """
     size, count, misses = source.block_size, len(prompt.tokens), []
     if len(source.groups) == 1:
@@ -319,7 +321,7 @@ def _by_group(source: Source, known: list[Known], prompt: Known, hit: int) -> tu
             block = lacking.item(0)
             found = _lost(source, known, prompt, block, group)
             if spec.holds_states and (found == ("evicted", None) or (found is None and reach > hit)):
-                found = "state", None  # the earlier text was computed, or is cached
+                found = "state", None  # its text was computed or is cached, but its state was not kept
             reason, other = found or ("never", None)
             miss = miss._replace(reason=reason, position=(block + spec.holds_states) * size, there=other)
         misses.append(miss)
@@ -327,7 +329,7 @@ def _by_group(source: Source, known: list[Known], prompt: Known, hit: int) -> tu
 
 
 def _different(source: Source, prompt: Known, known: list[Known], hit: Hit) -> Why:
-    """Return the difference between the block behind a hit and the remembered texts."""
+    """Return how the prompt differs from remembered texts at the block behind a hit."""
     size, block = source.block_size, hit.blocks
     start = block * size
     agreed, end, other = _longest(prompt, known, block)
@@ -361,7 +363,7 @@ def _is_cached(source: Source, text: Known, block: int) -> bool:
 
 
 def _longest(prompt: Known, known: list[Known], block: int) -> tuple[int, str, Known | None]:
-    """Return the longest match with a text of the same salt and keys: its length, what ends it, and the text."""
+    """Return the longest match with a text of the same salt and keys: its length, why it ends, and the text."""
     best: tuple[int, str, Known | None] = (0, "end", None)
     for text in known:
         if _differ(prompt, text):
@@ -372,7 +374,7 @@ def _longest(prompt: Known, known: list[Known], block: int) -> tuple[int, str, K
         end = "keys" if border < common else "token" if common < both else "end"
         begins = end == "token" and common < 2 and not block
         if begins and 2 * np.count_nonzero(text.tokens[:both] == prompt.tokens[:both]) < both:
-            continue  # only the token with which all texts start
+            continue  # they share only the token with which all texts start
         if min(border, common) >= best[0]:
             best = (min(border, common), end, text)
     return best

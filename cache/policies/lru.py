@@ -1,4 +1,4 @@
-"""The least recently used unreferenced block is evicted first; of equal ones, the block with the longest prefix."""
+"""The least recently used unreferenced block is evicted first; among equals, the block with the longest prefix."""
 
 from __future__ import annotations
 

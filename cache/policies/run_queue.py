@@ -40,12 +40,12 @@ class RunQueue:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the runs. The owner of the tickets counts those."""
+        """Bytes of the runs. The owner of `ticket_of` counts the bytes of the tickets."""
         return 4 * self._places
 
     def push(self, ticket: int, ids: Ids) -> None:
         """Append a run. Its first block is evicted first. Tickets are unique and rise."""
-        self._ticket_of[ids.astype(np.intp)] = ticket  # takes a third of the time of int32
+        self._ticket_of[ids.astype(np.intp)] = ticket  # an index of intp takes a third of the time of int32
         self._runs.append((ticket, ids))
         self._places += ids.size
         if self._places > 2 * self._ticket_of.size + 64:
@@ -146,7 +146,7 @@ class QueuedPolicy(EvictionPolicy):
         >>> class LongRequestsFirst(QueuedPolicy):
         ...     num_queues = 2
         ...     def released(self, ids):
-        ...         self.queues[len(ids) < 100].push(self.pool.clock, ids[::-1])  # of each request the tail first
+        ...         self.queues[len(ids) < 100].push(self.pool.clock, ids[::-1])  # the tail of a request first
         ...     def next_victims(self, count):
         ...         return self.queues[self.queues[0].head() is None].pop(count)
         >>> manager = pc.CacheManager(num_blocks=8, policy=LongRequestsFirst)
@@ -161,7 +161,7 @@ class QueuedPolicy(EvictionPolicy):
 
     def accessed(self, ids: Ids, hit: bool) -> None:
         if hit:
-            self._ticket_of[ids.astype(np.intp)] = -1  # takes a third of the time of int32
+            self._ticket_of[ids.astype(np.intp)] = -1  # an index of intp takes a third of the time of int32
 
     @abstractmethod
     def next_victims(self, count: int) -> Ids:

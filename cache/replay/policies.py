@@ -1,4 +1,4 @@
-"""Policies for comparison: known policies as in their papers, and the optimum, which knows the future."""
+"""Policies for comparison: published policies, and two that know future requests."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..table import Ids
 from .traces import NEVER, BlockIds, digests_of
 
 NO_BLOCKS = np.empty(0, np.int32)
-MOST = 63  # `LFU` treats all counts above this one alike
+MOST = 63  # `LFU` counts up to this number of uses
 
 
 class LFU(QueuedPolicy):
-    """Least frequently used: the block that the fewest requests used, and of equal ones the least recently used.
+    """Least frequently used: the block that the fewest requests used is evicted first.
 
-    Counts start again after an eviction.
+    Among equals, it is the least recently used one. A block's count starts again after its eviction.
 
     Examples:
         >>> pc.CacheManager(num_blocks=8, policy="lfu").pools[0].policy.__class__.__name__
@@ -41,7 +41,9 @@ class LFU(QueuedPolicy):
 
 
 class FIFO(EvictionPolicy):
-    """First in, first out: the block that was filled first, and within a request the tail first. Uses do not count.
+    """First in, first out: the block that was filled first is evicted first, and within a request the tail first.
+
+    Uses make no difference.
 
     Examples:
         >>> pc.CacheManager(num_blocks=8, policy="fifo").pools[0].policy.__class__.__name__
@@ -62,7 +64,7 @@ class FIFO(EvictionPolicy):
     def released(self, ids: Ids) -> None:
         self._waits[ids] = True
         overdue = ids[self._passed[ids]]
-        if overdue.size:  # their turn came while requests held them
+        if overdue.size:  # requests held them when it was their turn to be evicted
             self._passed[overdue] = False
             self._turn[overdue] = self.pool.clock
             self._queue.appendleft((self.pool.clock, overdue[::-1]))
@@ -102,7 +104,7 @@ class FIFO(EvictionPolicy):
 
 
 def next_part(queue: deque[tuple[int, Ids]], count: int) -> tuple[int, Ids]:
-    """Return the front of the oldest run, so that a few victims do not cost a scan of a long run."""
+    """Remove and return the front of the oldest run, so that a few victims do not cost a scan of a long run."""
     turn, ids = queue.popleft()
     width = 2 * count + 64
     if ids.size > width:
@@ -141,7 +143,7 @@ class S3FIFO(EvictionPolicy):
 
     def released(self, ids: Ids) -> None:
         self._waits[ids] = True
-        self._push(1, ids[self._turn.take(ids) < 0][::-1])  # their turn came while requests held them
+        self._push(1, ids[self._turn.take(ids) < 0][::-1])  # requests held them in their turn
 
     def _push(self, queue: int, ids: Ids) -> None:
         if ids.size:
@@ -195,8 +197,8 @@ class S3FIFO(EvictionPolicy):
 class ARC(QueuedPolicy):
     """Adaptive replacement cache (Megiddo and Modha, FAST 2003).
 
-    It has a queue of blocks used once and a queue of blocks used again, each in order of last use. Ghosts of both move
-    the border between them.
+    It has a queue of blocks used once and a queue of blocks used again, each in order of last use. If a ghost of one
+    queue comes back, that queue gets more room.
 
     Examples:
         >>> pc.CacheManager(num_blocks=8, policy="arc").pools[0].policy.__class__.__name__
@@ -258,7 +260,7 @@ class ARC(QueuedPolicy):
 class Belady(EvictionPolicy):
     """The optimum, which knows the future, for replays only.
 
-    It evicts the block whose next use is farthest ahead, and of equal ones the block with the longest prefix.
+    It evicts the block whose next use is farthest ahead, and among equals the block with the longest prefix.
 
     Args:
         requests: Block ids of all requests to come, in order.
@@ -325,8 +327,8 @@ class Belady(EvictionPolicy):
 class NextTurn(Belady):
     """A policy that knows when each conversation resumes, but not which blocks it will use. For replays only.
 
-    It is like `Belady`, with the soonest next turn of the requests that used a block in place of the block's next use.
-    A block that a turn did not use waits for the next turn.
+    It is like `Belady`, but ranks a block by the next turn of a conversation that used it, the soonest if there are
+    several. If that turn does not use the block, the next known turn counts.
 
     Args:
         turns: For each request, the number of the request that continues it, from `next_turns`.

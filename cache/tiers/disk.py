@@ -21,7 +21,7 @@ from .tier import Layout, Tensors, check_key, check_tensors
 
 _ENTRY = re.compile(r"([0-9a-f]{2,128})-1\.block")
 _PARTIAL = re.compile(r"[0-9a-f]{2,128}-1\.block\.[0-9a-f]{16}\.partial")
-_ABANDONED_SECONDS = 3600.0  # age of an empty partial file, or of one without file locks
+_ABANDONED_SECONDS = 3600.0  # a partial file this old is abandoned if it is empty or there are no file locks
 
 
 class DiskTier:
@@ -29,8 +29,8 @@ class DiskTier:
 
     An entry is written beside its place and then moved there, so a crash leaves no incomplete entry. Remains of a crash
     are removed at the next start, but not files that another process is writing. Reading an entry compares its key,
-    layout and checksum. A damaged entry is deleted with a warning. An entry that cannot be written is refused, with one
-    warning for all failures of a kind.
+    layout and checksum. A damaged entry is deleted with a warning. If an entry cannot be written, `put` returns
+    False, with one warning for all failures of a kind.
 
     Only their owner can read the files (0600) and the directories made here (0700). Files of other users are read if
     possible, and neither removed nor counted. Nothing else in the directory is touched.
@@ -87,6 +87,7 @@ class DiskTier:
         self._scan()
 
     def _scan(self) -> None:
+        """Remove abandoned partial files, and count this user's entries, the least recently used first."""
         found = []
         try:
             with os.scandir(self.directory) as entries:

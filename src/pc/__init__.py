@@ -32,7 +32,7 @@ if TYPE_CHECKING or not _is_command():
     from .triton_ops import *  # noqa: F403
 
     __all__ = ["__version__", *cache.__all__, *triton_ops.__all__]
-else:  # importing torch takes seconds, so help and completion do without; other commands import names on first use
+else:  # importing torch takes seconds, and help and completion do not need it: import names on first use
 
     def __getattr__(name: str) -> Any:
         if name in ("triton_ops", *MODULES):

@@ -7,11 +7,11 @@ hint. Rates are occurrences over exposure: the number of reuses, divided by the 
 risk of reuse. Evicted blocks (ghosts) are included, because otherwise evictions would bias the rates. Rates and factors
 are shrunk towards a prior.
 
-The rates give a Gittins index for each stratum and idle time: the maximum, over later times, of expected hits for the
-capacity that a block occupies until then. Eviction compares these indices.
+The rates give a Gittins index for each stratum and idle time: the maximum, over later times, of a block's expected hits
+until then, divided by the expected time that it occupies its place. Eviction compares these indices.
 
-To save time, factors are rounded to levels, so that indices are computed once for each fit and looked up. `score` does
-what `scores` does, for one block. Whole requests are counted at once.
+To save time, factors are rounded to levels, so that indices are computed once for each fit and looked up. `score` is
+a faster `scores` for one block. All blocks of a request are counted together.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GROUPS = OUTPUTS * HINTS  # a stratum is `4 * group + uses`, a group `3 * hint +
 OUTPUT_BOUNDS = (30, 100)
 FINE_OUTPUT_BOUNDS = (10, 30, 100, 200, 300, 500, 800)
 NEW_BOUNDS = np.array([1, 2, 4, 8, 16, 32, 64])
-HINT_BOUNDS = (0.1, 0.35, 0.65)  # hint 0: none; the others have rising probability
+HINT_BOUNDS = (0.1, 0.35, 0.65)  # hint 0: none was given; hints 1 to 4: rising probability of a return
 NEW, OUTPUT, TAIL = 0, 8, 16  # places of the factors of new blocks, output, and whether it is the request's last block
 FACTORS = 18
 LEVELS = 24  # the product of factors is rounded to steps of a third of an octave, for lookups
@@ -81,11 +81,11 @@ class HazardModel:
         """Count intervals at risk: blocks that were idle from age `since` to `until`.
 
         Args:
-            group: `[n]`, as all arguments but `at_risk`.
+            group: `[n]`, like all arguments but `at_risk`: 3 * hint + output.
             covariates: Bucket of new blocks + 8 * bucket of output.
             since: Start of the interval.
             until: End of the interval.
-            at_risk: Weighted blocks by 2 * uses + tail, `[n, 8]`.
+            at_risk: Weighted number of blocks in each cell, 2 * uses + tail: `[n, 8]`.
             stale: Whether the rates are old. Factors are then fitted against new rates, because they would otherwise
                 absorb the whole change.
         """
@@ -137,7 +137,7 @@ class HazardModel:
             sums *= decay
 
     def _find_index(self) -> None:
-        """Compute indices from rates. Called only when scores are needed; without evictions they never are."""
+        """Compute indices from rates. Only `scores` and `score` call it, so it never runs without evictions."""
         level = self._levels()
         used = np.flatnonzero(np.repeat(self._seen, USES))
         levels = np.bincount(level).nonzero()[0]  # not `unique`, whose first call takes 40 ms for imports
@@ -154,7 +154,7 @@ class HazardModel:
         return clipped
 
     def scores(self, stratum: Numbers, covariates: Numbers, age: Numbers) -> Numbers:
-        """Return Gittins indices: expected hits for each block and request of capacity.
+        """Return the worth of blocks: their Gittins indices, in expected hits for each request that they stay.
 
         All arguments are `[n]`: stratum 4 * group + uses, covariates as in `RunTable`, and idle times with the longest
         first.
@@ -222,10 +222,10 @@ def _index(rate: Numbers, levels: Numbers) -> Numbers:
     return by_stratum
 
 
-# The end of a request, as it applies to its blocks: the stratum of a block used once, the covariates of a tail without
-# new blocks, and whether the caller said that the conversation is over.
+# What the end of a request says about its blocks: the stratum of a block used once, the covariates of a tail without
+# new blocks, and whether the conversation is over. For other blocks, uses or the bucket of new blocks are added.
 Ending = tuple[int, int, bool]
-UNKNOWN_ENDING: Ending = (0, COVARIATES, False)  # of a request whose end was not notified
+UNKNOWN_ENDING: Ending = (0, COVARIATES, False)  # for a request without a notification of its end
 
 
 def ending_of(returns: float | None, output_tokens: int) -> Ending:
@@ -243,11 +243,10 @@ YOUNG = 512  # number of latest requests whose idle time is counted in every cal
 
 
 class IntervalsAtRisk:
-    """A collector of reuses, which end intervals at risk.
+    """A collector of intervals during which blocks were at risk of reuse.
 
-    It counts them with all exposure before each fit of the model.
-
-    Blocks that were not reused yet are censored: they add exposure and no occurrence. It maintains `at_risk` and
+    A reuse ends an interval. Before each fit of the model, `learn` counts the reuses and all exposure. Blocks that were
+    not reused yet are censored: they add exposure and no occurrence. The collector maintains the columns `at_risk` and
     `counted_to` of rows.
     """
 
@@ -273,7 +272,7 @@ class IntervalsAtRisk:
         self._recalled.append((rows, _cell_of(uses, tail), times))
 
     def forgotten(self, rows: Numbers, uses: Numbers, tail: Numbers) -> None:
-        """Record that ghosts of evicted blocks were lost. Their intervals are censored here."""
+        """Record that ghosts of evicted blocks were dropped, which ends their intervals without a reuse."""
         begun = rows < self._begun
         np.subtract.at(self._runs.at_risk, (rows[begun], _cell_of(uses, tail)[begun]), np.int16(1))
 
@@ -341,7 +340,7 @@ class IntervalsAtRisk:
             number = np.zeros((rows.size, CELLS), np.intp)
             begin, last = first, last - tail
             for cell, bound in zip(range(CELLS - 2, -1, -2), (*bounds[::-1], size), strict=True):
-                end = np.minimum(np.maximum(bound, first), last)  # by column; rows of four take much longer
+                end = np.minimum(np.maximum(bound, first), last)  # by column: operations on rows of four take longer
                 number[:, cell] = end - begin
                 begin = end
             number.reshape(-1)[(CELLS * np.arange(rows.size) + 2 * _uses(bounds, size) + 1)[tail]] = 1
@@ -353,12 +352,12 @@ class IntervalsAtRisk:
         return rows, times, number
 
     def renumbered(self) -> None:
-        """Record that rows were dropped after everything was counted."""
+        """Record that rows were dropped. All rows have been counted before."""
         self._begun = self._runs.count
 
 
 def _uses(bounds: Numbers, size: Numbers) -> Numbers:
-    """Return the class of uses of the last of `size` blocks, from the bounds of their uses, `[3, n]`."""
+    """Return the class of uses of each chain's last block, from the `size` and the `bounds` `[3, n]` of `RunTable`."""
     uses: Numbers = (bounds[0] >= size).astype(np.intp)
     for bound in bounds[1:]:
         uses += bound >= size

@@ -21,8 +21,8 @@ from .victims import VictimChooser
 EVERY = 50  # requests between fits of the model; 100 gives 1 to 4 % fewer hits in small caches
 IDLE = 1024  # requests after which the model is fitted even if nothing is evicted
 FIRST = 16  # requests before the first fit; fewer teach nothing
-EARLY = 5  # early fits come after a fifth of the requests so far; a quarter to a tenth hit alike
-MEMORY = 8192  # latest requests to learn from; with 4096 the conversation trace at 30 % is below lru
+EARLY = 5  # an early fit waits for a fifth of all requests so far; a quarter to a tenth give as many hits
+MEMORY = 8192  # latest requests to learn from; with 4096, lru hits more in the conversation trace at 30 %
 GHOSTS, GHOST_FLOOR = 4, 65_536  # ghosts for each block, and the minimum, because small caches see late returns too
 LONG = 256  # a request with at least this many consecutive blocks becomes a slice, in half the time
 LOG_REQUESTS, LOG_BLOCKS = 512, 1 << 16  # maximum drained at once; more took 70 ms for a million blocks
@@ -45,7 +45,7 @@ class Hazard(EvictionPolicy):
     """
 
     def bind(self, pool: PoolView) -> None:
-        """Make all state for each block too: 18 bytes, and 32 bytes of ghosts."""
+        """Also allocate the state of each block: 18 bytes, and 32 bytes of ghosts."""
         super().bind(pool)
         self._index_of: Callable[[Ids], Any] = getattr(pool, "index_of", _index_of)
         self._place_bits = max(pool.num_blocks.bit_length(), 1)
@@ -80,7 +80,7 @@ class Hazard(EvictionPolicy):
             self._last_hit = event = index if type(index) is slice else ids.tobytes()  # the array may change
             if log.hit is not None:
                 log.push_hit(self._now)
-                if log.num_blocks > self._log_limit:  # nothing is released while other requests hold the blocks
+                if log.num_blocks > self._log_limit:  # hits alone may fill the log, if others hold the blocks
                     self._drain()
                     log = self._log
             log.hit = event
@@ -145,7 +145,7 @@ class Hazard(EvictionPolicy):
         self._evicted.drain(self._now)
         room = max(1, self.pool.num_blocks - max(0, self.pool.num_held - log.num_reused))
         if ended:
-            # Blocks that were hit in one piece still follow one another.
+            # If each request released exactly one piece that it had hit, its blocks still follow one another.
             rows = self._add_rows(log, not (used and log.whole and used.owner.size == ended))
             guard.released(runs.size[rows])
         if ended == 1:
@@ -154,7 +154,7 @@ class Hazard(EvictionPolicy):
             self._claim_reused(used)
         if ended:
             self._mark_shared(rows)
-        if ended > 1:  # later requests of the batch may have continued some of these
+        if ended > 1:  # after the claims: later requests may have continued earlier ones
             guard.fill(runs, room)
         runs.trim_all()
         if runs.count:
@@ -164,7 +164,7 @@ class Hazard(EvictionPolicy):
             self._judged = self._now
 
     def _add_rows(self, log: EventLog, moved: bool) -> slice:
-        """Add rows for requests that have ended. `moved`: blocks may follow other blocks than before."""
+        """Add rows for requests that have ended. With `moved`, their blocks may have new predecessors."""
         runs = self.runs
         rows = runs.add(log.chains)
         chain = np.frombuffer(b"".join(log.chains), np.int32)
@@ -173,7 +173,7 @@ class Hazard(EvictionPolicy):
         starts = sizes.cumsum() - sizes
         bounds = runs.bounds[rows]
         group, output, runs.final[rows] = zip(*log.endings, strict=True)
-        if np.minimum.reduce(count) >= USE_BOUNDS[-1]:  # as if everything hits
+        if np.minimum.reduce(count) >= USE_BOUNDS[-1]:  # every block is in the highest class of uses
             bounds[:] = sizes[:, None]
             runs.stratum[rows], runs.covariates[rows] = np.add(group, USES - 1), output
         else:
@@ -201,7 +201,7 @@ class Hazard(EvictionPolicy):
             self.runs.shared[row] = self.runs.base[row] + forks[-1] + 1 if forks.size else 0
 
     def _claim_reused(self, used: ReusedPieces) -> None:
-        """Record that later requests took over the fronts of runs."""
+        """Record that later requests used the first blocks of runs, which now belong to those requests."""
         runs, (owner, sizes, times) = self.runs, used
         found = owner >= 0
         if count_nonzero(found) < found.size:
@@ -247,7 +247,7 @@ class Hazard(EvictionPolicy):
         if left:
             self._refresh(left)
             left -= self._evict(left)
-        if left:  # every run has a child
+        if left:  # no run can be evicted by score, because each has a child
             left -= chooser.oldest(left)
         parts = chooser.taken()
         if left:
@@ -260,7 +260,10 @@ class Hazard(EvictionPolicy):
         return ids
 
     def _evict(self, count: int) -> int:
-        """Evict up to `count` blocks in the order in force, finished conversations first; return how many."""
+        """Evict up to `count` blocks by score, or in lru's order while that hits more; return how many.
+
+        Blocks of finished conversations, whose scores are negative, always come first.
+        """
         chooser = self._chooser
         if self.guard.learned:
             return chooser.least(count, self._now)
