@@ -38,7 +38,7 @@ class Case(NamedTuple):
         operator: The operator whose kernels the case is about.
         name: What is special about the call.
         make: Builds the call.
-        calls: The function that is called, where it is not the operator's own.
+        calls: The function to call, if it is not the operator.
     """
 
     operator: str
@@ -48,7 +48,7 @@ class Case(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The attention layers of a model, as far as kernels are compiled for them."""
+    """The properties of a model's attention layers that kernels are compiled for."""
 
     dtype: torch.dtype = BF16
     heads: int = 8
@@ -151,7 +151,7 @@ def _attention(
 
 
 _PLANNED = (*("block_tables", "seq_lens", "query_start_loc", "window", "num_sink_tokens", "causal", "query_positions"),)
-"""The arguments that an attention operator and its plan share."""
+"""The arguments of an attention operator that its plan is built from."""
 
 
 def _block_tables(draw: _Draw, sizes: tuple[int, int, int], block_size: int, shared: int, holes: float) -> torch.Tensor:
@@ -195,7 +195,7 @@ def _drawn_options(
 def _stored(
     sides: list[torch.Tensor], unused: torch.Tensor, dtype: torch.dtype, head_major: bool, latent: bool
 ) -> dict[str, torch.Tensor]:
-    """Return the caches that an operator takes, with NaN in unused slots unless `dtype` has none."""
+    """Return the caches that an operator takes, with NaN in unused slots if `dtype` has NaN."""
     if dtype != INT8:
         sides = [side.masked_fill(unused[..., None], NAN) for side in sides]
     sides = [side.to(dtype) for side in sides]
@@ -205,7 +205,7 @@ def _stored(
 
 
 def _drop_unattended(used: torch.Tensor, tables: torch.Tensor, arguments: dict[str, Any]) -> None:
-    """Mark slots as unused whose keys no query attends to."""
+    """Mark a slot as unused if no query attends to its key."""
     _, block_size, kv_heads = used.shape
     for i, length in enumerate(arguments["seq_lens"].tolist()):
         t, seen = torch.arange(length), oracle.attended(arguments, i).any(1)
@@ -256,7 +256,7 @@ class Planned(NamedTuple):
 
 
 def _tree(draw: _Draw, count: int) -> tuple[list[int], list[list[int]]]:
-    """Return depth and ancestors, itself included, of every token of a random tree."""
+    """Return the depth of every token of a random tree, and its ancestors with the token itself."""
     depths: list[int] = []
     ancestors: list[list[int]] = []
     for token in range(count):
@@ -267,6 +267,7 @@ def _tree(draw: _Draw, count: int) -> tuple[list[int], list[list[int]]]:
 
 
 def _merge(dtype: torch.dtype) -> CaseCall:
+    """Build a merge of two results, with rows whose log-sum-exp is -inf."""
     draw = _Draw("merge_attention")
     outs = [draw.normal(37, 5, 96)[..., :80].to(dtype) for _ in range(2)]
     lses = [draw.normal(37, 5) * 3 for _ in range(2)]
@@ -301,6 +302,7 @@ def _put(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.
 def _write(
     name: str, dtype: torch.dtype, cache_dtype: torch.dtype | None, heads: int, head_dim: int, size: int
 ) -> CaseCall:
+    """Build a call of `reshape_and_cache`, into a quantized cache if it has another dtype."""
     draw = _Draw(f"reshape_and_cache {name}")
     tokens, kept = 21, dtype if cache_dtype is None else cache_dtype
     sides = [draw.normal(tokens, heads + 1, head_dim)[:, :heads].to(dtype) for _ in range(2)]
@@ -317,21 +319,24 @@ def _write(
 
 
 def _angles(positions: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
+    """Return the rotation of each position and pair of features as a complex number, cos + i * sin."""
     angle = positions.double()[:, None] * inv_freq.double()
     return torch.complex(angle.cos(), angle.sin())
 
 
 def _near(x: torch.Tensor, angles: torch.Tensor, interleaved: bool, first: int = 0) -> Near:
-    """Return the expected rotation of a tensor."""
+    """Return a tensor rotated by these angles, as an expected result."""
     exact, rounded = (oracle.rotated(x, angles, dtype, interleaved, first) for dtype in (torch.float64, x.dtype))
     return Near(exact, rounded)
 
 
 def _put_near(cache: torch.Tensor, rows: Near, slots: torch.Tensor) -> Near:
+    """Return the expected contents of a cache after rows were written to slots."""
     return Near(_put(cache.double(), rows.exact, slots), _put(cache, rows.rounded, slots))
 
 
 def _rope(name: str, dtype: torch.dtype, interleaved: bool, head_dim: int, rotary_dim: int) -> CaseCall:
+    """Build a call of `rope_and_cache`."""
     draw, tokens, heads, size = _Draw(f"rope_and_cache {name}"), 19, (6, 2), 8
     query, key, value = draw.normal(tokens, heads[0] + 2 * heads[1], head_dim).to(dtype).split((6, 2, 2), 1)
     caches = [_cache(draw, (5, size, heads[1], head_dim), dtype, 16) for _ in range(2)]
@@ -350,6 +355,7 @@ def _rope(name: str, dtype: torch.dtype, interleaved: bool, head_dim: int, rotar
 
 
 def _rotate(name: str, dtype: torch.dtype, is_neox: bool, head_dim: int, pairs: int, first: int, size: int) -> CaseCall:
+    """Build a call of `rotate_keys`, which moves and rotates whole blocks of keys."""
     draw = _Draw(f"rotate_keys {name}")
     cache = _cache(draw, (9, size, 2, head_dim), dtype, 16)
     sources, targets = torch.tensor([0, 3, -1, 5, 6]), torch.tensor([1, 3, 4, -1, 2])
@@ -364,6 +370,7 @@ def _rotate(name: str, dtype: torch.dtype, is_neox: bool, head_dim: int, pairs: 
 def _move(
     name: str, dtype: torch.dtype, is_neox: bool, pairs: int, first: int, latent: bool = False, head_dim: int = 64
 ) -> CaseCall:
+    """Build a call of `move_slots`. With `latent` there are no values; without `pairs` keys are not rotated."""
     draw, size = _Draw(f"move_slots {name}"), 16
     cache, values = (_cache(draw, (6, size, 2, width), dtype, 16) for width in (head_dim, 32))
     sources = torch.cat((torch.arange(5, 45), torch.tensor([-1, 3])))
@@ -381,6 +388,7 @@ def _move(
 
 
 def _turned(rows: torch.Tensor, angles: torch.Tensor, is_neox: bool, first: int) -> Near:
+    """Return cached keys rotated by these angles, as an expected result; int8 codes are rotated like numbers."""
     if rows.dtype != INT8:
         return _near(rows, angles, not is_neox, first)
     exact = oracle.rotated(rows, angles, torch.float64, not is_neox, first).clamp(-128, 127)
@@ -388,6 +396,7 @@ def _turned(rows: torch.Tensor, angles: torch.Tensor, is_neox: bool, first: int)
 
 
 def _turned_into(cache: torch.Tensor, rows: Near, slots: torch.Tensor) -> Expected:
+    """Return the expected contents of a cache after rotated rows were written to slots."""
     expected = _put_near(cache, rows, slots)
     return Within(expected.exact, 0.501, INT8) if cache.dtype == INT8 else expected  # half a code
 
@@ -397,6 +406,7 @@ ROWS = ((3, 24), (5,), (2, 6))
 
 
 def _stores(draw: _Draw, num_blocks: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return three caches, one for each of `ROWS`."""
     whole = [_cache(draw, (num_blocks, size, *features), dtype) for features in ROWS[:2]]
     return [*whole, _cache(draw, (num_blocks, size, *ROWS[2]), dtype, 3)]
 
@@ -438,6 +448,7 @@ def _moves(operator: str, dtype: torch.dtype) -> CaseCall:
 
 
 def _join(operator: str, dtype: torch.dtype, placed: bool) -> CaseCall:
+    """Build a call of `join_prefix` or its list; with `placed`, new rows are in gaps between cached rows."""
     draw, size, lens, queries = _Draw(operator), 4, (11, 3, 9), (2, 3, 0)
     stores, several = _stores(draw, 9, size, dtype), operator.endswith("_list")
     stores = stores if several else stores[2:]
@@ -494,7 +505,7 @@ def _flash_append(dtype: torch.dtype) -> CaseCall:
 
 
 def _flash_varlen(dtype: torch.dtype) -> CaseCall:
-    """Build a call of `flash_attn_varlen_func`, for whose packed keys a kernel makes block tables."""
+    """Build a call of `flash_attn_varlen_func` with packed keys, for which a kernel makes block tables."""
     draw, lens, queries = _Draw("flash_attn_varlen_func"), (33, 5, 70), (7, 5, 1)
     query = draw.normal(sum(queries), 4, 64).to(dtype)
     keys, values = (draw.normal(sum(lens), 2, 64).to(dtype) for _ in range(2))
