@@ -1,12 +1,12 @@
 """FlashAttention's interface on this package's operators: its functions, forward only.
 
-Names, shapes and meanings are those of FlashAttention 2.8 (https://github.com/Dao-AILab/flash-attention), in its order.
-Arguments that FlashAttention 3 and its forks for serving add are keyword-only. Operators get queries packed, and keys
-and values as blocks of a cache. Dense keys and values are viewed as blocks, with block tables that depend only on their
-sizes (`_attention/dense.py`).
+Arguments have the names, order, shapes and meanings of FlashAttention 2.8
+(https://github.com/Dao-AILab/flash-attention). Arguments that FlashAttention 3 and its forks for serving add are
+keyword-only. The operators read packed queries, and keys and values in blocks. Dense keys and values are viewed as
+blocks, with block tables that depend only on their sizes (`_attention/dense.py`).
 
-The metadata of a call decide views, tables and the operator. `_build_...` below choose them once for calls of a kind
-and return a function that runs such a call, as operators build their launches.
+The metadata of a call decide its views, its tables and its operator. Each `_build_...` function below chooses them once
+for all calls of a kind, and returns a function that runs these calls.
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ def flash_attn_func(
         causal: Whether a query attends to no key after its position.
         window_size: Number of keys before and after its position that a query attends to.
         softcap: If positive, a score becomes softcap * tanh(score / softcap).
-        alibi_slopes: `[num_heads]`, or `[batch, num_heads]` with slopes for each sequence, which then takes one call
-            for each. Adds -slope * abs(t - p) to the score of key t. If queries attend to later keys, this takes two
-            passes.
+        alibi_slopes: `[num_heads]`, or `[batch, num_heads]` with slopes for each sequence; then each sequence takes a
+            call of its own. Adds -slope * abs(t - p) to the score of key t. If queries attend to later keys, this takes
+            two passes.
         deterministic: No effect: the same call always gives the same bits.
         return_attn_probs: Whether to return (out, lse, an empty tensor), like FlashAttention 2 without dropout.
         s_aux: `[num_heads]`, a learned logit for each head that is added to the softmax's denominator (attention
@@ -248,7 +248,7 @@ def flash_attn_varlen_func(
         block_table: `[batch, max_blocks]` int32, block numbers of each sequence.
         seqused_q: `[batch]` int32, number of first queries of each sequence that count. Others give 0 and lse -inf.
         seqused_k: `[batch]` int32, number of keys of each sequence, instead of cu_seqlens_k's differences.
-        scheduler_metadata: A plan of `get_scheduler_metadata`. A plan that does not fit has no effect, like fa_version.
+        scheduler_metadata: A plan of `get_scheduler_metadata`. A plan that does not fit is ignored, as is fa_version.
         out: `[total_q, num_heads, head_dim of v]`, which is written to and returned.
 
     Returns:
@@ -401,7 +401,7 @@ def flash_attn_with_kvcache(
         k_descale: `[batch, num_kv_heads]`, factor of a quantized k_cache. New keys are divided by it; with new keys it
             must be the same for all sequences.
         v_descale: The same for v_cache.
-        scheduler_metadata: A plan of `get_scheduler_metadata`. A plan that does not fit has no effect.
+        scheduler_metadata: A plan of `get_scheduler_metadata`. A plan that does not fit is ignored.
         out: A tensor like the result, which is written to and returned.
 
     Returns:
@@ -563,7 +563,7 @@ def _rotary(args: FlashArgs, lens: torch.Tensor) -> Rotary | None:
     cos, sin, first = args.rotary_cos, args.rotary_sin, args.rotary_seqlens
     if cos is None:
         return None
-    if cos.dtype.itemsize == 1:  # PyTorch takes no rows of float8 by index
+    if cos.dtype.itemsize == 1:  # PyTorch cannot select rows of float8 by index
         cos, sin = cos.to(torch.bfloat16), sin.to(torch.bfloat16)
     return Rotary(cos, sin, lens if first is None else first, args.rotary_interleaved)
 
@@ -648,8 +648,8 @@ def get_scheduler_metadata(
 
     See `pc.attention_plan`.
 
-    A call uses the plan if its block table holds max_seqlen_k tokens in blocks of page_size, and its options, lengths
-    and queries are these. Any other call makes its own plan.
+    A call uses the plan if its block table holds max_seqlen_k tokens in blocks of page_size, and if it has the options,
+    lengths and queries given here. Any other call makes its own plan.
 
     Args:
         batch_size: Number of sequences.
@@ -658,7 +658,7 @@ def get_scheduler_metadata(
         num_heads_q: No effect, like headdim, headdim_v, qkv_dtype, has_softcap, num_splits, pack_gqa and sm_margin.
         num_heads_kv: Number of KV heads, which decides how finely the work is split.
         headdim: No effect.
-        cache_seqlens: `[batch]` int32, number of each sequence's keys before those of the call.
+        cache_seqlens: `[batch]` int32, number of each sequence's keys before the call adds new ones.
         qkv_dtype: No effect.
         headdim_v: No effect.
         cu_seqlens_q: `[batch + 1]` int32, start of each sequence's queries.
@@ -694,7 +694,7 @@ def get_scheduler_metadata(
     lens = cache_seqlens + (max_seqlen_k_new if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())
     starts = arange_i32(device, batch_size + 1, max_seqlen_q) if cu_seqlens_q is None else cu_seqlens_q
     lens = lens.clamp(0, tables.shape[1] * size)
-    if reads_values(lens):  # operators refuse fewer keys than queries there, and such a call makes its own plan
+    if reads_values(lens):  # operators that read values refuse fewer keys than queries; such a call makes its own plan
         lens = lens.masked_fill(lens < starts.diff(), 0)
     left, right = pair(window_size)
     left = -1 if left >= tables.shape[1] * size else left

@@ -1,1 +1,1 @@
-"""Parts of FlashAttention's functions: cached choices, keys viewed as blocks, new keys, masks and biases."""
+"""Parts of FlashAttention's functions: arguments, keys viewed as blocks, writes of new keys, masks and biases."""

@@ -1,7 +1,7 @@
 """New keys and values of FlashAttention's functions: where they go in the cache, how they are rotated, and the write.
 
 One kernel finds slots, lengths and angles. In PyTorch they take a dozen operators, each of which costs the host and a
-device as much. Where a compiler watches, PyTorch computes them, and the compiler makes one kernel of it.
+device as much as the kernel. Under a compiler, PyTorch computes them, and the compiler fuses them into one kernel.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Rotary(NamedTuple):
 
 
 def _append_places(total: int, starts: torch.Tensor, keys: PagedKV, rotary: Rotary | None) -> Appended:
+    """Return slots, lengths and angles of `total` new keys, which start at `starts`, in PyTorch."""
     lens, tables, block_size = keys.lens, keys.tables, keys.key_cache.shape[1]
     token, sequence = sequence_of_token(starts, total)
     nth = token - starts.index_select(0, sequence)
@@ -68,7 +69,8 @@ def build_append_places(
 ) -> Callable[[torch.Tensor, torch.Tensor, Rotary | None], Appended] | None:
     """Return a function that gives slots and lengths of new keys, and their angles `[batch * count, rotary_dim]`.
 
-    It takes lens `[batch]`, tables `[batch, max_blocks]` and the rotation like those given; None where no kernel does.
+    It takes lens `[batch]`, tables `[batch, max_blocks]` and a rotation with the metadata of these. Return None if
+    PyTorch must compute them.
     """
     given = [lens, tables, *(rotary or ())[:3]]
     half, num_tokens = 0 if rotary is None else rotary.cos.shape[1], lens.shape[0] * count

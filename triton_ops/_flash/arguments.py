@@ -1,4 +1,4 @@
-"""The arguments of FlashAttention's functions, the way to their launches, errors with their own names, and checks."""
+"""The arguments of FlashAttention's functions, their checks, and the run of a call with errors in its own names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FlashArgs(NamedTuple):
 
     options: FlashOptions
     context: tuple[Any, ...] | None
-    """What else decides a launch: see `call_context`."""
+    """The result of `call_context`."""
     q: torch.Tensor
     k: Any = None
     v: Any = None
@@ -86,7 +86,7 @@ _NAMES = {
 
 
 def call_context(q: object) -> tuple[Any, ...] | None:
-    """Return what decides a launch beside metadata and options; None where a call keeps no tensors for later ones."""
+    """Return the state that a launch also depends on: debug mode, device, stream. None: no launch may be cached."""
     on_gpu = isinstance(q, torch.Tensor) and q.is_cuda
     if not may_cache_tensors(on_gpu):
         return None
@@ -99,8 +99,8 @@ def run_flash(name: str, launch: Run, build: Callable[[FlashArgs], Run], names: 
     Args:
         name: The function.
         launch: Its `cached_launch`.
-        build: The function that builds a launch; called every time where a call keeps no tensors for later ones.
-        names: The names of operators' parameters in errors, where they are not the usual ones.
+        build: The function that builds a launch, for calls whose launch may not be cached.
+        names: By operators' parameters, the names that errors show, if they differ from `_NAMES`.
         args: The call.
     """
     try:
@@ -123,13 +123,13 @@ def pair(window_size: Sequence[int] | None) -> tuple[int, int]:
 
 
 def bound(name: str, value: Any) -> int | None:
-    """Return an upper bound of lengths, or None; a tensor is read."""
+    """Return an upper bound of lengths, or None. If it is a tensor, its value is read."""
     if value is None:
         return None
     number = int(value) if isinstance(value, torch.Tensor) else value
     if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
         number = check_integer(name, number)
-    if torch.compiler.is_compiling():  # which cannot know a number that was read from a tensor
+    if torch.compiler.is_compiling():  # a compiler does not know the value of a tensor
         torch._check(number >= 0)
         torch._check(number < 1 << 31)
     elif not 0 <= number < 1 << 31:
@@ -144,7 +144,7 @@ def known(condition: bool) -> bool:
     """
     if not torch.compiler.is_compiling():
         return bool(condition)
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # with sympy, which other calls do without
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy, which takes time
 
     return bool(statically_known_true(condition))
 
@@ -184,9 +184,9 @@ def check_partial(out_partial: Any, lse_partial: Any, out: torch.Tensor | None) 
 
 
 def check_numbers(name: str, tensor: Any, count: int | None, device: torch.device) -> None:
-    """Check an int32 tensor of one number for each sequence, or of where each begins and the last ends."""
+    """Check an int32 tensor of `count` numbers; None: of batch + 1 starts, at least one."""
 
-    def needs() -> str:  # a compiler makes a constant of a size that becomes text
+    def needs() -> str:  # a function, because a size in a text would become a constant of the compiler
         return f"int32 [{'batch + 1' if count is None else count}] on {device}"
 
     if not isinstance(tensor, torch.Tensor):
