@@ -32,7 +32,7 @@ from ._core.operator import operator, record_of
 from .gather_blocks import gather_blocks_list
 
 _FEW_SEQUENCES, _LONG_SEQUENCE = 8, 1 << 18
-"""Up to this number of sequences, or from these bytes of one, the CPU joins each alone, by blocks and without a map."""
+"""With at most so many sequences, or at least so many bytes for each, the CPU joins them one by one, without a map."""
 _ROWS_A_PROGRAM = 128
 
 _launches: LaunchCache[Launch] = LaunchCache()
@@ -130,7 +130,7 @@ def launch_join_map(call: Any, block_size: int) -> torch.Tensor:
     ends = seq_lens.cumsum(0, dtype=torch.int64)
     positions = None if new_positions is None else new_positions.contiguous()
     starts = query_start_loc.contiguous()
-    # The key has no lengths, which differ from step to step and for which nothing is compiled.
+    # The key has no lengths: they differ from step to step, and the kernel is not compiled for them.
     dtypes = [None if tensor is None else tensor.dtype for tensor in (block_tables, starts, positions)]
     is_aligned = aligned(rows, block_tables, ends, starts, positions)
     options = (is_aligned, *dtypes, block_tables.stride(), rows.device)

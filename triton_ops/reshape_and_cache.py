@@ -69,7 +69,7 @@ def reshape_and_cache_cpu(write: Any) -> None:
     for source, cache, scale in pairs:
         if scale is not None:
             source = quantize(source, scale, cache.dtype)
-        if cache.dtype.itemsize == 1:  # PyTorch writes no float8 by index
+        if cache.dtype.itemsize == 1:  # PyTorch cannot write float8 by index
             source, cache = source.view(torch.uint8), cache.view(torch.uint8)
         block_size = cache.shape[1]
         if cache.stride(0) == block_size * cache.stride(1):

@@ -143,8 +143,8 @@ def shared_prefix_attention(
 ) -> torch.Tensor:
     """Compute `paged_attention` for sequences whose first `num_shared_blocks` blocks are the same.
 
-    It is faster if several sequences decode after one long prefix, such as a system prompt, or several samples of one
-    prompt.
+    It is faster if several sequences decode after one long prefix, such as a system prompt or a prompt with several
+    samples.
 
     Args:
         block_tables: `[num_seqs, max_blocks]` int32, the whole tables. The first num_shared_blocks columns are equal in

@@ -38,7 +38,7 @@ def warmup(
     value_dim: int | None = None,
     workers: int = 1,
 ) -> None:
-    """Compile a kind of layer: run its cache write and its attention once for each regime, with a few tokens.
+    """Compile a kind of layer: run its cache write and its attention with a few tokens, once for each compiled variant.
 
     The compiled kernels serve batches of any lengths, mixes of prefills and decodes, any table and any number of
     blocks, with and without a plan. Call it once for each kind of layer. If only some layers of a model have windows,
@@ -64,7 +64,7 @@ def warmup(
         batch_invariant: Whether calls use that mode.
         value_dim: The columns of a latent row, head_dim wide, that are its value. If given, `latent_attention` is
             compiled and no cache write.
-        workers: The number of processes that compile at once into Triton's cache on disk, each a share of the regimes.
+        workers: The number of processes that compile at once into Triton's cache on disk, each a share of the variants.
             1: this process compiles all.
 
     Raises:
@@ -87,7 +87,10 @@ _Layer: Any = record_of(warmup)
 
 
 def _compile_in_processes(layer: Any) -> None:
-    """Compile in processes, each a share of the regimes, into the cache on disk; an error there occurs here again."""
+    """Compile in processes, each a share of the regimes, into the cache on disk. The caller must run all regimes again.
+
+    That loads what they compiled, and raises the errors of a process that failed.
+    """
     script = "import importlib, sys; importlib.import_module(sys.argv[1])._run_share(*sys.argv[2:])"
     given = base64.b64encode(pickle.dumps(tuple(layer))).decode()
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -104,13 +107,13 @@ def _run_share(given: str, share: str) -> None:
 
 
 def _run_regimes(layer: Any, share: slice = slice(None)) -> None:
-    """Run a share of the regimes, which are combinations of queries of a sequence and keys."""
+    """Run a share of the regimes, which are pairs of a number of queries and a number of keys."""
     device, dtype, num_heads, block_size = layer.device, layer.dtype, layer.num_heads, layer.block_size
     per_head = torch.zeros(num_heads, dtype=torch.float32, device=device)
     scale = None if layer.cache_dtype is None else torch.ones(1, device=device)
     cache = torch.zeros(1, block_size, layer.num_kv_heads, layer.head_dim, dtype=dtype, device=device)
     cache = cache if layer.cache_dtype is None else cache.to(layer.cache_dtype)
-    # Tables are wide enough for splits, so that their sum is compiled too. Few rows of many splits have another kernel.
+    # Tables are wide enough for splits, so that their sum is compiled too. Few rows of many splits differ.
     few = 2 * INVARIANT_SPLIT_KEYS if layer.batch_invariant else 4 * MIN_SPLIT_TILES * TILE_KEYS
     many = max(few, (2 * MERGED_SPLITS + 1) * MIN_SPLIT_TILES * TILE_KEYS)
     # The rows of a decode's tile are a power of two; a chunk of few queries is compiled like any prefill.

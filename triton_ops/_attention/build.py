@@ -1,8 +1,8 @@
 """The launch of an attention call: which kernels run, on which grids, with which constants.
 
-Metadata alone decide it, so it is built once for all calls of a kind: for all layers of a step. No kernel is compiled
-for the number of sequences or splits, or for whether decodes and prefills are mixed. Such numbers are kernel arguments,
-so that `pc.warmup` can compile everything.
+Metadata alone decide it, so it is built once for all calls of a kind, such as all layers of a step. No kernel is
+compiled for the number of sequences or splits, or for a mix of decodes and prefills. These are kernel arguments, so
+that `pc.warmup` can compile everything.
 """
 
 from __future__ import annotations
@@ -48,10 +48,9 @@ from .predicate import Mask
 # Batch-invariant mode: keys per split, whatever the batch. Longer contexts are summed from splits of this length.
 INVARIANT_SPLIT_KEYS = 8192
 MAX_PREFILL_SPLITS = 16
-# Splits that are summed at once. If there are few rows and maybe more than twice as many splits, a program sums eight
-# times as many for a part of a head. A program runs the same instructions if some of its splits are missing. On sm_90 a
-# row of head_dim 128 takes 228 instructions for 4 splits and 358 for 8, counted in the emulator. With 128 splits at
-# once it took 6,256 for 2 splits.
+# Splits that a program sums at once. For few rows with more than twice as many splits, a program sums eight times as
+# many, for a part of a head. Missing splits take the same instructions. On sm_90 a row of head_dim 128 takes 228
+# instructions for 4 splits and 358 for 8, counted in the emulator. With 128 at once it took 6,256 for 2 splits.
 MERGED_SPLITS = 4
 
 # Replaces sinks of -inf: its weight is 0 beside any score, so results are those without a sink.
@@ -97,7 +96,7 @@ class AttentionLaunch:
     prefill_parts: PartsShape | None
     merge: Launch  # of splits
     new_results: NewResults
-    nothing: torch.Tensor  # empty float32 in place of absent parts: kernels are compiled for types
+    nothing: torch.Tensor  # empty float32 for absent parts, because kernels are compiled for the types of arguments
 
     def __call__(self, args: AttentionArgs) -> Any:
         """Launch the kernels for decodes and for prefills, and the one that sums their splits."""
@@ -142,7 +141,8 @@ def kernel_tensors(args: AttentionArgs, out: torch.Tensor, convert_codes: bool) 
 
 def _parts(plan: torch.Tensor, name: str, stream: int | None, shape: PartsShape) -> Result:
     """Return memory for partial results and their lse, cached with the plan: the next layer overwrites it."""
-    # Layers on another stream may run at the same time. Memory of other kinds stays, since a captured graph may use it.
+    # Each stream has its own memory, because its layers may run at the same time. Memory of other shapes is kept,
+    # because a captured graph may use it.
     parts, kind = cached_with(plan).parts, (name, stream, shape)
     found = parts.get(kind)
     if found is None:
@@ -193,7 +193,7 @@ def build_results(call: AttentionArgs, dtype: torch.dtype | None = None) -> NewR
 
 
 def _codes(call: AttentionArgs) -> int:
-    """Return how the cache is stored, as kernels know it whatever their tiles."""
+    """Return how kernels read the cache, before their tiles decide between PACKED_CODES and HELD_CODES."""
     arch = architecture(call.query.device)
     if call.key_cache.dtype == torch.float8_e4m3fn and not arch.has_e4m3:
         return E4M3_PACKED if arch.name.startswith("sm_") else E4M3_BITS
@@ -209,10 +209,10 @@ def converts_codes(call: AttentionArgs) -> bool:
 
 
 class _Regimes(NamedTuple):
-    """The sequences that a call may have, by max_query_len and shape, and how finely their keys are split."""
+    """The limits of the decodes and prefills that a call of these shapes may have, and the splits of their keys."""
 
-    decode_queries: int  # sequences of more are prefills; 0 where all are
-    max_q: int  # queries of a decode, at most
+    decode_queries: int  # sequences with more queries are prefills; 0: all are
+    max_q: int  # most queries of a decode
     decode_splits: int  # 0 without decodes
     prefill_splits: int  # 0 without prefills
 
@@ -274,13 +274,13 @@ def _tiles(call: AttentionArgs, arch: Architecture, longest: int) -> tuple[Tiles
         return few, latent_tiles(arch.name, *row, 64, quantized, False, narrow)
     kind = (max(query.shape[2], call.value_cache.shape[3]), query.element_size())
     decode = decode_tiles(arch.name, *kind, rows, quantized, group, call.block_size, is_modified)
-    # Eight blocks at most, rows found by shifts, and positions that follow from lengths.
+    # A step over two tiles needs eight blocks at most, rows found by shifts, and positions that follow from lengths.
     two_tiles = call.block_size == 16 and group == next_power_of_2(group)
     two_tiles = two_tiles and call.query_positions is None and not call.batch_invariant
     prefill = prefill_tiles(arch.name, *kind, heavy, group, call.block_size, quantized, two_tiles)
     if has_tree:
-        # A word of the mask for each score needs registers that wider tiles lack. The compiler would keep a thread's
-        # registers free for a second program, and spill.
+        # The mask takes a register for each score, which wider tiles lack. Without max_registers, the compiler would
+        # spill to leave registers for a second program.
         few = decode_tiles(arch.name, *kind, longest * group, quantized, group, call.block_size)
         tiles = few if longest * group <= prefill.block_m // 2 else prefill
         prefill = replace(tiles, block_n=min(tiles.block_n, 32), max_registers=255)
@@ -295,9 +295,10 @@ def _has_segments(call: AttentionArgs) -> bool:
 def _regimes(
     call: AttentionArgs, arch: Architecture, options: PlanOptions, shape: PlanShape, longest: int, prefill_programs: int
 ) -> _Regimes:
+    """Return the regimes of a call. `prefill_programs` is the number of programs of a prefill without splits."""
     num_tokens, num_seqs = call.query.shape[0], call.seq_lens.shape[0]
     # If all other sequences had `longest` queries and the remaining one still exceeds DECODE_QUERIES, there are no
-    # decodes. Padding may make a sequence seem longer than it is; tiled over queries it is right all the same.
+    # decodes. Padding may make a sequence seem longer than it is. A short sequence that is tiled has the same result.
     prefill_only = call.tree_mask is not None or num_tokens - (num_seqs - 1) * longest > DECODE_QUERIES
     decode_queries = 0 if prefill_only else options.decode_queries
     max_q = max(1, min(longest, DECODE_QUERIES))
@@ -398,9 +399,9 @@ def strides_of(call: AttentionArgs) -> Strides:
 
 
 def _build_merge(call: AttentionArgs, regimes: _Regimes) -> Launch:
-    """Return the launch that sums the splits of a decode's queries if they alone have splits, else of all tokens."""
+    """Return the launch that sums splits: those of decodes if prefills have none, otherwise those of all tokens."""
     num_tokens, num_seqs = call.query.shape[0], call.seq_lens.shape[0]
-    by_sequence = int(regimes.decode_queries > 0 and regimes.prefill_splits <= 1)  # triton 3.6 interprets no bool
+    by_sequence = int(regimes.decode_queries > 0 and regimes.prefill_splits <= 1)  # triton 3.6 cannot interpret a bool
     rows = num_seqs * regimes.max_q if by_sequence else num_tokens
     values = (num_seqs, num_tokens, regimes.decode_queries, regimes.max_q, max(1, regimes.prefill_splits), by_sequence)
     splits = max(regimes.decode_splits, regimes.prefill_splits)
@@ -410,8 +411,8 @@ def _build_merge(call: AttentionArgs, regimes: _Regimes) -> Launch:
 def build_sum_launch(call: AttentionArgs, rows: int, splits: int, values: tuple[int, ...], table_heads: int) -> Launch:
     """Return a launch that sums splits: a program for each of `rows` and each head.
 
-    Few rows of many splits take another kernel, whose programs have a part of a head each. The two kernels add in
-    different orders, so batch-invariant mode must not choose between them by batch size. `pc.warmup` compiles both.
+    For few rows of many splits, the kernel is compiled so that each program sums a part of a head. The two variants add
+    in different orders, so batch-invariant mode must not choose between them by batch size. `pc.warmup` compiles both.
     """
     from ..kernels.attention import _merge_splits_kernel
 
@@ -419,7 +420,7 @@ def build_sum_launch(call: AttentionArgs, rows: int, splits: int, values: tuple[
     block_s, block_v = MERGED_SPLITS, max(16, next_power_of_2(value_dim))
     is_few = rows * num_heads < 2 * architecture(call.query.device).num_processors
     if call.is_latent:
-        block_v = min(block_v, 256)  # many heads of wide rows are programs enough
+        block_v = min(block_v, 256)  # the many heads are enough programs
     elif is_few and splits > 2 * MERGED_SPLITS and not call.batch_invariant:
         block_s, block_v = 8 * MERGED_SPLITS, min(block_v, 32)
     constexprs = {

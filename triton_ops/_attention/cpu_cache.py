@@ -13,8 +13,8 @@ import torch
 from .arguments import AttentionArgs
 from .predicate import Mask
 
-# Keys or values of a gather as they are computed with. Larger ones are fresh pages from the system on every call, at
-# several times the copy's cost.
+# Maximum bytes of the keys, or of the values, of a gather, in the dtype of the computation. Larger tensors are fresh
+# pages from the system on every call, which cost several times as much as the copy.
 GATHER_BYTES = 4 << 20
 _SUMMED = (torch.float32, torch.float16, torch.bfloat16)
 Strides = tuple[int, ...]
@@ -40,7 +40,8 @@ class Piece:
 class Cache:
     """Keys and values of a call, read as tensors of one dtype, by block or by vector.
 
-    A vector's number is its place in the memory of keys.
+    A vector is a token's key or value of one KV head. Its number is its row in `_matrices`, or in a contiguous cache if
+    keys and values have different strides.
     """
 
     def __init__(self, call: AttentionArgs) -> None:
@@ -70,7 +71,7 @@ class Cache:
     def _numbering(self) -> tuple[Strides, type[np.signedinteger]]:
         """The strides of vectors between blocks, slots and heads, and the integer type of their numbers."""
         (keys, strides), (_, value_strides) = self._matrices
-        if strides != value_strides:  # as in a contiguous cache; see _moved
+        if strides != value_strides:  # numbers are those of a contiguous cache; see `_moved`
             strides = self.block_size * self.kv_heads, self.kv_heads, 1
         count = max(keys.shape[0], self._key.numel() // self._key.shape[3])
         return strides, np.int64 if count > 1 << 31 else np.int32
@@ -85,7 +86,7 @@ class Cache:
         """Yield the present tokens of [begin, end) in pieces, each as large as a gather may be.
 
         With `views`, all tokens are one piece if that needs no copy. `few` means that few queries attend to each token.
-        Then half of a gather's size is faster, because it stays in a larger cache.
+        Pieces then have half of the size, which is faster because they stay in the processor's cache.
         """
         if end <= begin:
             return
@@ -112,7 +113,7 @@ class Cache:
         if _adjacent(blocks):
             whole = slice(int(blocks[0]), int(blocks[0]) + len(blocks))
             keys, values = self._key[whole].flatten(0, 1), self._value[whole].flatten(0, 1)
-        elif self.kv_heads == 1 < self._key.stride(1) // self._key.shape[3]:  # of other heads too
+        elif self.kv_heads == 1 < self._key.stride(1) // self._key.shape[3]:  # a block also has vectors of other heads
             head = np.zeros(1, dtype=np.int64)
             keys, values = self.gather(self.of_blocks(blocks, head).reshape(1, -1), head)
             return keys[0][:, None], values[0][:, None]
@@ -137,7 +138,7 @@ class Cache:
         return np.asarray(first[:, None] + np.arange(self.block_size, dtype=wide) * wide(slot))
 
     def gather(self, vectors: np.ndarray, heads: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values `[entries, n, head_dim]` of vectors `[entries, n]`, each entry's of one KV head."""
+        """Return keys and values `[entries, n, head_dim]` of vectors `[entries, n]`, each entry of a KV head."""
         index, ((keys, key_strides), (values, value_strides)) = torch.from_numpy(vectors.reshape(-1)), self._matrices
         if self._is_latent:
             rows = _take(keys, index).view(*vectors.shape, -1)
@@ -155,7 +156,7 @@ class Cache:
         return self._as_read(keys, k_scale), self._as_read(values, v_scale)
 
     def _moved(self, vectors: torch.Tensor, strides: Strides) -> torch.Tensor:
-        """Return the rows in a matrix with these strides of vectors that are numbered as in a contiguous cache."""
+        """Return the rows, in a matrix with these strides, of vectors with the numbers of a contiguous cache."""
         block, slot, head = strides
         slots, heads = vectors.long() // self.kv_heads, vectors % self.kv_heads
         return slots // self.block_size * block + slots % self.block_size * slot + heads * head
@@ -228,7 +229,7 @@ def _as_matrix(cache: torch.Tensor) -> tuple[torch.Tensor, Strides]:
 
 
 def _take(matrix: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return rows of a matrix. Each is computed as a sum of one row, in two thirds of the time of index_select."""
+    """Return rows of a matrix, each as a sum of one row, which takes two thirds of the time of index_select."""
     if matrix.dtype in _SUMMED and matrix.is_contiguous():
         return torch.embedding_bag(matrix, index, torch.arange(len(index), dtype=index.dtype))[0]
     return matrix.index_select(0, index)

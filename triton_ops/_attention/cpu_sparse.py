@@ -1,8 +1,8 @@
 """Attention over keys that are scattered in the cache, without score modifiers: decodes, tables of heads, lists.
 
-A batch consists of entries. An entry is the heads of a group at one or several tokens of a chunk. All of them attend to
-the same vectors of one KV head. An entry with few queries reads float32 keys without a copy, since a copy takes as long
-as the arithmetic. Otherwise, the keys of entries with similar lengths are gathered together.
+A batch consists of entries. An entry is the query heads of one KV head, at one or several tokens of a sequence. All its
+queries attend to the same vectors of that KV head. An entry with few queries reads float32 keys without a copy, since a
+copy takes as long as the arithmetic. Otherwise, the keys of entries with similar lengths are gathered together.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .cpu_masked import Part, attend_in_place, cat_parts, flash_kernel, merge_pa
 _FEW_QUERIES = 8
 # Scores that are computed at once.
 _MAX_SCORES = 1 << 18
-# The part of a gather's budget for few queries, so that keys and values stay in a processor's own cache of 1 MB. Twice
-# as many take a tenth longer than keys without a copy (1,664 keys of 512 bytes, EPYC).
+# With few queries a gather has an eighth of its budget, so that it stays in a processor's own cache of 1 MB. A quarter
+# takes a tenth longer than reading keys without a copy (1,664 keys of 512 bytes, EPYC).
 _SMALL_GATHER = 8
-# Padding keys that take less time than a separate call, as a part of the budget.
+# Reading up to a 16th of the budget as padding takes less time than a separate call.
 _PADDING = 16
 
 
@@ -35,7 +35,7 @@ class Run(NamedTuple):
 
     sequence: int
     first: int  # row
-    position: int  # of the first, where all are at the end of their sequence
+    position: int  # of the first query, if the call has no query_positions
     length: int  # queries
 
     @property
@@ -60,7 +60,7 @@ class Run(NamedTuple):
 def ranges_of(call: AttentionArgs, runs: list[Run]) -> Ranges:
     """Return the ranges that runs of one query attend to."""
     lens = call.seq_lens.numpy()
-    is_step = call.query_blocks is None and len(runs) == len(lens)  # one of each sequence, in order
+    is_step = call.query_blocks is None and len(runs) == len(lens)  # one run for each sequence, in order
     if not is_step:
         lens = lens[[run.sequence for run in runs]]
     if call.query_positions is not None:
@@ -111,7 +111,7 @@ def attend_heads(
 ) -> Part | None:
     """Attend with queries at position, position + 1, ... of one sequence to all keys before them, without modifiers.
 
-    `blocks` `[num_kv_heads, n]` are each KV head's, -1 for an absent block. Return None if some, but not all, of the
+    `blocks` `[num_kv_heads, n]` are block numbers, -1 for an absent block. Return None if some, but not all, of the
     queries' own tokens are absent, because that needs a mask.
     """
     count, size, heads = len(query), cache.block_size, np.arange(cache.kv_heads)
@@ -147,10 +147,10 @@ def _heads(num_seqs: int, kv_heads: int) -> np.ndarray:
 def attend_entries(
     query: torch.Tensor, cache: Cache, heads: np.ndarray, vectors: np.ndarray, lengths: np.ndarray, scale: float
 ) -> Part:
-    """Attend with queries `[entries, queries, head_dim]` over their entries' vectors, of which each has `lengths`.
+    """Attend with queries `[entries, queries, head_dim]` over vectors; an entry has the next `lengths` of them.
 
-    The result has the queries' shape with the values' width. Its log-sum-exp is `[entries, queries]`. Without vectors
-    they are 0 and -inf. `heads` `[entries]` are the KV heads.
+    The result has the queries' shape with the values' width. Its log-sum-exp is `[entries, queries]`. For an entry
+    without vectors they are 0 and -inf. `heads` `[entries]` are the KV heads.
     """
     entries, many, _ = query.shape
     longest, budget = int(lengths.max(initial=0)), cache.at_once(1)
@@ -188,7 +188,7 @@ def attend_entries(
         own, index = entry[cut], torch.from_numpy(entry[cut])
         nth = np.arange(longest)
         place, bias = begins[cut, None] + nth, None
-        if length[last - 1] < longest:  # the part's first vector for padding
+        if length[last - 1] < longest:  # pad with the part's first vector
             is_padding = nth >= length[cut, None]
             place = np.where(is_padding, begins[cut, None], place)
             bias = query.new_zeros(place.shape).masked_fill_(torch.from_numpy(is_padding), -math.inf)[:, None, None]

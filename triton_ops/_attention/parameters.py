@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 # How a cache is stored. PLAIN_CACHE: in the query's dtype. NATIVE_CODES: as codes that the compiler converts.
-# PACKED_CODES, HELD_CODES: as codes that `packed_codes` converts to float16 on NVIDIA devices. E4M3_BITS: as uint8
-# codes of float8 e4m3, read as a 256th of their values. E4M3_PACKED: the same on NVIDIA devices.
+# PACKED_CODES, HELD_CODES: as codes that `packed_codes` converts to float16 on NVIDIA devices, without and with HELD.
+# E4M3_BITS: as uint8 codes of float8 e4m3, read as a 256th of their values. E4M3_PACKED: the same on NVIDIA devices.
 PLAIN_CACHE, NATIVE_CODES, PACKED_CODES, HELD_CODES, E4M3_BITS, E4M3_PACKED = range(6)
 # Arguments of kernels that differ from step to step. Kernels are not specialized for their values.
 UNSPECIALIZED = [
@@ -36,8 +36,8 @@ class Strides(NamedTuple):
 class Traits(NamedTuple):
     """The properties of a call for which kernels are compiled: present tensors, cache storage, and sizes.
 
-    HEAD_DIM is the number of columns of a key, or of a part of a latent row's value, which is followed by REST more
-    columns. REST is 0 unless values are the first columns of keys.
+    HEAD_DIM is the number of columns of a key. In a latent row, the value comes first and REST more columns follow:
+    HEAD_DIM is then the number of columns of one part of the value. REST is 0 for other caches.
     """
 
     POSITIONS: bool

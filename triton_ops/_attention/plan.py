@@ -62,11 +62,11 @@ def build_plan(
     Args:
         block_tables: As for the attention op, like the three that follow.
         seq_lens: Lengths.
-        query_start_loc: Where queries begin.
+        query_start_loc: Starts of queries.
         query_positions: Positions of queries, or None.
         block_size: Token slots of a block.
         options: The options of the plan.
-        target_items: Work items, roughly.
+        target_items: Approximate number of work items.
         out: The plan that is filled first; None: fresh memory.
     """
     shape = PlanShape.of(block_tables, block_size)
@@ -143,7 +143,7 @@ _cached: dict[int, tuple[weakref.ref[torch.Tensor], Cached]] = {}
 
 
 def cached_with(plan: torch.Tensor) -> Cached:
-    """Return what is cached with a plan, found by identity since tensors compare by elements."""
+    """Return the tensors cached with a plan. Plans are found by identity, because tensors compare by elements."""
     key = id(plan)
     found = _cached.get(key)
     if found is not None and found[0]() is plan:
@@ -156,7 +156,7 @@ def cached_with(plan: torch.Tensor) -> Cached:
 def refresh_cached(
     plan: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor
 ) -> None:
-    """Bring what is cached with a plan up to date, after the plan itself."""
+    """Refresh or drop the tensors that were derived from a plan's batch, after the plan itself was refreshed."""
     derived = cached_with(plan).derived
     for key, entry in [*derived.items()]:
         if entry.is_captured:

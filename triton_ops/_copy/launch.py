@@ -16,13 +16,13 @@ from .._core.runtime import INTERPRET, require_triton
 from .layout import MAX_OUTER, row_layout
 
 MAX_TENSORS = 8
-"""Maximum number of tensors in a launch. Each adds a branch to the kernel, and compiled variants for its units."""
+"""Maximum number of tensors in a launch. Each adds a branch to the kernel, and variants to compile for its units."""
 
 TILE_UNITS = 8192 if INTERPRET else 1024
 """Units moved by a program: eight for each of 128 threads, or four 16-byte vectors.
 
-So all loads are issued before the first store. With sixteen or more single bytes for each thread, addresses take so
-many registers that they spill.
+With so few, a thread issues all loads before its first store. With sixteen or more single bytes for each thread,
+addresses take so many registers that they spill.
 """
 
 NUM_WARPS = 4
@@ -80,6 +80,7 @@ def launch_move_rows(
 
 
 _Work = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Source, extra and target; without extras, the source is also the extra."""
 
 
 class _Move(NamedTuple):

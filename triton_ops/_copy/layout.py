@@ -19,7 +19,7 @@ class Address(NamedTuple):
 
 
 class RowLayout(NamedTuple):
-    """A row as `outer` nested strides around `inner` contiguous grains. Every number counts grains."""
+    """A row of several tensors: strided outer dimensions around `inner` contiguous grains. Numbers count grains."""
 
     grain: int  # bytes, a power of two up to 16 that divides every address, stride and size
     inner: int  # number of grains that are contiguous in all tensors
@@ -40,7 +40,10 @@ def address_of(tensor: torch.Tensor, leading: int) -> Address:
 
 
 def row_layout(tensors: tuple[torch.Tensor, ...], leading: tuple[int, ...]) -> RowLayout:
-    """Return the common layout of rows, none empty, of one shape and dtype, behind the `leading` dimensions of each."""
+    """Return the common layout of the tensors' rows, which are the dimensions behind the `leading` ones of each.
+
+    All rows have one dtype and one shape, which is not empty.
+    """
     itemsize = tensors[0].dtype.itemsize
     shape = tensors[0].shape[leading[0] :]
     strides = [t.stride()[lead:] for t, lead in zip(tensors, leading, strict=True)]

@@ -22,6 +22,7 @@ if is_set("TRITON_INTERPRET") != INTERPRET:
 
 
 def _mend_interpreter() -> None:
+    """Replace a function of triton's interpreter so that it works with numpy 2.5 and later."""
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     patch_tensor = interpreter._patch_lang_tensor
 

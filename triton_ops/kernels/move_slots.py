@@ -81,7 +81,7 @@ def _move_slots_kernel(
                 rows + (source // BLOCK_SIZE * stride_vb + source % BLOCK_SIZE * stride_vt),
                 mask=reads[:, None] & mask_v, other=0,
             )  # fmt: skip
-        # A token may be its own target, and several threads may hold the same pair.
+        # All threads must load before one stores: a token may be its own target, and threads may share a pair.
         tl.debug_barrier()
         if HALF > 0:
             mask = writes[:, None] & mask_p[None, :]

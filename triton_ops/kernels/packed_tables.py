@@ -1,4 +1,4 @@
-"""The kernel that makes block tables and lengths for packed keys, each of which is a block."""
+"""The kernel that makes block tables and lengths for packed keys, where each key is a block of one token."""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ class TileRows(NamedTuple):
 class AttendedTiles(NamedTuple):
     """Keys [lo, hi) and tiles [tile_lo, tile_hi) that rows attend to besides sink tokens, and ranks of live tiles.
 
-    sink_end: the end of the tiles of sink tokens, if they count as a segment of the others.
+    n_window, n_sink: numbers of live tiles. sink_end: if the tiles of sink tokens are a segment of the others, their
+    end; otherwise 0.
     """
 
     lo: Any
@@ -96,7 +97,7 @@ def _tile_rows(positions_ptr, sequence, row_begin, kv_head, traits, BLOCK_M: tl.
 
 @triton.jit
 def _attended_tiles(sequence, rows, key_begin, mask, TREE: tl.constexpr, SEGMENTS: tl.constexpr):
-    """Return the tiles that rows attend to, with those of absent blocks, and the ranks of the live ones."""
+    """Return the tiles that rows attend to, including those of absent blocks, and the ranks of the live ones."""
     span_first = rows.p_first
     span_last = rows.p_last
     if TREE:
@@ -124,7 +125,7 @@ def _attended_tiles(sequence, rows, key_begin, mask, TREE: tl.constexpr, SEGMENT
 
 @triton.jit
 def _split_of_tiles(split, num_splits, attended, SPLIT_TILES: tl.constexpr):
-    """Return the live tiles [i_begin, i_end) of its rows that belong to a split of a prefill."""
+    """Return the live tiles [i_begin, i_end) of a prefill's split, counted from the first that its rows attend to."""
     n = attended.n_sink + attended.n_window
     if SPLIT_TILES > 0:
         # Splits start at fixed ranks of the sequence, so that a row's bits do not depend on its tile.
@@ -167,7 +168,7 @@ def _exponents(q, other, rest, traits, tile):
 
 @triton.jit
 def _scaled_columns(q, qk_scale, exponent, terms, SCALES: tl.constexpr, ROWS: tl.constexpr):
-    """Return columns of queries for a factor above 0. ROWS: as float16, divided by the powers of two of `exponent`."""
+    """Return columns of queries, negated for a negative factor. ROWS: as float16, divided by rows' powers of two."""
     if SCALES > 0:
         q = tl.where(qk_scale < 0, -q, q)
     elif terms.NEGATIVE:
@@ -254,15 +255,15 @@ def _attend_tiles(
     LAZY: tl.constexpr = walk.queries.LAZY
     # Sums of more columns leave few registers.
     WIDE: tl.constexpr = walk.cache.BLOCK_V > 128
-    # Steps of two tiles need no mask. The tiles may lie apart if dead tiles are between them.
+    # Steps that need a mask take one tile at most, because dead tiles may lie between two.
     WIDEST: tl.constexpr = TILE if walk.cache.PARTS == 1 and not WIDE else TILE // 2
     EDGE_N: tl.constexpr = BLOCK_N if BLOCK_N < WIDEST else WIDEST
-    # Scores that take more than a product and a mask leave no registers for it.
+    # Scores with more terms than a product and a mask leave no registers for this.
     LAST_FIRST: tl.constexpr = (
         TWO_LOOPS and not (DECODE or walk.TREE or CODED or WIDE) and walk.terms.PLAIN and walk.cache.REST == 0
     )
     if LAST_FIRST:
-        # The last tile nearly always needs a mask. Without a loop, and as the first of a sum, it needs no rescaling.
+        # The last tile nearly always needs a mask. Computed first, outside of the loop, it needs no rescaling.
         i_last = tl.maximum(i_end - 1, i_begin)
         m, total, acc = _first_tile(i_last, i_end, walk, SCATTERED, EDGE_N)
         i_end = i_last
@@ -286,7 +287,7 @@ def _attend_tiles(
     skip = full_end - full_begin
     if SEGMENTS:
         m, total, acc = _walk_segments(m, total, acc, i_begin, i_end, walk, sequence, rows, attended, EDGE_N)
-    # Few splits of a decode have such steps. With codes, the check would need more registers than there are.
+    # Most splits of a decode skip these steps. With codes, there are no registers for the check.
     elif not TWO_LOOPS or (DECODE and CODED) or (i_end - skip > i_begin):
         m, total, acc = _walk(
             m, total, acc, i_begin, i_end - skip, full_begin, skip, walk, True, SCATTERED, EDGE_N
@@ -298,7 +299,7 @@ def _attend_tiles(
 
 @triton.jit
 def _columns_beside(part, traits, tile):
-    """Return the columns from a part of a latent row to the other part and to the rest."""
+    """Return the distances, in columns, from a part of a latent row to the other part and to the rest."""
     if tile.PARTS > 1:
         return (1 - 2 * part) * tile.BLOCK_D, (2 - part) * tile.BLOCK_D
     else:
@@ -320,7 +321,7 @@ def _attend_rows(
     SEGMENTS: tl.constexpr = traits.POSITIONS and mask.BOUNDED and not DECODE and not TREE
     SCATTERED: tl.constexpr = TREE or (traits.POSITIONS and mask.BOUNDED)
     ROWS: tl.constexpr = CODES != PLAIN_CACHE and tensors.query_ptr.dtype.element_ty == tl.bfloat16
-    # A total for each key of a tile takes registers that sums of many rows of 512 columns do not leave.
+    # LAZY: a total for each key of a tile. Sums of many rows of 512 columns leave no registers for it.
     LAZY: tl.constexpr = DECODE and (traits.REST == 0 or tile.BLOCK_M == 16)
     SHIFT: tl.constexpr = 15 if ROWS or tensors.query_ptr.dtype.element_ty == tl.float16 else 0
     rows = _tile_rows(tensors.positions_ptr, sequence, row_begin, kv_head, traits, tile.BLOCK_M, DECODE)
@@ -393,7 +394,7 @@ def _end_rows(
     if traits.CODES >= E4M3_BITS:
         acc *= 256.0
     if EQUAL_SPLITS:
-        # One split or many give the same roundings in the same order.
+        # A row with one split is rounded like a row with many, in the same order.
         safe_total = tl.where(total == 0, 1.0, total)
         acc = acc / safe_total[:, None]
         m += tl.log2(safe_total)
@@ -406,7 +407,7 @@ def _end_rows(
             tensors.partial_ptr + row_out[:, None] * traits.VALUE_DIM + offs_v[None, :], acc / denominator[:, None],
             mask=mask_m[:, None] & (offs_v[None, :] < traits.VALUE_DIM),
         )  # fmt: skip
-        # Two parts add in different orders, so only one of them writes.
+        # Both parts have the log-sum-exp, added in different orders, so only the first writes it.
         if first_v == 0:
             tl.store(tensors.partial_lse_ptr + row_out, m + tl.log2(denominator), mask=mask_m)
     else:
