@@ -120,7 +120,7 @@ class BlockHasher:
             their size.
         pieces: Iterates over the bytes of tokens block by block, each in a tuple.
         begin: Returns the digests of a chain's first blocks, whose tokens are given as bytes. `pc.cache.remembered`
-            replaces it by a faster function.
+            replaces it with a faster function.
     """
 
     def __init__(self, algorithm: str, block_size: int, seed: int | None = None, words: int | None = None) -> None:

@@ -121,6 +121,7 @@ def encode_keys(extra_keys: ExtraKeys = None, salt: Key = None) -> EncodedKeys:
 
 
 def _freeze(key: object) -> FrozenKeys:
+    """Return a key with tuples in place of lists, or raise TypeError."""
     if type(key) is KeyAt:
         return KeyAt(_position(key.position), _freeze(key.key))  # type: ignore[arg-type]
     if isinstance(key, (tuple, list)) and type(key) in (tuple, list):

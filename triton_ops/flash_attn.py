@@ -49,6 +49,7 @@ __all__ = [
     "get_scheduler_metadata",
 ]
 
+# FlashAttention's names of operators' parameters, for errors, where a function's differ from `_flash/arguments.py`.
 _DENSE_NAMES = {"seq_lens": "k", "query_start_loc": "q"}
 _PACKED_NAMES: dict[str, str] = {}
 _USED_NAMES = {"seq_lens": "seqused_k"}
@@ -175,6 +176,7 @@ def flash_attn_func(
 
 
 def _build_dense(args: FlashArgs) -> Run:
+    """Return a function that runs calls of `flash_attn_func` of this kind."""
     q, k, v, layout = args.q, args.k, args.v, "[batch, seqlen, heads, head_dim]"
     check_tensors({"q": (q, layout), "k": (k, layout), "v": (v, layout)}, args)
     batch, seqlen_q, seqlen_k, device = *q.shape[:2], k.shape[1], q.device
@@ -295,6 +297,7 @@ def flash_attn_varlen_func(
 
 
 def _build_packed(args: FlashArgs) -> Run:
+    """Return a function that runs calls of `flash_attn_varlen_func` of this kind."""
     q, k, options, same, paged = args.q, args.k, args.options, args.same_starts, args.block_table is not None
     layout = CACHE_LAYOUT if paged else "[total_k, num_kv_heads, head_dim]"
     check_tensors({"q": (q, "[total_q, num_heads, head_dim]"), "k": (k, layout), "v": (args.v, layout)}, args)
@@ -449,6 +452,7 @@ def flash_attn_with_kvcache(
 
 
 def _build_cached(args: FlashArgs) -> Run:
+    """Return a function that runs calls of `flash_attn_with_kvcache` of this kind."""
     q, k, options = args.q, args.k, args.options
     batch = _check_cached(args)
     batched = (batch, q.shape[1]) if args.cu_seqlens_q is None else None
@@ -648,8 +652,8 @@ def get_scheduler_metadata(
 
     See `pc.attention_plan`.
 
-    A call uses the plan if its block table holds max_seqlen_k tokens in blocks of page_size, and if it has the options,
-    lengths and queries given here. Any other call makes its own plan.
+    A call uses the plan if its block table holds max_seqlen_k tokens in blocks of page_size. It must also have the
+    options, lengths and queries given here. Any other call makes its own plan.
 
     Args:
         batch_size: Number of sequences.

@@ -32,13 +32,14 @@ from ._core.operator import operator, record_of
 from .gather_blocks import gather_blocks_list
 
 _FEW_SEQUENCES, _LONG_SEQUENCE = 8, 1 << 18
-"""With at most so many sequences, or at least so many bytes for each, the CPU joins them one by one, without a map."""
+"""Up to this number of sequences, or from this number of bytes in each, the CPU joins them one by one, with no map."""
 _ROWS_A_PROGRAM = 128
 
 _launches: LaunchCache[Launch] = LaunchCache()
 
 
 def _check(call: Any) -> None:
+    """Check the metadata of a call with lists of tensors, and the values where they may be read."""
     caches, block_tables, seq_lens, news, query_start_loc, num_rows, new_positions = call
     check_caches("cache", caches)
     check_tensor("seq_lens", seq_lens, 1, "[num_seqs]", INDEX_DTYPES)
@@ -152,10 +153,12 @@ def _build_map_launch(is_aligned: bool) -> Launch:
 
 
 def _result_device(cache: torch.Tensor, seq_lens: torch.Tensor, new: torch.Tensor) -> torch.device:
+    """Return the GPU of the first tensor that is on one, otherwise the device of `seq_lens`."""
     return next((t.device for t in (seq_lens, new, cache) if t.is_cuda), seq_lens.device)
 
 
 def _run_list(call: Any) -> list[torch.Tensor]:
+    """Check and run a call with lists of tensors, on any device."""
     _check(call)
     caches, block_tables, seq_lens, news, query_start_loc, num_rows, new_positions = call
     block_size = caches[0].shape[1]
@@ -188,6 +191,7 @@ def _run_list(call: Any) -> list[torch.Tensor]:
 
 
 def _run(call: Any) -> torch.Tensor:
+    """Run a call with single tensors as one with lists."""
     lists = {"caches": [call.cache], "news": [call.new]}
     others = {name: value for name, value in call._asdict().items() if name in _Join._fields}
     return _run_list(_Join(**lists, **others))[0]

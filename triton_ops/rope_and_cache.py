@@ -36,6 +36,7 @@ _PIECE_ELEMENTS = 1 << 16
 
 
 def _check(call: Any) -> None:
+    """Check the metadata of a call."""
     check_write(call)
     query, key, value, positions, cos_sin = call.query, call.key, call.value, call.positions, call.cos_sin
     if value.shape != key.shape:
@@ -57,6 +58,7 @@ def _check(call: Any) -> None:
 
 
 def _check_positions(call: Any) -> None:
+    """Check that every position has a row of cos_sin. This reads them."""
     if call.positions.numel():
         low, high = (int(bound) for bound in torch.aminmax(call.positions))
         limit = call.cos_sin.shape[0] - 1

@@ -101,7 +101,7 @@ class Explanation:
     evicted. "compressed": it was freed when its prompt was compressed. "uncommitted": a running request has not
     committed it yet. "block": the matching text, or the prompt, ends inside the block. "window": layers with a window
     or with states lack blocks that they need to continue there. "never": no similar text is remembered. "changed": no
-    similar text is remembered, because the cache was emptied for a changed model. None: no longer hit is possible."""
+    similar text is remembered, because the cache was emptied for a changed model. None: `matched` is the maximum."""
     position: int
     """The position of the first different token or key; otherwise the start of the first block that is not reused."""
     here: Any = None
@@ -160,7 +160,7 @@ class Source(NamedTuple):
         hasher: The hash function of blocks.
         groups: The groups of the cache.
         tables: The cached blocks of each group.
-        texts: Remembered texts, oldest first, then those of running requests, with the request's name.
+        texts: Remembered texts with None, oldest first. Then the texts of running requests with the request's name.
         evicted: Time and group of evicted hashes.
         manager: The state of a manager. It may also reuse parts of blocks, or text at other positions. None for an
             engine's cache.
@@ -191,14 +191,21 @@ class Source(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A remembered text, from its first token. `committed` is the number of its committed tokens."""
+    """A remembered text, from its first token.
+
+    Attributes:
+        tokens: All its tokens.
+        keys: Its salt and extra keys.
+        digests: The hashes of its complete blocks.
+        committed: Number of its tokens whose KV was committed.
+        request_id: The request, if it is running.
+    """
 
     tokens: Tokens
     keys: EncodedKeys
     digests: Words
     committed: int
     request_id: Hashable = None
-    """The request, if it is running."""
 
 
 def explain(

@@ -52,8 +52,8 @@ class FIFO(EvictionPolicy):
 
     def bind(self, pool: PoolView) -> None:
         super().bind(pool)
-        self._waits = np.zeros(pool.num_blocks, np.bool_)
-        self._passed = np.zeros(pool.num_blocks, np.bool_)
+        self._waits = np.zeros(pool.num_blocks, np.bool_)  # whether no request holds the block
+        self._passed = np.zeros(pool.num_blocks, np.bool_)  # whether a request held the block in its turn
         self.clear()
 
     def completed(self, ids: Ids) -> None:
@@ -98,7 +98,7 @@ class FIFO(EvictionPolicy):
 
     def clear(self) -> None:
         self._queue: deque[tuple[int, Ids]] = deque()
-        self._turn = np.full(self.pool.num_blocks, -1, np.int64)
+        self._turn = np.full(self.pool.num_blocks, -1, np.int64)  # the queue's entry with the block, or -1
         self._waits.fill(False)
         self._passed.fill(False)
 
@@ -125,8 +125,8 @@ class S3FIFO(EvictionPolicy):
 
     def bind(self, pool: PoolView) -> None:
         super().bind(pool)
-        self._uses = np.zeros(pool.num_blocks, np.int8)
-        self._waits = np.zeros(pool.num_blocks, np.bool_)
+        self._uses = np.zeros(pool.num_blocks, np.int8)  # hits since the block was filled, at most 3
+        self._waits = np.zeros(pool.num_blocks, np.bool_)  # whether no request holds the block
         self._ghosts = Ghosts(2 * pool.num_blocks)
         self.clear()
 
@@ -146,6 +146,7 @@ class S3FIFO(EvictionPolicy):
         self._push(1, ids[self._turn.take(ids) < 0][::-1])  # requests held them in their turn
 
     def _push(self, queue: int, ids: Ids) -> None:
+        """Append blocks to the small queue (0) or the main queue (1)."""
         if ids.size:
             self._turns += 1
             self._turn[ids] = self._turns
@@ -187,7 +188,7 @@ class S3FIFO(EvictionPolicy):
     def clear(self) -> None:
         self.queues: tuple[deque[tuple[int, Ids]], deque[tuple[int, Ids]]] = (deque(), deque())
         self._sizes = [0, 0]
-        self._turn = np.full(self.pool.num_blocks, -1, np.int64)
+        self._turn = np.full(self.pool.num_blocks, -1, np.int64)  # the entry of a queue with the block, or -1
         self._turns = 0
         self._uses.fill(0)
         self._waits.fill(False)
@@ -209,9 +210,9 @@ class ARC(QueuedPolicy):
 
     def bind(self, pool: PoolView) -> None:
         super().bind(pool)
-        self._again = np.zeros(pool.num_blocks, np.bool_)
+        self._again = np.zeros(pool.num_blocks, np.bool_)  # whether the block was used again
         self._ghosts = Ghosts(2 * pool.num_blocks)
-        self._waiting = [0, 0]
+        self._waiting = [0, 0]  # released blocks in each queue
         self._target = 0.0  # number of blocks used once that may stay
 
     def accessed(self, ids: Ids, hit: bool) -> None:
@@ -283,7 +284,7 @@ class Belady(EvictionPolicy):
     def bind(self, pool: PoolView) -> None:
         super().bind(pool)
         self._heap: list[tuple[int, int, int]] = []
-        self._entry: dict[int, tuple[int, int, int]] = {}
+        self._entry: dict[int, tuple[int, int, int]] = {}  # by block; other entries in the heap are outdated
 
     def accessed(self, ids: Ids, hit: bool) -> None:
         self.removed(ids)
@@ -297,6 +298,7 @@ class Belady(EvictionPolicy):
             self._enter(self._next_use(key), length, block)
 
     def _next_use(self, key: int) -> int:
+        """Return the number of the next request that uses a block with this key."""
         uses = self._uses[key]
         while uses and uses[0] < self._now:
             uses.popleft()

@@ -211,6 +211,7 @@ class DiskTier:
 
 
 def _is_own(status: os.stat_result) -> bool:
+    """Return whether a file belongs to this user."""
     return not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
 
 

@@ -36,7 +36,7 @@ class Strides(NamedTuple):
 class Traits(NamedTuple):
     """The properties of a call for which kernels are compiled: present tensors, cache storage, and sizes.
 
-    HEAD_DIM is the number of columns of a key. In a latent row, the value comes first and REST more columns follow:
+    HEAD_DIM is the number of columns of a key. In a latent row, the value comes first and REST more columns follow.
     HEAD_DIM is then the number of columns of one part of the value. REST is 0 for other caches.
     """
 

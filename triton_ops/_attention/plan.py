@@ -99,6 +99,7 @@ def _build_launches(
     block_size: int,
     is_aligned: bool,
 ) -> tuple[Launch, Launch]:
+    """Return the launches of the two kernels, which serve any numbers of sequences and blocks."""
     from ..kernels.plan import _plan_items_kernel, _plan_tiles_kernel
 
     mask = dict(zip(Mask._fields[-len(mask_flags) :], mask_flags, strict=True))

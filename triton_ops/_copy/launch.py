@@ -115,16 +115,19 @@ def _split(source: torch.Tensor, extra: torch.Tensor, target: torch.Tensor, lead
 
 
 def _split_all(work: list[_Work], leading: tuple[int, int]) -> list[_Work]:
+    """Split all tensors whose rows have too many strided dimensions."""
     return [part for tensors in work for part in _split(*tensors, leading)]
 
 
 def _build_moves(work: list[_Work], leading: tuple[int, int], num_rows: int, has_extras: bool) -> list[_Move]:
+    """Return the launches for calls of this kind, each for up to MAX_TENSORS tensors."""
     parts = _split_all(work, leading)
     groups = (parts[start : start + MAX_TENSORS] for start in range(0, len(parts), MAX_TENSORS))
     return [_build_move(group, leading, num_rows, has_extras) for group in groups]
 
 
 def _build_move(work: list[_Work], leading: tuple[int, int], num_rows: int, has_extras: bool) -> _Move:
+    """Return one launch. Its tiles and units follow from the layouts of rows."""
     import triton.language as tl
     from triton import reinterpret
 
@@ -160,10 +163,12 @@ def _build_move(work: list[_Work], leading: tuple[int, int], num_rows: int, has_
 
 
 def _padded(numbers: tuple[int, ...], fill: int) -> tuple[int, ...]:
+    """Return MAX_OUTER numbers, the missing ones filled."""
     return (*numbers, *(fill,) * (MAX_OUTER - len(numbers)))
 
 
 def _launch(move: _Move, work: list[_Work], indices: tuple[torch.Tensor | None, ...], has_extras: bool) -> None:
+    """Launch the kernel on these tensors, viewed in the units of the launch."""
     launch, dtypes, reinterpret = move
     sources, extras, targets = (
         tuple([reinterpret(tensor, dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)])

@@ -69,6 +69,7 @@ class FlashArgs(NamedTuple):
 Run = Callable[[FlashArgs], Any]
 
 
+# FlashAttention's names of operators' parameters, for errors.
 _NAMES = {
     "query": "q",
     "key_cache": "k",

@@ -104,7 +104,30 @@ def _attention(
     planned: bool = False,
     **options: Any,
 ) -> CaseCall:
-    """Build a batch of sequences for an attention operator, with NaN in all data that the operator must not read."""
+    """Build a batch of sequences for an attention operator, with NaN in all data that the operator must not read.
+
+    Args:
+        operator: The operator.
+        name: The case, whose random numbers follow from it.
+        lens: Tokens of each sequence.
+        queries: Queries of each sequence.
+        dtype: The dtype of queries.
+        cache_dtype: The dtype of a quantized cache; None: dtype.
+        heads: Query heads and KV heads.
+        head_dim: Features of a key.
+        value_dim: Features of a value; None: head_dim.
+        block_size: Token slots of a block.
+        latent: Whether the cache has latent rows.
+        holes: The share of absent blocks.
+        head_tables: Whether each KV head has a table.
+        head_major: Whether heads come before slots in a block's memory.
+        scattered: Whether queries have random positions.
+        tree: Whether the queries of a sequence are a random tree of drafts.
+        top_k: Blocks in each query's list; 0: no lists.
+        shared: Blocks that all sequences share.
+        planned: Whether the call gets a plan.
+        options: Options of the operator, with `alibi` and `sinks` for random tensors.
+    """
     draw, (num_heads, kv_heads) = _Draw(f"{operator} {name}"), heads
     n, width = len(lens), max(-(-length // block_size) for length in lens) + 1
     num_blocks = n * width + 3
@@ -619,6 +642,7 @@ def all_cases(wide: bool) -> Iterator[Case]:
 
 
 def _attention_cases(wide: bool) -> Iterator[Case]:
+    """Yield the cases of attention operators and of plans."""
     everything: Options = {"softcap": 5.0, "alibi": True, "sinks": True}
     paged, window, sparse = "paged_attention", "sliding_window_attention", "sparse_gap_attention"
     for dtype in (BF16, F16, F32):

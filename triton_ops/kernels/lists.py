@@ -158,7 +158,7 @@ def _load_list_query(rows, first, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
 def _load_list_queries(rows, key_at, other_at, rest_at, traits, tile):
     """Load the rows' queries: a part's own columns, those of the other part, and the rest.
 
-    The first replaces an absent other part or rest, which is never read.
+    If the other part or the rest is absent, the first part takes its place and is not read.
     """
     q = _load_list_query(rows, key_at, traits.HEAD_DIM, tile.BLOCK_D)
     other = q

@@ -45,8 +45,8 @@ class TileRows(NamedTuple):
 class AttendedTiles(NamedTuple):
     """Keys [lo, hi) and tiles [tile_lo, tile_hi) that rows attend to besides sink tokens, and ranks of live tiles.
 
-    n_window, n_sink: numbers of live tiles. sink_end: if the tiles of sink tokens are a segment of the others, their
-    end; otherwise 0.
+    The numbers of live tiles are n_window and n_sink. If the tiles of sink tokens are a segment of the others, sink_end
+    is their end, otherwise 0.
     """
 
     lo: Any

@@ -7,8 +7,9 @@ hint. Rates are occurrences over exposure: the number of reuses, divided by the 
 risk of reuse. Evicted blocks (ghosts) are included, because otherwise evictions would bias the rates. Rates and factors
 are shrunk towards a prior.
 
-The rates give a Gittins index for each stratum and idle time: the maximum, over later times, of a block's expected hits
-until then, divided by the expected time that it occupies its place. Eviction compares these indices.
+The rates give a Gittins index for each stratum and idle time. It is a block's expected number of hits until a later
+time, divided by the expected time that the block stays until then, at the later time with the highest quotient.
+Eviction compares these indices.
 
 To save time, factors are rounded to levels, so that indices are computed once for each fit and looked up. `score` is
 a faster `scores` for one block. All blocks of a request are counted together.
@@ -123,6 +124,7 @@ class HazardModel:
             self._factor_events += np.bincount(factor, weight, FACTORS)
 
     def _fit_rates(self) -> None:
+        """Compute rates as occurrences over exposure, shrunk towards those of all strata, and these towards a prior."""
         events, exposure = self._events.sum(axis=0), self._exposure.sum(axis=0)
         prior = AGE_PRIOR * WIDTHS  # falls with age, because an age never seen must not look good
         pooled = (events + prior * 0.05 / (EDGES[:AGES] + 300)) / (exposure + prior)
@@ -365,5 +367,6 @@ def _uses(bounds: Numbers, size: Numbers) -> Numbers:
 
 
 def _cell_of(uses: Numbers, tail: Numbers) -> Numbers:
+    """Return the cells of blocks, from their numbers of uses and whether each is its request's last block."""
     cells: Numbers = 2 * USE_BOUNDS.searchsorted(uses, side="right") + tail
     return cells

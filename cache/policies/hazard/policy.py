@@ -30,6 +30,7 @@ LEAST_USES = USE_BOUNDS.astype(np.int32)[:, None]
 
 
 def _index_of(ids: Ids) -> npt.NDArray[np.intp]:
+    """Return block numbers as an index of arrays, for pools without an `index_of` of their own."""
     return ids.astype(np.intp)
 
 
@@ -59,6 +60,7 @@ class Hazard(EvictionPolicy):
         self._begin()
 
     def _begin(self) -> None:
+        """Start with nothing logged or learned. The arrays of blocks are not reset."""
         self._now = 0
         self._last_fit = -1
         self._ending = UNKNOWN_ENDING
