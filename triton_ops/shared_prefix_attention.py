@@ -35,7 +35,7 @@ def _build_positions_launch(is_aligned: bool) -> Launch:
 class _Prefix:
     """The shared blocks as one sequence, to which all queries belong. All layers of a step share it."""
 
-    is_captured = False
+    is_captured = False  # see `Refreshed`
 
     def __init__(self, args: AttentionArgs) -> None:
         device, self._num_blocks = args.query.device, args.num_shared_blocks
@@ -96,6 +96,7 @@ def _prefix_of(args: AttentionArgs) -> _Prefix:
 
 
 def _build(args: AttentionArgs) -> Callable[[AttentionArgs], Any]:
+    """Return the launches over the prefix and over the rest, and of their merge, for calls of this kind."""
     if args.num_shared_blocks <= 0 or args.seq_lens.shape[0] == 0 or args.query.shape[0] == 0:
         return build_attention(args)
     parts = args._replace(with_lse=True)

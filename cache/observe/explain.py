@@ -340,6 +340,7 @@ def _different(source: Source, prompt: Known, known: list[Known], hit: Hit) -> W
     size, block = source.block_size, hit.blocks
     start = block * size
     agreed, end, other = _longest(prompt, known, block)
+    # The text with another salt or other keys that agrees longest, if its block is cached, explains more.
     apart, elsewhere = max(
         (
             (common_length(prompt.tokens, text.tokens), i)

@@ -156,6 +156,7 @@ class S3FIFO(EvictionPolicy):
     def victims(self, count: int) -> Ids:
         parts = []
         while count:
+            # The small queue may keep a tenth of the blocks.
             small = bool(self.queues[0]) and (10 * self._sizes[0] > self.pool.num_blocks or not self.queues[1])
             queue = 0 if small else 1
             turn, ids = next_part(self.queues[queue], count)

@@ -128,6 +128,7 @@ def _nothing_matches(benchmarks: list[Any], kind: str, quick: bool, case: str, p
 
 
 def _table(op: str, rows: list[dict[str, str]]) -> Any:
+    """Return a table of an operator's times, fastest first within a case and mode."""
     from rich.table import Table
 
     table = Table(title=op, title_justify="left")

@@ -56,6 +56,7 @@ def run_explain(requests: Path, tokenizer: str | None, num_blocks: int, block_si
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of a file, one a line; the file may be compressed with gzip."""
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
             for line in lines:

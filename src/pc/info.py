@@ -73,6 +73,7 @@ def _framework(package: str) -> str:
 
 
 def _cpu() -> dict[str, str]:
+    """Return the processor, its threads, and the implementation of operators on CPU tensors."""
     serves = "triton kernels in the interpreter (TRITON_INTERPRET was set at import)" if INTERPRET else "PyTorch"
     return {
         "device": f"{platform.processor() or platform.machine()}, {os.cpu_count()} processors",
@@ -82,6 +83,7 @@ def _cpu() -> dict[str, str]:
 
 
 def _gpu(device: torch.device) -> dict[str, str]:
+    """Return facts about a GPU, and the tiles that kernels have on it."""
     properties = torch.cuda.get_device_properties(device)
     arch = architecture(device)
     found = {
@@ -114,6 +116,7 @@ def _tuned(arch: str) -> dict[str, str]:
 
 
 def _cache_directories() -> dict[str, str]:
+    """Return the folders of compiled kernels and of models, by the variables that set them."""
     home = Path.home()
     inductor = Path(tempfile.gettempdir()) / f"torchinductor_{os.environ.get('USER', 'root')}"
     defaults = {

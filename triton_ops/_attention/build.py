@@ -88,7 +88,7 @@ class AttentionLaunch:
 
     plan: PlanLaunch
     target_items: int  # work items of a plan made for this call, roughly
-    convert_codes: bool
+    convert_codes: bool  # whether kernels read float8 as uint8, for bit operations
     with_lse: bool
     decode: Launch | None  # None where there can be no decode
     decode_parts: PartsShape | None  # None where no sequence is split

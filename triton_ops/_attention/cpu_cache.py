@@ -27,7 +27,7 @@ class Piece:
     keys: torch.Tensor
     values: torch.Tensor
     blocks: np.ndarray  # logical
-    skip: int  # slots of the first block
+    skip: int  # slots of the first block before the first token
     block_size: int
 
     @property

@@ -151,6 +151,9 @@ def attend_entries(
 
     The result has the queries' shape with the values' width. Its log-sum-exp is `[entries, queries]`. For an entry
     without vectors they are 0 and -inf. `heads` `[entries]` are the KV heads.
+
+    Entries of one length are gathered at once. Entries with few queries read keys in place if the cache allows it. All
+    others are cut into parts; parts of similar lengths are padded to one length and gathered together.
     """
     entries, many, _ = query.shape
     longest, budget = int(lengths.max(initial=0)), cache.at_once(1)

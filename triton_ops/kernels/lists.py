@@ -114,7 +114,10 @@ def _list_share(count_ptr, split, num_splits):
 def _list_keys(
     union_ptr, table_ptr, i, i_end, piece, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Return block number, position and query bits of each key of a step. A new block starts every WIDTH keys."""
+    """Return block number, position and query bits of each key of a step.
+
+    A step has WIDTH keys of each of its blocks, from key piece * WIDTH on.
+    """
     offs_n = tl.arange(0, BLOCK_N)
     i += offs_n // WIDTH
     offset = offs_n % WIDTH + piece * WIDTH

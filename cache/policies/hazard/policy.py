@@ -246,7 +246,7 @@ class Hazard(EvictionPolicy):
         if chooser.is_due(self._now):
             self._refresh(left)
         left -= self._evict(left)
-        if left:
+        if left:  # the ranked runs are used up
             self._refresh(left)
             left -= self._evict(left)
         if left:  # no run can be evicted by score, because each has a child
