@@ -144,7 +144,7 @@ def test_command_writes_csv_and_plot(tmp_path):
         ('{"timestamp": 1, "hash_ids": [1]}\n{"timestamp": 2, "hash_ids": [1\n', "line 2"),
         ('{"timestamp": 1, "hash_ids": [1]}\n\n{"timestamp": 2}\n', "line 3: lacks 'hash_ids'"),
         ('{"timestamp": 1, "hash_ids": ["a"]}\n', "line 1.*needs a list of integers"),
-        ('{"timestamp": 1, "hash_ids": [1]}\n[1, 2]\n', "line 2: got list, needs an object"),
+        ('{"timestamp": 1, "hash_ids": [1]}\n[1, 2]\n', "line 2: got list, needs a JSON object"),
         ('{"timestamp": "soon", "hash_ids": [1]}\n', "line 1"),
         ('{"id": "s", "block_size": 64, "requests": [{"t": 0}]}\n', "line 1: lacks 'runs'"),
         ('{"id": "s", "block_size": 64, "requests": [{"t": 0, "keep": -1, "runs": []}]}\n', "line 1: keep: got -1"),
