@@ -1,7 +1,7 @@
-"""The admission of prompts: which tokens of a prompt are cached, which blocks its request gets, what may be published.
+"""The admission of prompts: which tokens of a prompt are cached, and which blocks its request gets.
 
-Every runner admits its prompts here. Continuous batching, whose scheduler allocates blocks step by step, starts its
-requests by `start` as well.
+Every runner admits its prompts here. Continuous batching calls `start` only, because transformers' scheduler allocates
+blocks step by step.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ def start(
     reuse: str = "prefix",
     by_steps: bool = True,
 ) -> Any:
-    """Start a request on the cached blocks of its tokens and return the manager's allocation.
+    """Start a request with the cached blocks of its tokens, and return the manager's allocation.
 
     Args:
         manager: The manager of the blocks.
         request_id: A name that no running request has.
         tokens: The prompt.
-        keys: What its KV depends on besides the tokens.
-        salt: Who may share its blocks.
+        keys: Everything that its KV depends on besides the tokens.
+        salt: Only requests with an equal salt share blocks.
         reuse: See `CacheManager.allocate`.
-        by_steps: Whether the caller appends the tokens that are not cached as it computes them. If not, all tokens get
-            blocks now.
+        by_steps: True: only cached tokens get blocks, and the caller appends the others as it computes them. False: all
+            tokens get blocks now.
 
     Raises:
         OutOfBlocks: There are too few blocks; nothing was started.
     """
     options: dict[str, Any] = {"extra_keys": list(keys) or None, "salt": salt, "reuse": reuse}
-    if by_steps and reuse == "gap":  # blocks behind a gap are found only for tokens that have blocks
+    if by_steps and reuse == "gap":  # only a request with blocks for all tokens finds blocks behind a gap
         with contextlib.suppress(OutOfBlocks):
             return manager.allocate(request_id, tokens, **options)
     if by_steps:
@@ -60,7 +60,7 @@ def start(
 
 
 def extra_keys(store: ContiguousStore, keys: tuple[Any, ...], prompt: Prompt) -> list[Any]:
-    """Return what the KV of a prompt depends on besides its tokens; `keys` are those of its call."""
+    """Return everything that a prompt's KV depends on besides its tokens. `keys` is the part that its call sets."""
     if store.counts_padding and prompt.pad:
         keys = (*keys, "columns before it", str(prompt.pad))
     if prompt.adapter is not None:
@@ -74,26 +74,26 @@ class PromptRequests:
     Args:
         store: The blocks.
         loop: The call.
-        lease: Ends the requests if the call is cut off.
+        lease: Ends the requests if the call is interrupted.
         anywhere: Whether the call may reuse text that is cached at other positions.
     """
 
     def __init__(self, store: ContiguousStore, loop: Loop, lease: Lease, anywhere: bool = False) -> None:
         self.store, self._anywhere = store, anywhere
         self._keys, self._salt = loop.extra_keys, loop.salt
-        # A strong reference would make a circle, and the lease has to end with the call at once.
+        # A strong reference would make a cycle, and an interrupted call must drop its lease at once.
         self._lease = weakref.proxy(lease)
 
     def blocks(self, prompt: Prompt) -> RequestBlocks:
-        """Return the blocks of a prompt that has none yet."""
+        """Return an empty `RequestBlocks` for a prompt."""
         return RequestBlocks(self._lease, self.store.storage, prompt.request_id)
 
     def admit(self, prompt: Prompt, reuse: bool = True, most: int | None = None) -> None:
         """Allocate blocks for a prompt and find its cached tokens.
 
         Args:
-            prompt: Gets its `allocation`, `blocks` and `reused`.
-            reuse: Whether cached tokens are read. If not, they are computed and only kept.
+            prompt: The prompt, whose `allocation`, `blocks` and `reused` are set.
+            reuse: Whether cached tokens are read. If not, all tokens are computed, and published as usual.
             most: The most cached tokens to find. None: all.
 
         Raises:
@@ -101,7 +101,7 @@ class PromptRequests:
         """
         store = self.store
         limit = len(prompt.tokens)
-        if store.states is not None:  # recurrent layers compute two tokens at least
+        if store.states is not None:  # recurrent layers need at least two tokens to compute
             limit = max(limit - 1, 1)
         if most is not None:
             limit = min(limit, most + 1)
@@ -132,13 +132,14 @@ class PromptRequests:
         prompt.reused = Reused(cached, later, moved, repaired, states, max(cached, kv_hit))
 
     def _allocate(self, prompt: Prompt, limit: int, anywhere: bool) -> tuple[Any, int, int]:
-        """Start a request for up to `limit` tokens of a prompt, whose hit ends where computing can continue.
+        """Start a request for up to `limit` tokens of a prompt, whose hit is shortened until the prompt can continue.
 
         Returns:
-            The allocation, its limit, and the tokens cached for attention layers, where states allow fewer.
+            The allocation, its final limit, and the number of tokens cached for attention layers if recurrent states
+            allow only a shorter hit.
         """
         store, kv_hit = self.store, 0
-        reuse = "prefix" if prompt.items else store.reuse  # a gap's end may cut an image
+        reuse = "prefix" if prompt.items else store.reuse  # a gap may end inside an image
         if reuse == "anywhere" and not (anywhere and self._anywhere):
             reuse = "prefix"
         keys = extra_keys(store, self._keys, prompt)
@@ -152,11 +153,11 @@ class PromptRequests:
             kv_hit = kv_hit or allocation.junction or 0
             if store.storage.any_prefix or prompt.readable(cached) == cached:
                 return allocation, limit, kv_hit
-            limit = prompt.readable(cached) + 1  # states, or windows, are there for other places only
+            limit = prompt.readable(cached) + 1  # no states, or no blocks of windows, for this length
             self._lease.free(prompt.request_id)
 
     def _fill(self, prompt: Prompt, limit: int, cached: int, whole: bool) -> None:
-        """Note how far the blocks of an admitted prompt are filled; `whole`: its last token too."""
+        """Record how far the blocks of an admitted prompt are filled. `whole`: also its last token."""
         store, blocks = self.store, prompt.blocks
         filled = limit if whole else cached
         blocks.written = filled // store.block_size
@@ -168,10 +169,10 @@ class PromptRequests:
         blocks.look()
 
     def _bring_back(self, prompt: Prompt, cached: int, states: States | None) -> tuple[int, States | None]:
-        """Copy the blocks behind a prompt's hit from lower tiers, and cached ones behind a gap.
+        """Extend a prompt's hit by copies of blocks from lower tiers, and of cached blocks behind a gap.
 
         Returns:
-            The cached tokens, and the states behind them.
+            The number of cached tokens, and the states after the last of them.
         """
         store, blocks, evicted = self.store, prompt.blocks, self.store.evicted
         assert evicted is not None
@@ -194,9 +195,9 @@ class PromptRequests:
         return (min(blocks.written * size, len(prompt.tokens) - 1) if found else cached), states
 
     def _found_below(self, prompt: Prompt, first: int) -> tuple[list[list[Content]], Content | None]:
-        """Return the KV of blocks from `first` on that are cached or in a tier, and the states behind the last.
+        """Return the KV of blocks from `first` on, up to one that is nowhere, and the states after the last block.
 
-        For a model with states, KV is read only up to a block whose states are kept.
+        If the model has states, the last block is one whose states are kept too.
         """
         store, evicted = self.store, self.store.evicted
         assert evicted is not None
@@ -224,19 +225,19 @@ class PromptRequests:
                 found.append(contents)
             if store.states is None or len(found) >= count:
                 return found[:count], kept
-            count, kept = len(found), None  # a tier may lose what it had
+            count, kept = len(found), None  # a tier has lost a block since
 
     def readmit(self, prompt: Prompt, most: int | None = None) -> None:
-        """Admit a prompt again, with what is cached now; `most`: see `admit`."""
+        """End a prompt's request and admit it again, with the blocks that are cached now."""
         self._lease.free(prompt.request_id)
         self.admit(prompt, most=most)
 
     def fork(self, prompt: Prompt, row: int) -> RequestBlocks:
-        """Return the blocks of one of a prompt's rows, which share the prompt's blocks."""
+        """Fork the request of a prompt for one of its rows, and return the blocks of the fork."""
         blocks, manager = prompt.blocks, self.store.manager
         written = min(len(prompt.tokens), blocks.settled)
         blocks.commit(written)
-        if blocks.held > written:  # the rest was not written, and cannot be shared
+        if blocks.held > written:  # blocks that were not written cannot be shared
             manager.rollback(prompt.request_id, blocks.held - written)
             blocks.held = written
             blocks.look()
@@ -253,13 +254,13 @@ class PromptRequests:
 
     @property
     def stale(self) -> bool:
-        """Whether the model was found changed since the call began."""
+        """Whether `publishes` has found that the model changed during the call."""
         return bool(self._lease.stale)
 
     def publishes(self) -> bool:
-        """Return whether the model is still the one that the call began with."""
+        """Return whether the model is unchanged since the call began, so that blocks may be published."""
         return bool(self._lease.publishes())
 
     def close(self) -> None:
-        """Free all blocks; complete ones stay published until they are evicted."""
+        """End all requests of the call. Complete blocks stay published until they are evicted."""
         self._lease.close()

@@ -1,4 +1,4 @@
-"""A call of generate as transformers has prepared it, and the checks of whether it can be served."""
+"""A call of generate as transformers has prepared it, and the checks that decide whether it can be served."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SERVED_ARGUMENTS = frozenset((
     "output_attentions", "output_hidden_states", "output_router_logits", "cache_position", "token_type_ids",
     "mm_token_type_ids", "labels",
 ))  # fmt: skip
-"""Arguments of the forward pass that generate makes itself, or that do not affect a token's KV."""
+"""Arguments of the forward pass with which a call is served: generate makes them, or KV does not depend on them."""
 
 
 class RecordedCriteria(StoppingCriteriaList):  # type: ignore[misc]  # transformers is untyped here
@@ -51,7 +51,7 @@ class RecordedCriteria(StoppingCriteriaList):  # type: ignore[misc]  # transform
     def of(cls, loop: Loop) -> RecordedCriteria:
         """Return the stopping criteria of a loop."""
         criteria, config = cls(loop.options["stopping_criteria"]), loop.generation_config
-        # Rows that met an eos are padded from then on, so only a caller who asked for logits sees their logits.
+        # After an eos a row gets padding, so its logits matter only to a caller that reads logits.
         seen = loop.own_processors or config.output_scores or config.output_logits
         criteria._drops = not seen and any(hasattr(c, "eos_token_id") for c in criteria)
         return criteria
@@ -63,7 +63,7 @@ class RecordedCriteria(StoppingCriteriaList):  # type: ignore[misc]  # transform
         return done
 
     def dropped(self, num_rows: int) -> list[bool]:
-        """Return for each row whether it has stopped and the caller sees nothing more of it."""
+        """Return for each row whether its passes may be skipped: it has stopped, and nobody reads its logits."""
         if not self._drops or self.finished is None:
             return [False] * num_rows
         finished: list[bool] = self.finished.tolist()
@@ -87,11 +87,11 @@ class Loop:
     extra_keys: tuple[Any, ...] = ()  # all that KV depends on besides tokens
     salt: Any = None  # only calls with an equal salt share blocks
     returns: float | None = None  # probability that the conversation resumes soon
-    unchanged: Callable[[], bool] = lambda: True  # whether the model still has these `extra_keys`
-    answered: bool = False  # whether the loop has the logits of its first token
+    unchanged: Callable[[], bool] = lambda: True  # returns whether the model still has these `extra_keys`
+    answered: bool = False  # whether the first token's logits were computed
 
     def run(self, model: Any = None, options: dict[str, Any] | None = None, **inputs: Any) -> Any:
-        """Run the loop and return its result; the arguments replace the model, some options and some inputs."""
+        """Run the loop and return its result. Arguments replace the loop's model and some of its options and inputs."""
         return self.function(
             self.model if model is None else model,
             self.input_ids,
@@ -101,7 +101,7 @@ class Loop:
         )
 
     def run_over(self, model: Any, criteria: RecordedCriteria) -> Any:
-        """Run the loop with `model`, which keeps keys and values itself, and return the result without a cache."""
+        """Run the loop with a `model` that keeps KV in blocks, and return the result without a cache."""
         result = self.run(model, {"stopping_criteria": criteria})
         drop_cache(result)  # the empty cache that transformers made
         return result
@@ -114,7 +114,7 @@ class Loop:
 
     @property
     def requested_outputs(self) -> dict[str, Any]:
-        """The outputs for every token that the caller asked for: hidden states, attention weights."""
+        """The outputs of each token that the caller asked for, such as hidden states and attention weights."""
         config = self.generation_config
         wanted = {n: getattr(config, n, None) or self.model_kwargs.get(n) for n in BY_TOKEN_OUTPUTS}
         return {name: value for name, value in wanted.items() if value and config.return_dict_in_generate}
@@ -156,7 +156,7 @@ class Loop:
 
     @staticmethod
     def restore_continued(state: list[tuple[Any, dict[str, Any]]]) -> None:
-        """Restore the layers of a continued cache. The call has only written to buffers behind the earlier tokens."""
+        """Restore the layers of a continued cache. Calls only append, so the buffers still hold the earlier tokens."""
         for layer, attributes in state:
             vars(layer).clear()
             vars(layer).update(attributes)
@@ -168,7 +168,7 @@ class Loop:
 
 
 def check_arguments(arguments: dict[str, Any]) -> None:
-    """Raise UnsupportedError for arguments of generate with which no call can be served."""
+    """Raise UnsupportedError if arguments of generate exclude the call from the cache."""
     for name in ("custom_generate", "synced_gpus"):
         refuse_if(arguments.get(name), f"{name}")
     given = [arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None]
@@ -194,7 +194,7 @@ def take_stop_strings(model: Any, arguments: dict[str, Any]) -> None:
 
 
 def ask_for_cache(model: Any, arguments: dict[str, Any]) -> None:
-    """Enable the cache if the model's defaults disable it, as MPT's do, and the caller does not say."""
+    """Enable the cache if the model's defaults disable it, as MPT's do, and the caller sets nothing."""
     own = arguments.get("generation_config")
     if arguments.get("use_cache") is None and getattr(own, "use_cache", None) is None:
         configs = (model.generation_config, model.config.get_text_config(decoder=True))

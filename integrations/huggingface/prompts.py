@@ -1,4 +1,4 @@
-"""The prompts of a batch: the rows and images of each, and which of its tokens are read from the cache."""
+"""The prompts of a batch: their rows and images, and the tokens that are read from the cache."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Item:
     """An image in a row."""
 
     segment: Segment
-    columns: np.ndarray = field(compare=False)  # of its placeholder tokens, ascending
-    seen: bytes  # positions and types of its tokens, which its keys and values depend on too
+    columns: np.ndarray = field(compare=False)  # columns of its placeholder tokens, ascending
+    seen: bytes  # positions and types of its tokens, on which its KV depends too
 
     @property
     def first(self) -> int:
@@ -50,16 +50,16 @@ class Item:
 
     @property
     def content(self) -> tuple[Any, ...]:
-        """Everything that its keys and values depend on."""
+        """Everything that its KV depends on, for keys of blocks."""
         return (*self.segment.key, self.seen)
 
     def key(self, pad: int) -> KeyAt:
-        """Return the extra key of an image in a prompt that begins behind `pad` columns."""
+        """Return the image's extra key in a prompt that begins after `pad` columns."""
         return KeyAt(self.first - pad, self.content)
 
 
 class RowImages:
-    """The images of one call. `items` has those of each row, in order.
+    """The images of one call. `items` has a list for each row.
 
     Each row of the caller appears `repeats` times in `input_ids [batch, length]`.
 
@@ -88,6 +88,7 @@ class RowImages:
         self._check(input_ids, kwargs.get("attention_mask"))
 
     def _segments(self, images: Images, stands: torch.Tensor, mask: Any, repeats: int) -> list[list[Item]]:
+        """Return the images of each of the caller's rows. `stands` marks the placeholder tokens."""
         lengths = [self._length(unit) for unit in images.units]
         refuse_if(sum(lengths) != int(stands.sum()), "its tokens for images and their features differ in number")
         if mask is not None and bool((stands & (mask[::repeats] == 0)).any()):
@@ -109,15 +110,20 @@ class RowImages:
         return rows
 
     def _length(self, unit: Any) -> int:
+        """Return the number of tokens of an image."""
         known = self._outputs.length(unit)
         return len(self._fresh[unit.digest]) if known is None else known
 
     def _seen(self, row: int, first: int, end: int) -> bytes:
+        """Return the positions and types of some columns of a row as bytes."""
         parts = [value[..., row, first:end].cpu().numpy() for value in self._inputs.values()]
         return b"".join(np.ascontiguousarray(part).astype(np.int64).tobytes() for part in parts)
 
     def _check(self, input_ids: torch.Tensor, mask: Any) -> None:
-        """Check that before the first image all is as in a prompt of text alone, whose blocks are shared."""
+        """Check that types outside of images and positions before the first image are those of text.
+
+        Prompts of text share these blocks.
+        """
         inside = torch.zeros(input_ids.shape, dtype=torch.bool)
         before = torch.ones(input_ids.shape, dtype=torch.bool)
         for row, items in enumerate(self.items):
@@ -138,11 +144,11 @@ class RowImages:
         return self._outputs.split or ImageSplit()
 
     def inputs(self, row: int, start: int, end: int) -> dict[str, torch.Tensor]:
-        """Return the positions and types of some columns of a row, with a batch of one."""
+        """Return the positions and types of some columns of one row, as a batch of one row."""
         return {name: value[..., row : row + 1, start:end] for name, value in self._inputs.items()}
 
     def features(self, items: list[Item], start: int, end: int) -> dict[str, Any]:
-        """Return the image inputs of a forward pass over some columns, encoded by the vision tower unless kept."""
+        """Return the image inputs of a forward pass over some columns. Images that are not kept are encoded first."""
         items = [item for item in items if item.first < end and start < item.end]
         segments = [item.segment for item in items]
         kept = dict(zip(segments, self._outputs.get(list(segments)), strict=True)) if segments else {}
@@ -161,7 +167,7 @@ class RowImages:
 
 
 def runs(items: list[Item]) -> list[list[Item]]:
-    """Return images in groups without a token between them, which tokens of one image may attend to as a whole."""
+    """Return the images in groups without a token between them. In some models, a group attends to all of itself."""
     found: list[list[Item]] = []
     for item in items:
         if found and found[-1][-1].end == item.first:
@@ -172,7 +178,7 @@ def runs(items: list[Item]) -> list[list[Item]]:
 
 
 def clear_of(items: list[Item], column: int) -> int:
-    """Return the column, or where the images begin that it would cut."""
+    """Return the column, or the first column of the group of images that it would cut."""
     for run in runs(items):
         if run[0].first < column < run[-1].end:
             return run[0].first
@@ -180,14 +186,14 @@ def clear_of(items: list[Item], column: int) -> int:
 
 
 class Reused(NamedTuple):
-    """The tokens of a prompt that are read from the cache, not computed."""
+    """The tokens of a prompt that are read from the cache instead of computed."""
 
-    cached: int = 0  # tokens at its beginning
+    cached: int = 0  # number of leading tokens
     later: Sequence[Span] = ()  # spans behind the first missing block
-    moved: Sequence[Span] = ()  # spans that were found elsewhere and brought here
-    repaired: np.ndarray = np.empty(0, np.int64)  # those of their tokens that are computed again
+    moved: Sequence[Span] = ()  # spans that were cached at other positions and moved here
+    repaired: np.ndarray = np.empty(0, np.int64)  # tokens of these that are computed again
     states: States | None = None  # the checkpoint at the end of the cached tokens
-    kv_hit: int = 0  # tokens whose KV is cached, where recurrent states allow a shorter hit
+    kv_hit: int = 0  # leading tokens with cached KV; more than `cached` if states are missing
 
     @property
     def tokens(self) -> int:
@@ -201,21 +207,21 @@ class Reused(NamedTuple):
 
 @dataclass
 class Prompt:
-    """One prompt of a call, for all of its rows."""
+    """One prompt of a call, which may have several equal rows."""
 
     request_id: str
-    tokens: np.ndarray  # from the first that is not masked up to the next that is, `[n]` int64
-    pad: int  # columns before them
-    rows: list[int]  # of the batch
-    last: bool = True  # whether all columns behind the tokens are masked, where there are some
+    tokens: np.ndarray  # from the first unmasked token to the next masked one, `[n]` int64
+    pad: int  # number of columns before the tokens
+    rows: list[int]  # its rows in the batch
+    last: bool = True  # whether all columns after the tokens are masked
     items: list[Item] = field(default_factory=list)  # its images
-    images: RowImages | None = None  # of the call; None where this prompt has none
-    adapter: str | None = None  # named for its rows
-    allocation: BaseAllocation | None = None  # the manager's; None without tokens
-    blocks: RequestBlocks = field(init=False)  # of its request
-    branches: dict[int, RequestBlocks] = field(default_factory=dict)  # by row, where several rows have answers
+    images: RowImages | None = None  # all images of the call; None if this prompt has none
+    adapter: str | None = None  # PEFT adapter of its rows, if the caller named one
+    allocation: BaseAllocation | None = None  # from the manager; None if the prompt has no tokens
+    blocks: RequestBlocks = field(init=False)  # the blocks of its request
+    branches: dict[int, RequestBlocks] = field(default_factory=dict)  # by row: forks for different answers
     reused: Reused = field(default_factory=Reused)
-    hidden: list[torch.Tensor] = field(default_factory=list)  # by layer, of its first tokens, if the caller wants them
+    hidden: list[torch.Tensor] = field(default_factory=list)  # by layer: those of its first tokens, if asked for
 
     @property
     def waits(self) -> bool:
@@ -238,16 +244,16 @@ class Prompt:
         return within or clear_of(self.items, length + self.pad) == length + self.pad
 
     def inputs(self, start: int, end: int) -> dict[str, Any] | None:
-        """Return the inputs, besides tokens, of a forward pass over tokens `start` to `end`; None without images."""
+        """Return positions, types and images of a forward pass over tokens `start` to `end`; None without images."""
         if self.images is None:
             return None
         features = {"mm_encoder_outputs": self.images.features(self.items, self.pad + start, self.pad + end)}
         return self.images.inputs(self.rows[0], self.pad, self.pad + end) | features
 
     def image_keys(self) -> list[KeyAt]:
-        """Return what the images add to the identity of blocks.
+        """Return the extra keys that images add to a prompt's blocks.
 
-        Where tokens attend in both directions within images, an image's keys depend on all images beside it.
+        If tokens attend in both directions within images, an image's key contains all images adjacent to it.
         """
         if self.images is None or self.images.split.computes:
             return [item.key(self.pad) for item in self.items]

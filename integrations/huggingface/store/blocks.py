@@ -1,4 +1,4 @@
-"""The blocks of one request of the manager, and the writes from a cache to them."""
+"""The blocks of one request, and the writes from a contiguous cache to them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class RequestBlocks:
     def __init__(self, lease: Lease, storage: ModelStorage, request_id: str) -> None:
         self.lease, self.storage, self.request_id = lease, storage, request_id
         self.manager = lease.manager
-        self.held = 0  # tokens that have blocks
-        self.written = 0  # blocks whose content is there
-        self.known = 0  # tokens whose content was there when the request was admitted
-        self.borrowed: int | None = None  # the block of another within which the cached tokens end, where they do
-        self.closed = False  # whether nothing more goes to blocks
-        self.full: OutOfBlocks | None = None  # raised where something was not kept
-        self.tables: list[np.ndarray] = []  # of each group, as of the latest change
+        self.held = 0  # number of tokens that have blocks
+        self.written = 0  # number of leading blocks that are filled
+        self.known = 0  # number of tokens that were cached when the request was admitted
+        self.borrowed: int | None = None  # another request's block in which the hit ends, if it ends inside a block
+        self.closed = False  # whether nothing more is written to blocks
+        self.full: OutOfBlocks | None = None  # the error, if there was no room for more tokens
+        self.tables: list[np.ndarray] = []  # the block table of each group, see `look`
 
     @property
     def settled(self) -> int:
@@ -47,7 +47,7 @@ class RequestBlocks:
         return blocks
 
     def serves(self, length: int) -> bool:
-        """Return whether the blocks that queries behind the first `length` tokens read are there."""
+        """Return whether the request holds all blocks that queries after the first `length` tokens read."""
         size = self.storage.block_size
         for group, _ in self.storage.kv:
             needed = self.storage.groups[group].needed(length, -(-length // size), size)
@@ -68,7 +68,7 @@ class RequestBlocks:
         return True
 
     def commit(self, num_tokens: int) -> None:
-        """Publish the complete blocks of the first tokens; equal blocks that others published replace them."""
+        """Publish the complete blocks of the first tokens. Equal blocks that are already published replace them."""
         self.manager.commit(self.request_id, num_tokens)
         self.look()
 
@@ -83,14 +83,14 @@ class RequestBlocks:
         skip: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Write and commit the complete blocks among the first `end` tokens, except the spans in `skip`."""
-        # `row` of the cache has them behind `pad` columns. In steps, where windows let their blocks be used again.
-        # `states` are those behind `end`, to be kept.
-        # Nothing is published once the model has changed, or something has taken tokens from the cache.
+        # The tokens are in `row` of the cache, after `pad` columns. `states` is a checkpoint at `end` to keep.
+        # Layers with windows are written in steps, because a commit frees blocks for the next step.
+        # Nothing is published if the model has changed, or if a hook has removed tokens from the cache.
         if not self.lease.publishes() or min(columns(cache), default=pad + end) < pad + end:
             self.storage.evicts |= not self.lease.stale
             self.closed = True
         size, chunk, end = self.storage.block_size, self.storage.chunk, min(end, len(tokens))
-        if end // size <= self.written and not states:  # between blocks there is nothing to publish
+        if end // size <= self.written and not states:  # no further block is complete
             return
         gone = max((layer.first for layer in window_layers(cache)), default=0)
         self.closed |= gone > pad + self.written * size
@@ -108,18 +108,18 @@ class RequestBlocks:
             self.commit(at)
 
     def keep_states(self, length: int, states: States) -> None:
-        """Keep a checkpoint of recurrent states behind whole blocks, if there is room. The next commit publishes it."""
+        """Write a checkpoint of states at the end of a block, if there is room. The next commit publishes it."""
         storage, block = self.storage, length // self.storage.block_size - 1
         if storage.states is not None and self.tables[storage.state_group][block] < 0:
             with contextlib.suppress(OutOfBlocks):
-                # Nothing commits once an interrupt has come between: what is half written is not found.
+                # An interrupted write is never committed, so no request finds it.
                 storage.states.write(self.manager.checkpoint(self.request_id, length), states)
 
 
 def _write(
     cache: DynamicCache, storage: ModelStorage, tables: list[np.ndarray], row: int, pad: int, first: int, last: int
 ) -> None:
-    """Write a row of a cache, behind `pad` columns, to the blocks `first` to `last` of each group's table."""
+    """Write a row of a cache, whose tokens begin after `pad` columns, to blocks `first` to `last` of each table."""
     size, layers = storage.block_size, attention_layers(cache)
     for group, part in storage.kv:
         blocks = BlockIds(tables[group][first:last])
@@ -131,7 +131,7 @@ def _write(
 
 
 def _between(spans: Iterable[tuple[int, int]], size: int, first: int, last: int) -> list[tuple[int, int]]:
-    """Return the runs of blocks from `first` to `last` that lie in none of the spans of tokens."""
+    """Return the runs of blocks from `first` to `last` that no span of tokens touches."""
     runs = []
     for start, end in [*spans, (last * size, last * size)]:
         if first < min(start // size, last):

@@ -1,4 +1,4 @@
-"""The store of one model's prompts: blocks, and beside them caches of past calls, hidden states and vision outputs."""
+"""The store of one model's prompts: blocks, caches of past calls, hidden states and vision outputs."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from .leases import AnyManager, Leases
 from .storage import model_storage
 from .tiers import LowerTiers
 
-Layers = list[torch.Tensor]  # of each layer, the embeddings first, `[num_tokens, width]`
+Layers = list[torch.Tensor]  # hidden states by layer, the embeddings first, `[num_tokens, width]` each
 
 
 class ContiguousStore(Leases):
-    """A manager, the memory of its blocks, and what is kept beside them."""
+    """The manager of one model, the memory of its blocks, and the caches beside the blocks."""
 
     def __init__(self, model: Any, options: CacheOptions, probed: Probed, moving: Moving | None) -> None:
-        anywhere = options.reuse == "anywhere"  # layers with windows then keep all blocks, as the others do
+        anywhere = options.reuse == "anywhere"  # then layers with windows keep all blocks too
         windows = {} if anywhere else probed.windows
         self.storage = storage = model_storage(model, options, probed.specs, windows, probed.states)
         count, size, policy = storage.parts[0].num_blocks, options.block_size, options.policy
-        groups, seed = storage.groups, options.chunk  # blocks of tokens that were computed in other chunks are others
+        groups, seed = storage.groups, options.chunk  # other chunks give other bits, so their blocks must not match
         manager = CacheManager(count, size, policy, groups=groups, seed=seed, partial_reuse=storage.any_prefix)
         super().__init__(manager)
         self.states = storage.states
-        self.empty_cache = new_cache(model.config)  # what a call's cache is made like
+        self.empty_cache = new_cache(model.config)  # the template of calls' caches
         self.vision = VisionOutputs(memory_budget(model) // 8)
         self.kept = KeptCaches(sum(part.num_blocks * part.bytes_per_block for _, part in storage.kv) // 4)
         self.hidden = HiddenStates(manager, memory_budget(model) // 2)
         self.evicted: LowerTiers | None = None  # blocks in host memory or on disk
         self.reuse, self.counts_padding = options.reuse, probed.counts_padding
         self.recompute = options.recompute
-        self.moving = moving  # how tokens are moved, None where they are not
+        self.moving = moving  # the way to move tokens; None unless reuse="anywhere"
 
     def make_cache(self, room: int) -> DynamicCache:
-        """Return an empty cache of the model's layers, whose buffers grow by `room` tokens."""
+        """Return an empty cache for a call. Its buffers grow by at least `room` tokens at a time."""
         cache = like(self.empty_cache)
         for layer in attention_layers(cache).values():
             if isinstance(layer, GrowingLayer | GrowingWindowLayer):
@@ -57,13 +57,13 @@ class ContiguousStore(Leases):
         return cache
 
     def evict_to(self, evicted: LowerTiers) -> None:
-        """Send evicted blocks to lower tiers from now on."""
+        """Make `evicted` the lower tiers, which get evicted blocks from now on."""
         self.evicted, self.manager.on_evict = evicted, evicted.evicted
 
 
 @dataclass(frozen=True, eq=False)
 class _Content:
-    """The tokens and mask of a cache, `[batch, length]`, its keys and salt, and the state of its buffers."""
+    """A record of a result's cache: tokens and mask `[batch, length]`, keys, salt, and the state of its buffers."""
 
     store: weakref.ref[Leases]
     tokens: torch.Tensor
@@ -82,8 +82,8 @@ class _Content:
 def note_content(
     cache: Any, store: Leases, sequences: torch.Tensor, mask: Any, keys: tuple[Any, ...], salt: Any
 ) -> None:
-    """Note the content of a result's cache: its prompts and answers, `[batch, length]`."""
-    # The mask is of the prompts, `[batch, columns]`, or None; keys are what KV depends on besides tokens.
+    """Record the content of a result's cache on it, so that a later call can continue from the cache."""
+    # `sequences [batch, length]` are prompts and answers; `mask [batch, columns]` is that of the prompts, or None.
     buffers = buffers_of(cache)
     if buffers is not None:
         tokens = sequences[:, : num_tokens(cache)].clone()
@@ -94,7 +94,7 @@ def note_content(
 
 
 def continues(cache: Any, store: Leases, input_ids: torch.Tensor, mask: Any, keys: tuple[Any, ...], salt: Any) -> bool:
-    """Return whether a call continues from the content of a cache that nothing has changed since."""
+    """Return whether a call's inputs begin with the recorded content of a cache, which is still unchanged."""
     own = getattr(cache, CONTINUED, None)
     if not isinstance(own, _Content) or own.store() is not store or (own.keys, own.salt) != (keys, salt):
         return False
@@ -112,7 +112,7 @@ def continues(cache: Any, store: Leases, input_ids: torch.Tensor, mask: Any, key
 
 
 def buffers_of(cache: DynamicCache) -> list[tuple[int, int]] | None:
-    """Return the address and version of every buffer; None if one is unknown, or does not hold the keys."""
+    """Return the address and version of each buffer, which show writes to it; None if a layer has other tensors."""
     found = []
     for layer in attention_layers(cache).values():
         for name in ("keys", "values"):
@@ -125,6 +125,8 @@ def buffers_of(cache: DynamicCache) -> list[tuple[int, int]] | None:
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
+    """A kept cache of one row, with its tokens, keys and salt, and the state of its buffers."""
+
     cache: DynamicCache
     tokens: np.ndarray
     keys: tuple[Any, ...]
@@ -134,7 +136,10 @@ class _Kept:
 
 
 class KeptCaches:
-    """The caches of the latest single-row calls, up to `max_bytes`. Only blocks decide how far a prompt is cached."""
+    """The caches of the latest single-row calls, up to `max_bytes`.
+
+    They save the copy of blocks into a new cache. They never extend a hit, which blocks alone decide.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -148,7 +153,7 @@ class KeptCaches:
             return sum(row.nbytes for row in self._rows)
 
     def put(self, cache: DynamicCache, sequence: np.ndarray, keys: tuple[Any, ...], salt: Any) -> None:
-        """Keep the cache of a call, of the first tokens of `sequence`, and drop those used longest ago."""
+        """Keep a call's cache, which holds the first tokens of `sequence`, and drop the least recent caches."""
         buffers = buffers_of(cache)
         layers = attention_layers(cache).values()
         if not buffers or any(layer.keys.requires_grad for layer in layers):
@@ -165,13 +170,13 @@ class KeptCaches:
                 self._rows = rows
 
     def take(self, tokens: np.ndarray, keys: tuple[Any, ...], salt: Any) -> DynamicCache | None:
-        """Return a cache of exactly these tokens, which now belongs to the caller; None if there is none."""
+        """Return a cache cropped to exactly these tokens, which then belongs to the caller; None if none begins so."""
         with self._lock:
             found = next((row for row in self._rows if _begins(row, tokens, keys, salt)), None)
             if found is None:
                 return None
             self._rows = [row for row in self._rows if row is not found]
-        if buffers_of(found.cache) != found.buffers:  # a hook has kept it and written to it
+        if buffers_of(found.cache) != found.buffers:  # something has written to it since
             return None
         for layer in attention_layers(found.cache).values():
             first = (layer.first,) if isinstance(layer, GrowingWindowLayer) else ()
@@ -180,28 +185,30 @@ class KeptCaches:
 
 
 def _begins(row: _Kept, tokens: np.ndarray, keys: tuple[Any, ...], salt: Any) -> bool:
+    """Return whether a kept cache begins with these tokens and can be cropped to them."""
     if any(layer.first > max(len(tokens) - layer.sliding_window + 1, 0) for layer in window_layers(row.cache)):
-        return False  # it has dropped tokens that must be read again
+        return False  # it has dropped tokens that the shorter cache needs
     same = type(row.salt) is type(salt) and (row.keys, row.salt) == (keys, salt)
     return same and np.array_equal(row.tokens[: len(tokens)], tokens)
 
 
 class HiddenStates:
-    """Hidden states of whole blocks of a manager's first group; those read longest ago are dropped first."""
+    """Hidden states of whole blocks of a manager's first group, dropped in least-recently-used order.
 
-    # They are valid while the block keeps its content. A block that was allocated again has none.
+    Those of a block are valid until the block is allocated again.
+    """
 
     def __init__(self, manager: AnyManager, max_bytes: int) -> None:
         self._pool, self._size = manager.pools[0], manager.block_size
         self._max_bytes = max_bytes
         self._layers: Layers = []  # [max_blocks, block_size, width] each
-        self._places: OrderedDict[int, tuple[int, int]] = OrderedDict()  # block: (place, when it was taken)
-        self._free: list[int] = []  # places; one that an interrupt loses is missing, never in use twice
+        self._places: OrderedDict[int, tuple[int, int]] = OrderedDict()  # by block: place, and time of its allocation
+        self._free: list[int] = []  # unused places; an interrupt may lose a place, but never use one twice
         self._lock = threading.Lock()
-        self.max_blocks: int | None = None  # as `max_bytes` hold; None before the first were kept
+        self.max_blocks: int | None = None  # as many as fit into `max_bytes`; None before the first `keep`
 
     def load(self, table: np.ndarray, num_tokens: int) -> Layers:
-        """Return the hidden states of a table's first tokens, up to a gap: `[found, width]` for each layer."""
+        """Return the hidden states of a table's first tokens, up to a block without any, `[found, width]` by layer."""
         with self._lock:
             blocks: list[int] = []
             for block in table[: -(-num_tokens // self._size)].tolist():
@@ -232,6 +239,7 @@ class HiddenStates:
             self._touch(blocks)
 
     def _has(self, block: int) -> bool:
+        """Return whether a block has valid hidden states."""
         known = self._places.get(block)
         return known is not None and known[1] == self._pool.taken_at[block]
 
@@ -250,13 +258,14 @@ class HiddenStates:
         return self._places.popitem(last=False)[1][0]
 
     def _make(self, like: Sequence[torch.Tensor]) -> None:
+        """Allocate memory for hidden states of these widths and dtypes."""
         bytes_per_block = self._size * sum(layer.shape[-1] * layer.dtype.itemsize for layer in like)
         self.max_blocks = min(self._pool.num_blocks, self._max_bytes // max(bytes_per_block, 1))
         self._free = list(range(self.max_blocks))
-        with torch.inference_mode(False):  # else they could not be written to outside of it
+        with torch.inference_mode(False):  # inference tensors cannot be written outside inference mode
             self._layers = [layer.new_empty(self.max_blocks, self._size, layer.shape[-1]) for layer in like]
 
 
 def of_steps(steps: Sequence[Sequence[torch.Tensor]], row: int) -> Layers:
-    """Return one row's hidden states from a result's, which has `[batch, tokens, width]` for each pass and layer."""
+    """Return one row's hidden states, joined from those of all passes: `steps[pass][layer] [batch, tokens, width]`."""
     return [torch.cat([step[number][row] for step in steps]) for number in range(len(steps[0]))]

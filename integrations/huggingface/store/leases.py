@@ -59,7 +59,7 @@ class Leases:
     def __init__(self, manager: AnyManager) -> None:
         self.manager = manager
         self.block_size = manager.block_size
-        # The next call looks through them. A finalizer would run Python code in which an interrupt is swallowed.
+        # The next call checks them. A finalizer could be interrupted, and Python ignores exceptions in finalizers.
         self._leases: dict[weakref.ref[Lease], list[str]] = {}
 
     def lease(self, returns: float | None = None, unchanged: Callable[[], bool] = lambda: True) -> Lease:

@@ -1,7 +1,6 @@
-"""Blocks below the cache by hash, of keys and values or of states: in host memory, on disk, in files of `save`.
+"""The lower tiers of the cache: blocks by hash in host memory, on disk, and in files of `save`.
 
-`pc.cache.tiers.payload` packs the blocks that leave the process, under a fingerprint of the model. No other model
-reads them.
+Blocks of a file or directory carry a fingerprint of the model, and only the same model reads them.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 class LowerTiers:
-    """The tiers that take evicted blocks, by hash: for each group host memory before disk."""
+    """The tiers that store evicted blocks by hash: for each group, host memory and then disk."""
 
     def __init__(self, storage: ModelStorage, host_blocks: int, disk: Sequence[TierWriter] | None = None) -> None:
         self.memory = [MemoryTier(host_blocks) for _ in storage.parts]
@@ -45,7 +44,7 @@ class LowerTiers:
         self._tiers: list[list[Tier]] = [[memory, *more] for memory, more in zip(self.memory, below, strict=True)]
 
     def content(self, manager: AnyManager, group: int, digest: bytes) -> Content | None:
-        """Return the content of a block from the cache, if nothing overwrites it meanwhile, or from a tier."""
+        """Return the content of a block from the cache, unless it is overwritten during the copy, or from a tier."""
         pool, words = manager.pools[group], np.frombuffer(digest, np.uint64)[None]
         block = int(pool.table.find(words)[0])
         if block >= 0:
@@ -56,7 +55,7 @@ class LowerTiers:
         return next((found for tier in self._tiers[group] if (found := tier.get(digest)) is not None), None)
 
     def has(self, manager: AnyManager, group: int, digest: bytes) -> bool:
-        """Return whether `content` would find a block, without reading it."""
+        """Return whether the cache or a tier has a block, without reading it."""
         cached = manager.pools[group].table.find(np.frombuffer(digest, np.uint64)[None])[0] >= 0
         return bool(cached) or any(digest in tier for tier in self._tiers[group])
 
@@ -89,7 +88,7 @@ def published(manager: AnyManager, group: int) -> list[tuple[bytes, int]]:
 def disk_writers(
     model: Any, manager: AnyManager, storage: ModelStorage, path: str | os.PathLike[str], max_bytes: int | None
 ) -> list[TierWriter]:
-    """Return a writer for each group to a directory for this model's blocks. Groups share its bytes as they do memory.
+    """Return a writer to a directory for each group. Groups share `max_bytes` in proportion to their memory.
 
     Raises:
         OSError: The directory cannot be made.
@@ -105,7 +104,7 @@ def disk_writers(
 
 @contextmanager
 def replaced(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Yield a file that only its owner may read, and that replaces `path` once it is whole.
+    """Yield a file that only its owner may read. It replaces `path` if the block ends without an error.
 
     Raises:
         OSError: The file cannot be written.
@@ -124,7 +123,7 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 class SavedBlocks:
     """A file of blocks: a line of JSON with their model and hashes, then each block, packed."""
 
-    # It is of the model as it is now, with PEFT's adapters as in the extra keys of blocks.
+    # The file belongs to the model in its current state; `adapters` are the extra keys of PEFT adapters.
 
     def __init__(self, model: Any, manager: AnyManager, storage: ModelStorage, adapters: tuple[str, ...]) -> None:
         self._manager, self._storage = manager, storage
@@ -140,7 +139,7 @@ class SavedBlocks:
         self._layouts = [Layout(digest, part.shapes) for part in storage.parts]
 
     def write(self, path: str | os.PathLike[str], evicted: LowerTiers | None) -> int:
-        """Write all published blocks, or no file at all, and return their number."""
+        """Write all published blocks and return their number. If an error occurs, no file is written."""
         with replaced(path) as file:
             return self._write(file, evicted)
 
@@ -188,6 +187,7 @@ class SavedBlocks:
 
 
 def _next(file: IO[bytes], layout: Layout) -> bytes:
+    """Return the bytes of the next block in a file."""
     (size,) = _SIZE.unpack(file.read(_SIZE.size))
     if size > largest_size(layout):
         raise ValueError(f"a block of {size} bytes")
@@ -212,7 +212,7 @@ def fingerprint(model: Any) -> str:
 
 
 def _settings(model: Any) -> Iterator[str]:
-    """Yield the classes, numbers and hooks of modules, without the hooks that transformers puts on a module."""
+    """Yield the classes, simple attributes and hooks of modules, except hooks that transformers itself adds."""
     for name, module in model.named_modules():
         yield f"{name} {type(module).__module__} {type(module).__qualname__}"
         for hooks in _HOOKS:
