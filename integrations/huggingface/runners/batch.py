@@ -1,4 +1,4 @@
-"""The batch of one call: cached tokens are laid out, and the rest is computed up to the loop's first pass."""
+"""The batch of one call. Its cache holds everything before the first pass of the loop, from blocks or computed."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from ..store.storage import CHUNK
 from .layout import forward, lay_out, read, read_behind
 from .moved import compute_moved
 
-FORWARD_COST = 24  # tokens whose computing takes about as long as what a forward pass of any length costs besides
-ROOM = 256  # tokens of answer for which there is room before buffers are enlarged
+FORWARD_COST = 24  # fixed cost of a forward pass, in the number of tokens that take as long
+ROOM = 256  # tokens of an answer that fit before buffers are enlarged
 
 
 class Batch:
-    """The prompts of one call, and the cache that its loop begins with. The caller keeps the lease.
+    """The prompts of one call, and the cache with which its loop begins. The caller must hold the lease.
 
     Args:
         store: The blocks.
         loop: The call.
-        lease: Ends the requests if the call is cut off.
+        lease: Ends the requests if the call is interrupted.
         images: The images of the call.
-        hidden: Hidden states, if the result needs them. Then only tokens that have some are read.
-        reuse: Whether cached tokens are read. If not, all are computed and only kept.
+        hidden: Stored hidden states, if the result needs them. Then only tokens with hidden states are read.
+        reuse: Whether cached tokens are read. If not, all tokens are computed, and published as usual.
 
     Raises:
         OutOfBlocks: The prompts do not fit.
@@ -46,14 +46,14 @@ class Batch:
     ) -> None:
         self.store, self.loop, self.images, self.hidden = store, loop, images, hidden
         self.size, self.length = loop.input_ids.shape
-        # Room for a question too behind a document, so that it continues from the cache in place.
+        # A long prompt gets more room, so that a later question about it can continue in place.
         self.room = max(1, min(max(loop.generation_config.max_length - self.length, self.length // 8), ROOM))
         self.prompts = prompts_of(loop.input_ids, loop.mask, images, loop.adapters)
         plain = hidden is None and images is None and loop.adapters is None and loop.continued is None
         self.requests = PromptRequests(store, loop, lease, anywhere=reuse and plain)
         self.cache: DynamicCache = None
-        self.start = 0  # columns that the cache has when the loop begins
-        self.computed_for_hidden = 0  # cached tokens without the hidden states that are asked for
+        self.start = 0  # number of columns in the cache when the loop begins
+        self.computed_for_hidden = 0  # cached tokens that are computed because they have no hidden states
         try:
             for prompt in self.prompts:
                 prompt.blocks = self.requests.blocks(prompt)
@@ -91,7 +91,7 @@ class Batch:
             prompt.reused = Reused(min(max(column - prompt.pad, 0), len(prompt.tokens)))
 
     def _limit_to_hidden(self, prompt: Prompt) -> None:
-        """Read no token whose hidden states are not kept."""
+        """Shorten a prompt's hit to tokens with hidden states, if the result needs them."""
         cached = prompt.reused.cached
         if self.hidden is None or not cached:
             return
@@ -102,7 +102,7 @@ class Batch:
             self.requests.readmit(prompt, have)
 
     def _prepare(self, reuse: bool) -> None:
-        """Make the cache of the batch, or set `start` to the columns that are then laid out from blocks."""
+        """Choose how the batch is computed: rows separately, or all together after `start` columns from blocks."""
         alone = len(self.prompts) == 1 and self.size == 1
         columns = self._readable(min((p.pad + p.reused.cached for p in self.prompts), default=0))
         by_rows = reuse and self._may_split()
@@ -135,13 +135,13 @@ class Batch:
         return min(len(prompt.tokens), self.length - behind - prompt.pad)
 
     def _readable(self, columns: int) -> int:
-        """Return the largest number of columns, up to `columns`, at which no image is cut that must stay whole."""
+        """Return the largest number of columns, up to `columns`, after which every prompt can continue."""
         while (fewer := min((p.readable(columns - p.pad) + p.pad for p in self.prompts), default=0)) < columns:
             columns = fewer
         return columns
 
     def _servable(self, columns: int) -> int:
-        """Return the largest number of columns, up to `columns`, behind which all blocks that are read are held."""
+        """Return the largest number of columns, up to `columns`, after which all blocks that queries read are held."""
         while True:
             for prompt in self.prompts:
                 if 0 < (most := columns - prompt.pad) < prompt.reused.cached and not prompt.blocks.serves(most):
@@ -229,6 +229,7 @@ class Batch:
             p.blocks.publish(self.cache, p.rows[0], p.pad, p.tokens, len(p.tokens), skip=p.reused.later)
 
     def _lay_out(self, caches: dict[int, DynamicCache]) -> DynamicCache:
+        """Return a cache of the batch with its first `start` columns, from the prompts' own caches or from blocks."""
         cache = self.store.make_cache(self.room)
         unwritten = min(prompt.pad + self.unwritten(prompt) for prompt in self.prompts)
         capacity = self.length + self.room
@@ -236,7 +237,7 @@ class Batch:
         return cache
 
     def unwritten(self, prompt: Prompt) -> int:
-        """Return the tokens of a prompt and its shortest answer that are written to blocks, or never will be."""
+        """Return how many leading tokens of a prompt and its answers layers may drop: in blocks, or never written."""
         if prompt.blocks.closed:
             return sys.maxsize
         branches = [prompt.branches.get(row, prompt.blocks) for row in prompt.rows]

@@ -1,4 +1,4 @@
-"""The runner over contiguous copies: it watches the model while its loop runs, and keeps what the model computes."""
+"""The runner over contiguous copies of blocks. It follows the forward passes of a loop and publishes their KV."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .batch import Batch
 
 
 class WatchedCall:
-    """A batch whose loop is watched. Prompts are published once they are computed, answers at the end."""
+    """A call whose forward passes are followed. Prompts are published when they are computed, answers at the end."""
 
     def __init__(self, batch: Batch, tell: Callable[[Exception], None]) -> None:
-        # `tell` is called with the reason why an answer is not kept.
+        # `tell` gets the error if an answer cannot be kept.
         self._tell, self._keeps = tell, True
         self.batch, self.store, self.loop = batch, batch.store, batch.loop
         self._due = self._published = self.reads_nothing = False
@@ -34,7 +34,7 @@ class WatchedCall:
         self._decode_states: dict[int, tuple[int, States]] = {}
 
     def keep(self, step: Callable[..., object], *args: Any) -> None:
-        """Run a step that keeps something of the call. After a failure behind the first token nothing more is kept."""
+        """Call `step`, which stores results of the call. If it fails after the first token, nothing more is stored."""
         try:
             if self._keeps:
                 step(*args)
@@ -46,21 +46,21 @@ class WatchedCall:
             self.batch.requests.close()
 
     def computed(self, tokens: int) -> None:
-        """Count the tokens that a row had in a forward pass of the loop. Called after each pass."""
+        """Count the tokens of a row in a forward pass. Called after each pass of the loop."""
         self._computed += tokens
         if not self._published and self.batch.start + self._computed >= self.batch.length:
-            self._due = True  # not now: the caller waits for the first token
+            self._due = True  # published before the next pass: the caller waits for this token
         elif self.store.states is not None and self.batch.cache is not None:
             self._watch_states()
 
     def abandon(self) -> None:
-        """Note that the model computes without the cache: nothing is reused, and nothing is kept."""
+        """Give up reuse and publishing, because the model computes without the cache."""
         self.batch.cache, self.batch.start, self._due, self._published = None, 0, False, True
         for prompt in self.batch.prompts:
             prompt.reused = Reused()
 
     def read_nothing(self) -> None:
-        """Begin with an empty cache in the same place: what drafts tokens reads what is computed of every token."""
+        """Empty the cache in place, because the drafting model reads outputs of every prompt token."""
         batch = self.batch
         if batch.start and batch.cache is not None:
             batch.cache.layers = self.store.make_cache(batch.room).layers
@@ -70,7 +70,7 @@ class WatchedCall:
                 prompt.reused = Reused()
 
     def publish(self) -> None:
-        """Publish the prompts once they are computed. Called before the next forward pass, and at the end."""
+        """Publish the prompts if they are computed and not published yet. Called before each pass and at the end."""
         if not self._due:
             return
         self._due, self._published = False, True
@@ -87,12 +87,13 @@ class WatchedCall:
         mark_written(batch.cache, min(kept, default=sys.maxsize))
 
     def _answers_are_kept(self, prompt: Prompt) -> bool:
+        """Return whether answers follow the prompt's tokens directly, without padding between them."""
         return len(prompt.tokens) > 0 and prompt.pad + len(prompt.tokens) == self.batch.length
 
     def keep_so_far(self, sequences: torch.Tensor) -> None:
-        """Keep the answers in `sequences [batch, length]` so far, so that layers with windows need not hold them.
+        """Publish the answers in `sequences [batch, length]` so far, so that layers with windows can drop their tokens.
 
-        In assisted decoding `sequences` ends in drafts that may be rejected, so answers are kept at the end alone.
+        In assisted decoding `sequences` may end in rejected drafts, so answers are only published at the end.
         """
         enough = self._computed - self._kept >= self.batch.room
         if enough and self._published and self.loop.mode in BY_TOKEN and self.store.storage.chunk is not None:
@@ -100,7 +101,7 @@ class WatchedCall:
             self.keep_answers(sequences, last=False)
 
     def _watch_states(self) -> None:
-        """Keep a row's states when its last token ends a block: the next call may continue from there."""
+        """Copy the states of rows whose last token ends a block, from where a later call can continue."""
         for prompt in self.batch.prompts:
             length = self.batch.start + self._computed - prompt.pad
             if length % self.store.block_size == 0:
@@ -108,7 +109,7 @@ class WatchedCall:
                     self._decode_states[row] = (length, take_states(self.batch.cache, row))
 
     def add_hidden(self, outputs: Any) -> None:
-        """Put the hidden states of cached tokens before those that the first pass has computed."""
+        """Put the hidden states of cached tokens before those of the first pass."""
         batch = self.batch
         if batch.hidden is None or self._computed or not batch.start:
             return
@@ -119,7 +120,7 @@ class WatchedCall:
         )
 
     def keep_hidden(self, steps: Any) -> None:
-        """Keep a result's hidden states: `[batch, tokens, width]` for each pass and layer, the prompts' first."""
+        """Store hidden states `steps[pass][layer] [batch, tokens, width]` of a result, the prompts' pass first."""
         batch = self.batch
         if not batch.requests.publishes():
             return
@@ -133,14 +134,14 @@ class WatchedCall:
             batch.hidden.keep(table[: prompt.blocks.written], of_steps(steps if whole else steps[:1], prompt.rows[0]))
 
     def intact(self, length: int) -> bool:
-        """Return whether the cache has `length` columns, all computed by the model that the call began with."""
+        """Return whether the cache has `length` columns and the model is unchanged since the call began."""
         batch = self.batch
         whole = not (columns(batch.cache) - {length})
         self.store.storage.evicts |= not whole
         return whole and batch.requests.publishes()
 
     def keep_answers(self, sequences: torch.Tensor, last: bool = True) -> None:
-        """Keep the answers of a loop whose result `[batch, length]` has a row for each row of the cache."""
+        """Publish the answers of a loop. `sequences [batch, length]` has a row for each row of the cache."""
         batch = self.batch
         if batch.cache is None or not self.intact(sequences.shape[1] - 1):
             return
@@ -152,7 +153,7 @@ class WatchedCall:
         self._release()
 
     def _keep_answer(self, prompt: Prompt, row: int, answer: np.ndarray, last: bool) -> None:
-        """Keep the complete blocks of a row's answer; `last`: the answer is complete."""
+        """Publish the complete blocks of a row's answer. `last`: the answer is complete."""
         size, length, batch = self.store.block_size, len(prompt.tokens), self.batch
         end = (length + len(answer)) // size * size
         blocks = prompt.branches.get(row, prompt.blocks)
@@ -171,12 +172,13 @@ class WatchedCall:
 
 
 def _up_to_eos(tokens: np.ndarray, eos: list[int]) -> np.ndarray:
+    """Return the tokens up to the first end-of-sequence token."""
     ends = np.flatnonzero(np.isin(tokens, eos)) if eos else tokens[:0]
     return tokens[: int(ends[0]) + 1] if ends.size else tokens
 
 
 class WatchedModel(ModelInLoop):
-    """The model of a loop. Its first inputs leave out cached tokens, and a `WatchedCall` follows every pass."""
+    """The model of a loop. Its first inputs omit cached tokens, and it reports every pass to a `WatchedCall`."""
 
     def __init__(self, call: WatchedCall, chunked: bool) -> None:
         super().__init__(call.loop)
@@ -184,18 +186,18 @@ class WatchedModel(ModelInLoop):
         self._chunked, self._first = chunked, True
 
     def prefill(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the prompt by the model's own steps, which may cut it into chunks and leave out cached tokens."""
+        """Compute the prompt as the model does, which may cut it into chunks and omits cached tokens itself."""
         self._first = not self._chunked
         return super().prefill(*args, **kwargs)
 
     def drafts_from_outputs(self) -> None:
-        """Let the model compute the whole prompt: see `ModelInLoop`."""
+        """Let the model compute the whole prompt; see `ModelInLoop.drafts_from_outputs`."""
         self._call.read_nothing()
 
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, next_sequence_length: int | None = None, **kwargs: Any
     ) -> Any:
-        """Return the model's own inputs for the tokens that the cache does not have."""
+        """Return the model's own inputs for the tokens that are not in the cache."""
         call, batch = self._call, self._call.batch
         call.keep(call.keep_so_far, input_ids)
         behind = input_ids.shape[1] - batch.start if self._first and batch.start else None
@@ -205,12 +207,12 @@ class WatchedModel(ModelInLoop):
         prepare = self._model.prepare_inputs_for_generation
         inputs = prepare(input_ids, next_sequence_length=behind or next_sequence_length, **kwargs)
         if batch.cache is not None and all(value is not batch.cache for value in inputs.values()):
-            call.abandon()  # the model has dropped the cache: it computes all tokens anew
+            call.abandon()  # the model has dropped the cache and computes all tokens
             if batch.images is not None:
                 kwargs["mm_encoder_outputs"] = batch.features()
             inputs = prepare(input_ids, next_sequence_length=None, **kwargs)
         elif behind and not call.store.storage.specs and inputs.get("attention_mask") is not None:
-            inputs["attention_mask"] = inputs["attention_mask"][:, -behind:]  # states know no columns before these
+            inputs["attention_mask"] = inputs["attention_mask"][:, -behind:]  # states have no columns
         return inputs
 
     def compute(self, **inputs: Any) -> Any:
@@ -232,12 +234,12 @@ def run(loop: Loop, store: ContiguousStore, windows: Mapping[int, int], calls: C
         loop: A loop that the engine has checked.
         store: The blocks.
         windows: The window of each layer that has one.
-        calls: Told what was not kept, or not read.
+        calls: Gets warnings about results that could not be stored or read.
 
     Raises:
         UnsupportedError: The prompts do not fit, or the loop's images or cache cannot be continued.
     """
-    lease = store.lease(loop.returns, loop.unchanged)  # before the batch has a name: an interrupt may come between
+    lease = store.lease(loop.returns, loop.unchanged)  # also ends requests of an interrupted `_batch`
     try:
         batch = _batch(loop, store, windows, lease)
     except OutOfBlocks as error:
@@ -271,6 +273,7 @@ def images_of(loop: Loop, store: ContiguousStore) -> RowImages | None:
 
 
 def _batch(loop: Loop, store: ContiguousStore, windows: Mapping[int, int], lease: Lease) -> Batch:
+    """Return the batch of a loop. Raise UnsupportedError if its cache of an earlier result cannot be continued."""
     mask = loop.mask
     hidden = store.hidden if _keeps_hidden(loop, store) else None
     reuse = not loop.requested_outputs or hidden is not None
@@ -286,10 +289,10 @@ def _batch(loop: Loop, store: ContiguousStore, windows: Mapping[int, int], lease
 
 
 def _keeps_hidden(loop: Loop, store: ContiguousStore) -> bool:
-    """Return whether the hidden states of a call are rows of blocks: all tokens count, and all have blocks."""
+    """Return whether a call's hidden states can be stored by block: each token has a block and nothing is masked."""
     mask = loop.mask
     return (
-        loop.requested_outputs == {"output_hidden_states": True}  # not of some layers alone
+        loop.requested_outputs == {"output_hidden_states": True}  # all layers, and no attention weights
         and isinstance(store.manager.groups[0], FullAttention)
         and store.states is None
         and loop.mode in (*BY_TOKEN, "beam_search", "beam_sample")
@@ -301,19 +304,19 @@ def _keeps_hidden(loop: Loop, store: ContiguousStore) -> bool:
 
 
 def _sees_nothing(mask: torch.Tensor, config: Any, windows: Mapping[int, int]) -> bool:
-    """Return whether a row's last token may attend to no token: its output then depends on every masked column."""
+    """Return whether a row's last token may attend to no token. Its output then depends on the masked columns."""
     seen = min(windows.values(), default=mask.shape[1])
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        seen = 1  # it may be the first of its chunk
+        seen = 1  # the last token may be the first of its chunk
     return bool((mask[:, -seen:] == 0).all(1).any())
 
 
 def _generate(loop: Loop, call: WatchedCall) -> Any:
-    """Run the loop over a call's cache and keep what it computes."""
+    """Run the loop over a call's cache and store its results."""
     batch, cache = call.batch, call.batch.cache
     watched = WatchedModel(call, bool(loop.generation_config.prefill_chunk_size))
     if cache is not None and any(getattr(layer, "record_past", False) for layer in loop.cache.layers):
-        cache.activate_past_recording()  # an assistant's, which will be cropped
+        cache.activate_past_recording()  # an assistant's cache, which will be cropped
     inputs = {} if batch.images is None else {"mm_encoder_outputs": batch.features()}
     result = loop.run(watched, **{loop.cache_name: cache}, **inputs)
     call.keep(_keep_result, loop, call, result)
@@ -321,7 +324,7 @@ def _generate(loop: Loop, call: WatchedCall) -> Any:
 
 
 def _keep_result(loop: Loop, call: WatchedCall, result: Any) -> None:
-    """Keep what a loop has computed."""
+    """Publish the prompts and answers of a finished loop, and keep its cache for a later call."""
     batch, store = call.batch, call.store
     sequences: torch.Tensor = result if isinstance(result, torch.Tensor) else result.sequences
     call.publish()

@@ -1,4 +1,4 @@
-"""The runner whose bits do not depend on the cache: each row separately, its prompt in chunks at fixed positions.
+"""The runner of deterministic=True: each row is computed separately, and its prompt in chunks at fixed positions.
 
 The rounding of a matrix product depends on its number of rows, and the sums of attention depend on the keys of a pass.
 Therefore a prompt is always computed in chunks that begin at multiples of `chunk`. Hits end at such a multiple, and
@@ -30,10 +30,13 @@ DETERMINISTIC = "with deterministic=True"
 
 
 class RowByRow(ModelInLoop):
-    """The model of a loop, which computes each row of the batch in passes of its own."""
+    """The model of a loop. It computes each row of the batch in separate passes.
+
+    Raises:
+        UnsupportedError: A row of the loop cannot be computed separately.
+    """
 
     def __init__(self, store: ContiguousStore, loop: Loop, lease: Lease, chunk: int) -> None:
-        # UnsupportedError: it cannot follow the loop.
         super().__init__(loop)
         self._store, self._chunk = store, chunk
         self.criteria = RecordedCriteria.of(loop)  # the loop must use these
@@ -42,11 +45,11 @@ class RowByRow(ModelInLoop):
         self._pads = {row: prompt.pad for prompt in self.prompts for row in prompt.rows}
         loop.extra_keys = (*loop.extra_keys, *conditions(loop.model))
         self._requests = PromptRequests(store, loop, lease)
-        self._caches: dict[int, DynamicCache] = {}  # of each row, once its prompt is computed
-        self._computed: dict[int, int] = {}  # tokens of each row that its cache has
+        self._caches: dict[int, DynamicCache] = {}  # by row, of prompts that are computed
+        self._computed: dict[int, int] = {}  # by row: number of tokens in its cache
 
     def prefill(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> Any:
-        """Return the logits behind every prompt."""
+        """Return the logits of the last token of every prompt."""
         return self(input_ids)
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **_: Any) -> dict[str, Any]:
@@ -72,20 +75,21 @@ class RowByRow(ModelInLoop):
         return CausalLMOutputWithPast(logits=torch.cat([logits.get(row, padding) for row in range(len(input_ids))]))
 
     def _decode(self, row: int, tokens: np.ndarray) -> torch.Tensor:
-        """Return the logits behind a row's last token, `[1, 1, vocabulary]`."""
+        """Compute a row's last token and return its logits, `[1, 1, vocabulary]`."""
         cache = self._caches[row]
-        mark_written(cache, len(tokens) - 1)  # nothing of an answer goes to blocks
+        mark_written(cache, len(tokens) - 1)  # answers are not written to blocks
         self._computed[row] = len(tokens)
         return self._forward(tokens, len(tokens) - 1, len(tokens), cache)
 
     def _forward(self, tokens: np.ndarray, start: int, end: int, cache: DynamicCache) -> torch.Tensor:
+        """Compute tokens `start` to `end` of a row and return the logits of the last one."""
         logits: torch.Tensor = forward(self._loop.model, tokens, start, end, cache).logits
         return logits[:, -1:]
 
     def _read(self, prompt: Prompt) -> tuple[DynamicCache, torch.Tensor]:
-        """Return a cache with a whole prompt, and the logits behind it. Whole chunks are written to blocks."""
+        """Read or compute a prompt. Return its cache and the logits of its last token. Whole chunks are published."""
         store, tokens, chunk = self._store, prompt.tokens, self._chunk
-        behind = 1 if store.states is None else 2  # recurrent layers compute two tokens at least
+        behind = 1 if store.states is None else 2  # recurrent layers need at least two tokens to compute
         last = max(len(tokens) - behind, 0) // chunk * chunk
         self._admit(prompt, last)
         cached, room = prompt.reused.cached, max(1, min(self._loop.generation_config.max_length - len(tokens), 256))
@@ -110,13 +114,13 @@ class RowByRow(ModelInLoop):
         return cache, logits
 
     def _admit(self, prompt: Prompt, last: int) -> None:
-        """Find the cached tokens of a prompt in whole chunks, before the chunk that begins at `last`."""
+        """Admit a prompt and round its hits to whole chunks before the last chunk, which begins at `last`."""
         chunk, any_prefix = self._chunk, self._store.storage.any_prefix
         try:
             self._requests.admit(prompt)
             while (whole := _down(min(prompt.reused.cached, last), chunk)) != prompt.reused.cached and not any_prefix:
-                self._requests.readmit(prompt, whole)  # other blocks of windows, or another state, serve there
-        except OutOfBlocks as error:  # computed alike, and not kept
+                self._requests.readmit(prompt, whole)  # a shorter hit needs other blocks or states
+        except OutOfBlocks as error:  # computed in the same way, without blocks
             prompt.blocks = self._requests.blocks(prompt)
             prompt.blocks.full, prompt.blocks.closed, prompt.reused = error, True, Reused()
             return
@@ -125,18 +129,18 @@ class RowByRow(ModelInLoop):
         prompt.reused = prompt.reused._replace(cached=whole, later=later)
 
     def _publish(self, prompt: Prompt, cache: DynamicCache, end: int) -> None:
-        """Publish the tokens of a prompt in a cache, which ends with a whole chunk."""
+        """Publish a prompt's tokens up to `end`, the end of a chunk, from its cache."""
         blocks, states = prompt.blocks, None if self._store.states is None else take_states(cache, 0)
         blocks.publish(cache, 0, 0, prompt.tokens, end, states, prompt.reused.later)
         mark_written(cache, end if blocks.closed else blocks.written * self._store.block_size)
 
     @property
     def _alone(self) -> bool:
-        """Whether the call may take the cache of an earlier call, and leave its own to later ones."""
+        """Whether the call may reuse the cache of an earlier call, and keep its own for later ones."""
         return len(self._loop.input_ids) == 1 and self._store.states is None
 
     def keep(self) -> None:
-        """Leave a single row's cache to later calls, which continue behind a whole chunk of the prompt."""
+        """Keep the cache of a single row for later calls, which crop it to whole chunks of the prompt."""
         if self._caches and self._alone and self._requests.publishes():
             cache, prompt = self._caches[0], self.prompts[0]
             if columns(cache) == {self._computed[0]}:
@@ -174,8 +178,8 @@ def _check(loop: Loop, prompts: list[Prompt], counts_padding: bool) -> None:
 
 
 def conditions(model: Any) -> tuple[str | bytes, ...]:
-    """Return what bits depend on besides shapes. Blocks of processes that differ in it are not read."""
-    # Weights that are mapped from a file need not lie at multiples of 64 bytes, and a copy of them does.
+    """Return everything that bits depend on besides shapes, for keys: other conditions get other blocks."""
+    # Weights mapped from a file may be unaligned to 64 bytes, while a copy of them is aligned.
     lie = bytes([weight.data_ptr() % 64 for weight in model.parameters()])
     on_gpu = model.device.type == "cuda"
     processor = torch.cuda.get_device_name(model.device) if on_gpu else torch.backends.cpu.get_cpu_capability()
@@ -184,4 +188,5 @@ def conditions(model: Any) -> tuple[str | bytes, ...]:
 
 
 def _down(number: int, step: int) -> int:
+    """Return a number rounded down to a multiple of `step`."""
     return number // step * step

@@ -1,8 +1,7 @@
-"""The calls that read a compressed document: their questions, in blocks of the prefix cache, and their loops.
+"""The runner of calls over a compressed document. Their questions are prompts in blocks of the prefix cache.
 
-A question is admitted as any prompt is. Its keys and values hold for one document alone, so the document's
-identity is an extra key of its blocks. Their first token is the first one behind the document. No prompt without that
-key finds them.
+A question is the text after the document, and is admitted like any prompt. Its KV is valid for one document only, so
+the identity of the document is an extra key of its blocks, and prompts without this key never find them.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _NOWHERE: Any = SimpleNamespace(
     storage=SimpleNamespace(chunk=None, specs=True, block_size=1, evicts=False),
     block_size=1,
 )
-"""In place of a store, for calls of which nothing is kept."""
+"""The store of calls that read and publish no blocks."""
 
 
 def check_arguments_over_document(arguments: dict[str, Any]) -> None:
@@ -48,7 +47,7 @@ def check_arguments_over_document(arguments: dict[str, Any]) -> None:
 
 
 def check_loop_over_document(loop: Loop, content: Content) -> None:
-    """Raise UnsupportedError for a loop that cannot read a document, or whose tokens are not known to be right."""
+    """Raise UnsupportedError for a loop that cannot read a document, or whose result might be wrong."""
     config, model = loop.generation_config, loop.model
     refuse_if(loop.mode not in LOOPS, f"generation mode {loop.mode} {_OVER}")
     refuse_if(getattr(config, "is_assistant", None), f"is_assistant {_OVER}: the model drafts for another one")
@@ -73,7 +72,7 @@ def check_loop_over_document(loop: Loop, content: Content) -> None:
 
 
 def _check_begins(loop: Loop, content: Content) -> None:
-    """Raise ValueError unless every row begins with the document and goes on behind it."""
+    """Raise ValueError unless every row begins with the document and has more tokens after it."""
     ids, length = loop.input_ids, len(content.tokens)
     needs = (
         f"got {ids.shape[1]} tokens, needs the {length} of the compressed document and more behind them, in every row"
@@ -94,14 +93,14 @@ def _check_begins(loop: Loop, content: Content) -> None:
 def answer(
     loop: Loop, content: Content, store: ContiguousStore | None, chunk: int | None, calls: Calls
 ) -> tuple[Any, list[RequestReport]]:
-    """Run a loop over a document: its result, and a report for each row of the caller's.
+    """Run a loop over a document. Return its result and a report for each of the caller's rows.
 
     Args:
-        loop: What `check_loop_over_document` has accepted.
-        content: What is kept of the document.
-        store: Where questions are kept; None: nowhere.
-        chunk: Tokens of a chunk with deterministic=True, else None.
-        calls: Told what was not kept.
+        loop: A loop that `check_loop_over_document` has accepted.
+        content: The compressed keys and values of the document.
+        store: The store for the KV of questions. None: it is not stored.
+        chunk: Number of tokens in a chunk with deterministic=True, else None.
+        calls: Gets warnings about results that could not be stored.
     """
     loop.extra_keys = ("compressed document", content.key.hex(), *loop.extra_keys)
     length, size = len(content.tokens), loop.input_ids.shape[1]
@@ -131,6 +130,7 @@ def answer(
 
 
 def _generate(loop: Loop, call: QuestionCall, content: Content) -> Any:
+    """Run the loop over the document's cache, publish its questions and answers, and return the result."""
     watched = WatchedModel(call, bool(loop.generation_config.prefill_chunk_size))
     inputs: dict[str, Any] = {loop.cache_name: call.batch.cache}
     if loop.model_kwargs.get("position_ids") is not None:
@@ -139,18 +139,18 @@ def _generate(loop: Loop, call: QuestionCall, content: Content) -> Any:
     call.keep(call.publish)
     if loop.by_row:
         call.keep(call.keep_answers, result if isinstance(result, torch.Tensor) else result.sequences)
-    drop_cache(result)  # it is the document's too
+    drop_cache(result)  # the cache holds the document's own tensors
     return result
 
 
 def _turned(places: torch.Tensor, content: Content) -> torch.Tensor:
-    """Return positions `[..., tokens]` of text behind a document, whose keys a press may have turned to lower ones."""
+    """Return positions `[..., tokens]` of a row, lowered after the document if a press moved its keys together."""
     length = len(content.tokens)
     return torch.cat([places[..., :length], places[..., length:] - (length - content.position)], -1)
 
 
 class QuestionBatch(Batch):
-    """The questions of one call: the document before them is to them what padding is to a batch of prompts."""
+    """The questions of one call. The document takes the place of left padding: `pad` is its length."""
 
     def __init__(self, store: ContiguousStore | None, loop: Loop, content: Content) -> None:
         self.store, self.loop, self.images, self.hidden = store or _NOWHERE, loop, None, None
@@ -171,7 +171,7 @@ class QuestionBatch(Batch):
                 raise
 
     def _admit(self, store: ContiguousStore) -> None:
-        """Find what is cached of the questions, in whole blocks."""
+        """Admit the questions. The shortest hit in whole blocks counts for all of them."""
         for prompt in self.prompts:
             self._find(prompt)
         cached = min(prompt.reused.cached for prompt in self.prompts) // store.block_size * store.block_size
@@ -182,7 +182,7 @@ class QuestionBatch(Batch):
             layer.tokens, layer.begin = cached, (self, index)
 
     def _find(self, prompt: Prompt) -> None:
-        """Take blocks for a question; where there are none it is computed alike, and not kept."""
+        """Admit a question. Without room for its blocks, it is computed in the same way and not published."""
         try:
             self.requests.admit(prompt, reuse=not self.loop.requested_outputs)
         except OutOfBlocks as error:
@@ -190,7 +190,7 @@ class QuestionBatch(Batch):
             prompt.blocks.full = error
 
     def _leave_out(self, prompt: Prompt) -> None:
-        """Compute a whole prompt, and keep none of it."""
+        """Mark a question to be computed whole and not published."""
         prompt.blocks, prompt.reused = self.requests.blocks(prompt), Reused()
         prompt.blocks.closed = True
 
@@ -204,26 +204,26 @@ class QuestionBatch(Batch):
                 part.read(index, blocks, *(side[row, :cached].transpose(0, 1) for side in (keys, values)))
 
     def close(self) -> None:
-        """Give all blocks back; complete ones stay published until they are evicted."""
+        """End all requests. Complete blocks stay published until they are evicted."""
         self._lease.close()
 
 
 class QuestionCall(WatchedCall):
-    """A call over a document: its questions are kept once they are computed, its answers at the end."""
+    """A call over a document. Questions are published when they are computed, answers at the end."""
 
     def abandon(self) -> None:
-        """Refuse the call: without its cache the model would not see the document."""
+        """Refuse the call, because without its cache the model would not read the document."""
         raise UnsupportedError(f"the model leaves its cache out {_OVER}")
 
     def read_nothing(self) -> None:
-        """Refuse the call: what drafts from the model's outputs would need those of the document's tokens."""
+        """Refuse the call, because drafting would need the model's outputs of the document's tokens."""
         raise UnsupportedError(f"assisted generation that drafts from the model's outputs {_OVER}")
 
 
 class QuestionRows(RowByRow):
-    """Questions computed row by row, in chunks that begin at the document's end, so that bits depend on nothing else.
+    """Questions computed row by row, in chunks that begin at the document's end, for deterministic=True.
 
-    No block is read or kept.
+    No block is read or published, so bits depend on the document and the question only.
     """
 
     def __init__(self, store: ContiguousStore, loop: Loop, lease: Lease, chunk: int, content: Content) -> None:

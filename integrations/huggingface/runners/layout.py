@@ -16,7 +16,7 @@ from ..store.storage import BlockIds, ModelStorage, TokenSpec
 
 
 def read(cache: DynamicCache, storage: ModelStorage, prompt: Prompt, length: int, room: int) -> None:
-    """Fill an empty cache of one row with a prompt's first `length` tokens and states, with room for more."""
+    """Fill an empty cache of one row with a prompt's first `length` tokens and states, and `room` free columns."""
     size, layers = storage.block_size, attention_layers(cache)
     for group, part in storage.kv:
         first = storage.groups[group].first_needed(length, size)
@@ -50,8 +50,11 @@ def lay_out(
     capacity: int,
     unwritten: int,
 ) -> None:
-    """Fill `start` columns of a batch's empty cache from the prompts' own caches, by number, or from blocks."""
-    # `capacity`: columns that buffers have room for; `unwritten`: the first column that is yet to go to blocks.
+    """Fill the first `start` columns of a batch's empty cache.
+
+    A prompt's columns come from its own cache, if `caches` has one by its number, else from blocks. `capacity` is the
+    number of columns for which buffers have room. `unwritten` is the first column that is not in blocks yet.
+    """
     size, batch = storage.block_size, sum(len(prompt.rows) for prompt in prompts)
     layers, own_layers = attention_layers(cache), {n: attention_layers(own) for n, own in caches.items()}
     filled = [min(max(start - prompt.pad, 0), len(prompt.tokens)) for prompt in prompts]
@@ -64,7 +67,7 @@ def lay_out(
             if length and number not in caches
         }
         origin = min([prompts[number].pad + firsts[number] * size for number in blocks], default=start)
-        origin = min(origin, unwritten, spec.first_needed(start, 1))  # the first column of these layers
+        origin = min(origin, unwritten, spec.first_needed(start, 1))  # the first column in the buffers of these layers
         for index, specs in part.specs.items():
             keys, values = _buffers(specs, batch, capacity - origin, origin)
             for number, prompt in enumerate(prompts):
@@ -73,7 +76,7 @@ def lay_out(
                 end = prompt.pad + filled[number] if filled[number] else start
                 begin = max(prompt.pad + first, origin) if filled[number] else start
                 columns = slice(begin - origin, end - origin)
-                for side in (keys, values):  # masked out, but NaN times 0 is NaN
+                for side in (keys, values):  # a masked NaN times 0 would be NaN
                     side[row, :, : columns.start] = 0
                     side[row, :, columns.stop : start - origin] = 0
                 if own is not None and filled[number]:
@@ -93,13 +96,13 @@ def lay_out(
 def _buffers(
     specs: tuple[TokenSpec, TokenSpec], rows: int, columns: int, first: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return buffers for keys and values of `columns` columns from the number `first` on."""
+    """Return buffers for keys and values with `columns` columns, beginning with column number `first`."""
     keys, values = (aligned(lambda number, spec=spec: spec.empty(rows, number), columns, first) for spec in specs)  # type: ignore[misc]
     return keys, values
 
 
 def _fill(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int, first: int = 0) -> None:
-    """Give a layer buffers with its columns from `first` up to `length`."""
+    """Set a layer's buffers, which hold the columns from `first` up to `length`."""
     if isinstance(layer, GrowingWindowLayer):
         layer.adopt(keys, values, length, first)
     elif isinstance(layer, GrowingLayer):
@@ -109,7 +112,7 @@ def _fill(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int, fir
 
 
 def accepted(model: Any, **inputs: Any) -> dict[str, Any]:
-    """Return those of the inputs that a model's forward takes."""
+    """Return the inputs that a model's forward accepts."""
     known = inspect.signature(model.forward).parameters
     return {name: value for name, value in inputs.items() if name in known}
 
@@ -117,9 +120,9 @@ def accepted(model: Any, **inputs: Any) -> dict[str, Any]:
 def inputs_of(
     model: Any, tokens: np.ndarray, start: int, end: int, cache: DynamicCache, given: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the inputs that generate would give for tokens `start` to `end` of one row, behind those in a cache.
+    """Return the inputs that generate would make for tokens `start` to `end` of a row whose earlier tokens are cached.
 
-    `given` are positions, types and images up to `end`; None: those of text.
+    `given` are positions, types and images up to `end`. None: the positions of text.
     """
     ids = torch.from_numpy(tokens[:end])[None].to(model.device)
     options: dict[str, Any] = {"logits_to_keep": 1} if keeps_logits(model) else {}
@@ -143,7 +146,7 @@ def inputs_of(
 def forward(
     model: Any, tokens: np.ndarray, start: int, end: int, cache: DynamicCache, given: dict[str, Any] | None = None
 ) -> Any:
-    """Compute tokens `start` to `end` of one row behind those in a cache: see `inputs_of`."""
+    """Compute tokens `start` to `end` of a row whose earlier tokens are in a cache; see `inputs_of`."""
     inputs = inputs_of(model, tokens, start, end, cache, given)
     with from_states():
         return model(**inputs, return_dict=True)

@@ -1,4 +1,4 @@
-"""Forward passes of a model over packed rows whose keys and values are in blocks, and the probe of such passes.
+"""Forward passes of a model over packed rows whose KV is in blocks, and the probe of such passes.
 
 Two hooks of transformers carry a pass. The `update` of a `PagedCache` writes blocks and marks the key tensor that it
 returns. The attention registry of `dispatch` sends a marked key to `PagedCache.attention`.
@@ -34,17 +34,17 @@ from .passes import DecodeBatch, PackedBatch, Pass
 
 
 class Span(NamedTuple):
-    """Tokens of one request that a packed pass computes: `length` of them, the first at position `start`."""
+    """The tokens of one request in a packed pass: `length` tokens, the first at position `start`."""
 
     key: Any  # the request in the manager
     tables: Sequence[np.ndarray]  # its block table in each group
     start: int
-    length: int  # 0 for a request that waits to be forked
-    written: int  # tokens at the start of the request whose KV is in blocks already
+    length: int  # 0 for a request without tokens in this pass, which is only forked
+    written: int  # number of leading tokens whose KV is in blocks already
 
 
 def pack(spans: Sequence[Span], block_size: int) -> list[PackedBatch]:
-    """Return the metadata of a packed pass for each group; without tokens there is one of padding.
+    """Return the metadata of a packed pass for each group. A pass without tokens gets one token of padding.
 
     Raises:
         RuntimeError: A token has no block.
@@ -96,10 +96,10 @@ class PagedCache(PagedPass, Cache):  # type: ignore[misc]  # transformers is unt
         return mark(key_states, self), value_states
 
     def attend(self, call: MarkedCall) -> torch.Tensor:
-        """Return attention of a packed row over the blocks that `update` has just written.
+        """Return attention over the blocks to which `update` has just written this layer's keys.
 
         Raises:
-            UnsupportedError: The layer attends to other keys, as layers that share keys do, or over another window.
+            UnsupportedError: The layer attends to other keys, such as another layer's, or over an unexpected window.
         """
         if self._written is None or self._written[0] is not call.key or self._written[1] is not call.value:
             return super().attend(call)
@@ -134,7 +134,7 @@ def run(model: Any, cache: PagedCache, tokens: torch.Tensor, positions: torch.Te
     """Return the model's output for a packed pass, tokens and positions `[1, num_tokens]`.
 
     Raises:
-        UnsupportedError: A layer attended to something else than its blocks.
+        UnsupportedError: A layer did not attend through its blocks.
     """
     output = model(
         input_ids=tokens,
@@ -157,9 +157,9 @@ class PackedModel:
         self.model, self.storage = model, storage
 
     def forward(self, spans: Sequence[Span], tokens: Sequence[np.ndarray]) -> torch.Tensor:
-        """Return the logits of each span's last token, `[len(spans), vocabulary]`, from one pass over all.
+        """Compute all spans in one pass and return the logits of each span's last token, `[len(spans), vocabulary]`.
 
-        `tokens` are those of each span, int64. Raises what `run` raises.
+        `tokens` has an int64 array for each span. Raise like `run`.
         """
         device = self.model.device
         positions = np.concatenate([np.arange(span.start, span.start + span.length) for span in spans])
@@ -170,9 +170,9 @@ class PackedModel:
         return logits if keep else logits[last.to(logits.device)]
 
     def decode(self, batches: Sequence[DecodeBatch]) -> torch.Tensor:
-        """Return the logits of all rows, padding too, `[num_rows, vocabulary]`, from buffers alone.
+        """Compute a decode step and return the logits of all rows with padding, `[num_rows, vocabulary]`.
 
-        `batches` has one for each group. Raises what `run` raises.
+        All inputs are in the buffers of `batches`, one for each group. Raise like `run`.
         """
         for batch in batches:
             batch.begin()
@@ -206,13 +206,13 @@ def layer_windows(config: Any) -> dict[int, int]:
 def probe_packed(model: Any, block_size: int, specs: Specs) -> None:
     """Compute two short sequences over blocks and compare their logits with the model's own.
 
-    The comparison catches what no attribute says: attention outside the interface, keys that change after they were
-    cached, positions that are counted rather than given.
+    The comparison finds what no attribute shows: attention outside the interface, keys that change after they are
+    cached, and positions that are counted instead of passed.
 
     Args:
         model: A model on its device.
-        block_size: Tokens of a block.
-        specs: The shapes of what each layer keeps of a token.
+        block_size: Number of tokens in a block.
+        specs: The shapes that each layer stores per token.
 
     Raises:
         UnsupportedError: The model fails, or its logits differ.

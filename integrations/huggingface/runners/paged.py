@@ -1,8 +1,8 @@
 """The runner of packed passes over blocks.
 
 The loop stays transformers' own (`_sample`), with its sampling, logits processors, stopping criteria and streamers.
-`PagedDecoder` takes the model's place in the loop. It computes the prompts, and then each next token, in packed passes:
-rows of any length behind each other, without padding and without cached tokens.
+`PagedDecoder` replaces the model in the loop. It computes the prompts, and then each next token, in packed passes: rows
+of any length one after another, without padding and without cached tokens.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from .packed import PackedModel, Span
 
 @dataclass
 class PackedRow:
-    """One row of a call, which is a request of its own."""
+    """One row of a call, with a request of its own."""
 
     prompt: Prompt
-    length: int = 0  # tokens whose KV is in blocks, or will be after the pass under way
+    length: int = 0  # number of tokens whose KV is in blocks after the current pass
     active: bool = False  # whether it holds blocks
-    unsettled: bool = False  # whether blocks were taken out of its table that are free only after its next commit
+    unsettled: bool = False  # whether its next commit frees blocks that a copy or merge replaced
 
 
 class PackedRows:
     """The rows of one call. `close` frees all of their blocks.
 
     Args:
-        requests: Where their prompts are admitted.
+        requests: Admits their prompts.
         packed: The model.
         steps: Runs decode steps.
         prompts: A prompt for each row.
-        chunk: Tokens of a row that one pass computes at most. None: all.
-        turn: Held during each pass, since calls of several threads share buffers.
+        chunk: Maximum number of tokens of a row in one pass. None: no limit.
+        turn: A lock to hold during each pass, because calls of all threads share buffers.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class PackedRows:
         self._chunk = min(bound for bound in bounds if bound)
 
     def prefill(self) -> torch.Tensor:
-        """Compute what is not cached of each prompt and return `[num_rows, vocabulary]` logits.
+        """Compute the uncached tokens of each prompt and return `[num_rows, vocabulary]` logits.
 
-        Rows that share a prefix that is not cached yet go one after the other, so that it is computed once.
+        If rows share a prefix that is not cached yet, one computes it first and the others then read it.
 
         Raises:
             OutOfBlocks: A prompt does not fit, even alone.
@@ -91,7 +91,7 @@ class PackedRows:
         """Append a token to each active row, compute it, and return `[num_active, vocabulary]` logits.
 
         Raises:
-            OutOfBlocks: No row has got its token.
+            OutOfBlocks: There is no room; no row was changed.
         """
         rows, size = self.active(), self.manager.block_size
         self._requests.publishes()
@@ -111,7 +111,7 @@ class PackedRows:
             logits = self._steps.run(self._packed, tables, positions, tokens, slots)
         for row in rows:
             row.length += 1
-            if row.unsettled or row.length % size == 0:  # between blocks there is nothing to publish or merge
+            if row.unsettled or row.length % size == 0:  # else nothing to publish or merge
                 self._commit(row)
         return logits
 
@@ -120,7 +120,7 @@ class PackedRows:
         return [row for row in self.rows if row.active]
 
     def finish(self, row: PackedRow) -> None:
-        """Free a row's blocks; complete ones stay published until they are evicted."""
+        """Free a row's blocks. Complete blocks stay published until they are evicted."""
         if row.active:
             row.active = False
             self._requests.end(row.prompt.blocks)
@@ -131,11 +131,14 @@ class PackedRows:
             row.active = False
         if self._requests.stale:
             with self._turn:
-                self._steps.drop()  # a step that was captured meanwhile is another model's
+                self._steps.drop()  # steps captured during this call may hold the changed model
         self._requests.close()
 
     def _admit(self, row: PackedRow, alone: bool) -> bool:
-        """Return whether a prompt got blocks; if not, it waits until the rows admitted before it are computed."""
+        """Admit a row's prompt and return True, or return False if it must wait for the rows admitted before it.
+
+        `alone`: no row was admitted before, so the prompt cannot wait.
+        """
         prompt = row.prompt
         row.active = True
         try:
@@ -151,7 +154,7 @@ class PackedRows:
             self.finish(row)
             return False
         blocks = prompt.blocks
-        if blocks.borrowed is not None:  # the request writes behind the part of another's block that it reads
+        if blocks.borrowed is not None:  # the request reads a part of another's block and writes the rest
             self._packed.storage.copy([(blocks.borrowed, int(blocks.tables[0][blocks.written]))])
             blocks.borrowed = None
         row.length = prompt.reused.cached
@@ -166,7 +169,7 @@ class PackedRows:
         return end
 
     def _compute(self, rows: list[PackedRow]) -> list[torch.Tensor]:
-        """Compute the rest of prompts in chunks and return the logits of the last token of each."""
+        """Compute the uncached tokens of prompts in chunks, and return the logits of each prompt's last token."""
         logits: dict[str, torch.Tensor] = {}
         left = rows
         while left:
@@ -186,17 +189,17 @@ class PackedRows:
         return [logits[row.prompt.request_id] for row in rows]
 
     def _commit(self, row: PackedRow) -> None:
-        """Publish what a row has computed; blocks that a merge replaced are free after its next commit."""
+        """Publish a row's complete blocks. The next commit frees blocks that were merged into equal ones."""
         row.unsettled = self._requests.publishes() and any(self.manager.commit(row.prompt.request_id, row.length))
         if row.unsettled:
             row.prompt.blocks.look()
 
 
 class PagedDecoder(ModelInLoop):
-    """The model of a loop, with packed passes in the place of its forward passes.
+    """The model of a loop, with packed passes in place of its forward passes.
 
-    When it runs out of blocks, or fails behind the first token, it frees all blocks. The model's own cache then takes
-    over, from the tokens so far.
+    If it runs out of blocks, or fails after the first token, it frees all blocks. The model's own forward pass then
+    computes all tokens so far into its own cache, and continues the loop.
     """
 
     def __init__(
@@ -207,11 +210,11 @@ class PagedDecoder(ModelInLoop):
         self._prefilled = self._native = False
 
     def prefill(self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: Any, **_: Any) -> Any:
-        """Return the logits behind every prompt."""
+        """Return the logits of the last token of every prompt."""
         return self(**self.prepare_inputs_for_generation(input_ids, **model_kwargs))
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **model_kwargs: Any) -> dict[str, Any]:
-        """Return the inputs of the next `compute`: all tokens so far, or the model's own once it has taken over."""
+        """Return the inputs of the next `compute`: all tokens so far, or the model's own inputs after a failure."""
         if not self._native:
             return {"input_ids": input_ids, "model_kwargs": model_kwargs}
         inputs: dict[str, Any] = self._model.prepare_inputs_for_generation(input_ids, **model_kwargs)
@@ -232,6 +235,7 @@ class PagedDecoder(ModelInLoop):
         return CausalLMOutputWithPast(logits=logits[:, None])
 
     def _decode(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Compute the last token of each row that still runs, and return logits of all rows."""
         rows = self._rows.rows
         for row, dropped in zip(rows, self._criteria.dropped(len(rows)), strict=True):
             if dropped:
@@ -247,6 +251,7 @@ class PagedDecoder(ModelInLoop):
         return every
 
     def _take_over(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
+        """Free all blocks, and compute all tokens so far by the model's own forward pass."""
         self._rows.close()
         self._native = True
         # Without next_sequence_length the model's own, still empty, cache is filled with all tokens so far.
@@ -256,13 +261,13 @@ class PagedDecoder(ModelInLoop):
 
 
 class PackedRunner:
-    """Runs loops of one model with packed passes, whose decode steps calls of all threads share."""
+    """A runner of one model's loops by packed passes. Calls of all threads share its decode steps."""
 
     def __init__(self, steps: DecodeSteps) -> None:
         self._steps, self._turn = steps, threading.RLock()
 
     def drop(self) -> None:
-        """Drop captured steps and their buffers: the store is another one."""
+        """Drop captured steps and their buffers, because the store is replaced."""
         with self._turn:
             self._steps.drop()
 
@@ -284,7 +289,7 @@ class PackedRunner:
 
 
 def follows(loop: Loop, has_windows: bool) -> bool:
-    """Return whether packed passes can follow a loop; copies serve the others."""
+    """Return whether packed passes support a loop. Contiguous copies serve the others."""
     config, mask = loop.generation_config, loop.mask
     names = ("output_attentions", "output_hidden_states")
     if loop.mode not in BY_TOKEN or any(getattr(config, n, False) or loop.model_kwargs.get(n) for n in names):
@@ -294,11 +299,11 @@ def follows(loop: Loop, has_windows: bool) -> bool:
     if mask is None:
         return True
     padded_right = not bool(mask[:, -1].all())
-    return not (padded_right or (has_windows and bool((mask.diff(dim=-1) < 0).any())))  # windows count over holes
+    return not (padded_right or (has_windows and bool((mask.diff(dim=-1) < 0).any())))  # windows count masked columns
 
 
 def row_prompts(loop: Loop) -> list[Prompt]:
-    """Return a prompt for each row of a loop, of the tokens that the attention mask leaves."""
+    """Return a prompt for each row of a loop, with the row's unmasked tokens."""
     ids = loop.input_ids.cpu().numpy()
     kept = np.ones(ids.shape, bool) if loop.mask is None else loop.mask.cpu().numpy().astype(bool)
     lines = [np.ascontiguousarray(line[keep]) for line, keep in zip(ids, kept, strict=True)]

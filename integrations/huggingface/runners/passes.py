@@ -1,6 +1,6 @@
-"""Metadata of one forward pass on the devices that hold layers: of any packed rows, or of one decode step.
+"""Metadata of one forward pass, of packed rows or of a decode step, on each device that holds layers.
 
-A decode step's buffers stay where they are from step to step, so that a captured graph can read them again.
+The buffers of decode steps keep their addresses, so that a captured graph can read them again.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from .... import triton_ops  # noqa: F401  registers torch.ops.pc
 from ....triton_ops._core.runtime import KERNELS_ON_CPU
 
-ALIGNMENT = 16  # bytes at whose multiples tensors begin: what triton compiles the faster kernels for
+ALIGNMENT = 16  # bytes; Triton compiles faster kernels for tensors that begin at multiples of it
 
 
 class Metadata(NamedTuple):
-    """The tensors of a pass that operators read, on one device; shapes as in `PackedBatch`."""
+    """The tensors of a pass that operators read, on one device. `PackedBatch` lists their shapes."""
 
     slot_mapping: torch.Tensor
     block_tables: torch.Tensor
@@ -29,8 +29,8 @@ class Metadata(NamedTuple):
 class Pass:
     """State shared by the layers of one forward pass."""
 
-    max_query_len: int  # bound of the queries of a sequence
-    max_seq_len: int | None  # bound of their lengths; None where the block tables' shape is the bound
+    max_query_len: int  # upper bound of the queries of a sequence
+    max_seq_len: int | None  # upper bound of the lengths; None: the width of the block tables bounds them
 
     def __init__(self) -> None:
         self._plans: dict[tuple[torch.device, int], torch.Tensor] = {}
@@ -41,7 +41,7 @@ class Pass:
         raise NotImplementedError
 
     def begin(self) -> None:
-        """Start a pass: the next `plan` of each window is built from the current metadata."""
+        """Start a pass, in which `plan` builds each plan anew from the current metadata."""
         self._planned.clear()
 
     def plan(self, device: torch.device, block_size: int, window: int, num_kv_heads: int) -> torch.Tensor | None:
@@ -55,7 +55,7 @@ class Pass:
             if key in self._plans:
                 torch.ops.pc.attention_plan(*arguments, out=self._plans[key])
             else:
-                # It outlives the pass, and what is made in inference mode cannot be written to outside of it.
+                # The plan is written again later, and inference tensors cannot be written outside inference mode.
                 with torch.inference_mode(False):
                     self._plans[key] = torch.ops.pc.attention_plan(*arguments)
             self._planned.add(key)
@@ -63,15 +63,15 @@ class Pass:
 
 
 def needs_plan(device: torch.device) -> bool:
-    """Return whether attention on `device` reads a plan; the reference on a CPU does not."""
+    """Return whether attention on `device` reads a plan. PyTorch's on a CPU does not."""
     return device.type != "cpu" or KERNELS_ON_CPU
 
 
 class PackedBatch(Pass):
-    """The metadata of rows of any length, one behind the other."""
+    """The metadata of rows of any length, one after another."""
 
     # `slot_mapping [num_tokens]` int64: -1 writes nothing; `block_tables [num_seqs, max_blocks]`, `seq_lens [num_seqs]`
-    # and `query_lens [num_seqs]` int32: lengths are those after the pass, queries the tokens of this pass.
+    # and `query_lens [num_seqs]` int32. `seq_lens` are those after the pass, `query_lens` count tokens of this pass.
 
     def __init__(
         self, slot_mapping: np.ndarray, block_tables: np.ndarray, seq_lens: np.ndarray, query_lens: np.ndarray
@@ -94,8 +94,8 @@ class PackedBatch(Pass):
 class DecodeBatch(Pass):
     """The metadata of one new token for each of up to `num_rows` sequences of up to `width` blocks."""
 
-    # Rows past those written are padding: token and position 0, slot -1, length 0, no queries.
-    # Asynchronous copies to a GPU need a host's side that is page-locked (`pinned`).
+    # Rows after the written ones are padding: token and position 0, slot -1, length 0, no queries.
+    # Asynchronous copies to a GPU need page-locked host memory (`pinned`).
 
     def __init__(self, num_rows: int, width: int, pinned: bool) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class DecodeBatch(Pass):
         self._copied: list[torch.cuda.Event] = []
 
     def _views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Return tokens, positions, slots, lengths, starts of queries and tables as views of one buffer of bytes."""
+        """Return views of a buffer of bytes: tokens, positions, slots, lengths, starts of queries, tables."""
         return [
             buffer[start : start + dtype.itemsize * int(np.prod(shape))].view(dtype).view(shape)
             for start, dtype, shape in self._layout
@@ -131,10 +131,12 @@ class DecodeBatch(Pass):
     def write(
         self, tables: Sequence[np.ndarray], positions: np.ndarray, tokens: Sequence[int] | np.ndarray, slots: np.ndarray
     ) -> None:
-        """Write a step: for each sequence its table, and its new token's position, id and slot (int64)."""
-        # A changed table is another array: the same one is not written again.
+        """Write the metadata of a step: each sequence's table, and the position, id and int64 slot of its new token.
+
+        A table that is the same array as in the step before is not written again, so callers must not change arrays.
+        """
         count = len(tables)
-        for event in self._copied:  # the copies of the step before still read this memory
+        for event in self._copied:  # copies of the previous step may still read this memory
             event.synchronize()
         if count != self._num_written:
             self._tokens[count:], self._positions[count:], self._slots[count:], self._seq_lens[count:] = 0, 0, -1, 0
@@ -147,7 +149,7 @@ class DecodeBatch(Pass):
         end = self._tables_begin
         for index, table in enumerate(tables):
             if table is not self._written[index]:
-                self._tables[index, : len(table)] = table  # what is behind its end is never read
+                self._tables[index, : len(table)] = table  # columns after its end are never read
                 self._written[index] = table
                 end = len(self._staging)
         self._copied.clear()
@@ -155,7 +157,7 @@ class DecodeBatch(Pass):
             self._copy(device, end)
 
     def _copy(self, device: torch.device, end: int) -> None:
-        """Brings the first `end` bytes to a device."""
+        """Copy the first `end` bytes to a device."""
         buffer = self._on_device[device][0]
         if buffer is not self._staging:
             buffer[:end].copy_(self._staging[:end], non_blocking=True)
@@ -163,6 +165,7 @@ class DecodeBatch(Pass):
             self._copied.append(torch.cuda.current_stream(device).record_event())
 
     def _buffers(self, device: torch.device) -> list[torch.Tensor]:
+        """Return the views of a device's buffer, allocated at its first use."""
         if device not in self._on_device:
             with torch.inference_mode(False):
                 buffer = self._staging if device.type == "cpu" else torch.empty_like(self._staging, device=device)
@@ -171,7 +174,7 @@ class DecodeBatch(Pass):
         return self._on_device[device][1]
 
     def on(self, device: torch.device) -> Metadata:
-        """Return the metadata on `device`, in the same memory from step to step."""
+        """Return the metadata on `device`, at the same addresses in every step."""
         _, _, slots, seq_lens, starts, tables = self._buffers(device)
         return Metadata(slots, tables, seq_lens, starts)
 
