@@ -1,7 +1,7 @@
-"""Decode steps, and CUDA graphs of them: one for each batch size and width of block tables, in powers of two.
+"""Decode steps and their CUDA graphs, one for each batch size and width of block tables, in powers of two.
 
-A graph replays the kernels of a step as they were captured: on the same memory, with the same numbers from the host.
-Everything that changes from step to step is therefore in the buffers of a `DecodeBatch`. Everything else that a step
+A graph replays the captured kernels of a step on the same memory and with the same numbers from the host. Therefore
+everything that changes between steps is in the buffers of a `DecodeBatch`. Everything else that a step
 depends on (weights, adapters, settings) is compared before each call of generate. If it has changed, the graphs are
 dropped.
 """
@@ -24,7 +24,7 @@ from ..support import changing_rope, float32_precision
 from .packed import PackedModel
 from .passes import DecodeBatch
 
-WARM_STEPS = 3  # eager steps of a bucket before its capture: in them kernels are compiled and libraries choose theirs
+WARM_STEPS = 3  # eager steps of a bucket before its capture, in which kernels are compiled and libraries choose theirs
 MAX_ROWS = 256  # rows of the largest graph; a larger batch keeps a GPU busy without one
 MIN_WIDTH = 16  # columns of the narrowest block tables, so that short sequences share a graph
 
@@ -40,10 +40,10 @@ class GraphReport:
     """The ways in which decode steps ran since caching was enabled.
 
     Attributes:
-        captured: Graphs there are now.
-        replays: Steps that replayed one.
-        eager_steps: Steps that ran the model in Python.
-        reason: Why steps of the last call were not captured; None when they were, or will be after a few.
+        captured: Number of graphs in memory.
+        replays: Number of steps that replayed a graph.
+        eager_steps: Number of steps that ran the model in Python.
+        reason: The reason why steps of the last call were not captured. None: they were, or will be after a few steps.
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -62,7 +62,7 @@ class GraphReport:
 
 
 class CudaCapturer:
-    """A capturer on a stream of its own, with one memory pool for all graphs."""
+    """A maker of CUDA graphs, with a stream of its own and one memory pool for all graphs."""
 
     # Graphs of one pool overwrite each other's results, so each must be copied before the next replay
     # ("CUDA semantics" in torch's documentation).
@@ -73,7 +73,7 @@ class CudaCapturer:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm(self, step: DecodeStep) -> torch.Tensor:
-        """Run a step on the stream, between the work that the current stream has and the work that it gets next."""
+        """Run a step on the capturer's stream, after earlier work of the current stream and before its later work."""
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
@@ -89,14 +89,14 @@ class CudaCapturer:
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             state = generator.clone_state()
             try:
-                # A capture that fails stays on its stream, unless it is within another block.
+                # After a failed capture torch leaves its stream current; the outer block restores the stream.
                 with (
                     torch.cuda.stream(torch.cuda.current_stream()),
                     torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
                 ):
                     result = step()
             except BaseException:
-                generator.graphsafe_set_state(state)  # nor does it tell the generator that it has ended
+                generator.graphsafe_set_state(state)  # torch does not end the generator's capture either
                 raise
 
         def replay() -> torch.Tensor:
@@ -112,7 +112,7 @@ CAPTURERS: dict[str, Callable[[torch.device], CudaCapturer]] = {"cuda": CudaCapt
 
 @dataclass
 class Bucket:
-    """Steps of one shape: their buffers, their number, and their graph once there is one."""
+    """The steps of one shape: their buffers, how many have run, and their graph once it is captured."""
 
     batches: list[DecodeBatch]  # one for each group of layers
     steps: int = 0
@@ -125,7 +125,7 @@ class Bucket:
         tokens: Sequence[int],
         slots: Sequence[np.ndarray],
     ) -> None:
-        """Put a step into the buffers of each group."""
+        """Write a step to the buffers of each group; see `DecodeBatch.write`."""
         for batch, own, written in zip(self.batches, tables, slots, strict=True):
             batch.write(own, positions, tokens, written)
 
@@ -133,7 +133,7 @@ class Bucket:
 class DecodeSteps:
     """The decode steps of one model over one set of blocks, captured where possible."""
 
-    # After a failed capture, whose reason `on_failure` gets, no other capture is tried.
+    # After a failed capture, `on_failure` gets the reason, and no other capture is tried.
 
     def __init__(self, wanted: bool, on_failure: Callable[[str], None]) -> None:
         self.reason: str | None = None if wanted else "cuda_graphs=False"
@@ -157,12 +157,14 @@ class DecodeSteps:
         self._eager = self._capturer = None
 
     def refuse(self, reason: str) -> None:
-        """Note why packed passes do not serve this model."""
+        """Set the reason why packed passes do not serve this model, so that nothing is captured."""
         self._failure = self.reason = reason
 
     def prepare(self, model: Any, state: object) -> None:
-        """Decide, before the steps of a call, whether they are captured, and drop graphs that are no longer valid."""
-        # `state`: what they depend on besides the model as it is now.
+        """Decide whether the steps of a call are captured, and drop graphs that are no longer valid.
+
+        `state` is everything that steps depend on besides the model's current state. Call this before a call's steps.
+        """
         if not self._wanted:
             return
         if model.device.type not in CAPTURERS:
@@ -182,9 +184,9 @@ class DecodeSteps:
         tokens: Sequence[int],
         slots: Sequence[np.ndarray],
     ) -> torch.Tensor:
-        """Return the logits of one step, `[len(positions), vocabulary]`, which no later step overwrites.
+        """Run one step and return its logits, `[len(positions), vocabulary]`, which no later step overwrites.
 
-        `tables` are those of each row, and `slots` those of the new tokens, for each group: see `DecodeBatch.write`.
+        For each group, `tables` has the block table of each row, and `slots` the slots of the new tokens.
         """
         count, width = len(positions), _power_of_two(max(map(len, tables[0])), MIN_WIDTH)
         if self.reason is None and count <= MAX_ROWS:
@@ -203,7 +205,7 @@ class DecodeSteps:
         return packed.decode(bucket.batches)
 
     def _step(self, packed: PackedModel, bucket: Bucket) -> torch.Tensor:
-        """Return the logits of a replay of the bucket's graph, or of an eager step before its capture."""
+        """Replay the bucket's graph, or run an eager step before its capture, and return the logits."""
         step = functools.partial(packed.decode, bucket.batches)
         if self._capturer is None:
             self._capturer = CAPTURERS[packed.model.device.type](packed.model.device)
@@ -217,7 +219,7 @@ class DecodeSteps:
             return bucket.replay()
         self._eager_steps += 1
         if self.reason is not None:
-            return step()  # a failed capture has written nothing, or the same keys and values to the same slots
+            return step()  # a failed capture wrote at most the same KV to the same slots
         bucket.steps += 1
         if bucket.steps < WARM_STEPS:
             return self._capturer.warm(step)
@@ -228,12 +230,14 @@ class DecodeSteps:
         return result
 
     def _fail(self, why: str) -> None:
+        """Stop capturing for good, drop all graphs, and report the reason."""
         self.reason = self._failure = f"its decode step cannot be captured: {why}"
         self.drop()
         self._on_failure(self._failure)
 
 
 def _bucket(packed: PackedModel, num_rows: int, width: int) -> Bucket:
+    """Return a bucket with buffers on the model's device for steps of this shape."""
     device = packed.model.device
     batches = [DecodeBatch(num_rows, width, pinned=device.type == "cuda") for _ in packed.storage.groups]
     for batch in batches:
@@ -242,6 +246,7 @@ def _bucket(packed: PackedModel, num_rows: int, width: int) -> Bucket:
 
 
 def _power_of_two(n: int, least: int = 1) -> int:
+    """Return the smallest power of two that is at least `n` and `least`."""
     return max(least, 1 << (n - 1).bit_length())
 
 
@@ -272,9 +277,10 @@ def baked_in(model: Any) -> object:
 
 
 class Rehearsal(TorchDispatchMode):
-    """A mode that notes in `problem` the first operator that makes the host wait for the device."""
+    """A mode that records in `problem` the first operator that makes the host wait for the device.
 
-    # A capture that meets one fails half-way; a rehearsed step is still right.
+    Such an operator would break a capture in the middle. A step under this mode still has the right result.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -289,12 +295,13 @@ class Rehearsal(TorchDispatchMode):
 
 
 def _problem(func: Any, arguments: Any, result: Any) -> str | None:
+    """Return why an operator cannot be captured, or None."""
     if torch.Tag.data_dependent_output in func.tags:
         return f"{func} reads a value from the device"
     tensors = [t for t in tree_leaves((arguments, result)) if isinstance(t, torch.Tensor)]
     masks = func in _INDEXING and any(t.dtype in (torch.bool, torch.uint8) for t in tree_leaves(arguments[0][1:2]))
     if masks or (torch.Tag.dynamic_output_shape in func.tags and func not in _INDEXING):
         return f"{func} has a result whose shape depends on values"
-    # A scalar on the host is an argument of a kernel, unless it is what is copied.
+    # A scalar on the host is a kernel argument, except in a copy.
     devices = {t.device for t in tensors if t.dim() or func in _COPIES}
     return f"{func} copies between {', '.join(sorted(map(str, devices)))}" if len(devices) > 1 else None

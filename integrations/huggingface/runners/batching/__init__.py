@@ -1,7 +1,7 @@
 """Continuous batching: transformers' own loop, scheduler and server over this library's blocks and operators.
 
-- `enable` checks the private interfaces, and puts a handle before a model's `init_continuous_batching`. From there
+- `enable` checks transformers' private interfaces and replaces a model's `init_continuous_batching`, from where
   `generate_batch` and `transformers serve` get their manager.
-- `session` is this manager and runs its batches.
-- `blocks` answers its scheduler.
+- `session` has this manager, which runs the batches.
+- `blocks` has the cache that the manager's scheduler sees.
 """

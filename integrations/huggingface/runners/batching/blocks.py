@@ -1,4 +1,4 @@
-"""The cache that transformers' scheduler sees, over a `CacheManager`: one object for each session.
+"""The cache that transformers' scheduler sees, over a `CacheManager`. Each session has one.
 
 A request gets blocks when its tokens are scheduled. The manager's policy evicts single blocks. Blocks of ended
 requests stay published for every later session of the model.
@@ -21,7 +21,7 @@ from ...store.leases import free
 from ...store.storage import ModelStorage
 from ..packed import Span
 
-NAME = "full_attention"  # the one name that transformers' buffers know the blocks by, whatever layers they belong to
+NAME = "full_attention"  # the kind of layer that transformers sees, for blocks of all layers
 
 
 class SharedBlocks:
@@ -30,29 +30,29 @@ class SharedBlocks:
     def __init__(self, manager: CacheManager[Any, Any, Any], storage: ModelStorage) -> None:
         self.manager, self.storage = manager, storage
         self.num_groups = len(manager.groups)
-        self.unserved = [0, 0, 0]  # requests, tokens and hits of cancelled searches, which must not count twice
+        self.unserved = [0, 0, 0]  # requests, tokens and hits of cancelled searches, to subtract
         self._lock = threading.Lock()
         self._sessions: weakref.WeakSet[ScheduledBlocks] = weakref.WeakSet()
         self._numbers = itertools.count()
 
     def join(self, session: ScheduledBlocks) -> int:
-        """Return the number of a new session."""
+        """Add a session and return its number."""
         with self._lock:
             self._sessions.add(session)
             return next(self._numbers)
 
     def take_back(self, prompt: int, hits: int) -> None:
-        """Leave a search out of the counts."""
+        """Subtract a cancelled prefix search from the counts."""
         with self._lock:
             self.unserved = [a + b for a, b in zip(self.unserved, (1, prompt, hits), strict=True)]
 
     def first_holder(self) -> int:
-        """Return the lowest number of a session with requests."""
+        """Return the lowest number of a session with requests; -1 if there is none."""
         with self._lock:
             return min((session.number for session in self._sessions if session.holds), default=-1)
 
     def stats(self) -> CacheStats:
-        """Return the manager's counts without prefix searches of requests that then got no room."""
+        """Return the manager's counts without cancelled searches."""
         counts = self.manager.stats()
         requests, tokens, hits = self.unserved
         by_cause = counts.hit_tokens_by_cause | {"prefix": counts.hit_tokens_by_cause["prefix"] - hits}
@@ -69,16 +69,16 @@ class SharedBlocks:
 class Held:
     """A request that was started in the manager."""
 
-    key: Any  # its name there
-    written: int = 0  # tokens at its start whose KV is there already
-    searched: tuple[int, int] = (0, 0)  # tokens of its prompt, and those of them that were found
-    stale: bool = False  # whether the model has changed since it started: nothing more of it is published
+    key: Any  # its request id in the manager
+    written: int = 0  # number of leading tokens that were cached when it started
+    searched: tuple[int, int] = (0, 0)  # tokens of its prompt, and cached tokens among them
+    stale: bool = False  # whether the model has changed since, so nothing more is published
 
 
 class ScheduledBlocks:
     """The cache of one session in place of transformers' `PagedAttentionCache`. Only the session's thread calls it."""
 
-    read_cache_limit = 0  # nothing is read through an index: no budget of reads, and no memory for one
+    read_cache_limit = 0  # reads need no index, so no budget and no memory for it
     max_tokens_read = 1
     max_blocks_per_request = 0
     max_decode_fast_path_length = 0
@@ -91,20 +91,20 @@ class ScheduledBlocks:
         sharing: bool,
         max_batch_tokens: int,
     ) -> None:
-        # `keys`: what KV depends on besides tokens, asked for as a request starts. `watch` gives what tells whether
-        # the model is what it was at that moment.
+        # `keys` returns a starting request's extra keys. `watch` returns a function that returns whether the model is
+        # unchanged since that moment.
         self.shared, self._keys, self._watch = shared, keys, watch
         self._unchanged = watch()
         self.manager, self.storage = shared.manager, shared.storage
         self.num_blocks = min(pool.num_blocks for pool in self.manager.pools)
-        self.capacity = self.num_blocks * self.manager.block_size  # tokens of the longest request there is room for
+        self.capacity = self.num_blocks * self.manager.block_size  # tokens of the longest possible request
         self.max_batch_tokens = min(max_batch_tokens, max(self.capacity // 2, 1))
         self.bytes_per_sector = self.storage.bytes_per_block
         self.use_prefix_sharing = self.allow_block_sharing = sharing
         self.cache_allocators = {NAME: Allocator(self)}
-        self.pool = SimpleNamespace(try_to_free_sectors=lambda: None)  # there are no sectors of kinds of layers
+        self.pool = SimpleNamespace(try_to_free_sectors=lambda: None)  # transformers' sectors do not exist here
         self.waiting: dict[str, Any] = {}  # the scheduler's
-        # Requests of the schedule under way: those that got no room, those that did, and those that came in with it.
+        # Requests of the current schedule: without room, with room, and new ones.
         self.refused: list[Any] = []
         self.scheduled: set[Hashable] = set()
         self.arrived: set[str] = set()
@@ -113,7 +113,7 @@ class ScheduledBlocks:
         self._rows: list[tuple[Any, int, int, int]] = []
         self._copies: list[tuple[int, Pairs]] = []
         weakref.finalize(self, _free_all, self.manager, self._held).atexit = False
-        self.number = shared.join(self)  # where none can go on, sessions with lower numbers go first
+        self.number = shared.join(self)  # if no session can continue, lower numbers go first
 
     @property
     def holds(self) -> bool:
@@ -151,24 +151,27 @@ class ScheduledBlocks:
         return bool(self.manager.stats().held_blocks > sum(block >= 0 for _, block in mine))
 
     def let_go(self) -> None:
-        """Free the cached blocks of waiting requests without room: the session with the lowest number may need them."""
+        """Free cached blocks of waiting requests, because the session with the lowest number may need them."""
         for request_id in [request_id for request_id in self._held if request_id in self.waiting]:
             self._take_back(request_id)
 
-    # What the scheduler asks, in the order of a request's life.
+    # The interface for the scheduler, in the order of a request's life.
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        """Start a request on the cached blocks of its prompt and return their tokens; at least one token remains."""
+        """Start a request with the cached blocks of its prompt and return the number of cached tokens.
+
+        At least one token of the prompt remains to be computed.
+        """
         self._take_back(request_id)
         allocation = self._start(self.waiting[request_id], prompt_ids)
-        if allocation.wait_for in self.scheduled:  # its next block is computed in this very step: no room this time
+        if allocation.wait_for in self.scheduled:  # this step computes its next block, so it waits
             self._take_back(request_id)
             self._deferred.add(request_id)
             return 0
         return int(allocation.num_cached_tokens)
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
-        """Allocate the blocks for a request's next tokens; False, and nothing changed, if there are too few."""
+        """Allocate blocks for a request's next tokens. Return False, without a change, if there are too few."""
         if dry_run:
             needed = self.blocks_needed(state.request_id, state.current_len(), request_len)
             return self.count_storable_requests([{NAME: needed}]) == 1
@@ -192,7 +195,7 @@ class ScheduledBlocks:
         return True
 
     def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
-        """Return a dictionary that is not empty, so that every request of a batch is marked after it."""
+        """Return a dictionary that is not empty, so that `mark_complete_blocks` is called for every request."""
         return {NAME: 1}
 
     def extend_read_and_write_indices(
@@ -203,7 +206,7 @@ class ScheduledBlocks:
         read_index: list[list[int]] | None,
         write_index: list[list[int]],
     ) -> None:
-        """Add a request to the step. Its slots are computed with those of all others."""
+        """Add a request to the step. `pack` computes the slots of all requests together."""
         held = self._held[request_id]
         self._rows.append((held.key, past_length, query_length, held.written))
 
@@ -211,13 +214,13 @@ class ScheduledBlocks:
         """Publish the complete blocks of a request."""
         held = self._held.get(state.request_id)
         if held is not None and not held.stale and any(self.manager.commit(held.key, state.current_len())):
-            # The step that read replaced blocks is over: they go back now, not when there is room for the next one.
+            # The step that read the replaced blocks has ended, and a second commit frees them at once.
             self.manager.commit(held.key, state.current_len())
 
     def prepare_fork_request(
         self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: dict[str, tuple[list[int], list[int]]]
     ) -> list[str]:
-        """Start requests that share all blocks of one. The first write to a shared block copies it."""
+        """Fork a request: start requests that share all of its blocks. The first write to a shared block copies it."""
         held, length = self._held[src_state.request_id], src_state.current_len()
         ahead = self.manager.num_tokens(held.key) - length
         if ahead:
@@ -230,10 +233,10 @@ class ScheduledBlocks:
         return list(dst_req_ids)
 
     def perform_cache_copy(self, copy_src_and_dst: dict[str, tuple[list[int], list[int]]]) -> None:
-        """Do nothing: blocks are copied at the first write."""
+        """Do nothing, because blocks are copied at the first write."""
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """End a request, if it was started; its complete blocks stay published, offloaded or not."""
+        """End a request, if it was started. Its complete blocks stay published in every case."""
         held = self._held.pop(request_id, None)
         if held is not None:
             free(self.manager, held.key)
@@ -244,21 +247,21 @@ class ScheduledBlocks:
             self.free_blocks(request_id)
 
     def reset(self) -> None:
-        """End every request of the session; cached blocks stay."""
+        """End every request of the session. Cached blocks stay."""
         self.free_all_requests()
         self.begin()
 
-    # How full it is.
+    # How full the cache is.
 
     def blocks_needed(self, request_id: str, past_length: int, query_length: int) -> int:
-        """Return the most blocks of each group that a request's next tokens need: one more if its last is shared."""
+        """Return the most blocks per group that a request's next tokens need, with one for a copy of its last block."""
         held = self._held.get(request_id)
         size = self.manager.block_size
         have = 0 if held is None else -(-self.manager.num_tokens(held.key) // size)
         return max(-(-(past_length + query_length) // size) - have, 0) + 1
 
     def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
-        """Return how many requests, in order, there is room for."""
+        """Return how many of the requests, in order, have room."""
         room = min(pool.available for pool in self.manager.pools)
         for count, needed in enumerate(list_blocks_needed):
             room -= needed[NAME]
@@ -275,6 +278,7 @@ class ScheduledBlocks:
         return False
 
     def _start(self, state: Any, prompt_ids: list[int]) -> Any:
+        """Start a request in the manager and return its allocation."""
         held = Held((self.number, state.request_id))
         salt = getattr(state, "salt", None)
         keys: tuple[Any, ...] = self._keys(self.shared)
@@ -309,7 +313,7 @@ class Allocator:
         self.write_trash_index = self.read_trash_index = 0
 
     def get_seqlen_k(self, past_length: int, query_length: int) -> int:
-        """Return the tokens of a request at the end of a step."""
+        """Return the length of a request at the end of a step."""
         return past_length + query_length
 
     def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
@@ -319,7 +323,7 @@ class Allocator:
 
 
 def _tokens(state: Any, start: int, end: int) -> list[int]:
-    """Return a request's tokens at positions `start` to `end`, of prompt and answer."""
+    """Return a request's tokens at positions `start` to `end`, from its prompt and answer."""
     prompt: list[int] = state.initial_tokens
     tokens = prompt[start:end]
     if end > len(prompt):
@@ -328,5 +332,6 @@ def _tokens(state: Any, start: int, end: int) -> list[int]:
 
 
 def _free_all(manager: CacheManager[Any, Any, Any], held: dict[str, Held]) -> None:
+    """End the requests of a session that was deleted."""
     for request in held.values():
         free(manager, request.key)

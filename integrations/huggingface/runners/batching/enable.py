@@ -1,4 +1,4 @@
-"""`enable_continuous_batching`: puts a handle before a model's own `init_continuous_batching`."""
+"""`enable_continuous_batching`, which replaces a model's `init_continuous_batching`, and its handle."""
 
 from __future__ import annotations
 
@@ -37,31 +37,32 @@ def enable_continuous_batching(
 ) -> ContinuousBatching:
     """Run transformers' continuous batching of a model over blocks, until `disable` is called.
 
-    `model.generate_batch`, `model.init_continuous_batching` and `transformers serve` are used as before and give the
-    tokens they gave before. Prompts share the blocks of their common prefix from one call to the next, also in models
-    with sliding windows. Under pressure one block at a time is evicted. Changed weights, settings and adapters are
-    noticed: requests that start then share nothing with earlier ones. What fails in this library before a manager has
-    started falls back: transformers' own manager serves its requests.
+    Use `model.generate_batch`, `model.init_continuous_batching` and `transformers serve` as before. The tokens stay the
+    same. Prompts share the blocks of their common prefix across calls, also in models with sliding windows. If the
+    cache is full, single blocks are evicted. If weights, settings or adapters change, the handle notices it. Later
+    requests then share nothing with earlier ones. If this library fails before a manager starts, transformers' own
+    manager serves its requests.
 
     Args:
-        model: A transformers model that generates text, or PEFT's around one, loaded on its device.
-        num_blocks: Blocks of the cache. None: what fits in a fifth of the device's free memory (on a CPU a fifth of all
-            memory, 4 GiB at most), and no more than 32 of the model's longest sequences need.
-        block_size: Tokens of a block; 4 or more.
-        policy: Which block is evicted first: a name or class of `EvictionPolicy`, see `CacheManager`.
-        deterministic: Not served with True, see `docs/determinism.md`: `enable_prefix_caching` is.
-        fallback: "warn": a manager that cannot be served over blocks is transformers' own, with a reason in `stats()`
-            and one warning. "raise": it raises an UnsupportedError that names the reason.
+        model: A transformers model that generates text, or a PEFT model around it, already on its device.
+        num_blocks: Number of blocks in the cache. None: as many as fit into a fifth of the device's free memory (on a
+            CPU a fifth of all memory, at most 4 GiB), but no more than 32 sequences of maximum length need.
+        block_size: Number of tokens in a block, at least 4.
+        policy: Eviction policy: a name or a class of `EvictionPolicy`, see `CacheManager`.
+        deterministic: Must be False. Only `enable_prefix_caching` supports it, see `docs/determinism.md`.
+        fallback: "warn": if blocks cannot serve a manager, it becomes transformers' own, with a reason in `stats()` and
+            one warning. "raise": it raises an UnsupportedError that names the reason.
 
     Returns:
-        The handle: `stats()`, `salt()`, `reset()`, `disable()`; also a context manager that disables at its end.
+        The handle: `stats()`, `salt()`, `reset()`, `disable()`. As a context manager it disables at the end of the
+        block.
 
     Raises:
-        UnsupportedError: The installed transformers is of another version, or its continuous batching, or the blocks,
-            do not run this model. Or `deterministic` is asked for.
+        UnsupportedError: The installed transformers has another version, or its continuous batching or the blocks
+            cannot run this model. Or `deterministic` is True.
         TypeError: `model` has no `generate` of transformers, or `num_blocks` or `block_size` is not an integer.
-        ValueError: Continuous batching is already enabled for this model, or one of transformers' own is kept on it; a
-            number is out of range, or the policy or `fallback` is unknown.
+        ValueError: Continuous batching is already enabled for this model, or transformers keeps a manager of its own on
+            the model. Or a number is out of range, or the policy or `fallback` is unknown.
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -110,7 +111,7 @@ class ContinuousBatching:
     ) -> None:
         self.block_size = block_size
         self.untested = say_untested("transformers", "torch")
-        """The installed versions that no test of ours passed on, in words; None if there is none."""
+        """The installed versions that are not among the tested ones, as text; None if all are tested."""
         self._failure: UnsupportedError | None = None
         self._model: weakref.ref[Any] = weakref.ref(model)
         self._num_blocks, self._policy = num_blocks, policy
@@ -121,7 +122,7 @@ class ContinuousBatching:
         self._disabled = False
         self._shared: Any = None
         self._calls = Calls(fallback, "continuous batching over blocks", "transformers' own continuous batching")
-        CacheManager(1, block_size, policy=policy)  # a wrong policy fails before the model is probed
+        CacheManager(1, block_size, policy=policy)  # reports a wrong policy before the model is probed
         try:
             look()
             check_batching(ScheduledBlocks)
@@ -136,7 +137,7 @@ class ContinuousBatching:
             self._calls.tell_fallback(failure)
 
     def _set_up(self, model: Any) -> None:
-        """Probe the model as it is now, and make empty blocks for it unless those that are there fit.
+        """Probe the model in its current state, and make empty blocks for it unless the existing ones fit.
 
         Raises:
             UnsupportedError: The model is not served.
@@ -156,6 +157,7 @@ class ContinuousBatching:
         self._epoch += 1
 
     def _empty(self, model: Any, specs: Specs, windows: dict[int, int]) -> SharedBlocks:
+        """Return new blocks for layers of these shapes and windows."""
         options = CacheOptions(self._num_blocks, self.block_size, self._policy)
         storage = model_storage(model, options, specs, windows, {})
         count = storage.parts[0].num_blocks
@@ -170,18 +172,18 @@ class ContinuousBatching:
 
     @property
     def unsupported(self) -> str | None:
-        """Why transformers' own continuous batching serves the model; None if it is served over blocks."""
+        """The reason why transformers' own continuous batching serves the model; None if blocks serve it."""
         return None if self._failure is None else str(self._failure)
 
     @property
     def manager(self) -> Any:
-        """The manager of the blocks; None where `unsupported` says why there is none."""
+        """The manager of the blocks; None if the model cannot be served."""
         return None if self._shared is None else self._shared.manager
 
     def stats(self) -> ServedStats:
-        """Return counts of the cache, and of the managers of requests: served over blocks, and fallbacks by reason.
+        """Return counts of the cache, and of transformers' managers: served over blocks, and fallbacks by reason.
 
-        A request that waited for room, or for another that computed its prefix, counts once.
+        A request counts once, also if it waited for room or for another request that computed its prefix.
         """
         return self._calls.stats(self._shared)
 
@@ -197,15 +199,15 @@ class ContinuousBatching:
         return self._salt.within(salt)
 
     def reset(self) -> None:
-        """Requests that start from now on share nothing with earlier ones, whose blocks go as room is needed."""
+        """Let later requests share nothing with earlier ones, whose blocks are evicted when room is needed."""
         with self._lock:
             self._epoch += 1
 
     def disable(self) -> None:
         """Restore the model's own `init_continuous_batching`; a second call does nothing.
 
-        Managers that run go on over their blocks until they are stopped; one that transformers keeps on the model for
-        its next call is destroyed.
+        Running managers continue over their blocks until they are stopped. A manager that transformers keeps on the
+        model for its next call is destroyed.
         """
         with self._lock:
             model, self._disabled = self._model(), True
@@ -219,9 +221,9 @@ class ContinuousBatching:
     def session(
         self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
     ) -> Any:
-        """Return what `init_continuous_batching` returns: a manager over blocks, or the one that was kept.
+        """Replace `init_continuous_batching`: return a new manager over blocks, or the one kept on the model.
 
-        Where this fails in our code, it returns a manager of transformers' own.
+        If this library fails, return a manager of transformers' own.
         """
         model = self._model()
         if model is None:
@@ -238,6 +240,7 @@ class ContinuousBatching:
             return made
 
     def _session(self, model: Any, generation_config: Any, continuous_batching_config: Any, hints: Any) -> Any:
+        """Return a session. Raise UnsupportedError if the model cannot be served."""
         from .session import Session
 
         kept = kept_manager(model)
@@ -248,14 +251,14 @@ class ContinuousBatching:
         refuse_if(kept is not None, "a manager of transformers' own is kept on the model")
         generation_config = model.generation_config if generation_config is None else generation_config
         if generation_config.eos_token_id is None:
-            generation_config.eos_token_id = -1  # as transformers does: none
+            generation_config.eos_token_id = -1  # as in transformers: no token
         settings = continuous_batching_config or getattr(generation_config, "continuous_batching_config", None)
         return Session(self, model, generation_config, settings or ContinuousBatchingConfig(), hints)
 
-    # What sessions ask.
+    # The interface for sessions, see `SessionHandle`.
 
     def may_fall_back(self, error: Exception) -> None:
-        """Raise an UnsupportedError for a failure where the handle was made with fallback="raise"."""
+        """Raise an UnsupportedError with this reason if the handle was made with fallback="raise"."""
         if self._calls.raises:
             raise unsupported_by(error) from error
 
@@ -268,11 +271,11 @@ class ContinuousBatching:
         self._calls.serve()
 
     def current_salt(self) -> Any:
-        """The salt of the thread that calls."""
+        """Return the salt of the calling thread."""
         return self._salt.current
 
     def shared(self, model: Any) -> SharedBlocks:
-        """Return the blocks for the model as it is now; a changed model is probed anew.
+        """Return the blocks for the model in its current state. A changed model is probed again.
 
         Raises:
             UnsupportedError: The changed model is not served.
@@ -288,12 +291,12 @@ class ContinuousBatching:
         return ScheduledBlocks(self.shared(model), self._keys, self._watch, sharing, max_batch_tokens)
 
     def _watch(self) -> Callable[[], bool]:
-        """Return what tells whether the model is what it was when a request started."""
+        """Return a function that returns whether the model is unchanged since this call."""
         model, epoch, unchanged = self._model(), self._epoch, self._identity.watch(self._model())
         return lambda: model is not None and self._epoch == epoch and unchanged()
 
     def _keys(self, shared: SharedBlocks) -> tuple[str, ...]:
-        """Return what the KV of a request that starts now in a session over `shared` depends on besides its tokens.
+        """Return the extra keys of a request that starts now: everything that its KV depends on besides its tokens.
 
         Raises:
             UnsupportedError: The model has changed, and is not served or no longer fits these blocks.
@@ -308,7 +311,7 @@ class ContinuousBatching:
 
 
 def _check(model: Any) -> None:
-    """Raises UnsupportedError for a model that transformers' continuous batching, or the blocks, do not run."""
+    """Raise UnsupportedError for a model that transformers' continuous batching or the blocks cannot run."""
     try:
         check_layers(model.config.get_text_config())
     except ValueError as error:
