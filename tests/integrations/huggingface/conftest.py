@@ -1,4 +1,4 @@
-"""The model that most tests ask, and what they see of the inside of a cache without asking its handle."""
+"""Fixtures of the HuggingFace tests, and the features of transformers that tests need."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ NEEDS = {
     "prompt lookup": api.ASSISTED,
     "test_prompts_are_computed_in_the_chunks": api.CHUNKS,
     "test_chunked_prefill": api.CHUNKS,
-    "test_latent_rows": api.SPARSE,  # of the versions that keep latent rows as they are
+    "test_latent_rows": api.SPARSE,  # only these versions cache latent rows without expanding them
 }
-"""By a part of a test's name, the feature without which it cannot pass."""
+"""For a part of a test's name: the feature that the test needs."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out tests of features that the installed transformers is too old for, as calls do."""
+    """Skip tests of features for which the installed transformers is too old."""
     framework = api.look()
     disabled = {*framework.disabled}
     if release(framework.version)[:2] < api.OLDEST_BATCHING:
@@ -58,7 +58,7 @@ def model() -> Any:
 
 @pytest.fixture
 def storages(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What blocks hold, of each cache that is made in this test."""
+    """The `ModelStorage` of each cache that the test makes, in order."""
     made: list[Any] = []
     make = store.model_storage
 
@@ -72,7 +72,7 @@ def storages(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def _nothing_deprecated(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """No line of ours uses an older name of a cache; transformers logs that once a process, and warns of others."""
+    """Check that no code here uses a deprecated name of a cache, which transformers logs once in a process."""
     log = logging.getLogger("transformers")
     log.addHandler(caplog.handler)
     type(log).warning_once.cache_clear()

@@ -1,4 +1,4 @@
-"""Compressed documents: what heads keep is attended to exactly, what they do not keep takes no memory."""
+"""Compressed documents: attention over kept tokens is exact, and dropped tokens take no memory."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_memory_is_freed() -> None:
     assert document.peak_nbytes <= 0.6 * dense
     counts = torch.tensor(document.kept)
     assert counts.sum(1).tolist() == [2400] * 24
-    assert len(counts.unique()) > 1  # budgets are the heads' own
+    assert len(counts.unique()) > 1  # heads keep different numbers of tokens
 
 
 def test_batches_beams_and_samples(model: Any, handle: PrefixCaching) -> None:
@@ -118,7 +118,7 @@ def test_only_calls_within_it_read_it(model: Any, handle: PrefixCaching) -> None
     for number, tokens in enumerate((*alone, expected)):
         assert len(results[number]) == 6
         assert all(torch.equal(found, tokens) for found in results[number])
-    with document:  # the innermost is read, and the one around it again behind it
+    with document:  # the inner document is read, and after its block the outer one again
         assert torch.equal(ask(model, other).sequences, alone[1])
         assert torch.equal(model.generate(QUESTION, **ASKED).sequences, alone[0])
     assert torch.equal(model.generate(QUESTION, **ASKED).sequences, expected)
@@ -166,11 +166,11 @@ def test_what_is_kept_is_bounded(model: Any, handle: PrefixCaching, monkeypatch:
     for number in range(2, 5):
         handle.compress(prompt(200, number))
     again = handle.compress(CONTEXT)
-    assert again._content is not first._content  # read again: the one used longest ago went
+    assert again._content is not first._content  # compressed again: the least recently used one was dropped
     assert handle.compress(CONTEXT)._content is again._content
     handle.reset()
     assert handle.compress(CONTEXT)._content is not again._content
-    assert torch.equal(ask(model, first).sequences, alone)  # whoever holds it keeps it
+    assert torch.equal(ask(model, first).sequences, alone)  # a dropped document still works for its holder
 
 
 def test_questions_and_answers_are_read_by_the_next(model: Any, handle: PrefixCaching) -> None:
@@ -179,20 +179,20 @@ def test_questions_and_answers_are_read_by_the_next(model: Any, handle: PrefixCa
     alone = ask(model, document, first)
     assert handle.last_requests[0].cached_spans == ((0, 200),)
     again = ask(model, document, first)
-    assert handle.last_requests[0].cached_spans == ((0, 264),)  # whole blocks of 16 behind the document
+    assert handle.last_requests[0].cached_spans == ((0, 264),)  # the document, and whole blocks of 16 after it
     for one, other in ((alone, again), (alone, ask(model, document, first, num_beams=1))):
         assert torch.equal(one.sequences, other.sequences)
         torch.testing.assert_close(torch.stack(one.logits), torch.stack(other.logits), rtol=0, atol=2e-5)
-    more = torch.cat([alone.sequences, prompt(5, 7)], 1)  # a further turn, behind the answer
+    more = torch.cat([alone.sequences, prompt(5, 7)], 1)  # a further turn after the answer
     turn = ask(model, document, more)
     assert handle.last_requests[0].cached_spans == ((0, 264),)
     rows = torch.cat([torch.cat([CONTEXT, asked[:, :40], prompt(9, seed)], 1) for seed in (8, 9)])
     together = ask(model, document, rows, num_beams=2)
     assert [report.cached_spans for report in handle.last_requests] == [((0, 232),)] * 2
     assert ask(model, document, torch.cat([CONTEXT, asked[:, :16]], 1)).sequences.shape == (1, 222)
-    assert handle.last_requests[0].cached_spans == ((0, 200),)  # the last token is computed, so its block is
+    assert handle.last_requests[0].cached_spans == ((0, 200),)  # the last token is computed, with its whole block
     model.generate(first, **ASKED)
-    assert handle.last_requests[0].cached_tokens == 0  # nothing of it is found without the document
+    assert handle.last_requests[0].cached_tokens == 0  # its blocks are not found without the document
     with handle.salt("tenant"):
         ask(model, document, first)
         assert handle.last_requests[0].cached_spans == ((0, 200),)
@@ -212,7 +212,7 @@ def test_no_block_for_a_question(model: Any) -> None:
         first = ask(model, document, torch.cat([CONTEXT, prompt(70, 6)], 1)).sequences
         assert torch.equal(ask(model, document, first[:, :-6]).sequences, first)
         assert handle.stats().free_blocks == 2
-        short = torch.cat([CONTEXT, prompt(30, 6)], 1)  # its answer has no block
+        short = torch.cat([CONTEXT, prompt(30, 6)], 1)  # its answer completes no block
         assert torch.equal(ask(model, document, short).sequences, ask(model, document, short).sequences)
         assert handle.last_requests[0].cached_spans == ((0, 216),)
         handle.manager.check()
@@ -226,13 +226,13 @@ def test_evicted_documents_come_back_whole(model: Any, tmp_path: Path, monkeypat
         answers = [ask(model, d, ids).sequences for d, ids in zip(documents, asked, strict=True)]
         bound = int(1.5 * documents[0].nbytes)
         monkeypatch.setattr(document_module, "memory_budget", lambda model: bound)
-        handle.compress(prompt(200, 6))  # the five do not fit any more: one or two into host memory, the rest on disk
+        handle.compress(prompt(200, 6))  # there is no room for all five: some move to host memory or disk
         del documents
         monkeypatch.setattr(document_module, "read", lambda *_: pytest.fail("it is computed again"))
         for number, answer in enumerate(answers, 1):
             document = handle.compress(prompt(200, number))
             assert torch.equal(ask(model, document, asked[number - 1]).sequences, answer)
-    with enable_prefix_caching(model, **sizes) as handle:  # a later process
+    with enable_prefix_caching(model, **sizes) as handle:  # stands for a later process
         document = handle.compress(prompt(200, 6))
         with handle.salt("tenant"), pytest.raises(pytest.fail.Exception):
             handle.compress(prompt(200, 6))
@@ -265,7 +265,7 @@ def test_files(model: Any, handle: PrefixCaching, tmp_path: Path) -> None:
 
 
 class Hooked:
-    """A press of kvpress in small: a hook of each module leaves shortened layers, masks, or neither until its end."""
+    """A small press like those of kvpress. Its hooks shorten layers ("short"), set masks ("masks") or set them late."""
 
     def __init__(self, leaves: str) -> None:
         self.leaves = leaves
@@ -293,7 +293,7 @@ class Hooked:
             hook.remove()
         for module in modules:
             if self.leaves == "late":
-                assert self.cache.layers[module.layer_idx].keys.shape[2] == 200  # as it needs them
+                assert self.cache.layers[module.layer_idx].keys.shape[2] == 200  # all tokens are still there at the end
                 module.masked_key_indices = self.masked()
 
 

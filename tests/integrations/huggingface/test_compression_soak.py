@@ -1,4 +1,4 @@
-"""Questions over compressed documents among threads, salts, evictions and calls that are cut off: tokens as alone."""
+"""Questions over documents get the same tokens as alone, among threads, salts, evictions and interrupted calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NEW = 5
 
 
 class StopError(Exception):
-    """A caller that goes away."""
+    """The exception that ends a call in the middle."""
 
 
 class GoesAway(transformers.LogitsProcessor):  # type: ignore[misc]
@@ -49,12 +49,12 @@ def compress(handle: PrefixCaching, number: int) -> CompressedDocument:
 
 
 def conversations(model: Any, documents: int = len(TEXTS)) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Of each document prompts and the tokens of generate for each, asked alone: three that go on from each other."""
+    """Return pairs of a prompt and its answer for each document, computed alone: conversations of three turns."""
     asked = []
     for number, text in enumerate(TEXTS[:documents]):
         with enable_prefix_caching(model, num_blocks=64) as handle:
             document, found = compress(handle, number), []
-            for begin in range(3):  # which share their first tokens
+            for begin in range(3):  # conversations that share their first tokens
                 ids = torch.cat([text, prompt(40, 9), prompt(11 * begin + 3, begin)], 1)
                 for turn in range(3):
                     handle.reset()
@@ -76,7 +76,7 @@ def test_tokens_are_those_of_each_alone(tmp_path: Path, monkeypatch: pytest.Monk
     options = {"num_blocks": 40, "host_blocks": 8, "disk": tmp_path}
     with enable_prefix_caching(model, **options) as handle:
         bound = compress(handle, 0).nbytes
-        monkeypatch.setattr(document_module, "memory_budget", lambda model: bound)  # two of three are below or on disk
+        monkeypatch.setattr(document_module, "memory_budget", lambda model: bound)  # two of three are in lower tiers
 
         def work(seed: int) -> None:
             chance = random.Random(seed)

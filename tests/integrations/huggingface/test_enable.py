@@ -1,4 +1,4 @@
-"""The handle: salts, counts, copies of a model, models that go away, and calls that are cut off."""
+"""The handle: salts, counts, copies of a model, deleted models, and interrupted calls."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_counts_of_calls(model: Any, handle: PrefixCaching) -> None:
     assert isinstance(stats, CacheStats)
     assert stats.calls_served == 1
     assert stats.calls_handed_back == {"use_cache=False asks for no cache": 2}
-    assert [w.filename for w in told] == [__file__]  # once, at the line that called
+    assert [w.filename for w in told] == [__file__]  # one warning, at the caller's line
 
 
 def test_a_call_within_one_block_costs_nothing(
@@ -93,8 +93,8 @@ def test_a_call_within_one_block_costs_nothing(
     assert handle.stats() == dataclasses.replace(before, calls_served=2)
     model.model.layers[0].mlp.up_proj.weight.data.neg_()
     assert_same(model, input_ids=prompt(8), max_new_tokens=8)
-    assert cached(model, handle) == 0  # a short call saw the change first, and a long one heeds it
-    assert_same(model, input_ids=prompt(9), max_new_tokens=8)  # ends with a block, and begins as a cached one
+    assert cached(model, handle) == 0  # a short call notices the change first; the long one still empties the cache
+    assert_same(model, input_ids=prompt(9), max_new_tokens=8)  # begins with a cached block, ends at a block's end
     assert handle.last_requests == [RequestReport(9, 8, ((0, 8),))]
 
 
@@ -189,7 +189,7 @@ def test_interrupts_leave_nothing_held(model: Any) -> None:
 
 
 def test_an_interrupt_that_leaves_gradients_off_is_mended(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where it lands in the exit of `torch.no_grad` itself, before the mode that was found is set again."""
+    """Interrupt the exit of `torch.no_grad`, before it restores the mode."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Whatever fails in this library before the first token: the model's own generate answers, with a reason."""
+"""If this library fails before the first token, the model's own generate answers, and a warning says why."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ def fail(*_: Any, **__: Any) -> Any:
 
 
 def sampled(generate: Callable[..., Any], **kwargs: Any) -> tuple[Any, torch.Tensor]:
-    """A sampled answer, and what the generator gives next."""
+    """Return a sampled answer, and the next numbers of the random generator."""
     torch.manual_seed(7)
     return generate(**{"max_new_tokens": 12, "do_sample": True, "eos_token_id": None, **kwargs}), torch.rand(3)
 
 
 def told_of(call: Callable[[], Any]) -> tuple[Any, list[str]]:
-    """What a call gives, and what this library warns of meanwhile."""
+    """Return the result of a call, and this library's warnings during the call."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         result = call()
@@ -100,7 +100,7 @@ def test_what_fails_before_the_first_token(model: Any, monkeypatch: pytest.Monke
             patch.setattr(*BEFORE[where], fail)
             for again in range(4):
                 if again >= 2:
-                    handle.reset()  # what is not cached is computed in another way
+                    handle.reset()  # uncached prompts take another path
                 (got, behind), told = told_of(lambda: sampled(model.generate, **given))
                 texts += told
                 assert torch.equal(got, want)
@@ -110,7 +110,7 @@ def test_what_fails_before_the_first_token(model: Any, monkeypatch: pytest.Monke
         assert set(handed_back) == {FAILED}
         assert handed_back[FAILED] >= 2
         assert [FAILED in text and "on purpose" in text for text in texts] == [True]
-        for cached in (0, 36):  # and the cache serves as before
+        for cached in (0, 36):  # the cache still works
             if not cached:
                 handle.reset()
             assert torch.equal(sampled(model.generate, **given)[0], want)
@@ -141,7 +141,7 @@ def test_what_fails_behind_the_first_token_only_keeps_less(
 
 
 def test_decoding_that_fails_to_keep_goes_on(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompt is published before the second pass, and by then its answer has begun."""
+    """Publishing fails after the first token, so the call continues and only a warning follows."""
     want = plain(model, input_ids=prompt(60), max_new_tokens=40, eos_token_id=None)
     with enable_prefix_caching(model, num_blocks=64) as handle:
         monkeypatch.setattr(blocks, "_write", fail)
@@ -153,7 +153,7 @@ def test_decoding_that_fails_to_keep_goes_on(model: Any, monkeypatch: pytest.Mon
 
 
 def test_a_cache_that_is_gone_on_with_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass that fails in its last layer has put tokens into the first one, which plain generate must not see."""
+    """If a pass fails in its last layer, the first layer has new tokens, which the fallback must not read."""
 
     def failing_once(update: Any) -> Any:
         calls: list[int] = []
@@ -183,7 +183,7 @@ def test_a_cache_that_is_gone_on_with_is_as_it_was(monkeypatch: pytest.MonkeyPat
 
 
 class Failing:
-    """A logits processor, stopping criterion or streamer that fails in its own way."""
+    """A logits processor, stopping criterion or streamer that raises an error."""
 
     def __init__(self, after: int = 0) -> None:
         self.after = after
@@ -261,7 +261,7 @@ def test_interrupts_are_not_caught(model: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_memory_of_what_failed_is_given_back_first(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Out of memory with the cache, a call may have enough without: nothing of the first attempt is alive by then."""
+    """The first attempt's tensors must be freed before the fallback, which may then have enough memory."""
     import gc
     import weakref
 

@@ -1,4 +1,4 @@
-"""Prompts with images: the same tokens as without the cache, and no vision tower for an image seen before."""
+"""Prompts with images give the same tokens as without the cache, and a known image runs no vision tower."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ASK, AGAIN = text(30, 1), text(33, 2)
 
 
 def runs(model: Any, **call: Any) -> int:
-    """How often the tower runs while the call is compared with the model's own, which runs it once."""
+    """Compare a call with the model's own, which runs the tower once, and return how often the call itself ran it."""
     with TowerRuns(model) as tower:
         assert_same(model, **call, **FREE)
     return tower.count - 1
@@ -36,11 +36,11 @@ def test_second_question_about_an_image_runs_no_tower(case: VisionCase) -> None:
     with enable_prefix_caching(model, num_blocks=200) as handle:
         want = plain(model, **case.call([start, 1, ASK]), **FREE)
         other = plain(model, **case.call([start, 2, ASK]), **FREE)
-        assert not torch.equal(want, other)  # or the image would not show
+        assert not torch.equal(want, other)  # the image must matter
         assert runs(model, **case.call([start, 1, ASK])) > 0
         question = case.call([start, 1, AGAIN])
         assert runs(model, **question) == 0
-        for image in (2, 3):  # of the same size
+        for image in (2, 3):  # other images of the same size
             assert runs(model, **case.call([start, image, ASK])) == 1
             assert handle.last_requests[0].cached_tokens <= len(start)
         assert runs(model, **question) == 0
@@ -53,21 +53,21 @@ def test_batches_with_several_images(case: VisionCase) -> None:
     model, start = case.build(), text(20, 0)
     calls = [
         case.call([start, 1, ASK], [start, 2, ASK], [text(30, 5)]),
-        case.call([text(5, 3), 1, text(4, 4), 1, AGAIN]),  # the same twice
+        case.call([text(5, 3), 1, text(4, 4), 1, AGAIN]),  # the same image twice
         case.call([text(5, 3), 1, text(4, 4), 2, ASK], [3, ASK], [start, 1, AGAIN]),
-        case.call([text(80, 6), 4], [text(80, 6), 5]),  # images at the end, cheaper row by row
+        case.call([text(80, 6), 4], [text(80, 6), 5]),  # images at the end: rows are computed separately
         case.call([text(37, 7), 4, text(9, 8)], [text(37, 7), 5, text(9, 8)]),
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with enable_prefix_caching(model, num_blocks=16) as handle:  # fewer than the calls together need
+        with enable_prefix_caching(model, num_blocks=16) as handle:  # fewer blocks than the calls together need
             for again in range(2):
                 for call in calls:
                     assert runs(model, **call) == 0 or not again
             assert_same(model, **calls[0], do_sample=True, top_k=40, max_new_tokens=8)
             assert handle.stats().hit_tokens > 0
             assert handle.stats().evictions > 0
-            handle.reset()  # nothing is cached: one row is computed, the others behind it
+            handle.reset()  # nothing is cached: one row computes the shared prefix for the other
             want, got = both(model, **calls[3], **FREE, return_dict_in_generate=True, output_logits=True)
             for a, b in zip(want.logits, got.logits, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
@@ -113,7 +113,7 @@ def test_next_round_and_text_before_an_image(case: VisionCase) -> None:
         round_two = case.call([start, 1, ASK, answer, 2, ASK])
         assert runs(model, **round_two) == 1
         assert_same(model, **case.call([start, text(9, 9)]), **FREE)
-        if case.name != "qwen3.5":  # its states are kept at the end of a prompt
+        if case.name != "qwen3.5":  # its states are only kept at the end of a prompt
             assert handle.last_requests[0].cached_tokens == 32
 
 
@@ -122,7 +122,7 @@ def test_hit_needs_no_features_that_were_dropped(monkeypatch: pytest.MonkeyPatch
     model = case.build()
     monkeypatch.setattr(store, "memory_budget", lambda model: 0)
     with enable_prefix_caching(model, num_blocks=200):
-        model.generate(**case.call([2, ASK]), **FREE)  # a tower's first run puts hooks on it
+        model.generate(**case.call([2, ASK]), **FREE)  # the first run of a tower adds hooks to it
         ids = case.call([1, ASK])
         assert runs(model, **ids) > 0
         assert runs(model, **ids) == 0
@@ -171,7 +171,7 @@ def test_grid_is_part_of_an_image() -> None:
             for one in (call, turned):
                 assert_same(model, **one, **FREE)
         assert handle.last_requests[0].cached_tokens == 32
-        without = {k: v for k, v in call.items() if k != "mm_token_type_ids"}  # positions as in text
+        without = {k: v for k, v in call.items() if k != "mm_token_type_ids"}  # then positions are those of text
         assert_same(model, **without, **FREE)
         assert handle.last_requests[0].cached_tokens == 0
 
@@ -241,7 +241,7 @@ def test_tokens_that_stand_for_no_image() -> None:
         masked["attention_mask"][0, 22] = 0
         assert_same(model, **masked, **FREE)
         assert handle.stats().calls_served == 0
-        alone = {k: v for k, v in call.items() if k != "pixel_values"}  # embeddings of the token itself
+        alone = {k: v for k, v in call.items() if k != "pixel_values"}  # placeholders then have their own embeddings
         assert_same(model, **alone, **FREE)
         assert_same(model, **call, **FREE)
         assert handle.last_requests[0].cached_tokens == 16

@@ -1,4 +1,4 @@
-"""Kernels are checked once before a model is served by them; one that is wrong serves nobody."""
+"""Kernels are checked once before they serve a model, and a wrong kernel serves no model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WRONG = Row("sliding_window_attention", "float32, chunk", 0.5, 1e-6, 0.1, "the r
 
 @pytest.fixture
 def cache_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The user's cache directory, empty; this process has checked nothing."""
+    """An empty cache directory of the user, in a process that has checked no kernel."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     remembered.forget_checks()
     yield tmp_path
@@ -41,7 +41,7 @@ def cache_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, cache_home: Path) -> Callable[..., list[str]]:
-    """device(*rows): packed passes run on the CPU, whose kernels give these results; lists the checks that ran."""
+    """A function that lets packed passes run on the CPU. `rows` are the results of checks; it lists the checks run."""
 
     def make(*rows: Row) -> list[str]:
         ran: list[str] = []
@@ -70,7 +70,7 @@ def test_right_kernels_serve_and_are_checked_once(model: Any, device: Any, cache
             with enable_prefix_caching(model, cuda_graphs=False) as handle:
                 assert engine(handle).packs
     assert ran == ["packed"]
-    remembered.forget_checks()  # as another process
+    remembered.forget_checks()  # like another process
     with enable_prefix_caching(model, cuda_graphs=False):
         assert ran == ["packed"]
     files = list((cache_home / "pc" / "checked").iterdir())
@@ -190,7 +190,7 @@ def test_threads_check_once(device: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRET, reason="starts processes of its own")
 def test_kernels_run_in_the_interpreter_and_other_processes_remember(tmp_path: Path) -> None:
-    """All that is real: packed passes in triton's interpreter, twice, the second time without a check."""
+    """Run packed passes in Triton's interpreter in two processes, of which only the first checks kernels."""
     code = """
 import warnings
 warnings.simplefilter("error")

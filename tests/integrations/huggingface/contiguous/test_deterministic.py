@@ -1,4 +1,4 @@
-"""Logits over the cache are those of a model without it that reads in the same chunks, to the last bit."""
+"""Logits over the cache are bitwise equal to those of a model without cache that computes the same chunks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ QUICK = ("llama", "mistral-window", "lfm2")
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in BY_NAME])
 def test_every_length(name: str, dtype: torch.dtype) -> None:
-    """Hits of none, some and all chunks, ends at and beside chunks and blocks."""
+    """Lengths with hits of no, some and all chunks, that end at and next to ends of chunks and blocks."""
     model, other = build(name, dtype), build(name, dtype)
     lengths = (1, 31, 32, 33, 2, 34, 65, 60, 120, 100, 97, 96, 100, 150, 170)
     with enable(other) as fresh, enable(model) as handle:
@@ -51,15 +51,13 @@ def test_every_length(name: str, dtype: torch.dtype) -> None:
         hybrid = name in {family.name for family in HYBRIDS}
         for length in lengths:
             ids = prompt(length)
-            if hybrid:  # whose states transformers goes on from with help
+            if hybrid:  # transformers alone cannot continue from states in the middle of a prompt
                 fresh.reset()
                 want = logits_of(other, 3, input_ids=ids)[0]
             else:
                 want = in_chunks(model, ids, 3)
             assert_bits(logits_of(model, 3, input_ids=ids)[0], want, length)
-        assert_bits(
-            logits_of(model, 3, **left_padded(prompt(5), ids))[1], want
-        )  # from blocks, not a cache left by a call
+        assert_bits(logits_of(model, 3, **left_padded(prompt(5), ids))[1], want)  # from blocks, not from a kept cache
         assert handle.stats().hit_tokens > 300
         assert handle.stats().calls_served == len(lengths) + 1
         assert_nothing_held(handle)
@@ -87,7 +85,7 @@ def test_an_answer_is_read_again_as_a_prompt() -> None:
             said = model.generate(prompt(length), max_new_tokens=60)
             more = torch.cat([said, prompt(7, 1)], 1)
             want = in_chunks(model, more, 3)
-            for call in (left_padded(prompt(5), more), {"input_ids": more}):  # beside another row, and by itself
+            for call in (left_padded(prompt(5), more), {"input_ids": more}):  # in a batch and alone
                 assert_bits(logits_of(model, 3, **call)[-1], want, length)
             assert handle.last_requests[0].cached_tokens == (length + 66) // CHUNK * CHUNK
 
@@ -111,7 +109,7 @@ def test_gaps_are_whole_chunks(name: str) -> None:
     want = in_chunks(model, ids, 3)
     with enable(model, reuse="gap") as handle:
         model.generate(ids, max_new_tokens=1)
-        words = handle._serving._engine.store.manager  # blocks 3 and 4 go, of chunks that begin at 32 and 64
+        words = handle._serving._engine.store.manager  # evict blocks 3 and 4, of the chunks from 32 and from 64
         hashes = block_words(words, ids)
         for pool in words.pools:
             drop(pool, pool.table.find(hashes)[[3, 4]])
@@ -121,7 +119,7 @@ def test_gaps_are_whole_chunks(name: str) -> None:
 
 
 def block_words(manager: Any, ids: torch.Tensor) -> Any:
-    """Hashes of a prompt's blocks as tables have them, under the keys of this process."""
+    """Return the hashes of a prompt's blocks, as in the manager's tables."""
     import numpy as np
 
     keys = deterministic.conditions(build("llama"))
@@ -132,7 +130,7 @@ def block_words(manager: Any, ids: torch.Tensor) -> Any:
 
 
 def test_out_of_blocks() -> None:
-    """A prompt that does not fit is computed alike, and not kept."""
+    """A prompt that does not fit has the same bits and is not cached."""
     model = build("llama")
     with enable(model, num_blocks=3) as handle:
         with pytest.warns(UserWarning, match="num_blocks"):
@@ -162,7 +160,7 @@ def test_blocks_of_other_chunks_and_threads_are_not_read(tmp_path: Path, monkeyp
             handle.load(tmp_path / "blocks")
     with enable(model) as handle:
         handle.load(tmp_path / "blocks")
-        assert handle.explain({"input_ids": prompt(100)}).matched == 96  # in host memory, from which the call reads it
+        assert handle.explain({"input_ids": prompt(100)}).matched == 96  # in host memory, where the call reads them
         assert_bits(logits_of(model, 2, input_ids=prompt(100))[0], in_chunks(model, prompt(100), 2))
         assert handle.last_requests[0].cached_tokens == 96
         assert handle.explain({"input_ids": prompt(100)}).matched == 96
@@ -221,7 +219,10 @@ def test_nothing_of_it_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.filterwarnings("ignore:prefix caching")
 def test_some_histories(tmp_path: Path) -> None:
-    """Layers of full attention and of windows, with the day's seed; `make bits` has 100, and SmolLM2's."""
+    """Some random histories of a model with full and sliding-window attention, seeded by the date.
+
+    `make bits` runs 100, and more with the weights of SmolLM2.
+    """
     history, first = History(build("gemma2"), tmp_path), first_seed()
     for seed in itertools.count(first):
         history.run(seed, 6)
@@ -244,9 +245,9 @@ def test_histories_against_a_fresh_process(dtype: torch.dtype, capfd: pytest.Cap
 def test_histories_of_trained_weights(
     window: int | None, dtype: torch.dtype, trained_model: Path, tmp_path: Path
 ) -> None:
-    """The first layers and tokens of SmolLM2, and those weights under windows; `make bits` has more, and all layers."""
+    """Histories with the first two layers of SmolLM2, also with windows. `make bits` runs more, with all layers."""
     model = transformers.AutoModelForCausalLM.from_pretrained(trained_model, num_hidden_layers=2, dtype=dtype).eval()
-    model.resize_token_embeddings(VOCAB)  # which is most of the time of so small a part
+    model.resize_token_embeddings(VOCAB)  # a full vocabulary would take most of the time
     if window is not None:
         config = transformers.MistralConfig(
             **model.config.to_dict() | {"sliding_window": window, "model_type": "mistral"}
@@ -263,7 +264,7 @@ def test_histories_of_trained_weights(
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_a_trained_model_warm_and_cold(dtype: torch.dtype, trained_model: Path) -> None:
-    """All layers of SmolLM2; with hits that end at blocks, not at chunks, bits would differ."""
+    """All layers of SmolLM2 have the same bits. They would differ if hits ended at blocks instead of chunks."""
     model = transformers.AutoModelForCausalLM.from_pretrained(trained_model, dtype=dtype).eval()
     model.generation_config.eos_token_id = None
     ids = prompt(150)

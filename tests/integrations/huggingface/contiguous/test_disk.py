@@ -1,4 +1,4 @@
-"""Blocks on disk: read again after eviction and by later processes, never by another model."""
+"""Blocks on disk are read after eviction and by later processes, and never by another model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_another_process_goes_on(tmp_path: Path) -> None:
     model = LLAMA.build()
     with enable_prefix_caching(model, disk=str(tmp_path)) as handle:
         assert cached(model, handle, torch.cat([prompt(64), prompt(9, 1)], 1)) == 64
-        handle.reset()  # empties memory, not the disk
+        handle.reset()  # empties memory but not the disk
         assert cached(model, handle, prompt(64)) == 63
 
 
@@ -120,7 +120,7 @@ def test_writing_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     handle = enable_prefix_caching(model, num_blocks=8, disk=tmp_path)
     for seed in range(3):
         cached(model, handle, prompt(64, seed))
-    assert cached(model, handle, prompt(64)) == 63  # from blocks that are still being written
+    assert cached(model, handle, prompt(64)) == 63  # hits blocks whose write has not ended
     handle.disable()
     assert len(list(tmp_path.rglob("*.block"))) == len(slow) == 12
 

@@ -1,4 +1,4 @@
-"""Hidden states of cached tokens: a result has those of every token, and only the new ones are computed."""
+"""A result has the hidden states of every token, although only uncached tokens are computed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHOWN = {"output_hidden_states": True, "return_dict_in_generate": True}
 
 
 def shown(model: Any, handle: Any, **inputs: Any) -> int:
-    """Tokens read from the cache by a call whose hidden states are those of the model."""
+    """Check a call's hidden states against the model's own, and return how many tokens it read from the cache."""
     want, got = both(model, **SHOWN, **inputs)
     assert torch.equal(want.sequences, got.sequences)
     assert len(want.hidden_states) == len(got.hidden_states)
@@ -49,10 +49,10 @@ def test_cached_tokens_have_theirs(name: str) -> None:
     document = prompt(70)
     with enable_prefix_caching(model, num_blocks=64) as handle:
         first = torch.cat([document, prompt(20, 1)], 1)
-        assert_same(model, input_ids=first)  # keys and values are there, hidden states are not
+        assert_same(model, input_ids=first)  # caches KV without hidden states
         manager = handle.manager
         for reused in (0, 80):
-            model.generate(first, max_new_tokens=20, **SHOWN)  # the hooks that transformers now puts on are no change
+            model.generate(first, max_new_tokens=20, **SHOWN)  # transformers adds hooks, which do not count as a change
             assert handle.manager is manager
             assert handle.last_requests[0].cached_tokens == reused
         assert shown(model, handle, input_ids=first) == 80
@@ -80,7 +80,7 @@ def test_they_go_with_their_blocks() -> None:
         assert shown(model, handle, input_ids=prompt(60), max_new_tokens=2) == 0
         for seed in (1, 2):
             assert_same(model, input_ids=prompt(100, seed), max_new_tokens=2)
-        assert shown(model, handle, input_ids=prompt(60), max_new_tokens=2) == 0  # back from the host without them
+        assert shown(model, handle, input_ids=prompt(60), max_new_tokens=2) == 0  # from the host, without hidden states
         assert shown(model, handle, input_ids=prompt(60), max_new_tokens=2) == 48
         with torch.inference_mode():
             assert shown(model, handle, input_ids=prompt(60, 3), max_new_tokens=2) == 0
@@ -101,7 +101,7 @@ def test_what_has_none_computes_all_tokens() -> None:
         want, got = both(model, **padded, **SHOWN)
         assert torch.equal(want.sequences, got.sequences)
         assert got.hidden_states[0][0].shape == want.hidden_states[0][0].shape
-        assert_same(model, input_ids=prompt(40), output_hidden_states=True)  # nobody sees them
+        assert_same(model, input_ids=prompt(40), output_hidden_states=True)  # the result does not return them
         assert handle.last_requests[0].cached_tokens == 39
     for family in (BY_NAME["mistral-window"], HYBRIDS[1]):
         model = remembering(family)
@@ -123,7 +123,7 @@ def test_too_little_memory_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def half_a_megabyte(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For hidden states, which of 128 blocks, as many as fit by default, would take three times that."""
+    """Limit hidden states to half a megabyte; those of the default 128 blocks would need three times as much."""
     for module in (settings, store):
         monkeypatch.setattr(module, "memory_budget", lambda model: 1 << 20)
 
@@ -136,10 +136,10 @@ def test_as_many_blocks_have_theirs_as_fit() -> None:
         assert handle.stats().num_blocks == 128
         assert shown(model, handle, input_ids=prompt(90)) == 0
         assert shown(model, handle, input_ids=prompt(90)) == 80
-        for seed in range(1, 11):  # five or six blocks each, of 42
+        for seed in range(1, 11):  # five or six blocks each; there is room for 42
             assert shown(model, handle, input_ids=prompt(90, seed)) == 0
         assert shown(model, handle, input_ids=prompt(90, 10)) == 80
-        assert shown(model, handle, input_ids=prompt(90)) < 80  # gave way
+        assert shown(model, handle, input_ids=prompt(90)) < 80  # some were dropped
         assert shown(model, handle, input_ids=prompt(90)) == 80
 
 
@@ -155,7 +155,7 @@ def test_longer_than_what_fits_is_read_up_to_there_and_that_is_said_once() -> No
             for _ in range(2):
                 assert shown(model, handle, input_ids=ids, max_new_tokens=2) == 42 * 16
         assert_same(model, input_ids=ids, max_new_tokens=2)
-        assert handle.last_requests[0].cached_tokens == 799  # keys and values were there all the time
+        assert handle.last_requests[0].cached_tokens == 799  # KV stayed cached
     texts = [str(w.message) for w in told if "prefix caching" in str(w.message)]
     assert len(texts) == 1
     assert "127 cached tokens are computed again" in texts[0]

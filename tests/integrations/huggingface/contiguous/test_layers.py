@@ -1,4 +1,4 @@
-"""Sparse attention whose indexer keeps a key of its own for each token: DeepSeek-V3.2 and those like it."""
+"""Sparse attention whose indexer has its own key for each token, as in DeepSeek-V3.2."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_rows_go_on_behind_a_cached_prefix(model: Any, monkeypatch: pytest.Monke
         assert_same(model, input_ids=question(1))
         assert_same(model, input_ids=question(2))
         assert handle.last_requests[0].cached_tokens == 70
-        monkeypatch.setattr(KeptCaches, "take", lambda *_: None)  # from blocks
+        monkeypatch.setattr(KeptCaches, "take", lambda *_: None)  # read blocks, not kept caches
         assert_same(model, input_ids=question(3))
         assert handle.last_requests[0].cached_tokens == 70
         assert_same(model, **left_padded(question(4), prompt(33, 7)))

@@ -1,4 +1,4 @@
-"""Text found elsewhere, in generate: exact where all of it is computed again, told apart where it is not."""
+"""reuse="anywhere" in generate: exact if all moved tokens are computed again, and reported if they are not."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def logits(result):
 @pytest.mark.parametrize("by_operator", [False, True], ids=["mask", "operator"])
 @pytest.mark.parametrize("family", first_quick(ROTARY), ids=lambda family: family.name)
 def test_all_computed_again_is_what_is_computed_without_it(family, by_operator, monkeypatch):
-    """Over the very path of a repair, which costs more than computing the row and is taken here all the same."""
+    """Force the path of repairs, which the cost estimate would not choose if all tokens are computed again."""
     monkeypatch.setattr(moved, "KERNELS_ON_CPU", by_operator)
     model, show = family.build(), {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 4}
     want = logits(plain(model, input_ids=THEN, **show))
@@ -54,7 +54,7 @@ def test_all_computed_again_is_what_is_computed_without_it(family, by_operator, 
         got = logits(model.generate(THEN, **show))
         (report,) = handle.last_requests
         assert report.moved_tokens == report.repaired_tokens > 130
-        # Latent rows are expanded for attention: not what the cache gave.
+        # DeepSeek expands latent rows, so attention gets other keys than the marked ones.
         serves = getattr(model, "_supports_attention_backend", False) and family is not DEEPSEEK
         assert bool(calls) == (by_operator and serves)
         assert (got - want).abs().max() <= 2e-6 * want.abs().max()
@@ -79,7 +79,7 @@ def test_what_moved_is_not_computed_and_told_apart():
 
 
 def test_what_is_approximate_is_read_by_its_like_alone():
-    """Another handle on the blocks of this one, exact, computes all; the next call of its own reads them."""
+    """An exact request over the same manager hits no approximate block, but the next call of the handle does."""
     model = LLAMA.build()
     with enabled(model, 0.1) as handle:
         model.generate(FIRST, max_new_tokens=2)
@@ -121,7 +121,7 @@ def test_prompts_that_find_nothing_and_hidden_states_are_exact():
 
 @pytest.mark.parametrize("family", [f for f in ROTARY if f.name in ("gemma3", "deepseek-v3")], ids=lambda f: f.name)
 def test_rows_are_those_of_their_new_places(family):
-    """In the first layer, where they hang on nothing but token and position; latent rows turn where values stand."""
+    """Compare moved rows of the first layer, which depend on token and position only, with computed ones."""
     model = family.build()
     with enabled(model, 0) as handle:
         model.generate(FIRST, max_new_tokens=2)
@@ -129,7 +129,7 @@ def test_rows_are_those_of_their_new_places(family):
         assert handle.last_requests[0].moved_tokens > 130
         forward(model, THEN[0].numpy(), 0, THEN.shape[1], whole := new_cache(model.config))
         own, other = (attention_layers(cache)[0] for cache in (whole, got))
-        for side in ("keys", "values"):  # its angles are float32
+        for side in ("keys", "values"):  # angles are float32
             torch.testing.assert_close(getattr(other, side), getattr(own, side), atol=2e-4, rtol=0)
 
 

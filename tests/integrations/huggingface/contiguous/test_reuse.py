@@ -1,4 +1,4 @@
-"""What a prompt can be read from besides its prefix in blocks: blocks behind a gap, host memory."""
+"""Reuse beyond the cached prefix: blocks behind a gap, blocks in host memory, and caches of earlier calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from pc.integrations.huggingface.store.storage import KVStorage  # noqa: E402
 
 
 @pytest.mark.parametrize(
-    ("name", "gone", "cached", "whole"),  # those before a window are not asked for
+    ("name", "gone", "cached", "whole"),  # blocks before a window are not needed
     [
         ("llama", [2, 3], 64, 109),
         ("mistral-window", [2, 3], 96, 96),
@@ -49,7 +49,7 @@ def test_blocks_behind_a_gap(name: str, gone: list[int], cached: int, whole: int
         for pool, part in zip(handle.manager.pools, storages[0].parts, strict=True):
             blocks = pool.table.find(words(handle, prompt(110)))[gone]
             for side in part.tensors.values():
-                side[blocks.tolist()] = torch.nan  # what is evicted must not be read
+                side[blocks.tolist()] = torch.nan  # evicted blocks must not be read
             drop(pool, blocks)
         assert_same(model, input_ids=prompt(110))
         assert handle.last_requests[0].cached_tokens == cached
@@ -89,7 +89,7 @@ def test_a_row_is_gone_on_with_in_place(name: str, monkeypatch: pytest.MonkeyPat
     with enable_prefix_caching(model, num_blocks=256) as handle, caches_used(used):
         assert again(1) == (0, True)
         assert again(2) == (64, True)
-        assert again(3, 300) == (64, True)  # longer than the buffers of the row
+        assert again(3, 300) == (64, True)  # longer than the buffers of the kept cache
         with handle.salt("of another"):
             assert again(2) == (0, True)
             assert again(3) == (64, True)
@@ -97,7 +97,7 @@ def test_a_row_is_gone_on_with_in_place(name: str, monkeypatch: pytest.MonkeyPat
         used[0].layers[0].keys[:] = torch.nan
         assert again(5) == (64, False)
         _, got = both(model, input_ids=prompt(64), return_dict_in_generate=True)
-        cache_of(got).layers[0].keys[:] = torch.nan  # it is the caller's
+        cache_of(got).layers[0].keys[:] = torch.nan  # the cache belongs to the caller
         assert again(9)[0] == 64
         drop(handle.manager.pools[0], handle.manager.pools[0].table.find(words(handle, prompt(64))))
         assert again(6) == (0, True)
@@ -126,7 +126,7 @@ def test_there_is_room_for_a_question_behind_a_document() -> None:
 def test_drafts_that_are_rejected_are_not_taken_for_an_evicting_hook(name: str) -> None:
     model, repeated = BY_NAME[name].build(), prompt(12).repeat(1, 8)
     with enable_prefix_caching(model, num_blocks=256) as handle:
-        for _ in range(2):  # answers longer than the room behind a prompt, of which some are kept before the end
+        for _ in range(2):  # longer than the room of buffers, so parts are published before the end
             assert_same(model, input_ids=repeated, prompt_lookup_num_tokens=4, max_new_tokens=150)
             assert len(handle.last_requests) == 1
         assert handle.last_requests[0].cached_tokens == 95
@@ -146,7 +146,7 @@ def test_the_first_tokens_of_a_block_are_read() -> None:
 
 @contextmanager
 def caches_used(last: list[Any]) -> Iterator[None]:
-    """Puts the cache of the latest forward pass into `last`; a hook of the model itself would empty the blocks."""
+    """Put the cache of each forward pass into `last`. A hook on the model would count as a change."""
 
     def note(module: Any, arguments: Any, output: Any) -> None:
         last[0] = getattr(output, CACHE, None) or last[0]
@@ -159,7 +159,7 @@ def caches_used(last: list[Any]) -> Iterator[None]:
 
 
 def words(handle: Any, ids: torch.Tensor) -> Any:
-    """The hashes of a prompt's blocks, as the pool's table has them."""
+    """Return the hashes of a prompt's blocks, as in the pool's table."""
     handle.manager.allocate("words", ids[0].numpy())
     raw = b"".join(handle.manager.block_hashes("words"))
     handle.manager.free("words")

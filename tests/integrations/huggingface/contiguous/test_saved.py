@@ -34,7 +34,7 @@ def test_another_process_goes_on(saved: Path) -> None:
         assert_same(model, input_ids=torch.cat([prompt(64), prompt(5, 2)], 1))
         assert handle.last_requests[0].cached_tokens == 64
         assert_same(model, input_ids=prompt(64, 1))
-        assert handle.last_requests[0].cached_tokens == 0  # another tenant's
+        assert handle.last_requests[0].cached_tokens == 0  # of another tenant
         with handle.salt("tenant"):
             assert_same(model, input_ids=prompt(64, 1))
             assert handle.last_requests[0].cached_tokens == 63

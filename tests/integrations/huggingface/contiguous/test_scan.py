@@ -1,4 +1,4 @@
-"""Mamba-1: scans that begin with the state of a cache, and leave every other scan as it was."""
+"""Mamba-1: scans begin with the state of a cache, and all other scans are unchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOGITS = {"return_dict_in_generate": True, "output_logits": True, "max_new_token
 
 
 def arguments(tokens: int) -> dict[str, Any]:
-    """Of a scan in float64, whose states are remembered through all tokens."""
+    """Return arguments of a scan in float64, whose initial state still matters at the last token."""
     draw = torch.Generator().manual_seed(tokens)
 
     def random(*shape: int) -> torch.Tensor:
@@ -49,11 +49,11 @@ def test_parts_of_a_scan_are_the_whole(monkeypatch: pytest.MonkeyPatch, cut: int
     with layers.from_states():
         layer.update_conv_state(torch.zeros(2, 3, 4))
         second, last = own(**parts[1])
-        again, _ = own(**parts[1])  # a state is for the one scan that follows
+        again, _ = own(**parts[1])  # a state affects only the next scan
     torch.testing.assert_close(torch.cat([first, second], -1), want, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(last, want_state, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(again, second)
-    layer.update_conv_state(torch.zeros(2, 3, 4))  # outside of a pass of ours nothing is added
+    layer.update_conv_state(torch.zeros(2, 3, 4))  # outside of `from_states` nothing is added
     assert torch.equal(own(**parts[1])[0], again)
 
 
@@ -87,13 +87,13 @@ def test_a_pass_that_fails_leaves_no_state_behind(monkeypatch: pytest.MonkeyPatc
     want = plain(model, input_ids=prompt(50, 3))
     whole, armed, calls = modeling_jamba.causal_conv1d_fn, [False], []
 
-    def failing(*args: Any, **kwargs: Any) -> Any:  # between the state and its scan
+    def failing(*args: Any, **kwargs: Any) -> Any:  # called after the state is set and before its scan
         if not armed[0]:
             return whole(*args, **kwargs)
         calls.append(args)
         raise RuntimeError("in the middle")
 
-    monkeypatch.setattr(modeling_jamba, "causal_conv1d_fn", failing)  # before caching: it is part of the model
+    monkeypatch.setattr(modeling_jamba, "causal_conv1d_fn", failing)  # before caching, as a part of the model
     with enable_prefix_caching(model, num_blocks=64) as handle:
         model.generate(prompt(70), max_new_tokens=2)
         armed[0] = True

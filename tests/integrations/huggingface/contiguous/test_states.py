@@ -1,4 +1,4 @@
-"""Hybrids: states of recurrent and convolution layers in blocks of the manager, evicted, kept and read like others."""
+"""Hybrid models: the manager's blocks hold states of recurrent and convolution layers, and are evicted like others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LFM2 = HYBRIDS[1]
 
 
 def cached(model: Any, handle: Any, ids: torch.Tensor, **options: Any) -> int:
-    """Tokens that a call reads from the cache, while it gives what the model gives."""
+    """Check a call against the model's own generate, and return how many tokens it read from the cache."""
     assert_same(model, input_ids=ids, max_new_tokens=4, **options)
     return int(handle.last_requests[0].cached_tokens)
 
@@ -42,7 +42,7 @@ def test_hybrids_go_on_from_states(family: Family) -> None:
     model = remembering(family)
     document = prompt(70)
     with enable_prefix_caching(model, num_blocks=64) as handle:
-        for seed, reused in ((1, 0), (2, 0), (3, 64)):  # the second leaves states where it parts from the first
+        for seed, reused in ((1, 0), (2, 0), (3, 64)):  # the second keeps states where it differs from the first
             assert_same(model, input_ids=torch.cat([document, prompt(20, seed)], 1))
             assert handle.last_requests[0].cached_tokens == reused
         question = torch.cat([document, prompt(20, 4)], 1)
@@ -68,7 +68,7 @@ def test_explanation_of_a_hybrid_names_the_group_that_lacks_a_state(family: Fami
         assert (found.matched, found.reason) == (0, "window")
         assert lacking["FullAttention"] == (64, None, None)
         assert lacking["Recurrent"] == (0, "state", 64)
-        model.generate(other, max_new_tokens=2)  # leaves a state where it parts from the first
+        model.generate(other, max_new_tokens=2)  # keeps a state where it differs from the first
         assert handle.explain(torch.cat([document, prompt(20, 3)], 1)).matched == 64
 
 
@@ -102,7 +102,7 @@ def test_states_are_blocks_of_the_manager() -> None:
         assert (kv.num_cached, states.num_cached) == (4, 1)
         assert cached(model, handle, prompt(70)) == 64
         assert cached(model, handle, torch.cat([prompt(40), prompt(30, 1)], 1)) == 0
-        assert states.num_cached == 3  # where both prompts part, and at each one's end
+        assert states.num_cached == 3  # where the prompts differ, and at the end of each
         assert cached(model, handle, torch.cat([prompt(40), prompt(30, 2)], 1)) == 32
         assert_nothing_held(handle)
         handle.reset()
@@ -110,7 +110,7 @@ def test_states_are_blocks_of_the_manager() -> None:
 
 
 def few_states(model: Any, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Lets a cache of this model have so many states."""
+    """Give caches of this model room for `count` states."""
     size = sum(state.nbytes for state in probe(model).states.values())
     monkeypatch.setattr(storage, "memory_budget", lambda model: 4 * count * size)
 

@@ -1,4 +1,4 @@
-"""Layers with windows: they hold what the window and the next step need, however long prompts and answers are."""
+"""Layers with windows hold only what the window and the next step need, for prompts and answers of any length."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from pc.integrations.huggingface.store import storage  # noqa: E402
 
 WINDOWS = ["mistral-window", "gemma2", "gemma3", "gpt-oss"]
 FEW = 8
-"""Blocks of 16 tokens: less than half of the longest prompts here."""
+"""Number of blocks of 16 tokens, which hold less than half of the longest prompts here."""
 OLDEST_FIRST = [pytest.param(n, marks=pytest.mark.slow) for n in sorted(POLICIES.keys() - {"arc", "default", "hazard"})]
 
 
 @pytest.fixture(autouse=True)
 def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 32 tokens, room for 16 of an answer and 16 passed ones: short prompts show what long ones do."""
+    """Make chunks, buffers and kept tokens small, so that short prompts behave like long ones."""
     monkeypatch.setattr(batch, "CHUNK", 32)
     monkeypatch.setattr(storage, "CHUNK", 32)
     monkeypatch.setattr(batch, "ROOM", 16)
@@ -46,7 +46,7 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def longest(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens that layers with windows had room for, of every pass."""
+    """The size of the buffers of layers with windows, in tokens, for each update."""
     seen: list[int] = []
     update = layers.GrowingWindowLayer.update
 
@@ -69,7 +69,7 @@ def test_few_blocks_serve_long_prompts_and_answers(name: str, longest: list[int]
             assert_same(model, input_ids=torch.cat([document, prompt(20, seed)], 1), max_new_tokens=4)
             assert handle.last_requests[0].cached_tokens == reused
         first = assert_same(model, input_ids=prompt(40, 3), max_new_tokens=150, eos_token_id=None)
-        assert max(longest) < 150  # of 430 tokens: a window, a chunk and room to grow
+        assert max(longest) < 150  # of 430 tokens: only a window, a chunk and room to grow
         assert_same(model, input_ids=torch.cat([first, prompt(5, 1)], 1), max_new_tokens=4)
         assert handle.last_requests[0].cached_tokens == 176
         window = handle.manager.pools[0 if name == "mistral-window" else 1]
@@ -93,7 +93,7 @@ def test_modes_over_few_blocks(name: str, mode: str) -> None:
     model = BY_NAME[name].build()
     document = prompt(130)
     with warnings.catch_warnings(), enable_prefix_caching(model, num_blocks=128, window_blocks=FEW) as handle:
-        warnings.simplefilter("ignore")  # blocks may be too few for all rows
+        warnings.simplefilter("ignore")  # there may be too few blocks for all rows
         for seed in range(3):
             rows = [torch.cat([document, prompt(9 + seed, seed)], 1)]
             if mode == "batch":
@@ -122,7 +122,7 @@ def test_prompt_that_does_not_fit_is_served_and_not_kept() -> None:
             assert_same(model, input_ids=prompt(130), max_new_tokens=30)
         assert handle.stats().calls_served == 1
         assert_same(model, input_ids=prompt(130), max_new_tokens=30)
-        assert handle.last_requests[0].cached_tokens > 0  # as far as there was room
+        assert handle.last_requests[0].cached_tokens > 0  # as many tokens as had room
         assert_nothing_held(handle)
 
 
@@ -154,11 +154,11 @@ def test_tiers_bring_windows_back(tmp_path: Path, name: str, tier: str) -> None:
 def test_tiers_and_cached_blocks_behind_them_bring_prompts_back(
     monkeypatch: pytest.MonkeyPatch, name: str, policy: Any
 ) -> None:
-    monkeypatch.setattr(hazard.policy, "FIRST", 1)  # its own order, which is not the oldest first, from the beginning
+    monkeypatch.setattr(hazard.policy, "FIRST", 1)  # let the policy use its own order from the first eviction on
     model = BY_NAME[name].build()
     prompts = [prompt(150, seed) for seed in range(3)]
     wanted = [plain(model, input_ids=ids, max_new_tokens=2) for ids in prompts]
-    for blocks in range(8 if name == "mistral-window" else 10, 17):  # a prompt takes 10 where there are no windows
+    for blocks in range(8 if name == "mistral-window" else 10, 17):  # without windows a prompt needs 10
         windows = {} if name == "llama" else {"window_blocks": blocks}
         options: dict[str, Any] = {"num_blocks": blocks, "host_blocks": 64, "policy": policy, **windows}
         with enable_prefix_caching(model, **options) as handle:
@@ -185,7 +185,7 @@ def test_cache_of_a_result_that_was_cropped() -> None:
         assert handle.stats().calls_handed_back == {}
         handle.reset()
         result = model.generate(prompt(150), max_new_tokens=60, return_dict_in_generate=True, eos_token_id=None)
-        for seed in range(1, 4):  # its blocks go, the cache goes on
+        for seed in range(1, 4):  # evicts its blocks; the returned cache stays valid
             assert_same(model, input_ids=prompt(150, seed), max_new_tokens=4)
         ids = torch.cat([result.sequences, prompt(5, 1)], 1)
         want = plain(model, input_ids=ids, max_new_tokens=40)

@@ -1,7 +1,7 @@
-"""Dispatch of paged passes: whoever else calls the model meanwhile gets what it would get alone.
+"""Dispatch of paged passes does not change the results of other calls of the model that run meanwhile.
 
-`python tests/integrations/huggingface/paged/test_dispatch.py 2000` runs so many forward passes beside served calls, and
-a tenth of beams.
+`python tests/integrations/huggingface/paged/test_dispatch.py 2000` runs 2000 forward passes beside served calls, and a
+tenth as many beam searches.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def fast_switches() -> Iterator[None]:
 
 
 def beside_served_calls(model: Any, work: Callable[[], None], times: int) -> None:
-    """Calls `work` again and again while another thread generates over the cache."""
+    """Call `work` repeatedly while another thread generates over the cache."""
     stop = threading.Event()
     wrong: list[int] = []
     want = [plain(model, input_ids=prompt(40, seed)) for seed in range(3)]
@@ -58,7 +58,7 @@ def beside_served_calls(model: Any, work: Callable[[], None], times: int) -> Non
 
 
 def forwards_beside_served_calls(model: Any, times: int) -> None:
-    """Padded forward passes, each compared with what it gives alone."""
+    """Run padded forward passes, and compare each with its result alone."""
     batch = left_padded(prompt(30), prompt(9, 1))
     positions = (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
 
@@ -72,7 +72,7 @@ def forwards_beside_served_calls(model: Any, times: int) -> None:
 
 
 def beams_beside_served_calls(model: Any, times: int) -> None:
-    """Beam searches, each compared with what it gives alone."""
+    """Run beam searches, and compare each with its result alone."""
     batch = left_padded(prompt(30), prompt(9, 1))
     want = plain(model, **batch, num_beams=2, max_new_tokens=8)
 

@@ -1,4 +1,4 @@
-"""Decode steps that are captured and replayed: the same tokens, and nothing from the host in what is captured."""
+"""Captured and replayed decode steps give the same tokens, and a captured step reads nothing from the host."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from pc.integrations.huggingface.store.storage import model_storage  # noqa: E40
 
 @pytest.fixture
 def capturable(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Steps on the CPU are captured on a tape, with a plan, whose every use the reference checks."""
+    """Let steps on the CPU be captured on a tape, and use attention plans, which PyTorch's operators check."""
     monkeypatch.setitem(graphs_module.CAPTURERS, "cpu", TapeCapturer)
     monkeypatch.setattr(batch_module, "needs_plan", lambda device: True)
     return monkeypatch
@@ -202,14 +202,14 @@ def test_graphs_of_another_model_are_not_replayed(
         before = assert_same(model, input_ids=prompt(40), eos_token_id=None)
         assert handle.graphs.captured == 1
         change(model)
-        handle.manager.reset()  # blocks are another test's subject
+        handle.manager.reset()  # this test is not about blocks
         after = assert_same(model, input_ids=prompt(40), eos_token_id=None)
         assert handle.graphs.captured == 1
         assert not torch.equal(before, after)
 
 
 class Scaled(torch.nn.Linear):
-    """A linear layer with the attributes by which PEFT's layers say which adapter is active."""
+    """A linear layer with the attributes with which PEFT's layers name their active adapters."""
 
     active_adapters, disable_adapters, scaling = ("a",), False, 1.0
 
@@ -286,7 +286,7 @@ def test_what_the_keyword_says(model: Any, capturable: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("family", PAGED, ids=lambda f: f.name)
 def test_step_takes_nothing_from_the_host(family: Family) -> None:
-    """The meta device stands in for a GPU: whatever passes between it and the host, or reads a value, shows."""
+    """Run a step on the meta device in place of a GPU, where a copy to the host or a read of a value is an error."""
     model = family.build()
     shapes, meta = kept_shapes(model), torch.device("meta")
     specs = {
@@ -334,7 +334,7 @@ def test_rehearsal_lets_scalars_of_the_host_pass() -> None:
 
 @contextmanager
 def started(model: Any, block_size: int, *prompts: torch.Tensor) -> Iterator[tuple[CacheManager, PackedRows]]:
-    """Rows of a call whose prompts are computed; at the end nothing is held."""
+    """Yield the rows of a call after prefill, and check at the end that no block is held."""
     install(model)
     store = ContiguousStore(model, CacheOptions(64, block_size), probe(model), None)
     manager, lease, loop = store.manager, store.lease(), SimpleNamespace(extra_keys=(), salt=None)
@@ -407,7 +407,7 @@ def test_decode_batch_brings_what_has_changed() -> None:
     assert tables.tolist() == [[5, 6, -1], [7, -1, -1], [-1] * 3, [-1] * 3]
     assert (seq_lens.tolist(), starts.tolist()) == ([21, 4, 0, 0], [0, 1, 2, 2, 2])
     assert all(t.data_ptr() % 16 == device.data_ptr() % 16 for t in (tokens, positions, *batch.on(cpu)))
-    batch._tables[:] = 99  # only a table that is another array is written
+    batch._tables[:] = 99  # only a table that is a new array is written
     longer = np.array([5, 6, 8], np.int32)
     batch.write([longer], np.array([32]), [13], np.array([128]))
     assert (slots.tolist(), tables[0].tolist(), tables[1].tolist()) == ([128, -1, -1, -1], [5, 6, 8], [99] * 3)

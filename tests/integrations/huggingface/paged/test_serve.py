@@ -1,4 +1,4 @@
-"""Packed passes over blocks, as they run on devices with kernels: here on the CPU, whose reference they call."""
+"""Packed passes over blocks, run on the CPU with the operators in PyTorch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_same_tokens_cold_warm_and_pressed(family: Family) -> None:
         {"input_ids": shared},
         left_padded(torch.cat([shared, prompt(9, 1)], 1), prompt(33, 2), shared[:, :40], prompt(1, 3)),
     ]
-    for num_blocks in (None, 24):  # 24 blocks hold less than the calls together need
+    for num_blocks in (None, 24):  # 24 blocks are fewer than the calls together need
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             with enable_prefix_caching(model, num_blocks=num_blocks, cuda_graphs=False) as handle:
@@ -67,14 +67,14 @@ def test_same_tokens_cold_warm_and_pressed(family: Family) -> None:
 def test_batch_computes_neither_padding_nor_cached_tokens(model: Any, handle: PrefixCaching) -> None:
     batch = left_padded(prompt(100), prompt(30, 1), prompt(5, 2))
     assert count_computed(model, **batch, max_new_tokens=1) == 135
-    # 96 of 100, 16 of 30 and nothing of 5 are whole blocks.
+    # Whole blocks hold 96 of 100 tokens, 16 of 30 and none of 5.
     assert count_computed(model, **batch, max_new_tokens=1) == 4 + 14 + 5
 
 
 def test_finished_rows_are_left_out(model: Any, handle: PrefixCaching) -> None:
     batch = left_padded(*(prompt(n, n) for n in (40, 30, 20, 10)))
     generated = plain(model, **batch, eos_token_id=None, max_new_tokens=30)[:, 40:]
-    eos = generated[1, 2].item()  # what the second row says third ends its answer, and others' where they say it
+    eos = generated[1, 2].item()  # the second row's third token, which then ends each answer
     want, got = both(model, **batch, eos_token_id=eos, max_new_tokens=30)
     assert torch.equal(want, got)
     lengths = [(row == eos).nonzero()[0].item() + 1 if (row == eos).any() else 30 for row in generated]
@@ -92,12 +92,12 @@ def test_probe_notices_wrong_attention(model: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(PagedCache, "attend", lambda self, call: right(self, call._replace(scale=3 * call.scale)))
     handle = enable_prefix_caching(model)
     assert "differ by" in str(handle.graphs.reason)
-    assert_same(model, input_ids=prompt(40))  # over contiguous copies
+    assert_same(model, input_ids=prompt(40))  # served over contiguous copies
     assert handle.stats().calls_served == 1
 
 
 def test_window_that_the_cache_does_not_know_is_refused(model: Any) -> None:
-    # A module that attends over a window its config does not tell of.
+    # A module attends over a window that its config does not mention.
     windowed = BY_NAME["mistral-window"].build()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed_module, "layer_windows", lambda config: {})

@@ -1,4 +1,4 @@
-"""One store for both runners: tiers, files and windows serve packed passes, and copies read what these wrote."""
+"""Both runners share one store. Packed passes use tiers, files and windows, and copies read their blocks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAMES = ["llama", "gemma2", "gpt2"]
 
 @pytest.fixture(params=["packed passes", "copies"])
 def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run calls by packed passes, as on a device with kernels, or over copies."""
+    """Run a test twice: with packed passes, as on a device with kernels, and over contiguous copies."""
     if request.param == "packed passes":
         monkeypatch.setitem(graphs.CAPTURERS, "cpu", TapeCapturer)
     return str(request.param)
@@ -47,7 +47,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def cached(model: Any, handle: PrefixCaching, ids: torch.Tensor, **options: Any) -> int:
-    """Return the tokens that a call reads, which gives the tokens of plain generate."""
+    """Check a call against plain generate, and return how many tokens it read from the cache."""
     before = handle.graphs.eager_steps + handle.graphs.replays
     assert_same(model, input_ids=ids, **{"max_new_tokens": 4, "eos_token_id": None} | options)
     ran = handle.graphs.eager_steps + handle.graphs.replays > before
@@ -93,7 +93,7 @@ def test_a_file_serves_either_runner(
 
 
 def test_windows_take_the_blocks_of_their_window(runner: str) -> None:
-    model = BY_NAME["mistral-window"].build()  # of 20 tokens
+    model = BY_NAME["mistral-window"].build()  # a window of 20 tokens
     with enable_prefix_caching(model, num_blocks=40, window_blocks=12) as handle:
         for seed in (0, 1, 0):
             assert_same(model, input_ids=prompt(300, seed), max_new_tokens=30, eos_token_id=None)
