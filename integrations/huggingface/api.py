@@ -232,7 +232,7 @@ class Framework:
 
     Attributes:
         version: Its version.
-        disabled: By feature, why the installed transformers cannot serve it.
+        disabled: The reason for each feature that the installed transformers cannot serve.
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -385,8 +385,7 @@ def positions(model: Any, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.
 class ModelInLoop:
     """A model as a decoding loop sees it. Methods that a subclass does not override are the model's own.
 
-    It sets `answered` of the call once the loop has the logits of the first token. Before that, the call can start
-    again.
+    It sets `answered` of the `Loop` once the first token's logits are computed. Before that, the call can start again.
     """
 
     def __init__(self, loop: Any) -> None:
@@ -422,7 +421,7 @@ class ModelInLoop:
         return generator
 
     def drafts_from_outputs(self) -> None:
-        """Record, before the prompt is computed, that the candidate generator reads outputs for the whole prompt."""
+        """Handle a candidate generator that reads outputs of the whole prompt. Called before the prompt is computed."""
 
 
 # Images
@@ -451,7 +450,7 @@ _STORAGE_USERS: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Co
 
 
 def holders_of(tensor: torch.Tensor) -> int | None:
-    """Return how many tensors and storage objects hold a tensor's memory; None where torch does not say it."""
+    """Return how many tensors and storage objects hold a tensor's memory; None if torch does not count them."""
     return None if _STORAGE_USERS is None else _STORAGE_USERS(tensor.untyped_storage()._cdata)
 
 
@@ -532,9 +531,9 @@ def check_layers(config: Any) -> None:
 
 
 def guard_managers(check: Callable[[Any], None]) -> None:
-    """Let all managers of continuous batching call `check(model)` first, where they are made, started or asked.
+    """Make managers of continuous batching call `check(model)` before they are made, started or given a request.
 
-    What `check` raises reaches the caller, and nothing was changed.
+    An error of `check` reaches the caller, and the manager is unchanged.
     """
     manager = _found_or_none(CLASSES["ContinuousBatchingManager"])
     for name in ("__init__", "start", "add_request"):
@@ -546,7 +545,7 @@ def guard_managers(check: Callable[[Any], None]) -> None:
 def _checked(method: Callable[..., Any], check: Callable[[Any], None]) -> Callable[..., Any]:
     @functools.wraps(method)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        model = getattr(self, "model", None)  # it has none yet where it is made
+        model = getattr(self, "model", None)  # in __init__ the manager has no model yet
         check(model if model is not None else args[0] if args else kwargs.get("model"))
         return method(self, *args, **kwargs)
 
@@ -560,9 +559,9 @@ def kept_manager(model: Any) -> Any:
 
 
 def unshared(model: Any, generation_config: Any, continuous_batching_config: Any) -> Any:
-    """Return a copy of a continuous batching config, or of that in a generation config, whose requests share nothing.
+    """Return a copy of a continuous batching config without block sharing, from the argument or the generation config.
 
-    Transformers' own manager does not know of salts, by which requests may have to be kept apart.
+    Transformers' own manager knows no salts, so its requests must share nothing.
     """
     settings = continuous_batching_config
     if settings is None:
@@ -573,7 +572,7 @@ def unshared(model: Any, generation_config: Any, continuous_batching_config: Any
 
 
 def become_plain(manager: Any, model: Any, generation_config: Any, settings: Any, workload_hints: Any) -> None:
-    """Turn a manager of a class of ours that has not started into one of transformers' own class, with its requests."""
+    """Turn a session that has not started into a manager of transformers' own class, with its queued requests."""
     waiting, router, counted = manager.input_queue, manager.output_router, getattr(manager, "_request_counter", 0)
     manager.__class__ = seam.find(CLASSES["ContinuousBatchingManager"])
     manager.__init__(model, generation_config, unshared(model, generation_config, settings), workload_hints)

@@ -53,14 +53,14 @@ def enable_prefix_caching(
 
     Args:
         model: A transformers model that generates text, or a PEFT model around it, already on its devices.
-        num_blocks: Number of blocks in the cache. None: as many as fit into a fifth of the device's free memory (on a
-            CPU a fifth of all memory, at most 4 GiB), but no more than 32 sequences of maximum length need.
+        num_blocks: Number of blocks in the cache. None: as many as fit into a fifth of the device's free memory, but no
+            more than 32 sequences of maximum length need. On a CPU, a fifth of all memory counts, at most 4 GiB.
         block_size: Number of tokens in a block.
         policy: Eviction policy: a name or an `EvictionPolicy`, see `CacheManager`.
         reuse: "prefix": reuse the leading run of cached blocks. "gap": also reuse cached blocks behind an evicted one;
             the tokens between are computed again. "anywhere": also reuse text behind the prefix that is cached at
-            another position or behind other text, such as documents in another order or a conversation without its
-            middle part. **Approximate**: moved keys are rotated to their new positions, but they were computed behind
+            another position or behind other text. Examples are documents in another order and a conversation without
+            its middle part. **Approximate**: moved keys are rotated to their new positions, but they come from behind
             other text, so tokens may differ. A share of the moved tokens is computed again (`recompute`). Blocks
             computed from moved text are kept apart.
         host_blocks: Number of evicted blocks to keep in host memory, from where later calls read them.

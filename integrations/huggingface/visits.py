@@ -1,7 +1,7 @@
-"""The compressed documents that the calls of a thread or task read, from `with document:` to its end.
+"""The `with document:` blocks of each thread and task, in which its calls read a compressed document.
 
-A context variable keeps them, so each thread and each asyncio task has its own. Tasks take over what the task that
-creates them has entered; `carry` makes threads do the same, and what is submitted to a pool of threads.
+A context variable keeps them, so each thread and each asyncio task has its own. A new task inherits the blocks of the
+task that creates it. `carry` makes new threads and functions submitted to thread pools inherit them too.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from .calls import UnsupportedError
 from .settings import inherited_settings
 
 _lock = threading.Lock()
-_open: list[Visit] = []  # of all threads
+_open: list[Visit] = []  # blocks of all threads that have not ended
 _VISITS: ContextVar[tuple[Visit, ...]] = ContextVar("pc_documents", default=())
 _APART: ContextVar[bool] = ContextVar("pc_apart", default=False)
-_entered = False  # whether some block has not ended: forward passes that are compiled depend on it
+_entered = False  # whether a block is open in any thread; compiled forward passes depend on it
 
 
 class Visit:
-    """One `with document:` block, of a `CompressedDocument`."""
+    """One `with document:` block."""
 
     def __init__(self, document: Any) -> None:
         self.document, self.owner, self.open = document, _here(), True
-        self.left_elsewhere = False  # so that a context which still has it tells nothing
+        self.left_elsewhere = False  # then a context that still has the block ignores it
 
     def modules(self) -> Iterator[Any]:
-        """Return the modules of the document's model, with what is inside them."""
+        """Return all modules of the document's model, nested ones too."""
         model = self.document.documents.model
         return iter(()) if model is None else model.modules()
 
@@ -54,7 +54,7 @@ def _here() -> tuple[int, Any]:
 
 
 def enter(document: Any) -> Visit:
-    """Let the calls of this thread or task read a document."""
+    """Open a block: let the calls of this thread or task read a document."""
     carry()
     visit = Visit(document)
     with _lock:
@@ -64,6 +64,7 @@ def enter(document: Any) -> Visit:
 
 
 def _change(visits: list[Visit]) -> None:
+    """Replace the list of open blocks."""
     global _entered
     _open[:], _entered = visits, bool(visits)
 
@@ -75,7 +76,7 @@ def open_visits() -> list[Visit]:
 
 
 def leave(visit: Visit) -> None:
-    """End a block, whichever thread or task it is left in."""
+    """End a block, also from another thread or task than it began in."""
     with _lock:
         _change([other for other in _open if other is not visit])
     visit.open, visit.left_elsewhere = False, visit.owner != _here()
@@ -83,16 +84,20 @@ def leave(visit: Visit) -> None:
 
 
 def visited() -> list[Visit]:
-    """Return the blocks that the calling thread or task is in, or began in, the innermost last."""
+    """Return the blocks that the caller is in, the innermost last.
+
+    After its end, a block still counts for threads and tasks that inherited it, unless it was left elsewhere than it
+    was entered.
+    """
     here = _here()
     return [v for v in _VISITS.get() if v.open or not (v.left_elsewhere or v.owner == here)]
 
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Let this thread's forward passes compute what they compute outside of documents.
+    """Let this thread's forward passes run as if it had entered no document.
 
-    Probes need that, and calls that were checked, which read their document through their own cache.
+    Probes need this, and calls that were checked, which read their document through their own cache.
     """
     before = _APART.get()
     _APART.set(True)
@@ -103,7 +108,7 @@ def apart() -> Iterator[None]:
 
 
 def check_forward(module: Any) -> None:
-    """Refuse an attention layer's pass that would leave out the document that this thread has entered.
+    """Refuse an attention layer's pass that would ignore the document that this thread has entered.
 
     Raises:
         UnsupportedError: The layer belongs to the document's model, and no call of `model.generate` runs it.
@@ -118,7 +123,7 @@ def check_forward(module: Any) -> None:
 
 
 def may_be_within() -> bool:
-    """Return whether some thread is within a document, for forward passes that are compiled."""
+    """Return whether any thread is within a document, for compiled forward passes."""
     return _entered
 
 
@@ -136,10 +141,10 @@ def check_manager(model: Any) -> None:
 
 
 def carry() -> None:
-    """Let threads and pools of threads take over the documents of the thread that starts them or submits to them.
+    """Let new threads, and functions submitted to thread pools, inherit the documents of the calling thread.
 
-    `Thread(target=model.generate)` within `with document:` is how text is streamed. Python does the same for all
-    context variables from version 3.14 on, where `thread_inherit_context` is set.
+    `Thread(target=model.generate)` within `with document:` is the usual way to stream text. From version 3.14 on,
+    Python does the same for all context variables if `thread_inherit_context` is set.
     """
     if hasattr(threading.Thread.start, "_pc_carries"):
         return
@@ -156,7 +161,7 @@ def carry() -> None:
     def submit_within(self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         visits = _VISITS.get()
         carried = _within(fn) if visited() else fn
-        _VISITS.set(())  # a thread that the pool starts for this works for others later
+        _VISITS.set(())  # a thread that the pool starts now must not inherit them: it serves others later
         try:
             return submit(self, carried, *args, **kwargs)
         finally:

@@ -1,7 +1,8 @@
-"""Compressed documents: a text is read once, each KV head keeps the tokens it needs, and the rest is freed.
+"""Compressed documents: a text is computed once, each KV head keeps the tokens it needs, and the rest is freed.
 
-- `document`: what users see, and the documents of a handle.
-- `reading` computes the text and lets a press choose. `..presses` has the presses by name, `presses` their identities.
-- `kept`: what is kept. The heads of a document are sequences of their own, whose blocks no request changes.
-- `layers`: the cache of a call. Its own tokens come behind the document, and the two are merged by their log-sum-exps.
+- `document`: the class that users see, and the documents of a handle.
+- `reading` computes a text and lets a press choose tokens. The presses are in `integrations/presses.py`, and their
+  identities in `presses`.
+- `kept`: the keys and values that are kept. Each head of a layer is a sequence of its own.
+- `layers`: the cache of a call over a document. It merges attention over the document and over the call's own tokens.
 """

@@ -1,4 +1,4 @@
-"""Compressed documents: what users see of one, and the documents of a handle, which the calls that enter them read."""
+"""Compressed documents: the class that users see, and the documents of a handle with their tiers."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ from .reading import check_compressible, read
 
 
 class CompressedDocument:
-    """A text of which each KV head keeps the tokens a press chose; from `handle.compress`.
+    """A text whose keys and values are compressed: each KV head keeps the tokens that a press chose.
 
-    Within `with document:`, `model.generate` answers prompts that begin with the document's tokens. That holds for the
-    thread or asyncio task that enters it, and for threads and tasks that it starts there. Any number of calls may read
-    a document at once, each as if it were alone. `docs/compression.md` says which options of generate are refused.
+    `handle.compress` returns it. Within `with document:`, `model.generate` answers prompts that begin with the
+    document's tokens. This holds for the thread or asyncio task that enters the document, and for threads and tasks
+    that it starts there. Any number of calls may read a document at once, each as if it were alone.
+    `docs/compression.md` says which options of generate are refused.
 
     Attributes:
-        length: Tokens of the document.
-        nbytes: Bytes of what is kept.
-        kept: Tokens that each head of each layer keeps, `[layers][heads]`; layers with a window, which stay whole, are
-            left out.
-        kept_tokens: The positions of those tokens, `[layers][heads]` tensors `[kept]` int64; None for a layer that an
-            object of kvpress has shortened, which does not say them.
-        peak_nbytes: Bytes of keys and values at most while it was read.
+        length: Number of tokens in the document.
+        nbytes: Number of bytes that are kept.
+        kept: Number of tokens that each head of each layer keeps, `[layers][heads]`, without layers with a window,
+            which are not compressed.
+        kept_tokens: The positions of these tokens, `[layers][heads]` tensors `[kept]` int64. None for a layer that an
+            object of kvpress has shortened, because its positions are unknown.
+        peak_nbytes: The most bytes of keys and values at one time while the text was computed.
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -65,7 +66,7 @@ class CompressedDocument:
     """
 
     def __init__(self, documents: Documents, content: Content, identity: tuple[object, ...]) -> None:
-        self.documents, self.identity = documents, identity  # of the model and its adapters when it was read
+        self.documents, self.identity = documents, identity  # of the model and its adapters when the text was computed
         self._content: Content | None = content
 
     def __repr__(self) -> str:
@@ -81,7 +82,7 @@ class CompressedDocument:
 
     @property
     def key(self) -> bytes:
-        """Its identity: tokens, the press and its fields, adapters, salt."""
+        """The identity of the document: a hash of its tokens, the press with its settings, adapters and salt."""
         return self.content.key
 
     @property
@@ -108,16 +109,16 @@ class CompressedDocument:
         self.documents.leave(self)
 
     def close(self) -> None:
-        """Free its memory, once no call reads it any more; later uses raise ValueError.
+        """Free the document's memory when no running call reads it any more. Later uses raise ValueError.
 
-        Other documents that the same text, press and budget gave are not closed.
+        Other objects for the same text, press and budget stay open.
         """
         if self._content is not None:
             self.documents.drop(self._content)
         self._content = None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file for its owner alone (0600); an existing one is replaced.
+        """Write the document to a file that only its owner may read (0600). An existing file is replaced.
 
         Raises:
             ValueError: The document was closed, or its handle disabled.
@@ -129,15 +130,15 @@ class CompressedDocument:
 
     @classmethod
     def load(cls, handle: Any, path: str | os.PathLike[str]) -> CompressedDocument:
-        """Return a document from a file of `save`.
+        """Return a document from a file.
 
         Args:
-            handle: Of `enable_prefix_caching`, for the model that read it.
-            path: The file.
+            handle: The handle of the model that computed the document.
+            path: A file that `save` wrote.
 
         Raises:
-            ValueError: It was read by another model, other weights or adapters, or under another salt than that of
-                this call, or it is no file of `save`.
+            ValueError: The document was computed by another model, other weights or adapters, or under another salt.
+                Or `save` did not write the file.
             OSError: The file cannot be read.
         """
         documents: Documents = handle._serving.documents
@@ -154,27 +155,29 @@ class CompressedDocument:
 
     @property
     def content(self) -> Content:
-        """The kept keys and values; ValueError: the document was closed."""
+        """The kept keys and values. Raises ValueError if the document was closed."""
         if self._content is None:
             raise ValueError("document: it was closed")
         return self._content
 
     def _layers(self) -> list[KeptLayer]:
+        """Return the layers that are compressed."""
         return [layer for layer in self.content.layers.values() if isinstance(layer, KeptLayer)]
 
 
 class Reader(NamedTuple):
-    """A model that reads documents, with what is active in it."""
+    """A model that reads documents, with its active adapters and the store of its cache."""
 
     model: Any
     adapters: tuple[str, ...]
-    store: ContiguousStore | None  # where questions are kept; None: nowhere
+    store: ContiguousStore | None  # the store for KV of questions; None: it is not stored
 
 
 class Documents:
-    """The documents of one handle, by identity, in a bound of bytes; others in host memory and on disk."""
+    """The documents of one handle, by identity: on the device up to a number of bytes, then in host memory and on disk.
 
-    # Each is one payload, there whole or not at all. Whoever has one keeps it, whatever is evicted.
+    A `CompressedDocument` keeps its own content, even if it is evicted here.
+    """
 
     def __init__(
         self,
@@ -186,7 +189,7 @@ class Documents:
     ) -> None:
         # `left` is called when the last block `with document:` has ended.
         self._model, self._reader, self._salt, self._options, self._left = model, reader, salt, options, left
-        self._contents: OrderedDict[bytes, Content] = OrderedDict()  # on the device, those used longest ago first
+        self._contents: OrderedDict[bytes, Content] = OrderedDict()  # on the device, the least recently used first
         self._host: OrderedDict[bytes, Content] = OrderedDict()
         self._disk: DiskTier | None = None
         self._lock = threading.Lock()
@@ -194,7 +197,7 @@ class Documents:
         self._epoch = object()
 
     def enter(self, document: CompressedDocument) -> None:
-        """Let the calls of this thread or task read a document; ValueError: they could not."""
+        """Let the calls of this thread or task read a document. Raise ValueError if they cannot read it."""
         document.content  # noqa: B018  raises where it was closed
         model = self._reader().model
         serving = getattr(vars(model).get("generate"), "handle", None)
@@ -202,12 +205,12 @@ class Documents:
             raise ValueError(
                 "document: its handle no longer serves model.generate; compress it with the handle that does"
             )
-        if not install(model):  # by whichever way the document came into this process
+        if not install(model):  # a loaded document may be the first of this process
             raise ValueError("document: the model's attention is not called through transformers' interface")
         enter(document)
 
     def leave(self, document: CompressedDocument) -> None:
-        """End the innermost block of a document, whichever thread or task it is left in."""
+        """End the innermost `with document:` block of a document, also in another thread or task than it began."""
         own = [visit for visit in visited() if visit.open and visit.document is document]
         others = [visit for visit in open_visits() if visit.document is document]
         here = [visit for visit in others if visit.in_this_thread]
@@ -218,15 +221,16 @@ class Documents:
 
     @property
     def model(self) -> Any:
-        """The model that reads the documents; None when it is gone."""
+        """The model that reads the documents; None if it was deleted."""
         return self._model()
 
     @property
     def entered(self) -> bool:
-        """Whether some thread or task is within a document of the model, of whichever handle."""
+        """Whether some thread or task is within a document of the model, of this or another handle."""
         return bool(self._entered())
 
     def _entered(self) -> list[Visit]:
+        """Return the open `with document:` blocks of the model, in all threads."""
         return [visit for visit in open_visits() if visit.document.documents.model is self.model]
 
     def current_document(self) -> CompressedDocument | None:
@@ -245,10 +249,10 @@ class Documents:
         return document
 
     def look_elsewhere(self, inputs: Any) -> None:
-        """Notice a call whose prompt `inputs` begins with a document that another thread or task has entered.
+        """Warn if a prompt begins with a document that only another thread has entered.
 
         Raises:
-            ValueError: Another task or context of this thread has, so the call would silently not read it.
+            ValueError: Another task or context of this thread has entered it, so the call would silently not read it.
         """
         visits = self._entered()
         is_batch = bool(visits) and isinstance(inputs, torch.Tensor) and inputs.dim() == 2
@@ -275,7 +279,7 @@ class Documents:
                 )
 
     def forget(self) -> None:
-        """Let no call read what was read so far: the model is another one now."""
+        """Invalidate all documents, because the model has changed."""
         self.clear()
         self._disk, self._epoch = None, object()
 
@@ -286,29 +290,33 @@ class Documents:
             self._host.clear()
 
     def drop(self, content: Content) -> None:
-        """Free a document that was closed; with `disk` it is written there first."""
+        """Free a closed document. If `disk` was given, it is written there first."""
         with self._lock:
             dropped = [held.pop(content.key) for held in (self._host, self._contents) if content.key in held]
         self._write(dropped[-1:])
 
     def close(self) -> None:
-        """Write what there is to disk, where there is one."""
+        """Write all documents to disk, if `disk` was given."""
         self._write([*self._host.values(), *self._contents.values()])
 
     def current(self) -> tuple[Reader, tuple[object, ...]]:
-        """Return what reads now, and what must be the same for a document to be its own; ValueError: nothing does."""
+        """Return the current reader and the identity that its documents must have. Raise ValueError without one."""
         reader = self._reader()
         return reader, (self._epoch, *reader.adapters)
 
     def check_salt(self, name: str, content: Content) -> None:
-        """Raise ValueError for a document of another salt than the current one; one of no salt is anybody's."""
+        """Raise ValueError for a document of another salt than the current one. No salt allows every caller."""
         if content.salt and content.salt != digest_of(content.key, self._salt.current):
             raise ValueError(
                 f"{name}: got a document of another salt; use it within `with handle.salt(...)` of its own"
             )
 
     def answer(self, loop: Loop, document: CompressedDocument, calls: Calls) -> tuple[Any, list[RequestReport]]:
-        """Run a loop over a document: its result, and a report by row. ValueError: before a token was computed."""
+        """Run a loop over a document and return its result and a report for each row.
+
+        Raises:
+            ValueError: The document does not belong to the model, salt or prompt. No token was computed.
+        """
         content = document.content
         reader, identity = self.current()
         if document.identity != identity:
@@ -351,6 +359,7 @@ class Documents:
         return CompressedDocument(self, content, identity)
 
     def _find(self, key: bytes, reader: Reader) -> Content | None:
+        """Return a document from the device, host memory or disk, put on the device; None if it is in none of them."""
         options = self._options
         if options.disk is not None and self._disk is None:
             folder = Path(options.disk) / f"documents-{fingerprint(reader.model)[:32]}"
@@ -371,6 +380,7 @@ class Documents:
         return content
 
     def _keep(self, content: Content, reader: Reader) -> None:
+        """Put a document on the device, and evicted ones into host memory and then to disk."""
         parts = reader.store.storage.parts if reader.store is not None else []
         host_bytes = self._options.host_blocks * sum(part.bytes_per_block for part in parts)
         with self._lock:
@@ -385,7 +395,7 @@ class Documents:
 
 
 def _put(held: OrderedDict[bytes, Content], contents: Iterable[Content], most: int) -> list[Content]:
-    """Put documents among others, as those used last; return those for which there is no room."""
+    """Add documents as the most recently used. Evict others until all fit into `most` bytes, and return them."""
     for content in contents:
         held[content.key] = content
         held.move_to_end(content.key)
@@ -396,9 +406,9 @@ def _put(held: OrderedDict[bytes, Content], contents: Iterable[Content], most: i
 
 
 def _tokens_of(context_ids: Any) -> torch.Tensor:
-    """Return the tokens of a text, `[length]` int64 on the host; ValueError: it is not one text of tokens alone."""
+    """Return the tokens of a text, `[length]` int64 on the host. Raise ValueError for any other input."""
     needs = "needs token ids [1, length] or [length]"
-    if isinstance(context_ids, Mapping):  # of a tokenizer
+    if isinstance(context_ids, Mapping):  # the output of a tokenizer
         given = {name: value for name, value in context_ids.items() if value is not None}
         mask = torch.as_tensor(given.pop("attention_mask", 1))
         types = torch.as_tensor(given.pop("token_type_ids", 0))
@@ -419,5 +429,6 @@ def _tokens_of(context_ids: Any) -> torch.Tensor:
 
 
 def _file_key(documents: Documents) -> bytes:
+    """Return the key under which files are packed: the fingerprint of the model."""
     reader, _ = documents.current()
     return bytes.fromhex(fingerprint(reader.model))

@@ -1,6 +1,6 @@
-"""The kept part of a compressed document: each KV head of a layer is a sequence of its own, over blocks of one head.
+"""The kept keys and values of a compressed document. Each KV head is a sequence of its own, over blocks of one head.
 
-Heads keep as many tokens as they need, and other tokens take no memory. No request writes here.
+So heads can keep different numbers of tokens, and dropped tokens take no memory. No request writes to these blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 BLOCK = 16
-"""Tokens of a block."""
+"""Number of tokens in a block."""
 
 
 class KeptLayer(NamedTuple):
@@ -21,45 +21,49 @@ class KeptLayer(NamedTuple):
 
     keys: torch.Tensor  # [num_blocks, BLOCK, 1, head_dim]
     values: torch.Tensor  # the same
-    tables: torch.Tensor  # [num_kv_heads, max_blocks] int32, -1 behind a head's blocks
-    kept: torch.Tensor  # [num_kv_heads] int32: tokens of each head
+    tables: torch.Tensor  # [num_kv_heads, max_blocks] int32, -1 after a head's blocks
+    kept: torch.Tensor  # [num_kv_heads] int32: number of tokens of each head
     chosen: torch.Tensor = torch.empty(0, 0, dtype=torch.uint8)
-    """Which tokens those are, `[num_kv_heads, length / 8]`, a bit for each; empty where a press does not say."""
+    """The kept tokens as bits, `[num_kv_heads, length / 8]`; empty if they are unknown."""
 
 
 class WindowLayer(NamedTuple):
-    """The last tokens of a layer with a window, which are all it reads: it is not compressed."""
+    """The last tokens of a layer with a window. It reads no others, so it is not compressed."""
 
     keys: torch.Tensor  # [1, num_kv_heads, tokens, head_dim]
     values: torch.Tensor
-    window: torch.Tensor  # [] int64: its size
+    window: torch.Tensor  # [] int64: the size of the window
 
 
 class Content(NamedTuple):
-    """A document as it is kept, in memory, in a tier or in a file: all of it or nothing."""
+    """All data of a document, which is stored as a whole in memory, in a tier or in a file."""
 
     layers: dict[int, KeptLayer | WindowLayer]
     tokens: torch.Tensor  # [length] int64, on the host
-    position: int  # of the token behind it: less than length where a press rotated keys to new places
-    peak_nbytes: int  # bytes of keys and values at most while it was read
+    position: int  # of the next token; less than length if a press moved keys together
+    peak_nbytes: int  # the most bytes of keys and values while the text was computed
     key: bytes  # its identity
-    adapters: bytes = b""  # a digest of the adapters that read it
-    salt: bytes = b""  # a digest of the salt it was read under; empty: none
+    adapters: bytes = b""  # a digest of the adapters with which the text was computed
+    salt: bytes = b""  # a digest of the salt; empty if there was none
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """The number of bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return all of it by name."""
+        """Return all data as named tensors, for tiers and files."""
         named = {f"{i} {name}": t for i, layer in self.layers.items() for name, t in layer._asdict().items()}
         texts = {name: torch.tensor(list(getattr(self, name)), dtype=torch.uint8) for name in _TEXTS}
         return named | texts | {"tokens": self.tokens, "numbers": torch.tensor([self.position, self.peak_nbytes])}
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], device: torch.device) -> Content:
-        """Return what `tensors` gave, on a device; ValueError: an older version of this library wrote them."""
+        """Return a document from its `tensors`, on a device.
+
+        Raises:
+            ValueError: An older version of this library wrote the tensors.
+        """
         if not {"tokens", "numbers", *_TEXTS} <= tensors.keys():
             raise ValueError("an older version wrote it")
         layers: dict[int, dict[str, torch.Tensor]] = {}
@@ -83,7 +87,10 @@ def digest_of(key: bytes, value: object) -> bytes:
 
 
 def keep(keys: torch.Tensor, values: torch.Tensor, chosen: torch.Tensor) -> KeptLayer:
-    """Pack `[num_kv_heads, tokens, head_dim]` of which heads keep `chosen [num_kv_heads, tokens]` bool."""
+    """Pack the chosen tokens of each head into blocks.
+
+    Keys and values are `[num_kv_heads, tokens, head_dim]`, `chosen` is `[num_kv_heads, tokens]` bool.
+    """
     lens = chosen.sum(-1, dtype=torch.int32)
     counts, blocks = lens.tolist(), (-(-lens // BLOCK)).tolist()
     tables = torch.full((len(counts), max(*blocks, 1)), -1, dtype=torch.int32)
@@ -99,7 +106,7 @@ def keep(keys: torch.Tensor, values: torch.Tensor, chosen: torch.Tensor) -> Kept
 
 
 def tokens_of(layer: KeptLayer, length: int) -> list[torch.Tensor] | None:
-    """Return the positions of the tokens that each head keeps; None where a press does not say."""
+    """Return the positions of the tokens that each head keeps; None if they are unknown."""
     if not layer.chosen.numel():
         return None
     bits = np.unpackbits(layer.chosen.cpu().numpy(), axis=1, count=length)

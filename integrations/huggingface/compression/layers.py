@@ -1,7 +1,7 @@
-"""The cache by which a call of generate reads a compressed document.
+"""The cache with which a call of generate reads a compressed document.
 
-The call's own tokens are in blocks of all heads behind the document. Attention over the two is merged by their
-log-sum-exps, without rounding and without a copy.
+The call's own tokens are in blocks of all heads. Attention over the document and attention over these tokens are merged
+by their log-sum-exps, without rounding and without a copy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .kept import BLOCK, Content, KeptLayer, WindowLayer
 
 
 class Questions(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """The cache of a call of generate: a document, which calls share, and tokens of the call's own behind it."""
+    """The cache of a call of generate: a document, which calls share, followed by the call's own tokens."""
 
     def __init__(self, content: Content) -> None:
         self.length = len(content.tokens)
@@ -35,14 +35,14 @@ class Questions(Cache):  # type: ignore[misc]  # transformers is untyped here
         self._step: SharedTables | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Questions:
-        """Copy the call's own tokens; the document is shared."""
+        """Return a copy with copied own tokens and the same document."""
         own: Questions = copy.copy(self)
         memo[id(self)], own._step = own, None
         own.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
         return own
 
     def step(self, layer: OwnLayer, tokens: int) -> SharedTables:
-        """Return the tables of a pass, which its first layer makes."""
+        """Return the tables of the current pass, which its first layer makes."""
         key = (*layer.buffers[0].shape[:2], layer.tokens, tokens)
         if self._step is None or self._step.key != key:
             self._step = SharedTables(key, layer.buffers[0].device)
@@ -50,7 +50,7 @@ class Questions(Cache):  # type: ignore[misc]  # transformers is untyped here
 
 
 class SharedTables:
-    """Tables that the layers of one pass share: `tokens` queries of each of `batch` rows, of `total` own tokens."""
+    """Tables that the layers of one pass share. Each row has `total` own tokens, of which `queries` are new."""
 
     def __init__(self, key: tuple[int, ...], device: torch.device) -> None:
         self.key, self.device = key, device
@@ -64,7 +64,7 @@ class SharedTables:
         return torch.arange(end, dtype=torch.int32, device=self.device)
 
     def of_heads(self, heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return where each head's queries begin, all rows one behind the other, and a plan for the own tokens."""
+        """Return the start of each head's queries, with all rows one after another, and a plan for the own tokens."""
         if heads not in self._of_heads:
             starts = self._range(heads + 1) * (self.queries * self.key[0])
             self._of_heads[heads] = starts, _plan(self.tables, self.seq_lens, self.starts, num_kv_heads=heads)
@@ -76,34 +76,36 @@ def _plan(tables: torch.Tensor, lens: torch.Tensor, starts: torch.Tensor, **opti
 
 
 class CachedPass(PagedPass):
-    """A pass whose layer attends to the very values that its cache has seen."""
+    """A pass that checks that a layer attends to exactly the values that it has cached."""
 
     _cached: tuple[Any, ...] = ()
 
     def caches(self, values: torch.Tensor) -> None:
-        """Remember the values that attention has to be called with next."""
+        """Record the values with which attention must be called next."""
         self._cached = _seen(values)
 
     def attention(self, module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """See `PagedPass`; UnsupportedError: the model has changed values after its cache had seen them."""
+        """Attend as in `PagedPass`. Raise UnsupportedError if the model changed the values after caching them."""
         refuse_if(_seen(value) != self._cached, "a layer attends to values other than those it has cached")
         return super().attention(module, query, key, value, *args, **kwargs)
 
 
 def _seen(values: torch.Tensor) -> tuple[Any, ...]:
-    """Return what tells whether a tensor is the same one, and unchanged."""
+    """Return a value that differs if a tensor is another one or was changed."""
     version = -1 if values.is_inference() else values._version
     return values.data_ptr(), values.shape, values.stride(), version
 
 
 class OwnLayer(CachedPass, DynamicLayer):  # type: ignore[misc]
-    """A layer's tokens of one call behind a document's: in `[batch, room, num_kv_heads, head_dim]`, read as blocks.
+    """A layer of a call over a document. It holds the call's own tokens.
 
-    The keys that it returns are marked: they lead attention to it, over the document and over its own tokens.
+    Buffers are `[batch, room, num_kv_heads, head_dim]` and read as blocks. `update` marks the keys that it returns, so
+    that attention is computed here, over the document and over the own tokens.
 
     Attributes:
-        first: The column of its first token, behind the document.
-        keys: Its own tokens' keys, `[batch, num_kv_heads, tokens, head_dim]`; None before the first. `values` alike.
+        first: The column of the first own token: the length of the document.
+        keys: Keys of the own tokens, `[batch, num_kv_heads, tokens, head_dim]`; None before the first update. `values`
+            likewise.
     """
 
     is_sliding, is_compileable = False, False
@@ -112,7 +114,7 @@ class OwnLayer(CachedPass, DynamicLayer):  # type: ignore[misc]
         super().__init__()
         self.questions, self.document, self.tokens, self.first = questions, document, 0, questions.length
         self.buffers: tuple[torch.Tensor, ...] = ()  # until the first tokens
-        self.begin: tuple[Any, int] = (None, 0)  # what the first of them are read from, and the layer's number there
+        self.begin: tuple[Any, int] = (None, 0)  # the source of cached own tokens, and the layer's number there
         self._laid_out: tuple[int, torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnLayer:
@@ -123,7 +125,7 @@ class OwnLayer(CachedPass, DynamicLayer):  # type: ignore[misc]
 
     @functools.cached_property
     def rows(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The document's tokens of each head, `[1, 1, tokens, head_dim]`; empty where PyTorch cannot read them."""
+        """The document's KV of each head, `[1, 1, tokens, head_dim]`; [] unless PyTorch's attention can read it."""
         keys, values, tables, kept, _ = self.document
         if KERNELS_ON_CPU or not keys.is_cpu or not kept.all() or keys.shape != values.shape:
             return []
@@ -132,19 +134,19 @@ class OwnLayer(CachedPass, DynamicLayer):  # type: ignore[misc]
         return [(flat[0][:, :, span], flat[1][:, :, span]) for span in spans]
 
     def laid_out(self, count: int, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the document's tables, lengths and plan for `count` queries a head, from the pass before if it can."""
+        """Return the document's tables, lengths and plan for `count` queries per head, cached for the same count."""
         if self._laid_out is None or self._laid_out[0] != count:
-            # A length includes the queries: a hole before a head's tokens makes it long enough.
+            # Operators need lengths that include the queries. A hole before a head's tokens makes up for them.
             hole = -(-count // BLOCK) if count > 1 else 0
             tables, lens = pad(self.document.tables, (hole, 0), value=-1), self.document.kept + hole * BLOCK
             self._laid_out = count, tables, lens, _plan(tables, lens, starts, causal=False, num_kv_heads=1)
         return self._laid_out[1:]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the first update makes the buffers."""
+        """Do nothing, because the first update makes the buffers."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
-        """Write new keys and values; the keys that it returns lead attention to this layer."""
+        """Write new keys and values, and return them with a mark on the keys that names this layer."""
         end = self.tokens + key_states.shape[2]
         if not self.buffers or end > self.buffers[0].shape[1]:
             room = -(-(end + max(64, end // 2)) // BLOCK) * BLOCK
@@ -162,11 +164,12 @@ class OwnLayer(CachedPass, DynamicLayer):  # type: ignore[misc]
         return mark(key_states.view_as(key_states), self), value_states
 
     def _show(self) -> None:
+        """Set `keys` and `values` to views of the own tokens."""
         if self.buffers:
             self.keys, self.values = (buffer[:, : self.tokens].transpose(1, 2) for buffer in self.buffers)
 
     def get_seq_length(self, *_: Any) -> int:
-        """Return the tokens of the document and its own."""
+        """Return the number of tokens of the document and of the call."""
         return self.questions.length + self.tokens
 
     def get_mask_sizes(self, query_length: int, *_: Any) -> tuple[int, int]:
@@ -180,7 +183,7 @@ class OwnLayer(CachedPass, DynamicLayer):  # type: ignore[misc]
     get_max_cache_shape = get_max_length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last own tokens; ValueError: there are not so many."""
+        """Drop the last own tokens. Raise ValueError if there are fewer."""
         left = length_behind_crop(self.get_seq_length(), tokens_to_remove) - self.questions.length
         if left < 0:
             raise ValueError(
@@ -216,7 +219,7 @@ class OwnLayer(CachedPass, DynamicLayer):  # type: ignore[misc]
         batch_of_own = (own_keys, own_values, step.tables, step.seq_lens, step.starts, scale)
         bounds: dict[str, Any] = {"max_query_len": tokens, "max_seq_len": step.total, "plan": plan}
         own = paged_attention_with_lse(rows, *batch_of_own, softcap=softcap, sinks=sinks, **bounds)
-        # The queries of one KV head of all rows, one behind the other: they read the same kept tokens.
+        # Queries of one KV head follow each other over all rows, because they read the same kept tokens.
         of_heads = query.unflatten(1, (kv_heads, -1)).permute(1, 0, 3, 2, 4).flatten(0, 2)
         count = batch * tokens
         tables, kept, plan = self.laid_out(count, starts)
@@ -228,7 +231,7 @@ class OwnLayer(CachedPass, DynamicLayer):  # type: ignore[misc]
         return merged.view(batch, tokens, heads, -1)
 
     def _decode(self, query: torch.Tensor, scale: float) -> torch.Tensor:
-        """Decode one token on a CPU, with one call of PyTorch for each head: cheaper than the operators' checks."""
+        """Decode one token on a CPU, with one call of PyTorch for each head. It is faster than the operators."""
         batch, heads, _, width = query.shape
         grouped = query.reshape(batch, len(self.rows), -1, width)
         keys, values = (buffer[:, : self.tokens].transpose(1, 2) for buffer in self.buffers)
@@ -243,12 +246,13 @@ class OwnLayer(CachedPass, DynamicLayer):  # type: ignore[misc]
 
 
 def _empty(new: torch.Tensor, room: int) -> torch.Tensor:
+    """Return a buffer with `room` tokens for keys or values like `new`."""
     batch, heads, _, width = new.shape
     return new.new_empty(batch, room, heads, width)
 
 
 class _WindowOfDocument(DynamicSlidingWindowLayer):  # type: ignore[misc]
-    """The last tokens of a document, for as many rows as ask."""
+    """The last tokens of a document in a layer with a window, shared by all rows until the first update."""
 
     keys: torch.Tensor
     values: torch.Tensor

@@ -1,8 +1,8 @@
-"""Reading a text once, and keeping the tokens that a press chooses.
+"""The computation of a text whose keys and values are compressed with a press.
 
-A press by name chooses where attention is computed, so nothing of the model is touched. An object of kvpress puts hooks
-on modules. It gets a twin of the model that shares every tensor and nothing else. Its hooks, and the attributes that
-it sets, reach no other call. The press leaves a shortened layer, or `masked_key_indices`.
+A named press chooses tokens when attention is computed, and does not touch the model. An object of kvpress puts hooks
+on modules, so it gets a twin of the model, which shares every tensor and nothing else. Therefore other calls never see
+its hooks or the attributes that it sets. Such a press shortens a layer of the cache, or sets `masked_key_indices`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .layers import CachedPass
 
 
 def check_compressible(model: Any) -> None:
-    """Raise UnsupportedError for a model of whose keys and values nothing can be left out."""
+    """Raise UnsupportedError for a model whose keys and values cannot be compressed."""
     check_model(model)
     refuse_if(changing_rope(model.config), "its rotary embeddings change with the length")
     refuse_if(is_compiled(model), "torch.compile runs its forward pass")
@@ -34,7 +34,7 @@ def check_compressible(model: Any) -> None:
 
 
 def read(model: Any, tokens: torch.Tensor, press: Any, budget: float, key: bytes) -> Content:
-    """Compute a text and keep what a press chooses; UnsupportedError: its keys and values cannot be left out."""
+    """Compute a text and keep the tokens that a press chooses. Raise UnsupportedError if they cannot be compressed."""
     cache = DynamicCache(config=model.config)
     kept: dict[int, KeptLayer | WindowLayer] = {}
     peak = Peak(cache, kept)
@@ -60,25 +60,25 @@ def read(model: Any, tokens: torch.Tensor, press: Any, budget: float, key: bytes
         refuse_if(len(full) < len(cache.layers), "a press that turns keys to new places, beside layers with windows")
         position = int(kept[full[0]].kept[0])  # type: ignore[union-attr]
     layers = dict(sorted(kept.items()))
-    kept.clear()  # the cache's layers refer to each other through it, and would hold it until garbage is collected
+    kept.clear()  # breaks a reference cycle, which would hold memory until garbage collection
     return Content(layers, tokens, position, peak.nbytes, key)
 
 
 def _inputs(model: Any, tokens: torch.Tensor, cache: DynamicCache) -> dict[str, Any]:
-    """Return the inputs that generate would give for a whole text, of the model below its head."""
+    """Return the inputs that generate would make for a whole text, for the model without its head."""
     inputs = inputs_of(model, tokens.numpy(), 0, len(tokens), cache)
     inputs.pop("logits_to_keep", None)
     return inputs
 
 
 class Peak:
-    """The most bytes of keys and values: of layers that are whole, and of what is kept."""
+    """The most bytes of keys and values at one time, of whole layers and compressed ones together."""
 
     def __init__(self, cache: DynamicCache, kept: dict[int, Any]) -> None:
         self._cache, self._kept, self.nbytes = cache, kept, 0
 
     def look(self) -> None:
-        """Count the memory that there is now; a view counts with all of the memory that it holds."""
+        """Update `nbytes` with the current memory. A view counts with all of the memory that it holds."""
         whole = [(layer.keys, layer.values) for layer in self._cache.layers if layer.is_initialized]
         packed = [layer[:2] for layer in self._kept.values()]
         held = [t.untyped_storage() for pair in (*whole, *packed) for t in pair if t is not None]
@@ -86,7 +86,7 @@ class Peak:
 
 
 class _ReadLayer(CachedPass, DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
-    """A layer that is compressed where its attention is computed, which its marked keys lead to."""
+    """A layer that computes its own attention, to which its marked keys lead, and is compressed right after."""
 
     keys: torch.Tensor | None
     values: torch.Tensor | None
@@ -96,14 +96,14 @@ class _ReadLayer(CachedPass, DynamicLayer):  # type: ignore[misc]  # transformer
         self.index, self.press, self.budget, self.kept, self.peak = index, press, budget, kept, peak
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
-        """Return the keys, bound to this layer."""
+        """Return keys that are marked with this layer, and the values."""
         self.lazy_initialization(key_states, value_states)
         self.keys, self.values = key_states, value_states
         self.caches(value_states)
         return mark(key_states.view_as(key_states), self), value_states
 
     def attend(self, call: MarkedCall) -> torch.Tensor:
-        """Return attention over the whole text, `[1, tokens, num_heads, head_dim]`, and keep what the press chooses."""
+        """Return attention over the whole text, `[1, tokens, num_heads, head_dim]`, and keep the press's tokens."""
         refuse_if(call.window is not None, "a layer without a window in its cache has one in its attention")
         query, key, value, scale = call[:4]
         length = query.shape[2]
@@ -123,7 +123,7 @@ class _ReadLayer(CachedPass, DynamicLayer):  # type: ignore[misc]  # transformer
 def _read_by_hooks(
     model: Any, tokens: torch.Tensor, press: Any, cache: DynamicCache, kept: dict[int, Any], peak: Peak, full: set[int]
 ) -> None:
-    """Read under an object of kvpress; a layer that it leaves whole is kept as it is at the press's end."""
+    """Compute a text with an object of kvpress. Layers that it has not shortened are packed when the press ends."""
     twin = _twin(model)
     modules = _attention_modules(twin)
     refuse_if(full - modules.keys(), "its attention modules do not say which layer they are of")
@@ -135,10 +135,10 @@ def _read_by_hooks(
         if masked is not None:
             chosen[masked[1], masked[2]] = False
         kept[index] = keep(keys, values, chosen)
-        if keys.shape[1] < len(tokens):  # the press does not say which tokens it left
+        if keys.shape[1] < len(tokens):  # which tokens remain is unknown
             kept[index] = kept[index]._replace(chosen=torch.empty(0, 0, dtype=torch.uint8))
         peak.look()
-        # New tensors: a view of no tokens would hold the memory of all.
+        # New tensors, because an empty view would hold all of the memory.
         layer.keys, layer.values = (side.new_empty(1, len(side), 0, side.shape[2]) for side in (keys, values))
 
     def behind(module: Any, *_: Any) -> None:
@@ -152,34 +152,34 @@ def _read_by_hooks(
             kwargs.setdefault(name, cache)
 
     for index in full:
-        modules[index].register_forward_hook(under_every_name, with_kwargs=True)  # a press asks for its version's
+        modules[index].register_forward_hook(under_every_name, with_kwargs=True)  # for other versions' names
     with press(twin):
         for index in full:
-            modules[index].register_forward_hook(behind)  # behind the press's own; it dies with the twin
-        places = torch.arange(len(tokens), device=model.device)  # which kvpress asks for, and transformers passes on
+            modules[index].register_forward_hook(behind)  # runs after the press's hook; deleted with the twin
+        places = torch.arange(len(tokens), device=model.device)  # kvpress needs them, and transformers passes them on
         twin.base_model(**_inputs(twin, tokens, cache), cache_position=places)
     for index in sorted(full - kept.keys()):
         pack(index)
 
 
 def _twin(model: Any) -> Any:
-    """Return the same model of other modules, which share every tensor."""
+    """Return a copy of a model's modules that shares every tensor with it."""
     shared = {id(t): t for t in itertools.chain(model.parameters(), model.buffers())}
     return copy.deepcopy(model, shared)
 
 
 def _attention_modules(model: Any) -> dict[int, Any]:
-    """Return, by layer, the module that is given the cache and has no such module within."""
+    """Return for each layer the innermost module that gets the cache."""
     found: dict[int, Any] = {}
     for module in model.modules():
         index = vars(module).get("layer_idx")
         if isinstance(index, int) and takes_cache(module.forward):
-            found[index] = module  # an inner one comes behind the one around it
+            found[index] = module  # an inner module comes later and replaces the outer one
     return found
 
 
 def _turns_keys(press: Any) -> bool:
-    """Return whether a press of kvpress gives the tokens that it keeps new positions, from 0."""
+    """Return whether a press of kvpress moves the kept tokens to new positions, counted from 0."""
     if isinstance(press, str):
         return False
     if type(press).__name__ == "KeyRerotationPress" or getattr(press, "rerotate_keys", False):

@@ -41,8 +41,8 @@ class PagedPass:
     def attend(self, call: MarkedCall) -> torch.Tensor:
         """Return attention of the queries over all cached tokens, `[batch, num_tokens, num_heads, head_dim]`.
 
-        Subclasses implement it. This one refuses: `no_mask` marks a mask with this class, and the mark of a mask counts
-        only if the keys have none, so the layer's keys are not those that it has just cached.
+        Subclasses implement it. This one refuses, because `no_mask` marks masks with this class. The mark of a mask
+        counts only if the keys have no mark. Then the layer's keys are not those that it has just cached.
         """
         raise UnsupportedError("a layer attends to keys other than those it has just cached")
 

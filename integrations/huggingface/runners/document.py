@@ -1,7 +1,7 @@
 """The runner of calls over a compressed document. Their questions are prompts in blocks of the prefix cache.
 
 A question is the text after the document, and is admitted like any prompt. Its KV is valid for one document only, so
-the identity of the document is an extra key of its blocks, and prompts without this key never find them.
+the identity of the document is an extra key of its blocks. Prompts without this key never find them.
 """
 
 from __future__ import annotations
