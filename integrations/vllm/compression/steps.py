@@ -1,4 +1,4 @@
-"""Orders of vLLM's scheduler to its workers, which travel on the `SchedulerOutput` of a step."""
+"""The work that vLLM's scheduler gives its workers for compression, as a part of a step's `SchedulerOutput`."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import NamedTuple
 
 
 class Packing(NamedTuple):
-    """An order to workers: pack the kept tokens of a request's prompt from `sources` into `targets`.
+    """Work of a worker before a step: pack the kept tokens of a request's prompt from `sources` into `targets`.
 
     Attributes:
         request_id: The request whose block table changes.
         press: The press that scores tokens.
-        tokens: The prompt's first tokens, which the press scores.
-        sources: The prompt's whole blocks. Null blocks take their places behind `targets`.
-        targets: Blocks for the kept tokens; some may be among `sources`.
-        tail: The block of tokens behind `sources`, which are scored and stay where they are; None: there are none.
-        peer: None: tokens are packed now. Otherwise `targets` hold them already, and only the table changes. Then this
-            is the request that they were packed for, or "" where they were found in the cache.
+        tokens: Number of first tokens of the prompt, which the press scores.
+        sources: The prompt's whole blocks. In the table, `targets` and then null blocks replace them.
+        targets: Blocks for the kept tokens. Some may be among `sources`.
+        tail: The block with the scored tokens after `sources`, which stay in place. None: there are none.
+        peer: None: the worker packs the tokens now. Otherwise `targets` hold them already, and only the table changes.
+            Then this is the request for which they were packed, or "" if they were found in the cache.
         by_head: Whether each KV head has its own number of blocks.
     """
 
@@ -31,11 +31,11 @@ class Packing(NamedTuple):
 
 
 class CompressionStep(NamedTuple):
-    """Orders of one step: what to pack before its forward pass, and the queries to save in it.
+    """Work of one step: prompts to pack before its forward pass, and queries to save during it.
 
     Attributes:
-        packings: Orders, to be carried out one after the other.
-        queries: By request, how many last rows of its chunk a press will read.
+        packings: The prompts to pack, in this order.
+        queries: For each request, the number of last rows of its chunk whose queries a press will read.
     """
 
     packings: list[Packing]

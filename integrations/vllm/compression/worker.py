@@ -1,10 +1,10 @@
-"""Compression in vLLM's workers: save the queries that presses read, score a prompt's tokens, and pack those that stay.
+"""Compression in vLLM's workers: save the queries that presses read, score a prompt's tokens, and pack the kept ones.
 
-All heads of all layers are handled at once: the KV cache is read and written as rows, one key beside one value each.
+All heads of all layers are packed at once. For this the KV cache is read and written as rows of one key and one value.
 
-Heads with budgets of their own have block tables of their own. Each block is then divided into pages, one for each KV
-head. The attention of such a request is computed twice. First it is computed with the whole batch, so that the results
-of other requests do not change. Then it is computed for each head.
+If heads have different budgets, each head has its own block table. A block is then divided into pages, one for each KV
+head. The attention of such a request is computed twice: first with the whole batch, so that the results of other
+requests do not change, and then for each head.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..scheduler_output import entering_requests
 from .steps import CompressionStep, Packing
 
 TURN_BYTES = 128 << 20
-"""The most memory that scoring takes at once, so far as one layer leaves a choice."""
+"""The memory that scoring may use at once. A single layer may need more."""
 
 
 @dataclass
@@ -35,9 +35,9 @@ class CacheRows:
     Attributes:
         rows: `[num_rows, 1, 2 * head_dim]`, in the dtype of the allocation.
         layers: vLLM's attention layers, by name.
-        first: `[num_layers]`, the first row of each.
-        strides: Rows from one block, token and KV head to the next.
-        shape: Slots of a block, KV heads, and their width.
+        first: `[num_layers]`, the first row of each layer.
+        strides: The number of rows from one block, token and KV head to the next.
+        shape: The number of slots in a block, the number of KV heads, and `head_dim`.
     """
 
     rows: torch.Tensor
@@ -48,13 +48,13 @@ class CacheRows:
 
     @property
     def impl_cache(self) -> torch.Tensor:
-        """The KV cache of one layer; the others have its shape and strides."""
+        """The KV cache of one layer. Those of the other layers have the same shape and strides."""
         cache: torch.Tensor = next(iter(self.layers.values())).kv_cache
         return cache
 
     @property
     def impl(self) -> Any:
-        """The attention of one layer; the others have the same scale and cache dtype."""
+        """The attention of one layer. Those of the other layers have the same scale and cache dtype."""
         return next(iter(self.layers.values())).impl
 
     def at(self, blocks: list[int]) -> torch.Tensor:
@@ -76,7 +76,7 @@ class CacheRows:
 
 
 def cache_rows(layers: dict[str, Any]) -> list[CacheRows]:
-    """Return the caches of layers as rows; ValueError names a layer that cannot be compressed."""
+    """Return the caches of layers as rows. Raise ValueError, which names the layer, if one cannot be compressed."""
     from ..attention.backend import PagedAttention
 
     found: dict[tuple[Any, ...], dict[str, Any]] = defaultdict(dict)
@@ -110,6 +110,7 @@ def cache_rows(layers: dict[str, Any]) -> list[CacheRows]:
 
 
 def _as_rows(layers: dict[str, Any]) -> CacheRows:
+    """Return the caches of layers that share an allocation, shape and strides as rows."""
     caches = [layer.kv_cache for layer in layers.values()]
     (_, heads, size, width), (block, head, token, _) = caches[0].shape, caches[0].stride()
     offsets = [cache.storage_offset() for cache in caches]
@@ -122,14 +123,14 @@ def _as_rows(layers: dict[str, Any]) -> CacheRows:
 
 @dataclass
 class Compressor:
-    """Compresses the requests of one worker's model runner, as a step's `CompressionStep` says.
+    """Compression in one worker's model runner. Each step's `CompressionStep` says what to do.
 
     Attributes:
         runner: vLLM's model runner.
         caches: The KV caches of all layers.
-        saved: By request and layer, queries of the chunks so far.
-        holes: By request, how many packed blocks it has, and how many null blocks behind them.
-        tables: By request and layer, the pages of each KV head, `[num_kv_heads, whole blocks]`, -1 behind them.
+        saved: Queries of the chunks so far, by request and layer.
+        holes: For each request, its number of packed blocks and of null blocks after them.
+        tables: The pages of each KV head, `[num_kv_heads, whole blocks]`, by request and layer; -1 after the last page.
     """
 
     runner: Any
@@ -145,7 +146,7 @@ class Compressor:
         self._by_head: HeadRows | None = None
 
     def begin_step(self, output: Any) -> None:
-        """Pack what a step asks for, before the runner zeroes or copies blocks, which may have been freed by it."""
+        """Pack the prompts that a step names, before the runner zeroes or copies blocks that packing frees."""
         entering = {each.request_id: each.blocks for each in entering_requests(output, 0)}
         for name in (*output.finished_req_ids, *entering):
             for of_request in (self.saved, self.tables, self.holes):
@@ -166,7 +167,7 @@ class Compressor:
                 self.tables[packing.request_id] = tables
 
     def follow(self, names: list[str], output: Any) -> None:
-        """Note which rows of the batch have queries that presses will read, once the runner has its order."""
+        """Find the rows whose queries presses will read, after the runner has ordered the batch by `names`."""
         step: CompressionStep | None = getattr(output, "pc_compression", None)
         self._spans, end = [], 0
         for name in names if step is not None and step.queries else ():
@@ -183,10 +184,10 @@ class Compressor:
     def close_holes(
         self, tables: torch.Tensor, seq_lens: torch.Tensor, longest: int
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Return a step's block tables without the holes of compressed requests, and the lengths that fit them.
+        """Return a step's block tables without the holes of compressed requests, with lengths to match.
 
-        The queries of a step are behind all holes, and layers have no windows or ALiBi. So a query attends to the same
-        keys, and kernels have no tiles to skip. Requests whose heads have tables of their own keep their holes.
+        All queries of a step come after the holes, and layers have no windows or ALiBi. So a query attends to the same
+        keys, and kernels have no tiles to skip. Requests with tables for each head keep their holes.
 
         Args:
             tables: `[num_seqs, max_blocks]` int32, -1 for a hole.
@@ -206,28 +207,28 @@ class Compressor:
         return closed, seq_lens - (count[:, 0] * size).to(seq_lens.dtype), longest
 
     def save(self, layer: str, query: torch.Tensor) -> None:
-        """Save queries of one layer's forward pass; a second pass of a step, which computes nothing, is ignored."""
+        """Save queries of one layer. A second forward pass in the same step, which computes nothing, is ignored."""
         if layer in self._unseen:
             self._unseen.discard(layer)
             for name, begin, end in self._spans:
                 self.saved.setdefault(name, {}).setdefault(layer, []).append(query[begin:end].clone())
 
     def attend(self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, step: Any, output: torch.Tensor) -> None:
-        """Compute rows of requests whose heads have tables of their own again, each head over its own pages."""
+        """Compute attention again for requests with tables for each head, each head over its own pages."""
         if self._by_head is not None:
             self._by_head.attend(layer, query, kv_cache, step, output)
 
 
 @dataclass
 class HeadRows:
-    """The requests of a step whose KV heads have block tables of their own.
+    """The requests of a step whose KV heads have their own block tables.
 
     Attributes:
-        rows: Their rows in the batch.
-        tokens: Their rows of the query.
-        starts: Where the queries of each begin among these, `[requests + 1]`.
-        longest: The most queries of one of them.
-        tables: Of each, the pages of its heads by layer.
+        rows: The rows of the requests in the batch.
+        tokens: The rows of their queries in the query tensor.
+        starts: The start of each request's queries among `tokens`, `[requests + 1]`.
+        longest: The most queries of one request.
+        tables: For each request, the pages of its heads by layer.
     """
 
     rows: torch.Tensor
@@ -274,7 +275,7 @@ class HeadRows:
 
 
 def page_strides(kv_cache: torch.Tensor) -> tuple[int, int, int]:
-    """Return the elements from one page to the next, and pages from one block and from one KV head to the next."""
+    """Return the elements from one page to the next, and the pages between blocks and between KV heads."""
     block, head, _, _ = kv_cache.stride()
     unit = math.gcd(block, head)
     return unit, block // unit, head // unit
@@ -284,10 +285,10 @@ def page_strides(kv_cache: torch.Tensor) -> tuple[int, int, int]:
 def pack(
     cache: CacheRows, layers: slice, packing: Packing, saved: dict[str, list[torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    """Score a prompt's tokens for some layers, and copy what each KV head keeps to its targets.
+    """Score a prompt's tokens for some layers, and copy the tokens that each KV head keeps to the targets.
 
     Returns:
-        By layer the pages of each KV head, where heads have their own number of blocks; else nothing.
+        The pages of each KV head by layer; {} if all heads have the same number of blocks.
     """
     size, _, width = cache.shape
     whole, keep = len(packing.sources) * size, len(packing.targets) * size
@@ -313,11 +314,11 @@ def pack(
 def pack_by_head(
     cache: CacheRows, packing: Packing, there: torch.Tensor, slots: torch.Tensor, scores: torch.Tensor
 ) -> torch.Tensor:
-    """Copy what the KV heads of a layer keep to pages of the targets, and return the pages of each head.
+    """Copy the tokens that a layer's KV heads keep to pages of the targets, and return the pages of each head.
 
     Args:
         cache: The KV caches of layers like this one.
-        packing: What to pack.
+        packing: The prompt to pack.
         there: The prompt's keys and values, `[num_kv_heads, tokens, 2 * head_dim]`.
         slots: Rows of the targets, `[num_kv_heads, slots]`.
         scores: Scores of the prompt's whole blocks, `[num_kv_heads, slots of these]`.
@@ -326,7 +327,7 @@ def pack_by_head(
     counts = pages_by_head(scores, keep, size)
     tokens = [scores[head].topk(count * size).indices.sort().values for head, count in enumerate(counts)]
     source = torch.cat([there[head, own] for head, own in enumerate(tokens)])
-    slots = slots.view(heads, keep, size).transpose(0, 1).reshape(-1)  # pages of a block behind each other
+    slots = slots.view(heads, keep, size).transpose(0, 1).reshape(-1)  # the pages of a block follow each other
     scatter_slots(source.view(-1, 2 * width), cache.rows, slots)
     _, block, head_stride = page_strides(cache.impl_cache)
     pages = [target * block + head * head_stride for target in packing.targets for head in range(heads)]
@@ -352,7 +353,7 @@ def pages_by_head(scores: torch.Tensor, keep: int, size: int) -> list[int]:
 
 
 def scored(cache: CacheRows, layers: slice, rows: torch.Tensor) -> torch.Tensor:
-    """Return rows `[num_layers, num_kv_heads, tokens, 2 * head_dim]` as presses read them: not quantized."""
+    """Return rows `[num_layers, num_kv_heads, tokens, 2 * head_dim]` for presses, without quantization."""
     if not cache.impl.kv_cache_dtype.startswith("fp8"):
         return rows
     count, heads, _, width = rows.shape
@@ -377,7 +378,7 @@ def queries_of(cache: CacheRows, layers: slice, packing: Packing, saved: dict[st
 
 
 def write_table(runner: Any, packing: Packing) -> None:
-    """Write packed blocks and null blocks into the block table that a model runner has of a request."""
+    """Write packed blocks and null blocks into a request's block table in a model runner."""
     name, ids = packing.request_id, packing.targets + [0] * (len(packing.sources) - len(packing.targets))
     if hasattr(runner, "update_requests"):
         row = runner.req_states.req_id_to_index.get(name)
@@ -391,7 +392,7 @@ def write_table(runner: Any, packing: Packing) -> None:
 
 
 def prepare(worker: Any) -> str:
-    """Have a worker, whose model and caches are there, compress requests; return why it cannot, or ""."""
+    """Enable compression in a worker that has its model and caches. Return why it cannot compress, or ""."""
     runner, config = worker.model_runner, worker.vllm_config
     if getattr(config.parallel_config, "enable_dbo", False):
         return "batches in two halves"

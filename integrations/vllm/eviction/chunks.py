@@ -1,8 +1,8 @@
 """Prompts in chunks at fixed places, so that a request's bits do not depend on the cached tokens.
 
-A matrix product may round differently for another number of rows. So a step has a whole chunk of a prompt or nothing of
-it. A hit ends at a chunk's end, and only whole chunks of prompts are published. Each token of an answer is computed
-alone, also when a preempted request resumes.
+A matrix product may round differently for another number of rows. So a step computes a whole chunk of a prompt, or
+nothing of it. A hit ends at a chunk's end, and only whole chunks of prompts are published. Each token of an answer is
+computed alone, also when a preempted request resumes.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from ..api import available, is_batch_invariant, logger
 from ..reasons import clipping_reasons, first_reason
 
 CHUNK = 128
-"""Tokens of a chunk, unless `pc_chunk` gives another number."""
+"""Number of tokens in a chunk, unless `pc_chunk` gives another number."""
 
 
 class FixedChunks:
-    """Limits of what a scheduler computes of a prompt in a step, and of what its cache finds and publishes."""
+    """Limits on the tokens that a scheduler computes in a step, and on the blocks that it finds and publishes."""
 
     def __init__(self, scheduler: Any, chunk: int) -> None:
         coordinator = scheduler.kv_cache_manager.coordinator
@@ -71,7 +71,7 @@ def make_chunks(scheduler: Any, asked: str) -> FixedChunks | None:
 
 
 def why_no_chunks(scheduler: Any, chunk: int) -> str:
-    """Return what makes fixed chunks impossible in an engine, or ""."""
+    """Return why fixed chunks are impossible in an engine, or ""."""
     given = scheduler.scheduler_config
     budget = min(scheduler.max_num_scheduled_tokens, given.long_prefill_token_threshold or chunk)
     media = scheduler.vllm_config.model_config.is_multimodal_model

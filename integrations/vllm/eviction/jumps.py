@@ -1,8 +1,8 @@
 """Prefill that jumps over cached blocks behind a gap. Their KV is exact: a block's hash covers all tokens before it.
 
 vLLM reuses only a leading run of cached blocks. If blocks in between were evicted, the later runs are pinned when the
-request is admitted. Its chunk ends where the gap ends, and the next step continues behind the run. A worker sees a
-request that has computed more tokens than before, and needs no code of ours.
+request is admitted. Its chunk ends where the gap ends, and the next step continues after the run. A worker only
+sees a request with more computed tokens, so workers need no change.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class GapJumps:
         self._planned = None
         if self._cache.prefix_cache_lookup_enabled(request):
             first, rest = divmod(num_computed, self._size)
-            # Runner V2 gets media only with a new request, without those of tokens that are computed.
+            # Runner V2 gets media only with a new request, and then none of computed tokens.
             runs = {} if rest or (self._sends_anew and request.mm_features) else self._behind(request, first)
             pieces = self.find_moved(request, num_computed, runs) if anywhere else []
             self._planned = (request, runs, pieces) if runs or pieces else None
@@ -76,17 +76,17 @@ class GapJumps:
         return []
 
     def _planned_for(self, request: Any) -> tuple[dict[int, Any], list[Any]]:
-        """Return the later runs and moved text of the request that vLLM is about to admit."""
+        """Return the planned runs and moved text of a request, if `plan` was called for it last."""
         planned = self._planned
         return planned[1:] if planned is not None and planned[0] is request else ({}, [])
 
     def clip(self, request: Any, num_computed: int, num_new: int) -> int:
-        """Return how many tokens of a chunk lie in front of the next run."""
+        """Return the number of tokens of a chunk that come before the next run."""
         runs = self._planned_for(request)[0] or self.pinned.get(request.request_id)
         return min(num_new, next(iter(runs)) * self._size - num_computed) if runs else num_new
 
     def _behind(self, request: Any, first: int) -> dict[int, Any]:
-        """Return the runs of cached blocks behind block `first`, which is not cached, up to the last token's block."""
+        """Return the runs of cached blocks after the uncached block `first` and before the last token's block."""
         found: dict[int, Any] = {}
         run: dict[int, Any] = {}
         for number in range(first, self._last(request)):
@@ -98,6 +98,7 @@ class GapJumps:
         return self._with_run(found, run)
 
     def _with_run(self, found: dict[int, Any], run: dict[int, Any]) -> dict[int, Any]:
+        """Return the found runs with one more, if it is long enough."""
         return found | run if len(run) >= self._min_blocks else found
 
     def _last(self, request: Any) -> int:
@@ -106,16 +107,17 @@ class GapJumps:
         return last
 
     def _cached(self, request: Any, number: int) -> Any:
+        """Return the cached block with the content of a request's block, or None."""
         return find_cached(self._pool, request.block_hashes[number] + self._group)
 
     def allocate(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        """Allocate as vLLM's `allocate_slots`; pin planned runs first, and add the blocks that were jumped over."""
+        """Replace vLLM's `allocate_slots`: pin planned runs first, and add blocks of past jumps to the result."""
         runs, _ = self._planned_for(request)
         self._planned = None
         if runs:
             blocks = list(runs.values())
             if not kwargs.get("full_sequence_must_fit") or self._room(request, blocks, **kwargs) >= 0:
-                # Pinned first, since the gap's blocks could be taken from these.
+                # Pinned first, because the gap's new blocks could otherwise be these.
                 self._pool.touch(blocks)
                 given = kwargs | {"full_sequence_must_fit": False}
                 new = self._allocate_slots(request, num_new_tokens, *args, **given)
@@ -130,7 +132,7 @@ class GapJumps:
         return new
 
     def _room(self, request: Any, blocks: list[Any], **kwargs: Any) -> int:
-        """Return how many blocks stay free beside a whole request. vLLM's own check would count pinned blocks twice."""
+        """Return how many blocks a whole request leaves free. vLLM's own check would count pinned blocks twice."""
         lead = kwargs["new_computed_blocks"].blocks[0]
         need = -(-min(request.num_tokens, self._max_model_len) // self._size)
         need -= sum(block.ref_cnt > 0 for block in (*lead, *blocks))
@@ -138,13 +140,14 @@ class GapJumps:
         return int(self._pool.get_num_free_blocks() - need)
 
     def start_step(self) -> None:
-        """Move requests that have computed a gap, or compute it in the running step, behind the run that follows it."""
+        """Let requests jump over a run if the gap before it is computed, or will be in the running step."""
         for name, pins in list(self.pinned.items()):
             self._jump(self._requests[name], pins)
             if not pins:
                 del self.pinned[name]
 
     def _jump(self, request: Any, pins: dict[int, Any]) -> None:
+        """Move a request that stands before a run to its end: add the blocks to the table, count the tokens."""
         begin, rest = divmod(request.num_computed_tokens, self._size)
         if rest:
             return
@@ -169,6 +172,7 @@ class GapJumps:
         self._count(request, len(taken) * self._size)
 
     def _count(self, request: Any, tokens: int) -> None:
+        """Count tokens that were jumped over as cached, in vLLM's statistics."""
         stats, prefill = self._cache.prefix_cache_stats, request.prefill_stats
         if request.num_preemptions:
             return
@@ -180,13 +184,14 @@ class GapJumps:
             stats.hits += tokens
 
     def finish_step(self, output: Any) -> None:
-        """Note which blocks were sent; send requests that have jumped to runner V2 as new ones."""
+        """Record which blocks were sent. Send requests that have jumped to runner V2 as new requests."""
         for name in self._unsent.keys() & output.num_scheduled_tokens.keys():
             del self._unsent[name]
             if self._sends_anew:  # runner V2 counts computed tokens itself, and reads the count of a new request only
                 self._send_anew(output, self._requests[name])
 
     def _send_anew(self, output: Any, request: Any) -> None:
+        """Replace a request's part of the step by a new request, with all of its blocks and computed tokens."""
         cached = output.scheduled_cached_reqs
         at = cached.req_ids.index(request.request_id)
         blocks = self._cache.get_block_ids(request.request_id)
@@ -204,13 +209,13 @@ class GapJumps:
 
 
 def why_no_jumps(scheduler: Any) -> str:
-    """Return what makes jumps over gaps impossible in an engine, or ""."""
+    """Return why jumps over gaps are impossible in an engine, or ""."""
     encodes = {"an encoder": scheduler.is_encoder_decoder or scheduler.ec_connector is not None}
     return why_not_one_chain(scheduler) or first_reason(encodes | clipping_reasons(scheduler))
 
 
 def why_not_one_chain(scheduler: Any) -> str:
-    """Return why an engine's cache is more than one chain of blocks, or ""."""
+    """Return why an engine's cache is not a single chain of blocks for each request, or ""."""
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     reasons = {
         "no prefix caching": not scheduler.kv_cache_manager.enable_caching,

@@ -90,13 +90,13 @@ class MovedJumps(GapJumps):
         self._moving: dict[str, list[CopiedSpan]] = {}
 
     def follow(self) -> None:
-        """Enter the text of blocks from now on. It takes time and 180 bytes a block, so only once a request asks."""
+        """Index the text of blocks from now on. It costs time and 180 bytes per block, so a request must ask first."""
         if self._index is None:
             self._index = ContentIndex(self._contents, self._size)  # type: ignore[arg-type]
             self._pool.contents = self
 
     def published(self, request: Any, blocks: list[Any], first: int, last: int) -> None:
-        """Note blocks that got their hashes. They can be moved from the next step on, when their KV is written."""
+        """Record blocks that got their hashes. From the next step on, when their KV is written, text can be moved."""
         root = _root(request)
         if root is None:
             return
@@ -122,7 +122,7 @@ class MovedJumps(GapJumps):
                 yield from piece.blocks
 
     def find_moved(self, request: Any, num_computed: int, runs: dict[int, Any]) -> list[CopiedSpan]:
-        """Return text behind a hit that is cached elsewhere, between later runs; none before the first request asks."""
+        """Return pieces of a prompt, after its hit and between later runs, that are cached elsewhere. See `follow`."""
         return [] if self._index is None else list(self._find(request, num_computed, runs))
 
     def _find(self, request: Any, num_computed: int, runs: dict[int, Any]) -> Iterator[CopiedSpan]:
@@ -132,13 +132,13 @@ class MovedJumps(GapJumps):
             return
         assert self._index is not None
         tokens = np.array(token_ids(request)[:last], np.uint32)
-        # The token in front of a run is computed: the run must join a table whose last block is full.
+        # The token before a run is computed, so that the run joins a table whose last block is full.
         ends = [number * size - 1 for number in runs if number - 1 not in runs]
         begins = [(number + 1) * size for number in runs if number + 1 not in runs]
         for begin, end in zip([num_computed, *begins], [*ends, last], strict=True):
             joined: list[ContentMatch] = []
             for match in self._index.find(tokens, begin, end, root):
-                # Turns of a conversation are in blocks of several requests, each computed behind the one before.
+                # The turns of a conversation are blocks of several requests, each computed after the turn before.
                 goes_on = bool(joined) and match.start == joined[-1].end
                 if not goes_on or self._index.agreed_before(match, tokens) < LEAD:
                     yield from self._piece(request, joined)
@@ -157,13 +157,13 @@ class MovedJumps(GapJumps):
             yield CopiedSpan(begin, end, slots, deltas, blocks)
 
     def clip(self, request: Any, num_computed: int, num_new: int) -> int:
-        """Return how many tokens of a chunk lie in front of the next run or piece."""
+        """Return the number of tokens of a chunk that come before the next run or piece."""
         pieces = self._planned_for(request)[1] or self._pieces.get(request.request_id)
         allowed = super().clip(request, num_computed, num_new)
         return min(allowed, pieces[0].begin - num_computed) if pieces else allowed
 
     def allocate(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        """Allocate as `GapJumps.allocate`; pin the sources of pieces too, if they fit beside the whole request."""
+        """Allocate as `GapJumps.allocate`, and pin the sources of pieces that fit next to the whole request."""
         planned, found = self._planned_for(request)
         pieces: list[CopiedSpan] = []
         if found:
@@ -185,11 +185,12 @@ class MovedJumps(GapJumps):
         return new
 
     def _unpin(self, pieces: list[CopiedSpan]) -> None:
+        """Release the source blocks of pieces."""
         for piece in pieces:
             self._pool.free_blocks(reversed(piece.blocks))
 
     def start_step(self) -> None:
-        """Move requests that have come to a run, or to a piece, behind it."""
+        """Let requests jump over a run or piece that they have reached."""
         super().start_step()
         for ids, keys, first, before, tokens, root, exact in self._pending:
             self._contents.enter(ids, keys, first)
@@ -213,14 +214,14 @@ class MovedJumps(GapJumps):
                 del self._pieces[name]
 
     def _rename(self, request: Any, number: int) -> None:
-        """Give a request's blocks from `number` on hashes of their own; later hashes follow from them."""
+        """Give a request's blocks from `number` on new hashes, which no prompt has."""
         exact = request.block_hashes[number]
         request.block_hashes[number:] = [sha256(b"pc.moved" + exact).digest()[: len(exact)]]
         request.update_block_hashes()
         request.pc_moved_from = number
 
     def finish_step(self, output: Any) -> None:
-        """Name in the step what workers move for its requests."""
+        """Add to the step the slots that workers copy and rotate."""
         super().finish_step(output)
         moves = []
         for name in self._moving.keys() & output.num_scheduled_tokens.keys():
@@ -262,7 +263,7 @@ def _asks_for_rows(request: Any) -> bool:
 
 
 def why_no_moves(scheduler: Any) -> str:
-    """Return what makes moves impossible in an engine that can jump over gaps, or "". Workers answered at the start."""
+    """Return why an engine that can jump over gaps cannot move text, or "". Workers reported at the engine's start."""
     (group,) = scheduler.kv_cache_config.kv_cache_groups
     if type(group.kv_cache_spec) is not FullAttentionSpec:
         return f"layers with a cache of the kind {type(group.kv_cache_spec).__name__}"

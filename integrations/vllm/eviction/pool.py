@@ -35,9 +35,9 @@ class PolicyBlockPool(BlockPool):
     has_vllms_table: bool
     """Whether the pool was vLLM's own class, whose table of hashes `drop_hashes` writes to."""
     handed_out: list[int] | None = None
-    """Blocks allocated since the scheduler last took this list; None if the scheduler does not take it."""
+    """Blocks allocated since the scheduler last read this list; None if the scheduler does not read it."""
     contents: Any = None
-    """The `MovedJumps` that notes which text the blocks hold, None until a request asks for moved text."""
+    """The `MovedJumps` that indexes the text of blocks; None until a request asks for moved text."""
 
     def touch(self, blocks: Sequence[Any]) -> None:
         """Reference the cached blocks that a request found."""
@@ -147,7 +147,7 @@ class PolicyBlockPool(BlockPool):
         return named
 
     def cache_packed_blocks(self, request: Any, blocks: list[Any], keys: list[bytes]) -> None:
-        """Give the packed blocks of a compressed text their keys, which cover the text that they were packed from."""
+        """Give the packed blocks of a compressed text their keys, made of the text from which they were packed."""
         for block, key in zip(blocks, keys, strict=True):
             give_key(self, key, block, self.hash_block_size)
         self._completed(blocks, 0, keys)
@@ -168,7 +168,7 @@ class PolicyBlockPool(BlockPool):
 
         Args:
             blocks: Consecutive blocks of a sequence, of which some may have no hash.
-            before: The number of blocks in front of them.
+            before: The number of blocks of the sequence before them.
             keys: Their hashes; None if some may be missing.
         """
         if self.policy_state.is_lru:
@@ -183,7 +183,7 @@ class PolicyBlockPool(BlockPool):
         self.policy_state.completed(numbers_of(blocks), places, keys)
 
     def evict_blocks(self, block_ids: set[int]) -> None:
-        """Take the hashes from blocks, referenced ones too."""
+        """Remove the hashes of blocks, also of referenced ones."""
         super().evict_blocks(block_ids)
         blocks = self.blocks
         self.policy_state.lost([i for i in block_ids if blocks[i].block_hash is None])
@@ -202,11 +202,11 @@ def numbers_of(blocks: Sequence[Any]) -> array[int]:
 
 
 def install_policy(pool: Any, policy: str | EvictionPolicy | type[EvictionPolicy]) -> PolicyBlockPool:
-    """Put an eviction policy behind vLLM's pool, which stays the same object.
+    """Give vLLM's block pool an eviction policy. The pool stays the same object.
 
     Args:
         pool: A fresh `BlockPool` of vLLM.
-        policy: As for `CacheManager`.
+        policy: A policy, as for `CacheManager`.
 
     Raises:
         TypeError: The pool is of another kind, or has a policy.
@@ -225,6 +225,6 @@ def install_policy(pool: Any, policy: str | EvictionPolicy | type[EvictionPolicy
     kind = type(pool)
     pool.has_vllms_table = has_own_table(pool)
     pool.__class__ = PolicyBlockPool if kind is BlockPool else type(kind.__name__, (PolicyBlockPool, kind), {})
-    pool.__dict__ = dict(pool.__dict__)  # else attributes of an object of a changed class are slow: 4 % of a step
+    pool.__dict__ = dict(pool.__dict__)  # without it, attributes of a changed class are slow: 4 % of a step
     installed: PolicyBlockPool = pool
     return installed

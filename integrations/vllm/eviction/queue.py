@@ -1,4 +1,4 @@
-"""The queue of free blocks behind vLLM's pool: blocks without content first, then the victims of a policy."""
+"""The queue of free blocks for vLLM's pool: blocks without content first, then the victims of a policy."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ In a pool of 4,200 blocks, choosing 1/32 in advance lost the default policy 1.2 
 """
 
 ROUNDS = 8
-"""How often a policy is asked again when waiting requests will hit its victims, each time for twice as many."""
+"""How often the policy must choose again if waiting requests will hit its victims, each time twice as many."""
 LEFT = 16
-"""After so many requests have left the queue, the blocks that were kept for waiting requests are checked again."""
+"""Number of requests that must leave the waiting queue before kept blocks are checked again."""
 
 
 class PolicyQueue:
@@ -27,7 +27,7 @@ class PolicyQueue:
 
     Blocks without a hash cannot be hit, so they are allocated first: those freed last, then those never used, as in
     vLLM. Under the lru policy the order is vLLM's own. A victim that was chosen in advance can still be hit until it is
-    allocated; the policy is notified that the content returned. Victims that a waiting request will hit are allocated
+    allocated. The policy is then notified that the content returned. Victims that a waiting request will hit come
     after all others.
 
     Args:
@@ -37,7 +37,7 @@ class PolicyQueue:
     """
 
     waiting: WaitingPrefixes | None = None
-    """The hashes that waiting requests will hit; None: they do not count."""
+    """The hashes that waiting requests will hit. None: waiting requests are ignored."""
 
     def __init__(self, blocks: list[Any], free: list[Any], state: PolicyPool) -> None:
         self._blocks = blocks
@@ -47,20 +47,20 @@ class PolicyQueue:
         self._kept: list[int] = []  # victims that a waiting request will hit
         self._seen = 0, 0
         self.num_evicted = 0
-        """Victims that were allocated."""
+        """The number of victims that were allocated."""
         self.num_returned = 0
-        """Victims that were hit before they were allocated."""
+        """The number of victims that were hit before they were allocated."""
         self._ahead = len(blocks) // AHEAD if len(blocks) >= AHEAD_FROM else 0
         self.num_free_blocks = len(free)
 
     @property
     def num_kept(self) -> int:
-        """Victims that stay because a waiting request will hit them."""
+        """The number of victims that stay because a waiting request will hit them."""
         return len(self._kept)
 
     @property
     def num_empty_blocks(self) -> int:
-        """Blocks without content."""
+        """The number of free blocks without content."""
         return len(self._empty)
 
     def popleft(self) -> Any:
@@ -96,7 +96,7 @@ class PolicyQueue:
         return taken, numbers
 
     def _choose(self, count: int) -> None:
-        """Choose victims until there are `count`; take those that a request waits for only if there are no others."""
+        """Choose victims until there are `count`. Those that a waiting request will hit are used last."""
         others = self.num_free_blocks - len(self._empty) - len(self._chosen) - len(self._kept)
         for doubled in range(ROUNDS):
             lacking = count - len(self._chosen)
@@ -122,7 +122,7 @@ class PolicyQueue:
         self._seen = waiting.joined, left
 
     def _sort_out(self, victims: list[int]) -> None:
-        """Keep the victims that a waiting request will hit."""
+        """Add victims to the chosen blocks, or to the kept ones if a waiting request will hit them."""
         free, awaited = (victims, []) if self.waiting is None else self.waiting.split(victims, self._blocks)
         self._chosen += free
         self._kept += awaited
@@ -133,7 +133,7 @@ class PolicyQueue:
         self._state.accessed([block.block_id], [each.block_id for each in returned])
 
     def discard(self, blocks: list[Any]) -> list[Any]:
-        """Remove blocks without notifying the policy; return those that it had chosen already."""
+        """Remove blocks without notifying the policy. Return those that it had already chosen."""
         self.num_free_blocks -= len(blocks)
         if None in [block.block_hash for block in blocks]:
             gone = {id(block) for block in blocks if block.block_hash is None}
@@ -185,5 +185,5 @@ class PolicyQueue:
         return [*reversed(self._empty), *cached]
 
     def iter_blocks_after(self, cursor: Any) -> Iterator[Any]:
-        """Refuse: a policy decides only when it is asked."""
+        """Raise NotImplementedError, because a policy has no order in advance."""
         raise NotImplementedError("iter_blocks_after: an eviction policy has no order to walk through")

@@ -1,4 +1,4 @@
-"""vLLM's schedulers with an eviction policy behind their block pool, hints to it, and jumps over cached tokens."""
+"""vLLM's schedulers with an eviction policy for their block pool, hints for it, and jumps over cached tokens."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ PEEKING = ("SimpleCPUOffloadConnector",)
 class PolicyScheduler(HookedScheduler):
     """vLLM's scheduler with a policy of `pc.cache` (`scheduler_cls`, with `async_scheduling=False`).
 
-    If the installed vLLM lacks what the policy needs, the scheduler becomes vLLM's own and logs why. A part that vLLM
-    lacks something for is left out and logged: jumps over gaps, moved text, fixed chunks, explanations.
+    If the installed vLLM lacks what the policy needs, the scheduler becomes vLLM's own and logs why. Jumps over
+    gaps, moved text, fixed chunks and explanations are disabled singly, and logged, if vLLM lacks what they need.
     """
 
     block_pool: PolicyBlockPool
@@ -42,9 +42,9 @@ class PolicyScheduler(HookedScheduler):
             return
         self.block_pool = install_policy(self.kv_cache_manager.block_pool, chosen_policy(vllm_config))
         self._awaited = WaitingPrefixes(lambda: self.waiting)
-        if not self.block_pool.policy_state.is_lru:  # under lru vLLM's own order holds
+        if not self.block_pool.policy_state.is_lru:  # lru keeps vLLM's own order
             self.block_pool.free_block_queue.waiting = self._awaited
-        # A KV connector fills new blocks unseen by the workers, which must forget the rows of hidden states there.
+        # A KV connector fills new blocks without the workers, which must then drop hidden states of these blocks.
         self._sends_fresh = transfer is not None
         self.block_pool.handed_out = [] if self._sends_fresh else None
         self._hints: dict[str, Hint] = {}
@@ -60,11 +60,12 @@ class PolicyScheduler(HookedScheduler):
         self._unexplained: set[str] = set()
         self.clips = self.chunks is not None or self.jumps is not None
         self.compression: Compression | None = None
-        """What compresses requests, from the first one that asks."""
+        """The compression of prompts; None until a request asks for it."""
         self._allocate_slots = self.kv_cache_manager.allocate_slots
         announce(vllm_config)
 
     def _can_have_policy(self) -> bool:
+        """Return whether the installed vLLM and its block pool allow a policy; log why if they do not."""
         if not available("eviction", scheduler=self):
             return False
         kind = type(self.kv_cache_manager.block_pool)
@@ -74,9 +75,9 @@ class PolicyScheduler(HookedScheduler):
         return True
 
     def _make_jumps(self) -> GapJumps | None:
-        """Make what jumps over gaps, and over moved text where that is possible; log what is not possible.
+        """Return the jumps over gaps and moved text that the engine allows, or None. Log what it does not allow.
 
-        The log is a warning for a user who asked for it.
+        The log is a warning if the user asked for the feature.
         """
         asked = self._reuse not in ("", "prefix")
         reason = "fixed chunks" if self.chunks is not None else ""
@@ -98,7 +99,7 @@ class PolicyScheduler(HookedScheduler):
         return moved
 
     def add_request(self, request: Any) -> None:
-        """Take over a request with its hint. A hint that cannot be read is logged and left out."""
+        """Add a request, and read its hint and options. An invalid hint is logged and ignored."""
         extra = extra_args(request)
         if extra.get(COMPRESS) is not None:
             self._will_compress(request)
@@ -126,7 +127,7 @@ class PolicyScheduler(HookedScheduler):
         super().add_request(request)
 
     def _will_compress(self, request: Any) -> None:
-        """Have a request's prompt compressed once it is computed, or log why the request stays exact."""
+        """Plan the compression of a request's prompt, or log why the request stays exact."""
         try:
             options = read_options(extra_args(request))
         except (TypeError, ValueError) as error:
@@ -144,7 +145,7 @@ class PolicyScheduler(HookedScheduler):
             self.compression.add(request, options)
 
     def _will_explain(self, request_id: str) -> None:
-        """Have a request's miss explained when it is admitted, and remember requests that end from now on."""
+        """Plan to explain a request's miss when it is admitted, and record requests that end from now on."""
         if self._misses is None:
             if not available("eviction.explain", scheduler=self):
                 return
@@ -172,7 +173,10 @@ class PolicyScheduler(HookedScheduler):
         return output
 
     def clip_chunk(self, allowed: int, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """End a request's chunk in front of a cached run. vLLM asks for each request of a step."""
+        """Return how many tokens a request computes in this step, so that its chunk ends before a cached run.
+
+        vLLM calls this for each request of a step.
+        """
         if self._misses is not None and request.request_id in self._unexplained:
             self._unexplained.remove(request.request_id)
             logger.info("request %s: %s", request.request_id, self._misses.explain(request, self.jumps))
@@ -191,6 +195,7 @@ class PolicyScheduler(HookedScheduler):
         return jumps.clip(request, num_computed_tokens, allowed)
 
     def _allocate_hinted(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """Allocate, and pass the request's hint to the policy for its new blocks."""
         blocks = self._allocate_slots(request, *args, **kwargs)
         hint = self._hints.get(request.request_id)
         if hint is not None and hint.ranges and blocks is not None:
@@ -198,7 +203,7 @@ class PolicyScheduler(HookedScheduler):
         return blocks
 
     def _pass_on(self, request_id: str, hint: Hint) -> None:
-        """Hint the policy at the blocks that a request has got since the last call."""
+        """Pass a request's hint to the policy for the blocks that it has got since the last call."""
         managers = self.kv_cache_manager.coordinator.single_type_managers
         done = self._hinted.setdefault(request_id, [0] * len(managers))
         for group, manager in enumerate(managers):
@@ -224,11 +229,11 @@ class PolicyScheduler(HookedScheduler):
         return stats
 
     def before_preemption(self, request: Any) -> None:
-        """Hint at all of a request's blocks again once it resumes."""
+        """Let the hint of a request count for all of its blocks again when it resumes."""
         self._hinted.pop(request.request_id, None)
 
     def before_release(self, request: Any) -> None:
-        """Unpin what a request would have jumped over."""
+        """Unpin the blocks over which a request would have jumped."""
         if self.jumps is not None:
             self.jumps.release(request)
         if self.compression is not None:
