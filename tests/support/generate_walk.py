@@ -53,6 +53,7 @@ class Call:
 
     rng: random.Random
     model: Any
+    twin: Any  # the same weights without a cache, for what is computed outside of generate
     ids: torch.Tensor  # [batch, length]
     kwargs: dict[str, Any] = field(default_factory=dict)
     positional: bool = False
@@ -352,7 +353,7 @@ def cache_of_own(call: Call) -> None:
 def filled_cache(call: Call) -> None:
     cache = DynamicCache(config=call.model.config)
     with torch.no_grad():
-        type(call.model).forward(call.model, call.ids[:, : call.length // 2], **{CACHE: cache})
+        call.twin(call.ids[:, : call.length // 2], **{CACHE: cache})
     call.kwargs[CACHE] = cache
 
 
@@ -442,7 +443,7 @@ class Walk:
             self.config = repr(self.model.config)
 
     def _outcome(self, model: Any, ids: torch.Tensor, names: list[str], seed: int) -> Any:
-        call = Call(random.Random(seed), model, ids)
+        call = Call(random.Random(seed), model, self.twin, ids)
         for name in names:
             OPTIONS[name](call)
         torch.manual_seed(seed)
