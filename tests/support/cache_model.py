@@ -477,14 +477,16 @@ class Model:
             request["state"] = at + 1
             self.assert_readable(name, at)
 
-    def commit(self):
+    def commit(self, whole=None):
+        """Commit tokens of some request, or all tokens of request `whole`."""
         if not self.running:
             return
         self.flush()
-        r, name = self.random, self.random.choice(list(self.running))
+        r = self.random
+        name = r.choice(list(self.running)) if whole is None else whole
         request = self.running[name]
         length = len(request["tokens"])
-        upto = length if r.random() < 0.8 else r.randrange(length + 1)
+        upto = length if whole is not None or r.random() < 0.8 else r.randrange(length + 1)
         hashes = self.manager.block_hashes(name)
         for block, block_hash in enumerate(hashes):
             meaning = self.means(request, block)
@@ -512,6 +514,8 @@ class Model:
             return
         name = self.random.choice(list(self.running))
         parent = self.running[name]
+        if self.random.random() < 0.7:
+            self.commit(name)  # a fork needs committed tokens
         self.count += 1
         try:
             self.manager.fork(name, self.count)
