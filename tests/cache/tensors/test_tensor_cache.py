@@ -783,6 +783,7 @@ class CachedModel(RuleBasedStateMachine):
     def fork(self, data):
         request = data.draw(st.sampled_from(sorted(self.tokens)))
         self.count += 1
+        self.manager.commit(request, len(self.tokens[request]))  # a fork needs committed tokens
         self.manager.fork(request, self.count)
         self.tokens[self.count] = list(self.tokens[request])
 
