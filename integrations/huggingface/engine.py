@@ -49,10 +49,6 @@ class Engine:
         self._packed = self._packed_runner(model, probed, steps)
         self._moving = probe_moved(model, probed) if options.reuse == "anywhere" else None
         self._make(model, probed)
-        if options.disk is not None:
-            store = self.store
-            self._disk = disk_writers(model, store.manager, store.storage, options.disk, options.disk_bytes)
-            store.evict_to(LowerTiers(store.storage, options.host_blocks, self._disk))
 
     def _make(self, model: Any, probed: Probed) -> None:
         """Make an empty store for the model, with its lower tiers."""
@@ -62,8 +58,11 @@ class Engine:
         self.store = store = ContiguousStore(model, self._options, probed, self._moving)
         indexed = any(isinstance(layer, GrowingIndexedLayer) for layer in store.empty_cache.layers)
         self._reach = index_reach(model.config) if indexed else None  # longest sequence of a sparse model
-        if self._options.host_blocks or self._disk is not None:
-            store.evict_to(LowerTiers(store.storage, self._options.host_blocks, self._disk))
+        options = self._options
+        if options.disk is not None and self._disk is None:
+            self._disk = disk_writers(model, store.manager, store.storage, options.disk, options.disk_bytes)
+        if options.host_blocks or self._disk is not None:
+            store.evict_to(LowerTiers(store.storage, options.host_blocks, self._disk))
 
     def _packed_runner(self, model: Any, probed: Probed, steps: DecodeSteps) -> PackedRunner | None:
         """Return the runner of packed passes, or None if contiguous copies serve every call."""
