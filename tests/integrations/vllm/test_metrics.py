@@ -39,7 +39,7 @@ def served(monkeypatch, tmp_path):
     monkeypatch.setenv(metrics.FOLDER, str(tmp_path))
     monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
     registry = CollectorRegistry()
-    registry.register(metrics.PolicyCollector())
+    MultiProcessCollector(registry, str(tmp_path))
     return registry
 
 
@@ -49,7 +49,7 @@ def values(registry, labels=LABELS):
 
 
 def test_counts_are_served_with_the_labels_of_vllms_own(served):
-    counts, zero = metrics.PolicyCounts(configuration()), dict.fromkeys(metrics.NAMES, 0)
+    counts, zero = metrics.PolicyCounts(configuration()), dict.fromkeys((*metrics.COUNTERS, *metrics.GAUGES), 0)
     assert values(served) == zero
     for kept in (5, 0):
         counts.set({"evicted_blocks": 7 - kept, "hints": 1, "kept_blocks": kept})
