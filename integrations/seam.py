@@ -17,6 +17,7 @@ one for each feature. It calls the functions here before the feature is enabled.
   only reads fields, or passes on the arguments it received.
 - `size`: an attribute, a field of a dataclass, or an instance attribute that a method of the class assigns.
 
+`paths` returns where the framework has the classes and functions that tables declare, for the adapter's other files.
 `missing(NAMES[feature])` returns the names that differ from their declaration. `changed` compares function bodies that
 an adapter reimplements with the versions it was written against. `absent` checks attributes of existing objects.
 """
@@ -76,6 +77,20 @@ def names(table: Mapping[str, str]) -> Iterator[Name]:
             parameters = tuple(word for word in words if word != "...")
             path = f"{holder}{'.' if ':' in holder else ':'}{member}"
             yield Name(path, parameters if listed else None, "..." in words)
+
+
+def paths(tables: Collection[Mapping[str, str]]) -> dict[str, str]:
+    """Return the paths, `module:name`, of the classes and functions that tables declare, by name.
+
+    A name that several modules have stands for its first declaration.
+    """
+    found: dict[str, str] = {}
+    for table in tables:
+        for holder, members in table.items():
+            module, _, kind = holder.partition(":")
+            for name in [kind] if kind else [member.partition(".")[0] for member, _ in _MEMBER.findall(members)]:
+                found.setdefault(name, f"{module}:{name}")
+    return found
 
 
 def find(path: str) -> Any:

@@ -9,8 +9,8 @@ A feature is served if the installed SGLang has what the tables here declare for
 - `BODIES`: methods that this adapter replaces as a whole, with a digest for each release that was read. An unknown body
   refuses the feature.
 
-To use another name of SGLang, add it to `NAMES` or `ATTRIBUTES` under the feature that needs it. Add a class that other
-files import to `CLASSES`. `python -m pc.integrations.sglang.api` checks the tables against the installed SGLang.
+To use another name of SGLang, add it to `NAMES` or `ATTRIBUTES` under the feature that needs it. Other files can then
+import it from here. `python -m pc.integrations.sglang.api` checks the tables against the installed SGLang.
 """
 
 from __future__ import annotations
@@ -162,36 +162,18 @@ BODIES: dict[str, dict[str, dict[str, str]]] = {
 }
 """For each feature, the bodies that it replaces, or that call what it replaces, and their digests by release."""
 
-CLASSES: dict[str, str] = {
-    "AttentionBackend": "sglang.srt.layers.attention.base_attn_backend:AttentionBackend",
-    "AttentionType": "sglang.srt.layers.radix_attention:AttentionType",
-    "ComponentType": "sglang.srt.mem_cache.unified_cache.components:ComponentType",
-    "EvictDeviceNextNodeResult": (
-        "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface:EvictDeviceNextNodeResult"
-    ),
-    "KVWriteLoc": "sglang.srt.mem_cache.memory_pool:KVWriteLoc",
-    "RadixAttention": "sglang.srt.layers.radix_attention:RadixAttention",
-    "TreeMaskMode": "sglang.srt.speculative.eagle_utils:TreeMaskMode",
-    "UnifiedRadixCache": "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache",
-    "UnifiedTreeCore": _CORE,
-    "VerifyMask": "sglang.srt.layers.attention.verify_mask:VerifyMask",
-    "create_unified_radix_cache": "sglang.srt.mem_cache.registry:create_unified_radix_cache",
-    "default_tree_mask_mode": "sglang.srt.speculative.eagle_utils:default_tree_mask_mode",
-    "get_exec": "sglang.srt.runtime_context:get_exec",
-    "get_memory": "sglang.srt.runtime_context:get_memory",
-    "get_parallel": "sglang.srt.runtime_context:get_parallel",
-}
-"""Names that other files may import from here, and their paths in SGLang."""
+PATHS = seam.paths([*REGISTRATION.values(), *NAMES.values()])
+"""The classes and functions that other files may import from here, and their paths in SGLang."""
 
 
 def __getattr__(name: str) -> Any:
-    """Return the class of `CLASSES` with this name, or an empty class if the installed SGLang lacks it."""
-    if name not in CLASSES:
+    """Return the class or function of `PATHS` with this name, or an empty class if the installed SGLang lacks it."""
+    if name not in PATHS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return seam.find(CLASSES[name])
+        return seam.find(PATHS[name])
     except Exception:
-        return type(name, (), {"__doc__": f"{CLASSES[name]}, which the installed SGLang lacks."})
+        return type(name, (), {"__doc__": f"{PATHS[name]}, which the installed SGLang lacks."})
 
 
 # Which features the installed SGLang can serve

@@ -1,26 +1,26 @@
-"""Everything private of vLLM that this adapter uses. No other file imports vLLM or names its private attributes.
+"""Every private name of vLLM that this adapter uses. No other file imports vLLM or names its private attributes.
 
-A feature is served if the installed vLLM has what the tables here declare for it; see `seam` for their format. A part
-of a feature, such as `eviction.gap`, needs its feature too.
+A feature is served if the installed vLLM has all that the tables here declare for it. See `seam` for their format. A
+part of a feature, such as `eviction.gap`, needs its feature too.
 
 - `NAMES`: classes, functions, methods with the parameters we rely on, and fields of vLLM's objects.
 - `ATTRIBUTES`: attributes of objects that exist once the engine has made them. Code that receives such an object
   calls `available(feature, scheduler=scheduler)`.
-- `BODIES`: bodies of vLLM that this adapter reimplements, or whose effects it imitates, with a digest for each release
-  that was read. An unknown body refuses the feature.
+- `BODIES`: functions and classes of vLLM that this adapter reimplements or imitates, with a digest of the source for
+  each release that was read. An unknown source refuses the feature.
 
 To use another name of vLLM:
 
 1. Add it to `NAMES`, or to `ATTRIBUTES`, under the feature that needs it. `python -m pc.integrations.vllm.api` checks
    the tables against the installed vLLM.
-2. A class or function that other files import gets an entry in `CLASSES`: `from ..api import Scheduler` then works. A
+2. Other files can then import the classes and functions that the tables name, as in `from ..api import Scheduler`. A
    name that the installed vLLM lacks is imported as an empty class, so that a module can be imported before its feature
    is refused.
-3. A name with an underscore, and a patch of vLLM, becomes a plain function here.
-4. A body that you copy or imitate gets an entry in `BODIES`; the same command prints its digest.
+3. Write a plain function here for each name with an underscore and for each change of a method of vLLM.
+4. Add a body that you copy or imitate to `BODIES`. The same command prints its digest.
 
-A new feature is an entry of `NAMES` under its name. Call `available` before anything is changed, and run vLLM's own
-code if it returns False.
+A new feature is a new key of `NAMES`. Call `available` before you change anything, and run vLLM's own code if it
+returns False.
 """
 
 from __future__ import annotations
@@ -157,6 +157,9 @@ NAMES: dict[str, dict[str, str]] = {
         ),
         "vllm.lora.request": "LoRARequest.lora_name LoRARequest.lora_path",
         "vllm.v1.worker.gpu_model_runner": "GPUModelRunner._update_states(scheduler_output)",
+        "vllm.v1.worker.gpu.model_runner": (
+            "GPUModelRunner.update_requests(scheduler_output) GPUModelRunner.prepare_inputs(scheduler_output ...)"
+        ),
     },
     "eviction.chunks": {
         "vllm.v1.core.sched.scheduler:Scheduler": (
@@ -320,7 +323,7 @@ NAMES: dict[str, dict[str, str]] = {
         "vllm_omni.utils.mm_outputs": "to_payload_element(element idx start end pass_lists_through seq_len)",
     },
 }
-"""By feature the names it uses; `seam` has the format."""
+"""The names that each feature uses, in the format of `seam`."""
 
 ATTRIBUTES: dict[str, dict[str, str]] = {
     "attention.shared_prefix": {
@@ -374,7 +377,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     },
     "hidden_states.pooling": {"runner": "_pool input_batch", "runner.input_batch": "pooling_params pooling_states"},
 }
-"""By feature the attributes of objects that an engine has made; `seam.absent` has the format."""
+"""The attributes of an engine's objects that each feature uses, in the format of `seam.absent`."""
 
 BODIES: dict[str, dict[str, dict[str, str]]] = {
     "eviction": {
@@ -417,55 +420,10 @@ BODIES: dict[str, dict[str, dict[str, str]]] = {
         "vllm_omni.core.prefix_cache.runner_mixin:PrefixCacheRunnerMixin": {"0.30": "18f8269ba5e2"},
     },
 }
-"""By feature the bodies it reimplements or imitates, and their digests by series."""
+"""The bodies that each feature reimplements or imitates, and their digests by series of releases."""
 
-CLASSES: dict[str, str] = {
-    "AllPool": "vllm.model_executor.layers.pooler.tokwise.methods:AllPool",
-    "AsyncLookupManager": "vllm.v1.kv_offload.tiering.async_lookup:AsyncLookupManager",
-    "AsyncScheduler": "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
-    "AttentionBackend": "vllm.v1.attention.backend:AttentionBackend",
-    "AttentionCGSupport": "vllm.v1.attention.backend:AttentionCGSupport",
-    "AttentionImpl": "vllm.v1.attention.backend:AttentionImpl",
-    "AttentionLayerBase": "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
-    "AttentionMetadata": "vllm.v1.attention.backend:AttentionMetadata",
-    "AttentionMetadataBuilder": "vllm.v1.attention.backend:AttentionMetadataBuilder",
-    "AttentionSpec": "vllm.v1.kv_cache_interface:AttentionSpec",
-    "AttentionType": "vllm.v1.attention.backend:AttentionType",
-    "BlockPool": "vllm.v1.core.block_pool:BlockPool",
-    "CachePolicy": "vllm.v1.kv_offload.cpu.policies.base:CachePolicy",
-    "FullAttentionManager": "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager",
-    "FullAttentionSpec": "vllm.v1.kv_cache_interface:FullAttentionSpec",
-    "JobResult": "vllm.v1.kv_offload.tiering.base:JobResult",
-    "KVCacheBlocks": "vllm.v1.core.kv_cache_manager:KVCacheBlocks",
-    "KVCacheLayout": "vllm.v1.kv_cache_layout:KVCacheLayout",
-    "KVConnectorBase_V1": "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1",
-    "KVConnectorMetadata": "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorMetadata",
-    "KVConnectorRole": "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorRole",
-    "LRUCachePolicy": "vllm.v1.kv_offload.cpu.policies.lru:LRUCachePolicy",
-    "Locality": "vllm.v1.kv_offload.base:Locality",
-    "LookupResult": "vllm.v1.kv_offload.base:LookupResult",
-    "Medium": "vllm.v1.kv_offload.base:Medium",
-    "ModelCachePolicy": "vllm_omni.core.prefix_cache.interface:ModelCachePolicy",
-    "MultipleOf": "vllm.v1.attention.backend:MultipleOf",
-    "NewRequestData": "vllm.v1.core.sched.output:NewRequestData",
-    "OmniPrefixCacheStagingTimeoutError": "vllm_omni.core.prefix_cache.interface:OmniPrefixCacheStagingTimeoutError",
-    "OmniPrefixCacheUnmatchError": "vllm_omni.core.prefix_cache.interface:OmniPrefixCacheUnmatchError",
-    "PrefixCacheConfig": "vllm_omni.core.prefix_cache.interface:PrefixCacheConfig",
-    "RequestOffloadingContext": "vllm.v1.kv_offload.base:RequestOffloadingContext",
-    "RequestStatus": "vllm.v1.request:RequestStatus",
-    "SchedulingPolicy": "vllm.v1.core.sched.request_queue:SchedulingPolicy",
-    "Scheduler": "vllm.v1.core.sched.scheduler:Scheduler",
-    "SecondaryTierManager": "vllm.v1.kv_offload.tiering.base:SecondaryTierManager",
-    "StageCacheOutputs": "vllm_omni.core.prefix_cache.interface:StageCacheOutputs",
-    "VllmConfig": "vllm.config:VllmConfig",
-    "current_configuration": "vllm.config:get_current_vllm_config_or_none",
-    "get_layers_from_vllm_config": "vllm.config:get_layers_from_vllm_config",
-    "get_tensor_model_parallel_rank": "vllm.distributed.parallel_state:get_tensor_model_parallel_rank",
-    "make_block_hash_with_group_id": "vllm.v1.core.kv_cache_utils:make_block_hash_with_group_id",
-    "is_hidden_key": "vllm_omni.core.prefix_cache.interface:is_hidden_key",
-    "to_payload_element": "vllm_omni.utils.mm_outputs:to_payload_element",
-}
-"""What other files may import from here, and where vLLM has it."""
+PATHS = seam.paths(NAMES.values())
+"""The classes and functions that other files may import from here, and their paths in vLLM."""
 
 
 BY_PLATFORM: dict[str, tuple[str, str]] = {
@@ -479,22 +437,22 @@ BY_PLATFORM: dict[str, tuple[str, str]] = {
     ),
     "PlatformWorker": ("vllm.v1.worker.cpu_worker:CPUWorker", "vllm.v1.worker.gpu_worker:Worker"),
 }
-"""The same, of which vLLM has one for its CPU platform and one for others."""
+"""Names that stand for one class on vLLM's CPU platform and for another one elsewhere."""
 
 VLLMS_WORKERS = ("auto", *(path.replace(":", ".") for path in BY_PLATFORM["PlatformWorker"]))
-"""What an engine's `worker_cls` may be where the user has not named one."""
+"""The values of an engine's `worker_cls` if the user has not named one."""
 
 
 def __getattr__(name):  # type: ignore[no-untyped-def]  # else mypy takes what is imported for no class
-    """Return a name of `CLASSES`, or an empty class in place of one that the installed vLLM lacks."""
+    """Return the class or function of `PATHS` with this name, or an empty class if the installed vLLM lacks it."""
     if name == "logger":
         return make_logger()
-    if name not in CLASSES and name not in BY_PLATFORM and name != "HookedScheduler":
+    if name not in PATHS and name not in BY_PLATFORM and name != "HookedScheduler":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         if name == "HookedScheduler":
             return _hooked_scheduler()
-        found = seam.find(CLASSES[name] if name in CLASSES else BY_PLATFORM[name][0 if is_cpu() else 1])
+        found = seam.find(PATHS[name] if name in PATHS else BY_PLATFORM[name][0 if is_cpu() else 1])
     except Exception:
         return type(name, (), {"__doc__": f"{name} of vLLM, which the installed vLLM lacks."})
     globals()[name] = found  # found faster from now on
@@ -587,7 +545,7 @@ def log_off(feature: str, reason: str) -> None:
         make_logger().warning("%s is off, and vLLM's own code runs in its place: %s", feature, reason)
 
 
-# What the installed vLLM says of itself.
+# Properties of the installed vLLM.
 
 
 def version() -> str:
@@ -625,7 +583,7 @@ def is_vllms(name: Any) -> bool:
 
 
 def _call_after(owner: Any, name: str, hook: Callable[[Any], None]) -> None:
-    """Have `hook` called after a method of vLLM, once however often this is asked for.
+    """Have `hook` called after a method of vLLM. A second call of this function changes nothing.
 
     Args:
         owner: A class, or an object, of vLLM.
@@ -645,26 +603,26 @@ def _call_after(owner: Any, name: str, hook: Callable[[Any], None]) -> None:
 
 
 def call_after_configuration(complete: Callable[[Any], None]) -> None:
-    """Have `complete(vllm_config)` called for every configuration of an engine, once vLLM has completed it."""
-    _call_after(seam.find(CLASSES["VllmConfig"]), "__post_init__", complete)
+    """Have `complete(vllm_config)` called for each configuration of an engine, after vLLM has completed it."""
+    _call_after(seam.find(PATHS["VllmConfig"]), "__post_init__", complete)
 
 
 # Attention.
 
 
 def register_attention(backend: str) -> None:
-    """Register a backend, by its import path, under the names that vLLM takes for CPUs and for others' backends."""
+    """Register a backend, by its import path, under the names that vLLM uses for CPUs and for custom backends."""
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    # CUSTOM is what users name elsewhere; vLLM's CPU platform takes CPU_ATTN whatever is named.
+    # Users name CUSTOM. vLLM's CPU platform ignores that option and always uses CPU_ATTN.
     register_backend(AttentionBackendEnum.CUSTOM, backend)
     register_backend(AttentionBackendEnum.CPU_ATTN, backend)
-    selector._cached_get_attn_backend.cache_clear()  # what earlier engines of this process chose
+    selector._cached_get_attn_backend.cache_clear()  # it has the choices of earlier engines
 
 
 def register_latent_attention(backend: str) -> None:
-    """Do the same for a backend of multi-head latent attention."""
+    """Register a backend of multi-head latent attention, like `register_attention`."""
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -674,7 +632,7 @@ def register_latent_attention(backend: str) -> None:
 
 
 def registered_attention(name: str) -> str:
-    """Return the import path of the class registered under a name of vLLM's attention backends, "" for none."""
+    """Return the import path of the class that is registered under a name of vLLM's attention backends, or ""."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     try:
@@ -692,32 +650,32 @@ def chosen_attention(vllm_config: Any) -> tuple[str, bool]:
     return name, is_cpu() or name in [str(getattr(each, "name", each)) for each in chosen]
 
 
-def call_before_metadata(tell: Callable[[Any, int], Any]) -> None:
-    """Have `tell(runner, num_reqs)` called before vLLM builds the attention metadata of a step.
+def call_before_metadata(prepare: Callable[[Any, int], Callable[[], None]]) -> None:
+    """Have `prepare(runner, num_reqs)` called before vLLM builds the attention metadata of a step.
 
-    What it returns is called afterwards. Steps that only capture a graph are left out.
+    The function that `prepare` returns is called afterwards. Steps that only capture a graph are skipped.
     """
 
     def wrap(build: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(build)
 
-        def build_and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def prepare_and_build(self: Any, *args: Any, **kwargs: Any) -> Any:
             given = signature.bind(self, *args, **kwargs).arguments
             if given.get("for_cudagraph_capture"):
                 return build(self, *args, **kwargs)
-            undo = tell(self, given["num_reqs"])
+            undo = prepare(self, given["num_reqs"])
             try:
                 return build(self, *args, **kwargs)
             finally:
                 undo()
 
-        return build_and_tell
+        return prepare_and_build
 
     wrap_once(seam.find("vllm.v1.worker.gpu_model_runner:GPUModelRunner"), "_build_attention_metadata", wrap)
 
 
 def block_table_of(runner: Any, group: int, count: int) -> Any:
-    """Return the block table `[count, max_blocks]` of the first requests of a runner's batch, a numpy array."""
+    """Return the block table of the first requests of a runner's batch, `[count, max_blocks]`, a numpy array."""
     return runner.input_batch.block_table[group].block_table.np[:count]
 
 
@@ -743,10 +701,10 @@ token_ids: Callable[[Any], list[int]] = attrgetter("_all_token_ids")
 @functools.cache
 def _hooked_scheduler() -> Any:
     """Return a scheduler class that calls plain methods where vLLM's scheduler calls private ones."""
-    base: Any = seam.find(CLASSES["Scheduler"])
+    base: Any = seam.find(PATHS["Scheduler"])
 
     class HookedScheduler(base):
-        """vLLM's scheduler; a subclass overrides the methods that it wants called."""
+        """vLLM's scheduler with methods that it calls at certain times. A subclass overrides some of them."""
 
         clips = False
         """Whether `clip_chunk` is called."""
@@ -784,7 +742,7 @@ def _hooked_scheduler() -> Any:
 
 
 def become_stock(scheduler: Any) -> None:
-    """Turn a scheduler of ours into the one of vLLM that it is derived from, in place."""
+    """Turn a scheduler of this package into the scheduler of vLLM that it is derived from, in place."""
     kinds = [kind for kind in type(scheduler).__mro__ if kind.__module__.partition(".")[0] == "vllm"]
     scheduler.__class__ = kinds[0]
 
@@ -795,14 +753,14 @@ def preempt(scheduler: Any, request: Any) -> None:
 
 
 def has_own_table(pool: Any) -> bool:
-    """Return whether a pool is vLLM's own class with its own table of hashes, which `drop_hashes` writes to."""
+    """Return whether a pool and its table of hashes are vLLM's own, so that `drop_hashes` may write to the table."""
     table = getattr(pool.cached_block_hash_to_block, "_cache", None)
-    return type(pool) is seam.find(CLASSES["BlockPool"]) and type(table) is dict
+    return type(pool) is seam.find(PATHS["BlockPool"]) and type(table) is dict
 
 
 @functools.cache
 def group_ending(group: int) -> bytes:
-    """Return what vLLM appends to the hash of a block in a group of layers."""
+    """Return the bytes that vLLM appends to the hash of a block in a group of layers."""
     return bytes(seam.find("vllm.v1.core.kv_cache_utils:make_block_hash_with_group_id")(b"", group))
 
 
@@ -817,19 +775,19 @@ def find_cached(pool: Any, key: bytes) -> Any:
 
 
 def call_reuse_watchers(pool: Any, blocks: list[Any]) -> None:
-    """Notify vLLM's watchers, which may still read the blocks, that these are about to be reused."""
+    """Notify vLLM's watchers, which may still read these blocks, that the blocks are about to be reused."""
     if pool._reuse_watchers:
         pool._notify_reuse(blocks)
 
 
 def _table_of(pool: Any) -> dict[bytes, Any] | None:
-    """Return the blocks by key; None where vLLM's own methods must be called."""
+    """Return the blocks by key, or None if vLLM's own methods must be called."""
     watched = pool.enable_kv_cache_events or pool.metrics_collector or pool.cached_block_hashes_by_block
     return pool.cached_block_hash_to_block._cache if pool.has_vllms_table and not watched else None
 
 
 def drop_hashes(pool: Any, blocks: list[Any]) -> None:
-    """Take the hashes from blocks that are about to be reused, as vLLM does one by one."""
+    """Remove the hashes of blocks that are about to be reused. vLLM does so with several calls for each block."""
     table = _table_of(pool)
     if table is None:
         for block in blocks:
@@ -850,7 +808,7 @@ def drop_hashes(pool: Any, blocks: list[Any]) -> None:
 def give_hashes(
     pool: Any, request: Any, blocks: list[Any], first: int, group: int
 ) -> tuple[list[bytes], list[tuple[int, int]]]:
-    """Give full blocks of a request their hashes, as vLLM's `cache_full_blocks` does.
+    """Give full blocks of a request their hashes, like vLLM's `cache_full_blocks`.
 
     Args:
         pool: A pool whose blocks have as many tokens as a hash covers.
@@ -882,7 +840,7 @@ def give_hashes(
 
 
 def ask_workers(ask_all: Callable[[Any, Callable[[Callable[[Any], str]], str]], None]) -> None:
-    """Have each engine of this process ask its workers questions once their caches exist, before it has a scheduler.
+    """Let each engine of this process ask its workers questions, after they have caches and before it has a scheduler.
 
     Args:
         ask_all: Called with the engine's configuration and a function `ask(question)`. `ask` calls `question(worker)`
@@ -896,7 +854,7 @@ def ask_workers(ask_all: Callable[[Any, Callable[[Callable[[Any], str]], str]], 
             def ask(question: Callable[[Any], str]) -> str:
                 try:
                     return next(filter(None, self.model_executor.collective_rpc(question)), "")
-                except Exception as error:  # an executor may take names of methods alone
+                except Exception as error:  # some executors only accept names of methods
                     return f"an executor that does not ask its workers ({error})"
 
             ask_all(vllm_config, ask)
@@ -907,24 +865,24 @@ def ask_workers(ask_all: Callable[[Any, Callable[[Callable[[Any], str]], str]], 
     wrap_once(seam.find("vllm.v1.engine.core:EngineCore"), "_initialize_kv_caches", wrap)
 
 
-def _update_of(runner: Any) -> str:
-    """Return the name of the method with which a model runner, V1 or V2, takes over the requests of a step."""
-    return "update_requests" if hasattr(runner, "update_requests") else "_update_states"
-
-
-def call_around_update(runner: Any, before: Callable[[Any], None], after: Callable[[list[str], Any], None]) -> None:
+def call_around_update(
+    runner: Any, after: Callable[[list[str], Any], None], before: Callable[[Any], None] | None = None
+) -> None:
     """Have functions called around the update of a model runner's requests, V1 or V2, in each step.
 
     Args:
         runner: vLLM's model runner.
-        before: Called with the step's `SchedulerOutput`, before blocks are zeroed or copied.
-        after: Called with the batch's request ids in their order and the same output, before the forward pass.
+        after: Called with the batch's request ids in their order and the step's `SchedulerOutput`, before the forward
+            pass. By then vLLM has zeroed and copied the blocks that the step names.
+        before: Called with the same output, before blocks are zeroed or copied.
     """
-    name, is_v2 = _update_of(runner), hasattr(runner, "update_requests")
+    is_v2 = hasattr(runner, "update_requests")
+    name = "update_requests" if is_v2 else "_update_states"
     vllms, prepare = getattr(runner, name), getattr(runner, "prepare_inputs", None)
 
     def update(output: Any, *args: Any, **kwargs: Any) -> Any:
-        before(output)
+        if before is not None:
+            before(output)
         result = vllms(output, *args, **kwargs)
         if not is_v2:
             after(runner.input_batch.req_ids, output)
@@ -941,29 +899,21 @@ def call_around_update(runner: Any, before: Callable[[Any], None], after: Callab
 
 
 def check_sampling_params(check: Callable[[Any], None]) -> None:
-    """Have `check(sampling_params)` called after vLLM's own check of the parameters. It may raise ValueError."""
+    """Have `check(sampling_params)` called after vLLM's own check of the parameters. `check` may raise ValueError."""
     _call_after(seam.find("vllm.sampling_params:SamplingParams"), "verify", check)
 
 
-def call_before_forward(runner: Any, act: Callable[[Any], None]) -> None:
-    """Have `act(scheduler_output)` called before each forward pass of a model runner, V1 or V2.
-
-    By then vLLM has zeroed and copied the blocks that the step names.
-    """
-    _call_after(runner, _update_of(runner), act)
-
-
 def replace_pooling(runner: Any, pool: Callable[..., Any]) -> Callable[..., Any]:
-    """Put a function in the place of a runner's pooling of a step's hidden states, and return vLLM's own."""
+    """Replace the function that pools a step's hidden states in a runner, and return vLLM's own."""
     vllms, runner._pool = runner._pool, pool
     return vllms  # type: ignore[no-any-return]
 
 
 def pool_prefix_hits(decide: Callable[[Any], bool]) -> None:
-    """Have requests for a row of each token read prefix hits, which vLLM does not let them, where `decide` agrees.
+    """Let requests for a row of each token read prefix hits, which vLLM disables for them.
 
     Args:
-        decide: Called with the model's configuration.
+        decide: Called with the model's configuration. Returns whether its requests may read hits.
     """
 
     def wrap(verify: Callable[..., None]) -> Callable[..., None]:
@@ -979,7 +929,7 @@ def pool_prefix_hits(decide: Callable[[Any], bool]) -> None:
 
 
 def connector_metadata(connector: Any) -> Any:
-    """Return what a KV connector's scheduler half sent its worker half for this step."""
+    """Return the metadata of this step that a KV connector's scheduler half sent to its worker half."""
     return connector._get_connector_metadata()
 
 
@@ -987,12 +937,12 @@ def connector_metadata(connector: Any) -> Any:
 
 
 def replace_omni_cache(manager: type, check_groups: Callable[..., Any], make_view: Callable[..., Any]) -> None:
-    """Put ours in the place of vLLM-Omni's cache manager, its check of KV cache groups and its view of a batch."""
+    """Replace vLLM-Omni's cache manager, its check of KV cache groups and its view of a batch."""
     from vllm_omni.core import prefix_cache
     from vllm_omni.core.prefix_cache import group_view, runner_mixin
     from vllm_omni.core.prefix_cache import manager as module_of_manager
 
-    # Runners take these names out of their own module when they make the cache.
+    # Runners look up these names in their own module when they make the cache.
     for module in (prefix_cache, module_of_manager, runner_mixin):
         module.OmniPrefixCacheManager = manager
     for module in (prefix_cache, group_view):
@@ -1002,12 +952,12 @@ def replace_omni_cache(manager: type, check_groups: Callable[..., Any], make_vie
 
 
 def omni_manager() -> Any:
-    """Return the class that vLLM-Omni takes for its cache, None where vLLM-Omni is not in use."""
+    """Return the class that vLLM-Omni uses for its cache, or None if vLLM-Omni is not in use."""
     return getattr(sys.modules.get("vllm_omni.core.prefix_cache"), "OmniPrefixCacheManager", None)
 
 
 def _main() -> int:
-    """Print what of the tables the installed vLLM lacks, and the digests that are not in `BODIES`; 1 if anything is."""
+    """Print the names that the installed vLLM lacks and the digests that `BODIES` lacks; return 1 if there are any."""
     found = 0
     for feature, table in NAMES.items():
         for reason in (*seam.missing(table), *seam.changed(BODIES.get(feature, {}))):

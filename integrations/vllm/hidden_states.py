@@ -1,6 +1,6 @@
-"""Hidden states of whole prompts from vLLM, also behind prefix hits: rows stored along the blocks of the KV cache.
+"""Hidden states of whole prompts from vLLM, also behind prefix hits. Their rows are stored by slot of the KV cache.
 
-This file has a worker for vLLM (`worker_cls`), its work in each step, and functions that take the rows from an engine.
+This file has a worker for vLLM (`worker_cls`), its work in each step, and functions that get the rows from an engine.
 """
 
 from __future__ import annotations
@@ -31,15 +31,23 @@ LOGITS = 1 << 26
 """The most logits computed at once for log-probabilities: 256 MiB in float32."""
 
 WAITING_BYTES = 1 << 30
-"""The most bytes of rows that wait to be taken, unless `pc_hidden_states_waiting_bytes` gives another number."""
+"""The most bytes of rows that wait for `take`, unless `pc_hidden_states_waiting_bytes` gives another number."""
 
 _OVERHEAD = 1024
-"""Bytes counted for a completed prompt besides its tensors. Without them, prompts without rows would have no bound."""
+"""Bytes counted for a completed prompt besides its tensors. They also limit the number of prompts without rows."""
 
 
 @dataclass
 class FollowedPrompt:
-    """A request's prompt: its tokens ([] for embeddings), what the request asks for, and whether all is computed."""
+    """The prompt of a request.
+
+    Attributes:
+        tokens: The tokens of the prompt; [] for embeddings.
+        length: The number of its positions.
+        asked: Whether the request asks for hidden states.
+        asked_logprobs: Whether the request asks for log-probabilities.
+        complete: Whether all of the prompt has been computed.
+    """
 
     tokens: list[int]
     length: int
@@ -56,16 +64,16 @@ class WaitingRows(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it counts for."""
+        """The bytes that count toward `waiting_bytes`."""
         return _OVERHEAD + self.prompt.nbytes + sum(tensor.nbytes for tensor in (self.rows or {}).values())
 
 
 class PromptHiddenStates:
-    """The hidden states of prompts in one worker: stored every step, read whole in the step that completes a prompt.
+    """The hidden states of prompts in one worker. Each step stores rows; the step that completes a prompt reads them.
 
-    It stands between vLLM's model runner and scheduler, once the warm-up is over. Between the two halves of a step,
-    both model runners keep the hidden states of the step's tokens in an attribute. A row is stored in the slot of its
-    token's KV, so a prefix hit finds it with the KV. It is read while the prompt's blocks are referenced.
+    This class replaces the runner's `execute_model` after the warm-up. Between the two halves of a step, both model
+    runners keep the hidden states of the step's tokens in an attribute. A row is stored in the slot of its token's KV,
+    so a prefix hit finds the row with the KV. Rows are read while the request still references the prompt's blocks.
 
     Args:
         runner: vLLM's model runner.
@@ -73,9 +81,9 @@ class PromptHiddenStates:
         asked_for: The key in a request's `extra_args` that asks for its rows.
         device: The device of the rows.
         max_bytes: The most bytes of rows; None: half of the memory available.
-        waiting_bytes: The most bytes of rows that wait for `take`. Beyond it the prompts that completed first are
-            dropped, with one warning; the last prompt stays, whatever its size.
-        folder: A folder that rows are written to instead of waiting.
+        waiting_bytes: The most bytes of rows that wait for `take`. Beyond this limit, the rows of the prompts that
+            were completed first are dropped, with one warning. Those of the last prompt always stay.
+        folder: A folder. Rows are written there and do not wait.
 
     Raises:
         ValueError: No group of layers has full attention. Layers with a window free the blocks of a prefix.
@@ -111,7 +119,7 @@ class PromptHiddenStates:
             self._pool = replace_pooling(runner, self.pool)
 
     def execute_model(self, output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the first half of a step, then store its rows. Requests of a dummy run have none."""
+        """Run the first half of a step, then store its rows. A dummy run stores none."""
         self._output = None if kwargs.get("dummy_run") else output
         result = self._execute(output, *args, **kwargs)
         output, self._output = self._output, None
@@ -123,10 +131,10 @@ class PromptHiddenStates:
         return result
 
     def pool(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Pool a step's hidden states; give poolers of each token the rows of prefix hits first.
+        """Pool a step's hidden states, after poolers of each token have got the rows of prefix hits.
 
         Such a pooler joins the chunks of a prompt. This method replaces the pooler's chunks by all rows before this
-        step's tokens. So a hit, also one after a preemption, has a row for each token.
+        step's tokens. The result then has a row for each token, also after a preemption.
         """
         output, self._output = self._output, None
         if output is not None:
@@ -137,7 +145,7 @@ class PromptHiddenStates:
         return self._pool(hidden_states, *args, **kwargs)
 
     def _complete(self, request: str, begin: int, device: torch.device) -> None:
-        """Put the rows before a step's tokens where a pooler of each token reads them."""
+        """Write the rows before a step's tokens into the list that a pooler of each token reads."""
         batch = self.runner.input_batch
         if not (batch.pooling_params[request].task or "").startswith("token_"):
             return
@@ -147,9 +155,9 @@ class PromptHiddenStates:
             chunks[:] = [self.rows.load(table, ["hidden_states"], num_tokens=begin)["hidden_states"].to(device)]
 
     def _follow(self, output: Any) -> dict[str, int]:
-        """Follow what a step does to blocks; return the first position of each of its requests."""
+        """Update the tables and rows for a step, and return the first position of each of its requests."""
         fresh = getattr(output, "pc_fresh_blocks", None)
-        if fresh is None:  # vLLM's own scheduler does not name the blocks that a connector may fill
+        if fresh is None:  # vLLM's own scheduler does not name new blocks, which a connector may fill
             fresh = range(self._num_blocks) if self._has_connector else ()
         self.rows.forget(fresh)
         for request in output.finished_req_ids:
@@ -167,7 +175,7 @@ class PromptHiddenStates:
         return positions
 
     def _gives_logprobs(self, wanted: Any) -> bool:
-        """Return whether log-probabilities are written for a request; log once why they cannot be."""
+        """Return whether to write log-probabilities for a request. Log once why they cannot be computed."""
         if not wanted or self.folder is None:
             return False
         if reason := why_no_logprobs(self.runner):
@@ -194,7 +202,7 @@ class PromptHiddenStates:
                     self._take(request, self.tables.blocks[request], prompt, list(tensors))
 
     def _take(self, request: str, blocks: list[int], prompt: FollowedPrompt, names: list[str]) -> None:
-        """Read the rows of a prompt; they are None if a connector loaded a part of its KV."""
+        """Read the rows of a prompt, for the folder or `take`. They are None if a connector loaded a part of its KV."""
         table, length = np.array(blocks, np.int32), prompt.length
         tokens = torch.tensor(prompt.tokens, dtype=torch.int64)
         whole = self.rows.available(table, names, num_tokens=length) == length
@@ -205,7 +213,7 @@ class PromptHiddenStates:
                 tensors |= rows
             if rows is not None and prompt.asked_logprobs:
                 tensors["prompt_logprobs"] = self._logprobs(tokens, rows["hidden_states"])
-            self.folder.put(known_id(request), tensors, {"complete": str(whole).lower()})
+            self.folder.put(callers_request_id(request), tensors, {"complete": str(whole).lower()})
             return
         if request in self.waiting:
             self._nbytes -= self.waiting.pop(request).nbytes
@@ -234,7 +242,7 @@ class PromptHiddenStates:
         }
 
     def _logprobs(self, prompt: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute the log-probability of each token but the first. Logits are larger than rows, so in pieces."""
+        """Compute the log-probability of each token but the first, piece by piece, since logits are large."""
         if len(prompt) < 2:
             return torch.empty(0)
         device, piece = self.runner.device, max(1, LOGITS // self.runner.model_config.get_vocab_size())
@@ -248,14 +256,14 @@ class PromptHiddenStates:
 class HiddenStatesWorker(Base):
     """vLLM's worker with the hidden states of prompts.
 
-    The last pipeline rank keeps rows; of its tensor-parallel ranks only the first does, unless the model pools.
+    The last pipeline rank stores rows. If the model does not pool, only the first of its tensor-parallel ranks does.
     `additional_config` of the engine may have these options:
 
     - `pc_hidden_states_device`: the device of the rows, "cpu" (the default, pinned beside a GPU) or "cuda".
-    - `pc_hidden_states_bytes`: the most bytes of rows; half of the available memory without it.
-    - `pc_hidden_states_waiting_bytes`: the most bytes of rows that wait to be taken or written; 1 GiB without it.
-    - `pc_hidden_states_dir`: a folder with one file for each prompt that asked, for clients of a server.
-    - `pc_hidden_states_dir_bytes`, `pc_hidden_states_dir_seconds`: the folder's bounds; 10 GiB and an hour.
+    - `pc_hidden_states_bytes`: the most bytes of rows; by default half of the available memory.
+    - `pc_hidden_states_waiting_bytes`: the most bytes of rows that wait to be taken or written; 1 GiB by default.
+    - `pc_hidden_states_dir`: a folder with a file for each prompt whose request asked, for clients of a server.
+    - `pc_hidden_states_dir_bytes`, `pc_hidden_states_dir_seconds`: limits of the folder; 10 GiB and an hour by default.
 
     If the installed vLLM lacks what the rows need, the worker runs as vLLM's own and logs why.
 
@@ -275,14 +283,14 @@ class HiddenStatesWorker(Base):
         if self._pc_follows:
             check_hidden_states(self.vllm_config)
         if self._pc_follows and pools(self.model_runner):
-            # The engine lets these requests read hits, so their rows must be added.
+            # The engine lets these requests read hits, so the pooler needs the rows of these hits.
             check_version("hidden_states.pooling", runner=self.model_runner)
             check_pooler(self.model_runner.get_model().pooler)
         super().initialize_from_config(kv_cache_config, *args, **kwargs)
         self._pc_config = kv_cache_config
 
     def compile_or_warm_up_model(self) -> Any:
-        """Follow steps after the warm-up, whose requests are made up."""
+        """Store rows from the end of the warm-up on, because its requests are made up."""
         times = super().compile_or_warm_up_model()
         if not self._pc_follows:
             return times
@@ -323,12 +331,12 @@ class HiddenStatesWorker(Base):
 
 
 def pools(runner: Any) -> bool:
-    """Return whether a runner pools hidden states instead of sampling. Runner V2 has no such flag, and is refused."""
+    """Return whether a runner pools hidden states instead of sampling. Runner V2 has no such flag and is refused."""
     return bool(getattr(runner, "is_pooling_model", False))
 
 
 def why_no_logprobs(config: Any) -> str:
-    """Return what makes log-probabilities impossible, or "". Takes an engine's configuration or a model runner."""
+    """Return why an engine cannot compute log-probabilities, or "". `config` may also be its model runner."""
     if getattr(getattr(config, "parallel_config", None), "tensor_parallel_size", 1) > 1:
         return "tensor parallelism: no rank has all logits"
     if getattr(config, "lora_config", None) is not None:
@@ -366,7 +374,7 @@ def check_hidden_states(vllm_config: Any) -> None:
 
 
 def check_pooler(pooler: Any) -> None:
-    """Check that poolers of each token join the chunks of a prompt, which is where the rows of hits are added.
+    """Check that poolers of each token join the chunks of a prompt, because rows of hits are added to these chunks.
 
     Raises:
         ValueError: One does not.
@@ -402,10 +410,5 @@ def take_prompt_logprobs(llm: Any) -> dict[str, torch.Tensor | None]:
 def _gather(llm: Any, method: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for taken in llm.collective_rpc(method):
-        found.update({known_id(request): rows for request, rows in taken.items()})
+        found.update({callers_request_id(request): rows for request, rows in taken.items()})
     return found
-
-
-def known_id(request: str) -> str:
-    """Return a request's id as vLLM's callers know it."""
-    return callers_request_id(request)

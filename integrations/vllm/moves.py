@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from ...triton_ops import move_slots
-from .api import ask_workers, call_before_forward, why_not
+from .api import ask_workers, call_around_update, why_not
 
 PREPARATIONS = {"pc_cannot_move": __name__}
 """By attribute of `model_config`, the module whose `prepare(worker)` prepares a worker or returns why it cannot."""
@@ -58,11 +58,11 @@ def prepare(worker: Any) -> str:
     except ValueError as error:
         return str(error)
 
-    def move(output: Any) -> None:
+    def move(names: list[str], output: Any) -> None:
         if moves := getattr(output, "pc_moves", None):
             apply(layers, moves)
 
-    call_before_forward(runner, move)
+    call_around_update(runner, move)
     return ""
 
 

@@ -96,6 +96,15 @@ def test_what_is_not_as_declared_is_named(engine, members, reason):
     assert seam.missing({"made_engine:Pool": f"take(count) {members}"}) == [reason]
 
 
+def test_paths_of_what_tables_declare():
+    tables = {"engine.pool:Pool": "touch(blocks)", "engine.status": "Status.RUNNING find(key)"}, {"other:Pool": "size"}
+    assert seam.paths(tables) == {
+        "Pool": "engine.pool:Pool",
+        "Status": "engine.status:Status",
+        "find": "engine.status:find",
+    }
+
+
 def test_a_wrapper_that_passes_everything_on(engine):
     module = engine()
     take = module.Pool.take

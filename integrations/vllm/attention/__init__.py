@@ -1,4 +1,4 @@
-"""Attention of vLLM's layers through `pc`'s operators: what is served, what a step needs, and the layer itself."""
+"""Attention of vLLM's layers through `pc`'s operators: the backend, the metadata of a step, and the layer."""
 
 from .backend import PagedAttention, PagedAttentionBackend
 from .builder import PagedMetadata, PagedMetadataBuilder

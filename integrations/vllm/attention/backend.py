@@ -1,4 +1,4 @@
-"""Attention of vLLM's layers through `pc`: the backend, what it refuses by name, and the attention of one layer."""
+"""Attention of vLLM's layers through `pc`: the backend with its refusals by name, and the attention of one layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..api import (
     AttentionType,
     KVCacheLayout,
     MultipleOf,
-    current_configuration,
+    get_current_vllm_config_or_none,
     key_scale,
     value_scale,
 )
@@ -51,7 +51,7 @@ class PagedAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Return that any size is served."""
+        """Return one entry, which stands for any size."""
         return [MultipleOf(1)]
 
     @classmethod
@@ -65,7 +65,7 @@ class PagedAttentionBackend(AttentionBackend):
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *args: Any, **kwargs: Any
     ) -> str | None:
-        """Return why a combination is not served, or None. A cache without quantization must have the model's dtype."""
+        """Return why a combination is refused, or None. A cache without quantization must have the model's dtype."""
         if kv_cache_dtype in ("float16", "bfloat16") and getattr(torch, kv_cache_dtype) != dtype:
             return f"kv_cache_dtype {kv_cache_dtype} with a model in {dtype} not supported"
         return None
@@ -80,7 +80,8 @@ class PagedAttention(AttentionImpl):
     """Decoder attention of one layer.
 
     Raises:
-        ValueError: The layer needs something that is not served. vLLM's CPU platform does not ask the backend before.
+        ValueError: The layer needs an option that is not served. On its CPU platform, vLLM does not ask the backend
+            before.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class PagedAttention(AttentionImpl):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
         self.compressor: Any = None
-        """What saves queries for presses (`..compression.worker.Compressor`); None without PC_VLLM=compression."""
+        """The `Compressor` of `..compression.worker`, which saves queries; None without PC_VLLM=compression."""
 
     def _caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values `[num_blocks, block_size, num_kv_heads, head_size]`, views of vLLM's packed cache."""
@@ -180,8 +181,8 @@ class PagedAttention(AttentionImpl):
 
 
 def _refusals(head_size: int, kv_cache_dtype: str, attn_type: str, has_sink: bool, has_window: bool) -> list[str]:
-    """Return what of a layer and of vLLM's configuration is not served."""
-    config = current_configuration()
+    """Return the options of a layer and of vLLM's configuration that are not served."""
+    config = get_current_vllm_config_or_none()
     model = getattr(config, "model_config", None)
     parallel = getattr(config, "parallel_config", None)
     reasons: list[str] = PagedAttentionBackend.validate_configuration(

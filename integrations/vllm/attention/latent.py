@@ -1,6 +1,6 @@
 """Multi-head latent attention for vLLM's layers. Decodes use `pc.latent_attention`, and prefills use vLLM's code.
 
-This code also writes latent rows, absorbs the projections of a decode, and expands those of a prefill.
+vLLM's code also writes latent rows, absorbs the projections of a decode, and expands those of a prefill.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class LatentAttentionBackend(LatentBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Return that any size is served."""
+        """Return one entry, which stands for any size."""
         return [MultipleOf(1)]
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
-        """Return that any size is served."""
+        """Return True, since any size is served."""
         return True
 
 

@@ -3,8 +3,8 @@
 All heads of all layers are packed at once. For this the KV cache is read and written as rows of one key and one value.
 
 If heads have different budgets, each head has its own block table. A block is then divided into pages, one for each KV
-head. The attention of such a request is computed twice: first with the whole batch, so that the results of other
-requests do not change, and then for each head.
+head. The attention of such a request is computed twice, first with the whole batch and then for each head. So the
+results of other requests do not change.
 """
 
 from __future__ import annotations
@@ -407,5 +407,5 @@ def prepare(worker: Any) -> str:
     for cache in caches:
         for layer in cache.layers.values():
             layer.impl.compressor = compressor
-    call_around_update(runner, compressor.begin_step, compressor.follow)
+    call_around_update(runner, compressor.follow, compressor.begin_step)
     return ""

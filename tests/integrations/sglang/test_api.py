@@ -81,7 +81,7 @@ def test_an_attribute_that_an_object_lacks_turns_off_its_feature(feature, path):
 
 def test_a_body_that_changed_turns_off_eviction(monkeypatch):
     pytest.importorskip("sglang", reason="sglang is not installed: make sglang")
-    core = seam.find(api.CLASSES["UnifiedTreeCore"])
+    core = seam.find(api.PATHS["UnifiedTreeCore"])
 
     def evict_device_start(self, component_type, request_cnt):
         return request_cnt + 1

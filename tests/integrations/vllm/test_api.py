@@ -348,20 +348,28 @@ def test_no_other_file_imports_vllm_or_names_what_is_private(path):
             assert not node.value.startswith(("vllm.v1", "vllm_omni.")), node.value
 
 
-def test_what_others_import_from_the_seam_is_in_the_tables():
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(OURS)))
+def test_what_other_files_import_from_the_seam_is_there(path):
+    known = {*vars(api), *api.PATHS, *api.BY_PLATFORM, "HookedScheduler", "logger"}
+    tree = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    imports = [node for node in tree if isinstance(node, ast.ImportFrom) and node.module == "api"]
+    names = {each.name for node in imports for each in node.names}
+    names |= {node.attr for node in tree if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "api"}
+    assert names <= known
+
+
+def test_names_by_platform_are_in_the_tables():
     named = {name.path for _, name in NAMES}
-    for alias, path in api.CLASSES.items():
-        assert any(f"{each}.".startswith(f"{path}.") for each in named), alias
     for alias, paths in api.BY_PLATFORM.items():
         assert any(f"{each}.".startswith(f"{path}.") for each in named for path in paths), alias
 
 
 def test_a_missing_class_can_be_imported(monkeypatch):
     monkeypatch.delitem(vars(api), "KVCacheBlocks", raising=False)
-    with replaced(api.CLASSES["KVCacheBlocks"], AttributeError()):
+    with replaced(api.PATHS["KVCacheBlocks"], AttributeError()):
         from pc.integrations.vllm.api import KVCacheBlocks
 
         assert (KVCacheBlocks.__name__, KVCacheBlocks.__module__) == ("KVCacheBlocks", api.__name__)
-    assert api.KVCacheBlocks is seam.find(api.CLASSES["KVCacheBlocks"])
+    assert api.KVCacheBlocks is seam.find(api.PATHS["KVCacheBlocks"])
     with pytest.raises(AttributeError, match="has no attribute 'NothingLikeIt'"):
         _ = api.NothingLikeIt
