@@ -54,7 +54,7 @@ class StepBuilder:
         # On a CPU the operators need no plan, unless they run kernels in the interpreter.
         planned = self.req_to_token.device.type != "cpu" or INTERPRET
         self.kinds = sorted(kinds) if planned else []
-        self._memory: _GraphMemory | None = None
+        self._memory: AttentionStep | None = None
         self._graphs: dict[tuple[int, int, bool], AttentionStep] = {}
 
     def step(
@@ -129,15 +129,14 @@ class StepBuilder:
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        tables = {windowed: empty(max_seqs, columns) for windowed in self.pools}
-        size = PlanShape.of(tables[False], self.page_size).size
-        self._memory = _GraphMemory(
-            seq_lens=empty(max_seqs),
-            tables=tables,
-            plans={kind: empty(size) for kind in self.kinds},
-            window_slots=empty(max_tokens, dtype=torch.int64) if hasattr(self.pool, "swa_kv_pool") else None,
-            depths=empty(max_tokens),
+        memory = AttentionStep(
+            empty(max_seqs), empty(0), None, None, {each: empty(max_seqs, columns) for each in self.pools}
         )
+        size = PlanShape.of(memory.tables[False], self.page_size).size
+        memory.plans = {kind: empty(size) for kind in self.kinds}
+        memory.window_slots = empty(max_tokens, dtype=torch.int64) if hasattr(self.pool, "swa_kv_pool") else None
+        memory.depths = empty(max_tokens)
+        self._memory = memory
         self._graphs = {}
 
     def graph_step(self, num_seqs: int, query_len: int, drafts: bool) -> AttentionStep:
@@ -153,7 +152,7 @@ class StepBuilder:
             size = PlanShape.of(tables[False], self.page_size).size
             step.plans = {kind: plan[:size] for kind, plan in memory.plans.items()}
             step.window_slots = None if memory.window_slots is None else memory.window_slots[:tokens]
-            if drafts:
+            if drafts and memory.depths is not None:
                 step.causal, step.depths = False, memory.depths[:tokens]
                 step.tree_mask = starts.new_zeros(tokens, -(-query_len // WORD))
             self._graphs[key] = step
@@ -170,14 +169,6 @@ class StepBuilder:
             self._plan(step, kind, plan)
         if step.window_slots is not None and slots is not None:
             step.window_slots.copy_(self.pool.translate_loc_from_full_to_swa(slots))
-
-
-class _GraphMemory(NamedTuple):
-    seq_lens: torch.Tensor
-    tables: dict[bool, torch.Tensor]
-    plans: dict[Kind, torch.Tensor]
-    window_slots: torch.Tensor | None
-    depths: torch.Tensor
 
 
 def draft_masks(custom_mask: torch.Tensor, query_len: int, seq_lens: torch.Tensor, of_all_keys: bool) -> torch.Tensor:

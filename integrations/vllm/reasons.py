@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from .api import FullAttentionManager, available, logger
+
+
+def chain_reasons(scheduler: Any) -> dict[str, Any]:
+    """Return the reasons why an engine's cache is not one chain of blocks for each request, each true if it applies."""
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    return {
+        "several groups of layers, windows or states": [type(each) for each in managers] != [FullAttentionManager],
+        "blocks of another size than their hashes": managers[0].block_size != scheduler.hash_block_size,
+        "an encoder": scheduler.is_encoder_decoder or scheduler.ec_connector is not None,
+    }
 
 
 def clipping_reasons(scheduler: Any) -> dict[str, Any]:
-    """Return what of an engine keeps this package from ending a chunk of prefill, and whether it is there."""
+    """Return the reasons why this package cannot end a chunk of prefill in an engine, each true if it applies."""
     speculates = scheduler.vllm_config.speculative_config is not None
     return {
         "speculative decoding": speculates or scheduler.num_lookahead_tokens,
@@ -18,5 +31,25 @@ def clipping_reasons(scheduler: Any) -> dict[str, Any]:
 
 
 def first_reason(reasons: dict[str, Any]) -> str:
-    """Return the first reason that is there, or ""."""
+    """Return the first reason that applies, or ""."""
     return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def can_serve(
+    feature: str, scheduler: Any, why_not: Callable[[Any], str], message: str, log: Callable[..., None] | None = None
+) -> bool:
+    """Return whether the installed vLLM and a scheduler's engine can serve a feature. Log once why they cannot.
+
+    Args:
+        feature: The name of the feature in `api.NAMES`.
+        scheduler: The scheduler.
+        why_not: Returns why the engine cannot serve the feature, or "".
+        message: The consequence, for the log.
+        log: The function that logs the message; None: a warning.
+    """
+    if not available(feature, scheduler=scheduler):
+        return False
+    reason = why_not(scheduler)
+    if reason:
+        (log or logger.warning_once)("%s under %s", message, reason)
+    return not reason

@@ -23,7 +23,6 @@ from typing import Any
 from ...hints import extra_args
 from ...presses import QUERIES, WINDOW
 from ..api import (
-    FullAttentionManager,
     KVCacheBlocks,
     SchedulingPolicy,
     find_cached,
@@ -32,7 +31,7 @@ from ..api import (
     preempt,
     token_ids,
 )
-from ..reasons import clipping_reasons, first_reason
+from ..reasons import chain_reasons, clipping_reasons, first_reason
 from .options import ASKED, CompressionOptions
 from .steps import CompressionStep, Packing
 
@@ -313,13 +312,7 @@ def refusals(request: Any) -> dict[str, Any]:
 
 def why_no_compression(scheduler: Any) -> str:
     """Return the reason why an engine cannot compress, or "". Workers reported theirs when the engine started."""
-    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     model = scheduler.vllm_config.model_config
-    reasons = {
-        "several groups of layers, windows or states": [type(each) for each in managers] != [FullAttentionManager],
-        "blocks of another size than their hashes": managers[0].block_size != scheduler.hash_block_size,
-        "an encoder": scheduler.is_encoder_decoder or scheduler.ec_connector is not None,
-        "fixed chunks": scheduler.chunks is not None,
-    }
     workers: str = getattr(model, "pc_cannot_compress", "an engine without PC_VLLM=compression")
-    return first_reason(reasons | clipping_reasons(scheduler) | {workers: workers})
+    own = {"fixed chunks": scheduler.chunks is not None, workers: workers}
+    return first_reason(chain_reasons(scheduler) | clipping_reasons(scheduler) | own)

@@ -1,16 +1,16 @@
 """Prompts in chunks at fixed places, so that a request's bits do not depend on the cached tokens.
 
-A matrix product may round differently for another number of rows. So a step computes a whole chunk of a prompt, or
-nothing of it. A hit ends at a chunk's end, and only whole chunks of prompts are published. Each token of an answer is
-computed alone, also when a preempted request resumes.
+A matrix product may round differently for another number of rows. So a step never computes a part of a chunk. A hit
+ends at a chunk's end, and only whole chunks of prompts are published. Each token of an answer is computed alone, also
+when a preempted request resumes.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..api import available, is_batch_invariant, logger
-from ..reasons import clipping_reasons, first_reason
+from ..api import is_batch_invariant, logger
+from ..reasons import can_serve, clipping_reasons, first_reason
 
 CHUNK = 128
 """Number of tokens in a chunk, unless `pc_chunk` gives another number."""
@@ -61,10 +61,8 @@ def make_chunks(scheduler: Any, asked: str) -> FixedChunks | None:
     if asked and (not asked.isdecimal() or int(asked) % size):
         raise ValueError(f"pc_chunk: got {asked!r}, needs a multiple of block_size={size}, or 0 for none")
     chunk = int(asked or is_batch_invariant() * -(-CHUNK // size) * size)
-    if not chunk or not available("eviction.chunks", scheduler=scheduler):
-        return None
-    if reason := why_no_chunks(scheduler, chunk):
-        logger.warning_once("answers may depend on what is cached: prompts are not kept to chunks under %s", reason)
+    message = "answers may depend on what is cached: prompts are not kept to chunks"
+    if not chunk or not can_serve("eviction.chunks", scheduler, lambda each: why_no_chunks(each, chunk), message):
         return None
     logger.info_once("prompts are computed in chunks of %d tokens, and hits end where chunks do", chunk)
     return FixedChunks(scheduler, chunk)

@@ -1,7 +1,7 @@
 """Explanations, in vLLM's log, why the prompt of a request with `pc_explain` is cached no further.
 
-`pc.cache.observe.explain` answers from what a scheduler knows: the blocks that have hashes, the texts of running and
-waiting requests, and those of requests that have ended since the first one that asked.
+`pc.cache.observe.explain` uses the blocks that have hashes, and the texts of running and waiting requests. It also uses
+the texts of requests that have ended since the first request with `pc_explain`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .jumps import GapJumps
 from .moved import moved_from
 
 ASKED = "pc_explain"
-"""In `extra_args` of a request that wants to know."""
+"""The key in a request's `extra_args` that asks for an explanation."""
 
 
 def groups_of(scheduler: Any) -> tuple[Group, ...] | None:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from ..api import (
-    FullAttentionManager,
     KVCacheBlocks,
     NewRequestData,
     RequestStatus,
@@ -20,7 +19,7 @@ from ..api import (
     group_ending,
     token_ids,
 )
-from ..reasons import clipping_reasons, first_reason
+from ..reasons import chain_reasons, clipping_reasons, first_reason
 
 MIN_TOKENS = 64
 """The shortest run worth jumping over. A jump ends a chunk, so it may cost a step, which takes as long as 38 tokens of
@@ -49,6 +48,11 @@ class GapJumps:
         """The blocks that each request will jump over, by their place in its block table, ascending."""
         self._unsent: dict[str, list[Any]] = {}
         self.num_jumped_tokens = self.num_moved_tokens = 0
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The tokens that were skipped, by the names of counters that `..metrics` describes."""
+        return {"jumped_tokens": self.num_jumped_tokens, "moved_tokens": self.num_moved_tokens}
 
     @property
     def is_busy(self) -> bool:
@@ -210,16 +214,8 @@ class GapJumps:
 
 def why_no_jumps(scheduler: Any) -> str:
     """Return why jumps over gaps are impossible in an engine, or ""."""
-    encodes = {"an encoder": scheduler.is_encoder_decoder or scheduler.ec_connector is not None}
-    return why_not_one_chain(scheduler) or first_reason(encodes | clipping_reasons(scheduler))
-
-
-def why_not_one_chain(scheduler: Any) -> str:
-    """Return why an engine's cache is not a single chain of blocks for each request, or ""."""
-    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-    reasons = {
+    own = {
+        "fixed chunks": scheduler.chunks is not None,
         "no prefix caching": not scheduler.kv_cache_manager.enable_caching,
-        "several groups of layers, windows or states": [type(each) for each in managers] != [FullAttentionManager],
-        "blocks of another size than their hashes": managers[0].block_size != scheduler.hash_block_size,
     }
-    return first_reason(reasons)
+    return first_reason(own | chain_reasons(scheduler) | clipping_reasons(scheduler))

@@ -11,6 +11,7 @@ from ..compression.options import read_options
 from ..compression.scheduler import Compression, why_no_compression
 from ..features import REUSE, announce, asked_of_scheduler, chosen_policy
 from ..metrics import COUNTERS, PolicyCounts
+from ..reasons import can_serve
 from .chunks import make_chunks
 from .explaining import ASKED, Misses, why_not_explained
 from .jumps import GapJumps, why_no_jumps
@@ -61,6 +62,8 @@ class PolicyScheduler(HookedScheduler):
         self.clips = self.chunks is not None or self.jumps is not None
         self.compression: Compression | None = None
         """The compression of prompts; None until a request asks for it."""
+        self._parts: list[Compression | GapJumps] = [] if self.jumps is None else [self.jumps]
+        """The collaborators that act before and after each step, in their order before a step."""
         self._allocate_slots = self.kv_cache_manager.allocate_slots
         announce(vllm_config)
 
@@ -79,13 +82,8 @@ class PolicyScheduler(HookedScheduler):
 
         The log is a warning if the user asked for the feature.
         """
-        asked = self._reuse not in ("", "prefix")
-        reason = "fixed chunks" if self.chunks is not None else ""
-        if not reason and not available("eviction.gap", scheduler=self):
-            return None
-        if reason := reason or why_no_jumps(self):
-            log = logger.warning_once if asked else logger.info_once
-            log("what is cached behind a gap is not reused under %s", reason)
+        log = logger.info_once if self._reuse in ("", "prefix") else logger.warning_once
+        if not can_serve("eviction.gap", self, why_no_jumps, "what is cached behind a gap is not reused", log):
             return None
         self._cannot_move = "" if available("eviction.anywhere", scheduler=self) else "this release of vLLM"
         self._cannot_move = self._cannot_move or why_no_moves(self)
@@ -134,12 +132,10 @@ class PolicyScheduler(HookedScheduler):
             logger.warning("request %s stays exact: %s", request.request_id, error)
             return
         if self.compression is None:
-            if not available("compression", scheduler=self):
-                return
-            if reason := why_no_compression(self):
-                logger.warning_once("%s: requests stay exact under %s", COMPRESS, reason)
+            if not can_serve("compression", self, why_no_compression, f"{COMPRESS}: requests stay exact"):
                 return
             self.compression = Compression(self)
+            self._parts.insert(0, self.compression)
             self.clips = True
         if options is not None:
             self.compression.add(request, options)
@@ -147,10 +143,8 @@ class PolicyScheduler(HookedScheduler):
     def _will_explain(self, request_id: str) -> None:
         """Plan to explain a request's miss when it is admitted, and record requests that end from now on."""
         if self._misses is None:
-            if not available("eviction.explain", scheduler=self):
-                return
-            if reason := why_not_explained(self):
-                logger.warning_once("%s: what is not cached is not explained under %s", ASKED, reason)
+            message = f"{ASKED}: what is not cached is not explained"
+            if not can_serve("eviction.explain", self, why_not_explained, message):
                 return
             self._misses = Misses(self)
         self._unexplained.add(request_id)
@@ -159,23 +153,20 @@ class PolicyScheduler(HookedScheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule a step. With a KV connector, the step names the blocks that were newly allocated."""
         self._awaited.is_stale = True
-        if self.compression is not None:
-            self.compression.start_step()
-        if self.jumps is not None:
-            self.jumps.start_step()
+        for part in self._parts:
+            part.start_step()
         output = super().schedule(*args, **kwargs)
-        if self.jumps is not None:
-            self.jumps.finish_step(output)
-        if self.compression is not None:
-            self.compression.finish_step(output)
+        for part in reversed(self._parts):
+            part.finish_step(output)
         if self._sends_fresh:
             output.pc_fresh_blocks, self.block_pool.handed_out = self.block_pool.handed_out, []
         return output
 
     def clip_chunk(self, allowed: int, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """Return how many tokens a request computes in this step, so that its chunk ends before a cached run.
+        """Return how many of the `allowed` tokens a request computes in this step.
 
-        vLLM calls this for each request of a step.
+        vLLM calls this for each request of a step. A chunk ends before a cached run, at the end of a fixed chunk, or at
+        the end of a text that is compressed.
         """
         if self._misses is not None and request.request_id in self._unexplained:
             self._unexplained.remove(request.request_id)
@@ -219,11 +210,9 @@ class PolicyScheduler(HookedScheduler):
         """Return vLLM's statistics of a step, and export the policy's own."""
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
-            queue, jumps, counts = self.block_pool.free_block_queue, self.jumps, dict(self._counts)
-            if self.compression is not None:
-                counts |= self.compression.counts
-            if jumps is not None:
-                counts |= {"jumped_tokens": jumps.num_jumped_tokens, "moved_tokens": jumps.num_moved_tokens}
+            queue, counts = self.block_pool.free_block_queue, dict(self._counts)
+            for part in self._parts:
+                counts |= part.counts
             counts |= {"evicted_blocks": queue.num_evicted, "returned_blocks": queue.num_returned}
             self._exported.set(counts | {"kept_blocks": queue.num_kept})
         return stats
@@ -234,10 +223,8 @@ class PolicyScheduler(HookedScheduler):
 
     def before_release(self, request: Any) -> None:
         """Unpin the blocks over which a request would have jumped."""
-        if self.jumps is not None:
-            self.jumps.release(request)
-        if self.compression is not None:
-            self.compression.release(request)
+        for part in reversed(self._parts):
+            part.release(request)
 
     def before_end(self, request: Any) -> None:
         """Notify the policy of a request's end."""
