@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 ENVIRONMENT = {
@@ -179,3 +180,69 @@ def generate(llm: Any, prompts: list[list[int]], **params: Any) -> tuple[list[li
     )
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
     return [[list(o.token_ids) for o in output.outputs] for output in outputs], [o.num_cached_tokens for o in outputs]
+
+
+def both(model: str, ask: Callable[[Any], Any], more: Mapping[str, Any] | None = None, **options: Any) -> list[Any]:
+    """Return what `ask(llm)` returns with vLLM's own attention and with ours, each with the counts of its engine.
+
+    `more` has options of the second engine alone.
+    """
+    found = []
+    for ours in (False, True):
+        use_attention(ours)
+        with engine(model, **options, **(more or {}) if ours else {}) as (llm, seen):
+            found.append((ask(llm), seen))
+    return found
+
+
+class Requests:
+    """Requests to an engine in this process.
+
+    Attributes:
+        prompts: The tokens of each request, by name.
+        answers: For each request's name and sample that ended by length, its tokens and their log-probabilities.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self.engine = llm.llm_engine
+        self.core = self.engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.prompts: dict[str, list[int]] = {}
+        self.answers: dict[tuple[str, int], tuple[list[int], list[float]]] = {}
+
+    def add(self, name: str, tokens: list[int], **params: Any) -> None:
+        """Add a request, with parameters of vLLM's `SamplingParams`."""
+        from vllm import SamplingParams
+
+        given = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": 0}
+        self.prompts[name] = tokens
+        self.engine.add_request(name, {"prompt_token_ids": tokens}, SamplingParams(**given | params))
+
+    def step(self) -> None:
+        """Run a step of the engine, and keep the answers that it ends."""
+        for output in self.engine.step():
+            for said in output.outputs:
+                if said.finish_reason == "length":
+                    tokens = list(said.token_ids)
+                    logprobs = [each[token].logprob for each, token in zip(said.logprobs, tokens, strict=True)]
+                    self.answers[output.request_id, said.index] = tokens, logprobs
+
+    def run(self, rng: random.Random | None = None) -> Requests:
+        """Run steps until no request is left, with disturbances between them if `rng` is given."""
+        while self.engine.has_unfinished_requests():
+            self.step()
+            if rng is not None:
+                self.disturb(rng)
+        return self
+
+    def disturb(self, rng: random.Random) -> None:
+        """Recount the references to blocks, and at random evict blocks, preempt a request or abort one."""
+        from vllm_exact import check_references, lose, preempt
+
+        scheduler = self.scheduler
+        check_references(scheduler)
+        lose(scheduler, rng.randrange(2) if scheduler.requests else 7, rng)
+        if rng.random() < 0.15 and scheduler.running:
+            preempt(scheduler, rng.choice(scheduler.running).request_id)
+        if rng.random() < 0.1 and scheduler.requests:
+            self.engine.abort_request([rng.choice(list(scheduler.requests)).rpartition("-")[0]])

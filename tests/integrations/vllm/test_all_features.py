@@ -72,25 +72,16 @@ def ask(llm, batch, lora=None, **params):
 
 def ask_and_leave(llm, batch):
     """Abort some requests while they wait, while they are computed and while they answer."""
-    from vllm import SamplingParams
-
     from pc.integrations.vllm.hidden_states import ASKED
 
-    engine, said = llm.llm_engine, {}
-    params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, extra_args={ASKED: True})
+    asked = vllm_engine.Requests(llm)
     for number, prompt in enumerate(batch):
-        engine.add_request(f"left-{number}", {"prompt_token_ids": prompt}, params)
-    engine.abort_request(["left-5"])
-    step = 0
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            said[output.request_id] = list(output.outputs[0].token_ids)
-        step += 1
-        if step == 1:
-            engine.abort_request(["left-2"])
-        if step == 6:
-            engine.abort_request(["left-0"])
-    return [said.get(f"left-{number}") for number in (1, 3, 4)]
+        asked.add(f"left-{number}", prompt, max_tokens=30, extra_args={ASKED: True})
+    for leaving, steps in ((5, 1), (2, 5), (0, 0)):
+        asked.engine.abort_request([f"left-{leaving}"])
+        for _ in range(steps):
+            asked.step()
+    return {name: tokens for (name, _), (tokens, _) in asked.run().answers.items()}
 
 
 def run(model, adapter, ours):
@@ -128,6 +119,7 @@ def run(model, adapter, ours):
         said["after"] = ask(llm, prompts(), max_tokens=80)
         late = take_hidden_states(llm) if ours else {}
         assert "left-5" not in late, "rows of a prompt that was given up before it was computed"
+        assert said["left"].keys() == {"left-1", "left-3", "left-4"}
         free = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         assert free == TIGHT - 1, "blocks of requests that were given up are not free"
     return said, rows, seen

@@ -76,18 +76,53 @@ def test_tokens_are_those_of_the_compiled_backend(model_path, name):
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
 def test_latent_attention(model_path, name):
     """The tokens are those of vLLM's kernel, whose platform has neither chunks nor prefix caching for these models."""
+
+    def ask(llm):
+        said = [vllm_engine.generate(llm, asked)[0] for asked in (prompts(), altered(prompts()[0]))]
+        return said, features.describe(llm.llm_engine.vllm_config)
+
     # If a processor has AMX, vLLM's kernel for it takes only bfloat16.
-    path, options = model_path(name), {"max_num_batched_tokens": 512, "block_size": 16, "attention_backend": "CPU_MLA"}
-    found = []
-    for ours in (False, True):
-        vllm_engine.use_attention(ours)
-        with vllm_engine.engine(path, **options) as (llm, seen):
-            found.append([vllm_engine.generate(llm, prompts()), vllm_engine.generate(llm, altered(prompts()[0]))])
-            found[-1].append("LatentAttentionBackend as CPU_MLA" in features.describe(llm.llm_engine.vllm_config))
-        assert not seen["attention"]
-        assert found[-1].pop() == bool(seen["latent"]) == ours
-    assert found[0] == found[1]
-    assert len({str(tokens) for tokens in [found[0][0][0][0], *found[0][1][0]]}) == 6, "tokens depend on the prompt"
+    options = {"max_num_batched_tokens": 512, "block_size": 16, "attention_backend": "CPU_MLA"}
+    ((theirs, plain), unseen), ((ours, described), seen) = vllm_engine.both(model_path(name), ask, **options)
+    assert ours == theirs
+    assert len({str(tokens) for tokens in [ours[0][0], *ours[1]]}) == 6, "the tokens do not depend on the prompt"
+    assert ("LatentAttentionBackend as CPU_MLA" in plain, bool(unseen["latent"])) == (False, False)
+    assert ("LatentAttentionBackend as CPU_MLA" in described, bool(seen["latent"])) == (True, True)
+    assert not seen["attention"]
+
+
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+
+
+def repeated():
+    """Return prompts from which drafts are taken, so that some are accepted and some are rolled back."""
+    piece = prompts()[0][:20]
+    return [piece * 4 + piece[:7], piece * 2, prompts()[2]]
+
+
+# Models, and options of our engine alone. Drafts of a model with state-space layers crash vLLM's CPU build, with its
+# own attention too. The compiled backend does not prefer these block sizes.
+SCENARIOS = [
+    ("bloom", {}, prompts),
+    *((name, {"speculative_config": DRAFTS}, repeated) for name in CASES if name != "granite_hybrid"),
+    *(("llama", {"block_size": size}, prompts) for size in (16, 48)),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "asked"), SCENARIOS, ids=lambda each: str(each)[:40])
+def test_tokens_with_an_option(model_path, name, options, asked):
+    """The tokens are those of vLLM's own attention without the option, also from the cache."""
+
+    def ask(llm):
+        return [vllm_engine.generate(llm, asked(), max_tokens=40) for _ in range(2)]
+
+    (theirs, unseen), (ours, seen) = vllm_engine.both(model_path(name), ask, options)
+    assert [said for said, _ in ours] == [theirs[0][0]] * 2
+    assert not unseen["attention"]
+    assert seen["attention"] > 0
+    assert (seen["drafts"] > 0) == ("speculative_config" in options)
+    if "block_size" in options:
+        assert ours[1][1][3] == 199 // options["block_size"] * options["block_size"]
 
 
 @pytest.mark.slow
@@ -99,58 +134,15 @@ def test_a_trained_model_says_the_same(model_path, trained_model):
     tokenizer = AutoTokenizer.from_pretrained(trained_model)
     text = _workloads.between(_models.read_document(), "Article V\n", "Article VI\n")
     asked = [tokenizer.encode(f"{text}\n\nQ: {question}\nA:") for question in _workloads.QUESTIONS[3:5]]
-    said = []
-    for ours in (False, True):
-        vllm_engine.use_attention(ours)
-        with vllm_engine.engine(str(trained_model), max_model_len=512, max_num_batched_tokens=128) as (llm, seen):
-            said.append([vllm_engine.generate(llm, asked) for turn in range(2)])
-        assert bool(seen["attention"]) == ours
-    assert said[0] == said[1]
-    assert sum(said[1][1][1]) > 0, "the second time from the cache"
 
+    def ask(llm):
+        return [vllm_engine.generate(llm, asked) for turn in range(2)]
 
-def test_alibi(model_path):
-    path = model_path("bloom")
-    found = []
-    for ours in (False, True):
-        vllm_engine.use_attention(ours)
-        with vllm_engine.engine(path) as (llm, seen):
-            found.append(vllm_engine.generate(llm, prompts()))
-        assert bool(seen["attention"]) == ours
-    assert found[0] == found[1]
-
-
-# Drafts of a model with state-space layers crash vLLM's CPU build, with its own attention too.
-@pytest.mark.parametrize("name", [name for name in CASES if name != "granite_hybrid"])
-def test_speculation_with_ngrams(model_path, name):
-    """Drafts come from the prompt, so that some are accepted and some are rolled back."""
-    path = model_path(name)
-    piece = prompts()[0][:20]
-    repeated = [piece * 4 + piece[:7], piece * 2, prompts()[2]]
-    found = []
-    for ours, speculate in ((False, False), (True, True)):
-        vllm_engine.use_attention(ours)
-        draft = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-        with vllm_engine.engine(path, speculative_config=draft if speculate else None) as (llm, seen):
-            found.append(vllm_engine.generate(llm, repeated, max_tokens=40)[0])
-    assert found[0] == found[1]
+    options = {"max_model_len": 512, "max_num_batched_tokens": 128}
+    (theirs, _), (ours, seen) = vllm_engine.both(str(trained_model), ask, **options)
+    assert ours == theirs
     assert seen["attention"] > 0
-    assert seen["drafts"] > 0
-
-
-@pytest.mark.parametrize("block_size", [16, 48])
-def test_block_sizes_that_the_compiled_backend_does_not_prefer(model_path, block_size):
-    path = model_path("llama")
-    vllm_engine.use_attention(False)
-    with vllm_engine.engine(path) as (llm, _):
-        expected, _ = vllm_engine.generate(llm, prompts())
-    vllm_engine.use_attention(True)
-    with vllm_engine.engine(path, block_size=block_size) as (llm, seen):
-        for _ in range(2):
-            found, cached = vllm_engine.generate(llm, prompts())
-            assert found == expected
-    assert seen["attention"] > 0
-    assert cached[3] == 199 // block_size * block_size
+    assert sum(ours[1][1]) > 0, "the second time from the cache"
 
 
 def test_float8_caches(model_path):

@@ -48,41 +48,22 @@ def prompt(length, seed):
     return random.Random(seed).sample(range(3, 500), length)
 
 
-def sampling(options, **params):
-    from vllm import SamplingParams
-
-    extra = {} if options is None else {"extra_args": {"pc_compress": options}}
-    given = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": 0}
-    return SamplingParams(**given | extra | params)
-
-
-class Asked:
+class Asked(vllm_engine.Requests):
     """Requests to an engine, their plans and their answers."""
 
     def __init__(self, llm):
-        self.llm, self.engine = llm, llm.llm_engine
-        self.scheduler = self.engine.engine_core.engine_core.scheduler
-        self.is_async = self.engine.engine_core.engine_core.batch_queue is not None
-        self.prompts, self.plans, self.answers = {}, {}, {}
+        super().__init__(llm)
+        self.plans = {}
 
     def add(self, name, tokens, options, **params):
-        self.prompts[name] = tokens
-        self.engine.add_request(name, {"prompt_token_ids": tokens}, sampling(options, **params))
+        extra = {} if options is None else {"extra_args": {"pc_compress": options}}
+        super().add(name, tokens, **extra | params)
 
     def step(self):
-        for output in self.engine.step():
-            for said in output.outputs:
-                if said.finish_reason == "length":
-                    probabilities = [each[t].logprob for each, t in zip(said.logprobs, said.token_ids, strict=True)]
-                    self.answers[output.request_id, said.index] = list(said.token_ids), probabilities
+        super().step()
         compression = self.scheduler.compression
         for name, plan in compression.plans.items() if compression is not None else ():
             self.plans[name.rpartition("-")[0]] = plan
-
-    def run(self):
-        while self.engine.has_unfinished_requests():
-            self.step()
-        return self
 
     def compare(self, reference, tolerance=1e-4):
         """Compares every answer; returns how many of them were of compressed prompts."""
@@ -138,7 +119,8 @@ def test_a_wrong_packing_is_seen(model_path, reference, monkeypatch, mutant):
 def disturbed(llm, seed, rounds=40):
     """Shared beginnings, repeated prompts, aborts, preemptions and evictions."""
     rng = random.Random(seed)
-    asked, scheduler = Asked(llm), llm.llm_engine.engine_core.engine_core.scheduler
+    asked = Asked(llm)
+    scheduler = asked.scheduler
     roots = [prompt(400, 50 + at) for at in range(3)]
     for number in range(rounds):
         root = rng.choice(roots)
@@ -172,8 +154,9 @@ def test_disturbed(model_path, reference, scheduling, seed):
     options = OPTIONS | {"num_gpu_blocks_override": 110}
     with scheduling(), vllm_engine.engine(model_path("llama"), **options) as (llm, _):
         asked = disturbed(llm, seed)
-        assert type(asked.scheduler).__name__ == ("PolicyScheduler" if not asked.is_async else "AsyncPolicyScheduler")
-        assert asked.is_async == (scheduling is vllm_engine.asynchronous)
+        is_async = asked.core.batch_queue is not None
+        assert is_async == (scheduling is vllm_engine.asynchronous)
+        assert type(asked.scheduler).__name__ == ("AsyncPolicyScheduler" if is_async else "PolicyScheduler")
         assert asked.compare(reference) > 8
         assert asked.scheduler.compression.counts["recompressed_requests"]
 
@@ -243,8 +226,9 @@ def logits_of(llm, requests, watched):
     """Logits of one request at each step, beside others."""
     from unittest import mock
 
-    runner, rows = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner, []
-    asked, compute = Asked(llm), runner.model.compute_logits
+    asked, rows = Asked(llm), []
+    runner = asked.core.model_executor.driver_worker.worker.model_runner
+    compute = runner.model.compute_logits
     with mock.patch.object(runner.model, "compute_logits", lambda *a: rows.append(compute(*a).clone()) or rows[-1]):
         for name, tokens, options in requests:
             asked.add(name, tokens, options, max_tokens=12)
@@ -310,7 +294,7 @@ def test_wrong_options_are_refused_where_the_caller_sees_it(model_path):
             '{"budget": true}': "budget: got bool, needs a number",
         }.items():
             with pytest.raises(ValueError, match="pc_compress") as error:
-                llm.generate([{"prompt_token_ids": [5, 6, 7]}], sampling(options), use_tqdm=False)
+                Asked(llm).add("one", [5, 6, 7], options)
             assert message in str(error.value)
 
 

@@ -9,7 +9,6 @@ import pytest
 pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
 
 import vllm_engine
-from vllm_exact import check_references, lose, preempt
 
 OPTIONS = {"max_model_len": 512, "max_num_seqs": 16, "max_num_batched_tokens": 192, "num_gpu_blocks_override": 90}
 GENERATED = 6
@@ -33,41 +32,14 @@ def texts(count, seed, vocabulary=500):
     return made
 
 
-def sampling():
-    from vllm import SamplingParams
-
-    return SamplingParams(max_tokens=GENERATED, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=0)
-
-
-def answers(llm, prompts, disturb=lambda *_: None):
-    """Return the token and log-probability of each generated token, 16 at once; `disturb` runs between steps."""
-    engine, done, waiting = llm.llm_engine, {}, list(enumerate(prompts))[::-1]
-    while waiting:
-        for number, prompt in (waiting.pop() for _ in range(min(16, len(waiting)))):
-            engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling())
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                if output.finished and output.outputs[0].finish_reason == "length":
-                    said = output.outputs[0]
-                    logprobs = [each[token].logprob for each, token in zip(said.logprobs, said.token_ids, strict=True)]
-                    done[int(output.request_id)] = list(said.token_ids), logprobs
-            disturb(engine)
-    return done
-
-
-def disturbing(scheduler, seed):
-    """Evict, preempt and abort, and recount references after every step."""
-    rng = random.Random(seed)
-
-    def disturb(engine):
-        check_references(scheduler)
-        lose(scheduler, rng.randrange(2) if scheduler.requests else 7, rng)
-        if rng.random() < 0.15 and scheduler.running:
-            preempt(scheduler, rng.choice(scheduler.running).request_id)
-        if rng.random() < 0.1 and scheduler.requests:
-            engine.abort_request([rng.choice(list(scheduler.requests)).rpartition("-")[0]])
-
-    return disturb
+def answers(llm, prompts, rng=None):
+    """Return the tokens of each prompt's answer and their log-probabilities, 16 at once, perhaps disturbed."""
+    asked = vllm_engine.Requests(llm)
+    for first in range(0, len(prompts), 16):
+        for number in range(first, min(first + 16, len(prompts))):
+            asked.add(str(number), prompts[number], max_tokens=GENERATED)
+        asked.run(rng)
+    return {int(name): answer for (name, _), answer in asked.answers.items()}
 
 
 def compare(path, prompts, **options):
@@ -76,9 +48,8 @@ def compare(path, prompts, **options):
         expected = answers(llm, prompts)
     vllm_engine.use_eviction(True)
     with vllm_engine.engine(path, **OPTIONS | options, additional_config={"pc_policy": "fifo"}) as (llm, _):
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        found = answers(llm, prompts, disturbing(scheduler, 0))
-        jumped = scheduler.jumps.num_jumped_tokens
+        found = answers(llm, prompts, random.Random(0))
+        jumped = llm.llm_engine.engine_core.engine_core.scheduler.jumps.num_jumped_tokens
     for number, (tokens, logprobs) in found.items():
         assert tokens == expected[number][0]
         assert logprobs == pytest.approx(expected[number][1], abs=2e-4)
