@@ -33,9 +33,9 @@ bench: setup ## measure every operator against its rivals, quickly; `python -m p
 bench-manager: ## CacheManager against vLLM's and SGLang's managers, installed under .peers (2 GB)
 	PYTHON=$(PYTHON) sh benchmarks/install_peers.sh .peers
 	for hash in sha256 xxh3_128; do .peers/vllm/bin/python -m benchmarks manager --peer vllm \
-		--source .peers/vllm-src --hash $$hash --csv bench_output/cpu/manager.csv || exit 1; done
+		--source .peers/vllm-src --hash $$hash --output bench_output/cpu/manager.csv || exit 1; done
 	.peers/sglang/bin/python -m benchmarks manager --peer sglang --source .peers/sglang-src --hash xxh3_128 \
-		--csv bench_output/cpu/manager.csv
+		--output bench_output/cpu/manager.csv
 
 vllm-engine: setup ## vLLM's compiled engine with our plugins, installed under .peers, against vLLM without them
 	PYTHON=$(abspath $(BIN)/python) timeout 900 sh benchmarks/install_vllm.sh .peers
@@ -131,7 +131,8 @@ KERNEL_TRITONS := 3.6.0 3.9.0
 WORK_TRITONS := 3.6.0 3.7.1 3.8.0
 
 kernels: setup $(KERNEL_TRITONS:%=.kernels/triton-%) ## compile every kernel for four targets, without a GPU, into a table
-	$(BIN)/python -m benchmarks kernels --write
+	for version in $(KERNEL_TRITONS); do PYTHONPATH=.kernels/triton-$$version:src \
+		$(BIN)/python -m benchmarks kernels $(ARGS) || exit 1; done
 
 # In parts: make emulate ARCHS=sm_90, and a share of the tests with PC_SHARE=0/8 to 7/8 in the environment.
 ARCHS ?= sm_80 sm_90

@@ -6,9 +6,8 @@ Usage:
     python -m benchmarks gpu                runs what is not done, for nine minutes; run it again for the rest
     python -m benchmarks gpu --dry-run      the same on the CPU, small
 
-Each job is a process of its own, so a crash stops no other job. `run.csv` among the device's results holds the outcome
-of each job, and the rows of a benchmark those of its cases. What is done runs again once the sources have changed or
-its rows are deleted; a sweep runs again only without rows.
+Each job is a process, so a crash stops no other job. `run.csv` among the device's results has the outcome of each job.
+A job runs again once the sources have changed or its rows are deleted; a sweep runs again only without rows.
 """
 
 from __future__ import annotations
@@ -33,10 +32,9 @@ from .harness.peers import add_peers
 from .harness.registry import OURS, ROOT, discover
 from .harness.tables import Row, read_rows, replaced, write_rows
 from .kernels import sweep
-from .models import generate
 
 SECONDS = 530
-MOST_SECONDS = 400  # of one job, so that a job that hangs leaves time to those behind it
+MOST_SECONDS = 400  # of one job, so that a job that hangs leaves time for later jobs
 TIMEOUT, DEVICE_LOST = 124, 5
 STEPS = {
     "check": "every kernel gives what PyTorch gives: `pc check`",
@@ -57,7 +55,7 @@ class Job(NamedTuple):
     step: str  # one of `STEPS`
     name: str  # in `run.csv`
     arguments: tuple[str, ...]
-    shares: int = 1  # processes that run it side by side, each with its share of the tests
+    shares: int = 1  # processes side by side, each with its share of the tests
     environment: dict[str, str] = {}  # noqa: RUF012  never changed
 
 
@@ -71,12 +69,12 @@ class Options(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The kind of device."""
+        """Return the kind of device."""
         return "cpu" if self.dry else "cuda"
 
     @property
     def folder(self) -> Path:
-        """The folder of this device's results."""
+        """Return the folder of this device's results."""
         return self.results / device_folder(self.kind)
 
     def command(self, *arguments: str) -> tuple[str, ...]:
@@ -86,7 +84,7 @@ class Options(NamedTuple):
         return (*given, "--part", *arguments)
 
 
-def workers() -> int:  # that compile or test side by side
+def workers() -> int:  # processes that compile or test side by side
     return max(1, min(12, (os.cpu_count() or 1) - 2))
 
 
@@ -104,6 +102,8 @@ def jobs(options: Options) -> list[Job]:
 
     keys = [regime.key for regime in sweep.regimes()]
     sweeps = [Job("sweep", f"sweep {key}", options.command("sweep", key), 1, interpreted) for key in keys]
+    output = str(options.folder / "generate.csv")
+    generate = ("-m", "benchmarks", "generate", "--device", options.kind, "--output", output)
     check = ("-m", "pc", "check", *(["--quick"] if options.dry else []))
     return [
         Job("check", "check", check, 1, interpreted),
@@ -113,7 +113,7 @@ def jobs(options: Options) -> list[Job]:
         *(bench("decisive", op, count) for op, count in DECISIVE.items()),
         test("operators", "tests/triton_ops", "--ignore", "tests/triton_ops/test_kernel_resources.py"),
         test("graphs and adapters", "tests/triton_ops", "tests/cache", "tests/integrations", "-m", "gpu"),
-        Job("generate", "generate", options.command("generate")),
+        Job("generate", "generate", generate),
         *(bench("rest", benchmark.op, 0) for benchmark in discover()),
         *(job._replace(step="rest") for job in sweeps[4:]),
         Job("rest", "pages", ("-m", "benchmarks", *(["--help"] if options.dry else ["render"]))),
@@ -128,7 +128,7 @@ class Log:
 
     def outcome(self, name: str) -> str:
         """Return the outcome of a job; empty if there is none, or for other sources."""
-        swept = name.startswith("sweep")  # what a sweep chose becomes a part of the sources
+        swept = name.startswith("sweep")  # the constants that a sweep chose change the sources
         rows = [row for row in read_rows(self._path) if row["job"] == name and (swept or not has_changed(row))]
         return rows[0]["outcome"] if rows else ""
 
@@ -181,13 +181,13 @@ def _wait(process: subprocess.Popen[bytes], end: float) -> int:
         return TIMEOUT
 
 
-def bench(op: str, first: int, options: Options) -> int:
-    """Measure the cases of an operator that have no rows yet, and save each when it is done."""
+def bench(op: str, first: str | int, options: Options) -> int:
+    """Measure the first cases of an operator (0: all) that have no rows yet, and save each when it is done."""
     (benchmark,) = discover([op])
     if options.peers is not None:
         add_peers(options.peers)
     path = runner.results_path(options.results, options.kind, op)
-    cases = benchmark.of("cpu", True)[:1] if options.dry else benchmark.of("cuda", False)[: first or None]
+    cases = benchmark.of("cpu", True)[:1] if options.dry else benchmark.of("cuda", False)[: int(first) or None]
     missing = [case for case in cases if OURS not in _rows_of(path, case.name)]
     if not options.dry:
         compile_first([op, *(case.name for case in missing)], options)
@@ -286,10 +286,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.manual_seed(0)
     if given.part:
         name, *rest = given.part
-        parts: dict[str, Callable[..., int]] = {"compile": compile_share, "sweep": run_sweep}
-        parts |= {"bench": lambda op, first, options: bench(op, int(first), options)}
-        parts |= {"generate": lambda options: generate.main(options.folder / "generate.csv", options.dry)}
-        return parts[name](*rest, options)
+        return {"compile": compile_share, "sweep": run_sweep, "bench": bench}[name](*rest, options)
     chosen = [job for job in jobs(options) if job.step == given.only or job.name.startswith(given.only)]
     if given.list:
         for job in chosen:

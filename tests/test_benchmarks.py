@@ -259,6 +259,18 @@ def test_each_begins_a_round_in_its_turn() -> None:
 
     assert timing.in_rounds(begin, ["a", "b"], 2) == {"a": ["a2", "a4"], "b": ["b2", "b4"]}
     assert begun == ["a", "b", "b", "a"]
+    measured: list[str] = []
+    names = ["a", "b", "c"]
+    found = timing.by_turns(lambda name: measured.append(name) or len(measured), names, 2)
+    assert found == {"a": [1, 6], "b": [2, 4], "c": [3, 5]}
+    assert measured == [*names, "b", "c", "a"]
+
+
+def test_new_rows_take_the_place_of_old_ones(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    tables.write_rows(path, [{"key": key, "n": n} for key, n in (("a", 1), ("b", 2), ("a", 3), ("c", 4))])
+    rows = tables.replaced(path, [{"key": "d", "n": 5}, {"key": "a", "n": 6}, {"key": "d", "n": 7}], ["key", "none"])
+    assert [(row["key"], str(row["n"])) for row in rows] == [("a", "6"), ("b", "2"), ("c", "4"), ("d", "5"), ("d", "7")]
 
 
 def test_the_command_writes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

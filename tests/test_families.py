@@ -8,38 +8,29 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from benchmarks.harness.tables import read_rows
 from benchmarks.models import families
 
 
 @pytest.mark.slow
-def test_rows_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "table.md"
-    assert families.main(["LlamaForCausalLM", "XLNetLMHeadModel", "--output", str(output)]) == 0
+def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "families.csv"
+    families.main(["LlamaForCausalLM", "XLNetLMHeadModel", "--output", str(output)])
     printed = capsys.readouterr().out
     assert "1 served" in printed
     assert "0 different" in printed
-    lines = output.read_text().splitlines()
-    assert lines[2] == "| LlamaForCausalLM | served | 69 |  |"
-    assert lines[3].startswith("| XLNetLMHeadModel | falls back |")
+    first, second = read_rows(output)
+    assert [first[name] for name in ("class", "outcome", "reused")] == ["LlamaForCausalLM", "served", "69"]
+    assert [second[name] for name in ("class", "outcome")] == ["XLNetLMHeadModel", "falls back"]
+    assert second["why"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["NoSuchClass"], "got NoSuchClass, needs"),
-        (["LlamaForCausalLM", "--output", "/proc/none/table.md"], "/proc/none"),
-    ],
-)
-def test_what_cannot_be_is_said_before_the_work(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        families.main(arguments)
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+def test_an_unknown_class_is_named_before_the_work(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="got NoSuchClass, needs"):
+        families.main(["NoSuchClass", "--output", str(tmp_path / "families.csv")])
 
 
-def test_other_tokens_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tokens_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pc.integrations.huggingface.store.storage import KVStorage
 
     read = KVStorage.read
@@ -49,4 +40,8 @@ def test_other_tokens_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
         values.neg_()  # type: ignore[attr-defined]
 
     monkeypatch.setattr(KVStorage, "read", wrong)
-    assert families.main(["LlamaForCausalLM"]) == 1
+    output = tmp_path / "families.csv"
+    with pytest.raises(SystemExit) as ended:
+        families.main(["LlamaForCausalLM", "--output", str(output)])
+    assert ended.value.code == 1
+    assert [row["outcome"] for row in read_rows(output)] == ["different"]

@@ -11,6 +11,7 @@ from benchmarks.harness import conditions, tables
 from benchmarks.kernels import steps
 from benchmarks.pages import markdown, plots, render_operators
 from benchmarks.pages import render as render_docs
+from benchmarks.pages import tables as pages_tables
 
 pytestmark = pytest.mark.quick  # each page, name and command
 
@@ -167,22 +168,70 @@ def test_results_of_a_gpu_take_the_place_of_the_note(tmp_path: Path, monkeypatch
 def test_cost_of_blocks_of_a_heads_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.operators import attention_providers as providers
 
-    names = [provider.name for provider in providers.attention_providers("sparse_gap_attention")]
-    assert {render_operators.OURS, render_operators.DENSE, render_operators.COMPACTED} <= {*names}
+    table, dense, compacted = (
+        pages_tables.TABLES["sparse"],
+        *(provider.name for provider in reversed(providers.attention_providers("sparse_gap_attention")[3:5])),
+    )
+    assert dict(table.columns)["pc / dense >"] == f"{{pc.p50_us / {dense}.p50_us:.2f}}"
+    assert compacted in dict(table.columns)["pc / compaction and dense >"]
     monkeypatch.setattr(markdown, "ROOT", tmp_path)
     monkeypatch.setattr(markdown, "RESULTS", tmp_path / "results")
     page, source = tmp_path / "docs" / "sparse.md", tmp_path / "results" / "cpu" / "sparse_gap_attention.csv"
     source.parent.mkdir(parents=True)
-    assert "Not measured yet" in render_operators.render_sparse(page)
+    assert "Not measured yet" in table.render(page)
     row = "{},{},{},CPU,2.13,float32,32/8,128,16,2026-01-01,abc\n".format
     source.write_text(
         "case,provider,p50_us,device,torch,dtype,heads,head_dim,block_size,date,commit\n"
         + row("holes", "pc", 10)
-        + row("holes", render_operators.COMPACTED, 10)
+        + row("holes", compacted, 10)
         + row("a head", "pc", 110)
-        + row("a head", render_operators.COMPACTED, 220)
-        + row("a head", render_operators.DENSE, 100)
+        + row("a head", compacted, 220)
+        + row("a head", dense, 100)
     )
-    *_, rule, last = render_operators.render_sparse(page).splitlines()
+    *_, rule, last = table.render(page).splitlines()
     assert rule.startswith("|---")
     assert last == "| a head | 110 us | 100 us | 1.10 | 0.50 |"
+
+
+def test_cells_of_tables() -> None:
+    row = {"n": "1234", "s": "0.5", "none": "", "way": "all", "x.n": "617", "text": "a, b"}
+    for cell, text in {
+        "n": "1234",
+        "n:,": "1,234",
+        "s:s": "500 ms",
+        "text:short": "a",
+        "way:words": "everything computed",
+        "text:words": "`a, b`",
+        "{n / x.n:.1f} of {text}": "2.0 of a, b",
+        "{1 - x.n / n:.2f}": "0.50",
+        "{n} ({none})": "",
+        "{n / none:.2f}": "",
+        "{way:if all}{n}": "1234",
+        "{way:unless all}{n}": "",
+    }.items():
+        assert pages_tables.fill(cell, row) == text, cell
+    assert pages_tables.fill("{n}, {none}", row, keep_empty=True) == "1234, "
+    with pytest.raises(KeyError, match="got column 'm', needs one of n, s"):
+        pages_tables.fill("{m}", row)
+
+
+def test_rows_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(markdown, "RESULTS", tmp_path)
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "rows.csv").write_text("name,size,hits\na,10,5\na,9,4\nb,9,8\n")
+    section = {"@rows": "rows.csv", "@said": "nowhere", "@beside": "name / size", "name": "name"}
+    table = pages_tables.Table.of(section | {"*of {size}": "{*.hits} hits", "best >": "10.hits"})
+    assert table.render(Path()).splitlines() == [
+        "| name | of 9 | of 10 | best |",
+        "|---|---|---|--:|",
+        "| a | 4 hits | 5 hits | 5 |",
+        "| b | 8 hits |  |  |",
+    ]
+    section = {"@rows": "rows.csv", "@said": "nowhere", "@base": "size / name=a", "@needs": "hits"}
+    table = pages_tables.Table.of(
+        section | {"name": "name", "over a": "{hits / base.hits:.1f}", "nothing": "{base.none}"}
+    )
+    with pytest.raises(KeyError, match=r"base\.none"):
+        table.render(Path())
+    table = pages_tables.Table.of(section | {"name": "name", "over a": "{hits / base.hits:.1f}"})
+    assert table.render(Path()).splitlines()[2:] == ["| a | 1.0 |", "| a | 1.0 |", "| b | 2.0 |"]

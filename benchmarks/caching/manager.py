@@ -14,29 +14,29 @@ The placement of a process's memory changes a time by up to a third. So a row is
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import importlib.abc
 import importlib.machinery
-import json
 import logging
 import os
-import platform
 import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import types
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from time import thread_time_ns as clock
 from typing import Any
 from unittest.mock import MagicMock
 
-from ..harness.tables import read_rows, write_rows
+from ..harness.experiment import Experiment, option
+from ..harness.tables import read_rows
+from ..harness.timing import rotated
 
-BLOCK = 16
-CONCURRENT = 4
+BLOCK, CONCURRENT, WARM = 16, 4, 12
 
 
 class Ours:
@@ -158,101 +158,69 @@ class SGLang:
 
 
 def compare(peer: type, length: int, algorithm: str, requests: int) -> dict[str, float]:
-    """Medians in microseconds of start plus end, and the part of the peer that is not counted."""
+    """Return medians in microseconds of start plus end, and of the peer's part that is not counted."""
     num_blocks = max(4096, (length // BLOCK + 2) * 12)
     contestants = {"pc": Ours(num_blocks, algorithm), "peer": peer(num_blocks, algorithm)}
     rng = random.Random(0)
     shared = length * 3 // 4 // BLOCK * BLOCK
     prefixes = [[rng.randrange(150_000) for _ in range(shared)] for _ in range(4)]
     times: dict[str, list[int]] = {"pc": [], "peer": [], "apart": []}
-    warmup = 12
     gc.collect()
     gc.freeze()
-    for i in range(requests + warmup):
+    for i in range(requests + WARM):
         prompt = prefixes[i % 4] + [rng.randrange(150_000) for _ in range(length - shared)]
-        names = ["pc", "peer"] if i % 2 else ["peer", "pc"]
-        for name in names:
-            tokens = list(prompt)
-            one = contestants[name]
-            t0 = clock()
+        for name in rotated(("peer", "pc"), i):
+            tokens, one = list(prompt), contestants[name]
+            begin = clock()
             one.start(i, tokens)
             if i >= CONCURRENT:
                 one.end(i - CONCURRENT)
-            spent, apart = clock() - t0, one.apart
-            if i >= warmup:
-                times[name].append(spent - apart)
-                if name == "peer":
-                    times["apart"].append(apart)
+            times[name].append(clock() - begin - one.apart)
+        times["apart"].append(contestants["peer"].apart)
     gc.unfreeze()
-    return {name: statistics.median(values) / 1e3 for name, values in times.items()}
+    return {name: statistics.median(values[WARM:]) / 1e3 for name, values in times.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peer", choices=["vllm", "sglang"], required=True)
-    parser.add_argument("--source", required=True, help="folder of the peer's unpacked wheel")
-    parser.add_argument("--hash", default="sha256")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 16384, 131072])
-    parser.add_argument("--requests", type=int, default=0, help="timed requests a length; 0: by length")
-    parser.add_argument("--processes", type=int, default=5, help="measure so often, each time in a process of its own")
-    parser.add_argument("--csv", type=Path, help="append rows here")
-    args = parser.parse_args()
-    if args.processes > 1:
-        for length in args.lengths:
-            rows = [_in_a_process(args, length) for _ in range(args.processes)]
-            rows.sort(key=lambda row: row["pc_over_peer"])
-            row = rows[len(rows) // 2] | {"processes": args.processes}
-            print("  ".join(f"{k}={v}" for k, v in list(row.items())[:10]), flush=True)
-            print("  of", ", ".join(str(r["pc_over_peer"]) for r in rows), flush=True)
-            if args.csv:
-                write_rows(args.csv, [*read_rows(args.csv), row])
-        return
-    sys.path.insert(0, args.source)
+def measure(given: argparse.Namespace, length: int) -> dict[str, Any]:
+    """Return the row of a length, measured once in this process."""
+    sys.path.insert(0, given.source)
     os.environ |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
     logging.disable(logging.WARNING)
-    if args.peer == "sglang":
+    if given.peer == "sglang":
         sys.meta_path.insert(0, _Absent("torchvision"))
-    import numpy
-    import torch
-
-    from ..harness.conditions import commit
-
-    torch.set_num_threads(1)
-    for length in args.lengths:
-        requests = args.requests or max(40, min(400, 4_000_000 // length))
-        got = compare({"vllm": VLLM, "sglang": SGLang}[args.peer], length, args.hash, requests)
-        row = {
-            "peer": {"vllm": "vllm 0.33.0", "sglang": "sglang 0.5.23"}[args.peer],
-            "hash": args.hash,
-            "tokens": length,
-            "block_size": BLOCK,
-            "shared": 0.75,
-            "requests": requests,
-            "pc_us": round(got["pc"], 1),
-            "peer_us": round(got["peer"], 1),
-            "peer_alloc_us": round(got["apart"], 1),
-            "pc_over_peer": round(got["pc"] / got["peer"], 4),
-            "cores": os.cpu_count(),
-            "cpu": platform.processor() or platform.machine(),
-            "python": platform.python_version(),
-            "numpy": numpy.__version__,
-            "commit": commit(),
-            "date": datetime.date.today().isoformat(),
-        }
-        print(json.dumps(row), flush=True)
+    peer, version = PEERS[given.peer]
+    requests = given.requests or max(40, min(400, 4_000_000 // length))
+    got = compare(peer, length, given.hash, requests)
+    row = {"peer": f"{given.peer} {version}", "hash": given.hash, "tokens": length, "block_size": BLOCK}
+    row |= {"shared": 0.75, "requests": requests, "pc_us": round(got["pc"], 1), "peer_us": round(got["peer"], 1)}
+    row |= {"peer_alloc_us": round(got["apart"], 1), "pc_over_peer": round(got["pc"] / got["peer"], 4)}
+    return row | {"cores": os.cpu_count(), "processes": 1}
 
 
-def _in_a_process(args: argparse.Namespace, length: int) -> dict[str, Any]:
-    """One length, measured once."""
-    command = [sys.executable, "-m", "benchmarks", "manager", "--peer", args.peer, "--source", args.source]
-    command += ["--hash", args.hash, "--lengths", str(length), "--requests", str(args.requests), "--processes", "1"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return row
+def in_a_process(given: argparse.Namespace, length: int) -> dict[str, Any]:
+    """Return the row of a length, measured once in a new process."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "rows.csv"
+        command = [sys.executable, "-m", "benchmarks", "manager", "--peer", given.peer, "--source", given.source]
+        command += ["--hash", given.hash, "--lengths", str(length), "--requests", str(given.requests)]
+        subprocess.run([*command, "--processes", "1", "--output", str(output)], stdout=subprocess.DEVNULL, check=True)
+        return {**read_rows(output)[0]}
+
+
+def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each length: the median of several processes, by its ratio."""
+    for length in given.lengths:
+        if given.processes == 1:
+            yield measure(given, length)
+            continue
+        found = sorted(
+            (in_a_process(given, length) for _ in range(given.processes)), key=lambda row: float(row["pc_over_peer"])
+        )
+        yield found[len(found) // 2] | {"processes": given.processes}
 
 
 class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Stands in for packages the peer imports at the top but does not use here."""
+    """A finder of modules that the peer imports but does not use here; their attributes are mocks."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -269,3 +237,20 @@ class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         pass
+
+
+PEERS: dict[str, tuple[type, str]] = {"vllm": (VLLM, "0.33.0"), "sglang": (SGLang, "0.5.23")}
+main = Experiment(
+    "manager.csv",
+    rows,
+    {
+        "--peer": option(choices=list(PEERS), required=True),
+        "--source": option(required=True, help="folder of the peer's unpacked wheel"),
+        "--hash": option("sha256"),
+        "--lengths": option([1024, 16384, 131072]),
+        "--requests": option(0, "timed requests of a length; 0: by length"),
+        "--processes": option(5, "processes that measure each length once"),
+    },
+    ("peer", "hash", "tokens"),
+    ("numpy",),
+).main

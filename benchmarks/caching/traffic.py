@@ -6,7 +6,7 @@ Usage:
     PYTHONPATH=src python -m benchmarks traffic --kinds law_flips,concatenated --capacity 3%,10%
     PYTHONPATH=src python -m benchmarks traffic --traces a.jsonl.gz b.jsonl.gz    # one after the other
 
-The rules are those of `python -m pc replay`; `--csv FILE` adds rows to a file. The worst window is the lowest ratio to
+The rules are those of `python -m pc replay`. The worst window is the lowest ratio to
 lru over a fixed number of requests. Windows in which lru hits less than a fiftieth of its share do not count. `KINDS`
 are common traffic; `STRESS` changes in ways that no policy can foresee.
 """
@@ -16,16 +16,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from itertools import count, islice
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from pc.cache.replay import Trace, load_trace, replay
 
+from ..harness.experiment import Experiment, option
+
 Rng = np.random.Generator
 Draw = Callable[[Rng], float]
 Requests = Iterator[tuple[list[int], int]]
-"""Per request its blocks, named by whole prefixes, and how many tokens it generates."""
+"""For each request its blocks, named by whole prefixes, and the number of tokens it generates."""
 
 
 class Ids:
@@ -39,7 +41,7 @@ class Ids:
 
 
 def near(mean: float) -> Draw:
-    """Around a mean, never below 1, with a long tail."""
+    """Return a draw around a mean, never below 1, with a long tail."""
     return lambda rng: 1 + rng.gamma(2.0, (mean - 1) / 2.0) if mean > 1 else 1.0
 
 
@@ -56,17 +58,17 @@ def sessions(
     arrival: Callable[[int], float] = lambda i: 1.0,
     output: Callable[[Rng, bool], float] = lambda rng, last: 200 * rng.random(),
 ) -> Requests:
-    """Conversations side by side. A turn is all blocks before it, `grow` more, and a partial one that never returns.
+    """Yield conversations side by side. A turn has all blocks before it, `grow` more, and a partial one used once.
 
     Args:
-        rng: Of all draws.
-        turns: Of a conversation.
+        rng: Source of all draws.
+        turns: Number of a conversation's turns.
         gap: Time between two turns; a new conversation begins every `arrival`.
         first: Blocks of the first turn.
         grow: Blocks that each turn adds.
         prompts: System prompts of 4 blocks that conversations begin with, the first of them often; 0: none.
         arrival: Mean time until the next conversation, by its number.
-        output: Tokens of a turn, told whether it is the last.
+        output: Tokens of a turn, by whether it is the last.
     """
     ids = Ids()
     shared = [ids.take(4) for _ in range(prompts)]
@@ -87,7 +89,7 @@ def sessions(
 
 
 def documents(rng: Rng, choose: Callable[[int], int], size: float = 12, question: float = 2) -> Requests:
-    """Questions about documents: which one is chosen by the number of the request."""
+    """Yield questions about documents; `choose` returns the document from the number of the request."""
     ids = Ids()
     known: dict[int, list[int]] = {}
     for number in count():
@@ -127,7 +129,7 @@ def tree(rng: Rng) -> Requests:
 
 
 def batches(rng: Rng) -> Requests:
-    """Jobs of many requests behind one template each, one job after the other."""
+    """Yield jobs of many requests with one template each, one job after the other."""
     ids = Ids()
     while True:
         template = ids.take(near(20)(rng))
@@ -136,7 +138,7 @@ def batches(rng: Rng) -> Requests:
 
 
 def retries(rng: Rng) -> Requests:
-    """Requests that come again at once, word for word."""
+    """Yield requests that are repeated at once, word for word."""
     ids = Ids()
     while True:
         request = ids.take(near(12)(rng))
@@ -145,7 +147,7 @@ def retries(rng: Rng) -> Requests:
 
 
 def mixed(rng: Rng, parts: list[Requests], share: Callable[[int], int]) -> Requests:
-    """Requests of several sources, whose names are kept apart."""
+    """Yield requests of several sources, with different names of blocks."""
     for number in count():
         part = share(number)
         blocks, output = next(parts[part])
@@ -169,7 +171,7 @@ def popular(rng: Rng, power: float) -> Requests:
 
 
 def telling(rng: Rng, short_returns: bool) -> Requests:
-    """Conversations whose last answer is long, or short: the output tells whether a turn follows."""
+    """Return conversations whose last answer is long, or short, so that the output says whether a turn follows."""
 
     def output(rng: Rng, last: bool) -> float:
         return (300 if last == short_returns else 10) * (0.5 + rng.random())
@@ -195,7 +197,7 @@ def loop(rng: Rng) -> Requests:
 
 
 def scans_and_loops(rng: Rng) -> Requests:
-    """In turn documents that are read once, others that are read one after the other again and again, and both."""
+    """Return, in turn, documents that are read once, documents that are read again and again, and both."""
     once = documents(rng, lambda i: i, size=40)
     again = documents(rng, lambda i: i % 160 if i % 450 < 300 else int(rng.integers(160)), size=25, question=1)
     return mixed(rng, [once, again], lambda i: int((i % 900 >= 600 and rng.random() < 0.5) or 300 <= i % 900 < 600))
@@ -236,7 +238,7 @@ STRESS: dict[str, Callable[[Rng, int], Requests]] = {
 
 
 def generate(kind: str, number: int = 3000, seed: int = 0) -> Trace:
-    """A trace of so many requests of a kind."""
+    """Return a trace of so many requests of a kind."""
     rng = np.random.default_rng(seed)
     rows = list(islice((KINDS | STRESS)[kind](rng, number), number))
     requests = [np.array(blocks, np.int64) for blocks, _ in rows]
@@ -244,7 +246,7 @@ def generate(kind: str, number: int = 3000, seed: int = 0) -> Trace:
 
 
 def one_after_the_other(traces: list[Trace]) -> Trace:
-    """Traces whose blocks are kept apart, as one."""
+    """Return one trace of several, with different names of blocks."""
     requests = [(ids << 3) + place for place, trace in enumerate(traces) for ids in trace.requests]
     outputs = [output for trace in traces for output in trace.outputs]
     name = " + ".join(trace.name for trace in traces)
@@ -252,7 +254,7 @@ def one_after_the_other(traces: list[Trace]) -> Trace:
 
 
 def worst_window(hits: list[int], lru: list[int], window: int) -> float:
-    """The least ratio of hits over `window` requests; 1 where lru hits next to nothing anywhere."""
+    """Return the lowest ratio of hits over `window` requests; 1 if lru hits next to nothing anywhere."""
     ours, base = np.cumsum([0, *hits]), np.cumsum([0, *lru])
     starts = np.arange(0, max(len(hits) - window, 0) + 1, max(window // 4, 1))
     ends = np.minimum(starts + window, len(hits))
@@ -262,46 +264,43 @@ def worst_window(hits: list[int], lru: list[int], window: int) -> float:
 
 
 def against_lru(trace: Trace, policy: str, capacity: int, window: int) -> tuple[float, float, float]:
-    """Hit rates of lru and of the policy, and the policy's worst window."""
+    """Return the hit rates of lru and of the policy, and the policy's worst window."""
     each: dict[str, list[int]] = {"lru": [], policy: []}
     rates = {name: replay(trace, name, capacity, hits_of_each=hits).hit_rate for name, hits in each.items()}
     return rates["lru"], rates[policy], worst_window(each[policy], each["lru"], window)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policy", default="default")
-    parser.add_argument("--kinds", default=",".join([*KINDS, *STRESS]), help="names, separated by commas")
-    parser.add_argument("--capacity", default="3%,10%", help="shares of the unique blocks")
-    parser.add_argument("--requests", type=int, default=3000)
-    parser.add_argument("--window", type=int, default=500, help="requests")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--traces", nargs="*", default=[], help="files, replayed as one instead of generated traffic")
-    parser.add_argument("--first", type=int, help="how many requests of each file; all unless given")
-    parser.add_argument("--csv", type=Path, help="a file that rows are added to")
-    arguments = parser.parse_args()
-    rows = []
-    if arguments.traces:
-        parts = [load_trace(path) for path in arguments.traces]
-        if arguments.first is not None:
-            parts = [trace.part(0, min(arguments.first / len(trace.requests), 1)) for trace in parts]
+def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each traffic and capacity."""
+    if given.traces:
+        parts = [load_trace(path) for path in given.traces]
+        if given.first is not None:
+            parts = [trace.part(0, min(given.first / len(trace.requests), 1)) for trace in parts]
         traces = iter([one_after_the_other(parts)])
     else:
-        traces = (generate(kind, arguments.requests, arguments.seed) for kind in arguments.kinds.split(","))
-    print(f"{'traffic':24} {'capacity':>12} {'lru':>7} {arguments.policy:>9} {'ratio':>6} {'worst':>6}")
+        traces = (generate(kind, given.requests, given.seed) for kind in given.kinds.split(","))
     for trace in traces:
-        for share in arguments.capacity.split(","):
+        for share in given.capacity.split(","):
             capacity = max(1, round(float(share.rstrip("%")) / 100 * trace.unique_blocks))
-            lru, ours, worst = against_lru(trace, arguments.policy, capacity, arguments.window)
-            ratio = ours / lru if lru else float("nan")
+            lru, ours, worst = against_lru(trace, given.policy, capacity, given.window)
             row = {"traffic": trace.name, "requests": len(trace.requests), "capacity_share": share, "blocks": capacity}
-            row |= {"policy": arguments.policy, "lru": f"{lru:.6f}", "hit_rate": f"{ours:.6f}", "ratio": f"{ratio:.6f}"}
-            rows.append(row | {"window": arguments.window, "worst_window": f"{worst:.4f}"})
-            print(
-                f"{trace.name:24} {share:>5} {capacity:6} {lru:7.4f} {ours:9.4f} {ratio:6.3f} {worst:6.3f}", flush=True
-            )
-    if arguments.csv is not None:
-        from ..harness.conditions import conditions
-        from ..harness.tables import read_rows, write_rows
+            row |= {"policy": given.policy, "lru": f"{lru:.6f}", "hit_rate": f"{ours:.6f}"}
+            row |= {"ratio": f"{ours / lru:.6f}" if lru else "nan", "window": given.window}
+            yield row | {"worst_window": f"{worst:.4f}"}
 
-        write_rows(arguments.csv, [*read_rows(arguments.csv), *(row | conditions("cpu") for row in rows)])
+
+main = Experiment(
+    "traffic.csv",
+    rows,
+    {
+        "--policy": option("default"),
+        "--kinds": option(",".join([*KINDS, *STRESS]), "names, separated by commas"),
+        "--capacity": option("3%,10%", "shares of the unique blocks"),
+        "--requests": option(3000),
+        "--window": option(500, "requests"),
+        "--seed": option(0),
+        "--traces": option([], "files, replayed as one instead of generated traffic"),
+        "--first": option(type=int, help="how many requests of each file; all unless given"),
+    },
+    ("traffic", "requests", "capacity_share", "policy"),
+).main

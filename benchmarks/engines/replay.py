@@ -1,15 +1,15 @@
-"""Passes of a request trace through an engine's own cache without a model: hit rates, and CPU time in turns."""
+"""A request trace through an engine's own cache without a model: hit rates, and CPU time in turns."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pc.cache.replay import Trace, load_trace
+from pc.cache.replay import Trace, load_trace, replay
 
 from ..harness.experiment import option
-from ..harness.timing import in_rounds
+from ..harness.timing import in_rounds, median, over
 
 TURN = 10
 """Steps of a pass before the next pass has its turn."""
@@ -28,65 +28,68 @@ class Run(NamedTuple):
     """Tokens that a scheduler's steps computed."""
 
 
-Pass = Callable[..., Iterator[Run | None]]
-"""From trace, way, capacity, units for each block, requests at once and tokens of an answer to a pass."""
+Way = Any
+"""A policy of an engine, as its passes take it."""
+OPTIONS: dict[str, Any] = {
+    "trace": option(),
+    "--policy": option([], "names; without them the engine's own policies and ours"),
+    "--share": option([0.03], "capacities as shares of the trace's unique blocks"),
+    "--requests": option(150, "how many are timed, from the beginning"),
+    "--split": option(32, "blocks of the engine for each block of the trace, when timed"),
+    "--longest": option(128, "tokens that a timed request generates at most"),
+    "--room": option(0.25, "timed pool as a share of the timed requests' blocks"),
+    "--rounds": option(5),
+}
 
 
-def options(unit: str, policies: str) -> dict[str, Any]:
-    """Return the options of a trace that runs through an engine's cache; a block is `--split` of the engine's units."""
-    return {
-        "trace": option(),
-        "--policy": option(action="append", help=f"{policies}; may be given again"),
-        "--share": option(0.03, "capacity as a share of the trace's unique blocks"),
-        "--requests": option(150, "how many are timed, from the beginning"),
-        "--split": option(32, f"{unit} for each block of the trace, when timed"),
-        "--longest": option(128, "tokens that a timed request generates at most"),
-        "--room": option(0.25, "timed pool as a share of the timed requests' blocks"),
-        "--rounds": option(5),
-    }
+class Engine(NamedTuple):
+    """An engine's cache.
 
-
-class Comparison(NamedTuple):
-    """The measurements of `compare`."""
-
-    trace: Trace
-    capacity: int
-    """Blocks of the trace."""
-    requests: int
-    """Timed requests, the first of the trace."""
-    room: int
-    """Blocks of the trace that the timed pool holds."""
-    hit_rates: dict[Any, float]
-    """The hit rate of each way, over the whole trace with single requests."""
-    runs: dict[Any, list[Run]]
-    """Timed passes of each way, one in each round."""
-
-
-def compare(
-    given: argparse.Namespace,
-    passing: Pass,
-    ways: Sequence[Any],
-    at_once: int,
-    largest: Callable[[Trace, int, int], int] = lambda trace, split, longest: 1,
-) -> Comparison:
-    """Measure hit rates over a whole trace, and CPU time over its first requests in turns.
-
-    Args:
-        given: The parsed `options`.
-        passing: Begins a pass.
-        ways: What is compared.
+    Attributes:
+        passing: Function from trace, way, capacity, blocks of the engine for each block of the trace, requests at once
+            and tokens of an answer to a pass, which yields None every few steps so that passes can alternate.
+        ways: Function from names of policies (none: the usual ones) to each way with its columns of a row.
+        bases: Ways that CPU time is divided by, by the ends of the columns' names.
         at_once: Requests that run together in timed passes.
-        largest: Returns the units that the largest request needs at least.
+        largest: Function from trace, blocks of the engine for each block and tokens of an answer to the blocks of the
+            engine that the largest request needs.
     """
-    whole = load_trace(given.trace)
-    capacity = max(round(given.share * whole.unique_blocks), largest(whole, 1, 1))
-    timed = whole.part(0, given.requests / len(whole.requests))
-    room = max(round(given.room * timed.unique_blocks), -(-largest(timed, given.split, given.longest) // given.split))
-    runs = in_rounds(
-        lambda way: passing(timed, way, room, given.split, at_once, given.longest), list(ways), given.rounds
-    )
-    hit_rates = {way: last(passing(whole, way, capacity, 1, 1, 1)).hit_rate for way in ways}
-    return Comparison(whole, capacity, len(timed.requests), room, hit_rates, runs)
+
+    passing: Callable[..., Iterator[Run | None]]
+    ways: Callable[[Sequence[str]], Mapping[Way, Mapping[str, str]]]
+    bases: Mapping[str, Way]
+    at_once: int = 1
+    largest: Callable[[Trace, int, int], int] = lambda trace, split, longest: 1
+
+    def rows(self, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+        """Yield a row for each capacity and way.
+
+        CPU time is that of the first requests of the trace in a small pool, where ways alternate. Hit rates are those
+        of single requests over the whole trace.
+        """
+        whole, ways = load_trace(given.trace), self.ways(given.policy)
+        timed = whole.part(0, given.requests / len(whole.requests))
+        least = -(-self.largest(timed, given.split, given.longest) // given.split)
+        room = max(round(given.room * timed.unique_blocks), least)
+        runs = in_rounds(
+            lambda way: self.passing(timed, way, room, given.split, self.at_once, given.longest),
+            list(ways),
+            given.rounds,
+        )
+        for share in given.share:
+            capacity = max(round(share * whole.unique_blocks), self.largest(whole, 1, 1))
+            for way, names in ways.items():
+                own, policy = runs[way], names["policy"].removeprefix("pc_")
+                replayed = replay(whole, "lru" if policy == "vllm" else policy, capacity)
+                row = {"trace": whole.name, "share": f"{share:g}", "blocks": capacity, **names}
+                row["hit_rate"] = f"{last(self.passing(whole, way, capacity, 1, 1, 1)).hit_rate:.4f}"
+                row |= {"replay_hit_rate": f"{replayed.hit_rate:.4f}", "requests": len(timed.requests)}
+                row |= {"timed_blocks": room, "timed_units": room * given.split, "steps": own[0].steps}
+                row["step_us"] = median((run.seconds / run.steps for run in own), 1e6)
+                for name, base in self.bases.items():
+                    ratio = over(*((run.seconds for run in each) for each in (own, runs[base])))
+                    row[f"over_{name}"] = f"{ratio:.3f}"
+                yield row
 
 
 def last(passing: Iterator[Run | None]) -> Run:

@@ -12,9 +12,8 @@ its cores of the tree in Rust and in Python, and our policies alternate in one p
 from __future__ import annotations
 
 import argparse
-import statistics
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from time import process_time
 from types import SimpleNamespace
 from typing import Any
@@ -22,11 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from pc.cache.replay import Trace, replay
+from pc.cache.replay import Trace
 
 from ..harness.experiment import Experiment
-from ..harness.timing import over
-from .replay import TURN, Run, compare, options
+from .replay import OPTIONS, TURN, Engine, Run
 
 PAGE = 16
 
@@ -184,30 +182,18 @@ def passing(
     yield Run(hits / PAGE / split / max(trace.num_blocks, 1), counted, seconds)
 
 
+def ways(policies: Sequence[str]) -> dict[tuple[str, str], dict[str, str]]:
+    """Return SGLang's lru on each core and our policies, with their columns."""
+    found = [("lru", "rust"), ("lru", "python"), *((f"pc_{name}", "pc") for name in policies or ("default",))]
+    return {way: {"policy": way[0], "core": way[1]} for way in found}
+
+
+ENGINE = Engine(passing, ways, {"rust": ("lru", "rust"), "python": ("lru", "python")}, 4)
+
+
 def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a row for SGLang's lru on each core and for each of our policies."""
-    names = [("lru", "rust"), ("lru", "python"), *((f"pc_{n}", "pc") for n in given.policy or ["lru", "default"])]
-    ways = list(dict.fromkeys(("lru", "rust") if name == ("pc_lru", "pc") else name for name in names))
-    found = compare(given, passing, ways, at_once=4)
-    for policy, core in ways:
-        own = found.runs[policy, core]
-        rust, python = (
-            over(*((run.seconds for run in each) for each in (own, found.runs["lru", peer])))
-            for peer in ("rust", "python")
-        )
-        yield {
-            "trace": found.trace.name,
-            "policy": policy,
-            "core": core,
-            "pages": found.capacity,
-            "hit_rate": f"{found.hit_rates[policy, core]:.4f}",
-            "replay_hit_rate": f"{replay(found.trace, policy.removeprefix('pc_'), found.capacity).hit_rate:.4f}",
-            "requests": found.requests,
-            "timed_pages": found.room * given.split,
-            "request_us": f"{statistics.median(run.seconds / run.steps for run in own) * 1e6:.1f}",
-            "over_rust": f"{rust:.3f}",
-            "over_python": f"{python:.3f}",
-        }
+    return ENGINE.rows(given)
 
 
-main = Experiment("sglang_radix.csv", rows, options("pages", "a name of ours")).main
+main = Experiment("sglang_radix.csv", rows, OPTIONS).main

@@ -13,8 +13,7 @@ rounds, from an empty cache. Two kinds of requests:
                questions find it; the answers are short
 
 Budget 1 does not ask for compression. An answer is right if its first line says what `..models.quality` looks for.
-Steps, tokens, preemptions and compressed prompts are vLLM's and our own counters. Rows go to
-results/cpu/vllm_compression.csv; each has the median of the rounds.
+Steps, tokens, preemptions and compressed prompts are vLLM's and our own counters. A row has the medians of the rounds.
 """
 
 from __future__ import annotations
@@ -23,21 +22,18 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from pc.demo import _models, _workloads, trained_model_folder
+from pc.demo import _models, _workloads
 
-from ..harness.conditions import conditions
-from ..harness.tables import RESULTS, replaced, write_rows
-from ..harness.timing import rotated
+from ..harness.experiment import Experiment, option
+from ..harness.timing import by_turns
 from ..models.load import trained_tokenizer
 from ..models.quality import ANSWERS
-from .vllm_server import Server, serving
-from .vllm_serving import MODEL
+from .vllm_server import MODEL, Server, serving_all
 
-ROWS = RESULTS / "cpu" / "vllm_compression.csv"
 BLOCK = 16
 BUDGETS = (1.0, 0.5, 0.25)
 COUNTS = {
@@ -118,33 +114,44 @@ def make_row(kind: str, budget: float, rounds: Sequence[dict[str, float]], exact
     return row
 
 
-def main() -> None:
-    """Prints and writes the rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="+", default=["prompt", "document"], choices=["prompt", "document"])
-    parser.add_argument("--clients", type=int, default=2, help="with a document each")
-    parser.add_argument("--documents", type=float, default=1.55, help="prompts that the cache holds")
-    parser.add_argument("--answers", nargs=2, type=int, default=[96, 16], help="tokens of each, by kind")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--other-load", default="", help="what else the machine did, for the rows")
-    given = parser.parse_args()
+def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each kind of requests and budget."""
     text = _workloads.excerpt(_models.read_document())
     prompts = list(_workloads.document_prompts(trained_tokenizer(), text))
+    longest = max(map(len, prompts))
     until = next(at for at, ids in enumerate(zip(*prompts, strict=False)) if len(set(ids)) > 1) // BLOCK * BLOCK
-    blocks = int(given.documents * max(map(len, prompts))) // BLOCK
-    options = ["--served-model-name", MODEL, "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8"]
-    options += ["--max-model-len", str(max(map(len, prompts)) + max(given.answers)), "--max-num-batched-tokens", "512"]
-    options += ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(blocks), "--disable-uvicorn-access-log"]
-    shape = {"blocks": blocks, "block_size": BLOCK, "prompt_tokens": len(prompts[0]), "other_load": given.other_load}
-    with serving(str(trained_model_folder()), options, {"PC_VLLM": "attention,eviction,compression"}) as server:
+    blocks = int(given.documents * longest) // BLOCK
+    options = {"dtype": "float32", "max_num_seqs": 8, "max_model_len": longest + max(given.answers)}
+    options |= {"max_num_batched_tokens": 512, "block_size": BLOCK, "num_gpu_blocks_override": blocks}
+    configurations: dict[str, Any] = {"pc": ({"PC_VLLM": "attention,eviction,compression"}, ())}
+    with serving_all(configurations, **options) as servers:
+        server = servers["pc"]
         server.post("/v1/completions", {"model": MODEL, "prompt": prompts[0][:600], "max_tokens": 2})
         for kind in given.kinds:
             work = work_of(kind, given.clients, given.answers[kind == "document"])
-            rounds: dict[float, list[dict[str, float]]] = {budget: [] for budget in BUDGETS}
-            for number in range(given.rounds):
-                for budget in rotated(BUDGETS, number):
-                    rounds[budget].append(measure(server, kind, work, prompts, budget, until))
-                    print(kind, budget, {name: f"{value:g}" for name, value in rounds[budget][-1].items()}, flush=True)
-            about = {"clients": len(work.clients), "answer_tokens": work.answer} | shape | conditions("cpu")
-            rows = [make_row(kind, budget, rounds[budget], rounds[1.0]) | about for budget in BUDGETS]
-            write_rows(ROWS, replaced(ROWS, rows, ("requests_of", "budget")))
+
+            def one_round(budget: float, kind: str = kind, work: Work = work) -> dict[str, float]:
+                found = measure(server, kind, work, prompts, budget, until)
+                print(kind, budget, {name: f"{value:g}" for name, value in found.items()}, flush=True)
+                return found
+
+            rounds = by_turns(one_round, BUDGETS, given.rounds)
+            shape = {"clients": len(work.clients), "answer_tokens": work.answer, "blocks": blocks, "block_size": BLOCK}
+            shape |= {"prompt_tokens": len(prompts[0]), "other_load": given.other_load}
+            yield from (make_row(kind, budget, rounds[budget], rounds[1.0]) | shape for budget in BUDGETS)
+
+
+KINDS = ["prompt", "document"]
+main = Experiment(
+    "vllm_compression.csv",
+    rows,
+    {
+        "--kinds": option(KINDS, choices=KINDS),
+        "--clients": option(2, "clients with a document each"),
+        "--documents": option(1.55, "prompts that the cache holds"),
+        "--answers": option([96, 16], "tokens of an answer, by kind", nargs=2),
+        "--rounds": option(1),
+        "--other-load": option("", "what else the machine did, for the rows"),
+    },
+    ("requests_of", "budget"),
+).main

@@ -25,7 +25,7 @@ import torch
 from pc.demo import trained_model_folder
 
 from ..harness.experiment import Experiment, option
-from ..harness.timing import over, rotated
+from ..harness.timing import by_turns, median, over
 
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -50,7 +50,7 @@ def make_engine(ours: bool) -> Any:
         enable("attention")
     llm = LLM(model=str(trained_model_folder()), **OPTIONS)
     if ("PagedAttentionBackend" in features.describe(llm.llm_engine.vllm_config)) != ours:
-        raise RuntimeError("attention: got another backend than was asked for")
+        raise RuntimeError("attention: got the other backend")
     return llm.llm_engine
 
 
@@ -95,12 +95,9 @@ def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for measured, batch, context in CASES:
         for engine in engines.values():
             measured(engine, batch, context)  # the first call takes longer
-        times: dict[str, list[float]] = {name: [] for name in engines}
-        for turn in range(given.rounds):
-            for name in rotated(engines, turn):
-                times[name].append(measured(engines[name], batch, context))
+        times = by_turns(lambda name: measured(engines[name], batch, context), engines, given.rounds)  # noqa: B023
         row = {"step": measured.__name__, "batch": batch, "context": context, "rounds": given.rounds}
-        row |= {f"{name}_ms": f"{statistics.median(took) * 1e3:.2f}" for name, took in times.items()}
+        row |= {f"{name}_ms": median(took, 1e3, 2) for name, took in times.items()}
         yield row | {"over_vllm": f"{over(times['pc'], times['vllm']):.3f}"}
 
 

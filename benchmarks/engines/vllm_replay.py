@@ -2,7 +2,7 @@
 
 Usage:
 
-    python -m benchmarks vllm_replay TRACE --policy arc --policy pc_default --share 0.03 --share 0.1
+    python -m benchmarks vllm_replay TRACE --policy arc pc_default --share 0.03 0.1
 
 This needs an environment with vLLM; `make vllm` creates one. The rules are those of `pc replay`, so hit rates can be
 compared. CPU time is that of the manager of vLLM's tier; policies alternate in one process. vLLM's own policies are lru
@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from time import process_time
 from typing import Any
 
@@ -22,12 +21,10 @@ import numpy as np
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from pc.cache.replay import replay
-from pc.cache.replay.traces import Trace, digests_of, load_trace
+from pc.cache.replay.traces import Trace, digests_of
 
-from ..harness.experiment import Experiment, option
-from ..harness.timing import over, rotated
-from .replay import Run
+from ..harness.experiment import Experiment
+from .replay import OPTIONS, TURN, Engine, Run
 
 
 def hashes_of(ids: np.ndarray, split: int) -> list[bytes]:
@@ -53,14 +50,18 @@ def pass_through_tier(manager: Any, keys: list[bytes], context: Any) -> tuple[in
     return cached, stored
 
 
-def replay_through_tier(trace: Trace, policy: str | None, capacity: int, split: int = 1) -> Run:
-    """Replay a trace through vLLM's manager of chunks in host memory.
+def passing(
+    trace: Trace, policy: str | None, capacity: int, split: int = 1, at_once: int = 1, longest: int = 1
+) -> Iterator[Run | None]:
+    """Replay a trace through vLLM's manager of chunks in host memory, one request after the other.
 
     Args:
         trace: The requests.
         policy: A policy's name, or None for vLLM's own lru.
         capacity: Blocks of the trace.
         split: Chunks for each block of the trace.
+        at_once: Unused, since the tier has no running requests.
+        longest: Unused, since the tier stores prompts only.
     """
     from vllm.v1.kv_offload.base import ReqContext, make_offload_key
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
@@ -77,43 +78,22 @@ def replay_through_tier(trace: Trace, policy: str | None, capacity: int, split: 
         assert stored is not None
         seconds += process_time() - begun
         hits += cached / split
-    return Run(hits / max(trace.num_blocks, 1), len(trace.requests), seconds)
+        if number % TURN == 0:
+            yield None
+    yield Run(hits / max(trace.num_blocks, 1), len(trace.requests), seconds)
+
+
+def ways(policies: Sequence[str]) -> dict[str | None, dict[str, str]]:
+    """Return vLLM's lru and the policies, with their columns."""
+    return {None: {"policy": "vllm"}, **{name: {"policy": name} for name in policies or ("arc", "pc_default")}}
+
+
+ENGINE = Engine(passing, ways, {"vllm": None})
 
 
 def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a row for vLLM's lru and for each policy, at each capacity."""
-    whole = load_trace(given.trace)
-    trace = whole.part(0, given.part)
-    names = [None, *(given.policy or ["pc_lru", "pc_default"])]
-    for share in given.share or [0.03]:
-        capacity = max(1, round(share * whole.unique_blocks))
-        runs: dict[str | None, list[Run]] = {name: [] for name in names}
-        for turn in range(given.rounds):
-            for name in rotated(names, turn):
-                runs[name].append(replay_through_tier(trace, name, capacity, given.split))
-        for name, own in runs.items():
-            yield {
-                "trace": whole.name,
-                "share": f"{share:g}",
-                "blocks": capacity,
-                "policy": name or "vllm",
-                "hit_rate": f"{own[0].hit_rate:.4f}",
-                "replay_hit_rate": f"{replay(trace, (name or 'lru').removeprefix('pc_'), capacity).hit_rate:.4f}",
-                "requests": len(trace.requests),
-                "request_us": f"{statistics.median(run.seconds / run.steps for run in own) * 1e6:.1f}",
-                "over_vllm": f"{over(*((run.seconds for run in each) for each in (own, runs[None]))):.3f}",
-            }
+    return ENGINE.rows(given)
 
 
-main = Experiment(
-    "vllm_tier.csv",
-    rows,
-    {
-        "trace": option(),
-        "--policy": option(action="append", help="a name; may be given again"),
-        "--share": option(type=float, action="append", help="capacity as a share of the trace's unique blocks"),
-        "--part": option(1.0, "how much of the trace, from its beginning"),
-        "--split": option(1, "chunks for each block of the trace"),
-        "--rounds": option(3),
-    },
-).main
+main = Experiment("vllm_tier.csv", rows, OPTIONS).main

@@ -9,8 +9,8 @@ at once, for `schedule` and `update_from_output`; vLLM's own queue and the polic
 pool holds a share of the timed requests' blocks, so most blocks are evicted again. A block of the trace is `--split`
 blocks of vLLM.
 
-With `--gaps` the benchmark counts computed prompt tokens instead, with prefix hits alone and with jumps over gaps, at
-several capacities. Counts need no quiet machine.
+With `--gaps` the benchmark counts computed prompt tokens instead, with prefix hits alone and with jumps over gaps.
+Counts need no quiet machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import argparse
 import itertools
 import json
 import os
-import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,11 +28,10 @@ from typing import Any
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from pc.cache.replay import Trace, load_trace, replay
+from pc.cache.replay import Trace, load_trace
 
 from ..harness.experiment import Experiment, option
-from ..harness.timing import over
-from .replay import TURN, Run, compare, last, options
+from .replay import OPTIONS, TURN, Engine, Run, last
 from .vllm_replay import hashes_of
 
 BLOCK_SIZE = 16
@@ -90,14 +88,10 @@ def make_scheduler(
     return kind(config, caches, StructuredOutputManager(config), size, size)
 
 
-def make_requests(
-    trace: Trace, split: int, longest: int, returns: list[float] | None = None, size: int = BLOCK_SIZE
-) -> list[Any]:
+def make_requests(trace: Trace, split: int, longest: int, size: int = BLOCK_SIZE) -> list[Any]:
     """Return requests whose full blocks have the trace's hashes; one more token follows, so that all can be hit."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
-
-    from pc.integrations.vllm.eviction import retention_hints
 
     made = []
     for number, (ids, output) in enumerate(zip(trace.requests, trace.outputs, strict=True)):
@@ -110,8 +104,7 @@ def make_requests(
             fresh = [own + at.to_bytes(8, "little") for at in range(max(known, len(hashes)), full)]
             return hashes[known:full] + fresh
 
-        told = None if returns is None else {"kv_hints": retention_hints(returns=returns[number])}
-        sampling = SamplingParams(max_tokens=max(1, min(output, longest)), ignore_eos=True, extra_args=told)
+        sampling = SamplingParams(max_tokens=max(1, min(output, longest)), ignore_eos=True)
         tokens = [0] * (size * len(hashes) + 1)
         made.append(Request(str(number), tokens, sampling, None, block_hasher=hasher))
     return made
@@ -132,7 +125,6 @@ def passing(
     split: int,
     at_once: int,
     longest: int,
-    returns: list[float] | None = None,
     reuse: str = "gap",
     size: int = BLOCK_SIZE,
 ) -> Iterator[Run | None]:
@@ -145,8 +137,7 @@ def passing(
         split: Blocks of vLLM for each block of the trace.
         at_once: Requests that run together.
         longest: Tokens that a request generates at most.
-        returns: A hint for each request.
-        reuse: What our scheduler reuses.
+        reuse: Our scheduler's reuse, prefix or gap.
         size: Tokens of a block of vLLM.
     """
     from vllm.v1.outputs import ModelRunnerOutput
@@ -155,7 +146,7 @@ def passing(
     if largest >= num_blocks:  # one is vLLM's null block
         raise ValueError(f"capacity: got {num_blocks} blocks of vLLM, needs more than the {largest} of one request")
     scheduler = make_scheduler(policy, num_blocks, at_once, reuse, size)
-    waiting = make_requests(trace, split, longest, returns, size)[::-1]
+    waiting = make_requests(trace, split, longest, size)[::-1]
     hits, steps, seconds, running, computed = 0, 0, 0.0, 0, 0
     while waiting or running:
         while waiting and running < at_once:
@@ -190,40 +181,30 @@ def count_gaps(trace: Trace, policies: Sequence[str], shares: Sequence[float]) -
         capacity = max(round(share * trace.unique_blocks), largest_request(trace, 1, 1))
         for policy, reuse in itertools.product(policies, ("prefix", "gap")):
             whole = JUMPED_SIZE * trace.num_blocks
-            passed = last(passing(trace, policy, capacity, 1, 1, 1, None, reuse, JUMPED_SIZE))
+            passed = last(passing(trace, policy, capacity, 1, 1, 1, reuse, JUMPED_SIZE))
             # A token is behind every prompt, or nothing of one that hits whole would be computed.
             computed = (passed.computed - len(trace.requests)) / whole
             row = {"trace": trace.name, "capacity_share": share, "blocks": capacity, "policy": policy, "reuse": reuse}
             yield row | {"computed": f"{computed:.4f}", "steps": passed.steps}
 
 
+def ways(policies: Sequence[str]) -> dict[str | None, dict[str, str]]:
+    """Return vLLM's own queue and the policies, with their columns."""
+    return {None: {"policy": "vllm"}, **{name: {"policy": name} for name in policies or ("lru", "hazard")}}
+
+
+ENGINE = Engine(passing, ways, {"vllm": None}, 16, largest_request)
+
+
 def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row for vLLM's own queue and for each policy."""
-    if given.gaps:
-        yield from count_gaps(load_trace(given.trace), given.policy or ["lru", "hazard", "s3fifo", "arc"], [0.03, 0.1])
-        return
-    ways = [None, *(given.policy or ["lru", "hazard"])]
-    found = compare(given, passing, ways, 16, largest_request)
-    for name in ways:
-        own = found.runs[name]
-        replayed = "" if name is None else f"{replay(found.trace, name, found.capacity).hit_rate:.4f}"
-        yield {
-            "trace": found.trace.name,
-            "policy": name or "vllm",
-            "blocks": found.capacity,
-            "hit_rate": f"{found.hit_rates[name]:.4f}",
-            "replay_hit_rate": replayed,
-            "requests": found.requests,
-            "timed_blocks": found.room,
-            "steps": own[0].steps,
-            "step_us": f"{statistics.median(run.seconds / run.steps for run in own) * 1e6:.1f}",
-            "over_vllm": f"{over(*((run.seconds for run in each) for each in (own, found.runs[None]))):.3f}",
-        }
+    """Yield a row for vLLM's own queue and for each policy, or the rows of `count_gaps`."""
+    if not given.gaps:
+        return ENGINE.rows(given)
+    return count_gaps(load_trace(given.trace), given.policy or ["lru", "hazard", "s3fifo", "arc"], given.share)
 
 
 main = Experiment(
     lambda given: "vllm_gaps.csv" if given.gaps else "vllm_scheduler.csv",
     rows,
-    options("blocks of vLLM", "a name")
-    | {"--gaps": option(False, "count what is computed, with prefixes alone and with gaps")},
+    OPTIONS | {"--gaps": option(False, "count what is computed, with prefixes alone and with gaps")},
 ).main

@@ -44,7 +44,7 @@ class Server:
     """A running server.
 
     Attributes:
-        url: Of the server, without a path.
+        url: The server's address, without a path.
         log: File of its output so far.
         process: The API server's process; the engine and its workers are below it.
     """
@@ -107,8 +107,8 @@ def serving(model: str, options: Sequence[str] = (), variables: Mapping[str, str
 
     Args:
         model: Folder of the model.
-        options: Of vLLM's command line.
-        variables: Of the environment, over this process's own without `PC_VLLM*`.
+        options: Options of vLLM's command line.
+        variables: Variables of the environment, added to this process's own without `PC_VLLM*`.
 
     Raises:
         RuntimeError: The server ended, or did not answer within some minutes; the message has the end of its log.

@@ -35,7 +35,7 @@ from pc.demo import _models
 from pc.integrations.hints import retention_hints
 
 from ..harness.experiment import Experiment, option
-from ..harness.timing import over, rotated
+from ..harness.timing import by_turns, over
 from ..models.load import trained_tokenizer
 from .vllm_server import MODEL, Server, serving_all
 
@@ -75,8 +75,8 @@ def make_chats(seed: int, clients: int, each: int, words: Sequence[int]) -> list
     """Return `each` requests for every client: its own conversations in turns, and long prompts between them.
 
     Args:
-        seed: Of everything.
-        clients: How many.
+        seed: Seed of all draws.
+        clients: Number of clients.
         each: Requests of a client.
         words: Tokens of a text that prompts are pieces of.
     """
@@ -237,15 +237,16 @@ def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     }
     options = {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": given.running, "max_num_batched_tokens": 512}
     options |= {"block_size": given.block_size, "num_gpu_blocks_override": given.blocks}
-    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in CONFIGURATIONS}
     with serving_all({"vllm": ({}, ())} | features, **options) as servers:
         for server in servers.values():
             ask(server, words[:600], 0.0, False)  # the first request takes longer
-        for turn in range(given.rounds):
-            for name in rotated(CONFIGURATIONS, turn):
-                server = servers[CONFIGURATIONS[name][0]]
-                rounds[name].append(measure(server, scripts, name, given.blocks, given.block_size))
-                print(turn, name, {key: round(value, 4) for key, value in rounds[name][-1].items()}, flush=True)
+
+        def one_round(name: str) -> dict[str, float]:
+            found = measure(servers[CONFIGURATIONS[name][0]], scripts, name, given.blocks, given.block_size)
+            print(name, {key: round(value, 4) for key, value in found.items()}, flush=True)
+            return found
+
+        rounds = by_turns(one_round, CONFIGURATIONS, given.rounds)
     shape = {name: getattr(given, name) for name in ("clients", "running", "blocks", "block_size")}
     yield from (make_row(workload, name, rounds) | shape for name in CONFIGURATIONS)
 

@@ -30,12 +30,14 @@ class Experiment:
     """A benchmark that writes rows into a file of the CPU's results.
 
     Attributes:
-        file: Name of the file of rows; or a function from the parsed options to the name.
-        rows: Generator from the parsed options to rows, which have no conditions. The module's docstring is the help.
+        file: Name of the file of rows, below the CPU's results; or a function from the parsed options to the name.
+        rows: Generator from the parsed options to rows. The module's docstring is the help.
         options: `option(...)` by name, as `add_argument` takes the names.
         key: Columns that identify a row. A new row replaces the old row with the same values as soon as it is measured,
             and other rows stay. Without a key, all rows replace the file when the last one is measured.
         packages: Distributions whose versions the rows name.
+        conditions: Whether rows get the conditions of the measurement as further columns; those of the option
+            `--device` if there is one, else of the CPU.
     """
 
     file: str | Callable[[argparse.Namespace], str]
@@ -43,6 +45,7 @@ class Experiment:
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     key: Sequence[str] = ()
     packages: Sequence[str] = ()
+    conditions: bool = True
 
     def parse(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
         """Return the options of a command line; `--output` is the path of the rows."""
@@ -57,13 +60,14 @@ class Experiment:
         return parsed
 
     def main(self, arguments: Sequence[str] | None = None) -> None:
-        """Run the command line: measure, print each row, and write it with its conditions."""
+        """Run the command line: measure, print each row, and write it."""
         given = self.parse(arguments)
+        given.output.parent.mkdir(parents=True, exist_ok=True)  # an error comes before the work
         use_threads()
-        found: list[Mapping[str, object]] = []
+        kind, found = getattr(given, "device", "cpu"), list[Mapping[str, object]]()
         for row in self.rows(given):
             print(*row.values(), flush=True)
-            found.append({**row, **conditions("cpu", *self.packages)})
+            found.append({**row, **(conditions(kind, *self.packages) if self.conditions else {})})
             if self.key:
                 write_rows(given.output, replaced(given.output, found, self.key))
         if not self.key:

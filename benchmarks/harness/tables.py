@@ -30,17 +30,21 @@ def number(text: str) -> int | float | str:
 
 
 def replaced(path: Path, rows: Iterable[Mapping[str, object]], key: Sequence[str]) -> list[Mapping[str, object]]:
-    """Return a file's rows, then the new ones, which replace those with the same values in the columns of `key`.
+    """Return a file's rows and new rows, which replace those with the same values in the columns of `key`.
 
-    A column that a row lacks counts as empty.
+    New rows take the place of the first row that they replace, or follow the last one. A column that a row lacks counts
+    as empty.
     """
-    rows = list(rows)
-
-    def place(row: Mapping[str, object]) -> tuple[str, ...]:
-        return tuple(str(row.get(name, "")) for name in key)
-
-    measured = set(map(place, rows))
-    return [*(row for row in read_rows(path) if place(row) not in measured), *rows]
+    found: dict[tuple[str, ...], list[Mapping[str, object]]] = {}
+    for new in (False, True):
+        replacing: set[tuple[str, ...]] = set()
+        for row in rows if new else read_rows(path):
+            place = tuple(str(row.get(name, "")) for name in key)
+            if new and place not in replacing:
+                replacing.add(place)
+                found[place] = []
+            found.setdefault(place, []).append(row)
+    return [row for same in found.values() for row in same]
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, object]], first: Iterable[str] = ()) -> None:

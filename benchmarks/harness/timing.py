@@ -36,13 +36,23 @@ class Quantiles:
         return times | {"samples": str(self.samples)}
 
 
-def _rounds(providers: dict[str, list[Run]], once: Callable[[list[Run]], object], seconds: float) -> int:
-    """Return how many rounds fill `seconds`, estimated from a warm-up round; odd, so that a median is a sample."""
+def _alternate(
+    once: Callable[[str, int], float], names: Iterable[str], seconds: float, least: int
+) -> dict[str, Quantiles]:
+    """Return quantiles of the seconds that `once(name, round)` returns, over as many rounds as fill `seconds`.
+
+    The number of rounds is estimated from a warm-up round, is at least `least`, and odd, so that a median is a sample.
+    """
+    names = sorted(names)
     start = time.perf_counter()
-    for runs in providers.values():
-        once(runs)
+    for name in names:
+        once(name, -1)
     took = max(time.perf_counter() - start, 1e-6)
-    return int(min(max(seconds / took, 5), 300)) | 1
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(int(min(max(seconds / took, least), 300)) | 1):
+        for name in reversed(names) if i % 2 else names:
+            times[name].append(once(name, i))
+    return {name: Quantiles.of(values) for name, values in times.items()}
 
 
 def time_eager(providers: dict[str, list[Run]], device: torch.device, seconds: float) -> dict[str, Quantiles]:
@@ -53,8 +63,13 @@ def time_eager(providers: dict[str, list[Run]], device: torch.device, seconds: f
         device: The device that they run on.
         seconds: Approximate time of the measurement.
     """
+    order = {name: place for place, name in enumerate(sorted(providers))}
 
-    def once(runs: list[Run]) -> float:
+    def once(name: str, i: int) -> float:
+        runs = providers[name]
+        if device.type != "cuda":
+            # In a round each provider has its own set; a set that another provider has just used would be warm.
+            runs = [runs[(i + len(runs) * order[name] // len(providers)) % len(runs)]]
         start = time.perf_counter()
         for run in runs:
             run()
@@ -62,17 +77,7 @@ def time_eager(providers: dict[str, list[Run]], device: torch.device, seconds: f
             torch.cuda.synchronize(device)
         return (time.perf_counter() - start) / len(runs)
 
-    def turn(runs: list[Run], i: int) -> list[Run]:
-        return runs if device.type == "cuda" else [runs[i % len(runs)]]
-
-    times: dict[str, list[float]] = {name: [] for name in providers}
-    order = {name: place for place, name in enumerate(sorted(providers))}
-    for i in range(_rounds({name: turn(runs, -1) for name, runs in providers.items()}, once, seconds)):
-        for name in sorted(providers, reverse=bool(i % 2)):
-            # Each has a set of its own in a round: after another's call the same one would be warm.
-            shift = len(providers[name]) * order[name] // len(providers)
-            times[name].append(once(turn(providers[name], i + shift)))
-    return {name: Quantiles.of(values) for name, values in times.items()}
+    return _alternate(once, providers, seconds, 5)
 
 
 def capture(runs: list[Run]) -> torch.cuda.CUDAGraph:
@@ -99,7 +104,7 @@ def time_graphs(graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]], seconds: fl
     """
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 
-    def once(name: str) -> float:
+    def once(name: str, i: int) -> float:
         graph, calls = graphs[name]
         events[0].record()
         graph.replay()
@@ -108,16 +113,8 @@ def time_graphs(graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]], seconds: fl
         return events[0].elapsed_time(events[1]) / 1e3 / calls
 
     for name in graphs:
-        once(name)
-    start = time.perf_counter()
-    for name in graphs:
-        once(name)
-    rounds = int(min(max(seconds / max(time.perf_counter() - start, 1e-6), 9), 300)) | 1
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for i in range(rounds):
-        for name in sorted(graphs, reverse=bool(i % 2)):
-            times[name].append(once(name))
-    return {name: Quantiles.of(values) for name, values in times.items()}
+        once(name, -1)  # the first replay of a graph takes longer
+    return _alternate(once, graphs, seconds, 9)
 
 
 class TokenClock:
@@ -141,6 +138,11 @@ class TokenClock:
         """Do nothing: no token is held back."""
 
 
+def median(times: Iterable[float], scale: float = 1, digits: int = 1) -> str:
+    """Return the median of times as the text of a column, multiplied by `scale`."""
+    return f"{statistics.median(times) * scale:.{digits}f}"
+
+
 def over(own: Iterable[float], other: Iterable[float]) -> float:
     """Return the median of ratios of two measurements in the same round."""
     return statistics.median(a / b for a, b in zip(own, other, strict=True))
@@ -150,6 +152,15 @@ def rotated(names: Iterable[Name], turn: int) -> list[Name]:
     """Return all names, beginning with another one in each turn."""
     names = list(names)
     return names[turn % len(names) :] + names[: turn % len(names)]
+
+
+def by_turns(measure: Callable[[Name], Result], names: Iterable[Name], rounds: int) -> dict[Name, list[Result]]:
+    """Return what `measure` returns for each name in each round; every round begins with another name."""
+    found: dict[Name, list[Result]] = {name: [] for name in names}
+    for turn in range(rounds):
+        for name in rotated(found, turn):
+            found[name].append(measure(name))
+    return found
 
 
 def in_turns(passes: dict[Name, Iterator[Result | None]]) -> dict[Name, Result]:

@@ -1,8 +1,7 @@
 """Count the graphs that torch.compile makes of a decode loop over 50 lengths and 8 batch sizes.
 
 Every operator and every function of `pc.flash_attn` is compiled with `fullgraph=True, dynamic=True`, and called with
-each length and batch size. Without an argument the counts are written to results/graphs.csv; with names, they are
-printed.
+each length and batch size.
 
     PYTHONPATH=src python -m benchmarks graphs
     PYTHONPATH=src python -m benchmarks graphs "flash_attn_with_kvcache, new keys"
@@ -10,8 +9,8 @@ printed.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable
+import argparse
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from pc.flash_attn import (
 )
 
 from ..harness import tables
-from ..harness.conditions import conditions
+from ..harness.experiment import Experiment, option
 
 TABLE = tables.RESULTS / "graphs.csv"
 LENGTHS = range(17, 67)
@@ -80,14 +79,14 @@ def _packed(batch: int, length: int) -> tuple[Any, ...]:
 
 
 def _decode(batch: int, length: int) -> tuple[Any, ...]:
-    """A query, a dense cache, a new key and the lengths."""
+    """Return a query, a dense cache, a new key and the lengths."""
     cache = torch.zeros(batch, BLOCK * COLUMNS, KV_HEADS, HEAD_DIM)
     new = torch.zeros(batch, 1, KV_HEADS, HEAD_DIM)
     return _query(batch)[:, None], cache, cache.clone(), new, _full(batch, length)
 
 
 def _rotated(batch: int, length: int) -> tuple[Any, ...]:
-    """Several new tokens, a number that changes, and angles."""
+    """Return the same with a number of new tokens that changes with the length."""
     q, k, v, new, lens = _decode(batch, length)
     count = 20 + length % 7
     return q.repeat(1, count, 1, 1), k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1), new.repeat(1, count, 1, 1), lens
@@ -213,12 +212,10 @@ def count(name: str, batches: Iterable[int] = BATCHES, lengths: Iterable[int] = 
     return len(graphs)
 
 
-def main() -> None:
-    """Write the counts of all cases, or print those of some."""
-    if len(sys.argv) > 1:
-        for name in sys.argv[1:]:
-            print(f"{name}: {count(name)}")
-        return
-    known = {name: value for name, value in conditions("cpu").items() if name in ("torch", "commit", "date")}
-    sizes = {"lengths": len(LENGTHS), "batches": len(BATCHES)}
-    tables.write_rows(TABLE, [{"case": name, **sizes, "graphs": count(name)} | known for name in CASES])
+def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the number of graphs of each case."""
+    for name in given.cases:
+        yield {"case": name, "lengths": len(LENGTHS), "batches": len(BATCHES), "graphs": count(name)}
+
+
+main = Experiment("../graphs.csv", rows, {"cases": option(list(CASES))}, ("case",)).main

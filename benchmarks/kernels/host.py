@@ -16,7 +16,7 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ["PC_KERNELS_ON_CPU"] = "1"  # read when pc is imported
@@ -28,7 +28,9 @@ from triton.runtime import driver
 import pc
 from pc.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
+from ..harness.experiment import Experiment, option
 from ..harness.inputs import paged_batch
+from ..harness.timing import by_turns
 from .launches import Driver, as_on_a_device
 
 # FlashAttention's functions, and the operator calls that they replace.
@@ -43,7 +45,7 @@ BESIDE = {
 
 
 def calls() -> dict[str, Callable[[], Any]]:
-    """A decode of 8 sequences of 4096 tokens, heads 32/8 of 128, blocks of 16; torch.add comes first."""
+    """Return calls of a decode of 8 sequences of 4096 tokens, heads 32/8 of 128, blocks of 16, and torch.add."""
     query = torch.zeros(8, 32, 128, dtype=torch.bfloat16)
     key, value = (torch.zeros(8, 8, 128, dtype=torch.bfloat16) for _ in range(2))
     caches = [torch.zeros(64, 16, 8, 128, dtype=torch.bfloat16) for _ in range(2)]
@@ -101,35 +103,29 @@ def calls() -> dict[str, Callable[[], Any]]:
     }
 
 
-def measure(rounds: int, repeats: int) -> dict[str, float]:
-    """CPU seconds of each call: medians of `rounds` in turn, each the mean of `repeats`."""
+def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each call: medians of the rounds, each the mean of `--repeats` calls."""
     driver.set_active(Driver())
     with as_on_a_device():
         made = calls()
-        for call in made.values():
-            for _ in range(3):
-                call()
-        times: dict[str, list[float]] = {name: [] for name in made}
+
+        def timed(name: str, repeats: int = given.repeats) -> float:
+            begin = time.process_time()
+            for _ in range(repeats):
+                made[name]()
+            return (time.process_time() - begin) / repeats
+
+        for name in made:
+            timed(name, 3)
         gc.disable()
-        for _ in range(rounds):
-            for name, call in made.items():
-                begin = time.process_time()
-                for _ in range(repeats):
-                    call()
-                times[name].append((time.process_time() - begin) / repeats)
+        times = {name: statistics.median(took) for name, took in by_turns(timed, made, given.rounds).items()}
         gc.enable()
-    return {name: statistics.median(found) for name, found in times.items()}
+    for name, seconds in times.items():
+        beside = BESIDE.get(name, "")
+        row = {"call": name, "us": f"{seconds * 1e6:.2f}", "over_add": f"{seconds / times['torch.add']:.2f}"}
+        yield row | {"over_beside": f"{seconds / times[beside]:.2f}" if beside else "", "beside": beside}
 
 
-def main() -> int:
-    """Prints a line for each call."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--repeats", type=int, default=100)
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    found = measure(given.rounds, given.repeats)
-    for name, seconds in found.items():
-        beside = f", {seconds / found[BESIDE[name]]:.2f} times {BESIDE[name]}" if name in BESIDE else ""
-        print(f"{name:45s} {seconds * 1e6:7.2f} us {seconds / found['torch.add']:6.2f} times torch.add{beside}")
-    return 0
+# No page shows the rows, so they stay outside of the results.
+ROWS = "../../../bench_output/host.csv"
+main = Experiment(ROWS, rows, {"--rounds": option(60), "--repeats": option(100)}, ("call",)).main

@@ -1,13 +1,12 @@
 """The resources of every kernel, compiled without a device: registers, spills, shared memory, instructions.
 
-The launchers run with recorders in place of kernels, so exactly what they would launch is compiled.
+The launchers run with recorders in place of kernels, so exactly what they would launch is compiled. The rows are those
+of the installed triton; `make kernels` runs the command with two versions. A row of the table that holds for the
+present sources is not compiled again.
 
 Usage:
 
-    python -m benchmarks kernels                    the installed triton, as a table on the terminal
-    python -m benchmarks kernels --write            both triton versions into the CSV, where rows are of other sources
-    python -m benchmarks kernels --write CASE ...   only the rows of these cases
-    python -m benchmarks kernels --json CASE ...    some cases, one JSON line per row
+    python -m benchmarks kernels [--cases CASE ...] [--targets sm_90 ...] [--all]
 """
 
 from __future__ import annotations
@@ -15,13 +14,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -39,10 +36,11 @@ from pc.triton_ops._core.runtime import load_kernels
 from pc.triton_ops._flash import append
 
 from ..harness import tables
+from ..harness.experiment import Experiment, option
 from . import sass
 from .launches import TARGETS, Launch, digest, on_device, patched, recorded
 
-load_kernels()  # which are found by their class
+load_kernels()  # `recorded` finds kernels by their class
 
 # `pc.triton_ops.join_prefix` is the function; the module of that name has the launch of its map.
 join_prefix = importlib.import_module("pc.triton_ops.join_prefix")
@@ -55,14 +53,14 @@ MINOR_TARGETS = frozenset({"sm_86", "sm_89", "sm_120"})
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of the table; resources are empty and `note` says why where a kernel cannot be had.
+    """A line of the table; if a kernel cannot be compiled, resources are empty and `note` has the reason.
 
     Attributes:
-        programs: That fit on a processor at once.
-        buffers: Tiles of keys, and of values, that shared memory holds: one is computed, the others are on their way.
-        instructions: Of a warp for one tile of keys, in the loop without masks.
-        sources: A digest of what was compiled; the row holds for no other.
-        per_kilobyte: Warp instructions of a program for a KiB of keys and values there.
+        programs: Programs that fit on a processor at once.
+        buffers: Tiles of keys, and of values, that shared memory holds: one is computed while others are loaded.
+        instructions: Instructions of a warp for one tile of keys, in the loop without masks.
+        sources: Digest of the compiled sources; the row holds for them alone.
+        per_kilobyte: Warp instructions of a program in that loop, for a KiB of keys and values.
     """
 
     triton: str
@@ -83,13 +81,13 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, str, str]:
-        """The columns that identify a row."""
+        """Return the columns that identify a row."""
         return self.triton, self.target, self.case, self.kernel
 
 
 @contextlib.contextmanager
 def chosen_for(arch: Architecture) -> Iterator[list[Launch]]:
-    """Within it, launchers record into the yielded list instead of launching, as if on `arch`."""
+    """Let launchers record into the yielded list, as if on `arch`, instead of launching."""
     forget_choices()
     try:
         with patched(constants.architecture, lambda device: arch), recorded() as launches:
@@ -114,25 +112,26 @@ def attention_case(
     head_tables: bool = False,
     tree: bool = False,
     top_k: int = 0,
+    latent: bool = False,
 ) -> None:
-    """One attention call on small tensors; `offset`: elements by which the query misses an aligned address."""
+    """Run an attention call on small tensors; the query begins `offset` elements behind an aligned address."""
     num_seqs, max_blocks = 2, 4096 // block_size
     num_tokens = num_seqs * q_len
     elements = torch.zeros(num_tokens * heads[0] * head_dim + offset, dtype=dtype)
     query = elements[offset:].view(num_tokens, heads[0], head_dim)
-    cache = torch.zeros(4, block_size, heads[1], head_dim, dtype=cache_dtype or dtype)
-    values = cache if value_dim is None else torch.zeros(*cache.shape[:3], value_dim, dtype=cache.dtype)
+    row = (head_dim,) if latent else (heads[1], head_dim)
+    cache = values = torch.zeros(4, block_size, *row, dtype=cache_dtype or dtype)
+    if value_dim is not None:
+        values = torch.zeros(4, block_size, heads[1], value_dim, dtype=cache.dtype)
     scale = None if cache_dtype is None else torch.ones(1)
-    tables = torch.zeros(num_seqs, *[heads[1]] * head_tables, max_blocks, dtype=torch.int32)
-    starts = torch.arange(num_seqs + 1, dtype=torch.int32) * q_len
     args = AttentionArgs(
         query=query,
         key_cache=cache,
-        value_cache=values,
-        block_tables=tables,
+        value_cache=None if latent else values,
+        block_tables=torch.zeros(num_seqs, *[heads[1]] * head_tables, max_blocks, dtype=torch.int32),
         seq_lens=torch.full((num_seqs,), 4096, dtype=torch.int32),
-        query_start_loc=starts,
-        scale=head_dim**-0.5,
+        query_start_loc=torch.arange(num_seqs + 1, dtype=torch.int32) * q_len,
+        scale=0.1 if latent else head_dim**-0.5,
         query_positions=torch.zeros(num_tokens, dtype=torch.int32) if positions else None,
         window=window,
         num_sink_tokens=4 if window else 0,
@@ -140,40 +139,24 @@ def attention_case(
         alibi_slopes=torch.ones(heads[0]) if options else None,
         sinks=torch.ones(heads[0]) if options else None,
         k_scale=scale,
-        v_scale=scale,
+        v_scale=None if latent else scale,
         max_query_len=q_len,
         batch_invariant=batch_invariant,
         tree_mask=torch.zeros(num_tokens, -(-q_len // 32), dtype=torch.int32) if tree else None,
     )
+    if latent:
+        args = args._replace(value_dim=512)
     if top_k:
         lists = torch.zeros(num_tokens, heads[1], top_k, dtype=torch.int32)
         args = args._replace(query_blocks=lists, with_lse=False)
     build_attention(args)(args)
 
 
-def latent_case(
-    heads: int = 16, q_len: int = 1, cache_dtype: torch.dtype | None = None, block_size: int = 64, top_k: int = 0
-) -> None:
-    """One call over latent rows of 512 columns and 64 behind them."""
-    num_seqs, max_blocks, dtype = 2, 4096 // block_size, torch.bfloat16
-    lists = torch.zeros(num_seqs * q_len, 1, top_k, dtype=torch.int32) if top_k else None
-    scale = None if cache_dtype is None else torch.ones(1)
-    given: dict[str, Any] = {
-        "query": torch.zeros(num_seqs * q_len, heads, 576, dtype=dtype),
-        "key_cache": torch.zeros(4, block_size, 576, dtype=cache_dtype or dtype),
-        "block_tables": torch.zeros(num_seqs, max_blocks, dtype=torch.int32),
-        "seq_lens": torch.full((num_seqs,), 4096, dtype=torch.int32),
-        "query_start_loc": torch.arange(num_seqs + 1, dtype=torch.int32) * q_len,
-        "scale": 0.1,
-        "k_scale": scale,
-        "max_query_len": q_len,
-    }
-    args = AttentionArgs(**given, value_cache=None, value_dim=512, query_blocks=lists)
-    build_attention(args)(args)
+latent_case = functools.partial(attention_case, head_dim=576, heads=(16, 1), block_size=64, latent=True)
 
 
 def write_case(cache_dtype: torch.dtype | None = None, head_dim: int = 128) -> None:
-    """One cache write."""
+    """Run a cache write."""
     key = torch.zeros(64, 8, head_dim, dtype=torch.bfloat16)
     cache = torch.zeros(4, 16, 8, head_dim, dtype=cache_dtype or torch.bfloat16)
     scale = None if cache_dtype is None else torch.ones(1)
@@ -181,7 +164,7 @@ def write_case(cache_dtype: torch.dtype | None = None, head_dim: int = 128) -> N
 
 
 def rows_case(row: int = 4096, head_major: bool = False, tensors: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
-    """One gather of token rows."""
+    """Run a gather of token rows."""
     from pc.triton_ops._copy.launch import launch_move_rows
 
     cache = torch.zeros(4, 16, row, dtype=dtype)
@@ -192,7 +175,7 @@ def rows_case(row: int = 4096, head_major: bool = False, tensors: int = 1, dtype
 
 
 def join_case(positions: bool = False) -> None:
-    """One join of cached and new rows."""
+    """Run a join of cached and new rows."""
     from pc.triton_ops._copy.launch import launch_move_rows
 
     tables, lengths, starts = torch.zeros(2, 8, dtype=torch.int32), torch.tensor([64, 64]), torch.tensor([0, 8, 16])
@@ -203,7 +186,7 @@ def join_case(positions: bool = False) -> None:
 
 
 def flash_case(rotary: bool = False) -> None:
-    """Tables of packed keys, or slots and angles of new ones, for FlashAttention's functions."""
+    """Build tables of packed keys, or slots and angles of new keys, for FlashAttention's functions."""
     lens, tables, angles = (
         torch.zeros(8, dtype=torch.int32),
         torch.zeros(8, 256, dtype=torch.int32),
@@ -220,7 +203,7 @@ def flash_case(rotary: bool = False) -> None:
 
 
 def rope_case(cache_dtype: torch.dtype | None = None, interleaved: bool = False) -> None:
-    """One rotation and cache write."""
+    """Run a rotation and cache write."""
     query, key = (torch.zeros(64, heads, 128, dtype=torch.bfloat16) for heads in (32, 8))
     cache = torch.zeros(8, 16, 8, 128, dtype=cache_dtype or torch.bfloat16)
     scale = None if cache_dtype is None else torch.ones(1)
@@ -242,14 +225,14 @@ def rope_case(cache_dtype: torch.dtype | None = None, interleaved: bool = False)
 
 
 def move_case(cache_dtype: torch.dtype = torch.bfloat16, is_neox: bool = True, rotary_dim: int = 128) -> None:
-    """Tokens of keys and values moved to other slots."""
+    """Move tokens of keys and values to other slots."""
     cache, slots = torch.zeros(8, 16, 8, 128, dtype=cache_dtype), torch.arange(40)
     given = (cache, cache, slots, slots + 64, slots, torch.ones(rotary_dim // 2), is_neox)
     on_device("move_slots", *given)
 
 
 def merge_case() -> None:
-    """One merge of two results."""
+    """Run a merge of two results."""
     out, lse = torch.zeros(64, 32, 128, dtype=torch.bfloat16), torch.zeros(64, 32)
     on_device("merge_attention", out, lse, out, lse)
 
@@ -269,8 +252,8 @@ CASES: dict[str, Callable[[], None]] = {
     "decode bf16 latent g16": latent_case,
     "decode bf16 latent g16 block16": lambda: latent_case(block_size=16),
     "decode bf16 latent g16 e4m3": lambda: latent_case(cache_dtype=_E4M3),
-    "decode bf16 latent g128": lambda: latent_case(heads=128),
-    "decode bf16 latent g128 e4m3": lambda: latent_case(heads=128, cache_dtype=_E4M3),
+    "decode bf16 latent g128": lambda: latent_case(heads=(128, 1)),
+    "decode bf16 latent g128 e4m3": lambda: latent_case(heads=(128, 1), cache_dtype=_E4M3),
     "decode bf16 d128 g4 window": lambda: attention_case(window=128),
     "decode bf16 d128 g4 softcap alibi sinks": lambda: attention_case(options=True),
     "decode fp32 d128 g4": lambda: attention_case(dtype=torch.float32),
@@ -297,7 +280,7 @@ CASES: dict[str, Callable[[], None]] = {
     "prefill bf16 d192 values 128 g1": lambda: attention_case(head_dim=192, value_dim=128, heads=(16, 16), q_len=512),
     "prefill bf16 d512 g8": lambda: attention_case(head_dim=512, heads=(8, 1), q_len=512),
     "prefill bf16 latent g16": lambda: latent_case(q_len=512),
-    "prefill bf16 latent g128": lambda: latent_case(heads=128, q_len=512),
+    "prefill bf16 latent g128": lambda: latent_case(heads=(128, 1), q_len=512),
     "prefill bf16 d128 g4 window": lambda: attention_case(q_len=512, window=128),
     "prefill bf16 d128 g4 softcap alibi sinks": lambda: attention_case(q_len=512, options=True),
     "prefill bf16 d128 g4 table per head": lambda: attention_case(q_len=512, head_tables=True),
@@ -341,7 +324,7 @@ MAIN_CASES = (
 
 
 def targets_of(case: str) -> list[str]:
-    """The targets that a case is compiled for."""
+    """Return the targets that a case is compiled for."""
     return [target for target in TARGETS if target not in MINOR_TARGETS or case in MAIN_CASES]
 
 
@@ -358,7 +341,7 @@ _POINTERS = {
 
 
 def _describe(value: Any, path: tuple[int, ...], specialize: bool, constants_: Any, attributes: Any) -> Any:
-    """Type of an argument for the compiler; a tuple has a type for each of its parts."""
+    """Return an argument's type for the compiler; a tuple has a type for each of its parts."""
     if isinstance(value, tuple):  # triton heeds do_not_specialize for plain arguments only
         return tuple(_describe(v, (*path, i), True, constants_, attributes) for i, v in enumerate(value))
     if isinstance(value, float):
@@ -376,12 +359,12 @@ def _describe(value: Any, path: tuple[int, ...], specialize: bool, constants_: A
 
 
 def triton_type(dtype: Any) -> str:
-    """The compiler's name of a type that `triton.reinterpret` gave a tensor."""
+    """Return the compiler's name of a type that `triton.reinterpret` gave a tensor."""
     return {"int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64"}[str(dtype)]
 
 
 def compile_launch(recorded_launch: Launch, target: GPUTarget) -> Any:
-    """Compiles as triton's own launcher would: types, constexprs and divisibility by 16 taken from the arguments."""
+    """Compile like triton's launcher, with types, constants and divisibility by 16 from the arguments."""
     signature, constants_, attributes = {}, {}, {}
     for i, parameter in enumerate(recorded_launch.kernel.params):
         value = recorded_launch.arguments[parameter.name]
@@ -435,7 +418,7 @@ def _amd(compiled: Any) -> dict[str, Any]:
 
 
 def measure(case: str, target: str, again: bool = True) -> Iterator[Row]:
-    """One row per kernel that the case launches; those of the table that hold, unless all are measured `again`."""
+    """Yield a row for each kernel that a case launches: the table's if it holds, unless all are measured `again`."""
     gpu, arch, *_ = TARGETS[target]
     known = {} if again else read_table()
     with chosen_for(arch) as launches:
@@ -456,10 +439,10 @@ def measure(case: str, target: str, again: bool = True) -> Iterator[Row]:
         yield dataclasses.replace(row, shared=compiled.metadata.shared, **found)
 
 
-def read_table() -> dict[tuple[str, str, str, str], Row]:
-    """The checked-in rows by their key."""
+def read_table(path: Path = TABLE) -> dict[tuple[str, str, str, str], Row]:
+    """Return the rows of a table by their key."""
     texts = ("triton", "sources")
-    lines = tables.read_rows(TABLE)
+    lines = tables.read_rows(path)
     rows = [
         Row(**{name: text if name in texts else tables.number(text) for name, text in line.items()}) for line in lines
     ]
@@ -485,49 +468,26 @@ def complaints(row: Row) -> list[str]:
     return found
 
 
-def _in_version(version: str, cases: list[str], again: bool) -> list[Row]:
-    """Rows from a process of its own, since a process can import one triton only."""
-    folder = tables.ROOT / ".kernels" / f"triton-{version}"
-    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "benchmarks", "kernels", "--json", *["--all"] * again, *cases]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        rows = []
-        for line in process.stdout:
-            row = Row(**json.loads(line))
-            rows.append(row)
-            print(*dataclasses.astuple(row), *complaints(row), file=sys.stderr)
-    if process.returncode:
-        raise RuntimeError(f"triton {version}: {command} exited with {process.returncode}")
-    return rows
+def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the rows of each case and target; at the end, exit with 1 if one has a fault."""
+    wrong = []
+    for case in given.cases:
+        for target in (target for target in targets_of(case) if target in given.targets):
+            for row in measure(case, target, given.all):
+                wrong += [f"{row.key}: {complaint}" for complaint in complaints(row)]
+                yield dataclasses.asdict(row)
+    if wrong:
+        raise SystemExit("\n".join(wrong))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cases", nargs="*", default=list(CASES))
-    parser.add_argument("--write", action="store_true", help="write the table from both triton versions")
-    parser.add_argument("--all", action="store_true", help="compile for rows that hold too")
-    parser.add_argument("--json", action="store_true", help="print rows as JSON")
-    parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
-    arguments = parser.parse_args()
-    cases = arguments.cases or list(CASES)
-    if arguments.write:
-        rows = [row for version in VERSIONS for row in _in_version(version, cases, arguments.all)]
-        kept = read_table().values() if TABLE.exists() else []
-        rows += [row for row in kept if row.case in CASES and row.case not in cases]
-        rows.sort(
-            key=lambda row: (row.triton, list(CASES).index(row.case), row.kernel, list(TARGETS).index(row.target))
-        )
-        tables.write_rows(TABLE, [dataclasses.asdict(row) for row in rows])
-        wrong = [(row, complaints(row)) for row in rows if complaints(row)]
-        for row, found in wrong:
-            print(row.key, *found)
-        sys.exit(bool(wrong))
-    for case in cases:
-        for target in [target for target in targets_of(case) if target in arguments.targets]:
-            for row in measure(case, target, arguments.all):
-                if arguments.json:
-                    print(json.dumps(dataclasses.asdict(row)), flush=True)
-                else:
-                    print(*dataclasses.astuple(row), *complaints(row), flush=True)
+main = Experiment(
+    "../kernel_resources.csv",
+    rows,
+    {
+        "--cases": option(list(CASES), choices=list(CASES), metavar="CASE"),
+        "--targets": option(list(TARGETS), choices=list(TARGETS)),
+        "--all": option(False, "compile for rows that hold too"),
+    },
+    ("triton", "target", "case", "kernel"),
+    conditions=False,
+).main

@@ -63,7 +63,7 @@ class Launch:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Within it, kernels are recorded into the yielded list instead of launched."""
+    """Record kernels into the yielded list instead of launching them."""
     launches: list[Launch] = []
 
     def record(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
@@ -83,7 +83,7 @@ def on_device(name: str, *args: Any) -> Any:
 
 @contextlib.contextmanager
 def patched(original: Callable[..., Any], replacement: Callable[..., Any]) -> Iterator[None]:
-    """Within it, modules of the operators have another function in the place of one that they import."""
+    """Replace a function in all modules of the operators that import it."""
     with contextlib.ExitStack() as stack:
         for name, module in list(sys.modules.items()):
             if name.startswith("pc.triton_ops") and getattr(module, original.__name__, None) is original:
@@ -93,7 +93,7 @@ def patched(original: Callable[..., Any], replacement: Callable[..., Any]) -> It
 
 @contextlib.contextmanager
 def as_on_a_device() -> Iterator[None]:
-    """Within it, values of CPU tensors are not read, as those on a device are not, and nothing has a gradient."""
+    """Treat CPU tensors like those of a device, whose values are not read, in inference mode."""
     with patched(reads_values, lambda tensor: False), torch.inference_mode():
         yield
 
@@ -111,7 +111,7 @@ class Driver:
         return object(), 1, 128, 0, 1024
 
     def unload_module(self, module: object) -> None:
-        """There is none."""
+        """Do nothing, since no module was loaded."""
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         return self._properties
@@ -148,7 +148,7 @@ def digest(launches: Iterable[Launch]) -> str:
 
 
 def _describe(value: Any) -> Any:
-    """An argument as far as a kernel depends on it; tensors of a case are always the same."""
+    """Return an argument as far as a kernel depends on it; the values of a case's tensors never change."""
     if isinstance(value, tuple):
         return tuple(map(_describe, value))
     if hasattr(value, "data_ptr"):
@@ -158,7 +158,7 @@ def _describe(value: Any) -> Any:
 
 @functools.cache
 def source(kernel: Any) -> str:
-    """The code of a kernel and of all it calls, as it runs: without comments, docstrings and where it stands."""
+    """Return the code of a kernel and of all that it calls, without comments, docstrings and module names."""
     seen: set[Any] = set()
     parts: list[str] = []
 

@@ -11,9 +11,9 @@ Usage:
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,12 +23,10 @@ from triton.runtime import driver
 
 import pc
 
-from ..harness import tables
-from ..harness.conditions import conditions
+from ..harness.experiment import Experiment, option
 from ..harness.inputs import paged_batch
 from .launches import Driver, as_on_a_device, run_on_cpu
 
-TABLE = tables.RESULTS / "life.csv"
 HEADS, KV_HEADS, BLOCK = 8, 2, 16
 OPTIONS: dict[str, Any] = {}
 KINDS: list[dict[str, Any]] = [
@@ -43,7 +41,7 @@ KINDS: list[dict[str, Any]] = [
 
 @contextlib.contextmanager
 def compiled() -> Iterator[set[str]]:
-    """Collects what triton would compile within it."""
+    """Collect the kernels that triton would compile meanwhile."""
     found: set[str] = set()
 
     def tell(*, fn: Any, key: str, **rest: object) -> bool:
@@ -58,7 +56,7 @@ def compiled() -> Iterator[set[str]]:
 
 
 def step(lens: tuple[int, ...], queries: tuple[int, ...], planned: bool, bounds: bool, head_dim: int) -> None:
-    """A layer's part of a forward pass, as an engine calls it: slices of a projection, a plan or none."""
+    """Run a layer's part of a forward pass like an engine: on slices of a projection, with a plan or without."""
     dtype, tokens = torch.bfloat16, sum(queries)
     cache_dtype = getattr(torch, OPTIONS["cache_dtype"]) if "cache_dtype" in OPTIONS else dtype
     packed = torch.zeros(tokens, HEADS + 2 * KV_HEADS, head_dim, dtype=dtype)
@@ -91,7 +89,7 @@ def step(lens: tuple[int, ...], queries: tuple[int, ...], planned: bool, bounds:
 
 
 def life(head_dim: int) -> None:
-    """Prefill, chunks, decode from 1 to 128k tokens in batches of 1 to 64, several tokens at once, and mixes."""
+    """Run prefills, chunks, decodes of 1 to 128k tokens in batches of 1 to 64, several tokens at once, and mixes."""
     lengths = (1, 17, 256, 257, 1024, 4096, 40_000, 131_072)
     for planned, bounds in ((False, False), (True, True), (False, True), (True, False)):
         for length in lengths:
@@ -105,23 +103,22 @@ def life(head_dim: int) -> None:
 
 
 def run(options: dict[str, Any]) -> tuple[list[str], int]:
-    """Return the output for a kind of layer, from a new process."""
+    """Return the kernels that warmup lacks for a kind of layer, and the number that it compiles, from a new process."""
     *more, warm = run_on_cpu("life", json.dumps(options)).splitlines()
     return more, int(warm)
 
 
-def main() -> None:
-    if len(sys.argv) < 2:
-        known = {name: value for name, value in conditions("cpu").items() if name in ("triton", "commit", "date")}
-        rows = [{"layer": json.dumps(kind), "kernels": run(kind)[1]} | known for kind in KINDS]
-        tables.write_rows(TABLE, rows)
+def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the number of kernels of each kind of layer; or print what `run` returns for the layer that is given."""
+    if given.layer is None:
+        for kind in KINDS:
+            yield {"layer": json.dumps(kind), "kernels": run(kind)[1]}
         return
-    OPTIONS.update(json.loads(sys.argv[1]))
+    OPTIONS.update(json.loads(given.layer))
     driver.set_active(Driver())
     head_dim = OPTIONS.get("head_dim", 64)
-    kind = {name: OPTIONS[name] for name in ("window", "sinks", "alibi", "batch_invariant", "gaps") if name in OPTIONS}
-    if "value_dim" in OPTIONS:
-        kind["value_dim"] = OPTIONS["value_dim"]
+    names = ("window", "sinks", "alibi", "batch_invariant", "gaps", "value_dim")
+    kind = {name: OPTIONS[name] for name in names if name in OPTIONS}
     if "cache_dtype" in OPTIONS:
         kind["cache_dtype"] = getattr(torch, OPTIONS["cache_dtype"])
     with as_on_a_device():
@@ -130,3 +127,15 @@ def main() -> None:
         with compiled() as served:
             life(head_dim)
     print(*sorted(served - warm), len(warm), sep="\n")
+
+
+main = Experiment(
+    "../life.csv",
+    rows,
+    {
+        "layer": option(
+            nargs="?", help="options as JSON: print the kernels that warmup lacks, and the number it compiles"
+        )
+    },
+    ("layer",),
+).main

@@ -28,7 +28,7 @@ def tool(name: str, cubin: bytes, *options: str) -> str:
 
 
 def loop_instructions(cubin: bytes) -> int | None:
-    """Instructions of an innermost loop that multiplies matrices: of two, the one without masks.
+    """Return the instructions of the innermost loop that multiplies matrices without masks; None if there is none.
 
     It takes the fewest for a load; steps of the other one may be of fewer keys.
     """
@@ -56,7 +56,7 @@ def loop_instructions(cubin: bytes) -> int | None:
 
 
 def buffers(ttgir: str) -> int:
-    """Tiles of keys, and of values, that shared memory holds at once; 0 where loads are not pipelined."""
+    """Return how many tiles of keys, and of values, shared memory holds at once; 0 if loads are not pipelined."""
     found = re.findall(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x(?:bf16|f16|f32|f8E4M3FN|i8)", ttgir)
     return min((int(count) for count in found), default=0)
 
@@ -69,7 +69,7 @@ def programs_per_processor(target: str, registers: int, shared: int, num_warps: 
 
 
 def tile_kilobytes(arguments: dict[str, Any]) -> float:
-    """Keys and values of one step of an attention kernel, in KiB."""
+    """Return the KiB of keys and values in one step of an attention kernel."""
     itemsize = arguments["key_ptr"].dtype.itemsize
     columns = arguments["HEAD_DIM"] + arguments["VALUE_DIM"]
     if arguments["REST"]:  # values are in keys

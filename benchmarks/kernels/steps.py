@@ -89,7 +89,7 @@ class Batch:
 
 
 def _without_holes(tables: torch.Tensor, lens: torch.Tensor, packed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tables and lengths that vLLM's adapter makes of those of a prompt that is packed into so many blocks."""
+    """Return tables and lengths that vLLM's adapter makes for a prompt that is packed into `packed` blocks."""
     from pc.integrations.vllm.compression.worker import Compressor
 
     compressor: Any = SimpleNamespace(caches=[SimpleNamespace(shape=(BLOCK,))])
@@ -99,7 +99,7 @@ def _without_holes(tables: torch.Tensor, lens: torch.Tensor, packed: int) -> tup
 
 
 def _behind_document(batch: Batch, generator: torch.Generator) -> Any:
-    """A layer of HuggingFace's adapter in the second decode of a call: the document's plan is there, its own is not."""
+    """Return a layer of HuggingFace's adapter in the second decode of a call, with the document's plan made before."""
     from pc.integrations.huggingface.compression import kept as whole
     from pc.integrations.huggingface.compression import layers
     from pc.integrations.huggingface.runners.dispatch import MARK
@@ -127,7 +127,7 @@ def _attend_behind(batch: Batch, behind: Any) -> torch.Tensor:
 
 
 def ours(batch: Batch) -> torch.Tensor:
-    """The operator that serves the step."""
+    """Run the operator that serves a step."""
     step, given = batch.step, {"max_query_len": batch.most, "max_seq_len": int(batch.lens.max())}
     tensors = (batch.query, batch.key, batch.value)
     rest, scale = (batch.lens, batch.starts), HEAD_DIM**-0.5
@@ -179,7 +179,7 @@ def _digests(kind: tuple[str, str]) -> list[tuple[tuple[str, str, str], str]]:
 
 
 def main() -> None:
-    """Prints the digests as JSON."""
+    """Print the digests as JSON."""
     from pc.integrations.huggingface.compression import layers  # noqa: F401  4 s, here once for all processes
 
     torch.set_num_threads(1)

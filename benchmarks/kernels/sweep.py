@@ -53,12 +53,12 @@ class Regime:
 
     @property
     def key(self) -> str:
-        """The regime's name in rows."""
+        """Return the regime's name in rows."""
         return f"{self.name} head_dim {self.case.head_dim} block {self.case.block_size}"
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
+        """Return the number of query heads of a KV head."""
         return self.case.heads[0] // self.case.heads[1]
 
 
@@ -67,8 +67,8 @@ class Candidate:
     """One choice of constants.
 
     Attributes:
-        tiles: Of the regime's launch.
-        programs: Of a decode per processor.
+        tiles: Tiles of the regime's launch.
+        programs: Programs of a decode on a processor.
     """
 
     tiles: Tiles
@@ -107,7 +107,7 @@ def regime(key: str, tiny: bool = False) -> Regime:
 
 
 def candidates(regime: Regime, present: Candidate, arch: str) -> list[Candidate]:
-    """The present constants first, then others that may compile to something useful."""
+    """Return the present constants, then other constants that may be better."""
     tiles = present.tiles
     if regime.name == "decode":
         # With the bound on registers that the rules would set: without one some spill that need not.
@@ -130,7 +130,7 @@ def candidates(regime: Regime, present: Candidate, arch: str) -> list[Candidate]
 
 @contextlib.contextmanager
 def applied(regime: Regime, candidate: Candidate, arch: str) -> Iterator[None]:
-    """Within it, calls are launched with these constants; nothing that was decided before or in it is kept."""
+    """Launch calls with these constants; launches that were chosen before or meanwhile are forgotten."""
     with contextlib.ExitStack() as stack:
         stack.callback(forget_choices)
         stack.enter_context(mock.patch.object(build, f"{regime.name}_tiles", return_value=candidate.tiles))
@@ -142,13 +142,13 @@ def applied(regime: Regime, candidate: Candidate, arch: str) -> Iterator[None]:
 def sweep_regime(
     regime: Regime, device: torch.device, seconds: float, limit: int | None = None
 ) -> Iterator[list[dict[str, str]]]:
-    """Times candidates that are right, some at once and the present constants with each lot; all rows after each lot.
+    """Time the right candidates in lots, each beside the present constants, and yield all rows after each lot.
 
     Args:
-        regime: Which.
-        device: Where.
-        seconds: About how long a lot is timed.
-        limit: Only so many candidates, small: a test of the harness.
+        regime: The regime.
+        device: Device that runs the candidates.
+        seconds: Approximate time of a lot.
+        limit: Number of candidates, on small inputs, to test the harness; None: all.
     """
     inputs = attention_inputs(regime.case, device, 0 if limit else 256 << 20)
     arch = architecture(device).name
@@ -197,7 +197,7 @@ def _is_right(regime: Regime, inputs: Inputs, candidate: Candidate, arch: str, r
 
 
 def first_calls(regime: Regime, device: torch.device, limit: int | None = None) -> Iterator[Callable[[], object]]:
-    """A call with each candidate, which compiles it."""
+    """Yield a call with each candidate; the call compiles the candidate's kernels."""
     inputs = attention_inputs(regime.case, device, 0)
     arch = architecture(device).name
     present = _present(regime, inputs, arch)
@@ -211,7 +211,7 @@ def first_calls(regime: Regime, device: torch.device, limit: int | None = None) 
 
 
 def _present(regime: Regime, inputs: Inputs, arch: str) -> Candidate | None:
-    """The constants in use; None where no kernel is launched."""
+    """Return the constants in use; None if no kernel is launched."""
     seen: list[Tiles] = []
     original = getattr(build, f"{regime.name}_tiles")
 
@@ -267,7 +267,7 @@ def _time(
 
 
 def _choose(rows: list[dict[str, str]]) -> None:
-    """Marks the candidate to take, with its reason."""
+    """Mark the candidate to take with the reason."""
     timed = [row for row in rows if "p50_us" in row]
     if not timed:
         return
@@ -290,7 +290,7 @@ COLUMNS = ("regime", "present", "reason", "p50_us", *CHOICES, *KEYS, "note")
 
 
 def save_sweep(path: Path, rows: list[dict[str, str]]) -> None:
-    """Replaces the rows of the regimes that were swept now."""
+    """Replace the rows of the regimes that were swept now."""
     if not rows:
         return
     rows = sorted(replaced(path, rows, ("regime",)), key=lambda row: row["regime"])
@@ -298,11 +298,11 @@ def save_sweep(path: Path, rows: list[dict[str, str]]) -> None:
 
 
 def table(rows: list[dict[str, str]], source: str) -> dict[str, dict[Any, Any]]:
-    """TILES and PROGRAMS of `tuned.py` from the rows of a device.
+    """Return TILES and PROGRAMS of `tuned.py` from the rows of a device.
 
     Args:
-        rows: Of all regimes; one of each has a reason.
-        source: Where they lie, for the reasons.
+        rows: Rows of all regimes; one row of each has a reason.
+        source: File of the rows, for the reasons.
     """
     found: dict[str, dict[Any, Any]] = {"TILES": {}, "PROGRAMS": {}}
     for row in rows:
@@ -323,7 +323,7 @@ def table(rows: list[dict[str, str]], source: str) -> dict[str, dict[Any, Any]]:
 
 
 def _choose_programs(decodes: list[dict[str, str]]) -> tuple[int, float] | None:
-    """The number of programs that is fastest over all regimes, and by how much; None where the present one stays."""
+    """Return the fastest number of programs over all regimes and its gain; None if the present number stays."""
     gains: dict[str, list[float]] = {}
     for now in (row for row in decodes if row["present"] == "1"):
         alike = [name for name in CHOICES if name != "programs"]
@@ -337,7 +337,7 @@ def _choose_programs(decodes: list[dict[str, str]]) -> tuple[int, float] | None:
 
 
 def write_table(found: dict[str, dict[Any, Any]], path: Path = TABLE) -> None:
-    """Puts the entries into `tuned.py`, in the place of what it held."""
+    """Replace the entries of `tuned.py`."""
     text = path.read_text(encoding="utf-8")
     for name, entries in found.items():
         lines = [f"    {key!r}: {value!r},\n" for key, value in sorted(entries.items())]
@@ -350,7 +350,7 @@ def write_table(found: dict[str, dict[Any, Any]], path: Path = TABLE) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line: shows what the sweeps in the tree chose, and writes it if asked."""
+    """Run the command line: show the choices of the sweeps in the tree, and write them if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the table; else show it")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")

@@ -17,7 +17,7 @@ import argparse
 import datetime
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +28,22 @@ from emulator.launch import Session
 
 from ..harness import tables
 from ..harness.conditions import commit
+from ..harness.experiment import Experiment, option
 from ..operators.attention_peers import vllm_version
 from .steps import HEAD_DIM, HEADS, KV_HEADS, LATENT_BLOCK, LATENT_VALUE, STEPS, Batch, ours, sources
 
 SEGMENTS, LATENT_SPLITS = 16, 4  # vLLM's
 KINDS = ("global load", "global store", "shared memory", "matrix product", "synchronization", "other")
 WORK = ("instructions", "loaded_bytes", "stored_bytes", "launches")
-COLUMNS = ("case", "provider", *WORK, *(kind.replace(" ", "_") for kind in KINDS), "difference", "architecture")
-COLUMNS += ("version", "torch", "triton", "sources", "commit", "date")
 OURS, VLLM = "pc", "vLLM Triton"
 TABLE = tables.RESULTS / "work.csv"
 
 
 def load_vllm(folder: Path) -> Callable[[Batch], torch.Tensor]:
-    """The Triton kernels of vLLM out of its sources."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # where vLLM finds no device it turns its kernels off, unless none is meant
+    """Return a function that runs vLLM's Triton kernels, imported from its sources."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = (
+        ""  # vLLM disables its kernels if it finds no device, unless devices are hidden
+    )
     sys.path.append(str(folder))
     vllm_version()
     from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
@@ -80,7 +81,7 @@ def load_vllm(folder: Path) -> Callable[[Batch], torch.Tensor]:
 
 
 def counted(run: Callable[[Batch], torch.Tensor], batch: Batch) -> tuple[torch.Tensor, dict[str, str]]:
-    """The result of a step and its work."""
+    """Return the result of a step and its work."""
     first = len(Session.launches)
     known = {launch.program for launch in Session.launches}
     before = {program: program.kinds() for program in known}
@@ -96,7 +97,7 @@ def counted(run: Callable[[Batch], torch.Tensor], batch: Batch) -> tuple[torch.T
 
 
 def measure(name: str, vllm: Callable[[Batch], torch.Tensor] | None, version: str) -> list[tables.Row]:
-    """A row for each provider.
+    """Return a row for each provider.
 
     Raises:
         ValueError: The two results differ by more than bfloat16 explains.
@@ -111,8 +112,9 @@ def measure(name: str, vllm: Callable[[Batch], torch.Tensor] | None, version: st
         if not difference <= 0.02:
             raise ValueError(f"{name}: {provider} and pc differ by {difference}")
         row = {"case": name, "provider": provider, **work, "difference": f"{difference:.1e}"}
-        row |= {"architecture": emulator.device.ARCH, "torch": torch.__version__, "triton": triton.__version__}
-        row |= {"version": version if provider == VLLM else "", "sources": "" if provider == VLLM else _sources(name)}
+        row |= {"architecture": emulator.device.ARCH, "version": version if provider == VLLM else ""}
+        row |= {"torch": torch.__version__, "triton": triton.__version__}
+        row |= {"sources": "" if provider == VLLM else _sources(name)}
         rows.append(row | {"commit": commit(), "date": datetime.date.today().isoformat()})
     return rows
 
@@ -121,38 +123,29 @@ def _sources(name: str) -> str:
     return sources()[emulator.device.ARCH, triton.__version__, name]
 
 
-def _key(row: tables.Row) -> tuple[str, ...]:
-    return row["triton"], row["architecture"], row["case"], row["provider"]
-
-
-def main() -> int:
-    """Counts what is missing or of other sources, and writes results/work.csv."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", type=Path, help="folder of the unpacked wheel; without it ours alone is counted")
-    parser.add_argument("--version", default="0.33.0", help="of that wheel")
-    parser.add_argument("--case", default="", help="steps whose name contains this")
-    parser.add_argument("--all", action="store_true", help="rows that hold too")
-    parser.add_argument("--output", type=Path, default=TABLE)
-    given = parser.parse_args()
-    torch.set_num_threads(1)
+def rows(given: argparse.Namespace) -> Iterator[tables.Row]:
+    """Yield the rows of steps whose rows are missing or of other sources."""
     vllm = None if given.vllm is None else load_vllm(given.vllm)
-    for name in STEPS:
-        if given.case not in name:
-            continue
-        known = {_key(row): row for row in tables.read_rows(given.output)}
+    known = {tuple(row[name] for name in KEY): row for row in tables.read_rows(given.output)}
+    for name in (name for name in STEPS if given.case in name):
         place = (triton.__version__, emulator.device.ARCH, name)
         row, theirs = known.get((*place, OURS)), known.get((*place, VLLM))
         step = STEPS[name]
-        has_rival = vllm is not None and not (step.top_k or step.kept or step.packed)  # which its kernel cannot say
-        if not given.all and row and row.get("sources") == _sources(name) and (theirs or not has_rival):
-            continue
-        found = measure(name, vllm if has_rival and (given.all or not theirs) else None, given.version)
-        for row in found:
-            print(
-                f"{name} on {place[1]}, triton {place[0]}: {row['provider']}, {int(row['instructions']):,} instructions"
-            )
-        rows = (known | {_key(row): row for row in found}).values()
-        order = list(STEPS)
-        rows = sorted(rows, key=lambda row: (*_key(row)[:2], order.index(row["case"]), row["provider"]))
-        tables.write_rows(given.output, rows, COLUMNS)
-    return 0
+        has_rival = vllm is not None and not (step.top_k or step.kept or step.packed)  # which its kernel cannot do
+        if given.all or not row or row.get("sources") != _sources(name) or (has_rival and not theirs):
+            yield from measure(name, vllm if has_rival and (given.all or not theirs) else None, given.version)
+
+
+KEY = ("triton", "architecture", "case", "provider")
+main = Experiment(
+    "../work.csv",
+    rows,
+    {
+        "--vllm": option(type=Path, help="folder of the unpacked wheel; without it only our steps are counted"),
+        "--version": option("0.33.0", "of that wheel"),
+        "--case": option("", "steps whose name contains this"),
+        "--all": option(False, "rows that hold too"),
+    },
+    KEY,
+    conditions=False,
+).main

@@ -47,7 +47,7 @@ Turn = tuple[list[str], str]
 
 
 def sessions_of(path: Path) -> list[list[tuple[float, Turn]]]:
-    """The turns of each session in order, with their times in seconds."""
+    """Return the turns of each session in order, with their times in seconds."""
     rows: dict[str, list[dict[str, Any]]] = {}
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for row in map(json.loads, lines):
@@ -70,24 +70,24 @@ def sessions_of(path: Path) -> list[list[tuple[float, Turn]]]:
 
 
 def untouched(parts: list[str], turn: int) -> str:
-    """The prompt as it is."""
+    """Return the prompt without a change."""
     return "".join(parts)
 
 
 def marker(parts: list[str], turn: int) -> str:
-    """A clock in its first line."""
+    """Return the prompt with a clock in its first line."""
     return f"It is {9 + turn // 60}:{turn % 60:02}.\n" + "".join(parts)
 
 
 def thinking(parts: list[str], turn: int) -> str:
-    """Only the latest answer keeps what was thought before its command."""
+    """Return the prompt without the text before a command, except in the latest answer."""
     last = len(parts) - 2
     strip = re.compile(r"THOUGHT:.*?(?=```|\Z)", re.DOTALL)
     return "".join(strip.sub("", part) if at % 2 and at != last else part for at, part in enumerate(parts))
 
 
 def cleared(parts: list[str], turn: int) -> str:
-    """Only the latest results are kept."""
+    """Return the prompt with the latest results only."""
     results = re.compile(r"(?<=<output>\n).*?(?=</output>)", re.DOTALL)
     return "".join(
         results.sub("(cleared)\n", part) if at and not at % 2 and at < len(parts) - 2 * KEPT else part
@@ -101,7 +101,7 @@ VARIANTS: dict[str, Callable[[list[str], int], str]] = {
 
 
 def interleaved(sessions: list[list[tuple[float, Turn]]]) -> Iterator[tuple[int, int, Turn]]:
-    """Session, turn and prompt in the order of a clock: some sessions side by side, a second apart at first."""
+    """Yield sessions, turns and prompts in the order of a clock; the first sessions start a second apart."""
     waiting = list(enumerate(sessions))
     running: list[tuple[float, int, int, float]] = []
     begin, clock = 0, 0.0
@@ -119,7 +119,7 @@ def interleaved(sessions: list[list[tuple[float, Turn]]]) -> Iterator[tuple[int,
 def requests_of(
     tokenizer: Any, sessions: list[list[tuple[float, Turn]]], variant: str
 ) -> tuple[list[tuple[int, int]], list[tuple[list[int], list[int]]]]:
-    """Sessions and turns in the order of a clock, and token ids of prompts and answers; none where nothing differs.
+    """Return sessions and turns in order, and token ids of prompts and answers; nothing if no prompt changes.
 
     A prompt and its answer fit into the model's positions together.
     """
@@ -138,7 +138,7 @@ def requests_of(
 
 
 def count(requests: list[tuple[list[int], list[int]]], way: str, num_blocks: int) -> tuple[int, int, int]:
-    """Tokens of prompts, those computed, and those moved, over all requests: (prompt, answer) as tokens."""
+    """Return the numbers of tokens of prompts, of computed tokens and of moved tokens over all requests."""
     manager, asked, computed, moved = pc.CacheManager(num_blocks, BLOCK), 0, 0, 0
     for number, (prompt, answer) in enumerate(requests):
         allocation = manager.allocate(number, prompt, reuse=way)
@@ -154,7 +154,7 @@ def count(requests: list[tuple[list[int], list[int]]], way: str, num_blocks: int
 
 
 def write_hashed(path: Path, requests: list[tuple[list[int], list[int]]]) -> None:
-    """The requests as `pc replay` reads them, a second apart: an id for each prefix of whole blocks."""
+    """Write the requests for `pc replay`, a second apart, with an id for each prefix of whole blocks."""
     numbers: dict[tuple[int, ...], int] = {}
     with path.open("w", encoding="utf-8") as file:
         for second, (prompt, answer) in enumerate(requests):
@@ -167,7 +167,7 @@ def write_hashed(path: Path, requests: list[tuple[list[int], list[int]]]) -> Non
 
 
 def count_unique(requests: list[tuple[list[int], list[int]]], num_blocks: int) -> int:
-    """Blocks that a cache which never evicts ends up with."""
+    """Return how many blocks a cache that never evicts holds in the end."""
     manager = pc.CacheManager(num_blocks, BLOCK)
     for number, (prompt, answer) in enumerate(requests):
         manager.allocate(number, [*prompt, *answer])

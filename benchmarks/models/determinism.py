@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -29,7 +28,7 @@ import torch
 from pc.demo import trained_model_folder
 
 from ..harness.experiment import Experiment, option
-from ..harness.timing import over, rotated
+from ..harness.timing import median, over, rotated
 from .load import alice, trained_model, trained_tokenizer
 
 CHUNK, BLOCK, COMMON = 128, 16, 416
@@ -213,7 +212,7 @@ def measure_time(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for which in ("cold", "warm"):
         plain, own = times[which, False], times[which, True]
         row = {"call": which, "prompt_tokens": COLD, "chunk": given.chunk, "rounds": given.rounds}
-        row |= {"plain_s": f"{statistics.median(plain):.3f}", "own_s": f"{statistics.median(own):.3f}"}
+        row |= {"plain_s": median(plain, digits=3), "own_s": median(own, digits=3)}
         yield row | {"over_plain": f"{over(own, plain):.3f}"}
 
 

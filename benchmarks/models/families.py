@@ -1,19 +1,21 @@
-"""Every language model class of transformers, built small and run: whether prefix caching serves it, and if not why."""
+"""Every language model class of transformers, built small and run: whether prefix caching serves it, and if not why.
+
+A row is written for each class and version of transformers. The command exits with 1 if the tokens of a class differ.
+"""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import re
-import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ..harness.tables import RESULTS, replaced, write_rows
-from ..pages import markdown
+from ..harness.experiment import Experiment, option
 
 VOCABULARY = 311
 SIZES: list[tuple[str, int]] = [
@@ -46,7 +48,7 @@ SIZES: list[tuple[str, int]] = [
     (r"(vocab_size_per_layer_input)", VOCABULARY),
     (r"(first_k_dense_replace|moe_layer_start_index|num_dense_layers)", 1),
 ]
-"""What integers of a config become, by name."""
+"""Sizes of integers in a small config, by name."""
 MOST = 26_000_000
 """Parameters of a model that counts as small."""
 _SHARED_LAYERS: dict[str, Any] = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -62,11 +64,11 @@ FITTING: list[dict[str, Any]] = [
     _SHARED_LAYERS,
     _SHARED_LAYERS | {"activation_sparsity_pattern": [0.0] * 4},
 ]
-"""What configs need beyond their sizes."""
+"""Further settings that some configs need."""
 SECTIONS = ([2, 3, 3], [1, 1, 2], [3, 3, 2])
 """Rotary frequencies of each axis, where a model's own are those of wider heads."""
 OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "use_cache": True}
-"""Of generate; some configs say that they want no cache."""
+"""Options of generate; some configs switch the cache off."""
 OUTCOMES = ("served", "different", "falls back", "not built")
 
 
@@ -82,7 +84,7 @@ class FamilyResult:
 
 
 def classes() -> list[str]:
-    """Names of the classes that generate text from a prompt, images beside it or not."""
+    """Return the names of the classes that generate text from a prompt, with or without images."""
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
@@ -102,7 +104,7 @@ def _named(mapping: Any) -> list[str]:
 
 
 def shrink(config: Any, seen: int = 0) -> dict[str, Any]:
-    """Keyword arguments that make a config of the same class small, its sub-configs too."""
+    """Return keyword arguments that make a config of the same class small, with its sub-configs."""
     small: dict[str, Any] = {}
     for name, value in vars(config).items():
         if hasattr(value, "to_dict") and seen < 3:
@@ -121,9 +123,10 @@ def shrink(config: Any, seen: int = 0) -> dict[str, Any]:
 
 
 def build(name: str) -> Any:
-    """A model of the class with few small layers and weights that make every prompt token count.
+    """Return a model of the class with few small layers.
 
-    Raises what the first config tried did: that it makes no model, or one that does not run.
+    Raises:
+        Exception: No config gives a model that runs; the exception is that of the first config.
     """
     import torch
     import transformers
@@ -152,7 +155,7 @@ def build(name: str) -> Any:
 
 
 def scatter(model: Any, embedding: float, weight: float) -> None:
-    """Gives a model random weights, of a spread for which every token of a prompt counts."""
+    """Give a model random weights with these spreads."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -182,7 +185,7 @@ def _variants(default: Any) -> Iterator[dict[str, Any]]:
 
 
 def run_class(name: str) -> FamilyResult:
-    """Builds one class and compares what it generates with and without the cache."""
+    """Build one class and compare its tokens with and without the cache."""
     import torch
 
     from pc.integrations.huggingface import enable_prefix_caching
@@ -229,7 +232,7 @@ def run_class(name: str) -> FamilyResult:
 
 @contextmanager
 def noted() -> Iterator[set[str]]:
-    """Collect what users read meanwhile: warnings of every kind, and what transformers logs as one."""
+    """Collect the warnings that users see meanwhile, and those that transformers logs."""
     from transformers.utils import logging as transformers_logging
 
     texts: set[str] = set()
@@ -249,56 +252,32 @@ def noted() -> Iterator[set[str]]:
         logging.disable(disabled)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs classes (none: all), prints their rows and writes the table; 1 when tokens of one differ, else 0."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="CLASS", help="such as LlamaForCausalLM; none: all")
-    parser.add_argument("--output", type=argparse.FileType("w"), help="Markdown file for the table")
-    parser.add_argument("--rows", action="store_true", help="write the rows of this transformers to the results")
-    given = parser.parse_args(arguments)
+def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each class; at the end, exit with 1 if the tokens of one differ.
+
+    Raises:
+        SystemExit: A name is unknown, before anything runs.
+    """
     known = classes()
     if unknown := [name for name in given.names if name not in known]:
-        parser.error(f"CLASS: got {', '.join(unknown)}, needs classes of transformers that generate text")
+        raise SystemExit(f"CLASS: got {', '.join(unknown)}, needs classes of transformers that generate text")
     logging.disable(logging.WARNING)
-    rows = []
+    found: Counter[str] = Counter()
     for name in given.names or known:
-        begin = time.perf_counter()
-        rows.append(row := run_class(name))
-        seconds = time.perf_counter() - begin
-        print(f"{row.name:45} {row.outcome:12} {row.reused:3} {row.why[:150]}  {seconds:.1f} s", flush=True)
-    if given.output is not None:
-        with given.output as file:
-            file.write(table(rows) + "\n")
-    if given.rows:
-        write(rows)
-    for outcome in OUTCOMES:
-        print(f"{sum(row.outcome == outcome for row in rows)} {outcome}")
-    return int(any(row.outcome == "different" for row in rows))
+        result = run_class(name)
+        found[result.outcome] += 1
+        same = {"served": "True", "falls back": "True", "different": "False"}.get(result.outcome, "")
+        row = {"class": name, "outcome": result.outcome, "same_tokens": same, "reused": result.reused}
+        yield row | {"warnings": result.warnings, "why": result.why}
+    print(*(f"{found[outcome]} {outcome}" for outcome in OUTCOMES), sep="\n")
+    if found["different"]:
+        raise SystemExit(1)
 
 
-def write(rows: list[FamilyResult]) -> None:
-    """Write the rows of the installed transformers to the results, in place of earlier ones of the same classes."""
-    import transformers
-
-    path = RESULTS / "cpu" / "families.csv"
-    found = [
-        {
-            "class": row.name,
-            "transformers": transformers.__version__,
-            "outcome": row.outcome,
-            "same_tokens": {"served": "True", "falls back": "True", "different": "False"}.get(row.outcome, ""),
-            "reused": row.reused,
-            "warnings": row.warnings,
-            "why": row.why,
-        }
-        for row in rows
-    ]
-    every = replaced(path, found, ("class", "transformers"))
-    write_rows(path, sorted(every, key=lambda row: (str(row["class"]), str(row["transformers"]))))
-
-
-def table(rows: list[FamilyResult]) -> str:
-    """The rows in Markdown."""
-    rows = sorted(rows, key=lambda row: (OUTCOMES.index(row.outcome), row.name))
-    lines = [(row.name, row.outcome, str(row.reused or ""), row.why.replace("|", "/")[:120]) for row in rows]
-    return "\n".join(markdown.table(("class", "outcome", "reused of 70", "why not"), "llll", lines))
+main = Experiment(
+    "families.csv",
+    rows,
+    {"names": option([], "such as LlamaForCausalLM; none: all", metavar="CLASS")},
+    ("class", "transformers"),
+    ("transformers",),
+).main

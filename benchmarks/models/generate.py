@@ -1,18 +1,17 @@
-"""End to end: transformers' generate on a random Llama, without and with the cache, as both are and in CUDA graphs."""
+"""Generation on a GPU with a random Llama of a billion parameters: without and with the cache, and in CUDA graphs."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
-import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..harness.conditions import conditions
-from ..harness.tables import write_rows
+from ..harness.conditions import device_folder
+from ..harness.experiment import Experiment, option
 from ..harness.timing import TokenClock
 from .load import random_llama
 
@@ -24,7 +23,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def _ask(generate: Any, prompt: torch.Tensor, new_tokens: int) -> tuple[list[int], float, float]:
-    """Tokens, seconds to the first of them, and tokens a second after it."""
+    """Return the tokens, the seconds to the first token, and tokens a second after it."""
     clock = TokenClock(time.perf_counter)
     if prompt.is_cuda:
         torch.cuda.synchronize()
@@ -44,18 +43,18 @@ def _ask(generate: Any, prompt: torch.Tensor, new_tokens: int) -> tuple[list[int
 def run_generate(
     size: str, device: torch.device, shared: int, own: int, new_tokens: int, requests: int
 ) -> list[dict[str, str]]:
-    """Asks `requests` times about one shared prompt, in turns without and with the cache.
+    """Ask `requests` times about one shared prompt, in turns without and with the cache.
 
     Args:
         size: "1B" or "tiny".
-        device: Where the model runs, in bfloat16 on a GPU and float32 on a CPU.
+        device: Device of the model, which has bfloat16 on a GPU and float32 on a CPU.
         shared: Tokens that all prompts begin with.
-        own: Tokens of each prompt's own.
-        new_tokens: To generate.
-        requests: How many prompts.
+        own: Tokens that only one prompt has.
+        new_tokens: Tokens to generate.
+        requests: Number of prompts.
 
     Returns:
-        A row per way and request.
+        A row for each way and request, and rows with notes.
     """
     from pc.integrations.huggingface import enable_prefix_caching
 
@@ -71,7 +70,7 @@ def run_generate(
             model, cache_implementation="static", **given
         )
     rows: list[dict[str, str]] = []
-    told: dict[str, str] = {}
+    notes: dict[str, str] = {}
     blocks = -(-(shared + (own + new_tokens) * (requests + 1)) // 16) + 64
     cached = {"pc": model}
     if device.type == "cuda":
@@ -94,43 +93,32 @@ def run_generate(
                 except Exception as error:
                     if name in handles or name == "transformers":
                         raise
-                    told[name] = f"fails: {str(error).splitlines()[0][:120]}"
+                    notes[name] = f"fails: {str(error).splitlines()[0][:120]}"
                 if name in handles:
                     reused[name] = str(sum(request.cached_tokens for request in handles[name].last_requests))
             for name, (tokens, first, rate) in answers.items() if number else ():
-                row = {
-                    "way": name,
-                    "request": str(number),
-                    "first_token_s": f"{first:.6f}",
-                    "tokens_per_s": f"{rate:.2f}",
-                }
-                row["same_as_transformers"] = str(tokens == answers["transformers"][0])
-                rows.append(row | ({"reused_tokens": reused[name]} if name in reused else {}))
+                row = {"way": name, "request": str(number), "first_token_s": f"{first:.6f}"}
+                row |= {"tokens_per_s": f"{rate:.2f}", "reused_tokens": reused.get(name, "")}
+                rows.append(row | {"same_as_transformers": str(tokens == answers["transformers"][0])})
         if device.type == "cuda" and (why := handles["pc"].graphs.reason):
-            told["pc"] = f"without CUDA graphs: {why}"
-    rows += [{"way": name, "note": text} for name, text in told.items()]
-    common = {
-        "model": f"Llama {size}, random weights",
-        "dtype": str(dtype).removeprefix("torch."),
-        "prompt_tokens": str(shared + own),
-        "new_tokens": str(new_tokens),
-    }
-    return [row | common | conditions(device.type, "transformers") for row in rows]
+            notes["pc"] = f"without CUDA graphs: {why}"
+    rows += [{"way": name, "note": text} for name, text in notes.items()]
+    common = {"model": f"Llama {size}, random weights", "dtype": str(dtype).removeprefix("torch.")}
+    common |= {"prompt_tokens": str(shared + own), "new_tokens": str(new_tokens)}
+    return [row | common for row in rows]
 
 
-def save_generate(path: Path, rows: list[dict[str, str]]) -> None:
-    """Writes the rows, with medians of later requests last in the console."""
-    columns = ["way", "request", "first_token_s", "tokens_per_s", "reused_tokens", "same_as_transformers", "note"]
-    write_rows(path, rows, columns)
-    for way in dict.fromkeys(row["way"] for row in rows):
-        timed = [row for row in rows if row["way"] == way and row.get("request", "1") != "1"]
-        if timed:
-            first, rate = (statistics.median(float(row[c]) for row in timed) for c in ("first_token_s", "tokens_per_s"))
-            print(f"{way}: first token {first:.3f} s, then {rate:.1f} tokens a second (medians)")
+def rows(given: argparse.Namespace) -> list[dict[str, str]]:
+    """Return the rows of a GPU, or of a small model on the CPU."""
+    device = torch.device(given.device)
+    if given.device == "cpu":
+        return run_generate("tiny", device, 64, 16, 4, 2)
+    return run_generate("1B", device, 8192, 64, 128, 6)
 
 
-def main(path: Path, dry: bool) -> int:
-    """Measure on a GPU, or small on the CPU, and write the rows."""
-    kind = torch.device("cpu" if dry else "cuda")
-    save_generate(path, run_generate("tiny", kind, 64, 16, 4, 2) if dry else run_generate("1B", kind, 8192, 64, 128, 6))
-    return 0
+main = Experiment(
+    lambda given: f"../{device_folder(given.device)}/generate.csv",
+    rows,
+    {"--device": option("cuda", choices=["cuda", "cpu"])},
+    packages=("transformers",),
+).main

@@ -1,8 +1,8 @@
-"""Caching hidden states on the CPU: TensorCache against the manager of vLLM-Omni and the ways of other systems.
+"""Caching hidden states on the CPU: TensorCache against plain copies and the ways of other systems.
 
 Usage:
 
-    OMNI_SRC=<folder of the unpacked wheel vllm-omni 0.30.0> python -m benchmarks hidden_states
+    python -m benchmarks hidden_states
 
 All providers alternate in one process. A miss stores a whole prompt and passes its tensor to the next stage. A hit
 stores the last quarter and passes the whole tensor. A decode step stores one token. "step" is the work done once a step
@@ -15,10 +15,7 @@ OMP_NUM_THREADS threads (1).
 from __future__ import annotations
 
 import argparse
-import importlib
-import os
 import time
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,7 +25,6 @@ import torch
 import pc
 
 from ..harness.experiment import Experiment, option
-from ..harness.peers import use_omni
 from ..harness.timing import Quantiles, rotated
 
 BLOCK_SIZE = 16
@@ -42,15 +38,13 @@ Work = tuple[Callable[[], Any], Callable[[], torch.Tensor]]
 class Follower:
     """Block tables of a request after the other, over a pool of four prompts."""
 
-    read_ahead = 0.0
-
     def __init__(self, tokens: int) -> None:
         self.num_blocks = 4 * tokens // BLOCK_SIZE + 64
         self.manager = pc.CacheManager(self.num_blocks, BLOCK_SIZE, policy="lru")
         self.running = ""
 
     def begin(self, request: str, prompt: np.ndarray) -> int:
-        """Starts a request and ends the one before; gives how many tokens are left to compute."""
+        """Begin a request, end the one before, and return how many tokens must be computed."""
         if self.running:
             self.manager.free(self.running)
         self.running = request
@@ -59,12 +53,12 @@ class Follower:
         return len(prompt) - self.cached
 
     def decode(self) -> None:
-        """Adds a token to the running request."""
+        """Add a token to the running request."""
         self.cached = self.manager.num_tokens(self.running)
         self.allocation = self.manager.append(self.running, [7])
 
     def commit(self) -> None:
-        """Publishes the request's blocks."""
+        """Publish the request's blocks."""
         self.manager.commit(self.running, self.manager.num_tokens(self.running))
 
 
@@ -80,7 +74,7 @@ class Ours(Follower):
         self.cache.rows("hidden").zero_()  # the rivals' memory has been touched too
 
     def work(self, hidden: torch.Tensor) -> Work:
-        """Storing a step, and giving its whole tensor (of a decode step: nothing but the new row)."""
+        """Return a function that stores a step, and one that returns its whole tensor (of a decode: the new row)."""
         step = pc.Step.of({self.running: self.allocation}, {"hidden": hidden})
         if len(hidden) == 1:
             return lambda: self.cache.store(step), lambda: hidden
@@ -157,11 +151,11 @@ class Indexing(Follower):
         return lambda: self.store(slots, hidden), load
 
     def store(self, slots: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Rows into their slots."""
+        """Write rows into their slots."""
         self.cache.flatten(0, 1)[slots] = hidden
 
     def load(self, blocks: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Cached blocks, then the new rows."""
+        """Return cached blocks, then the new rows."""
         return torch.cat([self.cache[blocks].flatten(0, 1), hidden])
 
 
@@ -177,103 +171,20 @@ class IndexSelect(Indexing):
         return torch.cat([self.cache.index_select(0, blocks).flatten(0, 1), hidden])
 
 
-class Omni(Follower):
-    """OmniPrefixCacheManager of vLLM-Omni, in its eager mode.
-
-    On a hit a thread of it reads the cached rows while the forward pass runs. Here no forward pass runs, and what is
-    left to wait for once it has been started counts as part of the load.
-    """
-
-    name, version = "vllm-omni", "0.30.0"
-
-    def __init__(self, tokens: int, features: int) -> None:
-        super().__init__(tokens)
-        interface, manager = (
-            importlib.import_module(f"vllm_omni.core.prefix_cache.{m}") for m in ("interface", "manager")
-        )
-        config = interface.PrefixCacheConfig(
-            num_blocks=self.num_blocks + 1,
-            block_size=BLOCK_SIZE,
-            staging_capacity_tokens=tokens + 8,
-            gpu_staging_bytes=8 << 30,
-        )
-        self.block_size = BLOCK_SIZE
-        self.table: list[int] = []
-        self.finished: list[str] = []
-        self.omni = manager.OmniPrefixCacheManager(config, self, eager=True)
-        self.omni.register_policy(interface.ModelCachePolicy())
-
-    def batch_req_ids(self) -> list[str]:
-        """The batch, as the manager asks for it."""
-        return [self.running]
-
-    def step_slots_cpu(self, requests: list[str], scheduled: dict[str, int]) -> torch.Tensor:
-        """Slots of the step, as the manager asks for them."""
-        positions = torch.arange(self.cached, self.cached + scheduled[self.running])
-        return torch.tensor(self.table)[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-
-    def begin(self, request: str, prompt: np.ndarray) -> int:
-        """Begin a request like the method above; block 0 belongs to no request."""
-        self.finished = [self.running] if self.running else []
-        left = super().begin(request, prompt)
-        self.table = (self.manager.block_table(request) + 1).tolist()
-        new = types.SimpleNamespace(req_id=request, num_computed_tokens=self.cached, block_ids=(self.table,))
-        self._schedule([new], left)
-        start = time.perf_counter()
-        for future, _ in list(self.omni._prefetch_queue):
-            future.result()
-        self.read_ahead = (time.perf_counter() - start) * 1e6
-        return left
-
-    def _schedule(self, new: list[Any], count: int) -> None:
-        self.omni.new_step_starts(
-            types.SimpleNamespace(
-                scheduled_new_reqs=new,
-                num_scheduled_tokens={self.running: count},
-                finished_req_ids=set(self.finished),
-            )
-        )
-        self.finished = []
-
-    def decode(self) -> None:
-        super().decode()
-        self.table = (self.manager.block_table(self.running) + 1).tolist()
-        self._schedule([], 1)
-
-    def work(self, hidden: torch.Tensor) -> Work:
-        ids: list[Any] = []
-
-        def store() -> None:
-            count = len(hidden)
-            ids.append(self.omni.save_outputs(hidden, {}, num_tokens_unpadded=count, num_tokens_padded=count))
-
-        def load() -> torch.Tensor:
-            rows: torch.Tensor = self.omni.materialize(ids[-1], [self.running]).hidden_states[self.running]
-            return rows
-
-        return store, load
-
-
-def providers() -> list[type]:
-    """All that can run here."""
-    found: list[type] = [Ours, PlainCopy, CopyPerBlock, Indexing, IndexSelect]
-    if source := os.environ.get("OMNI_SRC"):
-        use_omni(source)
-        found.append(Omni)
-    return found
+PROVIDERS = (Ours, PlainCopy, CopyPerBlock, Indexing, IndexSelect)
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    """Microseconds of one call, and its result."""
+    """Return the microseconds of a call, and its result."""
     begin = time.perf_counter()
     result = function()
     return (time.perf_counter() - begin) * 1e6, result
 
 
 def measure(tokens: int, features: int, rounds: int) -> dict[tuple[type, str], Quantiles]:
-    """Microseconds by provider and what was done, rounds alternating."""
+    """Return microseconds by provider and part of a step; providers alternate in rounds."""
     times: dict[tuple[type, str], list[float]] = {}
-    runners = [make(tokens, features) for make in providers()]
+    runners = [make(tokens, features) for make in PROVIDERS]
     hit_tokens = int(tokens // BLOCK_SIZE * HIT) * BLOCK_SIZE
     for turn in range(rounds):
         prompt = np.arange(tokens) + 1000 * turn
@@ -289,17 +200,15 @@ def measure(tokens: int, features: int, rounds: int) -> dict[tuple[type, str], Q
                 times.setdefault((type(runner), f"{what} step"), []).append(took)
                 for part, function in (("store", store), ("load", load)):
                     took, result = timed(function)
-                    waited = runner.read_ahead if part == "load" else 0.0
-                    times.setdefault((type(runner), f"{what} {part}"), []).append(took + waited)
+                    times.setdefault((type(runner), f"{what} {part}"), []).append(took)
                 whole = hidden if what == "miss" else torch.cat([hidden[:hit_tokens], suffix])
                 assert torch.equal(result, whole), runner.name
                 del result
                 runner.commit()
             runner.decode()
-            took, (store, load) = timed(lambda: runner.work(row))  # noqa: B023 - called at once
+            took, (store, _) = timed(lambda: runner.work(row))  # noqa: B023 - called at once
             times.setdefault((type(runner), "decode step"), []).append(took)
             times.setdefault((type(runner), "decode store"), []).append(timed(store)[0])
-            load()  # vllm-omni keeps a step until it is asked for
     return {key: Quantiles.of([took / 1e6 for took in values[1:]]) for key, values in times.items()}
 
 

@@ -29,6 +29,7 @@ import pc
 from pc.integrations import presses
 
 from ..harness.experiment import Experiment, option
+from ..harness.inputs import paged_batch
 from ..harness.tables import ROOT
 from .load import NAME, alice, trained_model, trained_tokenizer
 
@@ -54,8 +55,8 @@ class Step:
     def __init__(self, positions: torch.Tensor, attend: Attend) -> None:
         self.positions = self.slots = positions
         self.length = int(positions[-1]) + 1
-        self.table = _ints(range(-(-self.length // BLOCK)))[None]
-        self.lens, self.starts = _ints([self.length]), _ints([0, len(positions)])
+        numbers = torch.arange(-(-self.length // BLOCK))
+        self.table, self.lens, self.starts = paged_batch([self.length], [len(positions)], BLOCK, numbers)
         self._attend = attend
 
     def attend(self, layer: int, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -70,7 +71,7 @@ def _ints(values: Any) -> torch.Tensor:
 
 
 def full(step: Step, layer: int, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """All keys up to a query's own."""
+    """Attend to all keys up to a query's own."""
     return torch.ops.pc.paged_attention(q, keys, values, step.table, step.lens, step.starts, q.shape[-1] ** -0.5)
 
 
@@ -82,7 +83,7 @@ def scattered(step: Step, layer: int, q: torch.Tensor, keys: torch.Tensor, value
 
 
 def weights(q: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Attention `[kv_heads, group, queries, tokens]` of queries `[queries, heads, head_dim]` to a layer's blocks."""
+    """Return attention `[kv_heads, group, queries, tokens]` of `[queries, heads, head_dim]` to a layer's blocks."""
     k = keys.flatten(0, 1)[: int(positions[-1]) + 1]
     scores = torch.einsum("qhgd,thd->hgqt", q.unflatten(1, (k.shape[1], -1)), k) * q.shape[-1] ** -0.5
     return scores.masked_fill_(torch.arange(len(k)) > positions[:, None], -math.inf).softmax(-1)
@@ -94,7 +95,7 @@ class Reading:
     Args:
         llama: With blocks for twice the prompt, and for what follows.
         prompt: As many tokens as fill blocks.
-        parts: What follows it: tokens, and the first of them that counts.
+        parts: Texts behind the prompt: tokens, and the index of the first token that counts.
     """
 
     def __init__(self, llama: Llama, prompt: list[int], parts: Sequence[tuple[list[int], int]]) -> None:
@@ -117,7 +118,7 @@ class Reading:
         return full(step, layer, q, *cache)
 
     def read(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Last hidden states of tokens, which are written to their places."""
+        """Write tokens to their places, and return their last hidden states."""
         return self.llama.hidden(tokens, Step(positions, attend))
 
     def log_probabilities(self, attend: Attend) -> Iterator[torch.Tensor]:
@@ -145,7 +146,7 @@ class Method:
 
     Attributes:
         kind: The table that has the method.
-        name: Of the method.
+        name: Name of the method.
         budget: Share of the prompt that it reads, recomputes or loses.
         begin: Changes a reading's cache as the method does, and returns the attention over it.
     """
@@ -157,7 +158,7 @@ class Method:
 
 
 def keep(reading: Reading, chosen: torch.Tensor) -> Attend:
-    """Only those tokens of the prompt `[layers or 1, kv_heads or 1, tokens]` stay, for each head its own."""
+    """Keep only some tokens of the prompt, `[layers or 1, kv_heads or 1, tokens]`, different ones for each head."""
     chosen = chosen.expand(len(reading.exact), reading.llama.kv_heads, -1)
     slots = _ints(range(reading.llama.cache[0, 0].shape[:2].numel())).expand(*chosen.shape[:2], -1).clone()
     slots[..., : chosen.shape[2]][~chosen] = -1
@@ -174,20 +175,20 @@ def _top(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def keep_last(reading: Reading, budget: float, first: int = 0) -> Attend:
-    """The last tokens of the prompt, and its first ones."""
+    """Keep the last tokens of the prompt, and its first ones."""
     at, total = torch.arange(len(reading.prompt)), len(reading.prompt)
     return keep(reading, ((at < first) | (at >= total - round(budget * total) + first))[None, None])
 
 
 def keep_heavy(reading: Reading, budget: float) -> Attend:
-    """H2O: half of the budget what was attended to most by all, half the last tokens."""
+    """Keep, like H2O, the most attended tokens for half of the budget, and the last tokens for the other half."""
     half, mass = round(budget * len(reading.prompt) / 2), reading.mass.clone()
     mass[..., -half:] = math.inf
     return keep(reading, _top(mass, 2 * half))
 
 
 def keep_observed(reading: Reading, budget: float) -> Attend:
-    """SnapKV: what the last tokens attended to, neighbours with it, and these last tokens."""
+    """Keep, like SnapKV, what the last tokens attended to, with neighbours, and these last tokens."""
     votes = F.max_pool1d(reading.observed, 7, 1, 3)
     votes[..., -OBSERVED:] = math.inf
     return keep(reading, _top(votes, round(budget * len(reading.prompt))))
@@ -203,7 +204,7 @@ def keep_pressed(reading: Reading, budget: float, press: str) -> Attend:
 
 
 def choose(reading: Reading, budget: float, score: Callable[..., torch.Tensor], whole: int = 0) -> Attend:
-    """Each query reads the blocks of the prompt that score highest for it and a KV head; all in the first layers."""
+    """Let each query read the blocks with its highest scores for a KV head; the first layers read all."""
     count = max(1, round(budget * reading.blocks))
 
     def attend(step: Step, layer: int, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:
@@ -217,7 +218,7 @@ def choose(reading: Reading, budget: float, score: Callable[..., torch.Tensor], 
 
 
 def choose_pages(reading: Reading, budget: float) -> Attend:
-    """Quest: a block's smallest and largest key, by element, bound every score in it; two layers are read whole."""
+    """Choose, like Quest, by bounds on scores: a block's smallest and largest key. Two layers read all."""
     low, high = reading.exact[:, 0].amin(2), reading.exact[:, 0].amax(2)
 
     def score(step: Step, layer: int, q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -229,7 +230,7 @@ def choose_pages(reading: Reading, budget: float) -> Attend:
 
 
 def choose_best(reading: Reading, budget: float) -> Attend:
-    """The blocks that full attention gives most to, which nobody knows without computing it: a bound for lists."""
+    """Choose the blocks with most attention, known from computing all of it: a bound for other choices."""
 
     def score(step: Step, layer: int, q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         mass = weights(q, keys, step.positions).sum(1).transpose(0, 1)
@@ -239,7 +240,7 @@ def choose_best(reading: Reading, budget: float) -> Attend:
 
 
 def quantize(reading: Reading, dtype: torch.dtype) -> Attend:
-    """Keys and values in 8 bits, with a scale for each layer and KV head."""
+    """Store keys and values in 8 bits, with a scale for each layer and KV head."""
     limit = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
     scales = reading.exact.abs().amax((2, 3, 5)) / limit
     codes = torch.zeros(reading.llama.cache.shape, dtype=dtype)
@@ -260,7 +261,7 @@ def quantize(reading: Reading, dtype: torch.dtype) -> Attend:
 
 
 def stream(reading: Reading, budget: float, first: int) -> Attend:
-    """Every token, of the prompt too, reads a window alone and the first tokens."""
+    """Let every token, also of the prompt, read a window and the first tokens."""
     window = round(budget * len(reading.prompt)) - first
 
     def attend(step: Step, layer: int, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:
@@ -272,7 +273,7 @@ def stream(reading: Reading, budget: float, first: int) -> Attend:
 
 
 def evict_middle(reading: Reading, share: float, again: bool) -> Attend:
-    """The middle of the prompt is gone; or computed again, alone, behind what is before it."""
+    """Evict the middle of the prompt; with `again`, compute it again alone, with the cached tokens around it."""
     gone = round(share * reading.blocks)
     holes = torch.arange(gone) + (reading.blocks - gone) // 2
     reading.llama.cache[:, :, holes] = math.nan
@@ -290,12 +291,12 @@ def evict_middle(reading: Reading, share: float, again: bool) -> Attend:
 
 
 def forget(reading: Reading) -> Attend:
-    """Nothing of the prompt but the first block."""
+    """Keep nothing of the prompt but the first block."""
     return keep(reading, (torch.arange(len(reading.prompt)) < BLOCK)[None, None])
 
 
 def move(reading: Reading, again: float, turned: bool = True, most: bool = False) -> Attend:
-    """Blocks of the prompt that were computed in another order, keys turned to their places, some tokens recomputed."""
+    """Use blocks that were computed in another order: turn their keys, and compute some tokens again."""
     llama, (stood, cache) = reading.llama, reading.moved
     llama.cache[:, :, reading.blocks : 2 * reading.blocks] = cache
     source, target = _ints(stood + reading.blocks), _ints(range(reading.blocks))
@@ -310,19 +311,19 @@ def move(reading: Reading, again: float, turned: bool = True, most: bool = False
 
 
 def _changed_most(reading: Reading, share: float) -> torch.Tensor:
-    """CacheBlend: the tokens whose keys and values differ most in layers that are computed anew to see that."""
+    """Return the tokens that CacheBlend computes again: those whose keys and values in early layers differ most."""
     off = (reading.llama.cache[1:3, :, : reading.blocks] - reading.exact[1:3]).pow(2).sum((0, 1, 4, 5)).flatten()
     return off.topk(round(share * len(reading.prompt))).indices.sort().values
 
 
 def _firsts(reading: Reading, share: float) -> torch.Tensor:
-    """EPIC: the first tokens of each piece."""
+    """Return the tokens that EPIC computes again: the first ones of each piece."""
     pieces = torch.arange(BLOCK, len(reading.prompt)).unflatten(0, (-1, BLOCK)).tensor_split(4)
     return torch.cat([piece.flatten()[: round(share * piece.numel())] for piece in pieces])
 
 
 def methods(budgets: Sequence[float]) -> Iterator[Method]:
-    """All, the cheapest first."""
+    """Yield all methods, the cheapest first."""
     for name in ("float8_e4m3fn", "int8"):
         yield Method("cache", name, 1, functools.partial(quantize, dtype=getattr(torch, name)))
     by_budget: dict[tuple[str, str], Callable[..., Attend]] = {
@@ -356,7 +357,7 @@ def methods(budgets: Sequence[float]) -> Iterator[Method]:
 
 @torch.inference_mode()
 def measure(readings: Sequence[Reading], method: Method | None, right: Sequence[bool]) -> dict[str, str]:
-    """Columns of a row, over all parts of all readings; without a method those of full attention, which comes first."""
+    """Return the columns of a row over all parts of all readings; without a method, full attention is measured."""
     loss = divergence = tokens = same = 0.0
     answers, begin = [], time.process_time()
     for reading in readings:
@@ -384,14 +385,14 @@ def measure(readings: Sequence[Reading], method: Method | None, right: Sequence[
 
 
 def prose(llama: Llama, ids: list[int], prompt: int, scored: int, segments: int) -> list[Reading]:
-    """Prompts from places of a text that are as far apart as can be, each with the tokens behind it."""
+    """Return prompts from places of a text that are far apart, each with the tokens behind it."""
     starts = [(len(ids) - prompt - scored) * i // max(1, segments - 1) for i in range(segments)]
     parts = [ids[start : start + prompt + scored] for start in starts]
     return [Reading(llama, part[:prompt], [(part[prompt:], 1)]) for part in parts]
 
 
 def questions(llama: Llama, tokenizer: Any) -> tuple[list[Reading], list[bool]]:
-    """The demo's text and questions, with full attention's own answers, and which of these are right."""
+    """Return the demo's text with its questions and full attention's answers, and which answers are right."""
     from pc.demo import _models, _workloads
 
     prompts = list(_workloads.document_prompts(tokenizer, _workloads.excerpt(_models.read_document())))

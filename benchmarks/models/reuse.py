@@ -45,7 +45,7 @@ PLAIN, PC, DEEP_COPY, CROPPED = WARM = ("plain", "pc", "by hand, deep copy", "by
 
 
 def build_model(size: str) -> Any:
-    """A Llama with seeded random weights, or the trained one."""
+    """Return a Llama with seeded random weights, or the trained one."""
     if size != TRAINED:
         return random_llama(**SIZES[size], vocab_size=8192, max_position_embeddings=16384)
     model = trained_model()
@@ -54,7 +54,7 @@ def build_model(size: str) -> Any:
 
 
 def read_text() -> torch.Tensor:
-    """Token ids of the demo's document, as the trained model reads them."""
+    """Return the token ids of the demo's document."""
     from pc.demo._models import read_document
 
     return torch.tensor(trained_tokenizer().encode(read_document()))
@@ -68,12 +68,12 @@ class _Turns:
         self._changed = threading.Condition()
 
     def wait(self, name: str) -> None:
-        """Returns when it is this one's turn."""
+        """Wait for this one's turn."""
         with self._changed:
             self._changed.wait_for(lambda: self._order[0] == name)
 
     def next(self, name: str, over: bool = False) -> None:
-        """Ends this one's turn; its last one where it is over."""
+        """End this one's turn; if it is over, it has no further turn."""
         with self._changed:
             self._order.remove(name)
             if not over:
@@ -81,13 +81,13 @@ class _Turns:
             self._changed.notify_all()
 
     def pass_on(self, name: str) -> None:
-        """Ends this one's turn and waits for its next."""
+        """End this one's turn, and wait for its next."""
         self.next(name)
         self.wait(name)
 
 
 def _peak(reset: bool = False) -> int:
-    """The most memory that the process has had since it was last reset, in bytes."""
+    """Return the most memory in bytes that the process has had since the last reset."""
     if reset:
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
@@ -100,7 +100,7 @@ class Ways:
 
     Args:
         model: With prefix caching enabled.
-        seed: Of documents and questions.
+        seed: Seed of documents and questions.
         text: Token ids that these are taken from; None: random ones.
     """
 
@@ -111,14 +111,14 @@ class Ways:
         self._by_hand: Any = None
 
     def tokens(self, length: int) -> torch.Tensor:
-        """`[1, length]`, of no other prompt."""
+        """Return tokens `[1, length]` that no other prompt has."""
         if self._text is None:
             return torch.randint(3, 8192, (1, length), generator=self._generator)
         begin = torch.randint(len(self._text), (1,), generator=self._generator)
         return self._text.roll(-int(begin))[None, :length]
 
     def prepare(self, length: int) -> None:
-        """Takes a new document, and lets every way see it once."""
+        """Take a new document, and let every way read it once."""
         from transformers import DynamicCache
 
         from pc.integrations.huggingface.api import CACHE
@@ -129,7 +129,7 @@ class Ways:
         self.model.generate(self.document, do_sample=False, max_new_tokens=1)
 
     def ask(self, way: str, prompt: torch.Tensor, new_tokens: int, clock: TokenClock) -> torch.Tensor:
-        """The answer; the clock hears of its tokens."""
+        """Return the answer; the clock notes the times of its tokens."""
         from pc.integrations.huggingface.api import CACHE
 
         options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new_tokens, "streamer": clock}
@@ -145,13 +145,13 @@ class Ways:
         return answer
 
     def first_token(self, way: str, prompt: torch.Tensor) -> tuple[float, torch.Tensor, int]:
-        """CPU seconds to the first token, the answer, and bytes of memory it took at most."""
+        """Return CPU seconds to the first token, the answer, and the most memory in bytes that it took."""
         clock, before, begin = TokenClock(time.process_time), _peak(reset=True), time.process_time()
         answer = self.ask(way, prompt, 1, clock)
         return clock.times[1] - begin, answer, _peak() - before
 
     def decode(self, names: Sequence[str], prompt: torch.Tensor) -> dict[str, list[float]]:
-        """CPU seconds of each token after the first, all ways by turns, and at last of what follows the answer."""
+        """Return CPU seconds of each token after the first, and of the work behind the last; ways alternate."""
         turns, seconds, answers = _Turns(names), {}, {}
 
         def work(name: str) -> None:
@@ -214,7 +214,7 @@ def measure(size: str, length: int, rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def _columns(first: list[float], plain: list[float], steps: list[float], plain_steps: list[float]) -> dict[str, str]:
-    """Seconds to the 1st, 64th and 256th token and of a token, and the medians of ratios to what plain took."""
+    """Return seconds to the 1st, 64th and 256th token and of a token, with medians of ratios to plain generate."""
     row = {"s_1": f"{statistics.median(first):.6f}", "s_1_over_plain": f"{over(first, plain):.4f}"}
     for tokens in ANSWERS[1:]:
         both = [

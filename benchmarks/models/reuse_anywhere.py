@@ -58,7 +58,7 @@ class Workload:
 
 
 def cut(ids: list[int], count: int, end: int) -> list[list[int]]:
-    """Pieces of a text of about equal length, each ending with a line."""
+    """Return pieces of a text of about equal length, each ending with a line."""
     pieces, begin = [], 0
     for number in range(1, count + 1):
         at = len(ids) * number // count
@@ -70,7 +70,7 @@ def cut(ids: list[int], count: int, end: int) -> list[list[int]]:
 
 
 def order(encode: Any, text: list[int], size: int, line: int, kept: int) -> Any:
-    """Six questions over five documents in changing order."""
+    """Return six questions over five documents in changing order."""
     from pc.demo._workloads import QUESTIONS, WORKED
 
     pieces = cut(text[:size], 5, line)
@@ -84,7 +84,7 @@ def order(encode: Any, text: list[int], size: int, line: int, kept: int) -> Any:
 
 
 def agent(encode: Any, text: list[int], size: int, line: int, kept: int) -> Any:
-    """Twenty turns of a loop; besides the newest result of a tool, the latest `kept` stay."""
+    """Return twenty turns of a loop, in which the newest tool result and the latest `kept` others stay."""
     long = size // (kept + 1) - 40
     results = [text[i * long % (len(text) - long) :][:long] for i in range(TURNS)]
 
@@ -101,7 +101,7 @@ def agent(encode: Any, text: list[int], size: int, line: int, kept: int) -> Any:
 
 
 def edit(encode: Any, text: list[int], size: int, line: int, kept: int) -> Any:
-    """A text with another sentence in its middle each time."""
+    """Return prompts of a text with a different sentence in its middle each time."""
     from pc.demo._workloads import QUESTIONS, WORKED
 
     body, names = text[:size], ("", "Ann", "the tall Mister Bell", "Carl", "a Daughter of the second Senator")
@@ -132,7 +132,7 @@ class Said:
 
 
 def ask(model: Any, ids: list[int], answer: list[int] | None, handle: Any = None) -> Told:
-    """One prompt through generate."""
+    """Send one prompt through generate."""
     said, begin = Said(answer), (time.perf_counter(), time.process_time())
     got = model.generate(
         torch.tensor([ids]),
@@ -155,7 +155,7 @@ def ask(model: Any, ids: list[int], answer: list[int] | None, handle: Any = None
 
 
 def run(model: Any, workload: Workload, share: float | None, exact: list[Told] | None) -> list[Told]:
-    """All prompts of a workload; `share` None: exact prefix caching."""
+    """Send all prompts of a workload; `share` None: exact prefix caching."""
     from pc.integrations.huggingface import enable_prefix_caching
 
     options = {} if share is None else {"reuse": "anywhere", "recompute": share}

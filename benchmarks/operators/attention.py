@@ -26,20 +26,20 @@ class AttentionCase:
     """Conditions of one attention call; lengths in tokens.
 
     Attributes:
-        seq_lens: Of each sequence, this step's tokens included.
+        seq_lens: Tokens of each sequence, with those of this step.
         q_lens: This step's tokens of each sequence.
         heads: Query heads and KV heads.
         head_dim: Elements of a head.
         block_size: Tokens of a block.
         layout: "NHD", or "HND" for a transposed view of head-major memory.
-        dtype: Of queries; None: float32 on a CPU, bfloat16 on a GPU.
-        cache_dtype: Of the cache where it differs.
+        dtype: Dtype of queries; None: float32 on a CPU, bfloat16 on a GPU.
+        cache_dtype: Dtype of the cache, if it differs.
         window: Sliding window, 0 for none.
         num_sink_tokens: Tokens at the start that a window never leaves behind.
         sinks: Whether heads have a learned sink logit.
         live: Spans of tokens that are present in every sequence; None: all.
-        kept: Part of the blocks that each KV head attends to, drawn for it alone, the queries' own among them; 1: all.
-        lists: Whether queries name them, not a table per KV head.
+        kept: Share of the blocks that each KV head attends to, drawn for each head, with those of the queries; 1: all.
+        lists: Whether queries have lists of these blocks, in place of a table for each KV head.
         queries: Spans of positions that the queries are at; None: the last ones.
         shared: Tokens at the start that all sequences share, in the same blocks.
     """
@@ -62,7 +62,7 @@ class AttentionCase:
     shared: int = 0
 
     def query_dtype(self, device: torch.device) -> torch.dtype:
-        """Dtype of queries on a device."""
+        """Return the dtype of queries on a device."""
         found: torch.dtype = getattr(torch, self.dtype) if self.dtype else default_dtype(device)
         return found
 
@@ -72,13 +72,13 @@ class AttentionCase:
         return own + self.shared // self.block_size
 
     def positions(self, i: int) -> np.ndarray:
-        """Absolute positions of the queries of sequence `i`."""
+        """Return the absolute positions of the queries of sequence `i`."""
         if self.queries is None:
             return np.arange(self.seq_lens[i] - self.q_lens[i], self.seq_lens[i])
         return np.concatenate([np.arange(*span) for span in self.queries])
 
     def chosen(self, i: int) -> np.ndarray:
-        """Blocks that each KV head of sequence `i` attends to, ascending: [kv_heads, n]."""
+        """Return the blocks that each KV head of sequence `i` attends to, ascending: [kv_heads, n]."""
         blocks, own = -(-self.seq_lens[i] // self.block_size), (self.seq_lens[i] - self.q_lens[i]) // self.block_size
         count, rng = max(0, round(blocks * self.kept) - (blocks - own)), np.random.default_rng(i)
         drawn = [np.sort(rng.permutation(own)[:count]) for _ in range(self.heads[1])]
@@ -105,7 +105,7 @@ class AttentionCase:
         return mask
 
     def conditions(self) -> dict[str, str]:
-        """The columns of the row."""
+        """Return the columns of the row."""
         live = sum(int(self.present(i).sum()) for i in _indices(self))
         return {
             "sequences": str(len(self.seq_lens)),
@@ -129,7 +129,7 @@ def _indices(case: AttentionCase) -> range:
 
 
 def _runs(values: tuple[int, ...]) -> str:
-    """The lengths in short: "31x1024 1x131072"."""
+    """Return the lengths in short: "31x1024 1x131072"."""
     counts: dict[int, int] = {}
     for value in values:
         counts[value] = counts.get(value, 0) + 1
@@ -155,11 +155,11 @@ class AttentionCall:
 
     @property
     def scale(self) -> float:
-        """Factor on q.k."""
+        """Return the factor on q.k."""
         return self.case.head_dim**-0.5
 
     def arguments(self, op: str) -> dict[str, Any]:
-        """For `pc.<op>`."""
+        """Return the arguments of `pc.<op>`."""
         case = self.case
         names = ("query", "key_cache", "value_cache", "block_tables", "seq_lens", "query_start_loc", "scale")
         given = {name: getattr(self, name) for name in (*names, "sinks", "k_scale", "v_scale")}
@@ -179,11 +179,11 @@ def attention_inputs(
     rotate: int,
     result: Callable[[AttentionCall, Any], Any] = lambda call, got: got,
 ) -> Inputs:
-    """Several calls over disjoint blocks of one cache, at least `rotate` bytes of keys and values together.
+    """Return calls over disjoint blocks of one cache, with at least `rotate` bytes of keys and values together.
 
     Args:
-        case: What is attended to.
-        device: Where.
+        case: The conditions of the call.
+        device: Device of the tensors.
         rotate: Bytes.
         result: From a call and what a run of it returned to the attention's result.
     """
@@ -208,7 +208,7 @@ def attention_inputs(
             yield _call(case, query, keys, values, own, draw(case.heads[0]) if case.sinks else None)
 
     def reference(call: AttentionCall) -> Iterable[Expected]:
-        """A sample of rows in float64: at most twice what eager low precision errs, plus one rounding.
+        """Compute a sample of rows in float64; allow twice the error of eager low precision, plus a rounding.
 
         The sample's largest error is held against the largest that is allowed.
         """
@@ -232,7 +232,7 @@ def attention_inputs(
 
 
 def _count_work(case: AttentionCase, dtype: torch.dtype, stored: torch.dtype) -> tuple[int, int]:
-    """Bytes of queries, results and live keys and values, each once; flops of both products over live pairs."""
+    """Return bytes of queries, results and live keys and values, each once; and flops over live pairs."""
     token_bytes = 2 * case.heads[1] * case.head_dim * stored.itemsize
     moved = 2 * sum(case.q_lens) * case.heads[0] * case.head_dim * dtype.itemsize
     pairs = 0
@@ -341,7 +341,7 @@ def expected_row(call: AttentionCall, row: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def attention_case(name: str, device: str, quick: bool = False, **conditions: Any) -> Case:
-    """A case of the registry from the attributes of AttentionCase."""
+    """Return a case of the registry from the attributes of AttentionCase."""
     case = AttentionCase(**conditions)
     columns = case.conditions()
     columns["dtype"] = columns["dtype"] or ("float32" if device == "cpu" else "bfloat16")
@@ -349,7 +349,7 @@ def attention_case(name: str, device: str, quick: bool = False, **conditions: An
 
 
 def variants(name: str, base: dict[str, Any], **changes: tuple[Any, ...]) -> list[tuple[str, dict[str, Any]]]:
-    """One set of conditions per value of one attribute, all else as in `base`."""
+    """Return conditions like `base` with another value of one attribute each."""
     fields = {field.name for field in dataclasses.fields(AttentionCase)}
     assert set(changes) <= fields, changes
     shown = lambda value: "/".join(map(str, value)) if isinstance(value, tuple) else value  # noqa: E731

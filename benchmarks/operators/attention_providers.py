@@ -43,7 +43,7 @@ def _pc(op: str, call: AttentionCall, planned: bool = True, batch_invariant: boo
 
 
 def _plan(call: AttentionCall, arguments: dict[str, Any]) -> torch.Tensor | None:
-    """The step's plan, which all layers share; on CPU tensors PyTorch uses none."""
+    """Return the step's plan, which all layers share; None for CPU tensors, where PyTorch uses none."""
     if call.query.device.type == "cpu":
         return None
     names = ("window", "num_sink_tokens", "query_positions", "num_shared_blocks", "batch_invariant")
@@ -54,14 +54,10 @@ def _plan(call: AttentionCall, arguments: dict[str, Any]) -> torch.Tensor | None
 
 
 def _sdpa(call: AttentionCall) -> Run:
-    """Gathers the live keys and values of sequences of one shape, then scaled_dot_product_attention."""
+    """Gather live keys and values of sequences of one shape, for scaled_dot_product_attention."""
     case, device = call.case, call.query.device
-    if case.cache_dtype:
-        raise UnsupportedError("quantized cache")
-    if case.sinks:
-        raise UnsupportedError("attention sinks")
-    if case.kept < 1:
-        raise UnsupportedError("blocks of each head's own")
+    if case.cache_dtype or case.sinks or case.kept < 1:
+        raise UnsupportedError("quantized cache, attention sinks or blocks of each head's own")
     tables, starts = call.block_tables.cpu().numpy(), np.cumsum([0, *case.q_lens])
     groups: dict[tuple[int, int], list[int]] = {}
     for i, lengths in enumerate(zip(case.seq_lens, case.q_lens, strict=True)):
@@ -117,7 +113,7 @@ def _square(call: AttentionCall, i: int) -> bool:
 
 
 def _mask(call: AttentionCall, i: int, positions: np.ndarray) -> tuple[Any, np.ndarray]:
-    """None, "causal" or an array `[queries, live keys]`, and the keys that any query attends to."""
+    """Return None, "causal" or an array `[queries, live keys]`, and the keys that any query attends to."""
     case = call.case
     if _square(call, i):
         return ("causal" if case.q_lens[i] > 1 else None), np.arange(case.seq_lens[i])
@@ -128,7 +124,7 @@ def _mask(call: AttentionCall, i: int, positions: np.ndarray) -> tuple[Any, np.n
 
 
 def _compacted(call: AttentionCall) -> Run:
-    """Drops the dead blocks from the table and calls the dense kernel; exact only behind block-aligned holes."""
+    """Remove the dead blocks from the table for the dense kernel; exact only behind block-aligned holes."""
     case = call.case
     if case.kept < 1:
         return _compacted_heads(call, copies=True)
@@ -152,7 +148,7 @@ def _dense(call: AttentionCall, blocks: Sequence[torch.Tensor], lens: list[int])
 
 
 def _compacted_heads(call: AttentionCall, copies: bool) -> Run:
-    """Copies the blocks of each head together, then calls the dense kernel: over as many tokens, the same result.
+    """Copy each head's blocks together for the dense kernel, which then has as many tokens and the same result.
 
     Args:
         call: Heads with blocks of their own, its queries behind them.
@@ -194,7 +190,7 @@ def _compacted_heads(call: AttentionCall, copies: bool) -> Run:
 
 
 def _flex(call: AttentionCall, compile: bool = True) -> Run:
-    """FlexAttention over the cache as one sequence of slots, with a block mask in physical blocks."""
+    """Prepare FlexAttention over the cache as one sequence of slots, with a block mask in physical blocks."""
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     case, device, size = call.case, call.query.device, call.case.block_size
@@ -273,8 +269,6 @@ def _varlen(call: AttentionCall) -> Run:
     if "block_table" not in inspect.signature(varlen_attn).parameters:
         raise UnsupportedError("varlen_attn has no block table before torch 2.12")
     case = call.case
-    if case.sinks:
-        raise UnsupportedError("attention sinks")
     starts = torch.tensor([0, *np.cumsum(case.seq_lens).tolist()], dtype=torch.int32, device=call.query.device)
     return lambda: varlen_attn(
         call.query,
@@ -299,7 +293,7 @@ def _varlen_version() -> str:
 
 
 def attention_providers(op: str) -> tuple[Provider, ...]:
-    """Ours and all rivals, for one of the attention operators."""
+    """Return ours and all rivals for one of the attention operators."""
     torch_version = lambda: torch.__version__  # noqa: E731
     ours = lambda: pc.__version__  # noqa: E731
     rivals = [
@@ -331,7 +325,7 @@ def attention_benchmark(
     cuda: Iterable[tuple[str, dict[str, Any]]],
     quick: Collection[str],
 ) -> Benchmark:
-    """Cases of one of the attention operators by name, from what `AttentionCase` takes.
+    """Return the benchmark of an attention operator; cases are arguments of `AttentionCase` by name.
 
     Args:
         op: Its name.

@@ -102,7 +102,7 @@ SHARED_QUICK = ("32x 4k shared + 256 own",)
 
 
 def plan_inputs(case: AttentionCase, device: torch.device, rotate: int) -> Inputs:
-    """Inputs of attention, of which only tables and lengths are read; the attention that uses the plan is checked."""
+    """Return inputs of which only tables and lengths are read; the attention that uses the plan is checked."""
 
     def result(call: AttentionCall, plan: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = pc.paged_attention(**call.arguments("paged_attention"), plan=plan)

@@ -8,27 +8,28 @@ import torch
 
 import pc
 
-from ..harness.inputs import Call, Draw, Expected, Inputs, default_dtype, shuffled
+from ..harness.inputs import Call, Draw, Expected, Inputs, default_dtype, paged_batch, shuffled
 from ..harness.registry import Benchmark, Case, case, in_torch, ours
 
 
 def join_inputs(batch: int, cached: int, fresh: int, features: int, device: torch.device, rotate: int) -> Inputs:
-    """Equal sequences over disjoint shuffled blocks of one cache, and the maps that indexing needs."""
+    """Return equal sequences over disjoint shuffled blocks of one cache, and the maps that indexing needs."""
     length, dtype = cached + fresh, default_dtype(device)
     row, blocks = features * dtype.itemsize, batch * -(-length // 16)
 
     def calls(draw: Draw, copies: int) -> Iterable[Call]:
         cache = draw(copies * blocks, 16, features).to(dtype)
         at = torch.arange(batch * length, device=device).view(batch, length)
-        for own in shuffled(copies * blocks, device).split(blocks):
-            tables = own.view(batch, -1)
+        for own in shuffled(copies * blocks, torch.device("cpu")).split(blocks):
+            made = paged_batch((length,) * batch, (fresh,) * batch, 16, own)
+            tables, lens, starts = (part.to(device) for part in made)
             slots = tables.repeat_interleave(16, dim=1)[:, :cached] * 16 + torch.arange(cached, device=device) % 16
             yield Call(
                 cache=cache,
-                block_tables=tables.int(),
-                seq_lens=torch.full((batch,), length, dtype=torch.int32, device=device),
+                block_tables=tables,
+                seq_lens=lens,
                 new=draw(batch * fresh, features).to(dtype),
-                query_start_loc=torch.arange(batch + 1, dtype=torch.int32, device=device) * fresh,
+                query_start_loc=starts,
                 num_rows=batch * length,
                 maps=(slots.flatten(), at[:, :cached].flatten(), at[:, cached:].flatten()),
             )

@@ -17,7 +17,7 @@ BLOCK, HEAD_DIM = 16, 128
 def write_inputs(
     tokens: int, kv_heads: int, head_dim: int, stored: str | None, device: torch.device, rotate: int
 ) -> Inputs:
-    """Calls that write disjoint slots of one pair of caches."""
+    """Return calls that write disjoint slots of one pair of caches."""
     dtype = default_dtype(device)
     code: torch.dtype = getattr(torch, stored) if stored else dtype
 
@@ -31,7 +31,7 @@ def write_inputs(
             yield Call(key=new[0], value=new[1], **names)
 
     def reference(call: Call) -> Iterable[Expected]:
-        """Bit for bit what PyTorch's conversion writes; where two codes lie equally near, either."""
+        """Expect the codes that PyTorch's conversion writes; between two codes that are equally near, allow either."""
         for source, cache in ((call.key, call.key_cache), (call.value, call.value_cache)):
             cache.zero_()
             exact = _code(source, cache, call.k_scale)
@@ -87,7 +87,7 @@ def _write_case(device: str, tokens: int, kv_heads: int, head_dim: int, stored: 
 
 
 def rope_inputs(tokens: int, heads: int, kv_heads: int, device: torch.device, rotate: int) -> Inputs:
-    """Tokens at random positions, written to disjoint shuffled slots of one pair of caches."""
+    """Return tokens at random positions, written to disjoint shuffled slots of one pair of caches."""
     dtype = default_dtype(device)
 
     def calls(draw: Draw, copies: int) -> Iterable[Call]:
@@ -140,7 +140,7 @@ def _rope_case(device: str, tokens: int, quick: bool = False):  # type: ignore[n
 
 
 def rotate_inputs(blocks: int, kv_heads: int, device: torch.device, rotate: int) -> Inputs:
-    """Blocks of one cache, shuffled, each moved to a block of its own by a number of positions of its own."""
+    """Return shuffled blocks of one cache, each moved to another block by a different number of positions."""
     dtype, rows = default_dtype(device), blocks * BLOCK * kv_heads * HEAD_DIM
 
     def calls(draw: Draw, copies: int) -> Iterable[Call]:
@@ -160,7 +160,7 @@ def rotate_inputs(blocks: int, kv_heads: int, device: torch.device, rotate: int)
 
 
 def move_inputs(tokens: int, kv_heads: int, device: torch.device, rotate: int) -> Inputs:
-    """Four spans of text in one cache, each moved to the end of it by a number of positions of its own."""
+    """Return four spans of text in one cache, each moved to its end by a different number of positions."""
     dtype, elements = default_dtype(device), tokens * kv_heads * HEAD_DIM
 
     def calls(draw: Draw, copies: int) -> Iterable[Call]:
@@ -183,7 +183,7 @@ def move_inputs(tokens: int, kv_heads: int, device: torch.device, rotate: int) -
 
 
 def _turned(keys: torch.Tensor, call: Call) -> torch.Tensor:
-    """Keys `[n, ..., head_dim]` that move by `[n]` positions, in their own dtype."""
+    """Return keys `[n, ..., head_dim]` moved by `[n]` positions, in their own dtype."""
     angles = call.deltas.double().view(-1, *[1] * (keys.ndim - 1)) * call.inv_freq.double()
     return _rotated(keys, *(part.to(keys.dtype) for part in (angles.cos(), angles.sin())))
 

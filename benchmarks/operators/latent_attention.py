@@ -25,7 +25,7 @@ SCALE = 192**-0.5
 def latent_inputs(
     batch: int, seq_len: int, q_len: int, heads: int, top_k: int, device: torch.device, rotate: int
 ) -> Inputs:
-    """Calls over disjoint blocks of one cache; with `top_k`, queries attend to as many blocks each, drawn for it."""
+    """Return calls over disjoint blocks of one cache; with `top_k`, queries have lists of so many blocks."""
     dtype, width, tokens = default_dtype(device), -(-seq_len // BLOCK), batch * q_len
     share = top_k * BLOCK / seq_len if top_k else 1
 
@@ -46,7 +46,7 @@ def latent_inputs(
             )
 
     def reference(call: Call) -> Iterable[Expected]:
-        """Holds the first and the last row against float64: at most twice what eager low precision errs."""
+        """Compute the first and the last row in float64; allow twice the error of eager low precision."""
         for row in (0, tokens - 1):
             sequence, i = divmod(row, q_len)
             rows = _gathered(call)[sequence]
@@ -70,7 +70,7 @@ def latent_inputs(
 
 
 def _gathered(call: Call) -> torch.Tensor:
-    """The rows of each sequence's blocks, or of those that are listed: `[batch, tokens, head_dim]`."""
+    """Return the rows of each sequence's blocks, or of listed blocks: `[batch, tokens, head_dim]`."""
     blocks = call.block_tables.long()
     blocks = blocks if call.lists is None else blocks.gather(1, call.lists[:, 0].long())
     return call.cache[blocks].flatten(1, 2)
@@ -90,7 +90,7 @@ def _pc(call: Call) -> Callable[[], torch.Tensor]:
 
 
 def _sdpa(call: Call) -> Callable[[], torch.Tensor]:
-    """Rows gathered and attended to by PyTorch, as many keys as values."""
+    """Prepare PyTorch's attention over gathered rows."""
     batch, q_len = call.seq_lens.shape[0], call.q_len
     mask = torch.ones(q_len, call.seq_len, dtype=torch.bool, device=call.query.device).tril(call.seq_len - q_len)
     query = call.query.view(batch, q_len, *call.query.shape[1:]).transpose(1, 2)

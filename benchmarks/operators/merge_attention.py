@@ -11,7 +11,7 @@ from ..harness.registry import Benchmark, Case, case, in_torch, ours
 
 
 def merge_inputs(tokens: int, heads: int, head_dim: int, device: torch.device, rotate: int) -> Inputs:
-    """Two results and their log-sum-exps a call."""
+    """Return calls with two results and their log-sum-exps."""
     dtype, elements = default_dtype(device), tokens * heads
 
     def calls(draw: Draw, copies: int) -> Iterable[Call]:
@@ -20,7 +20,7 @@ def merge_inputs(tokens: int, heads: int, head_dim: int, device: torch.device, r
             yield Call(out_a=outs[0], lse_a=draw(tokens, heads), out_b=outs[1], lse_b=draw(tokens, heads))
 
     def reference(call: Call) -> Iterable[Expected]:
-        """One rounding of the result, and of float32 for the log-sum-exp."""
+        """Allow one rounding of the result, and of float32 for the log-sum-exp."""
         out, lse = _torch(Call(**{name: tensor.double() for name, tensor in vars(call).items()}))
         yield Expected(out, lambda got: got[0], roundings(out, dtype, 1) + 1e-5)
         yield Expected(lse, lambda got: got[1], 1e-5)

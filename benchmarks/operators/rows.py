@@ -18,7 +18,7 @@ BLOCK_SIZE = 16
 def rows_inputs(
     op: str, count: int, features: tuple[int, ...], dtype: torch.dtype, device: torch.device, rotate: int
 ) -> Inputs:
-    """Calls on disjoint rows of one cache, random bytes, shuffled."""
+    """Return calls on disjoint shuffled rows of one cache of random bytes."""
     is_block, is_copy = "blocks" in op, op == "copy_blocks"
     block = (BLOCK_SIZE, *features)
     blocks = count if is_block else -(-count // BLOCK_SIZE)

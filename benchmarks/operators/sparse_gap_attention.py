@@ -12,20 +12,20 @@ K = 1024
 
 
 def prefix_and_window(batch: int, seq_len: int, prefix: int, window: int) -> dict[str, Any]:
-    """A decode over the first and the last tokens."""
+    """Return a decode over the first and the last tokens."""
     live = ((0, prefix), (seq_len - window, seq_len))
     return {"seq_lens": (seq_len,) * batch, "q_lens": (1,) * batch, "live": live}
 
 
 def random_ranges(seq_len: int, fraction: float, spans: int = 32) -> Ranges:
-    """Spans of equal length at random places, and the last 128 tokens."""
+    """Return spans of equal length at random places, and the last 128 tokens."""
     rng, length = random.Random(0), max(64, int(seq_len * fraction / spans) // 64 * 64)
     starts = sorted(rng.sample(range(0, seq_len - 128, length), spans))
     return (*((start, min(start + length, seq_len)) for start in starts), (seq_len - 128, seq_len))
 
 
 def recompute(seq_len: int, spans: Ranges) -> dict[str, Any]:
-    """Tokens in the middle are computed again; everything behind them is cached."""
+    """Return a case that computes tokens in the middle again, with all later tokens cached."""
     return {"seq_lens": (seq_len,), "q_lens": (sum(b - a for a, b in spans),), "queries": spans}
 
 
@@ -34,7 +34,7 @@ def _short(n: int) -> str:
 
 
 def of_heads(batch: int, seq_len: int, kept: float, lists: bool, q_len: int = 1) -> dict[str, Any]:
-    """Every KV head attends to blocks of its own."""
+    """Return a case in which every KV head attends to different blocks."""
     return {"seq_lens": (seq_len,) * batch, "q_lens": (q_len,) * batch, "kept": kept, "lists": lists}
 
 

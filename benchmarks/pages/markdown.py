@@ -16,24 +16,24 @@ OF_CACHE = ("agents", "manager", "traffic", "hidden_states", "lookup_anywhere", 
 
 
 def devices() -> list[str]:
-    """Folders of results, the CPU's last."""
+    """Return the folders of results, the CPU's last."""
     found = sorted(path.name for path in RESULTS.iterdir() if path.is_dir())
     return [name for name in found if name != "cpu"] + [name for name in found if name == "cpu"]
 
 
 def results(*parts: str) -> Path:
-    """A file of rows."""
+    """Return the path of a file of rows."""
     return RESULTS.joinpath(*parts)
 
 
 def link(page: Path, target: Path) -> str:
-    """The way from a page to a file of the tree."""
+    """Return the relative path from a page to a file of the tree."""
     up = "../" * len(page.relative_to(ROOT).parent.parts)
     return up + target.relative_to(ROOT).as_posix()
 
 
 def chart(page: Path, name: str) -> str:
-    """The way from a page to a chart, on the site too."""
+    """Return the relative path from a page to a chart, on the site too."""
     path = CHARTS / name
     if page.parent in path.parents:
         return path.relative_to(page.parent).as_posix()
@@ -43,15 +43,15 @@ def chart(page: Path, name: str) -> str:
 
 
 def line(cells: Iterable[str]) -> str:
-    """A line of a table."""
+    """Return a line of a table."""
     return f"| {' | '.join(cells)} |"
 
 
 def table(heads: Sequence[str], sides: str, lines: Iterable[Iterable[str]]) -> list[str]:
-    """A table, line by line.
+    """Return a table, line by line.
 
     Args:
-        heads: Of the columns.
+        heads: Heads of the columns.
         sides: A letter a column: l for text, r for numbers.
         lines: Cells of each.
     """
@@ -66,7 +66,7 @@ def all_of(rows: Iterable[Row], column: str) -> str:
 
 
 def commits(source: Path, rows: Sequence[Row]) -> str:
-    """The commits that rows were measured at, and whether what they measure has changed since."""
+    """Return the commits of rows, and whether what they measure has changed since."""
     name = source.stem
     folders = ("triton_ops",) if name in operators() else ("cache",) if name in OF_CACHE else FOLDERS
     changed = " (what it measures has changed since)" if any(has_changed(row, folders) for row in rows) else ""
@@ -76,7 +76,7 @@ def commits(source: Path, rows: Sequence[Row]) -> str:
 def measured(
     page: Path, source: Path, rows: Sequence[Row], packages: Sequence[str] = ("torch",), more: str = ""
 ) -> str:
-    """Under which conditions rows were measured, and where they are."""
+    """Return the conditions of rows, with a link to them."""
     first = rows[0]
     versions = "".join(f", {package} {first[package]}" for package in packages)
     said = f"{first['device']}{versions}, {first['date']}, {commits(source, rows)}{more}"
@@ -84,23 +84,23 @@ def measured(
 
 
 def with_rows(lines: Sequence[str], page: Path, source: Path, said: str = "") -> str:
-    """Lines and, below them, where the rows are."""
+    """Return lines with a link to the rows below them."""
     return "\n".join([*lines, "", f"{said}[Rows]({link(page, source)})"])
 
 
 def by_version(version: str) -> tuple[int, ...]:
-    """A key to sort versions by: 3.10 comes after 3.9."""
+    """Return a sort key for versions: 3.10 comes after 3.9."""
     return tuple(map(int, version.split(".")))
 
 
 def newest_triton(rows: Sequence[Row]) -> list[Row]:
-    """Rows of the newest version of triton among them."""
+    """Return the rows of the newest version of triton among them."""
     newest = max((row["triton"] for row in rows), key=by_version, default="")
     return [row for row in rows if row["triton"] == newest]
 
 
 def short_time(microseconds: float) -> str:
-    """A time to three digits: "14.3 us", "2.1 ms", "1.02 s"."""
+    """Return a time with three digits: "14.3 us", "2.1 ms", "1.02 s"."""
     for limit, factor, unit in ((1e3, 1.0, "us"), (1e6, 1e-3, "ms"), (float("inf"), 1e-6, "s")):
         if microseconds < limit:
             return f"{microseconds * factor:.3g} {unit}"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..harness.registry import ROOT, operators
 from ..harness.tables import read_rows
-from . import render_cache, render_judges, render_models, render_operators, render_quality
+from . import render_judges, render_models, render_operators, render_quality
 from .markdown import CHARTS, devices, results
 from .plots import (
     digest,
@@ -27,6 +27,7 @@ from .plots import (
     plot_vllm_compression,
     plot_work,
 )
+from .tables import TABLES
 
 MARKED = re.compile(r"(<!-- render: ([^>]*?) -->)(.*?)(<!-- /render -->)", re.DOTALL)
 _COMPARED = r"faster|slower|sooner|later|quicker|less|more|fewer|of (?:the )?(?:roofline|peak|copy|bandwidth|time)"
@@ -38,12 +39,12 @@ EXEMPT = "<!-- not measured"
 
 
 def pages() -> list[Path]:
-    """Every page that may state a measurement."""
+    """Return every page that may state a measurement."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def render_page(page: Path) -> str:
-    """The page's text as it should be."""
+    """Return the page's text with its tables rendered."""
 
     def fill(match: re.Match[str]) -> str:
         name, *arguments = match[2].split()
@@ -55,7 +56,7 @@ def render_page(page: Path) -> str:
 
 
 def unrendered_measurements(page: Path) -> list[str]:
-    """Lines of prose that state a measurement which no row stands behind."""
+    """Return lines of prose that state a measurement outside of rendered text."""
     text = MARKED.sub(lambda match: "\n" * match[0].count("\n"), page.read_text(encoding="utf-8"))
     text = re.sub(r"```.*?```", lambda match: "\n" * match[0].count("\n"), text, flags=re.DOTALL)
     return [
@@ -65,13 +66,13 @@ def unrendered_measurements(page: Path) -> list[str]:
     ]
 
 
-RENDERERS: dict[str, Callable[..., str]] = {name: table.render for name, table in render_cache.TABLES.items()}
-for _module in (render_cache, render_judges, render_models, render_operators, render_quality):
+RENDERERS: dict[str, Callable[..., str]] = {name: table.render for name, table in TABLES.items()}
+for _module in (render_judges, render_models, render_operators, render_quality):
     RENDERERS |= {n.removeprefix("render_"): f for n, f in vars(_module).items() if n.startswith("render_")}
 
 
 def charts() -> dict[Path, tuple[Path, Callable[[Path, Path], None]]]:
-    """Every chart, with the rows it is drawn from and what draws it."""
+    """Return every chart, with its rows and the function that draws it."""
     found: dict[Path, tuple[Path, Callable[[Path, Path], None]]] = {}
     for device in devices():
         for op in operators():
@@ -95,7 +96,7 @@ def charts() -> dict[Path, tuple[Path, Callable[[Path, Path], None]]]:
 
 
 def main() -> int:
-    """Draws what is stale and rewrites pages that differ."""
+    """Draw stale charts, and rewrite pages that differ."""
     for chart, (source, draw) in charts().items():
         if drawn_from(chart) != digest(source):
             draw(source, chart)

@@ -24,7 +24,7 @@ def _count(rows: list[Row], outcome: str) -> int:
 
 
 def render_judges(page: Path) -> str:
-    """A line a judge: cases, what became of them, reasons."""
+    """Render a line for each judge: cases, outcomes, reasons."""
     by_judge: dict[str, list[Row]] = {}
     for row in read_rows(results(*SOURCE)):
         by_judge.setdefault(row["judge"], []).append(row)
@@ -41,6 +41,6 @@ def render_judges(page: Path) -> str:
 
 
 def render_judges_summary(page: Path) -> str:
-    """Cases that passed, in a sentence."""
+    """Render the number of cases that passed, in a sentence."""
     rows = read_rows(results(*SOURCE))
     return f"{_count(rows, 'passed'):,} cases of others' tests pass over ours and {_count(rows, 'failed'):,} fail"

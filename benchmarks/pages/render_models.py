@@ -1,4 +1,4 @@
-"""Tables of models that generate: the demo, generate and generate_batch over the cache, and families served."""
+"""The demo in a sentence, generate_batch over the cache, and the families of models that are served."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..harness.registry import OURS
 from ..harness.tables import RESULTS, Row, read_rows
-from .markdown import by_version, chart, commits, link, measured, results, short_time, table
+from .markdown import by_version, commits, link, measured, results, short_time, table
 
 
 def demo_rows() -> list[Row]:
@@ -22,7 +22,7 @@ def _later(workload: str) -> float:
 
 
 def render_demo_conditions(page: Path) -> str:
-    """A sentence on the demo's result."""
+    """Render the demo's result in a sentence."""
     rows, source = demo_rows(), results("cpu", "demo.csv")
     tokens = [int(row["prompt_tokens"]) for row in rows if row["workload"] == "document"]
     same = "Every token is the same as without the cache" if all(r["same"] == "yes" for r in rows) else "Tokens differ"
@@ -34,64 +34,8 @@ def render_demo_conditions(page: Path) -> str:
     )
 
 
-def render_demo_table(page: Path) -> str:
-    """The demo's requests, and what the model answered, as it came."""
-    heads = ("workload", "request", "prompt tokens", "reused", "first token without", "with pc", "ratio", "same tokens")
-    heads, lines = (*heads, "asked", "answered"), []
-    for row in demo_rows():
-        times = (short_time(float(row[name]) * 1e6) for name in ("ttft_plain_s", "ttft_cached_s"))
-        counts = (f"{int(row[name]):,}" for name in ("prompt_tokens", "reused_tokens"))
-        words = (row.get(name, "").replace("|", "\\|") for name in ("question", "answer"))
-        cells = (row["workload"], row["request"], *counts, *times, f"{float(row['ratio']):.1f}", row["same"], *words)
-        lines.append(cells)
-    return "\n".join(table(heads, "lrrrrrrlll", lines))
-
-
-def render_reuse(page: Path) -> str:
-    """Generate over the cache beside plain generate and caches kept by hand, in CPU time."""
-    source = results("cpu", "reuse.csv")
-    rows = read_rows(source)
-    if not rows:
-        return "Not measured yet: `python -m benchmarks reuse`."
-    lines = []
-    for row in rows:
-        cells = [row["model"].split(",")[0], f"{int(row['prompt_tokens']):,}"]
-        cells.append(row["way"] if row["call"] == "warm" else f"{row['way']}, all new")
-        for column in ("s_1", "s_64", "s_256", "decode_s"):
-            known = row[column] and f"{short_time(float(row[column]) * 1e6)} ({float(row[column + '_over_plain']):.2f})"
-            cells.append(known)
-        lines.append([*cells, f"{int(row['peak_bytes']) / 2**20:.0f} MiB"])
-    heads = ("model", "prompt", "way", "first token", "64 tokens", "256 tokens", "a token", "peak memory")
-    return "\n".join(
-        [
-            f"![CPU time over that of plain generate]({chart(page, 'reuse.svg')})",
-            "",
-            f"{measured(page, source, rows, ('torch', 'transformers'))} In brackets: over plain.",
-            "",
-            *table(heads, "lrlrrrrr", lines),
-        ]
-    )
-
-
-def render_compressed(page: Path) -> str:
-    """Render a compressed document's bytes, peak bytes and decode time, relative to the whole text."""
-    source = results("cpu", "compressed.csv")
-    rows = read_rows(source)
-    timed = all(row.get("pc_ms") for row in rows)
-    lines = []
-    for row in rows:
-        shares = [f"{int(row[f'{kind}_bytes']) / int(row['dense_bytes']):.3f}" for kind in ("held", "peak")]
-        lines.append([f"{int(row['tokens']):,}", f"{float(row['budget']):.0%}", *shares])
-        if timed:
-            lines[-1].append(f"{float(row['pc_ms']) / float(row['plain_ms']):.2f}")
-    heads = ("tokens", "budget", "held / whole", "while read / whole", *(["decode / plain decode"] if timed else []))
-    said = f"{rows[0]['model']}, {rows[0]['dtype']}, press {rows[0]['press']}. "
-    said += measured(page, source, rows, ("torch", "transformers"))
-    return "\n".join([said, "", *table(heads, "r" * len(heads), lines)])
-
-
 def render_batching(page: Path) -> str:
-    """CPU time of generate_batch calls, ours and transformers' own."""
+    """Render CPU time of generate_batch calls, ours and transformers' own."""
     source = results("cpu", "batching.csv")
     rows = read_rows(source)
     first = rows[0]

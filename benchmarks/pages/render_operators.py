@@ -24,14 +24,12 @@ from .markdown import (
     with_rows,
 )
 
-DENSE = "pc.paged_attention over a copy made before"
-COMPACTED = "compaction + pc.paged_attention"
 HEADS = ("case", "pc", "of the roofline", "best rival", "rival / pc")
 SIDES = "lrrlr"
 
 
 def render_operator(page: Path, op: str, device: str = "") -> str:
-    """Table and chart of an operator, on one device or on all that have rows."""
+    """Render table and chart of an operator, on one device or on all that have rows."""
     parts = []
     for name in [device] if device else devices():
         source = results(name, f"{op}.csv")
@@ -54,7 +52,7 @@ def render_operator(page: Path, op: str, device: str = "") -> str:
 
 
 def cells(rows: list[Row]) -> list[list[str]]:
-    """A line for each case: our time, the best rival's, and its over ours, empty where there is no rival."""
+    """Return a line for each case: our time, the best rival's, and their ratio; empty if there is no rival."""
     lines = []
     mode = "graph" if any(row["mode"] == "graph" for row in rows) else "eager"
     for case in dict.fromkeys(row["case"] for row in rows):
@@ -75,7 +73,7 @@ def cells(rows: list[Row]) -> list[list[str]]:
 
 
 def render_operators(page: Path, device: str) -> str:
-    """One table of all operators that have rows on a device; charts are on the operators' pages."""
+    """Render one table of all operators with rows on a device."""
     sources = {op: results(device, f"{op}.csv") for op in operators()}
     found = {op: rows for op, source in sources.items() if (rows := read_rows(source))}
     if not found:
@@ -102,7 +100,7 @@ def render_gpu_plan(_page: Path) -> str:
 
 
 def render_gpu(page: Path) -> str:
-    """Tables of every GPU that was measured, or plainly what is missing."""
+    """Render tables of every measured GPU, or what is missing."""
     found = [name for name in devices() if name != "cpu"]
     if found:
         return "\n\n".join(f"{render_operators(page, name)}\n\n{_generate(page, name)}".rstrip() for name in found)
@@ -114,7 +112,7 @@ def render_gpu(page: Path) -> str:
 
 
 def _generate(page: Path, device: str) -> str:
-    """Generation with a model of a billion parameters, medians from the second request on."""
+    """Render generation with a model of a billion parameters: medians from the second request on."""
     source = results(device, "generate.csv")
     rows = [row for row in read_rows(source) if row["request"] not in ("", "1")]
     if not rows:
@@ -132,28 +130,8 @@ def _generate(page: Path, device: str) -> str:
     return "\n".join(["### generate", "", said + measured(page, source, rows, ()), "", *table(heads, "lrrl", lines)])
 
 
-def render_sparse(page: Path, device: str = "cpu") -> str:
-    """Blocks of a head's own beside the dense kernel over as many tokens, and compaction before each call."""
-    source = results(device, "sparse_gap_attention.csv")
-    rows = [row for row in read_rows(source) if row.get("p50_us")]
-    times = {(row["case"], row["provider"]): float(row["p50_us"]) for row in rows}
-    of_heads = [row for row in rows if row["provider"] == OURS and (row["case"], DENSE) in times]
-    if not of_heads:
-        return "Not measured yet: `python -m pc bench sparse_gap_attention` writes the rows of this table."
-    lines = []
-    for row in of_heads:
-        ours, dense, compacted = (times[row["case"], name] for name in (OURS, DENSE, COMPACTED))
-        lines.append(
-            [row["case"], short_time(ours), short_time(dense), f"{ours / dense:.2f}", f"{ours / compacted:.2f}"]
-        )
-    first = of_heads[0]
-    said = f"{first['dtype']}, {first['heads']} heads of {first['head_dim']}, blocks of {first['block_size']}, "
-    heads = ("case", "pc", "dense, as many tokens", "pc / dense", "pc / compaction and dense")
-    return "\n".join([said + measured(page, source, of_heads), "", *table(heads, "lrrrr", lines)])
-
-
 def render_work(page: Path) -> str:
-    """Work of attention steps, counted on compiled kernels, beside vLLM's."""
+    """Render the counted work of attention steps beside vLLM's."""
     counted = _steps_counted()
     if not counted:
         return "Not counted yet: `make work`."
@@ -179,7 +157,7 @@ def render_work(page: Path) -> str:
 
 
 def render_work_summary(page: Path) -> str:
-    """The same in a sentence."""
+    """Render the counted work in a sentence."""
     counted = _steps_counted()
     times = sorted(int(theirs["instructions"]) / int(ours["instructions"]) for ours, theirs in counted)
     targets = " and ".join(dict.fromkeys(ours["architecture"] for ours, _ in counted))
@@ -192,7 +170,7 @@ def render_work_summary(page: Path) -> str:
 
 
 def render_work_versions(page: Path) -> str:
-    """The same steps by version of triton."""
+    """Render the counted work by version of triton."""
     rows = [row for row in work_rows() if row["provider"] == OURS]
     versions = sorted({row["triton"] for row in rows}, key=by_version)
     counts = {(r["architecture"], r["case"], r["triton"]): int(r["instructions"]) for r in rows}
@@ -232,24 +210,8 @@ COMPRESSED = {"half of a document kept": "a document", "packed into half of its 
 """Ends of the names of steps, and what is compressed in them."""
 
 
-def render_life(page: Path) -> str:
-    """Render how many kernels a layer compiles, by kind of layer."""
-    source = results("life.csv")
-    lines = [(row["layer"].strip("{}").replace('"', "") or "plain", row["kernels"]) for row in read_rows(source)]
-    return with_rows(table(("layer", "kernels"), "lr", lines), page, source)
-
-
-def render_graphs(page: Path) -> str:
-    """Render how many graphs a decode loop is compiled to, by operator and function."""
-    source = results("graphs.csv")
-    rows = read_rows(source)
-    lines = [(row["case"], row["graphs"]) for row in rows]
-    heads = ("compiled", f"graphs for {rows[0]['lengths']} lengths and {rows[0]['batches']} batch sizes")
-    return with_rows(table(heads, "lr", lines), page, source)
-
-
 def work_rows() -> list[Row]:
-    """Rows of counted work.
+    """Return the rows of counted work.
 
     Raises:
         ValueError: A row was counted of other sources than the tree's; names it and both.
@@ -266,7 +228,7 @@ def work_rows() -> list[Row]:
 
 
 def _steps_counted() -> list[tuple[Row, Row]]:
-    """Our row and vLLM's of each step and target, by the newest triton."""
+    """Return our row and vLLM's of each step and target, for the newest triton."""
     rows = newest_triton(work_rows())
     found = {(row["architecture"], row["case"], row["provider"] == OURS): row for row in rows}
     return [

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from ..harness.tables import Row, read_rows
-from .markdown import chart, measured, results, table
+from .markdown import measured, results, table
 
 Loss = dict[str, float]
 KINDS = {
@@ -29,7 +29,7 @@ def quality_rows() -> list[Row]:
 
 
 def losses(rows: list[Row]) -> dict[tuple[str, str, float], Loss]:
-    """By kind, method and budget: over all tokens of prose, and answers to the questions."""
+    """Return losses by kind, method and budget, over all tokens of prose, with the answers to the questions."""
     found: dict[tuple[str, str, float], Loss] = {}
     for key in dict.fromkeys((row["kind"], row["method"], float(row["budget"])) for row in rows):
         own = [row for row in rows if (row["kind"], row["method"], float(row["budget"])) == key]
@@ -56,7 +56,7 @@ def _nats(divergence: float) -> str:
 
 
 def render_quality(page: Path, kind: str) -> str:
-    """The methods of a kind, a line for each budget."""
+    """Render the methods of a kind, a line for each budget."""
     rows = [row for row in quality_rows() if row["kind"] in (kind, "full")]
     lines = []
     for (of, name, budget), loss in losses(rows).items():
@@ -70,7 +70,7 @@ def render_quality(page: Path, kind: str) -> str:
 
 
 def render_quality_conditions(page: Path) -> str:
-    """Under which conditions all of it was measured, and over how much."""
+    """Render the conditions of all losses, and the number of tokens."""
     rows = quality_rows()
     (full,) = (loss for key, loss in losses(rows).items() if key[0] == "full")
     said = measured(page, results("cpu", "quality.csv"), rows, ("torch", "transformers"))
@@ -80,7 +80,7 @@ def render_quality_conditions(page: Path) -> str:
 
 
 def render_quality_summary(page: Path) -> str:
-    """A sentence for a page that has no room for tables."""
+    """Render the losses in a sentence."""
     found = losses(quality_rows())
     full = found["full", "full", 1.0]
     fp8, int8 = (found["cache", name, 1.0] for name in ("float8_e4m3fn", "int8"))
@@ -148,8 +148,3 @@ def render_quality_order(page: Path) -> str:
         found = "yes" if not no else "no" if not yes else f"at {', '.join(yes)}; not at {', '.join(no)}"
         lines.append((claim, paper, found))
     return "\n".join(table(("published", "by", "found here"), "lll", lines))
-
-
-def render_quality_chart(page: Path) -> str:
-    """The chart of loss against budget."""
-    return f"![Loss against the share of the prompt that is read]({chart(page, 'quality.svg')})"

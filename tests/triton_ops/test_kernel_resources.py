@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -50,29 +49,18 @@ def test_installed_triton(case, target, resources):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["3.6.0", "3.9.0"])
-def test_other_triton(version, resources):
+def test_other_triton(version, resources, tmp_path):
     folder = ROOT / ".kernels" / f"triton-{version}"
     if resources.triton.__version__ == version:
         pytest.skip("the installed one")
     if not folder.exists():
         pytest.skip("make kernels has not fetched it")
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks",
-        "kernels",
-        "--json",
-        "--all",
-        "--targets",
-        *OTHER_TARGETS,
-        "--",
-        *OTHER_CASES,
-    ]
+    command = [sys.executable, "-m", "benchmarks", "kernels", "--all", "--output", str(tmp_path / "rows.csv")]
+    command += ["--targets", *OTHER_TARGETS, "--cases", *OTHER_CASES]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    rows = [resources.Row(**json.loads(line)) for line in lines]
+    rows = list(resources.read_table(tmp_path / "rows.csv").values())
     assert {row.target for row in rows} == set(OTHER_TARGETS)
     for row in rows:
         assert row.triton == version

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from itertools import product
@@ -15,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pc
+from benchmarks.harness.tables import read_rows
 from pc.triton_ops._copy.launch import TILE_UNITS, tile_of
 from pc.triton_ops._copy.layout import row_layout
 from pc.triton_ops._copy.ops import contiguous_runs, copy_runs
@@ -107,15 +107,15 @@ CASES = ("rows 8 KiB head-major", "rows 33 bytes", "join 8 KiB positions")
 
 @pytest.mark.skipif(not HAS_TRITON or INTERPRET, reason="needs triton, and one run is enough")
 @pytest.mark.slow
-def test_kernels_compile_for_every_target_with_wide_loads_and_without_spills():
-    command = [sys.executable, "-m", "benchmarks", "kernels", "--json", *CASES]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+def test_kernels_compile_for_every_target_with_wide_loads_and_without_spills(tmp_path):
+    command = [sys.executable, "-m", "benchmarks", "kernels", "--all", "--output", str(tmp_path / "rows.csv")]
+    subprocess.run([*command, "--cases", *CASES], cwd=Path(__file__).parents[2], check=True)
+    rows = read_rows(tmp_path / "rows.csv")
     assert {(row["case"], row["target"]) for row in rows} == set(product(CASES, ("sm_80", "sm_90", "sm_100", "gfx942")))
     for row in rows:
-        assert row["spills"] == 0, row
+        assert row["spills"] == "0", row
         if row["kernel"] == "move_rows" and "KiB" in row["case"]:
-            assert row["load_bytes"] == 16, row
+            assert row["load_bytes"] == "16", row
 
 
 class _Seen(TorchDispatchMode):
