@@ -284,7 +284,6 @@ def _choose(rows: list[dict[str, str]]) -> None:
 
 TUNED = tuple(field.name for field in dataclasses.fields(Tiles) if field.name != "parts")  # those are of latent rows
 CHOICES = (*TUNED, "programs")
-CEILINGS = ("copy_gbs", "matmul_tflops")
 KEYS = ("architecture", "kind", "head_dim", "group", "block_size")
 COLUMNS = ("regime", "present", "reason", "p50_us", *CHOICES, *KEYS, "note")
 
@@ -294,7 +293,7 @@ def save_sweep(path: Path, rows: list[dict[str, str]]) -> None:
     if not rows:
         return
     rows = sorted(replaced(path, rows, ("regime",)), key=lambda row: row["regime"])
-    write_rows(path, rows, [*COLUMNS, *CEILINGS, *conditions("cpu")])
+    write_rows(path, rows, [*COLUMNS, *conditions("cpu")])
 
 
 def table(rows: list[dict[str, str]], source: str) -> dict[str, dict[Any, Any]]:

@@ -12,7 +12,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from ..harness.experiment import Experiment, option
@@ -72,15 +71,19 @@ OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_
 OUTCOMES = ("served", "different", "falls back", "not built")
 
 
-@dataclass(frozen=True)
-class FamilyResult:
-    """The outcome for one class."""
+def result(name: str, outcome: str, reused: int = 0, why: str = "", warned: int = 0) -> dict[str, Any]:
+    """Return the row of a class.
 
-    name: str
-    outcome: str  # of `OUTCOMES`
-    reused: int = 0  # of the 70 tokens of a prompt, by its second call
-    why: str = ""  # it was not served or not built
-    warnings: int = 0  # that calls give with the cache and not without, each counted once
+    Args:
+        name: The class.
+        outcome: One of `OUTCOMES`.
+        reused: Tokens of a prompt of 70 that its second call reuses.
+        why: The reason if the class was not served or not built.
+        warned: Warnings that calls give with the cache and not without, each counted once.
+    """
+    same = {"served": "True", "falls back": "True", "different": "False"}.get(outcome, "")
+    row = {"class": name, "outcome": outcome, "same_tokens": same, "reused": reused, "warnings": warned}
+    return row | {"why": why}
 
 
 def classes() -> list[str]:
@@ -184,7 +187,7 @@ def _variants(default: Any) -> Iterator[dict[str, Any]]:
         yield from ({"text_config": {"model_type": text.model_type, **shrink(text, 1), **extra}} for extra in extras)
 
 
-def run_class(name: str) -> FamilyResult:
+def run_class(name: str) -> dict[str, Any]:
     """Build one class and compare its tokens with and without the cache."""
     import torch
 
@@ -210,9 +213,9 @@ def run_class(name: str) -> FamilyResult:
                 break
     except Exception as error:
         text = str(error).strip().splitlines() or [""]
-        return FamilyResult(name, "not built", why=f"{type(error).__name__}: {text[0]}")
+        return result(name, "not built", why=f"{type(error).__name__}: {text[0]}")
     if not counts:
-        return FamilyResult(name, "not built", why="a token of the prompt does not change what follows")
+        return result(name, "not built", why="a token of the prompt does not change what follows")
     reused = 0
     with noted() as told:
         handle = enable_prefix_caching(model, num_blocks=64)
@@ -222,12 +225,12 @@ def run_class(name: str) -> FamilyResult:
                 if call is calls[0] and handle.last_requests:
                     reused = handle.last_requests[0].cached_tokens
                 if not torch.equal(got, expected):
-                    return FamilyResult(name, "different", reused)
+                    return result(name, "different", reused)
     stats, more = handle.stats(), len(told - plain)
     if handle.unsupported or stats.calls_handed_back:
         why = handle.unsupported or ", ".join(stats.calls_handed_back)
-        return FamilyResult(name, "falls back", why=why, warnings=more)
-    return FamilyResult(name, "served", reused, warnings=more)
+        return result(name, "falls back", why=why, warned=more)
+    return result(name, "served", reused, warned=more)
 
 
 @contextmanager
@@ -264,11 +267,9 @@ def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     logging.disable(logging.WARNING)
     found: Counter[str] = Counter()
     for name in given.names or known:
-        result = run_class(name)
-        found[result.outcome] += 1
-        same = {"served": "True", "falls back": "True", "different": "False"}.get(result.outcome, "")
-        row = {"class": name, "outcome": result.outcome, "same_tokens": same, "reused": result.reused}
-        yield row | {"warnings": result.warnings, "why": result.why}
+        row = run_class(name)
+        found[row["outcome"]] += 1
+        yield row
     print(*(f"{found[outcome]} {outcome}" for outcome in OUTCOMES), sep="\n")
     if found["different"]:
         raise SystemExit(1)
