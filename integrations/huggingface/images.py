@@ -7,13 +7,11 @@ import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ...cache import EncoderCache, EncoderItem
 from .api import encode, repeat_encoded, takes_encoded_images
 from .calls import UnsupportedError, refuse_if
 
@@ -146,22 +144,27 @@ class ImageSplit:
 class _Form:
     """The form in which a model expects the output of its vision tower."""
 
-    kind: type
+    output_type: type
     widths: tuple[int, ...]  # width of each part
     lists: tuple[bool, ...]  # whether each part is a list
 
 
 class VisionOutputs:
-    """A cache of at most `max_bytes` for the outputs of one model's vision tower."""
+    """A cache of at most `max_bytes` for the outputs of one model's vision tower. The least recently used go first."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._cache = EncoderCache(max_bytes)
+        self._rows: OrderedDict[tuple[bytes, int, int], torch.Tensor] = OrderedDict()  # least recently used first
         self._lengths: OrderedDict[bytes, int] = OrderedDict()
         self._form: _Form | None = None
         self._apart: bool | None = None
         self._lock = threading.Lock()
         self.split: ImageSplit | None = None  # None until the first prompt with images
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cached rows. Not a counter, which an interrupt could leave wrong."""
+        return sum(rows.nbytes for rows in self._rows.values())
 
     def length(self, unit: Unit) -> int | None:
         """Return the number of tokens of a unit; None if it was never encoded."""
@@ -169,30 +172,25 @@ class VisionOutputs:
 
     def get(self, segments: list[Segment]) -> list[torch.Tensor | None]:
         """Return the cached rows of each segment, `[length, width]`, or None."""
-        items = [EncoderItem(s.key, 0, s.length) for s in segments]
-        with self._whole() as cache:
-            cache.missing("call", items, [(0, 1)])
-            found = [cache.output(i) if i.content_hash in cache else None for i in items]
-            cache.release("call")
-        return found
+        with self._lock:
+            for segment in segments:
+                if segment.key in self._rows:
+                    self._rows.move_to_end(segment.key)
+            return [self._rows.get(segment.key) for segment in segments]
 
     def put(self, rows: dict[Segment, torch.Tensor]) -> None:
-        """Cache the rows of segments as far as there is room."""
-        with self._whole() as cache:
-            for segment, output in rows.items():
-                with suppress(MemoryError):
-                    cache.put("call", EncoderItem(segment.key, 0, segment.length), output)
-                cache.release("call")
-
-    @contextmanager
-    def _whole(self) -> Iterator[EncoderCache]:
-        """Yield the cache under its lock. After an interrupt, which may leave it inconsistent, the cache is emptied."""
+        """Cache the rows of segments. Rows that exceed the budget alone are not cached."""
         with self._lock:
-            try:
-                yield self._cache
-            except BaseException:
-                self._cache = EncoderCache(self._max_bytes)
-                raise
+            total = self.nbytes
+            for segment, output in rows.items():
+                if segment.key in self._rows or output.nbytes > self._max_bytes:
+                    continue
+                while total + output.nbytes > self._max_bytes:
+                    total -= self._rows.popitem(last=False)[1].nbytes
+                if output.untyped_storage().nbytes() != output.nbytes:
+                    output = output.clone()  # a view would keep a whole batch alive
+                self._rows[segment.key] = output.detach()
+                total += output.nbytes
 
     def encode(self, model: Any, units: list[Unit]) -> dict[bytes, torch.Tensor]:
         """Run the tower over units; return the output `[length, width]` of each, by digest.
@@ -246,7 +244,7 @@ class VisionOutputs:
         parts = torch.cat(rows).split(self._form.widths, -1)
         packed = [[part] if in_list else part[None] for part, in_list in zip(parts, self._form.lists, strict=True)]
         deep = {"deepstack_features": packed[1:]} if len(packed) > 1 else {}
-        return {"image": self._form.kind(pooler_output=packed[0], **deep)}
+        return {"image": self._form.output_type(pooler_output=packed[0], **deep)}
 
 
 def _are_features(part: Any) -> bool:

@@ -14,8 +14,8 @@ transformers = pytest.importorskip("transformers")
 from generate_cases import CACHE, assert_nothing_held, assert_same, both, cache_of, first_quick, plain  # noqa: E402
 from image_cases import CASES, IMAGE, TowerRuns, VisionCase, text  # noqa: E402
 
-from pc.cache import EncoderCache  # noqa: E402
-from pc.integrations.huggingface import enable_prefix_caching, images  # noqa: E402
+from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
+from pc.integrations.huggingface.images import Segment, Unit, VisionOutputs  # noqa: E402
 from pc.integrations.huggingface.store import kept as store  # noqa: E402
 
 BY_NAME = {case.name: case for case in CASES}
@@ -264,10 +264,30 @@ def test_right_padding_and_holes_behind_an_image() -> None:
         assert handle.last_requests[0].cached_tokens == 32
 
 
+def test_outputs_of_the_tower_keep_to_their_budget() -> None:
+    """A cached output is 48 bytes, and the budget has room for three. The least recently used one is evicted."""
+    batch = torch.randn(5, 4, 3)
+    segments = [Segment(Unit(bytes([i]), {}), 0, 4) for i in range(5)]
+    outputs = VisionOutputs(3 * 48 + 47)
+    outputs.put(dict(zip(segments[:3], batch, strict=False)))
+    assert outputs.get(segments[:1])[0] is not None
+    outputs.put({segments[3]: batch[3], segments[4]: torch.ones(8, 8)})  # the second exceeds the budget alone
+    found = outputs.get([*segments, Segment(segments[0].unit, 0, 3)])
+    assert [rows is not None for rows in found] == [True, False, True, True, False, False]
+    for at in (0, 2, 3):
+        rows = found[at]
+        assert rows is not None
+        assert torch.equal(rows, batch[at])
+        assert rows.untyped_storage().nbytes() == 48  # not the batch's
+    outputs.put({segments[0]: batch[4]})  # a cached output stays
+    again = outputs.get(segments[:1])[0]
+    assert again is found[0]
+    assert outputs.nbytes == 3 * 48
+
+
 @pytest.mark.slow
-def test_threads_ask_about_different_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, encoded = BY_NAME["gemma3"], []
-    monkeypatch.setattr(images, "EncoderCache", lambda size: encoded.append(EncoderCache(size)) or encoded[-1])
+def test_threads_ask_about_different_images() -> None:
+    case = BY_NAME["gemma3"]
     model = case.build()
     calls = [case.call([text(20, 0), number % 3, text(9, number)]) for number in range(6)]
     want = [plain(model, **call, **FREE) for call in calls]
@@ -286,4 +306,3 @@ def test_threads_ask_about_different_images(monkeypatch: pytest.MonkeyPatch) -> 
             thread.join()
         assert same == [True] * 18
         assert_nothing_held(handle)
-        encoded[0].check()
