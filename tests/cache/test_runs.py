@@ -11,8 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import pc
-from pc.cache.runs import _find_long_runs, find_runs, slot_runs, slots_of_runs
+from pc.cache.runs import slot_runs, slots_of_runs
 from pc.cache.tensors.step import ascending
+from pc.triton_ops._copy.runs import _find_long_runs, find_runs
 
 BLOCK = 4
 

@@ -17,7 +17,8 @@ import pc
 from benchmarks.harness.tables import read_rows
 from pc.triton_ops._copy.launch import TILE_UNITS, tile_of
 from pc.triton_ops._copy.layout import row_layout
-from pc.triton_ops._copy.ops import contiguous_runs, copy_runs
+from pc.triton_ops._copy.ops import copy_runs
+from pc.triton_ops._copy.runs import find_runs
 from pc.triton_ops._core.runtime import HAS_TRITON, INTERPRET
 
 
@@ -73,25 +74,10 @@ def test_strides_that_pass_32_bits_in_units_only(device):
     assert out.tolist() == [0, 2**31] * 2
 
 
-@pytest.mark.parametrize(
-    ("index", "runs"),
-    [
-        ([], []),
-        ([4], [[0, 4, 1]]),
-        ([4, 5, 6], [[0, 4, 3]]),
-        ([-1, 0, 1], [[0, -1, 1], [1, 0, 2]]),
-        ([1, -1, -1, 2, 3, 3, 2], [[0, 1, 1], [1, -1, 2], [3, 2, 2], [5, 3, 1], [6, 2, 1]]),
-        ([7, 8, 0, 1, -1], [[0, 7, 2], [2, 0, 2], [4, -1, 1]]),
-    ],
-)
-def test_contiguous_runs(index, runs):
-    assert contiguous_runs(np.array(index, np.int64)).tolist() == runs
-
-
 def test_copying_runs_equals_indexing():
     cache, packed = torch.randn(40, 5), torch.randn(30, 5)
-    index = np.array([*range(10, 20), -1, -1, 3, 4, 39, *range(20, 35)])
-    runs = contiguous_runs(index)
+    index = np.array([*range(10, 20), -1, -1, 3, 4, 39, *range(20, 35)])  # tests/cache/test_runs.py tests find_runs
+    runs = find_runs(index)
     out = torch.full((30, 5), float("nan"))
     copy_runs(out, cache, runs, to_cache=False)
     assert torch.equal(out, torch.where(torch.tensor(index < 0)[:, None], 0.0, cache[np.maximum(index, 0)]))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .._copy.ops import contiguous_runs
+from .._copy.runs import find_runs
 from .arguments import AttentionArgs
 from .cpu_cache import Cache, Ranges
 from .cpu_masked import Part, attend_in_place, cat_parts, flash_kernel, merge_parts, spread
@@ -49,12 +49,13 @@ class Run(NamedTuple):
             return np.arange(self.position, self.position + self.length)
         return call.query_positions[self.rows].numpy().astype(np.int64)
 
-    def chunks(self, call: AttentionArgs) -> list[list[int]]:
+    def chunks(self, call: AttentionArgs) -> list[tuple[int, int, int]]:
         """Return parts with consecutive positions: begin in the run, first position, number of queries."""
         if call.query_positions is None:
-            return [[0, self.position, self.length]]
-        chunks: list[list[int]] = contiguous_runs(self.positions(call)).tolist()
-        return chunks
+            return [(0, self.position, self.length)]
+        positions = self.positions(call)
+        low = int(positions.min(initial=0))  # find_runs leaves out negative numbers
+        return [(begin, first + low, end - first) for begin, first, end in find_runs(positions - low)]
 
 
 def ranges_of(call: AttentionArgs, runs: list[Run]) -> Ranges:

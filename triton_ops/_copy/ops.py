@@ -17,8 +17,7 @@ from .launch import launch_move_rows
 from .layout import address_of, row_bytes
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+    from .runs import Run
 
 BLOCKS, SLOTS = 1, 2
 _INDEX = {BLOCKS: ("block_ids", "[n]"), SLOTS: ("slot_mapping", "[num_tokens]")}
@@ -43,20 +42,6 @@ def result_device(cache: torch.Tensor, index: torch.Tensor, device: torch.device
     return index.device if index.is_cuda else cache.device
 
 
-def contiguous_runs(index: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-    """Return the runs of an index, `[num_runs, 3]`: position, first number (-1 for negative ones), length."""
-    import numpy as np  # which moving rows by kernel does without
-
-    values = np.asarray(index, np.int64)
-    if not values.size:
-        return np.empty((0, 3), np.int64)
-    holes = values < 0
-    together = np.where(holes[1:] | holes[:-1], holes[1:] & holes[:-1], np.diff(values) == 1)
-    begins = np.concatenate(([0], np.flatnonzero(~together) + 1))
-    lengths = np.diff(np.append(begins, values.size))
-    return np.stack([begins, np.maximum(values[begins], -1), lengths], axis=1)
-
-
 def _flat(tensor: torch.Tensor, leading: int) -> torch.Tensor | None:
     """Return the tensor with one leading dimension, or None if its slots are not evenly spaced."""
     address = address_of(tensor, leading)
@@ -66,17 +51,16 @@ def _flat(tensor: torch.Tensor, leading: int) -> torch.Tensor | None:
     return tensor.as_strided(shape, (address.block, *tensor.stride()[leading:]))
 
 
-def copy_runs(packed: torch.Tensor, cache: torch.Tensor, runs: npt.NDArray[np.int64], to_cache: bool) -> None:
-    """Copy `contiguous_runs` of packed rows to or from a cache, without synchronizing; rows of holes become 0."""
-    for begin, first, length in runs.tolist():
-        here = packed[begin : begin + length]
-        if first < 0:
-            if not to_cache:
-                here.zero_()
-        elif to_cache:
-            cache[first : first + length].copy_(here, non_blocking=True)
+def copy_runs(packed: torch.Tensor, cache: torch.Tensor, runs: Sequence[Run], to_cache: bool) -> None:
+    """Copy packed rows to or from runs of a cache, without synchronizing. Gathered rows of no run become 0."""
+    if not to_cache and sum([end - first for _, first, end in runs]) < len(packed):
+        packed.zero_()
+    for begin, first, end in runs:
+        here, there = packed[begin : begin + end - first], cache[first:end]
+        if to_cache:
+            there.copy_(here, non_blocking=True)
         else:
-            here.copy_(cache[first : first + length], non_blocking=True)
+            here.copy_(there, non_blocking=True)
 
 
 def _move_on_device(
@@ -93,7 +77,9 @@ def _move_on_device(
         hosted = [t for t in (*packed, *caches) if not t.is_cuda]
         flats = [_flat(cache, leading) for cache in caches]
         if hosted and all(flat is not None for flat in flats):
-            runs = contiguous_runs(index.numpy())
+            from .runs import find_runs  # imports numpy, which moving rows by kernel does without
+
+            runs = find_runs(index.numpy())
             size = sum(row_bytes(tensor) for tensor in packed) * index.shape[0]
             if size >= RUN_BYTES * len(runs) * len(caches) or not all(t.is_pinned() for t in hosted):
                 for rows, flat in zip(packed, flats, strict=True):
