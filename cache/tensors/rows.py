@@ -34,7 +34,7 @@ PLAIN = {
 }
 """Dtypes that PyTorch copies bit by bit in every kind of copy."""
 Named = dict[str, torch.Tensor]
-RowKind = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of one token's row
+RowType = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of one token's row
 Piece = tuple[bool, int, int]  # whether its rows are cached, and the range of slots (cached) or of new rows
 Range = tuple[Ids, int, int, int]  # block table of a request, its length, and the range of its new rows
 _ALONE_BYTES = 1 << 20  # below this size, starting threads costs more than it gains

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from ..allocation import BaseAllocation
-from ..runs import Run, Slots, Span, find_runs
+from ..runs import Run, Slots, Span, find_runs, slots_of_runs
 
 _FEW_RUNS, _SHORT = 8, 8  # with more runs than this, shorter runs are moved slot by slot
 
@@ -86,10 +86,7 @@ class StepSlots:
     @cached_property
     def array(self) -> Slots:
         """The slots, `[num_tokens]`; -1 for a token that is not stored."""
-        slots = np.full(self.count, -1, np.int64)
-        for begin, first, end in self._runs:
-            slots[begin : begin + end - first] = np.arange(first, end)
-        return slots
+        return slots_of_runs(self._runs, self.count)
 
     @cached_property
     def kept(self) -> Slots:
@@ -166,13 +163,6 @@ class Step:
         step.__dict__.update(outputs=outputs, requests=tuple(allocations), parts=parts, slots=slots, _spans=spans)
         return step
 
-    @classmethod
-    def at(cls, slots: StepSlots, outputs: Mapping[str, object]) -> Step:
-        """Return a step for slots that have been checked."""
-        step = object.__new__(_StepAt)
-        step.__dict__.update(outputs=outputs, slots=slots, requests=(), query_start_loc=None, positions=None)
-        return step
-
     @cached_property
     def slots(self) -> StepSlots:
         """The slots of `slot_mapping`, checked once for all tensors."""
@@ -197,16 +187,12 @@ class Step:
         return parts
 
 
-class _StepAt(Step):
-    """A step given by its slots. The array is made on demand, because storing usually does not need it."""
+class _StepOf(Step):
+    """A step of allocations. Arrays are made on demand, because storing and joining usually do not need them."""
 
     @cached_property
     def slot_mapping(self) -> Slots:
         return self.slots.array
-
-
-class _StepOf(_StepAt):
-    """A step of allocations. Arrays are made on demand, because storing and joining usually do not need them."""
 
     @cached_property
     def query_start_loc(self) -> npt.NDArray[np.int32]:

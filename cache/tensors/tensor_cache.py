@@ -15,9 +15,9 @@ from ...triton_ops._copy.cpu import empty
 from ...triton_ops._core.checks import on_host
 from ..allocation import BaseAllocation
 from ..manager import CacheManager
-from ..runs import Slots
+from ..runs import slot_runs, slots_of_runs
 from ..table import Ids
-from .rows import PLAIN, MissingRowsError, Named, NamedRows, RowKind, RowStore
+from .rows import PLAIN, MissingRowsError, Named, NamedRows, RowStore, RowType
 from .step import Step, StepRequest, StepSlots, leaves
 from .valid import Mask, ValidRows
 
@@ -166,7 +166,7 @@ class TensorCache:
         if tuple(shape) != entry.features or dtype != entry.dtype:
             raise ValueError(f"{name}: got rows {list(shape)} {dtype}, needs {list(entry.features)} {entry.dtype}")
 
-    def _allocate(self, new: Mapping[str, RowKind], registered: bool) -> None:
+    def _allocate(self, new: Mapping[str, RowType], registered: bool) -> None:
         """Allocate new names: all of them or none."""
         total = self.nbytes
         for name, (shape, dtype) in new.items():
@@ -190,12 +190,12 @@ class TensorCache:
             self._entries[name] = entry
             self._valid.add(name)
 
-    def _discover(self, new: Mapping[str, RowKind]) -> list[str]:
+    def _discover(self, new: Mapping[str, RowType]) -> list[str]:
         """Allocate new names as long as there is room; return those without room."""
         refused = []
-        for name, kind in new.items():
+        for name, row in new.items():
             try:
-                self._allocate({name: kind}, registered=False)
+                self._allocate({name: row}, registered=False)
             except MemoryError as error:  # noqa: PERF203  one failure must not exclude others
                 refused.append(name)
                 self._warn_once(name, f"{error}; it is not cached")
@@ -256,7 +256,7 @@ class TensorCache:
                     break
             else:
                 return cast("Named", outputs), others
-        new: dict[str, RowKind] = {}
+        new: dict[str, RowType] = {}
         no_rows: Named = {}
         for name, value in leaves(outputs):
             if name in mine or name in others:
@@ -453,7 +453,8 @@ class TensorCache:
         whole = [name for name, here in there.items() if here.all()]
         if missing == "raise" and len(whole) < len(there):
             _refuse_missing(there, request)
-        slots = _slots_of(table, count, self.block_size)
+        blocks = table[: -(-count // self.block_size)]
+        slots = slots_of_runs(slot_runs(blocks, self.block_size, 0, count), count)
         loaded = dict(zip(whole, self._store.gather(whole, slots, device), strict=True))
         for name, here in there.items():
             if name not in loaded:
@@ -573,15 +574,6 @@ class TensorCache:
                 _refuse_missing(there, part.request)
         assert step.query_start_loc is not None
         return self._store.join(new, tables, lengths, step.query_start_loc, positions if scattered else None)
-
-
-def _slots_of(table: Ids, num_tokens: int, block_size: int) -> Slots:
-    """Return the slots of the first tokens of a block table, with -1 in holes."""
-    blocks = table[: -(-num_tokens // block_size)].astype(np.int64)[:, None]
-    slots = blocks * block_size + np.arange(block_size)
-    if blocks.size and blocks.min() < 0:
-        slots[blocks[:, 0] < 0] = -1
-    return slots.ravel()[:num_tokens]
 
 
 def _refuse_missing(there: Mapping[str, Mask], request: object) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....cache.tensors.step import Step, StepSlots
+from ....cache.tensors.step import StepSlots
 from ....cache.tensors.tensor_cache import TensorCache
 from .. import api
 from ..scheduler_output import entering_requests
@@ -112,7 +112,7 @@ class OmniPrefixCacheManager:
                 self._cache.write(slots, kept)
             except BaseException:
                 self._read_waiting()
-                self._cache.store(Step.at(slots, {}))  # their KV belongs to other tokens now
+                self._cache.write(slots, {})  # their KV belongs to other tokens now
                 raise
             spans, begin, reached = {}, 0, self._reached
             for request in requests:

@@ -67,7 +67,7 @@ class SavedStep:
         names, new = self.names, self.new
         if new is None:
             without_hit = names and any(request not in self.hits for request in requests)
-            new = cache.read(Step.at(self.slots, {}), names) if without_hit else {}
+            new = cache.read(Step({}, self.slots.array), names) if without_hit else {}
         rows: Rows = {name: {} for name in names}
         for request in requests:
             begin, end = self.spans[request]

@@ -506,13 +506,15 @@ def test_the_rows_of_a_step_are_read_in_its_order(count, scattered):
         tensors.read(step, ["h"])
 
 
-def test_a_step_of_slots_that_were_looked_through_is_stored_likewise():
+def test_rows_are_written_to_slots_that_were_checked_before():
     tensors = pc.TensorCache(None, 8, BLOCK)
     slots = step_module.StepSlots(5, [(0, 2, 4), (2, 9, 12)])
-    step = pc.Step.at(slots, {"h": torch.arange(10.0).view(5, 2)})
-    assert step.slot_mapping.tolist() == [2, 3, 9, 10, 11]
-    tensors.store(step)
-    assert torch.equal(tensors.read(step, ["h"])["h"], torch.arange(10.0).view(5, 2))
+    tensors.register("h", (2,), torch.float32)
+    tensors.write(slots, {"h": torch.arange(10.0).view(5, 2)})
+    assert slots.array.tolist() == [2, 3, 9, 10, 11]
+    assert torch.equal(tensors.read(pc.Step({}, slots.array), ["h"])["h"], torch.arange(10.0).view(5, 2))
+    tensors.write(slots, {})
+    assert not tensors.stored("h").any()
 
 
 def test_blocks_that_somebody_else_fills_are_forgotten(pair):
