@@ -11,21 +11,21 @@ import threading
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from .payload import pack, unpack
-from .tier import Layout, Tensors, check_key, check_tensors
+from .tier import Layout, Tensors, Tier, check_entries, check_key, check_tensors
 
 _ENTRY = re.compile(r"([0-9a-f]{2,128})-1\.block")
 _PARTIAL = re.compile(r"[0-9a-f]{2,128}-1\.block\.[0-9a-f]{16}\.partial")
 _ABANDONED_SECONDS = 3600.0  # a partial file this old is abandoned if it is empty or there are no file locks
 
 
-class DiskTier:
-    """Tensors of evicted blocks by block hash, each in a file; a `pc.cache.tiers.tier.Tier`.
+class DiskTier(Tier):
+    """Tensors of evicted blocks by block hash, each in a file.
 
     An entry is written beside its place and then moved there, so a crash leaves no incomplete entry. Remains of a crash
     are removed at the next start, but not files that another process is writing. Reading an entry compares its key,
@@ -145,9 +145,7 @@ class DiskTier:
 
     def put_many(self, entries: Mapping[bytes, Tensors]) -> set[bytes]:
         """Write several blocks, after a check of all arguments. See `Tier.put_many`."""
-        for key, tensors in entries.items():
-            check_key(key)
-            check_tensors(tensors, self.layout)
+        check_entries(entries, self.layout)
         return {key for key, tensors in entries.items() if self.put(key, tensors)}
 
     def get(self, key: bytes) -> dict[str, torch.Tensor] | None:
@@ -174,14 +172,6 @@ class DiskTier:
             with self._lock:
                 self._count(key, status.st_size)
         return tensors
-
-    def get_many(self, keys: Sequence[bytes]) -> list[dict[str, torch.Tensor] | None]:
-        """Read several blocks; see `Tier.get_many`."""
-        return [self.get(key) for key in keys]
-
-    def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return whether each block is on disk; see `Tier.contains_many`."""
-        return [key in self for key in keys]
 
     def discard(self, key: bytes) -> None:
         """Remove a block, if it exists and belongs to this user."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
 from .payload import host_copy
-from .tier import Tensors, check_key, check_tensors
+from .tier import Tensors, Tier, check_entries, check_key
 
 
-class MemoryTier:
-    """The most recently used blocks, in host memory; a `pc.cache.tiers.tier.Tier`. Thread-safe.
+class MemoryTier(Tier):
+    """The most recently used blocks, in host memory. Thread-safe.
 
     Args:
         max_blocks: Maximum number of blocks. The least recently used are evicted.
@@ -45,15 +45,9 @@ class MemoryTier:
         with self._lock:
             return list(self._blocks)
 
-    def put(self, key: bytes, tensors: Tensors) -> bool:
-        """Store a block in place of the least recently used; see `Tier.put`."""
-        return bool(self.put_many({key: tensors}))
-
     def put_many(self, entries: Mapping[bytes, Tensors]) -> set[bytes]:
-        """Store several blocks; see `Tier.put_many`."""
-        for key, tensors in entries.items():
-            check_key(key)
-            check_tensors(tensors, None)
+        """Store several blocks in place of the least recently used; see `Tier.put_many`."""
+        check_entries(entries, None)
         copies = {key: host_copy(tensors) for key, tensors in entries.items() if self.max_blocks}
         with self._lock:
             for key, copy in copies.items():
@@ -78,11 +72,3 @@ class MemoryTier:
         check_key(key)
         with self._lock:
             self._blocks.pop(key, None)
-
-    def get_many(self, keys: Sequence[bytes]) -> list[dict[str, torch.Tensor] | None]:
-        """Return copies of several blocks; see `Tier.get_many`."""
-        return [self.get(key) for key in keys]
-
-    def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return whether each block exists; see `Tier.contains_many`."""
-        return [key in self for key in keys]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from .payload import largest_size, pack_into, unpack
-from .tier import Layout, Tensors, check_key, check_tensors
+from .tier import Layout, Tensors, Tier, check_entries, check_key
 
 _NOT_FOUND, _EXISTS = -704, -705
 _UNREACHABLE = -800
@@ -46,8 +46,8 @@ class Store(Protocol):
         """Leave the store."""
 
 
-class MooncakeTier:
-    """Tensors of evicted blocks by block hash, in a Mooncake store; a `pc.cache.tiers.tier.Tier`.
+class MooncakeTier(Tier):
+    """Tensors of evicted blocks by block hash, in a Mooncake store.
 
     Blocks are transferred in batches through one buffer that is registered once. A value carries its key, layout and
     checksum, which are compared when it is read. A value that does not match is a miss. If the store fails, the tier
@@ -162,15 +162,9 @@ class MooncakeTier:
         tier._owns_store = True
         return tier
 
-    def put(self, key: bytes, tensors: Tensors) -> bool:
-        """Store a block; see `Tier.put`."""
-        return bool(self.put_many({key: tensors}))
-
     def put_many(self, entries: Mapping[bytes, Tensors]) -> set[bytes]:
         """Store several blocks, after a check of all arguments. See `Tier.put_many`."""
-        for key, tensors in entries.items():
-            check_key(key)
-            check_tensors(tensors, self.layout)
+        check_entries(entries, self.layout)
         with self._lock:
             keys = list(entries)
             took = {key for key, there in zip(keys, self._exist(keys), strict=True) if there}

@@ -26,6 +26,8 @@ class Tier(Protocol):
     raise because a disk, a network or another process fails: it then reports a miss, or an entry that was not stored.
     Invalid arguments raise TypeError or ValueError before anything is changed.
 
+    Subclasses inherit `put`, `get_many` and `contains_many`. Other classes must have all methods.
+
     Examples:
         >>> import tempfile
         >>> from pc.cache.tiers.disk import DiskTier
@@ -49,6 +51,7 @@ class Tier(Protocol):
             TypeError: The key is not bytes, or `tensors` does not hold dense tensors by name.
             ValueError: The key has another length, or the tensors differ from the layout.
         """
+        return bool(self.put_many({key: tensors}))
 
     def get(self, key: bytes) -> dict[str, torch.Tensor] | None:
         """Return new tensors of a block in host memory, or None if it is not stored. Keys are as in `put`."""
@@ -64,9 +67,11 @@ class Tier(Protocol):
 
     def get_many(self, keys: Sequence[bytes]) -> list[dict[str, torch.Tensor] | None]:
         """Read several blocks like `get`, in order."""
+        return [self.get(key) for key in keys]
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         """Return `in` for several blocks, in order."""
+        return [key in self for key in keys]
 
 
 @dataclass(frozen=True)
@@ -133,6 +138,13 @@ def check_key(key: bytes) -> None:
         raise TypeError(f"key: got {type(key).__name__}, needs bytes")
     if not 0 < len(key) <= MAX_KEY_BYTES:
         raise ValueError(f"key: got {len(key)} bytes, needs 1 to {MAX_KEY_BYTES}")
+
+
+def check_entries(entries: Mapping[bytes, Tensors], layout: Layout | None) -> None:
+    """Check the keys and tensors of several blocks like `check_key` and `check_tensors`."""
+    for key, tensors in entries.items():
+        check_key(key)
+        check_tensors(tensors, layout)
 
 
 def check_tensors(tensors: Tensors, layout: Layout | None) -> None:

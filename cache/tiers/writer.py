@@ -12,13 +12,13 @@ from types import TracebackType
 import torch
 
 from .payload import host_copy
-from .tier import Tensors, Tier, check_key, check_tensors
+from .tier import Tensors, Tier, check_entries, check_key
 
 _BATCH = 64
 
 
-class TierWriter:
-    """A tier that writes to another tier in the background; a `pc.cache.tiers.tier.Tier`.
+class TierWriter(Tier):
+    """A tier that writes to another tier in the background.
 
     `put` copies tensors to host memory before it returns, so their blocks may be overwritten. `get` and `in` also see
     queued blocks. A full queue refuses blocks and never waits. An exception of the other tier is counted, kept in
@@ -80,15 +80,9 @@ class TierWriter:
     ) -> None:
         self.close()
 
-    def put(self, key: bytes, tensors: Tensors) -> bool:
-        """Queue a block; return whether it is queued, which fails if the queue is full or closed. See `Tier.put`."""
-        return bool(self.put_many({key: tensors}))
-
     def put_many(self, entries: Mapping[bytes, Tensors]) -> set[bytes]:
-        """Queue several blocks like `put`; return the keys of those that are queued."""
-        for key, tensors in entries.items():
-            check_key(key)
-            check_tensors(tensors, None)
+        """Queue several blocks; return the keys of those that are queued. A full or closed queue refuses blocks."""
+        check_entries(entries, None)
         return {key for key, tensors in entries.items() if self._take(key, tensors)}
 
     def _take(self, key: bytes, tensors: Tensors) -> bool:
