@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from . import __version__
 
@@ -29,6 +29,14 @@ def _one_of(*values: str) -> Callable[[str], list[str]]:
     return lambda incomplete: [value for value in values if value.startswith(incomplete)]
 
 
+def _option(text: str, *values: str) -> Any:
+    """Return an option with this help, whose value is completed to one of `values`."""
+    return typer.Option(help=text, autocompletion=_one_of(*values))
+
+
+Device = Annotated[str | None, _option("Default: cuda if there is a GPU, else cpu.", "cpu", "cuda")]
+
+
 def _say_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"pc {__version__}")
@@ -50,26 +58,16 @@ def demo(
         str | None,
         typer.Option(help="Hub id or path of a causal language model, GGUF too; default: SmolLM2-135M-Instruct."),
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help="Default: cuda if there is a GPU, else cpu.", autocompletion=_one_of("cpu", "cuda")),
-    ] = None,
+    device: Device = None,
     dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Default: float32 on a CPU, bfloat16 on a GPU.",
-            autocompletion=_one_of("float32", "bfloat16", "float16"),
-        ),
+        str | None, _option("Default: float32 on a CPU, bfloat16 on a GPU.", "float32", "bfloat16", "float16")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in each answer.")] = 24,
     block_size: Annotated[int, typer.Option(help="Number of tokens in a block.")] = 16,
     output: Annotated[Path, typer.Option(help="Folder for the table (CSV) and the plot (PNG).")] = Path("demo_output"),
     reuse: Annotated[
         str,
-        typer.Option(
-            help="prefix or gap. With gap, the document's middle is evicted between questions and the rest is reused.",
-            autocompletion=_one_of("prefix", "gap"),
-        ),
+        _option("prefix or gap. gap evicts the middle of the document between questions.", "prefix", "gap"),
     ] = "prefix",
     image: Annotated[
         bool, typer.Option("--image", help="Ask a vision-language model about two images instead.")
@@ -87,10 +85,7 @@ def demo(
 @app.command()
 def bench(
     ops: Annotated[list[str] | None, typer.Argument(help="Operators, such as paged_attention. Default: all.")] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help="Default: cuda if there is a GPU, else cpu.", autocompletion=_one_of("cpu", "cuda")),
-    ] = None,
+    device: Device = None,
     quick: Annotated[bool, typer.Option("--quick", help="Run fewer cases, for less time each.")] = False,
     case: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
     provider: Annotated[str | None, typer.Option(help="Besides pc, only providers whose name contains this.")] = None,
@@ -107,10 +102,7 @@ def bench(
 @app.command()
 def check(
     quick: Annotated[bool, typer.Option("--quick", help="Run only the checks of enable_prefix_caching.")] = False,
-    device: Annotated[
-        str | None,
-        typer.Option(help="Default: cuda if there is a GPU, else cpu.", autocompletion=_one_of("cpu", "cuda")),
-    ] = None,
+    device: Device = None,
 ) -> None:
     """Check every kernel on this device against PyTorch. The exit status is 1 if a result is wrong."""
     from .check import run_check
@@ -132,15 +124,9 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
 @app.command()
 def warmup(
     model: Annotated[str, typer.Argument(help="Hub id or folder of a causal language model. Only its config is read.")],
-    device: Annotated[str | None, typer.Option(help="Default: cuda if there is a GPU, else cpu.")] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Dtype of queries. Default: the config's.", autocompletion=_one_of("bfloat16", "float16")),
-    ] = None,
-    cache_dtype: Annotated[
-        str | None,
-        typer.Option(help="Dtype of the cache, if it is quantized.", autocompletion=_one_of("float8", "int8")),
-    ] = None,
+    device: Device = None,
+    dtype: Annotated[str | None, _option("Dtype of queries. Default: the config's.", "bfloat16", "float16")] = None,
+    cache_dtype: Annotated[str | None, _option("Dtype of the cache, if it is quantized.", "float8", "int8")] = None,
     block_size: Annotated[int, typer.Option(min=1, help="Number of tokens in a block.")] = 16,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Number of devices that share the heads.")] = 1,
     workers: Annotated[int, typer.Option(min=1, help="Number of processes that compile in parallel.")] = 4,
@@ -158,9 +144,8 @@ def replay(
     ],
     policies: Annotated[
         str,
-        typer.Option(
-            help="Names, separated by commas. belady knows the future, next_turn the next turn of each conversation.",
-            autocompletion=_one_of(*POLICIES),
+        _option(
+            "Names, separated by commas. belady knows all requests, next_turn each conversation's next turn.", *POLICIES
         ),
     ] = "lru,default",
     capacity: Annotated[
@@ -205,7 +190,7 @@ def explain(
     ] = None,
     num_blocks: Annotated[int, typer.Option("--blocks", min=1, help="Number of blocks in the cache.")] = 4096,
     block_size: Annotated[int, typer.Option(min=1, help="Number of tokens in a block.")] = 16,
-    policy: Annotated[str, typer.Option(help="Eviction policy.", autocompletion=_one_of(*POLICIES))] = "default",
+    policy: Annotated[str, _option("Eviction policy.", *POLICIES)] = "default",
 ) -> None:
     """Send prompts through a cache in order and print, for each, why the cached prefix ends where it does."""
     from .explain import run_explain

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ._console import choose_device, new_progress, new_table
+
 PACKAGE = "benchmarks"
 
 
@@ -58,12 +60,14 @@ def run_bench(
     """Time operators, print a table for each, write CSV files and return the exit status; see the command's options."""
     import torch
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console()
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind not in ("cpu", "cuda"):
-        console.print(f"--device: got {kind!r}, needs cpu or cuda", style="red")
+    try:
+        kind = choose_device(device).type
+        if device not in (None, kind):
+            raise ValueError(f"device: got {device!r}, needs cpu or cuda")
+    except ValueError as error:
+        console.print(f"--{error}", style="red")
         return 2
     try:
         load_benchmarks()
@@ -73,9 +77,6 @@ def run_bench(
         benchmarks = registry.discover(ops or None)
     except (FileNotFoundError, ValueError) as error:
         console.print(str(error), style="red")
-        return 2
-    if kind == "cuda" and not torch.cuda.is_available():
-        console.print("--device cuda: this machine has no GPU that PyTorch can use", style="red")
         return 2
     if kind == "cpu":
         torch.set_num_threads(threads)
@@ -92,9 +93,7 @@ def run_bench(
         return 2
     total = sum(len(benchmark.of(kind, quick, case)) for benchmark in benchmarks)
     rows: dict[str, list[Any]] = {}
-    with Progress(
-        BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"), console=console
-    ) as progress:
+    with new_progress(console) as progress:
         task = progress.add_task("ceilings", total=total)
 
         def advance(text: str, steps: int) -> None:
@@ -129,13 +128,7 @@ def _nothing_matches(benchmarks: list[Any], kind: str, quick: bool, case: str, p
 
 def _table(op: str, rows: list[dict[str, str]]) -> Any:
     """Return a table of an operator's times, fastest first within a case and mode."""
-    from rich.table import Table
-
-    table = Table(title=op, title_justify="left")
-    for name in ("case", "provider", "mode"):
-        table.add_column(name)
-    for name in ("p50 us", "p20..p80", "roofline"):
-        table.add_column(name, justify="right")
+    table = new_table(op, ("case", "provider", "mode"), ("p50 us", "p20..p80", "roofline"))
     before = None
     for row in sorted(rows, key=lambda r: (r["case"], r["mode"], float(r.get("p50_us") or "inf"))):
         case, before = (row["case"] if row["case"] != before else ""), row["case"]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ._console import choose_device, new_table
 from .triton_ops._core.runtime import INTERPRET
 from .triton_ops._verify import Row, Shape, check_kernels, runs_kernels
 
@@ -41,24 +42,10 @@ def run(device: Any = None, quick: bool = False, advance: Callable[[str], None] 
         >>> all(row.ok for row in rows)
         True
     """
-    found = _device(device)
+    found = choose_device(device)
     if not runs_kernels(found):
         return []
     return check_kernels(found, small=Shape() if quick else None, advance=advance)
-
-
-def _device(device: Any) -> torch.device:
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() and not INTERPRET else "cpu")
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ValueError(f"device: got {device!r}, needs cpu or cuda") from None
-    if found.type not in ("cpu", "cuda"):
-        raise ValueError(f"device: got {device!r}, needs cpu or cuda")
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device: got {device!r}, but this machine has {torch.cuda.device_count()} GPUs for PyTorch")
-    return found
 
 
 def run_check(device: str | None, quick: bool) -> int:
@@ -67,7 +54,7 @@ def run_check(device: str | None, quick: bool) -> int:
 
     console = Console()
     try:
-        found = _device(device)
+        found = choose_device(device)
     except ValueError as error:
         console.print(f"--{error}", style="red", markup=False)
         return 2
@@ -95,13 +82,7 @@ def _name(device: torch.device) -> str:
 
 
 def _table(rows: list[Row], device: torch.device) -> Table:
-    from rich.table import Table
-
-    table = Table(title=f"Kernels on {_name(device)}", title_justify="left")
-    table.add_column("operator", no_wrap=True)
-    table.add_column("case")
-    for name in ("difference", "allowed"):
-        table.add_column(name, justify="right")
+    table = new_table(f"Kernels on {_name(device)}", ("operator", "case"), ("difference", "allowed"))
     before = None
     for row in sorted(rows, key=lambda row: row.operator):
         operator, before = (row.operator if row.operator != before else ""), row.operator

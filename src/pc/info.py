@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import sys
@@ -26,10 +25,9 @@ def collect_info() -> Sections:
     """Return versions, devices, their kernels and cache directories as sections of names and values."""
     sections = {
         "versions": {
-            "pc": f"{_version('pc-kernels')} in {Path(__file__).resolve().parent}",
+            "pc": f"{_version('pc-kernels') or 'not installed'} in {Path(__file__).resolve().parent}",
             "python": f"{platform.python_version()}, {sys.executable}",
-            **{name: _version(name) for name in PACKAGES},
-            "torch": torch.__version__,  # names the build, such as "+cu130"; the package's metadata does not
+            **{name: _version(name) or "not installed" for name in PACKAGES},
             "platform": platform.platform(),
         },
         "frameworks": {name: _framework(name) for name in TESTED},
@@ -54,22 +52,16 @@ def format_info(sections: Sections) -> str:
     return "\n".join(lines)
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+def _version(package: str) -> str | None:
+    # torch's own version names the build, such as "+cu130"; the package's metadata does not
+    return torch.__version__ if package == "torch" else installed(package)
 
 
 def _framework(package: str) -> str:
     """Return a text with the installed version of a framework and the tested versions."""
-    tested, version = TESTED[package], installed(package)
-    if package == "torch":
-        version = torch.__version__  # names the build, such as "+cu130"; the package's metadata does not
-    about = "not installed" if version is None else version
-    if version is not None and untested(package, version):
-        about += " (UNTESTED)"
-    return f"{about}; tested: {tested}; newest tested: {text_of(tested.newest)}"
+    tested, version = TESTED[package], _version(package)
+    mark = " (UNTESTED)" if version is not None and untested(package, version) else ""
+    return f"{version or 'not installed'}{mark}; tested: {tested}; newest tested: {text_of(tested.newest)}"
 
 
 def _cpu() -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from . import warmup
+from ._console import choose_device
 
 CACHE_DTYPES = {"float8": torch.float8_e4m3fn, "float8_e4m3fn": torch.float8_e4m3fn, "fp8": torch.float8_e4m3fn}
 CACHE_DTYPES |= {"int8": torch.int8}
@@ -71,20 +72,20 @@ def run_warmup(
     if cache_dtype is not None and cache_dtype not in CACHE_DTYPES:
         print(f"cache_dtype: got {cache_dtype!r}, needs one of {', '.join(CACHE_DTYPES)}")
         return 2
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
+        place = choose_device(device)
         config = AutoConfig.from_pretrained(model)
         own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
         given = own if dtype is None else getattr(torch, dtype)
         stored = None if cache_dtype is None else CACHE_DTYPES[cache_dtype]
         for kind in layer_kinds(config, tensor_parallel):
             begin = time.perf_counter()
-            warmup(**kind, block_size=block_size, dtype=given, cache_dtype=stored, device=device, workers=workers)
+            warmup(**kind, block_size=block_size, dtype=given, cache_dtype=stored, device=place, workers=workers)
             said = ", ".join(f"{name} {value}" for name, value in kind.items())
             print(f"{time.perf_counter() - begin:6.1f} s  {said}", flush=True)
     except (OSError, ValueError, AttributeError, RuntimeError, UnsupportedError) as error:
         print(f"{type(error).__name__}: {error}")
         return 1
-    if device == "cpu":
+    if place.type == "cpu":
         print("nothing was compiled: on a CPU, PyTorch computes the operators; with a GPU pass --device cuda")
     return 0
