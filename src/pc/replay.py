@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
-from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import typer
 
+from ._console import new_progress, new_table
 from .cache.policies import POLICIES
 from .cache.replay import ORACLES, Result, Trace, compare, hints_of, load_trace
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def run_replay(
@@ -31,7 +33,6 @@ def run_replay(
         BadParameter: The trace cannot be read, or an option has an invalid value.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console()
     names = _names(policies, drawn=plot is not None)
@@ -51,15 +52,14 @@ def run_replay(
         f"{loaded.unique_blocks} of them unique.\nOne request at a time, its blocks pinned until it ends; the cache "
         "starts empty and cold misses count."
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bar:
+    with new_progress(console) as bar:
         task = bar.add_task("requests", total=None)
         results = compare(loaded, names, shares, lambda done: bar.advance(task, done), whole, kinds)
     _print(console, results, loaded)
     if csv_file is not None:
         write_csv(csv_file, results)
     if plot is not None:
-        draw_hints(plot, results) if len(kinds) > 1 else draw(plot, results)
+        draw(plot, results)
 
 
 def _make_folder(option: str, folder: Path) -> None:
@@ -115,32 +115,20 @@ def _part(text: str, trace: Trace) -> Trace:
     return trace if (start, end) == (0, 1) else trace.part(start, end)
 
 
-def _print(console: object, results: list[Result], trace: Trace) -> None:
-    from rich.table import Table
-
-    table = Table(title=f"{trace.name}: share of all blocks that was hit")
-    left, right = ("capacity", "blocks", "policy", "hints"), ("prefix hits", "with gaps", "x lru", "tokens saved")
-    for header in (*left, *right, "seconds"):
-        table.add_column(header, justify="left" if header in ("policy", "hints") else "right")
+def _print(console: Console, results: list[Result], trace: Trace) -> None:
+    texts, numbers = ("capacity", "blocks", "policy", "hints"), ("prefix hits", "with gaps", "x lru", "tokens saved")
+    table = new_table(f"{trace.name}: share of all blocks that was hit", texts, (*numbers, "seconds"))
     tokens = trace.num_blocks * trace.block_size
     for r in results:
-        table.add_row(
-            f"{r.capacity_share:.2%}",
-            str(r.capacity_blocks),
-            r.policy,
-            r.hints,
-            f"{r.hit_rate:.4f}",
-            f"{r.gap_hit_rate:.4f}",
-            f"{r.lru_ratio:.3f}",
-            f"{r.hit_rate * tokens / 1e6:.1f} M",
-            f"{r.seconds:.1f}",
-        )
-    console.print(table)  # type: ignore[attr-defined]
+        capacity = f"{r.capacity_share:.2%}", str(r.capacity_blocks)
+        rates = f"{r.hit_rate:.4f}", f"{r.gap_hit_rate:.4f}", f"{r.lru_ratio:.3f}"
+        saved = f"{r.hit_rate * tokens / 1e6:.1f} M"
+        table.add_row(*capacity, r.policy, r.hints, *rates, saved, f"{r.seconds:.1f}")
+    console.print(table)
 
 
 def write_csv(path: Path, results: list[Result]) -> None:
     """Write a row for each result, with the fields of `Result` as columns."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [f.name for f in fields(Result)])
         writer.writeheader()
@@ -148,51 +136,28 @@ def write_csv(path: Path, results: list[Result]) -> None:
             writer.writerow({k: round(v, 6) if isinstance(v, float) else v for k, v in asdict(result).items()})
 
 
-@contextlib.contextmanager
-def _axes(path: Path, **settings: Any) -> Iterator[Any]:
-    """Yield axes to draw in; label them and save the figure to `path` when the block ends."""
+def draw(path: Path, results: list[Result]) -> None:
+    """Draw hit rate against capacity, with a line for each policy and hint. Belady's line, the optimum, is dashed."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    yield axes
-    axes.set(ylabel="share of blocks hit", **settings)
+    for name, hints in dict.fromkeys((r.policy, r.hints) for r in results):
+        rows = sorted((r for r in results if (r.policy, r.hints) == (name, hints)), key=lambda r: r.capacity_share)
+        style = {"linestyle": "--", "color": "0.5"} if name == "belady" else {"marker": "o"}
+        label = name if hints == "none" else f"{name}, hints {hints}"
+        axes.plot([100 * r.capacity_share for r in rows], [r.hit_rate for r in rows], label=label, **style)
+    axes.set(
+        title=results[0].trace, xlabel="capacity, share of the trace's unique blocks", ylabel="share of blocks hit"
+    )
+    axes.set_xscale("log")
+    ticks = sorted({100 * r.capacity_share for r in results})
+    axes.set_xticks(ticks, [f"{t:g} %" for t in ticks], minor=False)
+    axes.set_xticks([], minor=True)
+    axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
-
-
-def draw(path: Path, results: list[Result]) -> None:
-    """Draw hit rate against capacity, with a line for each policy. The line of belady, the optimum, is dashed."""
-    with _axes(path, title=results[0].trace, xlabel="capacity, share of the trace's unique blocks") as axes:
-        for name in dict.fromkeys(r.policy for r in results):
-            rows = sorted((r for r in results if r.policy == name), key=lambda r: r.capacity_share)
-            style = {"linestyle": "--", "color": "0.5"} if name == "belady" else {"marker": "o"}
-            axes.plot([100 * r.capacity_share for r in rows], [r.hit_rate for r in rows], label=name, **style)
-        axes.set_xscale("log")
-        ticks = sorted({100 * r.capacity_share for r in results})
-        axes.set_xticks(ticks, [f"{t:g} %" for t in ticks], minor=False)
-        axes.set_xticks([], minor=True)
-        axes.set_ylim(bottom=0)
-
-
-def draw_hints(path: Path, results: list[Result]) -> None:
-    """Draw hit rate against the AUC of the hint, with a line for each policy. Dashed lines are without hints."""
-    share = results[0].capacity_share
-    limits = {"xlim": (0.49, 1.02), "ylim": (0, 1.1 * max(r.hit_rate for r in results))}
-    about = {"title": f"{results[0].trace}, capacity {share:.1%}"}
-    with _axes(path, xlabel="AUC of the bit that says whether a conversation goes on", **about, **limits) as axes:
-        for number, name in enumerate(dict.fromkeys(r.policy for r in results)):
-            color = "0.5" if name == "belady" else f"C{number}"
-            rows = [r for r in results if r.policy == name and r.capacity_share == share]
-            hinted = [r for r in rows if r.hints != "none"]
-            points = sorted((1.0 if r.hints == "oracle" else float(r.hints), r.hit_rate) for r in hinted)
-            bare = next((r.hit_rate for r in rows if r.hints == "none"), None)
-            if points:
-                axes.plot(*zip(*points, strict=True), marker="o", color=color, label=f"{name}, hinted")
-            if bare is not None:
-                axes.axhline(bare, linestyle="--", color=color, label=f"{name}, without hints")

@@ -114,7 +114,7 @@ def test_command_writes_csv_and_plot(tmp_path):
 
     lines = [{"timestamp": i, "output_length": 1, "hash_ids": [i % 3, 10 + i % 5]} for i in range(40)]
     path = write(tmp_path / "mini.jsonl", lines)
-    arguments = [str(path), "--policies", "lru,default", "--capacity", "50%,4"]
+    arguments = [str(path), "--policies", "lru,default", "--capacity", "50%,4", "--hints", "none,oracle"]
     arguments += ["--csv", str(tmp_path / "rows.csv"), "--plot", str(tmp_path / "plot.png")]
     result = testing.CliRunner().invoke(app, ["replay", *arguments])
     assert result.exit_code == 0, result.output
@@ -132,7 +132,7 @@ def test_command_writes_csv_and_plot(tmp_path):
         "seconds",
     ]
     assert list(rows[0]) == names
-    assert {r["policy"] for r in rows} == {"lru", "default", "belady"}
+    assert {(r["policy"], r["hints"]) for r in rows} >= {("lru", "none"), ("default", "oracle"), ("belady", "none")}
     assert (tmp_path / "plot.png").stat().st_size > 10_000
     assert testing.CliRunner().invoke(app, ["replay", str(path), "--policies", "nonesuch"]).exit_code == 2
     assert testing.CliRunner().invoke(app, ["replay", str(path), "--capacity", "0%"]).exit_code == 2
