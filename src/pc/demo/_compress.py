@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ._workloads import line_end
+from ._workloads import answer_ends
 
 BUDGETS = (1.0, 0.5, 0.2)
 
@@ -30,8 +30,7 @@ def show_compressed(
     """
     length = next(i for i, ids in enumerate(zip(*prompts, strict=False)) if len(set(ids)) > 1)
     context = torch.tensor([prompts[0][:length]], device=model.device)
-    own = model.generation_config.eos_token_id
-    ends = [end for end in (line_end(tokenizer), *(own if isinstance(own, list) else [own])) if end is not None]
+    ends = answer_ends(model, tokenizer)
     options = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
     memory = Table("kept", "held", "while read", "a head keeps", "read in", "six answers in", title=f"{length} tokens")
     answers = Table("question", *(f"{budget:.0%}" for budget in BUDGETS), title="Answers")

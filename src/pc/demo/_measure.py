@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,9 +114,7 @@ class Comparison:
         self._advance(about)
         self._ask(self._model.generate, inputs)
 
-    def measure(
-        self, workload: str, number: int, question: str, inputs: Inputs, last_token: int | None = None
-    ) -> list[int]:
+    def measure(self, workload: str, number: int, question: str, inputs: Inputs, ends: Sequence[int] = ()) -> list[int]:
         """Run a request without and with the cache, add a `Measurement`, and return the answer without the cache.
 
         Args:
@@ -124,30 +122,25 @@ class Comparison:
             number: Number of the request in its workload.
             question: Text of the question.
             inputs: The prompt.
-            last_token: A token that ends the answer, besides the model's own.
+            ends: Tokens that end the answer. If there are none, the model's own do.
 
         Returns:
             The tokens of the answer.
         """
         length = inputs["input_ids"].shape[1]
-        own = self._model.generation_config.eos_token_id
-        ends = (
-            {}
-            if last_token is None
-            else {"eos_token_id": [last_token, *([own] if isinstance(own, int) else own or [])]}
-        )
+        stop = {"eos_token_id": [*ends]} if ends else {}
 
         def logits(index: int) -> torch.Tensor:
             options = {"return_dict_in_generate": True, "output_logits": True}
-            result, _ = self._ask(self._generate_plain, inputs, **options, **ends)
+            result, _ = self._ask(self._generate_plain, inputs, **options, **stop)
             scores: torch.Tensor = result.logits[index][0].to(self._model.dtype)
             return scores
 
         self._advance(f"{workload} {number}, without the cache")
-        expected, plain_seconds = self._ask(self._generate_plain, inputs, **ends)
+        expected, plain_seconds = self._ask(self._generate_plain, inputs, **stop)
         self._advance(None)
         self._advance(f"{workload} {number}, with the cache")
-        got, cached_seconds = self._ask(self._model.generate, inputs, **ends)
+        got, cached_seconds = self._ask(self._model.generate, inputs, **stop)
         self._advance(None)
         answer: list[int] = expected[0, length:].tolist()
         verdict, ok = compare_tokens(answer, got[0, length:].tolist(), logits)
@@ -198,8 +191,3 @@ class MiddleFirst(EvictionPolicy):
 
     def clear(self) -> None:
         self._waiting[:] = False
-
-
-def blocks_for(prompt_tokens: int, new_tokens: int, block_size: int) -> int:
-    """Return the number of blocks for a pool that holds one request of this size and one more block."""
-    return -(-(prompt_tokens + new_tokens) // block_size) + 1

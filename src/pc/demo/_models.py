@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._trained import load_gguf, plain_copy, trained_model_folder
+from ._trained import NAME, NoTrainedModelError, load_gguf, plain_copy, trained_model_folder
 
 DOCUMENT = "constitution.txt"
 """The Constitution of the United States with its amendments, 7,670 words, in the public domain."""
@@ -18,31 +18,31 @@ def read_document() -> str:
     return files(__package__).joinpath(DOCUMENT).read_text(encoding="utf-8")
 
 
-def load_model(name: str | None, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Return a model in eval mode and its tokenizer.
+def load_model(name: str | None, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any, str, str]:
+    """Return a model in eval mode, its tokenizer, its name in the results, and its description.
 
     Args:
-        name: Hub id or path of a model or a GGUF file. None: SmolLM2-135M-Instruct, see `trained_model_folder`.
+        name: Hub id or path of a model or a GGUF file. None: SmolLM2-135M-Instruct, see `trained_model_folder`, or a
+            small model with random weights if SmolLM2 is not installed.
         device: Device of the model.
         dtype: Dtype of its weights.
-
-    Raises:
-        NoTrainedModelError: `name` is None, and SmolLM2 is not installed.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if name is not None and name.endswith(".gguf"):
         model, tokenizer = load_gguf(name, dtype)
-        return plain_copy(model).to(device), tokenizer
-    place = trained_model_folder() if name is None else name
+        return plain_copy(model).to(device), tokenizer, name, name
+    described = name or f"{NAME} (small and trained; its answers are printed unchanged, right or wrong)"
+    try:
+        place = name or trained_model_folder()
+    except NoTrainedModelError as error:
+        tokenizer = train_tokenizer(read_document())
+        model = build_model(len(tokenizer)).to(device, dtype).eval()
+        described = f"an untrained Llama with random weights: its answers mean nothing, but its speed is real ({error})"
+        return model, tokenizer, "llama-25m-untrained", described
     tokenizer = AutoTokenizer.from_pretrained(place)
-    return AutoModelForCausalLM.from_pretrained(place, dtype=dtype).to(device).eval(), tokenizer
-
-
-def load_untrained(device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Return a small model with random weights and its tokenizer, for use without a trained model."""
-    tokenizer = train_tokenizer(read_document())
-    return build_model(len(tokenizer)).to(device, dtype).eval(), tokenizer
+    model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype).to(device).eval()
+    return model, tokenizer, name or NAME, described
 
 
 def train_tokenizer(text: str, vocab_size: int = 4096) -> Any:

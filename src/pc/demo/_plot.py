@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+Rows = Sequence[Mapping[str, str]]
+"""Rows of the demo's CSV file."""
+
 WIDTH = 5.6
 """Width of the chart in inches, which a phone shows without scaling."""
 WITHOUT, COMPUTED, REUSED = "#9aa5b1", "#2f74d0", "#7cc49a"
 
 
-def draw_requests(pyplot: Any, rows: Sequence[Mapping[str, str]], titles: Mapping[str, str]) -> Any:
+def draw_requests(pyplot: Any, rows: Rows, titles: Mapping[str, str]) -> Any:
     """Draw rows of the demo's CSV file: for each workload, axes of prompts and axes of times. Return the figure.
 
     Args:
@@ -47,7 +50,7 @@ def draw_requests(pyplot: Any, rows: Sequence[Mapping[str, str]], titles: Mappin
     return figure
 
 
-def _draw_prompts(axis: Any, rows: Sequence[Mapping[str, str]]) -> None:
+def _draw_prompts(axis: Any, rows: Rows) -> None:
     numbers = [int(row["request"]) for row in rows]
     axis.barh(numbers, [int(row["prompt_tokens"]) for row in rows], 0.72, color=COMPUTED)
     for number, row in zip(numbers, rows, strict=True):
@@ -59,7 +62,7 @@ def _draw_prompts(axis: Any, rows: Sequence[Mapping[str, str]]) -> None:
     axis.xaxis.set_major_formatter("{x:,.0f}")
 
 
-def _draw_times(axis: Any, rows: Sequence[Mapping[str, str]]) -> None:
+def _draw_times(axis: Any, rows: Rows) -> None:
     longest = max(float(row["ttft_plain_s"]) for row in rows)
     for row in rows:
         number, plain, cached = int(row["request"]), float(row["ttft_plain_s"]), float(row["ttft_cached_s"])

@@ -9,17 +9,16 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from .._console import choose_device, new_progress
 from ..triton_ops._core.checks import check_integer
 from ._compress import show_compressed
 from ._images import IMAGES, SIZE, image_prompts, load_seeing_model
 from ._images import QUESTIONS as IMAGE_QUESTIONS
-from ._measure import Comparison, Inputs, Measurement, MiddleFirst, blocks_for
-from ._models import load_model, load_untrained, read_document
-from ._report import print_tables, save_csv, save_plot
-from ._trained import NAME, NoTrainedModelError
-from ._workloads import QUESTIONS, ROUNDS, Conversation, document_prompts, excerpt, interlude, line_end
+from ._measure import Comparison, Inputs, Measurement, MiddleFirst
+from ._models import load_model, read_document
+from ._report import print_tables, rows_of, save_csv, save_plot
+from ._workloads import QUESTIONS, ROUNDS, Conversation, answer_ends, document_prompts, excerpt, interlude
 
 
 def _choose(device_name: str | None, dtype_name: str | None) -> tuple[torch.device, torch.dtype]:
@@ -28,12 +27,10 @@ def _choose(device_name: str | None, dtype_name: str | None) -> tuple[torch.devi
     Raises:
         ValueError: The device does not exist, or the name is not a device or dtype of the demo.
     """
-    kind = device_name or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind.split(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(f"--device: got {kind!r}, needs cpu or cuda")
-    device = torch.device(kind)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device: got {kind!r}, but this machine has no GPU that PyTorch can use")
+    try:
+        device = choose_device(device_name)
+    except ValueError as error:
+        raise ValueError(f"--{error}") from None
     name = dtype_name or ("float32" if device.type == "cpu" else "bfloat16")
     if name not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"--dtype: got {name!r}, needs float32, bfloat16 or float16")
@@ -126,8 +123,7 @@ def run_demo(
             show_compressed(console, model, handle, plan.tokenizer, QUESTIONS, plan.prompts, max_new_tokens)
         return 0
 
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with handle, Progress(*columns, console=console) as progress:
+    with handle, new_progress(console) as progress:
         if handle.unsupported:
             console.print(f"[red]{handle.unsupported}[/red]")
             return 1
@@ -144,18 +140,6 @@ def run_demo(
     return _report(console, comparison.measurements, output, plan.name, dtype, device)
 
 
-def _load(name: str | None, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any, str, str]:
-    """Return the model, its tokenizer, its name in the results, and its description."""
-    if name is not None:
-        return *load_model(name, device, dtype), name, name
-    try:
-        described = f"{NAME} (small and trained; its answers are printed unchanged, right or wrong)"
-        return *load_model(None, device, dtype), NAME, described
-    except NoTrainedModelError as error:
-        described = f"an untrained Llama with random weights: its answers mean nothing, but its speed is real ({error})"
-        return *load_untrained(device, dtype), "llama-25m-untrained", described
-
-
 def _plan_document(
     model_name: str | None, device: torch.device, dtype: torch.dtype, gap: bool, max_new_tokens: int, block_size: int
 ) -> Plan:
@@ -163,7 +147,7 @@ def _plan_document(
 
     With `gap` there is no conversation. Instead, a request between two questions evicts the document's middle.
     """
-    model, tokenizer, name, known_as = _load(model_name, device, dtype)
+    model, tokenizer, name, known_as = load_model(model_name, device, dtype)
     document = read_document()
     text, what = document, "the Constitution of the United States"
     if len(tokenizer.encode(document)) + 1024 > getattr(model.config, "max_position_embeddings", 2**31):
@@ -171,7 +155,8 @@ def _plan_document(
     questions = list(document_prompts(tokenizer, text))
     options: dict[str, Any] = {}
     if gap:
-        capacity = blocks_for(max(map(len, questions)), max_new_tokens, block_size)
+        # The pool has room for one request and one more block.
+        capacity = -(-(max(map(len, questions)) + max_new_tokens) // block_size) + 1
         options = {"num_blocks": capacity, "policy": MiddleFirst, "reuse": "gap"}
 
     def inputs(prompt: list[int]) -> Inputs:
@@ -179,11 +164,11 @@ def _plan_document(
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def run(comparison: Comparison) -> None:
-        other, end = inputs(interlude(tokenizer, text)), line_end(tokenizer)
+        other, ends = inputs(interlude(tokenizer, text)), answer_ends(model, tokenizer)
         for number, (question, prompt) in enumerate(zip(QUESTIONS, questions, strict=True), 1):
             if gap and number > 1:
                 comparison.ask(other, "another request, which evicts blocks")
-            comparison.measure("gap" if gap else "document", number, question, inputs(prompt), end)
+            comparison.measure("gap" if gap else "document", number, question, inputs(prompt), ends)
         if not gap:
             conversation = Conversation(tokenizer, document)
             for number, (said, prompt) in enumerate(zip(ROUNDS, conversation.prompts(), strict=True), 1):
@@ -216,10 +201,11 @@ def _report(
 ) -> int:
     """Print and save the results; return the exit status: 1 if tokens differ or no token was reused, else 0."""
     print_tables(console, found)
-    save_csv(output / "demo.csv", found, name=name, dtype=dtype, device=device)
+    rows = rows_of(found, name, dtype, device)
+    save_csv(output / "demo.csv", rows)
     saved = f"{output / 'demo.csv'}"
     try:
-        save_plot(output / "demo.png", output / "demo.csv")
+        save_plot(output / "demo.png", rows)
         saved += f" and {output / 'demo.png'}"
     except ModuleNotFoundError as error:
         saved += f"; the plot needs {error.name}: pip install matplotlib"

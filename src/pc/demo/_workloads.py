@@ -55,9 +55,11 @@ def line_end(tokenizer: Any) -> int | None:
     return ids[0] if len(ids) == 1 else None
 
 
-def opening(document: str) -> str:
-    """Return the text that the conversation is about: Articles IV and V, on the States and on amendments."""
-    return between(document, "Article IV\n", "Article VI\n")
+def answer_ends(model: Any, tokenizer: Any) -> list[int]:
+    """Return the tokens that end an answer of one line: the end of a line and the model's own end tokens."""
+    own = model.generation_config.eos_token_id
+    ends = line_end(tokenizer), *([own] if isinstance(own, int) else own or [])
+    return [end for end in ends if end is not None]
 
 
 def interlude(tokenizer: Any, text: str) -> list[int]:
@@ -70,7 +72,8 @@ class Conversation:
 
     def __init__(self, tokenizer: Any, document: str) -> None:
         self._tokenizer = tokenizer
-        self._messages = [("user", f"{opening(document)}\n\n{ROUNDS[0]}")]
+        subject = between(document, "Article IV\n", "Article VI\n")  # the States, amendments
+        self._messages = [("user", f"{subject}\n\n{ROUNDS[0]}")]
         self._ids = _chat(tokenizer, self._messages)
 
     def prompts(self) -> Iterator[list[int]]:
