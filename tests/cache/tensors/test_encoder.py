@@ -39,8 +39,11 @@ def test_items_outside_of_the_computed_spans_are_not_needed():
     assert cache.missing("a", items, []) == []
 
 
-@pytest.mark.parametrize(("policy", "gone"), [("lru", "b"), ("fifo", "a"), ("lfu", "b"), ("largest", "c")])
-def test_policies_choose_among_what_nobody_holds(policy, gone):
+@pytest.mark.parametrize(
+    ("policy", "gone"),
+    [("lru", "b"), ("fifo", "a"), ("lfu", "b"), ("largest", "c"), (lambda entry: -entry.inserted_at, "c")],
+)
+def test_policies_choose_among_what_no_request_holds(policy, gone):
     cache = pc.EncoderCache(7 * ROW, policy)
     for name, length in (("a", 1), ("b", 1), ("c", 5)):
         cache.put(name, item(name, length), output(length))
@@ -51,16 +54,6 @@ def test_policies_choose_among_what_nobody_holds(policy, gone):
     cache.put("d", item("d", 1), output(1))
     assert [name for name in "abc" if name not in cache] == [gone]
     cache.check()
-
-
-def test_a_policy_of_ones_own():
-    cache = pc.EncoderCache(2 * ROW, policy=lambda entry: -entry.inserted_at)
-    for name in "ab":
-        cache.put(name, item(name, 1), output(1))
-        cache.release(name)
-    cache.put("c", item("c", 1), output(1))
-    assert "a" in cache
-    assert "b" not in cache
 
 
 def test_what_is_held_stays_and_an_output_too_many_changes_nothing():
@@ -77,19 +70,39 @@ def test_what_is_held_stays_and_an_output_too_many_changes_nothing():
     cache.check()
 
 
-def test_wrong_lengths_and_arguments_are_refused():
-    cache = pc.EncoderCache(100 * ROW)
-    with pytest.raises(ValueError, match=r"'cat': got \[3, 3\] rows, needs 2"):
-        cache.put("a", item("cat", 2), output(3))
-    cache.put("a", item("cat", 2), output(2))
-    with pytest.raises(ValueError, match=r"'cat': got \[2, 3\] rows, needs 3"):
-        cache.missing("b", [item("cat", 3)], [(0, 3)])
-    with pytest.raises(KeyError, match="needs a cached one"):
-        cache.output(item("dog"))
-    with pytest.raises(ValueError, match="policy: got 'best'"):
-        pc.EncoderCache(1, "best")
-    with pytest.raises(ValueError, match="start, length: got -1, 2"):
-        item("cat", start=-1)
+EMBEDDINGS, WIDE = torch.zeros(9, 3), torch.zeros(9, 4)
+WRONG = [
+    (lambda cache: cache.put("a", item("dog", 2), output(3)), ValueError, r"'dog': got \[3, 3\] rows, needs 2"),
+    (lambda cache: cache.missing("b", [item("cat", 3)], [(0, 3)]), ValueError, r"'cat': got \[2, 3\] rows, needs 3"),
+    (
+        lambda cache: cache.missing("b", [item("cat", 2), item("dog", 2), item("dog", 3, start=5)], [(0, 10)]),
+        *(ValueError, "'dog': got lengths 2 and 3, needs one length for one content"),
+    ),
+    (lambda cache: cache.output(item("dog")), KeyError, "item: got 'dog', needs a cached one"),
+    (lambda cache: place(cache, EMBEDDINGS, item("dog", 2, start=4)), KeyError, "item: got 'dog', needs a cached one"),
+    (lambda cache: place(cache, EMBEDDINGS, item("cat", 3, start=4)), ValueError, r"'cat': got .* rows, needs 3"),
+    (lambda cache: place(cache, WIDE, item("cat", 2, start=4)), ValueError, r"'cat': got rows \[3\], needs \[4\]"),
+    (lambda cache: pc.EncoderCache(1, "best"), ValueError, "policy: got 'best', needs one of lru, fifo, lfu, largest"),
+    (lambda cache: pc.EncoderCache(-1), ValueError, "max_bytes: got -1, needs at least 0"),
+    (lambda cache: item("cat", start=-1), ValueError, "start, length: got -1, 2, needs at least 0 and 1"),
+]
+
+
+def place(cache, embeddings, wrong):
+    cache.place(embeddings, np.arange(9), [item("cat", 2), wrong] if embeddings is EMBEDDINGS else [wrong])
+
+
+@pytest.mark.parametrize(("call", "error", "message"), WRONG)
+def test_what_is_wrong_is_refused_and_changes_nothing(call, error, message):
+    cache = pc.EncoderCache(2 * ROW)
+    cache.put("a", item("cat", 2), output(2, 5.0))
+    cache.release("a")
+    with pytest.raises(error, match=message):
+        call(cache)
+    assert not EMBEDDINGS.any()
+    assert (cache.hits, cache.misses, len(cache), cache.nbytes) == (0, 0, 1, 2 * ROW)
+    cache.put("b", item("cow", 2), output(2))  # the cat is not held
+    assert "cat" not in cache
 
 
 def test_a_part_of_a_batch_does_not_keep_the_batch():
@@ -98,34 +111,6 @@ def test_a_part_of_a_batch_does_not_keep_the_batch():
     kept = cache.output(item("cat", 2))
     assert torch.equal(kept, batch[10:12])
     assert kept.untyped_storage().nbytes() == 2 * ROW
-
-
-def test_place_writes_nothing_when_an_output_is_not_there():
-    cache, embeddings = pc.EncoderCache(100 * ROW), torch.zeros(4, 3)
-    cache.put("a", item("cat", 2), output(2))
-    with pytest.raises(KeyError):
-        cache.place(embeddings, np.arange(4), [item("cat", 2), item("dog", 2, start=2)])
-    assert not bool(embeddings.any())
-
-
-def test_items_of_one_content_have_one_length():
-    cache = pc.EncoderCache(100 * ROW)
-    with pytest.raises(ValueError, match="'cat': got lengths 2 and 3, needs one length for one content"):
-        cache.missing("a", [item("cat", 2), item("cat", 3, start=5)], [(0, 10)])
-    cache.check()
-
-
-@pytest.mark.parametrize(
-    ("length", "width", "message"),
-    [(3, 3, "'dog': got .* rows, needs 3"), (2, 4, r"'dog': got rows \[3\], needs \[4\]")],
-)
-def test_place_writes_nothing_when_an_output_does_not_fit(length, width, message):
-    cache, embeddings = pc.EncoderCache(100 * ROW), torch.zeros(9, width)
-    cache.put("a", item("cat", 2), output(2, 5.0))
-    cache.put("a", item("dog", 2), output(2))
-    with pytest.raises(ValueError, match=message):
-        cache.place(embeddings, np.arange(9), [item("dog", length, start=4)])
-    assert not embeddings.any()
 
 
 def test_an_image_that_ends_inside_a_block():
@@ -166,16 +151,6 @@ def test_an_image_that_ends_inside_a_block():
     assert runs == [image]
     whole = torch.cat([pixels, torch.tensor([[2.0] * 3, [3.0] * 3])])
     assert torch.equal(hidden, whole.cumsum(0))
-
-
-def test_outputs_leave_in_the_order_of_their_keys():
-    cache = pc.EncoderCache(500 * ROW, policy=lambda entry: entry.last_access)
-    for i in range(1200):
-        cache.put(i, item(i, 1), output(1))
-        cache.release(i)
-    assert (cache.evictions, len(cache)) == (700, 500)
-    assert [i for i in range(1200) if i in cache] == list(range(700, 1200))
-    cache.check()
 
 
 @pytest.mark.parametrize("key", [lambda entry: 1 / 0, lambda entry: object()], ids=["raises", "does not compare"])

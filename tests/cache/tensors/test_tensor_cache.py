@@ -35,8 +35,14 @@ def rows_of(tokens):
 
 def outputs_of(tokens, positions):
     """Return the output of a forward pass over some positions: two per-token tensors, and the last logits."""
-    rows = rows_of(tokens)[torch.as_tensor(positions, dtype=torch.long)]
-    return {"hidden": rows.double(), "mm": {"feature": rows[:, :2].to(torch.int16)}, "logits": torch.zeros(3, 9)}
+    return {**outputs_of_all([tokens], [positions]), "logits": torch.zeros(3, 9)}
+
+
+def outputs_of_all(sequences, positions):
+    """Return the output of a forward pass over several sequences, some positions of each."""
+    pairs = zip(sequences, positions, strict=True)
+    rows = torch.cat([rows_of(tokens)[torch.as_tensor(some, dtype=torch.long)] for tokens, some in pairs])
+    return {"hidden": rows.double(), "mm": {"feature": rows[:, :2].to(torch.int16)}}
 
 
 def expected(tokens):
@@ -156,18 +162,24 @@ def test_a_padded_step_has_no_rows_and_changes_nothing_else(pair, caplog):
     assert tensors.stored("h").sum() == 4
 
 
-def test_a_discovered_name_that_is_not_per_token_is_given_up(pair, caplog):
-    _, tensors = pair
-    tensors.store(pc.Step({"h": torch.ones(3, 2), "batch": torch.ones(3, 5)}, np.arange(3)))
+ONES = torch.ones(3, 2)
+SECOND_STEPS = {
+    "one row too few": (4, {"h": torch.ones(4, 2), "batch": torch.ones(3, 5)}, {"batch"}, ("h",)),
+    "padded": (2, {"h": torch.ones(2, 2), "batch": torch.ones(3, 5)}, {"batch"}, ("h", "batch")),
+    "sparse": (3, {"h": torch.eye(3).to_sparse(), "mask": torch.eye(3).to_sparse()}, {"h", "mask"}, ("batch",)),
+    "empty": (0, {"h": torch.ones(0, 2), "x": torch.ones(0, 5)}, {"h", "x"}, ("h", "batch")),
+}
+
+
+@pytest.mark.parametrize(("count", "outputs", "others", "names"), SECOND_STEPS.values(), ids=SECOND_STEPS)
+def test_a_discovered_name_is_dropped_if_a_later_output_is_not_per_token(count, outputs, others, names, caplog):
+    tensors = pc.TensorCache(None, 16, BLOCK)
+    assert tensors.store(pc.Step({"h": ONES, "batch": torch.ones(3, 5)}, np.arange(3))) == {}
     with caplog.at_level(logging.WARNING, "pc.cache"):
-        assert "batch" in tensors.store(pc.Step({"h": torch.ones(4, 2), "batch": torch.ones(3, 5)}, np.arange(3, 7)))
-    assert "batch [3, 5] is not per token" in caplog.text
-    assert tensors.names == ("h",)
-
-
-def test_outputs_without_names_are_refused():
-    with pytest.raises(TypeError, match="outputs: got Tensor, needs a mapping by name"):
-        pc.TensorCache(None, 16, BLOCK).store(pc.Step(torch.ones(3, 2), np.arange(3)))
+        assert set(tensors.store(pc.Step(outputs, np.arange(4, 4 + count)))) == others
+    assert tensors.names == names
+    for name in ("h", "batch"):
+        assert (f"TensorCache: {name} [" in caplog.text) == (name not in names)
 
 
 @pytest.mark.parametrize(
@@ -190,37 +202,47 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(outputs, error, messag
     assert torch.equal(tensors.load([0], num_tokens=3)["h"], torch.full((3, 2), 5.0))
 
 
-@pytest.mark.parametrize(
-    ("slots", "error", "message"),
-    [
-        ([0, 64], ValueError, "slot_mapping: got values from 0 to 64, needs -1 to 63"),
-        ([0, -2], ValueError, "needs -1 to 63"),
-        ([[0, 1]], ValueError, r"slot_mapping: got shape \[1, 2\]"),
-        ([0.0, 1.0], TypeError, "slot_mapping: got float64, needs integers"),
-    ],
-)
-def test_bad_slots_are_refused(slots, error, message):
+def store_at(*slots):
+    return lambda tensors: tensors.store(pc.Step({"h": torch.ones(2, 2)}, np.array(slots)))
+
+
+WRONG = [
+    (store_at(0, 64), ValueError, "slot_mapping: got values from 0 to 64, needs -1 to 63"),
+    (store_at(0, -2), ValueError, "needs -1 to 63"),
+    (store_at([0, 1]), ValueError, r"slot_mapping: got shape \[1, 2\]"),
+    (store_at(0.0, 1.0), TypeError, "slot_mapping: got float64, needs integers"),
+    (
+        lambda tensors: tensors.store(pc.Step(ONES, np.arange(3))),
+        TypeError,
+        "outputs: got Tensor, needs a mapping by name",
+    ),
+    (lambda tensors: tensors.join(pc.Step({}, np.empty(0, np.int64))), ValueError, "step: got one without requests"),
+    (
+        lambda tensors: tensors.load([0, 16], num_tokens=5),
+        ValueError,
+        "request: got block numbers from 0 to 16, needs -1",
+    ),
+    (lambda tensors: tensors.load([-2, 0], num_tokens=5), ValueError, "request: got block numbers from -2 to 0"),
+    (lambda tensors: tensors.load([6, 2]), ValueError, "num_tokens: got None"),
+    (lambda tensors: tensors.load([6, 2], num_tokens=9), ValueError, "num_tokens: got 9, needs 0 to 8"),
+    (lambda tensors: tensors.load([6], num_tokens=1, missing="no"), ValueError, "missing: got 'no', needs 'raise' or"),
+    (lambda tensors: tensors.register("h", (-1,), torch.float32), ValueError, r"feature_shape: got \[-1\]"),
+    (lambda tensors: tensors.forget([-2]), ValueError, "block_ids: got numbers from -2 to -2, needs -1 to 15"),
+    (lambda tensors: tensors.forget([1.0]), TypeError, "block_ids: got float64"),
+    (lambda tensors: tensors.forget([True]), TypeError, "block_ids: got bool"),
+    (lambda _: pc.TensorCache(None, 0, BLOCK), ValueError, "num_blocks, block_size: got 0, 4, needs at least 1 each"),
+    (lambda _: pc.TensorCache(pc.CacheManager(16, BLOCK), 8, BLOCK), ValueError, "num_blocks: got 8, needs 16"),
+    (lambda _: pc.TensorCache(pc.CacheManager(16, BLOCK), 16, 8), ValueError, "block_size: got 8, needs 4"),
+    (lambda _: pc.TensorCache(pc.CacheManager(16, BLOCK), 16, BLOCK, group=1), ValueError, "group: got 1"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), WRONG)
+def test_wrong_arguments_are_refused(call, error, message):
     tensors = pc.TensorCache(None, 16, BLOCK)
     with pytest.raises(error, match=message):
-        tensors.store(pc.Step({"h": torch.ones(2, 2)}, np.array(slots)))
+        call(tensors)
     assert tensors.names == ()
-
-
-def test_a_sparse_output_is_passed_through():
-    tensors = pc.TensorCache(None, 16, BLOCK)
-    assert set(tensors.store(pc.Step({"mask": torch.eye(3).to_sparse()}, np.arange(3)))) == {"mask"}
-    assert tensors.names == ()
-
-
-@pytest.mark.parametrize("table", [[0, 16], [-2, 0]])
-def test_a_table_of_other_blocks_is_refused(table):
-    with pytest.raises(ValueError, match=r"request: got block numbers from .*, needs -1 to 15"):
-        pc.TensorCache(None, 16, BLOCK).load(table, num_tokens=5)
-
-
-def test_a_negative_size_is_refused():
-    with pytest.raises(ValueError, match=r"feature_shape: got \[-1\]"):
-        pc.TensorCache(None, 16, BLOCK).register("h", (-1,), torch.float32)
 
 
 def test_registering_twice_needs_the_same_rows():
@@ -251,16 +273,6 @@ def test_memory_is_reported_before_it_is_taken(caplog):
     with pytest.raises(MemoryError, match="h2: needs 512 bytes"):
         tensors.register("h2", (2,), torch.float32)
     assert tensors.nbytes == 512
-
-
-def test_a_manager_of_other_blocks_is_refused():
-    manager = pc.CacheManager(16, BLOCK)
-    with pytest.raises(ValueError, match="num_blocks: got 8, needs 16"):
-        pc.TensorCache(manager, 8, BLOCK)
-    with pytest.raises(ValueError, match="block_size: got 8, needs 4"):
-        pc.TensorCache(manager, 16, 8)
-    with pytest.raises(ValueError, match="group: got 1"):
-        pc.TensorCache(manager, 16, BLOCK, group=1)
 
 
 def test_a_reused_block_shows_nothing_of_its_former_request():
@@ -320,8 +332,6 @@ def test_join_needs_rows_of_the_cached_part(pair):
     step = pc.Step.of({"b": allocation}, outputs_of([*tokens, 9, 10], [8, 9]))
     with pytest.raises(pc.MissingRowsError, match="hidden: 8 of 10 rows of 'b' are missing, from 0 on"):
         tensors.join(step)
-    with pytest.raises(ValueError, match="step: got one without requests"):
-        tensors.join(pc.Step({}, np.empty(0, np.int64)))
 
 
 def test_a_batch_joins_in_one_pass(pair):
@@ -329,12 +339,7 @@ def test_a_batch_joins_in_one_pass(pair):
     prompts = {"a": list(range(9)), "b": [*range(4), 70], "c": [5]}
     run(manager, tensors, "warm", list(range(4)))
     allocations = {request: manager.allocate(request, tokens) for request, tokens in prompts.items()}
-    parts = [outputs_of(tokens, positions_of(allocations[request])) for request, tokens in prompts.items()]
-    outputs = {
-        "hidden": torch.cat([part["hidden"] for part in parts]),
-        "mm": {"feature": torch.cat([part["mm"]["feature"] for part in parts])},
-    }
-    step = pc.Step.of(allocations, outputs)
+    step = pc.Step.of(allocations, outputs_of_all(prompts.values(), map(positions_of, allocations.values())))
     joined = tensors.join(step)
     tensors.store(step)
     for request, tokens in prompts.items():
@@ -526,9 +531,8 @@ def test_blocks_that_somebody_else_fills_are_forgotten(pair):
         assert tensors.available("a") == 4
         assert tensors.stored("hidden")[blocks].tolist() == [[True] * 4, [False] * 4, [True] * 4]
     tensors.forget([])
-    for wrong, error in (([0, 16], ValueError), ([-2], ValueError), ([1.0], TypeError), ([True], TypeError)):
-        with pytest.raises(error, match="block_ids: got"):
-            tensors.forget(wrong)
+    with pytest.raises(ValueError, match="block_ids: got numbers from 0 to 16"):
+        tensors.forget([int(blocks[0]), 16])
     assert tensors.available("a") == 4
 
 
@@ -566,28 +570,11 @@ def test_slots_and_tables_without_a_manager():
     slots = np.array([6 * 4, 6 * 4 + 1, 6 * 4 + 2, 6 * 4 + 3, 8, 9, 10])
     tensors.store(pc.Step({"hidden": expected(tokens)["hidden"]}, slots))
     assert torch.equal(tensors.load(table, num_tokens=7)["hidden"], expected(tokens)["hidden"])
-    with pytest.raises(ValueError, match="num_tokens: got None"):
-        tensors.load(table)
-    with pytest.raises(ValueError, match="num_tokens: got 9, needs 0 to 8"):
-        tensors.load(table, num_tokens=9)
     tensors.forget([2])
     assert tensors.available(table, num_tokens=7) == 4
     padded = np.array([-1, 8, -1])
     tensors.store(pc.Step({"hidden": expected(tokens)["hidden"][2:5]}, padded))
     assert tensors.stored("hidden").sum() == 5
-
-
-def test_an_empty_step_is_no_evidence(pair):
-    _, tensors = pair
-    tensors.store(pc.Step({"h": torch.ones(2, 3)}, np.arange(2)))
-    tensors.store(pc.Step({"h": torch.ones(0, 3), "x": torch.ones(0, 5)}, np.empty(0, np.int64)))
-    assert tensors.names == ("h",)
-
-
-def test_outputs_that_require_grad_are_stored_detached(pair):
-    _, tensors = pair
-    tensors.store(pc.Step({"h": torch.ones(2, 3, requires_grad=True)}, np.arange(2)))
-    assert not tensors.rows("h").requires_grad
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -644,13 +631,6 @@ def test_a_hole_in_a_table_has_no_rows():
     assert tensors.load([0, -1, 1], num_tokens=12, missing="zero")["h"][:, 0].tolist() == [1] * 4 + [0] * 4 + [1] * 4
 
 
-def test_a_sparse_output_under_a_known_name_is_no_row(pair):
-    _, tensors = pair
-    tensors.store(pc.Step({"h": torch.ones(2, 2)}, np.arange(2)))
-    assert set(tensors.store(pc.Step({"h": torch.eye(2).to_sparse()}, np.arange(2)))) == {"h"}
-    assert tensors.names == ()
-
-
 def test_a_step_that_fails_while_it_writes_leaves_no_rows(monkeypatch):
     tensors = pc.TensorCache(None, 16, BLOCK)
     tensors.store(pc.Step({"h": torch.ones(3, 2)}, np.arange(3)))
@@ -705,12 +685,8 @@ class CachedModel(RuleBasedStateMachine):
         self.ways.close()
 
     def compute(self, allocations):
-        parts = [outputs_of(self.tokens[r], positions_of(a)) for r, a in allocations.items()]
-        outputs = {
-            "hidden": torch.cat([part["hidden"] for part in parts]),
-            "mm": {"feature": torch.cat([part["mm"]["feature"] for part in parts])},
-        }
-        step = pc.Step.of(allocations, outputs)
+        positions = map(positions_of, allocations.values())
+        step = pc.Step.of(allocations, outputs_of_all([self.tokens[r] for r in allocations], positions))
         for allocation in allocations.values():
             self.tensors.prepare(allocation)
         if self.all_stored:
@@ -771,12 +747,8 @@ class CachedModel(RuleBasedStateMachine):
         for request, token in zip(requests, new, strict=True):
             self.tokens[request].append(token)
         self.tensors.copy(pairs)
-        parts = [outputs_of(self.tokens[r], [len(self.tokens[r]) - 1]) for r in requests]
-        outputs = {
-            "hidden": torch.cat([part["hidden"] for part in parts]),
-            "mm": {"feature": torch.cat([part["mm"]["feature"] for part in parts])},
-        }
-        self.tensors.store(pc.Step(outputs, slots))
+        sequences = [self.tokens[r] for r in requests]
+        self.tensors.store(pc.Step(outputs_of_all(sequences, [[len(tokens) - 1] for tokens in sequences]), slots))
         for request in requests:
             self.manager.commit(request, len(self.tokens[request]))
 
