@@ -42,7 +42,7 @@ def run_replay(
         raise typer.BadParameter(str(error), param_hint="TRACE") from error
     shares = _shares(capacity, loaded)
     whole = loaded.unique_blocks
-    kinds = _hints(hints, loaded)
+    chosen_hints = _hints(hints, loaded)
     for option, path in (("--csv", csv_file), ("--plot", plot)):
         if path is not None:
             _make_folder(option, path.parent)
@@ -54,7 +54,7 @@ def run_replay(
     )
     with new_progress(console) as bar:
         task = bar.add_task("requests", total=None)
-        results = compare(loaded, names, shares, lambda done: bar.advance(task, done), whole, kinds)
+        results = compare(loaded, names, shares, lambda done: bar.advance(task, done), whole, chosen_hints)
     _print(console, results, loaded)
     if csv_file is not None:
         write_csv(csv_file, results)
