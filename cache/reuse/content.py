@@ -17,14 +17,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from ..allocation import MovedSpan
 from ..hashing import BIG_ENDIAN
 from ..pool import BlockPool
-from ..runs import Slots
 from ..table import Ids
 
 Tokens = npt.NDArray[np.uint32]
@@ -40,15 +39,6 @@ PLACES = 4
 One in nine blocks loses its place to another and is found only through a neighbour. A larger table does not fit in a
 core's cache.
 """
-
-
-class ContentMatch(NamedTuple):
-    """Tokens `start` to `end` of a prompt that are cached in `slots`, where they were `delta` positions earlier."""
-
-    start: int
-    end: int
-    slots: Slots
-    delta: int
 
 
 class _Scratch:
@@ -153,10 +143,10 @@ class ContentIndex:
         live: npt.NDArray[np.bool_] = self._stamps[ids] == self._pool.taken_at[ids]
         return live & self._pool.table.contains(ids)
 
-    def find(self, tokens: Tokens, begin: int, end: int, namespace: bytes) -> Iterator[ContentMatch]:
+    def find(self, tokens: Tokens, begin: int, end: int, namespace: bytes) -> Iterator[MovedSpan]:
         """Yield runs of cached text in `tokens[begin:end]`, ascending, without overlaps.
 
-        Each includes a whole block.
+        Each includes a whole block, and has no targets yet.
         """
         size, text, word = self._size, tokens[begin:end], np.frombuffer(namespace, np.uint64)
         if text.size < size:
@@ -190,7 +180,7 @@ class ContentIndex:
             done = found.end
             number = int(hits.searchsorted(done))
 
-    def agreed_before(self, match: ContentMatch, tokens: Tokens) -> int:
+    def agreed_before(self, match: MovedSpan, tokens: Tokens) -> int:
         """Return how many tokens before a match, up to two blocks, are those behind which its KV was computed."""
         block, offset = divmod(match.slots.item(0), self._size)
         stood, before = self._tokens[block, :offset], self._neighbour(self._before, block, -1)
@@ -223,7 +213,7 @@ class ContentIndex:
         consecutive: npt.NDArray[np.bool_] = lengths[ids] + 1 == lengths[behind]
         return consecutive
 
-    def _extended(self, text: Tokens, done: int, first: int, ids: list[int]) -> ContentMatch:
+    def _extended(self, text: Tokens, done: int, first: int, ids: list[int]) -> MovedSpan:
         """Return a run of whole blocks at `first`, extended by equal tokens before it, down to `done`, and after it."""
         size, end, lead, tail = self._size, first + len(ids) * self._size, 0, 0
         while (block := self._neighbour(self._before, ids[0], -1)) >= 0 and first > done and not lead:
@@ -240,7 +230,7 @@ class ContentIndex:
             end, tail = end + agreed, agreed % size
         slots = (np.array(ids, np.int64)[:, None] * size + np.arange(size)).ravel()[lead : lead + end - first]
         stood = (self._pool.prefix_length.item(ids[0]) - 1) * size + lead
-        return ContentMatch(first, end, slots, first - stood)
+        return MovedSpan(first, end, slots, first - stood, slots[:0])
 
     def _neighbour(self, links: Ids, block: int, step: int) -> int:
         """Return the block before or behind one in the sequence of its computation; -1 if it is not cached."""

@@ -15,7 +15,7 @@ from ..pool import BlockPool
 from ..request import Request
 from ..runs import Span
 from ..table import Ids
-from .content import ContentIndex, ContentMatch
+from .content import ContentIndex
 
 
 class MovedText:
@@ -71,8 +71,7 @@ class MovedText:
         if found:
             sources = np.unique(np.concatenate([run.slots // size for run in found])).astype(np.int32)
             borrowed = np.concatenate((hit.borrowed, np.setdiff1d(sources, hit.borrowed)))
-            moved = [MovedSpan(run.start, run.end, run.slots, run.delta, run.slots[:0]) for run in found]
-            hit = hit._replace(borrowed=borrowed, moved=moved)
+            hit = hit._replace(borrowed=borrowed, moved=found)
             if hit.blocks == exact:
                 self._set_identity(request, found[0].start // size)
         return hit
@@ -104,9 +103,9 @@ class MovedText:
         request.keys, request.chain = keys, chain
         request.digests = np.concatenate((before, chain.extend(request.tokens, count)))
 
-    def _fitting(self, hit: Hit, found: list[ContentMatch]) -> list[ContentMatch]:
+    def _fitting(self, hit: Hit, found: list[MovedSpan]) -> list[MovedSpan]:
         """Return the first runs whose blocks can be held until commit besides the blocks that the request takes."""
-        pool, (part,), kept = self._pool, hit.groups, list[ContentMatch]()
+        pool, (part,), kept = self._pool, hit.groups, list[MovedSpan]()
         held: Ids = np.concatenate((part.held, hit.borrowed))
         room = pool.available - part.prefix_lengths.size
         for run in found:
@@ -123,12 +122,12 @@ class MovedText:
         return Chain(self._pool.hasher, keys._replace(placed=())).namespace
 
 
-def _cut(run: ContentMatch, span: Span) -> ContentMatch:
+def _cut(run: MovedSpan, span: Span) -> MovedSpan:
     """Return the part of a run inside a span."""
     start, end = max(run.start, span[0]), min(run.end, span[1])
     if start >= end:
         return run._replace(end=run.start)
-    return ContentMatch(start, end, run.slots[start - run.start : end - run.start], run.delta)
+    return run._replace(start=start, end=end, slots=run.slots[start - run.start : end - run.start])
 
 
 def _mark_moved(keys: EncodedKeys, position: int) -> EncodedKeys:

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ....cache.reuse.content import ContentIndex, ContentMatch
+from ....cache.allocation import MovedSpan
+from ....cache.reuse.content import ContentIndex
 from ....cache.table import Ids
 from ...hints import extra_args
 from ..api import FullAttentionSpec, block_hash, token_ids
@@ -136,7 +137,7 @@ class MovedJumps(GapJumps):
         ends = [number * size - 1 for number in runs if number - 1 not in runs]
         begins = [(number + 1) * size for number in runs if number + 1 not in runs]
         for begin, end in zip([num_computed, *begins], [*ends, last], strict=True):
-            joined: list[ContentMatch] = []
+            joined: list[MovedSpan] = []
             for match in self._index.find(tokens, begin, end, root):
                 # The turns of a conversation are blocks of several requests, each computed after the turn before.
                 goes_on = bool(joined) and match.start == joined[-1].end
@@ -146,7 +147,7 @@ class MovedJumps(GapJumps):
                 joined.append(match)
             yield from self._piece(request, joined)
 
-    def _piece(self, request: Any, matches: list[ContentMatch]) -> Iterator[CopiedSpan]:
+    def _piece(self, request: Any, matches: list[MovedSpan]) -> Iterator[CopiedSpan]:
         """Yield neighbouring matches as one piece, if it is long enough."""
         begin, end = (matches[0].start + LEAD, matches[-1].end) if matches else (0, 0)
         # The block with the first moved token must have a hash, to be replaced.
