@@ -39,6 +39,7 @@ def test_items_outside_of_the_computed_spans_are_not_needed():
     assert cache.missing("a", items, []) == []
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("policy", "gone"),
     [("lru", "b"), ("fifo", "a"), ("lfu", "b"), ("largest", "c"), (lambda entry: -entry.inserted_at, "c")],
@@ -92,6 +93,7 @@ def place(cache, embeddings, wrong):
     cache.place(embeddings, np.arange(9), [item("cat", 2), wrong] if embeddings is EMBEDDINGS else [wrong])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("call", "error", "message"), WRONG)
 def test_what_is_wrong_is_refused_and_changes_nothing(call, error, message):
     cache = pc.EncoderCache(2 * ROW)

@@ -171,6 +171,7 @@ SECOND_STEPS = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("count", "outputs", "others", "names"), SECOND_STEPS.values(), ids=SECOND_STEPS)
 def test_a_discovered_name_is_dropped_if_a_later_output_is_not_per_token(count, outputs, others, names, caplog):
     tensors = pc.TensorCache(None, 16, BLOCK)
@@ -237,6 +238,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("call", "error", "message"), WRONG)
 def test_wrong_arguments_are_refused(call, error, message):
     tensors = pc.TensorCache(None, 16, BLOCK)
