@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..triton_ops._copy.runs import SHORT, Run, find_runs
+from ..triton_ops._copy.runs import SHORT
+from ..triton_ops._copy.runs import Run as Run
+from ..triton_ops._copy.runs import find_runs as find_runs
 
 Slots = npt.NDArray[np.int64]
 """Slots of tokens; -1 for a token without a slot."""

@@ -288,13 +288,17 @@ def test_a_directory_that_cannot_be_made_is_an_error(tmp_path):
         DiskTier(tmp_path / "file" / "cache", LAYOUT)
 
 
-def test_without_file_locks_only_old_partial_files_are_removed(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("locks", "text"), [(True, ""), (False, "being written")])
+def test_only_old_partial_files_are_removed_if_no_lock_shows_their_writer(tmp_path, monkeypatch, locks, text):
+    """A writer locks its file after it has made it, and some file systems have no locks."""
+
     def refuse(*args):
         raise OSError(errno.ENOLCK, "no locks on this file system")
 
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", refuse)
     path = tmp_path / f"{KEY.hex()}-1.block.{'0' * 16}.partial"
-    path.write_text("being written")
+    path.write_text(text)
     DiskTier(tmp_path)
     assert path.exists()
     os.utime(path, (0, 0))

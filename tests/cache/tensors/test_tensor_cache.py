@@ -132,7 +132,7 @@ def test_logits_are_not_discovered_unless_they_are_asked_for():
     step = pc.Step({"h": torch.ones(3, 2), "logits": torch.ones(3, 9)}, np.arange(3))
     assert set(tensors.store(step)) == {"logits"}
     tensors.register("logits", (9,), torch.float32)
-    assert tensors.store(step) == {}
+    assert set(tensors.store(pc.Step({**step.outputs, "text": "x"}, np.arange(3)))) == {"text"}
     assert tensors.names == ("h", "logits")
 
 
@@ -208,7 +208,7 @@ def store_at(*slots):
 
 
 WRONG = [
-    (store_at(0, 64), ValueError, "slot_mapping: got values from 0 to 64, needs -1 to 63"),
+    (store_at(63, 64), ValueError, "slot_mapping: got values from 63 to 64, needs -1 to 63"),
     (store_at(0, -2), ValueError, "needs -1 to 63"),
     (store_at([0, 1]), ValueError, r"slot_mapping: got shape \[1, 2\]"),
     (store_at(0.0, 1.0), TypeError, "slot_mapping: got float64, needs integers"),

@@ -283,6 +283,9 @@ def test_outputs_of_the_tower_keep_to_their_budget() -> None:
     again = outputs.get(segments[:1])[0]
     assert again is found[0]
     assert outputs.nbytes == 3 * 48
+    outputs.put({Segment(segments[0].unit, 0, 12): torch.ones(12, 3)})  # needs the room of all three
+    assert outputs.nbytes == 3 * 48
+    assert outputs.get(segments) == [None] * 5
 
 
 @pytest.mark.slow
