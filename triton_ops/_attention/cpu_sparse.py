@@ -53,9 +53,7 @@ class Run(NamedTuple):
         """Return parts with consecutive positions: begin in the run, first position, number of queries."""
         if call.query_positions is None:
             return [(0, self.position, self.length)]
-        positions = self.positions(call)
-        low = int(positions.min(initial=0))  # find_runs leaves out negative numbers
-        return [(begin, first + low, end - first) for begin, first, end in find_runs(positions - low)]
+        return [(begin, first, end - first) for begin, first, end in find_runs(self.positions(call))]
 
 
 def ranges_of(call: AttentionArgs, runs: list[Run]) -> Ranges:
