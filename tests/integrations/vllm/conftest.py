@@ -47,6 +47,10 @@ def logged(monkeypatch):
     """Return a function that collects our logger's messages from a level on, whatever level vLLM has set."""
 
     def gather(level):
+        from vllm import logger as vllms
+
+        for once in (vllms._print_info_once, vllms._print_warning_once):
+            once.cache_clear()  # messages of earlier tests
         said, handler, logger = [], logging.Handler(level), logging.getLogger(LOGGER)
         handler.emit = lambda record: said.append(record.getMessage())
         monkeypatch.setattr(logger, "level", level)
