@@ -66,7 +66,7 @@ def compare_tokens(reference: list[int], got: list[int], logits: Callable[[int],
     """Compare greedy tokens without and with the cache; return a verdict as text and whether it is acceptable.
 
     In float32 the tokens must be equal. In float16 and bfloat16 the first difference is acceptable if the two highest
-    reference logits of that token are closer than the rounding error of the higher one.
+    reference logits are closer than the rounding error of the higher one.
 
     Args:
         reference: Tokens without the cache.
