@@ -33,7 +33,6 @@ class ValidRows:
     def __init__(self, num_blocks: int, block_size: int, pool: BlockPool | None) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._shift = block_size.bit_length() - 1 if block_size & (block_size - 1) == 0 else None
         self._pool = pool
         self._bits: dict[str, Mask] = {}
         self._seen = np.full(num_blocks, -1, np.int64)  # taken_at of each block when its rows were written
@@ -49,10 +48,6 @@ class ValidRows:
         """Remove a name."""
         del self._bits[name]
 
-    def _blocks(self, slots: Slots) -> Slots:
-        blocks: Slots = slots // self.block_size if self._shift is None else slots >> self._shift
-        return blocks
-
     def _current(self, blocks: npt.NDArray[np.integer]) -> Mask | bool:
         """Return for each block whether its flags are about its current content."""
         if self._pool is None:
@@ -63,7 +58,7 @@ class ValidRows:
     def clear(self, slots: Slots) -> None:
         """Clear the flags of slots (none negative) before a write, and of whole blocks that were allocated again."""
         if self._pool is not None and slots.size:
-            blocks = self._blocks(slots)
+            blocks = slots // self.block_size
             blocks = np.concatenate((blocks[:1], blocks[1:][blocks[1:] != blocks[:-1]]))
             changed = blocks[~np.asarray(self._current(blocks))]
             if changed.size:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pc.cache.tiers.disk import DiskTier
+from pc.cache.tiers.tier import Tier
 from pc.cache.tiers.writer import TierWriter
 
 KEYS = [bytes([i]) * 32 for i in range(200)]
@@ -19,7 +20,7 @@ def block(value=1.0):
     return {"kv": torch.full((SIZE // 4,), float(value))}
 
 
-class SlowTier:
+class SlowTier(Tier):
     """A tier whose writes wait until they are allowed, and may fail."""
 
     def __init__(self):
@@ -38,9 +39,6 @@ class SlowTier:
         self.entries.update(took)
         return set(took)
 
-    def put(self, key, tensors):
-        return bool(self.put_many({key: tensors}))
-
     def get(self, key):
         return self.entries.get(key)
 
@@ -49,12 +47,6 @@ class SlowTier:
 
     def discard(self, key):
         self.entries.pop(key, None)
-
-    def get_many(self, keys):
-        return [self.get(key) for key in keys]
-
-    def contains_many(self, keys):
-        return [key in self for key in keys]
 
 
 @pytest.fixture
