@@ -136,8 +136,8 @@ kernels: setup $(KERNEL_TRITONS:%=.kernels/triton-%) ## compile every kernel for
 
 # In parts: make emulate ARCHS=sm_90, and a share of the tests with PC_SHARE=0/8 to 7/8 in the environment.
 ARCHS ?= sm_80 sm_90
-# They compile for other targets, or start a process of their own for CPU tensors.
-NOT_EMULATED := kernel_resources cpu_sparse
+# They compile for other targets, or test CPU tensors.
+NOT_EMULATED := kernel_resources cpu_attention
 
 # $(1): folders that come before the installed packages, $(2): tests and options of pytest
 run_emulated = for arch in $(ARCHS); do echo "== $$arch"; EMULATOR_ARCH=$$arch PYTHONPATH=$(1)src:tests \

@@ -51,12 +51,14 @@ def _mark_cases_slow(items: list[pytest.Item]) -> None:
     """Mark the cases of a test slow, except the first and the last.
 
     Tests that mark their cases themselves, or are marked `quick`, stay as they are. In Triton's interpreter, which
-    takes a hundred times as long, only the first case is quick.
+    takes a hundred times as long, only the first case is quick. A test with a parameter `operator` counts as a test of
+    each operator.
     """
-    cases: dict[tuple[str, str], list[pytest.Item]] = {}
+    cases: dict[tuple[str, str, str], list[pytest.Item]] = {}
     for item in items:
         if hasattr(item, "callspec") and not item.get_closest_marker("quick"):
-            cases.setdefault((item.parent.nodeid, item.originalname), []).append(item)
+            operator = str(item.callspec.params.get("operator"))
+            cases.setdefault((item.parent.nodeid, item.originalname, operator), []).append(item)
     for group in cases.values():
         if not any(item.get_closest_marker("slow") for item in group):
             for item in group[1:] if INTERPRET else group[1:-1]:

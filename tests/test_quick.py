@@ -23,7 +23,7 @@ def sources(tests: list[pytest.Item], folder: str = "") -> str:
 def test_quick_tests_reach_every_operator(quick_tests: list[pytest.Item]) -> None:
     files = {test.path.stem for test in quick_tests}
     rows = [test.callspec.params for test in quick_tests if hasattr(test, "callspec")]
-    files |= {f"test_{row['op']}" for row in rows if "op" in row}
+    files |= {f"test_{row[name]}" for row in rows for name in ("op", "operator") if name in row}
     names = {name.removesuffix("_list").removesuffix("_with_lse") for name in pc.triton_ops.__all__}
     assert {f"test_{name}" for name in names} - {"test_set_debug_mode"} <= files
 

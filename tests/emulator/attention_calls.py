@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from attention_cases import Case, build, check, plan_in_numpy
+from attention_cases import Case, attend, build, check, plan_in_numpy
 
 import pc
 from pc.triton_ops._attention.layout import PlanShape, plan_views
@@ -25,31 +25,15 @@ DENSE = (1, 2, 17, *range(64, 131))
 RAGGED = tuple((9 + i + 36 * i % 64, 9 + i) for i in range(66))
 
 
-def _attention(call: Case) -> None:
-    batch = build(call)
-    given = dict(batch.options)
-    if call.window:
-        out, lse = pc.sliding_window_attention_with_lse(
-            *batch.tensors, batch.scale, call.window, call.num_sink_tokens, **given
-        )
-    else:
-        out, lse = pc.paged_attention_with_lse(*batch.tensors, batch.scale, **given)
-    check(batch, out, lse)
+def _attention(op: str, case: Case) -> None:
+    batch = build(case)
+    check(batch, *attend(batch, op))
 
 
-def _gap(call: Case) -> None:
-    batch = build(call)
-    out, lse = pc.sparse_gap_attention_with_lse(
-        *batch.tensors, batch.positions, batch.scale, call.window, call.num_sink_tokens, **batch.options
-    )
-    check(batch, out, lse)
-
-
-def _shared(call: Case, shared: int) -> None:
-    batch = build(call)
-    batch.block_tables[:, :shared] = batch.block_tables[:1, :shared]
-    out, lse = pc.shared_prefix_attention_with_lse(*batch.tensors, shared, batch.scale, **batch.options)
-    check(batch, out, lse)
+def _add(kind: str, op: str, cases: dict[str, Case]) -> None:
+    for name, case in cases.items():
+        own = op or ("sliding_window_attention" if case.window else "paged_attention")
+        ATTENTION_CASES[f"{kind}: {name}"] = functools.partial(_attention, own, case)
 
 
 def _ragged(every: int = 1, **given: object) -> Case:
@@ -87,8 +71,7 @@ ATTENTION = {
     ),
     "prefill in two splits": Case((1030, 40, 200), (9, 12, 8), heads=(2, 1), dtype=BF16, bounds=True),
 }
-for name, given in ATTENTION.items():
-    ATTENTION_CASES[f"attention: {name}"] = functools.partial(_attention, given)
+_add("attention", "", ATTENTION)
 GAP = {
     "holes": dataclasses.replace(SPARSE, holes=0.5),
     "holes, scattered queries": Case((40, 77, 130), (12, 20, 33), dtype=F16, holes=0.4, scattered=True),
@@ -109,13 +92,9 @@ GAP = {
     "lists in two splits": Case((700, 300), (1, 1), dtype=BF16, top_k=40, heads=(8, 2)),
     "all holes": Case((100, 64), (1, 20), dtype=BF16, holes=1.0, sinks=True),
 }
-for name, given in GAP.items():
-    ATTENTION_CASES[f"gap: {name}"] = functools.partial(_gap, given)
-ATTENTION_CASES["shared prefix"] = functools.partial(
-    _shared, Case((200, 150, *range(131, 163)), (1, 9, *[1, 2] * 16), dtype=BF16, alibi=True, padding=3), 8
-)
-
-
+_add("gap", "sparse_gap_attention", GAP)
+SHARED = Case((200, 150, *range(131, 163)), (1, 9, *[1, 2] * 16), dtype=BF16, alibi=True, padding=3, shared=8)
+ATTENTION_CASES["shared prefix"] = functools.partial(_attention, "shared_prefix_attention", SHARED)
 LATENT = Case(
     (1, 17, *range(60, 70), 128), (1,) * 13, heads=(16, 1), dtype=BF16, head_dim=576, value_dim=512, latent=True
 )
@@ -131,23 +110,9 @@ LATENTS = {
 }
 
 
-def _latent(call: Case) -> None:
-    batch = build(call)
-    out, lse = pc.latent_attention_with_lse(*batch.tensors, batch.scale, call.value_dim, **batch.options)
-    check(batch, out, lse)
-
-
-def _sparse_latent(call: Case) -> None:
-    batch = build(call)
-    given = (*batch.tensors, batch.positions, batch.scale, call.value_dim, call.window, call.num_sink_tokens)
-    check(batch, *pc.sparse_latent_attention_with_lse(*given, **batch.options))
-
-
-ATTENTION_CASES["latent: lists"] = functools.partial(
-    _sparse_latent, dataclasses.replace(LATENT, lens=(130, 33, 200), queries=(1, 5, 1), top_k=5, holes=0.2)
-)
-for name, given in LATENTS.items():
-    ATTENTION_CASES[f"latent: {name}"] = functools.partial(_latent, given)
+LISTS = dataclasses.replace(LATENT, lens=(130, 33, 200), queries=(1, 5, 1), top_k=5, holes=0.2)
+_add("latent", "sparse_latent_attention", {"lists": LISTS})
+_add("latent", "latent_attention", LATENTS)
 
 
 def _plan(block_size: int, window: int = 0, num_sink_tokens: int = 0, causal: bool = True, heads: int = 0) -> None:

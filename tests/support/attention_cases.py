@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import random
 from typing import Any
@@ -42,6 +43,7 @@ class Case:
     head_tables: bool = False  # a block table per KV head
     tree: bool = False  # queries are trees, whose depths are their positions where scattered
     top_k: int = 0  # blocks of each query's own list
+    shared: int = 0  # blocks that all sequences begin with
 
     def __str__(self) -> str:
         fields = dataclasses.fields(self)
@@ -84,6 +86,40 @@ class Batch:
                 moved[name] = value.to(device)
         moved["options"] = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in self.options.items()}
         return Batch(**moved)
+
+
+def arguments_of(batch: Batch, op: str) -> dict[str, Any]:
+    """Return the arguments of an operator for a batch, by name, without options that have defaults everywhere."""
+    import pc
+
+    case, span = batch.case, (batch.case.window, batch.case.num_sink_tokens)
+    own: dict[str, tuple[Any, ...]] = {
+        "paged_attention": (batch.scale,),
+        "sliding_window_attention": (batch.scale, *span),
+        "sparse_gap_attention": (batch.positions, batch.scale, *span),
+        "latent_attention": (batch.scale, case.value_dim),
+        "sparse_latent_attention": (batch.positions, batch.scale, case.value_dim, *span),
+        "shared_prefix_attention": (case.shared, batch.scale),
+    }
+    names = inspect.signature(getattr(pc, op)).parameters
+    return dict(zip(names, (*batch.tensors, *own[op]), strict=False)) | batch.options
+
+
+def attend(batch: Batch, op: str = "paged_attention", with_lse: bool = True, **changes: Any) -> Any:
+    """Call an operator for a batch and return its result, with the log-sum-exp if asked. `changes` are arguments."""
+    import pc
+
+    return getattr(pc, op + "_with_lse" * with_lse)(**arguments_of(batch, op) | changes)
+
+
+def plan_of(batch: Batch, function: Any = None, **changes: Any) -> torch.Tensor:
+    """Return the plan of a batch's attention, made by `pc.attention_plan` or by `function`."""
+    import pc
+
+    case = batch.case
+    given = (*batch.tensors[-3:], case.block_size, case.causal, case.window, case.num_sink_tokens, batch.positions)
+    options = {"num_shared_blocks": case.shared, "num_kv_heads": case.heads[1]}
+    return (function or pc.attention_plan)(*given, **options | {"batch_invariant": case.batch_invariant} | changes)
 
 
 def plan_in_numpy(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -134,6 +170,7 @@ def build(case: Case) -> Batch:
                 else:
                     used[tables[i, head, b], : min(size, length - b * size), heads] = True
         tables[i, :, blocks:] = 2**31 - 1  # never read
+    tables[:, :, : case.shared] = tables[:1, :, : case.shared]
     if not case.head_tables:
         tables = tables[:, 0]
     if cache_dtype != torch.int8:
@@ -232,6 +269,55 @@ def _poison_unattended(batch: Batch) -> None:
             if block >= 0:
                 for cache in (batch.key_cache, batch.value_cache):
                     cache[block, t % case.block_size, head] = NAN
+
+
+def random_case(rand: random.Random) -> Case:
+    """Return a case with some of all options, without sequences."""
+    head_dims = (32, 40, 64, 64, 72, 80, 96, 112, 128, 128, 160, 192, 200, 256, 256, 320, 512)
+    kv_heads, group = rand.choice([1, 1, 2, 3, 8]), rand.choice([1, 2, 3, 4, 5, 7, 8, 12, 16])
+    return Case(
+        heads=(kv_heads * group, kv_heads),
+        head_dim=rand.choice(head_dims),
+        value_dim=rand.choice([None, None, None, *head_dims[:-1]]),
+        block_size=rand.choice((8, 16, 16, 32, 32, 64, 128, 5, 24, 48, 1, 100, 528)),
+        dtype=rand.choice([torch.float32, torch.float16, torch.bfloat16, torch.bfloat16]),
+        cache_dtype=rand.choice([None, None, None, torch.float8_e4m3fn, torch.int8]),
+        per_head_scales=rand.random() < 0.5,
+        causal=rand.random() < 0.8,
+        window=rand.choice([0, 0, 1, rand.randint(2, 300)]),
+        num_sink_tokens=rand.choice([0, 0, 4, rand.randint(1, 150)]),
+        scattered=rand.random() < 0.3,
+        holes=rand.choice([0.0, 0.0, 0.0, 0.3, 0.9]),
+        softcap=rand.choice([0.0, 0.0, 5.0]),
+        alibi=rand.random() < 0.25,
+        sinks=rand.random() < 0.25,
+        padding=rand.choice([0, 0, 1, 3]),
+        head_major=rand.random() < 0.3,
+        batch_invariant=rand.random() < 0.15,
+        bounds=rand.random() < 0.3,
+        head_tables=rand.random() < 0.2,
+        tree=rand.random() < 0.15,
+        top_k=rand.choice([0, 0, 0, 1, 3, 12]),
+    )
+
+
+def with_random_lengths(case: Case, rand: random.Random, work: float) -> Case:
+    """Return the case with random sequences, whose scores take at most `work` multiplications by eight numbers."""
+    kind = rand.choice(["decodes", "decodes", "mixed", "mixed", "one long", "prefills", "empty"])
+    count = {"decodes": rand.randint(1, 12), "one long": 1, "empty": rand.randint(0, 2)}.get(kind, rand.randint(1, 5))
+    counts = {"decodes": [1, 1, 1, 2, 5, 8], "prefills": [130], "mixed": [1, 4, 9, 40]}.get(kind, [2])
+    lens, queries, left = [], [], 8 * work / (case.heads[0] * case.head_dim)
+    for _ in range(count):
+        boundary = rand.choice((0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200, 257))
+        length = rand.randint(700, 3000) if kind == "one long" else rand.choice([boundary, rand.randint(1, 700)])
+        length, top = min(length, max(1, int(left))), rand.choice(counts)
+        # With more queries than tokens, those before the first token attend to no key.
+        most = length if case.scattered or case.tree or length else 3
+        q = max(0, min(rand.choice([rand.randint(0, top), top]), most, int(left / max(1, length))))
+        left -= q * length
+        lens.append(length)
+        queries.append(q)
+    return dataclasses.replace(case, lens=tuple(lens), queries=tuple(queries), seed=rand.randrange(10**6))
 
 
 def attended(batch: Batch, i: int) -> torch.Tensor:

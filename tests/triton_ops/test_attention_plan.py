@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import Case, build, check, plan_in_numpy
+from attention_cases import Case, attend, build, check, plan_in_numpy, plan_of
 
 import pc
 from pc.triton_ops._attention.layout import PlanShape, plan_views
@@ -25,25 +25,11 @@ CASES = [
 ]
 
 
-def _plan(batch, op=pc.attention_plan, **options):
-    case = batch.case
-    return op(
-        *batch.tensors[3:],
-        case.block_size,
-        case.causal,
-        case.window,
-        case.num_sink_tokens,
-        batch.positions,
-        num_kv_heads=case.heads[1],
-        **options,
-    )
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels_build_the_numpy_plan(case, device):
     batch = build(case)
-    expected = _plan(batch, plan_in_numpy)
-    plan = _plan(batch.to(device)).cpu()
+    expected = plan_of(batch, plan_in_numpy)
+    plan = plan_of(batch.to(device)).cpu()
     shape = PlanShape.of(batch.block_tables, case.block_size)
     assert plan.numel() == expected.numel() == shape.size
     if not case.lens:
@@ -77,9 +63,7 @@ def test_ragged_batch_is_balanced(device):
 @pytest.mark.parametrize("case", [*CASES[:5], *CASES[-3:-1]], ids=str)
 def test_attention_with_a_plan(case, device):
     batch = build(case).to(device)
-    arguments = (*batch.tensors, batch.positions, batch.scale, case.window, case.num_sink_tokens, case.causal)
-    out, lse = pc.sparse_gap_attention_with_lse(*arguments, plan=_plan(batch))
-    check(build(case), out, lse)
+    check(build(case), *attend(batch, "sparse_gap_attention", plan=plan_of(batch)))
 
 
 def test_refresh_in_place(device):
@@ -89,9 +73,9 @@ def test_refresh_in_place(device):
     for batch in (first, second):
         missing = width - batch.block_tables.shape[1]
         batch.block_tables = torch.nn.functional.pad(batch.block_tables, (0, missing), value=-1)
-    plan = _plan(first)
+    plan = plan_of(first)
     address = plan.data_ptr()
-    assert _plan(second, out=plan) is plan
+    assert plan_of(second, out=plan) is plan
     assert plan.data_ptr() == address
     check(second.to(torch.device("cpu")), pc.paged_attention(*second.tensors, second.scale, plan=plan))
 
@@ -101,7 +85,7 @@ def test_wrong_plan_is_refused(change, device):
     """It raises on the CPU always, and on a device in debug mode."""
     case = Case(lens=(300, 200), queries=(2, 3), scattered=True)
     batch = build(case).to(device)
-    plan = _plan(batch)
+    plan = plan_of(batch)
     window, invariant = 0, False
     if change == "window":
         window = 5
@@ -118,9 +102,7 @@ def test_wrong_plan_is_refused(change, device):
         plan = plan[:-1]
     pc.set_debug_mode(True)
     with pytest.raises(ValueError, match="plan: got"):
-        pc.sparse_gap_attention(
-            *batch.tensors, batch.positions, batch.scale, window, plan=plan, batch_invariant=invariant
-        )
+        attend(batch, "sparse_gap_attention", plan=plan, window=window, batch_invariant=invariant)
 
 
 def test_compile(device):

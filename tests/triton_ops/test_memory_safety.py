@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import Batch, Case, build
+from attention_cases import Batch, Case, attend, build, plan_of
 
 import pc
 from pc.triton_ops._core.runtime import INTERPRET
@@ -89,28 +89,15 @@ def test_attention(planned, case):
     columns = -(-max(case.lens, default=0) // case.block_size)
     tables = _tight(batch.block_tables, columns)
     wide = torch.full((batch.query.shape[0], case.heads[0] + 1, case.head_dim + 3), float("nan")).to(case.dtype)
-    query = wide[:, 1:, : case.head_dim].copy_(batch.query)
-    tensors = (query, batch.key_cache, batch.value_cache, tables, batch.seq_lens, batch.query_start_loc)
-    span = (case.window, case.num_sink_tokens)
-
-    def call():
-        plan = None
-        if planned:
-            rest = (case.block_size, case.causal, *span, batch.positions)
-            plan = pc.attention_plan(*tensors[3:], *rest, batch_invariant=case.batch_invariant)
-        options = {**batch.options, "plan": plan}
-        return pc.sparse_gap_attention_with_lse(*tensors, batch.positions, batch.scale, *span, **options)
-
-    _check(call)
+    batch.query, batch.block_tables = wide[:, 1:, : case.head_dim].copy_(batch.query), tables
+    _check(lambda: attend(batch, "sparse_gap_attention", plan=plan_of(batch) if planned else None))
 
 
 @pytest.mark.parametrize("lens", [(65, 33), (32, 80)])
 def test_shared_prefix(lens):
-    batch = build(Case(lens=lens, queries=tuple(range(1, 1 + len(lens))), head_dim=24, padding=1))
-    batch.block_tables[:, :2] = batch.block_tables[:1, :2]
-    tables = _tight(batch.block_tables, -(-max(lens) // 16))
-    tensors = (*batch.tensors[:3], tables, *batch.tensors[4:])
-    _check(lambda: pc.shared_prefix_attention_with_lse(*tensors, 2, batch.scale))
+    batch = build(Case(lens=lens, queries=tuple(range(1, 1 + len(lens))), head_dim=24, padding=1, shared=2))
+    batch.block_tables = _tight(batch.block_tables, -(-max(lens) // 16))
+    _check(lambda: attend(batch, "shared_prefix_attention"))
 
 
 @pytest.mark.parametrize("head_dim", [1, 33, 80])

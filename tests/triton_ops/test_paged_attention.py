@@ -9,60 +9,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from attention_cases import Case, build, check, dense
+from attention_cases import Case, attend, build, check, dense, plan_of
 
 import pc
 from pc.triton_ops._attention.plan import cached_with
 from pc.triton_ops._core.runtime import INTERPRET
 
 BF16, F16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
-CASES = [
-    Case(),
-    Case(lens=(), queries=()),
-    Case(lens=(), queries=(), padding=2),
-    Case(lens=(0, 5, 0, 70), queries=(0, 0, 1, 1), padding=3, sinks=True),
-    Case(lens=(0, 0), queries=(1, 3), bounds=True),
-    Case(lens=(0, 0), queries=(1, 30), bounds=True, sinks=True),
-    Case(lens=(150,), queries=(150,), heads=(1, 1)),
-    Case(lens=(1000,), queries=(1,), heads=(8, 1), bounds=True),
-    Case(lens=(700, 64, 3), queries=(1, 1, 1), head_major=True, bounds=True),
-    Case(lens=(129, 300), queries=(8, 9), heads=(7, 1)),
-    Case(lens=(40,), queries=(9,), heads=(128, 1), head_dim=16),
-    Case(lens=(90, 65), queries=(1, 12), head_dim=80, dtype=BF16),
-    Case(lens=(90, 65), queries=(1, 12), head_dim=96, dtype=F16, block_size=8),
-    Case(lens=(150, 65), queries=(1, 12), head_dim=256, dtype=BF16, block_size=64),
-    Case(lens=(150, 65), queries=(1, 12), head_dim=256, block_size=32),
-    Case(lens=(300, 257), queries=(1, 30), block_size=256, head_dim=32),
-    Case(lens=(300, 257), queries=(1, 30), block_size=128, head_dim=33, dtype=F16),
-    Case(lens=(26,), queries=(20,), causal=False),
-    Case(lens=(100, 40), queries=(30, 1), causal=False, alibi=True),
-    Case(lens=(200, 90), queries=(1, 20), softcap=5.0, alibi=True, sinks=True),
-    Case(lens=(200, 90), queries=(1, 20), softcap=30.0, dtype=BF16, sinks=True),
-    Case(lens=(500, 300), queries=(1, 20), holes=0.5, dtype=F16),
-    Case(lens=(500, 300), queries=(1, 20), holes=1.0, sinks=True),
-    Case(lens=(200, 90), queries=(1, 20), cache_dtype=E4M3, dtype=BF16, per_head_scales=True),
-    Case(lens=(200, 90), queries=(1, 20), cache_dtype=E4M3, dtype=F16),
-    Case(lens=(200, 90), queries=(1, 20), cache_dtype=torch.int8, dtype=BF16),
-    Case(lens=(200, 90), queries=(1, 20), cache_dtype=torch.int8, per_head_scales=True),
-    Case(lens=(200, 90), queries=(1, 20), batch_invariant=True, padding=1, sinks=True),
-    Case(lens=(200, 90, 30), queries=(1, 20, 1), head_dim=48, value_dim=32, sinks=True, padding=1),
-    Case(lens=(90, 40), queries=(3, 20), head_dim=32, value_dim=80, dtype=F16, holes=0.3, softcap=20.0),
-    Case(lens=(70, 0, 40), queries=(1, 0, 1), head_dim=40, value_dim=24, dtype=BF16),
-    Case(lens=(90, 40), queries=(1, 20), head_dim=192, value_dim=128, cache_dtype=E4M3, dtype=BF16, heads=(2, 1)),
-    Case(lens=(70, 30), queries=(1, 11), head_dim=512, dtype=BF16, heads=(2, 1)),
-    Case(lens=(5000, 70), queries=(1, 1), heads=(2, 1), head_dim=16, block_size=64, sinks=True),
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_numerics(case, device):
-    batch = build(case).to(device)
-    out = pc.paged_attention(*batch.tensors, batch.scale, **batch.options)
-    out_too, lse = pc.paged_attention_with_lse(*batch.tensors, batch.scale, **batch.options)
-    check(build(case), out, lse)
-    assert torch.equal(out, out_too)
-
-
 HEAD_DIMS = [16, 64, 80, 96, 128, 192, 256]
 
 
@@ -74,7 +27,7 @@ def test_grid(dtype, head_dim, device):
     block_size = (8, 16, 1, 64, 48, 256, 5)[turn % 7]
     case = Case((70, 30), (1, 11) if turn % 2 else (9, 1), (2, 1), head_dim, block_size, dtype, seed=head_dim)
     batch = build(case).to(device)
-    check(build(case), *pc.paged_attention_with_lse(*batch.tensors, batch.scale))
+    check(build(case), *attend(batch))
 
 
 @pytest.mark.parametrize("layout", ["query", "cache", "tables"])
@@ -259,25 +212,21 @@ def test_cached_heads_and_slots_far_apart(far, operator, device):
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
 def test_scale_of_any_sign(scale, device):
-    batch = build(Case(lens=(150, 90), queries=(1, 20), holes=0.2)).to(device)
-    batch.scale = scale
-    expected = build(batch.case)
-    expected.scale = scale
-    check(expected, *pc.paged_attention_with_lse(*batch.tensors, scale))
+    batch = dataclasses.replace(build(Case(lens=(150, 90), queries=(1, 20), holes=0.2)), scale=scale)
+    check(batch, *attend(batch.to(device)))
 
 
 @pytest.mark.parametrize("cache_dtype", [E4M3, pytest.param(torch.int8, marks=pytest.mark.slow)])
 def test_codes_are_read_as_exactly_for_queries_of_any_size(cache_dtype, device):
     """Quantized keys are multiplied in float16, to whose range bfloat16 queries are scaled row by row."""
     batch = build(Case(lens=(150, 90), queries=(1, 20), cache_dtype=cache_dtype, dtype=BF16))
-    out, lse = pc.paged_attention_with_lse(*batch.to(device).tensors, batch.scale, **batch.to(device).options)
+    out, lse = attend(batch.to(device))
     # Powers of two change no rounding, so they change no bit of the result.
     size = 2.0 ** torch.randint(-60, 60, (batch.query.shape[0],)).to(torch.float32)
     for row in range(batch.query.shape[0]):
         batch.query[row] *= size[row]
     for row in range(0, batch.query.shape[0], 5):
-        moved = batch.to(device)
-        again = pc.paged_attention_with_lse(*moved.tensors, batch.scale / size[row].item(), **moved.options)
+        again = attend(batch.to(device), scale=batch.scale / size[row].item())
         assert torch.equal(again[0][row], out[row])
         assert torch.equal(again[1][row], lse[row])
 
@@ -297,29 +246,25 @@ def test_steps_of_two_tiles(options, device, monkeypatch, chosen):
     if "holes" in options:  # only whole tiles are absent
         case = dataclasses.replace(case, block_size=64)
     batch = build(case).to(device)
-    arguments = (*batch.tensors, batch.scale, case.window) if case.window else (*batch.tensors, batch.scale)
-    op = pc.sliding_window_attention_with_lse if case.window else pc.paged_attention_with_lse
-    check(build(case), *op(*arguments))
+    check(build(case), *attend(batch, "sliding_window_attention" if case.window else "paged_attention"))
     (call,) = chosen
     assert call.prefill.constants["BLOCK_N"] == 128
 
 
+@pytest.mark.interpreter
 def test_prefills_alone_have_no_splits_of_decodes(device, chosen):
     """With one long chunk no sequence has few queries, so decodes need no launch, no sum and no memory."""
     batch = build(Case(lens=(300, 200), queries=(100, 100), bounds=True, padding=0)).to(device)
-    if device.type == "cpu" and not INTERPRET:
-        pytest.skip("runs kernels")
-    check(build(batch.case), *pc.paged_attention_with_lse(*batch.tensors, batch.scale, **batch.options))
+    check(build(batch.case), *attend(batch))
     (call,) = chosen
     assert call.decode is None
     assert call.prefill is not None
 
 
+@pytest.mark.interpreter
 def test_partial_results_are_cached_with_the_plan(device, chosen):
-    if device.type == "cpu" and not INTERPRET:
-        pytest.skip("runs kernels")
     batch = build(Case(lens=(1000, 300), queries=(1, 1), heads=(2, 1))).to(device)
-    plan = pc.attention_plan(*batch.tensors[3:], 16, num_kv_heads=1)
+    plan = plan_of(batch)
     first = pc.paged_attention(*batch.tensors, batch.scale, plan=plan)
     ((parts, lse),) = cached_with(plan).parts.values()
     assert torch.equal(pc.paged_attention(*batch.tensors, batch.scale, plan=plan), first)
@@ -330,90 +275,14 @@ def test_partial_results_are_cached_with_the_plan(device, chosen):
     assert bool not in {type(number) for number in (*call.decode.numbers, *call.merge.numbers)}
 
 
+@pytest.mark.interpreter
 def test_parts_of_layers_of_other_shapes_stay_where_a_graph_may_read_them(device):
-    if device.type == "cpu" and not INTERPRET:
-        pytest.skip("runs kernels")
     plan = None
     for head_dim in (64, 32, 64):
         batch = build(Case(lens=(1000, 300), queries=(1, 1), heads=(2, 1), head_dim=head_dim)).to(device)
-        plan = pc.attention_plan(*batch.tensors[3:], 16, num_kv_heads=1) if plan is None else plan
-        check(build(batch.case), *pc.paged_attention_with_lse(*batch.tensors, batch.scale, plan=plan))
+        plan = plan_of(batch) if plan is None else plan
+        check(build(batch.case), *attend(batch, plan=plan))
     assert [parts.shape[2] for parts, _ in cached_with(plan).parts.values()] == [64, 32]
-
-
-BAD = {
-    "query": [
-        (lambda q: q[0], ValueError, r"query: got shape .*needs \[num_tokens, num_heads, head_dim\]"),
-        (lambda q: q.double(), TypeError, "query: got float64"),
-        (lambda q: q[:, :3], ValueError, "key_cache: got 2 KV heads, needs a divisor of query's 3 heads"),
-        (lambda q: q.transpose(1, 2).contiguous().transpose(1, 2), ValueError, "query: got strides"),
-        (lambda q: q.clone().requires_grad_(), RuntimeError, "query: got a tensor that requires grad"),
-    ],
-    "key_cache": [
-        (lambda k: k[..., :32], ValueError, "key_cache: got head_dim 32, needs head_dim 64 of query"),
-        (lambda k: k.half(), TypeError, "key_cache: got float16"),
-        (lambda k: k[:, :0], ValueError, "key_cache: got block_size 0, needs at least 1"),
-        (lambda k: k.to(torch.int8), TypeError, "value_cache"),
-    ],
-    "value_cache": [
-        (lambda v: v[:-1], ValueError, "value_cache: got shape"),
-        (lambda v: v[0], ValueError, "value_cache"),
-    ],
-    "block_tables": [
-        (lambda t: t.long(), TypeError, "block_tables: got int64"),
-        (lambda t: t[:1], ValueError, "seq_lens: got 2 elements, needs 1, the rows of block_tables"),
-        (lambda t: t.t().contiguous().t(), ValueError, "block_tables: got strides"),
-        (lambda t: torch.full_like(t, 1000), ValueError, "block_tables: got 1000 in row 0, column 0, needs -1 to"),
-        (lambda t: torch.full_like(t, -2), ValueError, "block_tables: got -2 in row 0"),
-    ],
-    "seq_lens": [
-        (lambda s: s.long(), TypeError, "seq_lens: got int64"),
-        (lambda s: s + 1000, ValueError, "seq_lens: got values from"),
-        (lambda s: s * 0 - 1, ValueError, "seq_lens: got values from -1"),
-    ],
-    "query_start_loc": [
-        (lambda s: s[:-1], ValueError, "query_start_loc: got 2 elements, needs 3"),
-        (lambda s: s + 1, ValueError, "query_start_loc: got"),
-        (lambda s: s.flip(0), ValueError, "query_start_loc: got"),
-    ],
-}
-NAMES = ("query", "key_cache", "value_cache", "block_tables", "seq_lens", "query_start_loc")
-
-
-@pytest.mark.parametrize(("name", "index"), [(name, i) for name in BAD for i in range(len(BAD[name]))])
-def test_bad_tensors(name, index):
-    batch = build(Case(lens=(100, 40), queries=(1, 5)))
-    arguments = dict(zip(NAMES, batch.tensors, strict=True))
-    change, error, message = BAD[name][index]
-    arguments[name] = change(arguments[name])
-    with pytest.raises(error, match=message):
-        pc.paged_attention(**arguments, scale=batch.scale)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"softcap": -1.0}, ValueError, "softcap: got -1.0"),
-        ({"alibi_slopes": torch.ones(3)}, ValueError, "alibi_slopes: got"),
-        ({"sinks": torch.ones(4, dtype=torch.int32)}, TypeError, "sinks: got"),
-        ({"k_scale": torch.ones(1)}, ValueError, "k_scale: got .*needs None"),
-        ({"max_query_len": 2}, ValueError, "max_query_len: got 2, needs at least 5"),
-        ({"max_seq_len": 50}, ValueError, "seq_lens: got values from 40 to 100, needs 0 to 50"),
-        ({"plan": torch.zeros(3, dtype=torch.int32)}, ValueError, "plan: got 3 elements"),
-    ],
-)
-def test_bad_options(options, error, message):
-    batch = build(Case(lens=(100, 40), queries=(1, 5)))
-    with pytest.raises(error, match=message):
-        pc.paged_attention(*batch.tensors, batch.scale, **options)
-
-
-def test_bad_scales():
-    batch = build(Case(cache_dtype=torch.int8))
-    with pytest.raises(ValueError, match="k_scale: got None"):
-        pc.paged_attention(*batch.tensors, batch.scale)
-    with pytest.raises(ValueError, match=r"k_scale: got .*3.*needs one contiguous element or 2"):
-        pc.paged_attention(*batch.tensors, batch.scale, k_scale=torch.ones(3), v_scale=torch.ones(1))
 
 
 def test_grad_is_allowed_without_grad_mode():

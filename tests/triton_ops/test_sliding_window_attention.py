@@ -2,53 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
-from attention_cases import Case, build, check
+from attention_cases import Case, attend, build, check, plan_of
 from counted import counted_work, counts_work
 
 import pc
 from pc.triton_ops._attention import plan_cpu
 from pc.triton_ops._attention.predicate import Mask
-from pc.triton_ops._core.runtime import INTERPRET
 
-CASES = [
-    Case(lens=(200, 90), queries=(1, 40), window=1),
-    Case(lens=(500, 90), queries=(1, 40), window=70, num_sink_tokens=4),
-    Case(lens=(500, 300), queries=(5, 150), window=33, num_sink_tokens=70, dtype=torch.float16),
-    Case(lens=(500, 300), queries=(5, 20), window=100, causal=False, num_sink_tokens=3),
-    Case(lens=(300, 20), queries=(9, 20), window=1000, dtype=torch.bfloat16),
-    Case(lens=(300, 200), queries=(1, 20), window=64, num_sink_tokens=4, softcap=4.0, sinks=True, alibi=True),
-    Case(lens=(300, 200), queries=(1, 20), window=64, num_sink_tokens=4, batch_invariant=True, holes=0.3),
-    Case(lens=(300, 200), queries=(1, 20), window=64, cache_dtype=torch.int8, dtype=torch.bfloat16),
-    Case(lens=(130, 0), queries=(130, 0), window=0),
-]
-
-
-def _call(batch, op=pc.sliding_window_attention_with_lse, **options):
-    case = batch.case
-    return op(*batch.tensors, batch.scale, case.window, case.num_sink_tokens, **batch.options, **options)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_numerics(case, device):
-    batch = build(case).to(device)
-    out, lse = _call(batch)
-    check(build(case), out, lse)
-    assert torch.equal(out, _call(batch, pc.sliding_window_attention))
+OP = "sliding_window_attention"
 
 
 def test_memory_behind_the_window_is_not_read(device):
     """Blocks that no query reaches hold NaN; they are in the table or replaced by -1."""
     case = Case(lens=(300, 300), queries=(1, 20), window=40)
     batch = build(case).to(device)
-    expected = _call(batch, pc.sliding_window_attention)
+    expected = attend(batch, OP, with_lse=False)
     behind = batch.block_tables[:, : (300 - 20 - 40) // case.block_size].long()
     batch.key_cache[behind], batch.value_cache[behind] = float("nan"), float("nan")
-    assert torch.equal(_call(batch, pc.sliding_window_attention), expected)
+    assert torch.equal(attend(batch, OP, with_lse=False), expected)
     batch.block_tables[:, : behind.shape[1]] = -1
-    assert torch.equal(_call(batch, pc.sliding_window_attention), expected)
+    assert torch.equal(attend(batch, OP, with_lse=False), expected)
 
 
 def test_no_window_is_paged_attention(device):
@@ -77,7 +55,7 @@ def test_work_does_not_depend_on_the_context_behind_the_window(length, q_len, wi
     case = Case(lens=(length,), queries=(q_len,), heads=(1, 1), window=window, num_sink_tokens=sink_tokens)
     batch = build(case)
     with counted_work(batch.key_cache) as work:
-        _call(batch)
+        attend(batch, OP)
     assert work.read == keys
     assert work.multiplied == 64 * tiles
 
@@ -93,13 +71,12 @@ def test_no_decode_reaches_more_tiles_than_are_planned_for(q_len, window, sink_t
     assert max(reached) == mask.max_tiles(q_len)
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize(("window", "programs"), [(130, 2), (193, 2), (194, 4)])
 def test_decode_within_a_short_window_is_not_split(window, programs, device, chosen):
     """A window within 4 tiles is one work item of a sequence, without idle programs, parts, or a sum of them."""
-    if device.type == "cpu" and not INTERPRET:
-        pytest.skip("runs kernels")
     batch = build(Case(lens=(2000, 700), queries=(1, 1), heads=(2, 1), window=window, bounds=True)).to(device)
-    check(build(batch.case), *_call(batch))
+    check(build(batch.case), *attend(batch, OP))
     (call,) = chosen
     assert call.decode.programs[0] == programs
     assert (call.decode_parts is not None) == (programs > 2)
@@ -109,22 +86,7 @@ def test_decode_within_a_short_window_is_not_split(window, programs, device, cho
 def test_a_plan_without_the_window_writes_nothing_outside(device, monkeypatch):
     """Devices do not check values. Here such a plan has splits for which the call has no room."""
     batch = build(Case(lens=(1500,), queries=(1,), heads=(2, 1), window=70))
-    plan = pc.attention_plan(*batch.tensors[3:], 16, num_kv_heads=1)
+    plan = plan_of(dataclasses.replace(batch, case=dataclasses.replace(batch.case, window=0)))
     assert int(plan[0]) > 1
     monkeypatch.setattr(plan_cpu, "check_plan", lambda call, options: None)
-    _call(batch, plan=plan)
-
-
-@pytest.mark.parametrize(
-    ("window", "sink_tokens", "message"), [(-1, 0, "window: got -1"), (4, -2, "num_sink_tokens: got -2")]
-)
-def test_bad_windows(window, sink_tokens, message):
-    batch = build(Case())
-    with pytest.raises(ValueError, match=message):
-        pc.sliding_window_attention(*batch.tensors, batch.scale, window, sink_tokens)
-
-
-@pytest.mark.gpu
-def test_numerics_on_the_device(device):
-    case = Case(lens=(5000, 2000), queries=(1, 500), heads=(8, 2), head_dim=128, dtype=torch.bfloat16, window=1024)
-    check(build(case), *_call(build(case).to(device)))
+    attend(batch, OP, plan=plan)

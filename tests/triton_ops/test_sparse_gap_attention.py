@@ -1,47 +1,40 @@
-"""pc.sparse_gap_attention: scattered queries, holes, both with windows."""
+"""pc.sparse_gap_attention: scattered queries, holes, tables of each head, lists of blocks, and trees."""
 
 from __future__ import annotations
 
 import dataclasses
+import random
 
+import numpy as np
 import pytest
 import torch
-from attention_cases import Case, build, check
+from attention_cases import Case, attend, attended, build, check, plan_of, random_case, with_random_lengths
 from counted import counted_work, counts_work
+from graph_double import TapeCapturer
 
 import pc
+from pc.triton_ops._attention.constants import prefill_tiles
+from pc.triton_ops._core.runtime import INTERPRET
 
-BF16, F16, E4M3, INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
-CASES = [
-    Case(lens=(300, 90), queries=(40, 3), scattered=True),
-    Case(lens=(300, 90), queries=(40, 3), scattered=True, holes=0.6, dtype=F16),
-    Case(lens=(500, 90), queries=(12, 3), scattered=True, window=20),
-    Case(lens=(500, 400), queries=(12, 30), scattered=True, window=20, num_sink_tokens=150),
-    Case(lens=(500, 400), queries=(12, 30), scattered=True, window=20, causal=False, num_sink_tokens=3, dtype=BF16),
-    Case(lens=(500, 0, 64), queries=(5, 0, 30), scattered=True, window=90, holes=0.5, sinks=True, alibi=True),
-    Case(lens=(500, 100), queries=(9, 30), scattered=True, window=64, batch_invariant=True, padding=2),
-    Case(lens=(400, 300), queries=(1, 60), holes=0.9, window=100, num_sink_tokens=64),
-    Case(lens=(400, 0, 300, 33), queries=(1, 0, 60, 2), holes=0.6, head_tables=True, heads=(6, 3), padding=2),
-    Case(lens=(2500, 900), queries=(1, 3), heads=(4, 2), head_tables=True, holes=0.4, dtype=BF16, sinks=True),
-    Case(lens=(500, 90), queries=(12, 3), scattered=True, window=20, head_tables=True, holes=0.3, alibi=True),
-    Case(lens=(300, 90), queries=(40, 1), head_tables=True, holes=0.8, cache_dtype=INT8, per_head_scales=True),
-    Case(lens=(300, 1900), queries=(20, 1), head_tables=True, holes=0.5, batch_invariant=True, value_dim=24),
-]
+OP = "sparse_gap_attention"
+HEADED = Case(lens=(300, 90), queries=(1, 40), block_size=8, heads=(6, 3), holes=0.5, head_tables=True)
 
 
-def _call(batch, op=pc.sparse_gap_attention_with_lse, **options):
-    case = batch.case
-    return op(
-        *batch.tensors, batch.positions, batch.scale, case.window, case.num_sink_tokens, **batch.options, **options
-    )
+def result(batch, **changes):
+    """Return the operator's result without the log-sum-exp."""
+    return attend(batch, OP, with_lse=False, **changes)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_numerics(case, device):
-    batch = build(case).to(device)
-    out, lse = _call(batch)
-    check(build(case), out, lse)
-    assert torch.equal(out, _call(batch, pc.sparse_gap_attention))
+@pytest.mark.quick
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(n, marks=pytest.mark.slow) for n in range(8, 40))])
+def test_all_options_together(seed, device):
+    """Random options and batches. PyTorch is fast, so that a seed has ten of them."""
+    rand = random.Random(seed)
+    for _ in range(1 if INTERPRET else 10):
+        case = random_case(rand)
+        batch = build(with_random_lengths(case, rand, 500_000 if INTERPRET else 2_000_000)).to(device)
+        options = {"plan": plan_of(batch)} if rand.random() < 0.5 else {}
+        check(build(batch.case), *attend(batch, OP, **options))
 
 
 @pytest.mark.parametrize("change", [{}, {"softcap": 5.0}, {"alibi": True, "holes": 0.5}, {"causal": False}], ids=str)
@@ -113,7 +106,7 @@ def test_work_is_that_of_live_tiles(window, block_size):
             keys[: 2000 - window] = False
             tiles[: (2000 - window) // 64] = False
         with counted_work(batch.key_cache) as work:
-            _call(batch)
+            attend(batch, OP)
         assert work.read == int(keys.sum())
         assert work.multiplied == 64 * int(tiles.sum())
 
@@ -129,22 +122,212 @@ def test_work_of_scattered_queries():
     assert work.multiplied == 64 * (1 + 2 + 2)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (lambda p: p.long(), TypeError, "query_positions: got int64"),
-        (lambda p: p[:-1], ValueError, "query_positions: got 6 elements, needs 7, one per row"),
-        (lambda p: p.flip(0), ValueError, "query_positions: got .*needs positions that ascend"),
-        (lambda p: p - 1000, ValueError, "query_positions: got"),
-    ],
-)
-def test_bad_positions(change, error, message):
-    batch = build(Case(lens=(40, 30), queries=(3, 4), scattered=True))
-    with pytest.raises(error, match=message):
-        pc.sparse_gap_attention(*batch.tensors, change(batch.positions), batch.scale)
+@pytest.mark.parametrize("queries", [(1, 2), (20, 9)], ids=str)
+def test_equal_tables_are_one_table(queries, device):
+    batch = build(Case(lens=(300, 90), queries=queries, holes=0.4)).to(device)
+    query, key, value, tables, *lengths = batch.tensors
+    shared = pc.sparse_gap_attention(query, key, value, tables, *lengths, None, batch.scale)
+    own = tables[:, None].expand(-1, 2, -1)
+    assert torch.allclose(
+        pc.sparse_gap_attention(query, key, value, own, *lengths, None, batch.scale), shared, atol=1e-6
+    )
 
 
-@pytest.mark.gpu
-def test_numerics_on_the_device(device):
-    case = Case(lens=(5000, 2000), queries=(300, 7), heads=(8, 2), head_dim=128, dtype=BF16, scattered=True, holes=0.5)
-    check(build(case), *_call(build(case).to(device)))
+@pytest.mark.parametrize("place", ["expanded", "columns", "heads", "sequences", "one head"])
+def test_layouts_of_tables(place, device):
+    case = HEADED
+    if place == "one head":
+        case = dataclasses.replace(case, heads=(4, 1))
+    batch = build(case).to(device)
+    tables = batch.block_tables
+    wide = tables.new_full([2 * n for n in tables.shape], -7)
+    if place == "columns":
+        wide[:2, : tables.shape[1], : tables.shape[2]] = tables
+        batch.block_tables = wide[:2, : tables.shape[1], : tables.shape[2]]
+    elif place == "heads":
+        wide[:2, ::2, : tables.shape[2]] = tables
+        batch.block_tables = wide[:2, ::2, : tables.shape[2]]
+    elif place == "sequences":
+        batch.block_tables = tables.transpose(0, 1).contiguous().transpose(0, 1)
+    elif place == "expanded":
+        batch.block_tables = tables[:, :1].expand_as(tables)
+        batch.key_cache.nan_to_num_()
+        batch.value_cache.nan_to_num_()
+    out, lse = attend(batch, OP)
+    check(batch.to(torch.device("cpu")), out, lse)
+
+
+def test_another_heads_memory_is_not_read(device):
+    """A block that one head holds is NaN in every other head's part."""
+    batch = build(Case(lens=(300, 90), queries=(1, 20), heads=(6, 3), head_tables=True, holes=0.5)).to(device)
+    for cache in (batch.key_cache, batch.value_cache):
+        assert cache.isnan().any()
+    assert not result(batch).isnan().any()
+
+
+@counts_work
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("q_len", [1, 3, 70])
+def test_work_is_that_of_each_heads_live_tiles(q_len, window):
+    """Present keys that a tile of queries attends to, and their tiles of 64, are counted for each head."""
+    case = Case(lens=(1000, 700), queries=(q_len, 1), heads=(3, 3), head_dim=16, block_size=32, window=window)
+    case = dataclasses.replace(case, holes=0.8, head_tables=True)
+    batch, whole = build(case), build(dataclasses.replace(case, holes=0.0))
+    tiles = prefill_tiles("interpreter", case.head_dim, 4, False, 1, case.block_size)
+    read, multiplied = 0, 0
+    for i, length in enumerate(case.lens):
+        present = batch.block_tables[i][:, torch.arange(length) // case.block_size] >= 0
+        for tile in attended(whole, i).split(tiles.block_m, 1):
+            both = (present, tile.any(1))
+            live, attends = (torch.nn.functional.pad(x, (0, -length % 64)).view(3, -1, 64).any(2) for x in both)
+            keys = 64 * (live & attends).sum(1)
+            if tile.shape[1] > 8:
+                keys = keys.clamp(min=tiles.block_n)  # without a tile, a prefill runs one empty step
+            read += int((present & tile.any(1)).sum())
+            multiplied += int(keys.sum())
+    with counted_work(batch.key_cache) as work:
+        result(batch)
+    assert work.read == read
+    assert work.multiplied == multiplied
+
+
+def test_a_far_block_number(device):
+    """One head has a block with a byte offset beyond 2**31, in memory that is only partly backed."""
+    far, size = 70_000, 128
+    cache = torch.from_numpy(np.zeros((far + 1, size, 2, 64), dtype=np.float16)).to(device)
+    cache[[far, 3]] = torch.randn(2, size, 2, 64, dtype=torch.float16, device=device)
+    assert cache.numel() * 2 > 2**31
+    query = torch.randn(1, 4, 64, dtype=torch.float16, device=device)
+    lens, starts, tables, same = (
+        torch.tensor(n, dtype=torch.int32, device=device)
+        for n in ([2 * size], [0, 1], [[[far, -1], [-1, 3]]], [[[0, -1], [-1, 1]]])
+    )
+    out = pc.sparse_gap_attention(query, cache, cache, tables, lens, starts, None, 0.125)
+    near = cache[[far, 3]]
+    assert torch.equal(out, pc.sparse_gap_attention(query, near, near, same, lens, starts, None, 0.125))
+
+
+def test_plan_refreshed_in_a_graph(device):
+    """The graph is captured once, and replayed with other lengths and holes."""
+    case = Case(lens=(300, 200), queries=(1, 1), heads=(6, 3), holes=0.4, head_tables=True)
+    batch = build(case).to(device)
+    plan = pc.attention_plan(*batch.tensors[3:], 16)
+
+    def step():
+        pc.attention_plan(*batch.tensors[3:], 16, out=plan)
+        return pc.sparse_gap_attention(*batch.tensors, None, batch.scale, plan=plan)
+
+    replay = TapeCapturer(device).capture(step)
+    batch.seq_lens.copy_(torch.tensor([270, 130]))
+    batch.block_tables[0, 1, :9] = -1
+    batch.block_tables[1, :, 3:5] = batch.block_tables[1, :, 3:5].flip(-1)
+    out = replay()
+    check(dataclasses.replace(batch.to(torch.device("cpu")), case=dataclasses.replace(case, lens=(270, 130))), out)
+
+
+@pytest.mark.parametrize("positions", [(40, 41), (64, 65), (320, 321)], ids=str)
+def test_queries_behind_the_last_key_attend_to_each_once(positions, device):
+    """They do not attend to the keys of the table's last block a second time."""
+    batch = build(Case(lens=(32,), queries=(2,), head_tables=True)).to(device)
+    query, key, value, tables, *lengths = batch.tensors
+    tables = torch.nn.functional.pad(tables, (0, 2), value=-1)
+    where = torch.tensor(positions, dtype=torch.int32, device=device)
+    call = query, key, value, tables, *lengths, where, batch.scale
+    every = pc.sparse_gap_attention(*call, causal=False)
+    assert torch.allclose(pc.sparse_gap_attention(*call), every, atol=1e-5)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("change", ["none", "softcap", "one query differs", "own block left out"])
+def test_queries_that_share_a_list(change, device):
+    """Runs of equal lists are computed together on the CPU, and in a tile of queries."""
+    batch = build(Case(lens=(300, 90), queries=(40, 9), top_k=5, seed=1))
+    lists = batch.options["query_blocks"]
+    for begin, end in ((0, 17), (17, 40), (41, 49)):
+        lists[begin:end] = lists[begin]
+    if change == "one query differs":
+        lists[20, 1] = torch.tensor([0, 2, 5, 11, -1])
+    elif change == "own block left out":
+        lists[41:, 0] = torch.tensor([0, 1, 2, 3, -1])
+    elif change == "softcap":
+        batch.case = dataclasses.replace(batch.case, softcap=5.0)
+        batch.options["softcap"] = 5.0
+    for cache in (batch.key_cache, batch.value_cache):
+        cache.nan_to_num_()
+    check(batch, *attend(batch.to(device), OP))
+
+
+def test_all_blocks_are_plain_attention(device):
+    batch = build(Case(lens=(300, 90), queries=(20, 1))).to(device)
+    every = torch.full((21, 2, 20), -1, dtype=torch.int32, device=device)
+    every[:20, :, :19] = torch.arange(19, dtype=torch.int32, device=device)
+    every[20:, :, :6] = torch.arange(6, dtype=torch.int32, device=device)
+    expected = pc.paged_attention(*batch.tensors, batch.scale)
+    assert torch.allclose(result(batch, query_blocks=every), expected, atol=1e-6)
+
+
+@counts_work
+@pytest.mark.parametrize("q_len", [1, 3, 21])
+def test_keys_read_are_those_of_the_union(q_len):
+    """A tile of four queries reads each key once that one of them attends to, and visits only their blocks."""
+    case = Case(lens=(1000, 700), queries=(q_len, 1), heads=(8, 2), head_dim=16, block_size=32, top_k=6, holes=0.3)
+    batch, keys, blocks, tiles = build(case), 0, 0, 0
+    for i, length in enumerate(case.lens):
+        live = torch.nn.functional.pad(attended(batch, i), (0, -length % 32)).view(2, -1, -(-length // 32), 32)
+        for tile in live.split(min(q_len, 4), 1):
+            keys += int(tile.any(1).sum())
+            blocks += int(tile.any(3).any(1).sum())
+            tiles += len(tile)
+    with counted_work(batch.key_cache) as work:
+        attend(batch, OP)
+    assert work.read == keys
+    # A step has two blocks, so a split with an odd number multiplies one in vain. A tile has at most two splits.
+    assert 32 * blocks <= work.multiplied <= 32 * (blocks + 2 * tiles)
+
+
+@pytest.mark.interpreter
+def test_batch_invariant_rows(device):
+    """A row's bits do not depend on the queries beside it."""
+    case = Case(lens=(300,), queries=(12,), top_k=6, batch_invariant=True)
+    batch = build(case).to(device)
+    whole = result(batch)
+    positions = torch.arange(288, 300, dtype=torch.int32, device=device)
+    some = torch.tensor([2, 7, 11], device=device)
+    batch.query, batch.positions = batch.query[some], positions[some]
+    batch.options["query_blocks"] = batch.options["query_blocks"][some]
+    batch.query_start_loc = torch.tensor([0, 3], dtype=torch.int32, device=device)
+    assert torch.equal(result(batch), whole[some])
+
+
+def test_replayed_with_other_lists_and_trees(device):
+    """The graph is captured once, and uses the lists, masks, depths and lengths at its replay."""
+    case = Case(lens=(90, 60), queries=(5, 3), heads=(4, 2), head_dim=16, top_k=3, tree=True, scattered=True)
+    batch = build(case).to(device)
+    replay = TapeCapturer(device).capture(lambda: result(batch))
+    other = build(dataclasses.replace(case, seed=1, lens=(81, 75)))
+    for name in ("query", "key_cache", "value_cache", "block_tables", "seq_lens", "positions"):
+        getattr(batch, name).copy_(getattr(other, name))
+    for name in ("query_blocks", "tree_mask"):
+        batch.options[name].copy_(other.options[name])
+    check(other, replay())
+
+
+def test_a_chain_is_causal(device):
+    """Every token's ancestors are all tokens before it, as in paged_attention."""
+    batch = build(Case(lens=(300, 90), queries=(40, 9))).to(device)
+    rows = torch.cat([torch.arange(40), torch.arange(9)])
+    masks = torch.tensor([[(1 << min(32, n + 1)) - 1, (1 << max(0, n - 31)) - 1] for n in rows.tolist()])
+    batch.options["tree_mask"] = masks.to(device, torch.int64).to(torch.int32)
+    chain = pc.paged_attention(*batch.tensors, batch.scale)
+    assert torch.allclose(result(batch), chain, atol=1e-6)
+
+
+def test_a_sibling_is_not_an_ancestor():
+    """Two tokens have the same depth, so the second must not see the first, unless nothing is causal."""
+    batch = build(Case(lens=(40,), queries=(2,)))
+    batch.options["tree_mask"] = torch.tensor([[1], [3]], dtype=torch.int32)
+    batch.positions = torch.tensor([38, 38], dtype=torch.int32)
+    with pytest.raises(ValueError, match="tree_mask: got bit 0 in query 1 of sequence 0"):
+        attend(batch, OP)
+    batch.options["causal"] = False
+    assert result(batch).shape == batch.query.shape
