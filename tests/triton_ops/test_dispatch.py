@@ -1,275 +1,123 @@
-"""Launches are built once for calls of a kind, and every call goes through the dispatcher."""
+"""Every kind of call gets its own launch, built once, and every call goes through the dispatcher."""
 
 from __future__ import annotations
 
-import inspect
-import itertools
+import dataclasses
 import threading
-import typing
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from attention_cases import Case, attend, build, check
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pc
 from pc.triton_ops._core import cache as launch_cache
-from pc.triton_ops._core import operator as registration
-from pc.triton_ops._core.cache import MAX_REMEMBERED, LaunchCache, cached_launch, forget_choices
+from pc.triton_ops._core.cache import MAX_REMEMBERED, LaunchCache, forget_choices
 
-_names = itertools.count()
-
-
-class Operator:
-    """An operator of two tensors and an optional one, and the calls that a launch was built for."""
-
-    def __init__(self) -> None:
-        self.built: list[tuple[object, ...]] = []
-        self.checked = 0
-        name = f"test_dispatch_{next(_names)}"
-        launch = cached_launch(self._build, self._check)
-        fake = lambda *args, **kwargs: _like(*args, **kwargs)  # noqa: E731
-        fake.__name__ = fake.__qualname__ = name
-        fake.__signature__ = inspect.signature(_like)
-        fake.__annotations__ = typing.get_type_hints(_like)
-        self.call = registration.operator(cpu=launch, launch=launch)(fake)
-        self.op = getattr(torch.ops.pc, name)
-
-    def _build(self, args):
-        self.built.append(tuple(v.shape if isinstance(v, torch.Tensor) else v for v in args))
-        return lambda args: _like(*args)
-
-    def _check(self, args):
-        self.checked += 1
-        if args.factor < 0:
-            raise ValueError("factor")
+F16, BF16 = torch.float16, torch.bfloat16
+STEP = Case(lens=(40, 20), queries=(1, 2), heads=(2, 1), head_dim=16)
+KINDS = [
+    STEP,
+    dataclasses.replace(STEP, dtype=F16),
+    dataclasses.replace(STEP, heads=(4, 1)),
+    dataclasses.replace(STEP, queries=(2, 2)),
+    dataclasses.replace(STEP, head_major=True),
+    dataclasses.replace(STEP, block_size=8),
+    dataclasses.replace(STEP, softcap=2.0),
+    dataclasses.replace(STEP, softcap=3.0),
+    dataclasses.replace(STEP, sinks=True),
+    dataclasses.replace(STEP, causal=False),
+]
 
 
-def _like(one: torch.Tensor, two: torch.Tensor, extra: torch.Tensor | None = None, factor: float = 1.0) -> torch.Tensor:
-    return (one + two if extra is None else one + two + extra) * factor
+@pytest.fixture(params=[True, False], ids=["guards", "no guards"])
+def guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do without TensorGuards, which torch does not promise."""
+    if not request.param:
+        monkeypatch.setattr(launch_cache, "TensorGuards", None)
 
 
-@pytest.fixture
-def operator():
-    return Operator()
-
-
-def _tensors(*shapes, **options):
-    return tuple(torch.randn(shape, **options) for shape in shapes)
-
-
-def test_a_launch_is_built_once_however_arguments_are_passed(operator):
-    one, two, extra = _tensors(4, 4, 4)
-    ways = [
-        lambda a, b, c: operator.call(a, b, c, 2.0),
-        lambda a, b, c: operator.call(a, b, factor=2.0, extra=c),
-        lambda a, b, c: operator.call(two=b, factor=2, one=a, extra=c),
-        lambda a, b, c: operator.op(a, b, extra=c, factor=2.0),
-    ]
-    for call in ways:
-        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
-            with mode():
-                assert torch.equal(call(one, two, extra), (one + two + extra) * 2.0)
-    assert operator.built == [(one.shape, two.shape, extra.shape, 2.0)]
-    assert operator.checked == 3 * len(ways), "values, every time"
-
-
-@pytest.mark.parametrize("change", ["shape", "dtype", "strides", "option", "absent", "aligned", "resized"])
-def test_a_launch_is_built_for_another_kind_of_call(operator, change):
-    one, two, extra = _tensors(4, 4, 4)
+@pytest.mark.quick
+@pytest.mark.usefixtures("guards")
+def test_layers_of_all_kinds_in_turn_get_their_own_results(device: torch.device) -> None:
+    """A call whose launch is that of another kind gives a wrong result, or an access outside of a tensor."""
+    batches = [build(case).to(device) for case in KINDS]
     for _ in range(2):
-        operator.call(one, two, extra, 2.0)
-    if change == "resized":
-        given = one.resize_(1), two.resize_(1), extra, 2.0
-    else:
-        given = {
-            "shape": (*_tensors(5, 5, 5), 2.0),
-            "dtype": (*_tensors(4, 4, 4, dtype=torch.float64), 2.0),
-            "strides": (torch.randn(8)[::2], two, extra, 2.0),
-            "option": (one, two, extra, 3.0),
-            "absent": (one, two, None, 2.0),
-            "aligned": (torch.randn(5)[1:], two, extra, 2.0),
-        }[change]
+        for batch in batches:
+            check(build(batch.case), *attend(batch))
+
+
+@pytest.mark.quick
+@pytest.mark.interpreter
+def test_the_second_call_of_a_kind_is_checked_as_the_first(device: torch.device) -> None:
+    batch = build(STEP).to(device)
+    pc.set_debug_mode(True)
     for _ in range(2):
-        assert torch.equal(operator.call(*given), _like(*given))
-    assert len(operator.built) == 2
+        attend(batch)
+    batch.block_tables[0, 0] = 1000
+    with pytest.raises(ValueError, match="block_tables: got 1000"):
+        attend(batch)
 
 
-def test_layers_that_alternate_are_all_found(operator):
-    layers = [_tensors(n, n) for n in range(1, 5)]
-    for _ in range(3):
-        for one, two in layers:
-            assert torch.equal(operator.call(one, two), one + two)
-    assert len(layers) == len(operator.built)
+BASE = torch.zeros(4, 8, 16)
+CALLS = {
+    "first": (BASE, torch.zeros(3)),
+    "length": (BASE[:2], torch.zeros(3)),
+    "strides": (BASE.transpose(0, 1).contiguous().transpose(0, 1), torch.zeros(3)),
+    "dtype": (BASE.half(), torch.zeros(3)),
+    "other tensor": (BASE, torch.zeros(4)),
+    "device": (BASE.to("meta"), torch.zeros(3)),
+    "address": (BASE, torch.zeros(4)[1:]),
+}
 
 
-class _Functions(TorchFunctionMode):
-    def __init__(self) -> None:
-        self.seen: list[str] = []
+@pytest.mark.quick
+@pytest.mark.usefixtures("guards")
+def test_a_launch_is_built_once_for_all_calls_of_a_kind() -> None:
+    cache: LaunchCache[object] = LaunchCache()
+    built: list[object] = []
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
+    def launch(options: object, *tensors: torch.Tensor) -> object:
+        return cache.get_or(options, tensors, lambda: built.append(object()) or built[-1])
 
-
-class _Operators(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-class _Tensor(torch.Tensor):
-    seen = 0
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        cls.seen += "test_dispatch" in str(func)
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-def test_modes_profilers_and_subclasses_see_every_call(operator):
-    one, two = _tensors(4, 4)
-    name = str(operator.op.default)
-    operator.call(one, two)
-    for mode in (_Functions(), _Operators()):
-        for _ in range(2):
-            with mode:
-                operator.call(one, two)
-        assert mode.seen.count(name) == 2, mode
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        operator.call(one, two)
-    assert any(event.name == name.replace(".default", "").replace("pc.", "pc::") for event in profile.events())
-    for _ in range(2):
-        operator.call(one.as_subclass(_Tensor), two)
-    assert _Tensor.seen == 2
-    for _ in range(2):
-        doubled = torch.vmap(operator.call)(torch.stack([one, one]), torch.stack([two, two]))
-        assert torch.equal(doubled[1], one + two)
-
-
-def test_values_are_checked_and_types_refused_at_every_call(operator):
-    one, two = _tensors(4, 4)
-    for _ in range(2):
-        operator.call(one, two, None, 2.0)
-    with pytest.raises(ValueError, match="factor"):
-        operator.call(one, two, None, -2.0)
-    with pytest.raises(TypeError, match="two: got 3, needs a tensor"):
-        operator.call(one, 3, None, 2.0)
-    with pytest.raises(TypeError, match="extra: got 'x', needs a tensor or None"):
-        operator.call(one, two, "x", 2.0)
-    with pytest.raises(TypeError, match="factor"):
-        operator.call(one, two, None, [2.0])
-    with pytest.raises(TypeError, match="one"):
-        operator.call(two=two)
-    with pytest.raises(TypeError):
-        operator.call(one, two, one=one)
-    with pytest.raises(TypeError):
-        operator.call(one, two, none=one)
-
-
-def test_the_compiler_sees_the_operator(operator):
-    one, two = _tensors(4, 4)
-    for _ in range(2):
-        operator.call(one, two)
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    compiled = torch.compile(operator.call, fullgraph=True, backend=backend)
-    assert torch.equal(compiled(one, two), one + two)
-    assert [node.target for node in graphs[0].graph.nodes if node.op == "call_function"] == [operator.op.default]
-
-
-def test_calls_are_forgotten_when_decisions_change(operator):
-    one, two = _tensors(4, 4)
-    for _ in range(2):
-        operator.call(one, two)
+    launches = {(option, name): launch(option, *tensors) for option in (1, 2) for name, tensors in CALLS.items()}
+    assert len({*map(id, launches.values())}) == len(built) == 2 * len(CALLS)
+    for (option, name), wanted in launches.items():
+        assert launch(option, *CALLS[name]) is wanted
+        assert name == "address" or launch(option, *(tensor.clone() for tensor in CALLS[name])) is wanted
+    with torch.inference_mode():
+        assert launch(1, BASE, torch.zeros(3)) is launches[1, "first"]
+    grown = torch.zeros(3)
+    assert launch(1, BASE, grown) is launches[1, "first"]
+    grown.resize_(4)
+    assert launch(1, BASE, grown) is launches[1, "other tensor"]
+    assert launch(1, grown, grown) is launch(1, grown, grown)
+    count = len(built)
     forget_choices()
-    operator.call(one, two)
-    assert len(operator.built) == 2
+    launch(1, *CALLS["first"])
+    assert len(built) == count + 1
 
 
-def test_memory_of_choices_is_bounded():
+def test_memory_of_launches_is_bounded() -> None:
     cache: LaunchCache[int] = LaunchCache()
     for option in range(MAX_REMEMBERED + 1):
         assert cache.get_or(option, (), lambda option=option: -option) == -option
     built = [cache.get_or(option, (), lambda: 1) for option in (MAX_REMEMBERED, 0, MAX_REMEMBERED - 1)]
-    assert built == [-MAX_REMEMBERED, 1, 1], "the last is known, those before it are built anew"
+    assert built == [-MAX_REMEMBERED, 1, 1], "the last is known, those before it are built again"
 
 
-def test_a_cache_tells_calls_apart_by_all_that_kernels_are_chosen_by():
-    cache, base = LaunchCache(), torch.zeros(4, 8, 16)
-    calls = {
-        "same": (base, torch.zeros(3)),
-        "length": (base[:2], torch.zeros(3)),
-        "strides": (base.transpose(0, 1).contiguous().transpose(0, 1), torch.zeros(3)),
-        "dtype": (base.half(), torch.zeros(3)),
-        "other": (base, torch.zeros(4)),
-        "device": (base.to("meta"), torch.zeros(3)),
-        "address": (base, torch.zeros(4)[1:]),
-    }
-
-    def found(options, tensors):
-        """What is known of such a call; None if it would be built anew, which is forgotten."""
-        built = []
-        name = cache.get_or(options, tensors, lambda: built.append(1) or "")
-        if built:
-            cache._known.popitem()
-            cache._last.get(options, [None]).pop(0)
-        return name or None
-
-    for name, tensors in calls.items():
-        assert found((1,), tensors) is None, name
-        assert cache.get_or((1,), tensors, lambda name=name: name) == name
-    for _ in range(2):
-        for name, tensors in calls.items():
-            assert found((1,), tensors) == name
-            assert name == "address" or found((1,), [tensor.clone() for tensor in tensors]) == name
-            assert found((2,), tensors) is None
-    with torch.inference_mode():
-        assert found((1,), (base, torch.zeros(3))) == "same"
-    grown = torch.zeros(3)
-    assert found((1,), (base, grown)) == "same"
-    grown.resize_(4)
-    assert found((1,), (base, grown)) == "other", "in place"
-    assert cache.get_or("twice", (grown, grown), lambda: "twice") == "twice"
-    assert found("twice", (grown, grown)) == "twice"
-    forget_choices()
-    assert found("twice", (grown, grown)) is None
-
-
-def test_a_cache_does_without_what_torch_does_not_promise(monkeypatch):
-    monkeypatch.setattr(launch_cache, "TensorGuards", None)
-    test_a_cache_tells_calls_apart_by_all_that_kernels_are_chosen_by()
-
-
-def test_modes_and_profilers_see_calls_of_cpu_tensors():
-    cache, ids = torch.randn(4, 2, 3), torch.tensor([2, 0])
-    name = str(torch.ops.pc.gather_blocks.default)
-    for mode in (_Functions(), _Operators()):
-        with mode:
-            pc.gather_blocks(cache, ids)
-        assert mode.seen.count(name) == 1, mode
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        pc.gather_blocks(cache, ids)
-    assert any(event.name == "pc::gather_blocks" for event in profile.events())
-
-
-def test_calls_of_many_threads_find_what_is_theirs(operator):
-    """Kinds in turn, more than are remembered, while choices are forgotten."""
+def test_threads_find_their_own_launches() -> None:
+    """Kinds in turn, more than are compared, while launches are forgotten."""
+    cache: LaunchCache[int] = LaunchCache()
     wrong = []
 
-    def work(seed):
+    def work(seed: int) -> None:
         numbers = torch.Generator().manual_seed(seed)
-        for n in torch.randint(1, 40, (150,), generator=numbers).tolist():
-            one, two = torch.full((n,), float(seed)), torch.full((n,), float(n))
-            if not torch.equal(operator.call(one, two, factor=seed), (one + two) * seed):
+        for n in torch.randint(1, 40, (300,), generator=numbers).tolist():
+            if cache.get_or(seed, (torch.zeros(n), torch.zeros(2 * n)), lambda n=n: seed * n) != seed * n:
                 wrong.append((seed, n))
             if n == 1:
                 forget_choices()
@@ -280,3 +128,65 @@ def test_calls_of_many_threads_find_what_is_theirs(operator):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class _Tensor(torch.Tensor):
+    seen: list[str] = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(str(func))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+CACHE, IDS = torch.randn(4, 2, 3), torch.tensor([2, 0])
+OPERATORS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "gather_blocks": lambda cache: pc.gather_blocks(cache, IDS),
+    "gather_slots": lambda cache: pc.gather_slots(cache, IDS),
+    "scatter_blocks": lambda cache: pc.scatter_blocks(CACHE[:2].clone(), cache, IDS),
+    "scatter_slots": lambda cache: pc.scatter_slots(CACHE[:2, 0].clone(), cache, IDS),
+    "paged_attention": lambda cache: attend(build(STEP), with_lse=False),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", OPERATORS)
+def test_modes_profilers_subclasses_and_compilers_see_every_call(name: str) -> None:
+    call, operator = OPERATORS[name], getattr(torch.ops.pc, name).default
+    for mode in (_Functions(), _Operators()):
+        for _ in range(2):
+            with mode:
+                call(CACHE.clone())
+        assert mode.seen.count(str(operator)) == 2, mode
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call(CACHE.clone())
+    assert any(event.name == f"pc::{name}" for event in profile.events())
+    if name == "paged_attention":
+        return
+    for _ in range(2):
+        _Tensor.seen.clear()
+        call(CACHE.clone().as_subclass(_Tensor))
+        assert str(operator) in _Tensor.seen
+    graphs: list[torch.fx.GraphModule] = []
+    compiled = torch.compile(call, fullgraph=True, backend=lambda graph, inputs: graphs.append(graph) or graph)
+    compiled(CACHE.clone())
+    assert operator in {node.target for node in graphs[0].graph.nodes}

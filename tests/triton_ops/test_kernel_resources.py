@@ -15,7 +15,8 @@ from pc.triton_ops._core.runtime import HAS_TRITON, INTERPRET
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHER_CASES = ["decode bf16 d128 g4", "prefill bf16 d128 g4"]
-CASES = [*(pytest.param(case, marks=pytest.mark.slow) for case in OTHER_CASES), "write bf16 d128 e4m3"]
+ROWS = ["rows 8 KiB head-major", "rows 33 bytes", "join 8 KiB positions"]
+CASES = [*(pytest.param(case, marks=pytest.mark.slow) for case in OTHER_CASES + ROWS), "write bf16 d128 e4m3"]
 OTHER_TARGETS = ["sm_80", "sm_90"]
 MATRIX = {"sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
 # 64 rows, the least for wgmma, have sums of 512 columns, which leave too few registers for the rest.

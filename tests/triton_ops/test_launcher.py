@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -72,21 +74,6 @@ def on_device(name: str, *args: Any, **kwargs: Any) -> Any:
     return getattr(torch.ops.pc, name).default.redispatch(cuda, *args, **kwargs)
 
 
-def _attention_call(misaligned: bool = False, num_seqs: int = 2, head_dim: int = 64) -> dict[str, Any]:
-    elements = torch.zeros(num_seqs * 8 * head_dim + 8, dtype=torch.float16)[misaligned:]
-    cache = torch.zeros(4, 16, 2, head_dim, dtype=torch.float16)
-    return {
-        "query": elements[: num_seqs * 8 * head_dim].view(num_seqs, 8, head_dim),
-        "key_cache": cache,
-        "value_cache": cache.clone(),
-        "block_tables": torch.zeros(num_seqs, 32, dtype=torch.int32),
-        "seq_lens": torch.full((num_seqs,), 512, dtype=torch.int32),
-        "query_start_loc": torch.arange(num_seqs + 1, dtype=torch.int32),
-        "scale": 0.125,
-        "max_query_len": 1,
-    }
-
-
 def _same(one, other) -> bool:
     """Return whether two arguments are equal tensors or equal values."""
     if isinstance(one, tuple):
@@ -96,67 +83,63 @@ def _same(one, other) -> bool:
     return one == other
 
 
-@needs_compiler
-@pytest.mark.slow
-def test_second_launch_is_that_of_triton(launches):
-    """The plan's two kernels, the attention kernel and the merge are launched first by Triton, then without it."""
-    for call in (_attention_call(), _attention_call()):
-        on_device("paged_attention_with_lse", **call)
-    first, second = launches[:4], launches[4:]
-    assert len(second) == 4
-    for (grid, kernel, arguments), (again, same_kernel, others) in zip(first, second, strict=True):
-        assert again == grid
-        assert same_kernel is kernel
-        assert len(arguments) == len(others)
-        assert all(map(_same, arguments, others))
-    # The second call's tensors were passed, not those of the first.
-    assert not {t.data_ptr() for t in first[2][2][:3]} & {t.data_ptr() for t in second[2][2][:3]}
+Call = Callable[[int, torch.dtype], None]
+
+
+def _tensor(offset: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Return a tensor that begins `offset` elements behind an aligned address."""
+    return torch.zeros(math.prod(shape) + 8, dtype=dtype)[offset : math.prod(shape) + offset].view(shape)
+
+
+def _attend(offset: int, dtype: torch.dtype) -> None:
+    cache = torch.zeros(4, 16, 2, 64, dtype=dtype)
+    tables, lens = torch.zeros(2, 32, dtype=torch.int32), torch.full((2,), 512, dtype=torch.int32)
+    batch = (cache, cache.clone(), tables, lens, torch.arange(3, dtype=torch.int32))
+    on_device("paged_attention_with_lse", _tensor(offset, dtype, 2, 8, 64), *batch, 0.125, max_query_len=1)
+
+
+def _write(offset: int, dtype: torch.dtype) -> None:
+    key, cache = _tensor(offset, dtype, 3, 2, 64), torch.zeros(4, 16, 2, 64, dtype=dtype)
+    on_device("reshape_and_cache", key, key, cache, cache.clone(), torch.arange(3))
+
+
+def _move(offset: int, dtype: torch.dtype) -> None:
+    caches, outs = ([_tensor(offset * k, dtype, *shape) for _ in "ab"] for k, shape in ((1, (3, 16, 8)), (0, (5, 8))))
+    rows.launch_move_rows("rows", caches, outs, (2, 1), 5, source_index=torch.arange(5))
+
+
+# The plan's two kernels, the attention kernel and the merge; one kernel each for the others.
+CALLS: dict[str, tuple[Call, int, int]] = {"attention": (_attend, 4, 2), "write": (_write, 1, 0), "rows": (_move, 1, 0)}
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a launch's arguments, which may be in tuples."""
+    for value in values:
+        if isinstance(value, tuple):
+            yield from tensors_in(value)
+        elif hasattr(value, "data_ptr"):
+            yield value
 
 
 @needs_compiler
-@pytest.mark.slow
-def test_addresses_that_are_not_aligned_get_another_kernel(launches):
-    for misaligned in (False, True, False, True):
-        on_device("paged_attention_with_lse", **_attention_call(misaligned))
-    kernels = [kernel for _, kernel, _ in launches[2::4]]
-    assert kernels[0] is kernels[2]
-    assert kernels[1] is kernels[3]
-    assert kernels[0] is not kernels[1]
-
-
-@needs_compiler
-def test_cache_write_reuses_its_kernel_for_the_same_metadata_only(launches):
-    key = torch.zeros(3, 2, 64, dtype=torch.float16)
-    cache = torch.zeros(4, 16, 2, 64, dtype=torch.float16)
-    slots = torch.arange(3)
-    for new in (key, key.clone(), key.bfloat16()):
-        caches = cache.to(new.dtype), cache.to(new.dtype).clone()
-        on_device("reshape_and_cache", new, new, *caches, slots)
-        assert launches[-1][2][2] is caches[0]
-    kernels = [kernel for _, kernel, _ in launches]
-    assert kernels[0] is kernels[1]
-    assert kernels[0] is not kernels[2]
-
-
-@needs_compiler
-def test_moved_rows_reuse_their_kernel_for_addresses_aligned_alike(launches):
-    def move(offset, dtype=torch.int16):
-        caches = [
-            torch.zeros(4 * 16 * 8 + 8, dtype=dtype)[offset:-8].view(-1)[: 3 * 16 * 8].view(3, 16, 8) for _ in "ab"
-        ]
-        outs = [torch.empty(5, 8, dtype=dtype) for _ in caches]
-        rows.launch_move_rows("rows", caches, outs, (2, 1), 5, source_index=torch.arange(5))
-        grid, kernel, arguments = launches[-1]
-        assert [t.data_ptr() for t in arguments[0]] == [t.data_ptr() for t in caches]
-        assert [t.data_ptr() for t in arguments[2]] == [t.data_ptr() for t in outs]
-        return grid, kernel, arguments
-
-    first, again, other = move(0), move(0), move(1)
-    assert first[:2] == again[:2]
-    assert all(map(_same, first[2], again[2]))
-    assert other[1] is not first[1]
-    assert [str(t.dtype) for t in other[2][0]] == ["int16", "int16"]
-    assert move(1)[1] is other[1]
+@pytest.mark.parametrize("name", ["write", "rows", pytest.param("attention", marks=pytest.mark.slow)])
+def test_a_repeated_call_launches_what_triton_would(name, launches):
+    """Triton launches the first call of a kind, and later calls go around it. Other kinds get other kernels."""
+    call, count, which = CALLS[name]
+    kinds = [(0, torch.float16), (0, torch.float16), (1, torch.float16), (0, torch.bfloat16), (1, torch.float16)]
+    for kind in kinds:
+        call(*kind)
+    first, again, misaligned, other, misaligned_again = (
+        launches[begin : begin + count] for begin in range(0, len(kinds) * count, count)
+    )
+    for one, same in ((first, again), (misaligned, misaligned_again)):
+        for (grid, kernel, arguments), (same_grid, same_kernel, others) in zip(one, same, strict=True):
+            assert (same_grid, same_kernel) == (grid, kernel)
+            assert len(arguments) == len(others)
+            assert all(map(_same, arguments, others))
+    assert len({one[which][1] for one in (first, misaligned, other)}) == 3
+    addresses = [{t.data_ptr() for t in tensors_in(one[which][2])} for one in (first, again)]
+    assert not addresses[0] & addresses[1], "the second call's tensors were passed, not those of the first"
 
 
 @needs_compiler

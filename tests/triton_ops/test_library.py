@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import inspect
@@ -9,6 +10,7 @@ import re
 import typing
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -18,6 +20,8 @@ from attention_cases import Case, build
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pc
+from pc.triton_ops._attention.predicate import Mask
+from pc.triton_ops._attention.scores import Terms
 from pc.triton_ops._copy import ops as rows_ops
 from pc.triton_ops._core import operator as registration
 
@@ -35,7 +39,6 @@ def _one(*numbers: int) -> torch.Tensor:
 def test_schemas_stay_what_they_are() -> None:
     """Exported programs contain schemas, so a change of a schema is a change of the interface."""
     found = [str(schema) for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("pc::")]
-    found = [schema for schema in found if not schema.startswith("pc::test_dispatch_")]  # registered by earlier tests
     assert sorted(found) == SCHEMAS.read_text(encoding="utf-8").splitlines()
 
 
@@ -68,6 +71,28 @@ def test_a_result_is_typed() -> None:
     for name in ATTENTION:
         wanted = pair if name.endswith("_with_lse") else torch.Tensor
         assert typing.get_type_hints(getattr(pc, name))["return"] == wanted
+
+
+# Code that reads an option by name must change when one is added; docs/architecture.md lists these files.
+KNOWN: dict[Any, set[str]] = {
+    Mask: {"_attention/arguments", "_attention/predicate", "kernels/predicate"},
+    Terms: {"_attention/arguments", "_attention/scores", "kernels/scores"},
+}
+
+
+def _names(path: Path) -> set[str]:
+    """Return the names, attributes and parameters in a file's code."""
+    nodes = [vars(node) for node in ast.walk(ast.parse(path.read_text()))]
+    return {node[field] for node in nodes for field in ("id", "attr", "arg") if isinstance(node.get(field), str)}
+
+
+@pytest.mark.parametrize("options", [Mask, Terms], ids=["mask", "terms"])
+def test_few_files_know_an_option(options):
+    folder = Path(next(iter(pc.triton_ops.__path__)))
+    words = {name for name in options._fields if not name.isupper()}
+    paths = [*folder.glob("_attention/*.py"), *folder.glob("kernels/*.py")]
+    known = {path for path in paths if words & _names(path)}
+    assert {path.relative_to(folder).with_suffix("").as_posix() for path in known} == KNOWN[options]
 
 
 def _attention(**change: object) -> torch.Tensor:

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import pc
+from pc.triton_ops._copy.launch import TILE_UNITS, tile_of
+from pc.triton_ops._core.runtime import HAS_TRITON
 
 DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.uint16),
@@ -186,6 +188,36 @@ def test_lists_of_caches_of_different_rows(op, random_bits, same_bits, device):
     outs = getattr(torch.ops.pc, f"{op}_list")(*([sources] if op.has_source else []), caches, *index)
     for out, want in zip(caches if op.writes else outs, expected, strict=True):
         assert same_bits(out, want)
+
+
+@pytest.mark.parametrize("unit", [1, 2, 4, 8])
+@pytest.mark.parametrize("width", [1, 3, 64, 100, 1000, 1536, 6144, 100000])
+def test_tiles_are_full_and_waste_little(width, unit):
+    rows, cols = tile_of(width, unit)
+    assert rows * cols == TILE_UNITS
+    covered = -(-width // cols) * cols
+    assert covered <= width + width // 8 or cols * unit <= 512
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    from pc.triton_ops.kernels.move_rows import _column_offsets, _row_offsets
+
+    @triton.jit
+    def _offsets_kernel(out_ptr, address, strides, VECTOR: tl.constexpr):
+        number = tl.arange(0, 2)
+        tl.store(out_ptr + number, _row_offsets(number.to(tl.int64), address, VECTOR))
+        tl.store(out_ptr + 2 + number, _column_offsets(number * VECTOR, 1, (2,), strides, VECTOR, 1))
+
+
+@pytest.mark.interpreter
+def test_strides_that_pass_32_bits_in_units_only(device):
+    """2**30 grains of 16 bytes are 2**31 units of 8 bytes."""
+    out = torch.zeros(4, dtype=torch.int64, device=device)
+    _offsets_kernel[(1,)](out, (1, 2**30, 0), (2**30,), VECTOR=2)
+    assert out.tolist() == [0, 2**31] * 2
 
 
 def _arguments(op: Op) -> dict[str, Any]:
