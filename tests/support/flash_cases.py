@@ -35,6 +35,7 @@ def attention(
     alibi_slopes: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
     softmax_scale: float | None = None,
+    attention_chunk: int = 0,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One sequence: q `[seqlen_q, heads, d]`, k and v `[seqlen_k, kv_heads, d]`; out, and lse `[heads, seqlen_q]`."""
@@ -48,6 +49,8 @@ def attention(
         seen &= j >= i - left
     if right >= 0:
         seen &= j <= i + right
+    if attention_chunk:
+        seen &= i // attention_chunk == j // attention_chunk
     score = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale)
     if softcap:
         score = softcap * torch.tanh(score / softcap)
