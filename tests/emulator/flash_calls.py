@@ -8,6 +8,7 @@ from typing import Any
 
 import flash_cases
 import torch
+from row_cases import rotated
 
 from pc.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
@@ -90,10 +91,7 @@ def _rotated() -> None:
         sequences = []
         for i, n in enumerate(lens):
             old = [cache[tables[i].long()].flatten(0, 1)[:n] for cache in caches]
-            own, new = (
-                flash_cases.rotated(x[i], cos[n : n + count], sin[n : n + count], interleaved).bfloat16()
-                for x in (q, k)
-            )
+            own, new = (rotated(x[i], cos[n : n + count], sin[n : n + count], interleaved).bfloat16() for x in (q, k))
             sequences.append((own, torch.cat([old[0], new]), torch.cat([old[1], v[i]])))
         out, lse = flash_attn_with_kvcache(
             q, *caches, k, v, cos, sin, before, block_table=tables, causal=True, rotary_interleaved=interleaved,

@@ -32,27 +32,3 @@ def loose(tensor: torch.Tensor, rand: random.Random, last: bool = True) -> torch
         base = base.narrow(dim, rand.choice([0, pad]), sizes[dim] - pad)
     found = base.permute([order.index(dim) for dim in range(tensor.dim())])
     return found.copy_(tensor)
-
-
-def twin(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy with all the memory around it."""
-    storage = tensor.untyped_storage().clone()
-    return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-
-
-def memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return every byte of a tensor's storage."""
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-
-
-def same(found: torch.Tensor, want: torch.Tensor) -> None:
-    """Check that tensors are equal in every byte, those around them included."""
-    assert torch.equal(memory(found), memory(want)), f"{int((memory(found) != memory(want)).sum())} bytes differ"
-
-
-def equal(found: torch.Tensor, want: torch.Tensor) -> None:
-    """Check that values are equal bit by bit."""
-    assert found.dtype == want.dtype
-    assert found.shape == want.shape
-    found, want = (t.contiguous().flatten().view(torch.uint8) for t in (found, want))
-    assert torch.equal(found, want), f"{int((found != want).sum())} bytes differ"

@@ -95,16 +95,3 @@ def check(
         assert torch.equal(lse == EMPTY, expected_lse == EMPTY)
         some = expected_lse != EMPTY
         assert not some.any() or (lse.double() - expected_lse)[some].abs().max().item() < 1e-3
-
-
-def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Rotary embedding of x `[tokens, heads, d]` with rows of cos and sin `[tokens, rotary_dim / 2]`, in float64."""
-    half = cos.shape[1]
-    out, x = x.double().clone(), x.double()
-    first, second = (
-        (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(half), slice(half, 2 * half))
-    )
-    cos, sin = cos.double()[:, None], sin.double()[:, None]
-    out[..., first] = x[..., first] * cos - x[..., second] * sin
-    out[..., second] = x[..., first] * sin + x[..., second] * cos
-    return out

@@ -106,19 +106,3 @@ def random_bits(device: torch.device) -> Callable[..., torch.Tensor]:
 def strided(device: torch.device) -> Callable[..., torch.Tensor]:
     """strided(layout, shape, dtype): random bytes in one of LAYOUTS."""
     return lambda layout, shape, dtype: _strided(layout, shape, dtype, device)
-
-
-@pytest.fixture
-def same_bits() -> Callable[[torch.Tensor, torch.Tensor], bool]:
-    """same_bits(a, b): equal shape, dtype and bytes; NaN equals itself."""
-
-    def compare(a: torch.Tensor, b: torch.Tensor) -> bool:
-        a, b = a.cpu(), b.cpu()
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        return torch.equal(
-            a.contiguous().flatten().view(torch.uint8) if a.numel() else a.flatten().to(torch.uint8),
-            b.contiguous().flatten().view(torch.uint8) if b.numel() else b.flatten().to(torch.uint8),
-        )
-
-    return compare

@@ -10,6 +10,7 @@ from typing import Any
 import flash_cases
 import pytest
 import torch
+from row_cases import rotated
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import pc
@@ -243,9 +244,9 @@ def test_kvcache(case: Kv) -> None:
         if case.rotary:
             places = length + torch.arange(case.seqlen_q) * is_local
             by_kernel = case.new == case.seqlen_q and (is_local or case.new == 1)
-            own_q = flash_cases.rotated(own_q, cos[places], sin[places], case.interleaved)
+            own_q = rotated(own_q, cos[places], sin[places], case.interleaved)
             own_q = converted(own_q, case.dtype, by_kernel)
-            added[0] = flash_cases.rotated(added[0], cos[at], sin[at], case.interleaved)
+            added[0] = rotated(added[0], cos[at], sin[at], case.interleaved)
             added[0] = converted(added[0], case.dtype, by_kernel)
         begin = int(leftpad[i]) if case.leftpad else 0
         key, value = (torch.cat([old, fresh])[begin:] for old, fresh in zip(own, added, strict=True))
@@ -792,8 +793,8 @@ def test_packed_new_keys(case: Ragged, causal: bool) -> None:
         row, at = int(chosen[i]), torch.arange(before[i], before[i] + new[i])
         if case.rotary:
             places = before[i] + torch.arange(queries[i]) * causal
-            own_q = flash_cases.rotated(own_q, cos[places], sin[places], False).to(dtype)
-            own_k = flash_cases.rotated(own_k, cos[at], sin[at], False).to(dtype)
+            own_q = rotated(own_q, cos[places], sin[places], False).to(dtype)
+            own_k = rotated(own_k, cos[at], sin[at], False).to(dtype)
         own_k = own_k.to(torch.float8_e4m3fn).to(dtype) if case.code else own_k
         wanted[0][row, at], wanted[1][row, at] = own_k, own_v
         span = slice(int(leftpad[i]), before[i] + new[i])

@@ -6,6 +6,7 @@ from itertools import accumulate
 import numpy as np
 import pytest
 import torch
+from row_cases import joined, same_bits
 
 import pc
 
@@ -70,58 +71,38 @@ def inputs(case, features, dtype, device, scattered=False):
     )
 
 
-def oracle(cache, tables, seq_lens, new, starts, num_rows, positions):
-    """Return the joined rows, copied one by one from whole tensors of the sequences."""
-    cache, new, starts = cache.cpu(), new.cpu(), starts.tolist()
-    parts = []
-    for s, length in enumerate(seq_lens.tolist()):
-        full = torch.zeros((length, *cache.shape[2:]), dtype=cache.dtype)
-        for block, number in enumerate(tables[s].tolist()):
-            begin = block * cache.shape[1]
-            if number >= 0 and begin < length:
-                full[begin : begin + cache.shape[1]] = cache[number][: length - begin]
-        count = starts[s + 1] - starts[s]
-        where = list(range(length - count, length))
-        if positions is not None:
-            where = positions[starts[s] : starts[s + 1]].tolist()
-        full[where] = new[starts[s] : starts[s + 1]]
-        parts.append(full)
-    joined = torch.cat([*parts, torch.zeros((num_rows, *cache.shape[2:]), dtype=cache.dtype)])
-    return joined[:num_rows]
-
-
 @pytest.mark.parametrize("scattered", [False, True], ids=("suffix", "scattered"))
 @pytest.mark.parametrize("features", [(), (5,), (2, 64)], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_rows_of_every_batch(case, features, scattered, device):
     arguments = inputs(case, features, torch.int16, device, scattered)
-    expected = oracle(*arguments)
+    expected = joined(*arguments)
     assert torch.equal(torch.ops.pc.join_prefix(*arguments).cpu(), expected)
 
 
 @pytest.mark.parametrize("case", [Case((70, 45), (30, 1), 16, 3, holes=True), Case((64, 0, 9), (0, 0, 9), 4)], ids=str)
 def test_long_sequences(case, device):
     arguments = inputs(case, (10_000,), torch.int16, device)
-    assert torch.equal(torch.ops.pc.join_prefix(*arguments).cpu(), oracle(*arguments))
+    assert torch.equal(torch.ops.pc.join_prefix(*arguments).cpu(), joined(*arguments))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float8_e4m3fn, torch.bfloat16, torch.complex128], ids=str)
-def test_every_dtype_and_layout(layout, dtype, strided, random_bits, same_bits, device):
+def test_every_dtype_and_layout(layout, dtype, strided, random_bits, device):
     case = CASES[1]
     _, *rest = inputs(case, (3, 8), torch.float32, device)
     num_blocks = 3 + sum(-(-n // 4) for n in case.seq_lens)
     rest[2] = random_bits(rest[2].shape, dtype)
     cache = strided(layout, (num_blocks, 4, 3, 8), dtype)
-    assert same_bits(torch.ops.pc.join_prefix(cache, *rest), oracle(cache, *rest))
+    assert same_bits(torch.ops.pc.join_prefix(cache, *rest), joined(cache, *rest))
 
 
-def test_list_of_caches_shares_one_map(same_bits, device):
+def test_list_of_caches_shares_one_map(device):
     built = [inputs(CASES[4], features, dtype, device) for features, dtype in (((), torch.int64), ((7,), torch.bool))]
     built += [inputs(CASES[4], (i + 1,), torch.float16, device) for i in range(8)]
     rest = built[0][1:3], built[0][4:]
     outs = torch.ops.pc.join_prefix_list([b[0] for b in built], *rest[0], [b[3] for b in built], *rest[1])
     for arguments, out in zip(built, outs, strict=True):
-        assert same_bits(out, oracle(*arguments))
+        assert same_bits(out, joined(*arguments))
 
 
 def test_offsets_beyond_two_to_the_31(device):
@@ -173,14 +154,14 @@ def test_compiles_whole_with_dynamic_shapes(device):
     compiled = torch.compile(lambda *a: pc.join_prefix(*a) * 2, fullgraph=True, dynamic=True)
     for case in (CASES[1], CASES[2]):
         arguments = inputs(case, (5,), torch.float32, device)
-        assert torch.equal(compiled(*arguments).cpu(), oracle(*arguments) * 2)
+        assert torch.equal(compiled(*arguments).cpu(), joined(*arguments) * 2)
 
 
 @pytest.mark.gpu
 def test_pinned_cache_and_a_captured_graph():
     first, second = inputs(CASES[1], (64,), torch.float32, "cuda"), inputs(CASES[1], (64,), torch.float32, "cuda", True)
     pinned = (first[0].cpu().pin_memory(), *first[1:])
-    assert torch.equal(pc.join_prefix(*pinned).cpu(), oracle(*first))
+    assert torch.equal(pc.join_prefix(*pinned).cpu(), joined(*first))
     static = [a.clone() if isinstance(a, torch.Tensor) else a for a in second]
     pc.join_prefix(*static)
     graph = torch.cuda.CUDAGraph()
@@ -188,4 +169,4 @@ def test_pinned_cache_and_a_captured_graph():
         out = pc.join_prefix(*static)
     static[0].neg_()
     graph.replay()
-    assert torch.equal(out.cpu(), oracle(-second[0], *second[1:]))
+    assert torch.equal(out.cpu(), joined(-second[0], *second[1:]))

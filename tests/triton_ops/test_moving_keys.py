@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from row_cases import check_rotation
 
 import pc
 
@@ -39,49 +40,9 @@ def _rows(op, cache):
     return cache if op == "rotate_keys" else cache.flatten(0, 1)
 
 
-def _turned(keys, delta, inv_freq, is_neox, first):
-    """Return rotated keys `[..., head_dim]` in float64."""
-    x, half = keys.cpu().double().clone(), len(inv_freq)
-    turn = torch.polar(torch.ones(half, dtype=torch.float64), delta * inv_freq.cpu().double())
-    pairs = x[..., first : first + 2 * half]
-    a, b = (pairs[..., :half], pairs[..., half:]) if is_neox else (pairs[..., ::2], pairs[..., 1::2])
-    turned = torch.complex(a, b) * turn
-    parts = (turned.real, turned.imag)
-    x[..., first : first + 2 * half] = torch.cat(parts, -1) if is_neox else torch.stack(parts, -1).flatten(-2)
-    return x
-
-
-def _check(op, keys, inv_freq, tolerance, is_neox=True, first=0):
-    """Move keys, and values if there are any, and compare; columns without a pair, and values, bit by bit."""
+def _check(op, keys, inv_freq, is_neox=True, first=0):
     values = torch.randn(*keys.shape[:3], 24, device=keys.device).to(keys.dtype)
-    before = [_rows(op, x).clone().cpu() for x in (keys, values)]
-    _run(op, keys, _moves(op, keys.device), inv_freq, is_neox, first, values=values)
-    now, moved = [_rows(op, x).cpu() for x in (keys, values)], {}
-    for source, target, delta in zip(*INDEX[op], DELTAS, strict=True):
-        if target >= 0:
-            moved[target] = source, delta
-    kept = [i for i in range(keys.shape[3]) if not first <= i < first + 2 * len(inv_freq)]
-    for row in range(len(now[0])):
-        source, delta = moved.get(row, (row, 0))
-        for after, old in zip(now, before, strict=True):
-            is_values = after is now[1]
-            origin = row if is_values and op == "rotate_keys" else source
-            same = torch.zeros_like(old[0]) if origin < 0 else old[origin]
-            columns = kept if row in moved and not is_values else slice(None)
-            assert torch.equal(after[row][..., columns].view(torch.uint8), same[..., columns].view(torch.uint8))
-        if row in moved:
-            old = torch.zeros_like(before[0][0]) if source < 0 else before[0][source]
-            exact = _turned(old.float() if old.dtype.itemsize == 1 else old, delta, inv_freq, is_neox, first)
-            assert ((now[0][row].double() - exact).abs() <= tolerance(exact)).all(), (source, row, delta)
-
-
-def _rounding(dtype):
-    """Return the rounding to bfloat16: Triton's interpreter truncates where a device rounds."""
-    if dtype == INT8:
-        return lambda exact: torch.full_like(exact, 0.51)
-    if dtype == E4M3:
-        return lambda exact: exact.abs() / 15 + 2**-9
-    return lambda exact: 2 * torch.finfo(dtype).eps * (exact.abs() + 1)
+    check_rotation(op, keys, _moves(op, keys.device), inv_freq, is_neox, first, values)
 
 
 @each
@@ -93,7 +54,7 @@ def _rounding(dtype):
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 def test_numerics(op, dtype, head_dim, rotary_dim, first, is_neox, device):
     keys = torch.randn(8, 5, 3, head_dim, device=device).to(dtype)
-    _check(op, keys, _inv_freq(rotary_dim, device), _rounding(dtype), is_neox, first)
+    _check(op, keys, _inv_freq(rotary_dim, device), is_neox, first)
 
 
 @each
@@ -103,7 +64,7 @@ def test_numerics(op, dtype, head_dim, rotary_dim, first, is_neox, device):
 def test_codes_are_turned_and_rounded_once(op, dtype, is_neox, first, device):
     keys = torch.randn(8, 5, 3, 48) * (20 if dtype == INT8 else 1)
     keys = (keys.round().clamp(-128, 127) if dtype == INT8 else keys).to(dtype).to(device)
-    _check(op, keys, _inv_freq(32, device), _rounding(dtype), is_neox, first)
+    _check(op, keys, _inv_freq(32, device), is_neox, first)
 
 
 @each
@@ -118,19 +79,13 @@ def test_what_leaves_the_range_saturates(op, device):
 def test_layouts(op, layout, strided, device):
     keys = strided(layout, (8, 5, 3, 8), F32)
     keys.copy_(torch.randn(8, 5, 3, 8))
-    _check(op, keys, _inv_freq(8, device), lambda exact: 1e-5 * (exact.abs() + 1))
+    _check(op, keys, _inv_freq(8, device))
 
 
 @pytest.mark.parametrize("dtype", [F16, INT8])
 def test_without_rotary_positions_all_is_copied(dtype, device):
     keys, values = (torch.randn(2, 8, 5, 3, 24, device=device) * 30).to(dtype)
-    before, (sources, targets, deltas) = keys.flatten(0, 1).clone(), _moves("move_slots", device)
-    pc.move_slots(keys, values, sources, targets, deltas)
-    expected = before.clone()
-    for source, target in zip(*INDEX["move_slots"], strict=True):
-        if target >= 0:
-            expected[target] = before[source] if source >= 0 else 0
-    assert torch.equal(keys.flatten(0, 1), expected)
+    check_rotation("move_slots", keys, _moves("move_slots", device), None, values=values)
 
 
 @each

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from row_cases import check_write
 
 import pc
 
@@ -47,14 +48,7 @@ def test_writes_slots(dtype, head_dim, block_size, device):
     caches = [torch.full((blocks, block_size, heads, head_dim), 7.0, dtype=dtype, device=device) for _ in range(2)]
     slots = torch.randperm(blocks * block_size)[:tokens].to(device)
     slots[[2, 9]] = -1
-    expected = [cache.clone() for cache in caches]
-    for source, cache in zip((key, value), expected, strict=True):
-        for i, slot in enumerate(slots.tolist()):
-            if slot >= 0:
-                cache[slot // block_size, slot % block_size] = source[i]
-    pc.reshape_and_cache(key, value, *caches, slots)
-    assert torch.equal(caches[0], expected[0])
-    assert torch.equal(caches[1], expected[1])
+    check_write((key, value), caches, slots)
 
 
 @pytest.mark.parametrize("layout", ["head_major", "packed", "sliced_source"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from row_cases import check_rope
 
 import pc
 
@@ -21,42 +22,11 @@ def _inputs(dtype, head_dim=64, rotary_dim=64, tokens=9, heads=(6, 2), cache_dty
     return [t.to(device) for t in (query, key, value, positions, cos_sin, *caches, slots)]
 
 
-def _rotated(x, positions, cos_sin, interleaved):
-    """Rotate by complex multiplication in float64."""
-    cos, sin = cos_sin.double()[positions.long()].chunk(2, 1)
-    turn = torch.complex(cos, sin)[:, None]
-    half = turn.shape[-1]
-    x = x.double()
-    pairs = x[..., : 2 * half]
-    a, b = (pairs[..., ::2], pairs[..., 1::2]) if interleaved else (pairs[..., :half], pairs[..., half:])
-    turned = torch.complex(a, b) * turn
-    parts = (turned.real, turned.imag)
-    joined = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
-    return torch.cat([joined, x[..., 2 * half :]], -1)
-
-
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 32), (128, 96), (256, 256), (16, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, F16, BF16])
 def test_numerics(dtype, head_dim, rotary_dim, interleaved, device):
-    inputs = _inputs(dtype, head_dim, rotary_dim, device=device)
-    query, key, value, positions, cos_sin, key_cache, value_cache, slots = inputs
-    before = query.clone(), key.clone()
-    out = pc.rope_and_cache(*inputs, interleaved)
-    # In Triton's interpreter a conversion to bfloat16 truncates where a device rounds.
-    tolerance = 2 * torch.finfo(dtype).eps
-    exact = _rotated(query, positions, cos_sin, interleaved)
-    assert ((out.double() - exact).abs() <= tolerance * (exact.abs() + 1)).all()
-    assert torch.equal(query, before[0])
-    assert torch.equal(key, before[1])
-    exact = _rotated(key, positions, cos_sin, interleaved)
-    for i, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            stored = key_cache[slot // 8, slot % 8].double()
-            assert ((stored - exact[i]).abs() <= tolerance * (exact[i].abs() + 1)).all()
-            assert torch.equal(value_cache[slot // 8, slot % 8], value[i])
-    written = (slots >= 0).sum()
-    assert (value_cache.flatten(0, 1).abs().sum((1, 2)) > 0).sum() == written
+    check_rope(*_inputs(dtype, head_dim, rotary_dim, device=device), interleaved)
 
 
 @pytest.mark.parametrize("cache_dtype", [E4M3, INT8])
