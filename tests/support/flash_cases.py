@@ -36,21 +36,36 @@ def attention(
     s_aux: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     attention_chunk: int = 0,
+    seen: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One sequence: q `[seqlen_q, heads, d]`, k and v `[seqlen_k, kv_heads, d]`; out, and lse `[heads, seqlen_q]`."""
+    """Return out `[seqlen_q, heads, d]` and lse `[heads, seqlen_q]` of one sequence.
+
+    Args:
+        q: `[seqlen_q, heads, d]`.
+        k: `[seqlen_k, kv_heads, d]`.
+        v: `[seqlen_k, kv_heads, d]`.
+        causal: As in FlashAttention, like all options below that are not described.
+        window_size: The keys before and after a query's own.
+        softcap: 0: none.
+        alibi_slopes: `[heads]`.
+        s_aux: `[heads]`, sinks.
+        softmax_scale: None: by `d`.
+        attention_chunk: 0: none.
+        seen: `[seqlen_q, seqlen_k]`, which keys a query attends to, in place of the masks above.
+        dtype: The dtype of all computation.
+    """
     group = q.shape[1] // k.shape[1]
     q, k, v = (x.to(dtype) for x in (q, k, v))
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     i, j = torch.arange(len(q))[:, None] + len(k) - len(q), torch.arange(len(k))
     left, right = window_size[0], 0 if causal else window_size[1]
-    seen = torch.ones(len(q), len(k), dtype=torch.bool)
-    if left >= 0:
-        seen &= j >= i - left
-    if right >= 0:
-        seen &= j <= i + right
-    if attention_chunk:
-        seen &= i // attention_chunk == j // attention_chunk
+    if seen is None:
+        seen = torch.ones(len(q), len(k), dtype=torch.bool)
+        seen &= (j >= i - left) | (left < 0)
+        seen &= (j <= i + right) | (right < 0)
+        if attention_chunk:
+            seen &= i // attention_chunk == j // attention_chunk
     score = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale)
     if softcap:
         score = softcap * torch.tanh(score / softcap)

@@ -6,6 +6,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import flash_cases
 import torch
 
 HEADS, KV_HEADS, DIM, CONTEXT = 4, 2, 32, 192
@@ -165,24 +166,12 @@ class Scene:
         for number, (row, begin, count) in enumerate(zip(self.rows, self.before, self.counts, strict=True)):
             q = query[done : done + count].double().view(count, HEADS, DIM)
             done += count
-            t = torch.arange(begin + count)
-            p = torch.arange(begin, begin + count)
+            live = None
             if masks is not None:
-                p = begin + masks[number].sum(1) - 1
-            live = t <= p[:, None]
-            if window:
-                live &= t > p[:, None] - window
-            if masks is not None:
+                p, t = begin + masks[number].sum(1, keepdim=True) - 1, torch.arange(begin + count)
+                live = (t <= p) & (t > p - (window or CONTEXT))
                 live[:, begin:] = masks[number]
-            key, value = (
-                x[layer][row, : begin + count].repeat_interleave(HEADS // KV_HEADS, 1) for x in (self.keys, self.values)
-            )
-            score = torch.einsum("qhd,thd->hqt", q, key) * DIM**-0.5
-            if softcap:
-                score = softcap * torch.tanh(score / softcap)
-            score = score.masked_fill(~live, -torch.inf)
-            if sinks is not None:
-                score = torch.cat([score, sinks.double().view(-1, 1, 1).expand(-1, count, 1)], -1)
-            weight = score.softmax(-1)[..., : begin + count]
-            out.append(torch.einsum("hqt,thd->qhd", weight, value).reshape(count, -1))
+            own = (x[layer][row, : begin + count] for x in (self.keys, self.values))
+            options = {"causal": True, "window_size": (window - 1, 0), "softcap": softcap, "s_aux": sinks, "seen": live}
+            out.append(flash_cases.attention(q, *own, **options)[0].reshape(count, -1))
         return torch.cat(out)
