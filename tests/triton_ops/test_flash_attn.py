@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import itertools
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import flash_cases
 import pytest
 import torch
-from row_cases import rotated
+from flash_cases import HEADS, Cached, Case, in_pages, starts
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import pc
@@ -27,35 +26,12 @@ from pc.triton_ops._core.runtime import INTERPRET, KERNELS_ON_CPU
 # In the interpreter, only the first case of a test is quick, as for any test.
 every_case_quick = (lambda test: test) if INTERPRET else pytest.mark.quick
 
-HEADS = {"mha": (6, 6), "mqa": (6, 1), "gqa": (6, 2)}
 # Numbers of queries and keys, as in FlashAttention's tests; a third of them in the slow interpreter.
 LONG = ((113, 203), (128, 217), (113, 211), (108, 256), (256, 113), (64, 64), (160, 128))
 LENGTHS = ((3, 1), (1, 147), *((q // 3, k // 3) if INTERPRET else (q, k) for q, k in LONG))
 MASKS = ({}, {"causal": True}, {"window_size": (17, 0), "causal": True}, {"window_size": (23, 23)}, *(
     {"window_size": window} for window in ((31, 7), (-1, 11), (9, -1), (0, 40))))  # fmt: skip
 TERMS = ({}, {"softcap": 20.0}, {"alibi_slopes": True}, {"s_aux": True})
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    lengths: tuple[int, int]
-    mask: dict[str, Any]
-    term: dict[str, Any]
-    heads: str
-    head_dim: int
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        options = {**self.mask, **self.term}
-        return f"{self.lengths} {options} {self.heads} {self.head_dim} {self.dtype}".replace("torch.", "")
-
-    def options(self, generator: torch.Generator) -> dict[str, Any]:
-        heads, given = HEADS[self.heads][0], {**self.mask, **self.term}
-        if "alibi_slopes" in given:
-            given["alibi_slopes"] = torch.rand(heads, generator=generator) * 0.3
-        if "s_aux" in given:
-            given["s_aux"] = torch.randn(heads, generator=generator).to(self.dtype)
-        return given
 
 
 def grid() -> list[Case]:
@@ -69,16 +45,6 @@ def grid() -> list[Case]:
     return found
 
 
-def drawn(case: Case, generator: torch.Generator, *tokens: int) -> list[torch.Tensor]:
-    """Return q, k and v with these numbers of tokens."""
-    num_heads, kv_heads = HEADS[case.heads]
-    heads = (num_heads, kv_heads, kv_heads)
-    return [
-        torch.randn(n, count, case.head_dim, generator=generator).to(case.dtype)
-        for n, count in zip(tokens, heads, strict=True)
-    ]
-
-
 def laid_out(*layouts: str) -> list[tuple[Case, str]]:
     """Return the grid in every layout; in the interpreter, every fifth case, with layouts in turn."""
     if INTERPRET:
@@ -88,99 +54,15 @@ def laid_out(*layouts: str) -> list[tuple[Case, str]]:
 
 @pytest.mark.parametrize(("case", "layout"), laid_out("tokens first", "heads first", "mixed", "sliced"), ids=str)
 def test_dense(case: Case, layout: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    options, (seqlen_q, seqlen_k) = case.options(generator), case.lengths
-    sequences = [drawn(case, generator, seqlen_q, seqlen_k, seqlen_k) for _ in range(3)]
-    q, k, v = (torch.stack(tensors) for tensors in zip(*sequences, strict=True))
-    if layout != "tokens first":
-        k = k.transpose(1, 2).contiguous().transpose(1, 2)
-    if layout in ("heads first", "sliced"):
-        v = v.transpose(1, 2).contiguous().transpose(1, 2)
-        q = q.transpose(1, 2).contiguous().transpose(1, 2)
-    if layout == "sliced":
-        k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 13), value=float("nan"))[:, :seqlen_k] for x in (k, v))
-    out, lse, _ = flash_attn_func(q, k, v, **options, return_attn_probs=True)
-    assert out.dtype == case.dtype
-    assert lse.shape == (3, q.shape[2], seqlen_q)
-    flash_cases.check(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), sequences, case.dtype, **options)
-    assert torch.equal(out, flash_attn_func(q, k, v, **options))
-
-
-LENS_Q, LENS_K = (0.0, 1.0, 0.7, 0.02, 0.4), (0.6, 1.0, 0.0, 0.5, 0.9)
+    flash_cases.check_dense(case, layout)
 
 
 @pytest.mark.parametrize(("case", "layout"), laid_out("packed", "paged"), ids=str)
 def test_varlen(case: Case, layout: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    options = case.options(generator)
-    lens_q, lens_k = (
-        [round(part * length) for part in parts] for parts, length in zip((LENS_Q, LENS_K), case.lengths, strict=True)
-    )
-    sequences = [drawn(case, generator, n, m, m) for n, m in zip(lens_q, lens_k, strict=True)]
-    q, k, v = (torch.cat(tensors) for tensors in zip(*sequences, strict=True))
-    starts_q, starts_k = (
-        torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32) for lens in (lens_q, lens_k)
-    )
-    tables = None
-    if layout == "paged":
-        k, v, tables = in_pages([s[1] for s in sequences], [s[2] for s in sequences], generator)
-    padding = torch.full_like(q[:2], float("nan"))
-    out, lse = flash_attn_varlen_func(
-        torch.cat([q, padding]), k, v, starts_q, starts_k, max(lens_q), max(lens_k), block_table=tables,
-        return_softmax_lse=True, **options,
-    )  # fmt: skip
-    assert not out[len(q) :].any()
-    flash_cases.check(out[: len(q)], lse[:, : len(q)], sequences, case.dtype, **options)
+    flash_cases.check_varlen(case, layout == "paged")
 
 
-def in_pages(
-    keys: list[torch.Tensor], values: list[torch.Tensor], generator: torch.Generator, size: int = 16
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A paged cache that holds these, with NaN elsewhere, and its block table."""
-    width = max(1, *(-(-len(key) // size) for key in keys))
-    order = torch.randperm(len(keys) * width + 2, generator=generator)[: len(keys) * width].to(torch.int32)
-    tables = order.view(len(keys), width)
-    caches = []
-    for own in (keys, values):
-        cache = own[0].new_full((len(keys) * width + 2, size, *own[0].shape[1:]), float("nan"))
-        for table, rows in zip(tables.tolist(), own, strict=True):
-            for begin in range(0, len(rows), size):
-                cache[table[begin // size], : len(rows[begin : begin + size])] = rows[begin : begin + size]
-        caches.append(cache)
-    return caches[0], caches[1], tables
-
-
-@dataclasses.dataclass(frozen=True)
-class Kv:
-    """A call with a cache: its lengths, the new keys, and the kind of cache."""
-
-    seqlen_q: int
-    seqlen_k: int
-    new: int = 0
-    rotary: float = 0.0  # share of head_dim
-    interleaved: bool = False
-    paged: int = 0
-    batch_idx: bool = False
-    leftpad: bool = False
-    mask: tuple[tuple[str, Any], ...] = ()
-    term: str = ""
-    heads: str = "gqa"
-    dtype: torch.dtype = torch.float32
-
-    def __str__(self) -> str:
-        fields = dataclasses.fields(self)
-        changed = [(f.name, getattr(self, f.name)) for f in fields if getattr(self, f.name) != f.default]
-        return " ".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in changed)
-
-
-def converted(x: torch.Tensor, dtype: torch.dtype, by_kernel: bool) -> torch.Tensor:
-    """Convert to bfloat16: in Triton's interpreter, a kernel truncates where a device rounds."""
-    if INTERPRET and by_kernel and dtype == torch.bfloat16:
-        x = x.float().view(torch.int32).bitwise_and(-(1 << 16)).view(torch.float32)
-    return x.to(dtype)
-
-
-def cached_cases() -> list[Kv]:
+def cached_cases() -> list[Cached]:
     """Return FlashAttention's grid: each feature with each of the masks; the rest takes turns."""
     found = []
     kinds: tuple[dict[str, Any], ...] = (
@@ -197,89 +79,38 @@ def cached_cases() -> list[Kv]:
         new = {0: 0, 1: q, 2: max(1, q // 2)}[kind.get("new", 0)]
         term = ("", "softcap", "s_aux", "alibi")[n // 5 % 4]
         dtype = (torch.float32, torch.float16, torch.bfloat16)[n % 3]
-        found.append(Kv(q, k, **{**kind, "new": new}, mask=mask, term=term, heads=[*HEADS][n % 3], dtype=dtype))
+        rest = {"mask": mask, "term": term, "heads": [*HEADS][n % 3], "dtype": dtype}
+        found.append(Cached((q,) * 4, length=k, **{**kind, "new": (new,) * 4}, **rest))
     return found
 
 
 @pytest.mark.parametrize("case", cached_cases()[:: 7 if INTERPRET else 1], ids=str)
-def test_kvcache(case: Kv) -> None:
-    generator = torch.Generator().manual_seed(1)
-    batch, dim, (num_heads, kv_heads) = 4, 64, HEADS[case.heads]
+def test_kvcache(case: Cached) -> None:
+    flash_cases.check_cached(case)
 
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(case.dtype)
 
-    q, mask = normal(batch, case.seqlen_q, num_heads, dim), dict(case.mask)
-    rows = batch + 2 if case.batch_idx else batch
-    caches = [normal(rows, case.seqlen_k, kv_heads, dim) for _ in range(2)]
-    chosen = torch.randperm(rows, generator=generator)[:batch].to(torch.int32)
-    chosen = chosen if case.batch_idx else torch.arange(batch, dtype=torch.int32)
-    room = case.seqlen_k - case.new
-    before = torch.randint(0 if case.new else 1, room + 1, (batch,), generator=generator, dtype=torch.int32)
-    leftpad = (before * torch.rand(batch, generator=generator)).int()
-    options: dict[str, Any] = {
-        "softcap": {"softcap": 15.0}, "s_aux": {"s_aux": normal(num_heads)},
-        "alibi": {"alibi_slopes": torch.rand(num_heads, generator=generator) * 0.3}, "": {},
-    }[case.term]  # fmt: skip
-    cos, sin = torch.ones(0, 0), torch.ones(0, 0)
-    given: dict[str, Any] = {**mask, **options}
-    new = [normal(batch, case.new, kv_heads, dim) for _ in range(2)]
-    if case.new:
-        given |= {"k": new[0], "v": new[1]}
-    if case.rotary:
-        angle = torch.rand(case.seqlen_k + case.seqlen_q, int(case.rotary * dim) // 2, generator=generator) * 6
-        cos, sin = angle.cos().to(case.dtype), angle.sin().to(case.dtype)
-        given |= {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": case.interleaved}
-    if case.batch_idx:
-        given["cache_batch_idx"] = chosen
-    if case.leftpad:
-        given["cache_leftpad"] = leftpad
+BF16 = torch.bfloat16
+PACKED: tuple[dict[str, Any], ...] = (
+    {}, {"rotary": 0.5}, {"paged": 16}, {"paged": 4, "batch_idx": True}, {"paged": 16, "leftpad": True},
+    {"batch_idx": True, "leftpad": True}, {"paged": 16, "rotary": 1.0, "batch_idx": True, "leftpad": True},
+    {"code": True, "dtype": BF16}, {"code": True, "dtype": BF16, "rotary": 1.0, "paged": 16},
+    {"paged": 16, "new": (2, 2, 2, 2), "packed_new": False},
+    {"code": True, "dtype": BF16, "paged": 4, "leftpad": True},
+)  # fmt: skip
 
-    sequences = []
-    is_local = bool(mask)
-    for i, length in enumerate(before.tolist()):
-        at = torch.arange(length, length + case.new)
-        own_q, own = q[i], [cache[chosen[i], :length] for cache in caches]
-        added = [x[i] for x in new]
-        if case.rotary:
-            places = length + torch.arange(case.seqlen_q) * is_local
-            by_kernel = case.new == case.seqlen_q and (is_local or case.new == 1)
-            own_q = rotated(own_q, cos[places], sin[places], case.interleaved)
-            own_q = converted(own_q, case.dtype, by_kernel)
-            added[0] = rotated(added[0], cos[at], sin[at], case.interleaved)
-            added[0] = converted(added[0], case.dtype, by_kernel)
-        begin = int(leftpad[i]) if case.leftpad else 0
-        key, value = (torch.cat([old, fresh])[begin:] for old, fresh in zip(own, added, strict=True))
-        sequences.append((own_q, key, value))
-    expected = [cache.clone() for cache in caches]
-    for i, length in enumerate(before.tolist()):
-        for cache, sequence in zip(expected, (1, 2), strict=True):
-            if case.new:
-                cache[chosen[i], length : length + case.new] = sequences[i][sequence][-case.new :]
-    tables = None
-    if case.paged:
-        k_pages, v_pages, tables = in_pages([*caches[0]], [*caches[1]], generator, case.paged)
-        given["block_table"], read = tables, (k_pages, v_pages)
-    else:
-        read = (caches[0], caches[1])
-    out, lse = flash_attn_with_kvcache(q, *read, cache_seqlens=before, return_softmax_lse=True, **given)
-    flash_cases.check(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), sequences, case.dtype, **mask, **options)
-    for cache, pages, wanted in zip(caches, read, expected, strict=True):
-        found = cache
-        if tables is not None:
-            found = torch.stack([pages[table.long()].flatten(0, 1)[: case.seqlen_k] for table in tables])
-        if case.rotary:  # keys are rotated in float32 and rounded once
-            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=torch.finfo(case.dtype).eps)
-        else:
-            assert torch.equal(found, wanted)
+
+@every_case_quick
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("options", PACKED[:: 3 if INTERPRET else 1], ids=str)
+def test_packed_new_keys(options: dict[str, Any], causal: bool) -> None:
+    """FlashAttention 3's cu_seqlens_q and cu_seqlens_k_new, with tables of selected rows, padding, and float8."""
+    base = {"queries": (3, 0, 5, 1), "new": (2, 4, 5, 0), "before": (7, 12, 0, 30), "length": 48, "head_dim": 32}
+    base |= {"packed": True, "packed_new": True, "mask": (("causal", True),) if causal else ()}
+    flash_cases.check_cached(Cached(**base | options))
 
 
 def small(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.randn(2, 5, 4, 32).to(dtype), torch.randn(2, 9, 2, 32).to(dtype), torch.randn(2, 9, 2, 32).to(dtype)
-
-
-def starts(*lengths: int) -> torch.Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
 def ints(*numbers: int) -> torch.Tensor:
@@ -744,84 +575,6 @@ def test_attention_chunk(options: dict[str, Any], chunk: int) -> None:
     for out, lse in found:
         torch.testing.assert_close(out, wanted, atol=3e-6, rtol=3e-6)
         torch.testing.assert_close(lse, wanted_lse, atol=3e-6, rtol=3e-6)
-
-
-@dataclasses.dataclass(frozen=True)
-class Ragged:
-    """New keys after those of a cache, packed like queries."""
-
-    rotary: float = 0.0
-    paged: int = 0
-    batch_idx: bool = False
-    leftpad: bool = False
-    code: bool = False
-    dense_new: bool = False
-
-    def __str__(self) -> str:
-        return " ".join(f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if getattr(self, f.name))
-
-
-RAGGED = (
-    Ragged(), Ragged(rotary=0.5), Ragged(paged=16), Ragged(paged=4, batch_idx=True), Ragged(paged=16, leftpad=True),
-    Ragged(batch_idx=True, leftpad=True), Ragged(paged=16, rotary=1.0, batch_idx=True, leftpad=True),
-    Ragged(code=True), Ragged(code=True, rotary=1.0, paged=16), Ragged(dense_new=True, paged=16),
-    Ragged(code=True, paged=4, leftpad=True),
-)  # fmt: skip
-
-
-@every_case_quick
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("case", RAGGED[:: 3 if INTERPRET else 1], ids=str)
-def test_packed_new_keys(case: Ragged, causal: bool) -> None:
-    """FlashAttention 3's cu_seqlens_q and cu_seqlens_k_new, with tables of selected rows, padding, and float8."""
-    generator, dtype = torch.Generator().manual_seed(0), torch.bfloat16 if case.code else torch.float32
-    queries, new, before = (3, 0, 5, 1), (2, 4, 5, 0), (7, 12, 0, 30)
-    new = (2, 2, 2, 2) if case.dense_new else new
-
-    def normal(*shape: int) -> torch.Tensor:
-        x = torch.randn(*shape, generator=generator)
-        return x.to(torch.float8_e4m3fn).to(dtype) if case.code else x.to(dtype)
-
-    chosen = torch.tensor([3, 0, 5, 2] if case.batch_idx else [0, 1, 2, 3], dtype=torch.int32)
-    caches = [normal(6, 48, 2, 32) for _ in range(2)]
-    q, k, v = normal(sum(queries), 4, 32), normal(sum(new), 2, 32), normal(sum(new), 2, 32)
-    leftpad = torch.tensor([3, 5, 0, 30], dtype=torch.int32) * case.leftpad
-    angle = torch.rand(48, int(case.rotary * 32) // 2, generator=generator) * 6
-    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-    wanted, sequences = [cache.clone() for cache in caches], []
-    for i, (own_q, own_k, own_v) in enumerate(zip(q.split(queries), k.split(new), v.split(new), strict=True)):
-        row, at = int(chosen[i]), torch.arange(before[i], before[i] + new[i])
-        if case.rotary:
-            places = before[i] + torch.arange(queries[i]) * causal
-            own_q = rotated(own_q, cos[places], sin[places], False).to(dtype)
-            own_k = rotated(own_k, cos[at], sin[at], False).to(dtype)
-        own_k = own_k.to(torch.float8_e4m3fn).to(dtype) if case.code else own_k
-        wanted[0][row, at], wanted[1][row, at] = own_k, own_v
-        span = slice(int(leftpad[i]), before[i] + new[i])
-        sequences.append((own_q, wanted[0][row, span], wanted[1][row, span]))
-    given: dict[str, Any] = {"cache_seqlens": torch.tensor(before, dtype=torch.int32), "causal": causal}
-    given |= {"cu_seqlens_q": starts(*queries), "max_seqlen_q": 5, "rotary_interleaved": False}
-    given |= {} if case.dense_new else {"cu_seqlens_k_new": starts(*new)}
-    given |= {"rotary_cos": cos, "rotary_sin": sin} if case.rotary else {}
-    given |= {"cache_batch_idx": chosen} if case.batch_idx else {}
-    given |= {"cache_leftpad": leftpad} if case.leftpad else {}
-    if case.paged:
-        *caches, given["block_table"] = in_pages(
-            *([*x[: None if case.batch_idx else 4]] for x in caches), generator, case.paged
-        )
-    if case.dense_new:
-        k, v = k.view(4, 2, 2, 32), v.view(4, 2, 2, 32)
-    if case.code:
-        q, k, v, *caches = (x.nan_to_num().to(torch.float8_e4m3fn) for x in (q, k, v, *caches))
-    out, lse = flash_attn_with_kvcache(q, *caches, k, v, return_softmax_lse=True, **given)
-    flash_cases.check(out, lse, sequences, dtype, causal=causal)
-    for cache, expected in zip(caches, wanted, strict=True):
-        found = cache.to(dtype)
-        if case.paged:
-            expected = expected[: len(given["block_table"])]
-            found = torch.stack([found[table.long()].flatten(0, 1)[:48] for table in given["block_table"]])
-        eps = 0.13 if case.code and case.rotary else 1e-5 if case.rotary else 0.0
-        torch.testing.assert_close(found, expected, atol=eps * 0.1, rtol=eps)
 
 
 @every_case_quick
