@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import email
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 import typos  # noqa: E402
+from check_newest import copy_checkout  # noqa: E402
 
 USE = """
 import cache, pc, torch
@@ -70,14 +70,7 @@ def main(environment: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         # Build in a copy, because setuptools leaves build/ there and packs what an earlier build left.
-        names = subprocess.run(
-            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-            cwd=ROOT, capture_output=True, text=True, check=True,
-        ).stdout.split("\0")  # fmt: skip
-        for name in filter(None, names):
-            if (ROOT / name).is_file() or (ROOT / name).is_symlink():
-                (work / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(ROOT / name, work / "tree" / name, follow_symlinks=False)
+        copy_checkout(work / "tree")
         subprocess.run(
             [sys.executable, "-m", "build", "--wheel", "--outdir", work, work / "tree"],
             check=True,

@@ -56,9 +56,11 @@ def make_scheduler(
     more: dict[str, Any] | None = None,
     cannot_move: str = "",
     stock: bool = False,
+    groups: Any = None,
+    block_size: int = BLOCK,
     **options: Any,
 ) -> Any:
-    """Make our scheduler, or vLLM's own with `stock`, for one group of full attention.
+    """Return our scheduler, or vLLM's own with `stock`, for `groups` of layers: by default one of full attention.
 
     `more` has further options of ours, `options` are `VllmConfig`'s, and `cannot_move` is workers' reason to move no
     KV.
@@ -85,7 +87,7 @@ def make_scheduler(
                 scheduler_cls=kind, max_num_seqs=at_once, max_num_batched_tokens=budget, max_model_len=4096,
                 enable_chunked_prefill=True, is_encoder_decoder=False, async_scheduling=asynchronous,
             ),
-            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+            cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=True),
             device_config=DeviceConfig("cpu"),
             additional_config=ours,
             **options,
@@ -93,10 +95,9 @@ def make_scheduler(
         config.cache_config.num_gpu_blocks = num_blocks
         config.model_config.pc_cannot_move = cannot_move
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-        caches = KVCacheConfig(
-            num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["a"], spec)]
-        )
-        return kind(config, caches, StructuredOutputManager(config), BLOCK, BLOCK)
+        groups = groups or [KVCacheGroupSpec(["a"], spec)]
+        caches = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+        return kind(config, caches, StructuredOutputManager(config), block_size, block_size)
 
 
 class ExactEngine:

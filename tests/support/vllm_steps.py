@@ -5,28 +5,14 @@ The row of a token is the token and its position, and decides the next token.
 
 from __future__ import annotations
 
-import json
 import random
-import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import vllm_exact
 
 BLOCK, WINDOW, DRAFTS = 4, 8, 3
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "num_hidden_layers": 1,
-    "vocab_size": 1024,
-    "max_position_embeddings": 512,
-    "torch_dtype": "float32",
-}
 
 
 def following(token: int, position: int) -> int:
@@ -41,36 +27,17 @@ def rows_of(tokens: list[int]) -> torch.Tensor:
 
 def make_scheduler(num_blocks: int, windows: int, drafts: bool) -> Any:
     """Return vLLM's scheduler for a group of full attention and some with windows; a step has room for 24 tokens."""
-    from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
-    from vllm.v1.structured_output import StructuredOutputManager
+    from vllm.config import SpeculativeConfig
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
-        model = ModelConfig(model=folder, skip_tokenizer_init=True, max_model_len=256, dtype="float32")
-    config = VllmConfig(
-        model_config=model,
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=4,
-            max_num_batched_tokens=24,
-            max_model_len=256,
-            enable_chunked_prefill=True,
-            is_encoder_decoder=False,
-            async_scheduling=False,
-        ),
-        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
-        device_config=DeviceConfig("cpu"),
-        speculative_config=(
-            SpeculativeConfig(method="ngram", num_speculative_tokens=DRAFTS, prompt_lookup_max=2) if drafts else None
-        ),
-    )
-    config.cache_config.num_gpu_blocks = num_blocks
+    drafting = None
+    if drafts:
+        drafting = SpeculativeConfig(method="ngram", num_speculative_tokens=DRAFTS, prompt_lookup_max=2)
     shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
     groups = [KVCacheGroupSpec([f"w{n}"], SlidingWindowSpec(sliding_window=WINDOW, **shape)) for n in range(windows)]
     groups.insert(windows // 2, KVCacheGroupSpec(["full"], FullAttentionSpec(**shape)))
-    caches = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
-    return Scheduler(config, caches, StructuredOutputManager(config), BLOCK, BLOCK)
+    options = {"at_once": 4, "budget": 24, "speculative_config": drafting}
+    return vllm_exact.make_scheduler(num_blocks, stock=True, groups=groups, block_size=BLOCK, **options)
 
 
 class Steps:
