@@ -45,7 +45,7 @@ def _rope() -> None:
             query, (key, value) = torch.randn(tokens, 4, head_dim), torch.randn(2, tokens, 2, head_dim)
             angles = torch.arange(50)[:, None] / 10000 ** (torch.arange(rotary // 2) * 2 / rotary)
             positions = torch.randint(0, 50, (tokens,), dtype=torch.int32)
-            caches = torch.full((2, 6, 8, 2, head_dim), 7.0).unbind()
+            caches = [torch.full((6, 8, 2, head_dim), 7.0) for _ in range(2)]
             table = torch.cat([angles.cos(), angles.sin()], 1)
             check_rope(query, key, value, positions, table, *caches, _slots(tokens, 48), interleaved)
 

@@ -1,6 +1,7 @@
 """Oracles of the operators that write, rotate, move and join rows: indexing row by row, and rotations in float64.
 
-Each check compares every byte of a cache's memory, also the bytes around a strided cache.
+Each check compares every byte of a cache's memory, also the bytes around a strided cache. So the caches of a call must
+not share memory.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ Q, K, V = small()
 ONE = {"k": K[:, :1], "v": V[:, :1]}
 ANGLES = torch.ones(9, 8)
 GRAD = torch.zeros(2, 5, 4, 32, requires_grad=True)
-RIGHT: dict[Any, dict[str, Any]] = {
+USUAL: dict[Any, dict[str, Any]] = {
     flash_attn_func: {"q": Q, "k": K, "v": V},
     flash_attn_varlen_func: {
         "q": Q[0], "k": K[0], "v": V[0], "cu_seqlens_q": starts(2, 3), "cu_seqlens_k": starts(4, 5), "max_seqlen_q": 3,
@@ -136,7 +136,10 @@ REFUSED: dict[Any, list[tuple[str, dict[str, Any]]]] = {
         ("attention_chunk: got -8", {"attention_chunk": -8}),
         ("alibi_slopes: got float32 [3, 4]", {"alibi_slopes": torch.rand(3, 4), "causal": True}),
         ("alibi_slopes: got float32 [3]", {"alibi_slopes": torch.rand(3), "causal": True}),
-        ("alibi_slopes: got", {"q": Q[:1], "k": K[:1], "v": V[:1], "alibi_slopes": torch.rand(2, 4), "causal": True}),
+        *(
+            ("alibi_slopes: got", {"q": Q[:1], "k": K[:1], "v": V[:1], "out": None, "alibi_slopes": slopes})
+            for slopes in (torch.rand(2, 4), torch.rand(1, 4).expand(3, 4), torch.rand(1, 3))
+        ),
         ("s_aux: got float32 [2]", {"s_aux": torch.zeros(2)}),
         ("softcap: got -1.0", {"softcap": -1.0}),
         ("out: got float32 [2, 5, 4]", {"out": torch.zeros(2, 5, 4)}),
@@ -199,7 +202,7 @@ def test_a_wrong_argument_is_refused_by_name_and_nothing_is_written(
     function: Any, said: str, changes: dict[str, Any]
 ) -> None:
     out, before = torch.full((2, 5, 4, 32), 7.0), K.clone()
-    given = RIGHT[function] | ({"out": out} if function is flash_attn_func else {}) | changes
+    given = USUAL[function] | ({"out": out} if function is flash_attn_func else {}) | changes
     for causal in {changes.get("causal", False), True} if function is flash_attn_varlen_func else {None}:
         with pytest.raises((TypeError, ValueError, RuntimeError)) as raised:
             function(**given | ({} if causal is None else {"causal": causal}))

@@ -84,7 +84,7 @@ def test_layouts(op, layout, strided, device):
 
 @pytest.mark.parametrize("dtype", [F16, INT8])
 def test_without_rotary_positions_all_is_copied(dtype, device):
-    keys, values = (torch.randn(2, 8, 5, 3, 24, device=device) * 30).to(dtype)
+    keys, values = ((torch.randn(8, 5, 3, 24, device=device) * 30).to(dtype) for _ in range(2))
     check_rotation("move_slots", keys, _moves("move_slots", device), None, values=values)
 
 
