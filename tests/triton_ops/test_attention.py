@@ -369,6 +369,7 @@ REFUSED: dict[str, list[tuple[Case, dict[str, Any], str]]] = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("operator", "case", "changes", "message"),
     [(op, *row) for op, rows in REFUSED.items() for row in rows],
