@@ -20,7 +20,7 @@ if INTERPRET:
     from guarded import guarded_memory
 
 FOLDER = Path(__file__).parent
-COMPILES = ("test_compile", "test_inductor")
+COMPILES = ("test_compile", "test_export", "test_inductor")
 LAYOUTS = ("contiguous", "padded_features", "padded_blocks", "head_major", "every_second", "offset", "permuted")
 
 
@@ -53,7 +53,7 @@ def _strided(layout: str, shape: Sequence[int], dtype: torch.dtype, device: torc
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` names
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests slow that compile graphs around operators, in the interpreter, where their calls take long."""
+    """In the interpreter, mark tests slow that compile or export graphs, because operators' calls take long there."""
     for item in items if INTERPRET else ():
         if item.path.parent == FOLDER and getattr(item, "originalname", "").startswith(COMPILES):
             item.add_marker(pytest.mark.slow)
