@@ -19,11 +19,10 @@ import numpy as np
 from ...cache import OutOfBlocks
 from .layers import States
 from .loop import Loop
-from .prompts import Prompt, Reused
-from .store.blocks import RequestBlocks
-from .store.kept import ContiguousStore
-from .store.leases import AnyManager, Lease
-from .store.storage import Content
+from .prompts import Hit, Prompt
+from .store.blocks import RequestBlocks, free
+from .store.kept import Store
+from .store.storage import AnyManager, Content
 
 
 def start(
@@ -59,7 +58,7 @@ def start(
     return manager.allocate(request_id, tokens, **options)
 
 
-def extra_keys(store: ContiguousStore, keys: tuple[Any, ...], prompt: Prompt) -> list[Any]:
+def extra_keys(store: Store, keys: tuple[Any, ...], prompt: Prompt) -> list[Any]:
     """Return everything that a prompt's KV depends on besides its tokens. `keys` is the part that its call sets."""
     if store.counts_padding and prompt.pad:
         keys = (*keys, "columns before it", str(prompt.pad))
@@ -69,30 +68,53 @@ def extra_keys(store: ContiguousStore, keys: tuple[Any, ...], prompt: Prompt) ->
 
 
 class PromptRequests:
-    """The requests of one call. `close` frees all of their blocks.
+    """The requests of one call. If the call is interrupted, the next call ends those that remain.
+
+    The frame of the call must hold the only strong reference, so that an interrupt drops this object at once.
 
     Args:
         store: The blocks.
         loop: The call.
-        lease: Ends the requests if the call is interrupted.
         anywhere: Whether the call may reuse text that is cached at other positions.
     """
 
-    def __init__(self, store: ContiguousStore, loop: Loop, lease: Lease, anywhere: bool = False) -> None:
-        self.store, self._anywhere = store, anywhere
+    def __init__(self, store: Store, loop: Loop, anywhere: bool = False) -> None:
+        self.store, self.manager, self.anywhere = store, store.manager, anywhere
+        self.stale = False  # whether the model has changed since the call started
         self._keys, self._salt = loop.extra_keys, loop.salt
-        # A strong reference would make a cycle, and an interrupted call must drop its lease at once.
-        self._lease = weakref.proxy(lease)
+        self._returns, self._unchanged = loop.returns, loop.unchanged
+        self._request_ids: list[str] = []
+        store.sweep()
+        store.running[weakref.ref(self)] = self._request_ids
 
     def blocks(self, prompt: Prompt) -> RequestBlocks:
         """Return an empty `RequestBlocks` for a prompt."""
-        return RequestBlocks(self._lease, self.store.storage, prompt.request_id)
+        return RequestBlocks(weakref.proxy(self), self.store.storage, prompt.request_id)
+
+    def publishes(self) -> bool:
+        """Return whether the model is unchanged since the call started, so that the call may publish blocks.
+
+        Once False, it stays False. Callers must ask before each forward pass.
+        """
+        self.stale = self.stale or not self._unchanged()
+        return not self.stale
+
+    def end(self, request_id: str) -> None:
+        """End one request, if it was started. Its complete blocks stay published until they are evicted."""
+        free(self.manager, request_id)
+        self._request_ids.remove(request_id)
+
+    def close(self) -> None:
+        """End all requests of the call."""
+        while self._request_ids:
+            free(self.manager, self._request_ids[-1], self._returns)
+            self._request_ids.pop()
 
     def admit(self, prompt: Prompt, reuse: bool = True, most: int | None = None) -> None:
         """Allocate blocks for a prompt and find its cached tokens.
 
         Args:
-            prompt: The prompt, whose `allocation`, `blocks` and `reused` are set.
+            prompt: The prompt, whose `allocation`, `blocks` and `hit` are set.
             reuse: Whether cached tokens are read. If not, all tokens are computed, and published as usual.
             most: The most cached tokens to find. None: all.
 
@@ -113,23 +135,23 @@ class PromptRequests:
         self._fill(prompt, limit, cached, whole)
         later = [span for span in spans if span[0] > cached] if reuse else []
         if allocation.moved and store.moving is not None:
-            store.storage.move(allocation, store.moving.turns)
+            store.storage.move(allocation, store.moving.rotations)
         elif copies := allocation.group_copies(0):
             prompt.blocks.borrowed = copies[0][0]
         states = None
         if store.states is not None and cached and reuse:
             table = prompt.blocks.tables[store.storage.state_group]
-            states = store.states.read(int(table[cached // store.block_size - 1]))
+            states = store.states.states_of(store.states.content(int(table[cached // store.block_size - 1])))
         cached = prompt.readable(cached)
         if store.evicted is not None and reuse and not (whole or later or allocation.moved) and most is None:
             cached, states = self._bring_back(prompt, cached, states)
             cached = prompt.readable(cached)
         if not reuse:
-            prompt.reused = Reused()
+            prompt.hit = Hit()
             return
         moved = [(span.start, span.end) for span in allocation.moved]
         repaired = allocation.recompute_moved(store.recompute)
-        prompt.reused = Reused(cached, later, moved, repaired, states, max(cached, kv_hit))
+        prompt.hit = Hit(cached, later, moved, repaired, states, max(cached, kv_hit))
 
     def _allocate(self, prompt: Prompt, limit: int, anywhere: bool) -> tuple[Any, int, int]:
         """Start a request for up to `limit` tokens of a prompt, whose hit is shortened until the prompt can continue.
@@ -140,11 +162,11 @@ class PromptRequests:
         """
         store, kv_hit = self.store, 0
         reuse = "prefix" if prompt.items else store.reuse  # a gap may end inside an image
-        if reuse == "anywhere" and not (anywhere and self._anywhere):
+        if reuse == "anywhere" and not (anywhere and self.anywhere):
             reuse = "prefix"
         keys = extra_keys(store, self._keys, prompt)
         while True:
-            self._lease.take(prompt.request_id)
+            self._request_ids.append(prompt.request_id)
             tokens = prompt.tokens if limit == len(prompt.tokens) else prompt.tokens[:limit]
             by_steps = store.storage.chunk is not None
             allocation = start(store.manager, prompt.request_id, tokens, keys, self._salt, reuse, by_steps)
@@ -154,7 +176,7 @@ class PromptRequests:
             if store.storage.any_prefix or prompt.readable(cached) == cached:
                 return allocation, limit, kv_hit
             limit = prompt.readable(cached) + 1  # no states, or no blocks of windows, for this length
-            self._lease.free(prompt.request_id)
+            self.end(prompt.request_id)
 
     def _fill(self, prompt: Prompt, limit: int, cached: int, whole: bool) -> None:
         """Record how far the blocks of an admitted prompt are filled. `whole`: also its last token."""
@@ -189,7 +211,7 @@ class PromptRequests:
             blocks.written, blocks.borrowed = blocks.written + len(chunk), None
             blocks.known = blocks.written * size
             if store.states is not None and kept is not None and at + step >= len(found):
-                states = store.states.of(kept)
+                states = store.states.states_of(kept)
                 blocks.keep_states(blocks.written * size, states)
             blocks.commit(blocks.written * size)
         return (min(blocks.written * size, len(prompt.tokens) - 1) if found else cached), states
@@ -229,7 +251,7 @@ class PromptRequests:
 
     def readmit(self, prompt: Prompt, most: int | None = None) -> None:
         """End a prompt's request and admit it again, with the blocks that are cached now."""
-        self._lease.free(prompt.request_id)
+        self.end(prompt.request_id)
         self.admit(prompt, most=most)
 
     def fork(self, prompt: Prompt, row: int) -> RequestBlocks:
@@ -243,24 +265,7 @@ class PromptRequests:
             blocks.look()
         branch = copy(blocks)
         branch.request_id = f"{prompt.request_id}-{row}"
-        self._lease.take(branch.request_id)
+        self._request_ids.append(branch.request_id)
         manager.fork(prompt.request_id, branch.request_id)
         prompt.branches[row] = branch
         return branch
-
-    def end(self, blocks: RequestBlocks) -> None:
-        """End one request. Its complete blocks stay published until they are evicted."""
-        self._lease.free(blocks.request_id)
-
-    @property
-    def stale(self) -> bool:
-        """Whether `publishes` has found that the model changed during the call."""
-        return bool(self._lease.stale)
-
-    def publishes(self) -> bool:
-        """Return whether the model is unchanged since the call began, so that blocks may be published."""
-        return bool(self._lease.publishes())
-
-    def close(self) -> None:
-        """End all requests of the call. Complete blocks stay published until they are evicted."""
-        self._lease.close()

@@ -648,10 +648,14 @@ def _make_manager() -> type:
 
 
 class ModelInStep:
-    """A model as transformers' continuous batching sees it during a step."""
+    """A model as transformers' continuous batching sees it during a step, with another forward pass."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, forward: Callable[..., Any]) -> None:
+        self._model, self._forward = model, forward
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Return the output of the forward pass."""
+        return self._forward(**inputs)
 
     def _supports_logits_to_keep(self) -> bool:
         return keeps_logits(self._model)

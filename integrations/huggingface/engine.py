@@ -12,20 +12,20 @@ from ...cache.tiers.writer import TierWriter
 from .admit import extra_keys
 from .api import ASSISTED, CHUNKS, need
 from .calls import Calls, RequestReport, UnsupportedError, refuse_if, refusing
+from .compression.kept import Content
 from .kernels import WrongKernelError
 from .layers import GrowingIndexedLayer, index_reach
 from .loop import BY_TOKEN, Loop
 from .probe import LONG, Probed, probe, probe_window
 from .prompts import Prompt, prompts_of
-from .runners import contiguous, deterministic
+from .runners import contiguous, deterministic, document, paged
 from .runners.batch import FORWARD_COST
 from .runners.dispatch import install
 from .runners.graphs import CAPTURERS, DecodeSteps
 from .runners.moved import probe_moved
 from .runners.packed import probe_packed
-from .runners.paged import PackedRunner, follows, row_prompts
 from .settings import CacheOptions
-from .store.kept import ContiguousStore
+from .store.kept import Store
 from .store.tiers import LowerTiers, SavedBlocks, disk_writers
 
 LOOPS = (*BY_TOKEN, "beam_search", "beam_sample", "assisted_generation")
@@ -46,7 +46,7 @@ class Engine:
         self._disk: list[TierWriter] | None = None
         with refusing("a look at it fails"):
             probed = probe(model)
-        self._packed = self._packed_runner(model, probed, steps)
+        self._steps = steps if self._probe_packed(model, probed, steps) else None
         self._moving = probe_moved(model, probed) if options.reuse == "anywhere" else None
         self._make(model, probed)
 
@@ -55,7 +55,7 @@ class Engine:
         self._probed = probed
         self._window_problem: UnsupportedError | None = None
         self._proven_window = min(probed.window, LONG)
-        self.store = store = ContiguousStore(model, self._options, probed, self._moving)
+        self.store = store = Store(model, self._options, probed, self._moving)
         indexed = any(isinstance(layer, GrowingIndexedLayer) for layer in store.empty_cache.layers)
         self._reach = index_reach(model.config) if indexed else None  # longest sequence of a sparse model
         options = self._options
@@ -64,11 +64,11 @@ class Engine:
         if options.host_blocks or self._disk is not None:
             store.evict_to(LowerTiers(store.storage, options.host_blocks, self._disk))
 
-    def _packed_runner(self, model: Any, probed: Probed, steps: DecodeSteps) -> PackedRunner | None:
-        """Return the runner of packed passes, or None if contiguous copies serve every call."""
+    def _probe_packed(self, model: Any, probed: Probed, steps: DecodeSteps) -> bool:
+        """Return whether packed passes can serve the model. Otherwise contiguous copies serve every call."""
         options = self._options
         if model.device.type not in CAPTURERS or options.reuse != "prefix" or options.chunk is not None:
-            return None
+            return False
         try:
             with refusing("a look at it fails"):
                 refuse_if(probed.states, "its recurrent states have no blocks")
@@ -78,17 +78,12 @@ class Engine:
             if isinstance(error, WrongKernelError):
                 text = f"{error}. The model is served over contiguous copies, in PyTorch"
                 self._calls.tell("kernels", text)
-            return None
-        return PackedRunner(steps)
-
-    @property
-    def packs(self) -> bool:
-        """Whether calls run as packed passes if these support them."""
-        return self._packed is not None
+            return False
+        return True
 
     def _packs(self, loop: Loop) -> bool:
         """Return whether this loop runs as packed passes."""
-        return self._packed is not None and follows(loop, bool(self._probed.windows))
+        return self._steps is not None and paged.follows(loop, bool(self._probed.windows))
 
     def close(self) -> None:
         """Write the cached blocks to disk, if `disk` was given."""
@@ -97,9 +92,9 @@ class Engine:
 
     def empty(self, model: Any) -> None:
         """Replace the cache by an empty one. Running calls keep the blocks they have."""
-        if self._packed is not None:
+        if self._steps is not None:
             install(model)
-            self._packed.drop()
+            self._steps.drop()
         self._make(model, self._probed)
 
     def leave_disk(self) -> None:
@@ -148,16 +143,20 @@ class Engine:
         if self._window_problem is not None:
             raise self._window_problem
 
-    def run(self, loop: Loop, calls: Calls) -> tuple[Any, list[RequestReport]]:
+    def run(self, loop: Loop, calls: Calls, content: Content | None = None) -> tuple[Any, list[RequestReport]]:
         """Run a loop over the cache and return its result and a report for each row.
+
+        With the `content` of a compressed document, the loop reads the document, and `check` must have accepted it.
 
         Warnings about tokens that could not be kept or read go to `calls`.
 
         Raises:
             UnsupportedError: The loop cannot be served; no token was computed.
         """
-        if self._packed is not None and self._packs(loop):
-            result, prompts = self._packed.run(loop, self.store, calls)
+        if content is not None:
+            return document.run(loop, self.store, content, self._options.chunk, calls)
+        if self._steps is not None and self._packs(loop):
+            result, prompts = paged.run(loop, self.store, self._steps, calls)
         else:
             self.check(loop)
             if self._options.chunk is None:
@@ -178,7 +177,7 @@ class Engine:
         manager, images = self.store.manager, contiguous.images_of(loop, self.store)
         if self._options.chunk is not None:
             loop.extra_keys = (*loop.extra_keys, *deterministic.conditions(loop.model))
-        prompts = row_prompts(loop) if by_row else prompts_of(loop.input_ids, loop.mask, images, loop.adapters)
+        prompts = paged.row_prompts(loop) if by_row else prompts_of(loop.input_ids, loop.mask, images, loop.adapters)
         evicted = self.store.evicted if self.store.storage.any_prefix else None
         below = None if evicted is None else partial(evicted.has, manager, 0)
         keys = [extra_keys(self.store, loop.extra_keys, prompt) or None for prompt in prompts]
@@ -221,6 +220,6 @@ def _reports(prompts: list[Prompt], calls: Calls) -> list[RequestReport]:
     full = next((blocks.full for blocks in every if blocks.full is not None), None)
     if full is not None:
         calls.tell_out_of_blocks(full)
-    calls.repair(sum(len(prompt.reused.repaired) for prompt in prompts))
-    reports = {row: prompt.reused.report(len(prompt.tokens)) for prompt in prompts for row in prompt.rows}
+    calls.repair(sum(len(prompt.hit.repaired) for prompt in prompts))
+    reports = {row: prompt.hit.report(len(prompt.tokens)) for prompt in prompts for row in prompt.rows}
     return [reports[row] for row in range(len(reports))]

@@ -107,22 +107,22 @@ class Functions:
                 continue
             self._spaces[id(base)] = (f"{base.__module__}.{base.__qualname__}", vars(base), {})
             for value in list(vars(base).values()):
-                for function in _functions(value):
+                for function in functions_of(value):
                     self._add(function)
 
     def _add(self, function: FunctionType) -> None:
         """Add a function and the names that it looks up, unless it belongs to a known package."""
         names = function.__globals__
         file = str(names.get("__name__", ""))
-        for inner in _functions(getattr(function, "__wrapped__", None)):
+        for inner in functions_of(getattr(function, "__wrapped__", None)):
             self._add(inner)
         if id(function) in self._found or file.partition(".")[0] in _KNOWN or file.startswith(_OTHER):
             return
         self._found[id(function)] = function
         for cell in function.__closure__ or ():
-            for inner in _functions(_content(cell)):
+            for inner in functions_of(cell_content(cell)):
                 self._add(inner)
-        self._look_up(file, names, set(_names(function.__code__)))
+        self._look_up(file, names, set(names_of(function.__code__)))
 
     def _look_up(self, label: str, values: dict[str, Any], names: set[str], within: tuple[int, ...] = ()) -> None:
         """Add some names of a namespace. A name may hold a module: then add the names that this module has too."""
@@ -144,13 +144,13 @@ class Functions:
             for own in sorted(self._settings & {name for mapping in mappings for name in mapping}):
                 for mapping in mappings:
                     self._registered.append((mapping, own))
-                    for function in _functions(mapping.get(own)):
+                    for function in functions_of(mapping.get(own)):
                         self._add(function)
         elif isinstance(value, type):
             if not issubclass(value, torch.nn.Module):
                 self._add_plain(value)
         else:
-            for function in _functions(value):
+            for function in functions_of(value):
                 self._add(function)
 
     def _add_plain(self, kind: type) -> None:
@@ -221,7 +221,7 @@ def _original(value: Any) -> Any:
     return getattr(value, "_pc_original", value) if isinstance(value, FunctionType) else value
 
 
-def _content(cell: Any) -> Any:
+def cell_content(cell: Any) -> Any:
     """Return the value in a closure's cell, or None if it is empty."""
     try:
         return cell.cell_contents
@@ -229,27 +229,27 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def _functions(value: Any) -> Iterator[FunctionType]:
+def functions_of(value: Any) -> Iterator[FunctionType]:
     """Yield the Python functions that a value runs, also those of methods, properties, partial objects and wrappers."""
     value = _original(value)
     if isinstance(value, FunctionType):
         yield value
     elif isinstance(value, property):
-        yield from chain.from_iterable(map(_functions, (value.fget, value.fset)))
-    elif isinstance(value, functools.partial):
-        yield from _functions(value.func)
+        yield from chain.from_iterable(map(functions_of, (value.fget, value.fset)))
+    elif isinstance(value, functools.partial | functools.cached_property):
+        yield from functions_of(value.func)
     elif hasattr(value, "__func__"):
-        yield from _functions(value.__func__)
+        yield from functions_of(value.__func__)
     elif isinstance(getattr(value, "__wrapped__", None), FunctionType):
         yield value.__wrapped__
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def names_of(code: CodeType) -> Iterator[str]:
     """Yield the names that a function and its nested functions look up."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from names_of(constant)
 
 
 def code_digest(function: Any) -> str:
@@ -274,7 +274,7 @@ def _described(value: Any, seen: set[int]) -> Iterator[bytes]:
     elif isinstance(value, FunctionType) and id(value) not in seen:
         seen.add(id(value))
         yield from _described(value.__code__, seen)
-        cells = [_content(cell) for cell in value.__closure__ or ()]
+        cells = [cell_content(cell) for cell in value.__closure__ or ()]
         for part in (*cells, *(value.__defaults__ or ()), *sorted((value.__kwdefaults__ or {}).items())):
             yield from _described(part, seen)
     elif isinstance(value, list | tuple | set | frozenset | dict):
@@ -284,7 +284,7 @@ def _described(value: Any, seen: set[int]) -> Iterator[bytes]:
         yield repr(value).encode()
     elif not isinstance(value, type | ModuleType):
         yield f"{type(value).__module__}.{type(value).__qualname__}".encode()
-        for function in _functions(value) if id(value) not in seen else ():
+        for function in functions_of(value) if id(value) not in seen else ():
             yield from _described(function, seen)
         if isinstance(value, functools.partial):
             yield from _described((value.args, value.keywords), seen)

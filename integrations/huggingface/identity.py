@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from operator import is_, itemgetter
@@ -39,36 +38,29 @@ ROW_HOOKS = ("adapter_names", "alora_offsets")
 """Names of the settings that PEFT gives its layers for each row, through hooks that it adds for one call."""
 
 
-@dataclass
-class SetByForward:
-    """Names of the attributes and tensors that forward passes change.
+class Identity:
+    """A model as it was when this object was made.
 
-    PEFT's LoRA on parameters, for example, replaces a parameter during each pass, which raises its version.
+    Args:
+        model: The model.
+        transient: Names of attributes and tensors whose differences do not count; see `set_by_forward`.
     """
 
-    attributes: set[str] = field(default_factory=set)
-    tensors: set[str] = field(default_factory=set)
-
-
-class Identity:
-    """A model as it was when this object was made. Differences in `transient` do not count; see `set_by_forward`."""
-
-    def __init__(self, model: Any, transient: SetByForward | None = None) -> None:
-        attributes, rewritten = (set(), set()) if transient is None else (transient.attributes, transient.tensors)
+    def __init__(self, model: Any, transient: Collection[str] = ()) -> None:
         named = {id(m): name for name, m in model.named_modules()}
         self._modules = [m for m in model.modules() if m is not model]
         self._module_names = [named[id(m)] for m in self._modules]
         self.adapters = [m for m in self._modules if _is_adapter(m)]
         adapters = {id(m) for m in self.adapters}
         watched = [m for m in self._modules if not changes_itself(m)]
-        self._left_out = _INTERNAL | ATTACHED | attributes
+        self._left_out = _INTERNAL | ATTACHED | set(transient)
         # An identity must not keep its model alive, so it reads the model's own attributes through the model.
         self._root_names = [n for n in vars(model) if n not in self._left_out]
         self._settings: list[tuple[Any, dict[str, Any]]] = []
         labels: list[tuple[str, tuple[Any, ...]]] = [("", tuple(self._root_names))]  # of values of `_attributes`
         nested: dict[int, tuple[str, Any]] = {}
         for m in watched:
-            left_out = _INTERNAL | {RECORDING} | attributes | (ADAPTER_STATE if id(m) in adapters else frozenset())
+            left_out = _INTERNAL | {RECORDING} | set(transient) | (ADAPTER_STATE if id(m) in adapters else frozenset())
             names = [n for n in vars(m) if n not in left_out]
             self._settings.append((itemgetter("training", "training", *names), vars(m)))
             labels.append((named[id(m)], ("training", "training", *names)))
@@ -91,8 +83,8 @@ class Identity:
         self._kept_hooks = self._hooks()
         self._tensors = dict(_named_tensors(model))
         self._all_tensors = list(self._tensors.values())
-        self._versioned = [t for n, t in self._tensors.items() if not t.is_inference() and n not in rewritten]
-        self._samples = _Samples([(n, t, MANY if n in rewritten else SAMPLED) for n, t in self._tensors.items()])
+        self._versioned = [t for n, t in self._tensors.items() if not t.is_inference() and n not in transient]
+        self._samples = _Samples([(n, t, MANY if n in transient else SAMPLED) for n, t in self._tensors.items()])
         self._kept = list(self._attributes(model))
         self._types = list(map(type, self._modules))
         self._functions = Functions(model)
@@ -196,7 +188,7 @@ class Identity:
         before, after = self._seen(), later._seen()
         for name in (*before, *after):
             old, new = before.get(name, before), after.get(name, after)
-            if old is not new and not (isinstance(old, _Number | bytes) and old == new):
+            if old is not new and not (isinstance(old, bytes) and old == new):
                 return name
         return "the model"
 
@@ -205,16 +197,12 @@ class Identity:
         found = dict(zip(names, self._kept, strict=False))
         found |= {f"{name}'s class": kind for name, kind in zip(self._module_names, self._types, strict=True)}
         found |= {f"{self._hook_labels[n]}, {_name_of(hook)}": hook for n, hook in self._kept_hooks}
-        places = zip(self._numbers[len(self._versioned) :], strict=True)
-        found |= {f"{name}'s address": _Number(place) for name, (place,) in zip(self._tensors, places, strict=True)}
+        addresses = zip(self._tensors, self._numbers[len(self._versioned) :], strict=True)
+        found |= {f"{name}'s address": str(address).encode() for name, address in addresses}
         versions = dict(zip(map(id, self._versioned), self._numbers, strict=False))
-        found |= {f"{name}'s version": _Number(versions.get(id(t), 0)) for name, t in self._tensors.items()}
+        found |= {f"{name}'s version": str(versions.get(id(t), 0)).encode() for name, t in self._tensors.items()}
         found |= {f"{name}'s elements": part for name, part in self._samples.by_name(self._content)}
         return found | dict(self._functions.seen())
-
-
-class _Number(int):
-    """A number in a list of values that are compared by identity. Numbers are compared by value."""
 
 
 def _row_settings(hook: Any) -> dict[str, Any]:
@@ -270,20 +258,23 @@ def _within(module: torch.nn.Module) -> dict[str, list[int]]:
 
 
 @contextmanager
-def set_by_forward(model: Any) -> Iterator[SetByForward]:
-    """Record the attributes and tensors that forward passes within this block change."""
-    found = SetByForward()
+def set_by_forward(model: Any) -> Iterator[set[str]]:
+    """Yield a set that gets the names of the attributes and tensors that forward passes within this block change.
+
+    PEFT's LoRA on parameters, for example, replaces a parameter during each pass, which raises its version.
+    """
+    found: set[str] = set()
     before = [(m, dict(vars(m)), _within(m)) for m in model.modules()]
     tensors = {name: (t, t._version) for name, t in _named_tensors(model) if not t.is_inference()}
     yield found
     for module, attributes, within in before:
-        found.attributes |= {name for name, value in vars(module).items() if attributes.get(name, found) is not value}
+        found |= {name for name, value in vars(module).items() if attributes.get(name, found) is not value}
         now = _within(module)
-        found.attributes |= {name for name in within.keys() | now.keys() if within.get(name) != now.get(name)}
+        found |= {name for name in within.keys() | now.keys() if within.get(name) != now.get(name)}
     for name, tensor in _named_tensors(model):
         old, version = tensors.get(name, (None, 0))
         if old is tensor and tensor._version != version:
-            found.tensors.add(name)
+            found.add(name)
 
 
 def changes_itself(module: torch.nn.Module) -> bool:

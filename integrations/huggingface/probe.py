@@ -24,7 +24,7 @@ from .layers import (
 )
 from .prompts import RowImages, clear_of, prompts_of, runs
 from .runners.layout import accepted, forward
-from .store.storage import Specs, TokenSpec
+from .store.storage import Specs, TensorSpec
 from .support import eval_mode, harmless_tokens
 
 TOKENS, CUT, PAD = 29, 16, 3  # tokens of the probe, tokens of its first part, columns of padding
@@ -157,7 +157,7 @@ def _specs(cache: DynamicCache) -> Specs:
             if side.dim() != 4 or side.shape[2] != TOKENS:
                 raise UnsupportedError("its cache does not keep keys and values by head and token")
         keys, values = (
-            TokenSpec(side.shape[1], side.shape[3], side.dtype, side.device) for side in (layer.keys, layer.values)
+            TensorSpec((side.shape[1], side.shape[3]), side.dtype, side.device) for side in (layer.keys, layer.values)
         )
         specs[index] = (keys, values)
     return specs

@@ -185,7 +185,7 @@ def clear_of(items: list[Item], column: int) -> int:
     return column
 
 
-class Reused(NamedTuple):
+class Hit(NamedTuple):
     """The tokens of a prompt that are read from the cache instead of computed."""
 
     cached: int = 0  # number of leading tokens
@@ -220,7 +220,7 @@ class Prompt:
     allocation: BaseAllocation | None = None  # from the manager; None if the prompt has no tokens
     blocks: RequestBlocks = field(init=False)  # the blocks of its request
     branches: dict[int, RequestBlocks] = field(default_factory=dict)  # by row: forks for different answers
-    reused: Reused = field(default_factory=Reused)
+    hit: Hit = field(default_factory=Hit)
     hidden: list[torch.Tensor] = field(default_factory=list)  # by layer: those of its first tokens, if asked for
 
     @property

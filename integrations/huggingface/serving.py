@@ -17,7 +17,7 @@ from ...cache import CacheManager, Explanation
 from .api import check_mode as check_options
 from .api import look, loop_of, rename_cache
 from .calls import Calls, RequestReport, ServedStats, UnsupportedError, refuse_if, refusing
-from .compression.document import CompressedDocument, Documents, Reader
+from .compression.document import CompressedDocument, Documents
 from .engine import Engine
 from .identity import Identity, set_by_forward, without_row_settings
 from .images import Images, encoded_by_model, take_images
@@ -26,6 +26,7 @@ from .loop import Loop, ask_for_cache, check_arguments, check_loop, check_mode, 
 from .runners.document import check_arguments_over_document
 from .runners.graphs import DecodeSteps
 from .settings import CacheOptions, ScopedSetting, check_returns, check_salt
+from .store.kept import Store
 from .support import check_model, rope_keys
 from .visits import apart
 
@@ -39,13 +40,13 @@ class Serving:
         self._model: weakref.ref[Any] = weakref.ref(model)
         self._lock = threading.RLock()
         self._calls = Calls(options.fallback)
-        self._options = options
+        self.options = options
         self.salt = ScopedSetting(check_salt)
         self.hint = ScopedSetting(check_returns)
         self.steps = DecodeSteps(cuda_graphs is not False, self._warn_of_graphs)
         self._engine: Engine | None = None
         self._disabled = False
-        self.documents = Documents(self._model, self._reader, self.salt, options, self._let_go)
+        self.documents = Documents(self)
         self.framework = look()
         self._running = ScopedSetting(lambda value: None)  # whether this thread is inside a call of the model
         self._changed: str | None = None  # what had changed when the cache was last emptied
@@ -79,7 +80,7 @@ class Serving:
 
     def _make_engine(self, model: Any) -> Engine:
         """Return the engine of a model, with reuse="gap" in place of "anywhere" if a kernel is wrong."""
-        options = self._options
+        options = self.options
         if options.reuse == "anywhere":
             try:
                 require_kernels(model, options.block_size, "moved")
@@ -103,8 +104,7 @@ class Serving:
         def note(engine: Engine, loop: Loop) -> torch.Tensor:
             try:
                 check_loop(loop)
-                engine, loop = self._identified(loop)
-                found.extend(engine.explain(loop))
+                found.extend(self._identified(loop).explain(loop))
             except UnsupportedError as error:
                 raise ValueError(f"inputs: got a call that is not served, {error}") from error
             return loop.input_ids
@@ -126,7 +126,7 @@ class Serving:
         if document is not None:
             return self._ask(document, model, _arguments(original, model, args, kwargs))
         self.documents.look_elsewhere(kwargs.get("inputs", kwargs.get("input_ids", args[0] if args else None)))
-        random = RandomState(model.device)
+        restore = random_state(model.device)
         begun: list[Loop] = []  # the loop once it runs: from then on `_run` handles failures
         try:
             arguments = _arguments(original, model, args, kwargs)
@@ -144,7 +144,7 @@ class Serving:
         if failure is None:  # caching was disabled
             with self._running.within(True):
                 return original(model, *args, **kwargs)
-        random.restore()
+        restore()
         return self._fall_back(failure, functools.partial(original, model, *args, **kwargs))
 
     def _ask(self, document: CompressedDocument, model: Any, arguments: dict[str, Any]) -> Any:
@@ -160,11 +160,11 @@ class Serving:
 
         def answer(engine: Engine, loop: Loop) -> Any:
             check_loop(loop)
-            engine, loop = self._identified(loop)
+            engine = self._identified(loop)
             engine.check(loop)
-            with self._running.within(True):
-                result, reports = self.documents.answer(loop, document, self._calls)
-            self.last_requests = reports
+            content = self.documents.check(document, loop)
+            with self._running.within(True), apart():
+                result, self.last_requests = engine.run(loop, self._calls, content)
             self._calls.serve(over_document=True)
             return result
 
@@ -198,7 +198,7 @@ class Serving:
         original(model, **arguments | {"custom_generate": self._decoding_loop(note, [], engine, arguments, images)})
 
     def _model_and_generate(self) -> tuple[Any, Any]:
-        model: Any = self._model()
+        model: Any = self.model
         if model is None:
             raise RuntimeError("generate: the model of this handle was deleted")
         return model, type(model).generate
@@ -239,23 +239,22 @@ class Serving:
                     self._calls.tell_never_hits(self._changed)
             return self._engine, self._identity.adapter_keys()
 
-    def _reader(self) -> Reader:
-        """Return the reader of documents for the model in its current state.
+    def reader(self) -> tuple[Any, tuple[str, ...]]:
+        """Return the model in its current state for documents, and the keys of its adapters.
 
         Raises:
             ValueError: The model was deleted or is in training mode, caching is disabled, or a kernel is wrong.
         """
-        model = self._model()
+        model = self.model
         if model is None or self._disabled:
             raise ValueError("handle: needs a model that was not deleted, with caching enabled")
         if model.training:
             raise ValueError("model: is in training mode; call model.eval()")
         try:
-            require_kernels(model, self._options.block_size, "documents")
+            require_kernels(model, self.options.block_size, "documents")
         except WrongKernelError as error:
             raise ValueError(f"model: got one that cannot read documents, because {error}") from error
-        engine, adapters = self._current(model)
-        return Reader(model, adapters, None if engine is None else engine.store)
+        return model, self._current(model)[1]
 
     def _decoding_loop(
         self,
@@ -295,7 +294,7 @@ class Serving:
 
     def _run(self, engine: Engine, loop: Loop) -> Any:
         """Run a loop over the cache. If it fails before the first token, run it again as generate would have run it."""
-        random, state = RandomState(loop.model.device), loop.continued_state()
+        restore, state = random_state(loop.model.device), loop.continued_state()
         bypasses = False
         try:
             check_loop(loop)
@@ -313,7 +312,7 @@ class Serving:
             self.last_requests = reports
             self._calls.serve()
             return result
-        random.restore()
+        restore()
         loop.restore_continued(state)
         return self._fall_back(failure, functools.partial(_run_plainly, loop))
 
@@ -323,12 +322,12 @@ class Serving:
         Raises:
             UnsupportedError: The loop cannot be served. No token was computed.
         """
-        engine, loop = self._identified(loop)
+        engine = self._identified(loop)
         with self._running.within(True):
             return engine.run(loop, self._calls)
 
-    def _identified(self, loop: Loop) -> tuple[Engine, Loop]:
-        """Set the fields of a loop that say what its KV depends on, and return its engine and the loop."""
+    def _identified(self, loop: Loop) -> Engine:
+        """Set the fields of a loop that say what its KV depends on, and return its engine."""
         with self._lock:
             engine, adapters = self._current(loop.model)
             if engine is None:
@@ -340,7 +339,7 @@ class Serving:
         if loop.model_kwargs.get("token_type_ids") is not None:  # equal tokens may have other KV
             keys = (*keys, "token_type_ids")
         loop.extra_keys = (*keys, *adapters)
-        return engine, loop
+        return engine
 
     def _row_adapters(self, loop: Loop) -> list[str] | None:
         """Return the PEFT adapter of each row, or None if the call names none.
@@ -358,9 +357,19 @@ class Serving:
         return names if names is None else [str(name) for name in names]
 
     @property
+    def model(self) -> Any:
+        """The model; None if it was deleted."""
+        return self._model()
+
+    @property
+    def store(self) -> Store | None:
+        """The store of the cache; None if the model cannot be served."""
+        return None if self._engine is None else self._engine.store
+
+    @property
     def manager(self) -> Any:
         """The manager of the cache's blocks; None if the model cannot be served."""
-        return None if self._engine is None else self._engine.store.manager
+        return None if self.store is None else self.store.manager
 
     def stats(self) -> ServedStats:
         """See `PrefixCaching.stats`."""
@@ -374,7 +383,7 @@ class Serving:
         with self._lock:
             self.documents.clear()
             self._changed = None
-            model = self._model()
+            model = self.model
             if self._engine is not None and model is not None:
                 self._engine.empty(model)
 
@@ -384,7 +393,7 @@ class Serving:
         Raises:
             ValueError: The model is not served.
         """
-        model = self._model()
+        model = self.model
         engine, adapters = (None, ()) if model is None else self._current(model)
         if engine is None:
             raise ValueError("model: needs one that is served, to save or load its blocks")
@@ -400,16 +409,16 @@ class Serving:
             self._engine = None
             self.steps.drop()
             if not self.documents.entered:  # while a document is entered, its calls must be refused
-                self._let_go()
+                self.let_go()
 
     @property
     def disabled(self) -> bool:
         """Whether caching was disabled."""
         return self._disabled
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
         """Restore the model's own generate once caching is disabled and no document is entered."""
-        model = self._model()
+        model = self.model
         serving = None if model is None else getattr(vars(model).get("generate"), "handle", None)
         if isinstance(serving, Serving) and serving.disabled:
             del vars(model)["generate"]
@@ -426,20 +435,18 @@ def _run_plainly(loop: Loop) -> Any:
     return loop.run(mm_encoder_outputs=encoded)
 
 
-class RandomState:
-    """The states of the random generators from which generate draws."""
+def random_state(device: torch.device) -> Callable[[], None]:
+    """Return a function that sets the random generators from which generate draws to their current states."""
+    host = torch.get_rng_state()
+    module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    on_device = None if module is None else module.get_rng_state(device)
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._host = torch.get_rng_state()
-        on_host = device.type in ("cpu", "meta")
-        self._of_device = None if on_host else torch.get_device_module(device).get_rng_state(device)
+    def restore() -> None:
+        torch.set_rng_state(host)
+        if module is not None:
+            module.set_rng_state(on_device, device)
 
-    def restore(self) -> None:
-        """Set the generators to the saved states."""
-        torch.set_rng_state(self._host)
-        if self._of_device is not None:
-            torch.get_device_module(self._device).set_rng_state(self._of_device, self._device)
+    return restore
 
 
 def _without_frames(error: Exception) -> Exception:

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 from .api import guard_managers
 from .calls import UnsupportedError
@@ -32,11 +33,15 @@ class Visit:
     def __init__(self, document: Any) -> None:
         self.document, self.owner, self.open = document, _here(), True
         self.left_elsewhere = False  # then a context that still has the block ignores it
+        self._known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
-    def modules(self) -> Iterator[Any]:
-        """Return all modules of the document's model, nested ones too."""
-        model = self.document.documents.model
-        return iter(()) if model is None else model.modules()
+    def has(self, module: Any) -> bool:
+        """Return whether a module belongs to the document's model. The modules are searched once for each `module`."""
+        found = self._known.get(module)
+        if found is None:
+            model = self.document.documents.model
+            found = self._known[module] = model is not None and any(module is own for own in model.modules())
+        return found
 
     @property
     def in_this_thread(self) -> bool:
@@ -115,7 +120,7 @@ def check_forward(module: Any) -> None:
     """
     if not _VISITS.get() or _APART.get() or not getattr(module, "is_causal", True):
         return
-    if any(module is layer for visit in visited() for layer in visit.modules()):
+    if any(visit.has(module) for visit in visited()):
         raise UnsupportedError(
             "a forward pass within `with document:` would not read the document: only model.generate reads it; "
             "call the model outside of the block"

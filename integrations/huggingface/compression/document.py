@@ -7,21 +7,20 @@ import os
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ....cache.tiers.disk import DiskTier
 from ....cache.tiers.payload import pack, unpack
 from ...presses import SCORES
-from ..calls import Calls, RequestReport, UnsupportedError, callers_level
+from ..calls import UnsupportedError, callers_level
 from ..loop import Loop
 from ..runners.dispatch import install
-from ..runners.document import answer, check_loop_over_document
-from ..settings import CacheOptions, ScopedSetting, memory_budget
-from ..store.kept import ContiguousStore
+from ..runners.document import check_loop_over_document
+from ..settings import memory_budget
 from ..store.tiers import fingerprint, replaced
 from ..visits import Visit, apart, enter, leave, open_visits, visited
 from .kept import Content, KeptLayer, digest_of, tokens_of
@@ -142,13 +141,13 @@ class CompressedDocument:
             OSError: The file cannot be read.
         """
         documents: Documents = handle._serving.documents
-        reader, identity = documents.current()
+        model, identity = documents.current()
         try:
             tensors = unpack(Path(path).read_bytes(), _file_key(documents), None)
-            content = Content.of(tensors, reader.model.device)
+            content = Content.of(tensors, model.device)
         except ValueError as error:
             raise ValueError(f"path: got a file that cannot be used ({error}), needs one of this model") from error
-        if content.adapters != digest_of(content.key, reader.adapters or None):
+        if content.adapters != digest_of(content.key, identity[1:] or None):
             raise ValueError("path: got a document that other adapters read, needs those that are active now")
         documents.check_salt("path", content)
         return cls(documents, content, identity)
@@ -165,30 +164,15 @@ class CompressedDocument:
         return [layer for layer in self.content.layers.values() if isinstance(layer, KeptLayer)]
 
 
-class Reader(NamedTuple):
-    """A model that reads documents, with its active adapters and the store of its cache."""
-
-    model: Any
-    adapters: tuple[str, ...]
-    store: ContiguousStore | None  # the store for KV of questions; None: it is not stored
-
-
 class Documents:
     """The documents of one handle, by identity: on the device up to a number of bytes, then in host memory and on disk.
 
     A `CompressedDocument` keeps its own content, even if it is evicted here.
     """
 
-    def __init__(
-        self,
-        model: Callable[[], Any],
-        reader: Callable[[], Reader],
-        salt: ScopedSetting,
-        options: CacheOptions,
-        left: Callable[[], None],
-    ) -> None:
-        # `left` is called when the last block `with document:` has ended.
-        self._model, self._reader, self._salt, self._options, self._left = model, reader, salt, options, left
+    def __init__(self, serving: Any) -> None:
+        # The `Serving` of the handle, whose module imports this one.
+        self._serving, self._options = serving, serving.options
         self._contents: OrderedDict[bytes, Content] = OrderedDict()  # on the device, the least recently used first
         self._host: OrderedDict[bytes, Content] = OrderedDict()
         self._disk: DiskTier | None = None
@@ -199,7 +183,7 @@ class Documents:
     def enter(self, document: CompressedDocument) -> None:
         """Let the calls of this thread or task read a document. Raise ValueError if they cannot read it."""
         document.content  # noqa: B018  raises where it was closed
-        model = self._reader().model
+        model, _ = self._serving.reader()
         serving = getattr(vars(model).get("generate"), "handle", None)
         if getattr(serving, "documents", None) is not self:
             raise ValueError(
@@ -217,12 +201,12 @@ class Documents:
         for visit in (own or here or others)[-1:]:
             leave(visit)
         if not self.entered:
-            self._left()
+            self._serving.let_go()
 
     @property
     def model(self) -> Any:
         """The model that reads the documents; None if it was deleted."""
-        return self._model()
+        return self._serving.model
 
     @property
     def entered(self) -> bool:
@@ -299,33 +283,37 @@ class Documents:
         """Write all documents to disk, if `disk` was given."""
         self._write([*self._host.values(), *self._contents.values()])
 
-    def current(self) -> tuple[Reader, tuple[object, ...]]:
-        """Return the current reader and the identity that its documents must have. Raise ValueError without one."""
-        reader = self._reader()
-        return reader, (self._epoch, *reader.adapters)
+    def current(self) -> tuple[Any, tuple[object, ...]]:
+        """Return the model and the identity that its documents must have now: an epoch, and the keys of its adapters.
+
+        Raises:
+            ValueError: The model cannot read documents.
+        """
+        model, adapters = self._serving.reader()
+        return model, (self._epoch, *adapters)
 
     def check_salt(self, name: str, content: Content) -> None:
         """Raise ValueError for a document of another salt than the current one. No salt allows every caller."""
-        if content.salt and content.salt != digest_of(content.key, self._salt.current):
+        if content.salt and content.salt != digest_of(content.key, self._serving.salt.current):
             raise ValueError(
                 f"{name}: got a document of another salt; use it within `with handle.salt(...)` of its own"
             )
 
-    def answer(self, loop: Loop, document: CompressedDocument, calls: Calls) -> tuple[Any, list[RequestReport]]:
-        """Run a loop over a document and return its result and a report for each row.
+    def check(self, document: CompressedDocument, loop: Loop) -> Content:
+        """Return the content of a document that a loop reads.
 
         Raises:
             ValueError: The document does not belong to the model, salt or prompt. No token was computed.
+            UnsupportedError: The loop cannot read documents.
         """
         content = document.content
-        reader, identity = self.current()
+        _, identity = self.current()
         if document.identity != identity:
             changed = "other adapters" if document.identity[:1] == identity[:1] else "other weights or another model"
             raise ValueError(f"document: was read by {changed} than those of this call; compress it again")
         self.check_salt("document", content)
         check_loop_over_document(loop, content)
-        with apart():
-            return answer(loop, content, reader.store, self._options.chunk, calls)
+        return content
 
     @torch.no_grad()
     def compress(self, context_ids: Any, press: Any, budget: float) -> CompressedDocument:
@@ -339,30 +327,30 @@ class Documents:
             raise TypeError(f"budget: got {type(budget).__name__}, needs a number")
         if not 0 < budget <= 1:
             raise ValueError(f"budget: got {budget}, needs more than 0 and at most 1")
-        reader, identity = self.current()
+        model, identity = self.current()
         told = press_key(press, float(budget))
-        salt = self._salt.current
-        text = repr((told or os.urandom(16), reader.adapters, salt))
+        salt, adapters = self._serving.salt.current, identity[1:]
+        text = repr((told or os.urandom(16), adapters, salt))
         key = hashlib.sha256(tokens.numpy().tobytes() + text.encode()).digest()
-        content = self._find(key, reader)
+        content = self._find(key, model)
         if content is None:
             try:
-                check_compressible(reader.model)
+                check_compressible(model)
                 with apart():
-                    content = read(reader.model, tokens, press, float(budget), key)
-                adapters = digest_of(key, reader.adapters or None)
-                content = content._replace(adapters=adapters, salt=digest_of(key, salt))
+                    content = read(model, tokens, press, float(budget), key)
+                digests = digest_of(key, adapters or None), digest_of(key, salt)
+                content = content._replace(adapters=digests[0], salt=digests[1])
             except UnsupportedError as error:
                 raise ValueError(f"model: its text cannot be compressed: {error}") from error
             if told is not None and identity[0] is self._epoch:
-                self._keep(content, reader)
+                self._keep(content, model)
         return CompressedDocument(self, content, identity)
 
-    def _find(self, key: bytes, reader: Reader) -> Content | None:
+    def _find(self, key: bytes, model: Any) -> Content | None:
         """Return a document from the device, host memory or disk, put on the device; None if it is in none of them."""
         options = self._options
         if options.disk is not None and self._disk is None:
-            folder = Path(options.disk) / f"documents-{fingerprint(reader.model)[:32]}"
+            folder = Path(options.disk) / f"documents-{fingerprint(model)[:32]}"
             self._disk = DiskTier(folder, None, options.disk_bytes)
         with self._lock:
             content = self._contents.get(key)
@@ -373,18 +361,19 @@ class Documents:
         tensors = below.tensors() if below else self._disk.get(key) if self._disk is not None else None
         if tensors is not None:
             try:
-                content = Content.of(tensors, reader.model.device)
+                content = Content.of(tensors, model.device)
             except ValueError:
                 return None  # an older version wrote it
-            self._keep(content, reader)
+            self._keep(content, model)
         return content
 
-    def _keep(self, content: Content, reader: Reader) -> None:
+    def _keep(self, content: Content, model: Any) -> None:
         """Put a document on the device, and evicted ones into host memory and then to disk."""
-        parts = reader.store.storage.parts if reader.store is not None else []
+        store = self._serving.store
+        parts = [] if store is None else store.storage.parts
         host_bytes = self._options.host_blocks * sum(part.bytes_per_block for part in parts)
         with self._lock:
-            evicted = _put(self._contents, [content], memory_budget(reader.model))
+            evicted = _put(self._contents, [content], memory_budget(model))
             gone = _put(self._host, [Content.of(c.tensors(), torch.device("cpu")) for c in evicted], host_bytes)
         self._write(gone)
 
@@ -430,5 +419,5 @@ def _tokens_of(context_ids: Any) -> torch.Tensor:
 
 def _file_key(documents: Documents) -> bytes:
     """Return the key under which files are packed: the fingerprint of the model."""
-    reader, _ = documents.current()
-    return bytes.fromhex(fingerprint(reader.model))
+    model, _ = documents.current()
+    return bytes.fromhex(fingerprint(model))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import Any
 
 from ..admit import PromptRequests
 from ..api import DynamicCache
 from ..layers import States, mark_written, num_tokens, take_states
 from ..loop import Loop
-from ..prompts import Prompt, Reused, RowImages, prompts_of
-from ..store.kept import ContiguousStore, HiddenStates
-from ..store.leases import Lease
+from ..prompts import Hit, Prompt, RowImages, prompts_of
+from ..store.kept import HiddenStates
 from ..store.storage import CHUNK
 from .layout import forward, lay_out, read, read_behind
 from .moved import compute_moved
@@ -21,12 +21,11 @@ ROOM = 256  # tokens of an answer that fit before buffers are enlarged
 
 
 class Batch:
-    """The prompts of one call, and the cache with which its loop begins. The caller must hold the lease.
+    """The prompts of one call, and the cache with which its loop begins.
 
     Args:
-        store: The blocks.
+        requests: Admits the prompts. The caller must hold the only strong reference.
         loop: The call.
-        lease: Ends the requests if the call is interrupted.
         images: The images of the call.
         hidden: Stored hidden states, if the result needs them. Then only tokens with hidden states are read.
         reuse: Whether cached tokens are read. If not, all tokens are computed, and published as usual.
@@ -35,43 +34,59 @@ class Batch:
         OutOfBlocks: The prompts do not fit.
     """
 
+    over_document = False  # whether the call reads a compressed document
+    publishes_answers = True
+
     def __init__(
         self,
-        store: ContiguousStore,
+        requests: PromptRequests,
         loop: Loop,
-        lease: Lease,
         images: RowImages | None = None,
         hidden: HiddenStates | None = None,
         reuse: bool = True,
     ) -> None:
-        self.store, self.loop, self.images, self.hidden = store, loop, images, hidden
+        self.requests: PromptRequests = weakref.proxy(requests)
+        self.store, self.loop, self.images, self.hidden = requests.store, loop, images, hidden
         self.size, self.length = loop.input_ids.shape
         # A long prompt gets more room, so that a later question about it can continue in place.
         self.room = max(1, min(max(loop.generation_config.max_length - self.length, self.length // 8), ROOM))
         self.prompts = prompts_of(loop.input_ids, loop.mask, images, loop.adapters)
         plain = hidden is None and images is None and loop.adapters is None and loop.continued is None
-        self.requests = PromptRequests(store, loop, lease, anywhere=reuse and plain)
+        requests.anywhere = reuse and plain
         self.cache: DynamicCache = None
         self.start = 0  # number of columns in the cache when the loop begins
         self.computed_for_hidden = 0  # cached tokens that are computed because they have no hidden states
         try:
             for prompt in self.prompts:
-                prompt.blocks = self.requests.blocks(prompt)
+                prompt.blocks = requests.blocks(prompt)
                 if len(prompt.tokens):
-                    self.requests.admit(prompt, reuse and loop.continued is None)
+                    requests.admit(prompt, reuse and loop.continued is None)
                     self._limit_to_hidden(prompt)
             if loop.continued is None:
                 self._prepare(reuse)
                 if self.cache is None and self.alone:
-                    self.cache = store.kept.take(self.prompts[0].tokens[: self.start], loop.extra_keys, loop.salt)
+                    self.cache = self.store.kept.take(self.prompts[0].tokens[: self.start], loop)
                 if self.cache is None:
                     self.cache = self._lay_out({})
             else:
                 self.cache, self.start = loop.continued, num_tokens(loop.continued)
                 self._reads_to(self.start)
         except BaseException:
-            self.requests.close()
+            requests.close()
             raise
+
+    def inputs(self) -> dict[str, Any]:
+        """Return the arguments with which the loop begins."""
+        if self.cache is not None and any(getattr(layer, "record_past", False) for layer in self.loop.cache.layers):
+            self.cache.activate_past_recording()  # an assistant's cache, which will be cropped
+        images = {} if self.images is None else {"mm_encoder_outputs": self.features()}
+        return {self.loop.cache_name: self.cache, **images}
+
+    def read_nothing(self, cache: DynamicCache) -> None:
+        """Continue with another cache that is empty, or None, because the model computes every token of the prompts."""
+        self.cache, self.start = cache, 0
+        for prompt in self.prompts:
+            prompt.hit = Hit()
 
     @property
     def by_token(self) -> bool:
@@ -88,11 +103,11 @@ class Batch:
     def _reads_to(self, column: int) -> None:
         """Read only the cached tokens before `column`."""
         for prompt in self.prompts:
-            prompt.reused = Reused(min(max(column - prompt.pad, 0), len(prompt.tokens)))
+            prompt.hit = Hit(min(max(column - prompt.pad, 0), len(prompt.tokens)))
 
     def _limit_to_hidden(self, prompt: Prompt) -> None:
         """Shorten a prompt's hit to tokens with hidden states, if the result needs them."""
-        cached = prompt.reused.cached
+        cached = prompt.hit.cached
         if self.hidden is None or not cached:
             return
         prompt.hidden = self.hidden.load(prompt.blocks.tables[0], cached)
@@ -104,12 +119,12 @@ class Batch:
     def _prepare(self, reuse: bool) -> None:
         """Choose how the batch is computed: rows separately, or all together after `start` columns from blocks."""
         alone = len(self.prompts) == 1 and self.size == 1
-        columns = self._readable(min((p.pad + p.reused.cached for p in self.prompts), default=0))
+        columns = self._readable(min((p.pad + p.hit.cached for p in self.prompts), default=0))
         by_rows = reuse and self._may_split()
         if by_rows and self.store.states is not None:
             by_rows = self._has_boundaries()
         elif by_rows:
-            cost, gaps = self._rows_cost(), any(p.reused.later or p.reused.moved for p in self.prompts)
+            cost, gaps = self._rows_cost(), any(p.hit.later or p.hit.moved for p in self.prompts)
             long = self.store.storage.chunk is not None and self.length - columns > 2 * CHUNK
             by_rows = not (alone and not gaps) and cost < self.size * (self.length - columns)
             by_rows |= long and cost < float("inf")
@@ -120,7 +135,7 @@ class Batch:
             columns = self._servable(columns)
         self.start = columns if self.store.states is None else 0
         self._reads_to(self.start)
-        self.start = self.start if any(p.reused.cached for p in self.prompts) else 0
+        self.start = self.start if any(p.hit.cached for p in self.prompts) else 0
         self.cache = None if self.start else self.store.make_cache(self.room)
 
     def _may_split(self) -> bool:
@@ -144,9 +159,9 @@ class Batch:
         """Return the largest number of columns, up to `columns`, after which all blocks that queries read are held."""
         while True:
             for prompt in self.prompts:
-                if 0 < (most := columns - prompt.pad) < prompt.reused.cached and not prompt.blocks.serves(most):
+                if 0 < (most := columns - prompt.pad) < prompt.hit.cached and not prompt.blocks.serves(most):
                     self.requests.readmit(prompt, most)
-            fewer = self._readable(min(p.pad + p.reused.cached for p in self.prompts))
+            fewer = self._readable(min(p.pad + p.hit.cached for p in self.prompts))
             if fewer == columns:
                 return columns
             columns = fewer
@@ -170,7 +185,7 @@ class Batch:
             padded = prompt.last and self.store.storage.any_prefix
             if not padded and prompt.pad + len(prompt.tokens) != self.length:
                 return float("inf")
-            known = prompt.reused.tokens
+            known = prompt.hit.tokens
             if prompt.waits:
                 known = max([known, *(prompt.agrees(other) for other in self.prompts[:number])])
             if self._end(prompt) > known:
@@ -192,21 +207,21 @@ class Batch:
 
     def _compute(self, prompt: Prompt, end: int) -> DynamicCache:
         """Return a cache of one row with the first `end` tokens of a prompt."""
-        store, model, reused, cache = self.store, self.loop.model, prompt.reused, self.store.make_cache(self.room)
-        size, at = store.block_size, min(reused.cached, end)
-        if reused.moved and store.moving is not None:
+        store, model, hit, cache = self.store, self.loop.model, prompt.hit, self.store.make_cache(self.room)
+        size, at = store.block_size, min(hit.cached, end)
+        if hit.moved and store.moving is not None:
             compute_moved(model, store.storage, prompt, end, len(prompt.tokens) - end + self.room, cache, store.moving)
             self._publish(prompt, cache, end)
             return cache
         cuts = {end}
         if store.states is not None:
-            cuts |= {cut for cut in (reused.kv_hit, end // size * size) if prompt.computable(cut)}
+            cuts |= {cut for cut in (hit.kv_hit, end // size * size) if prompt.computable(cut)}
         if store.storage.chunk is not None:
             step = min(self.loop.generation_config.prefill_chunk_size or CHUNK, CHUNK)
             cuts |= {cut for cut in range(at // step * step + step, end, step) if prompt.computable(cut)}
         if at:
             read(cache, store.storage, prompt, at, len(prompt.tokens) - at + self.room)
-        for start, behind in reused.later:
+        for start, behind in hit.later:
             forward(model, prompt.tokens, at, start, cache, prompt.inputs(at, start))
             at = min(behind, end)
             read_behind(cache, store.storage, prompt, start, at)
@@ -221,12 +236,12 @@ class Batch:
 
     def _publish(self, prompt: Prompt, cache: DynamicCache, end: int, states: States | None = None) -> None:
         """Publish the tokens of a prompt from a cache of one row."""
-        prompt.blocks.publish(cache, 0, 0, prompt.tokens, end, states, prompt.reused.later)
+        prompt.blocks.publish(cache, 0, 0, prompt.tokens, end, states, prompt.hit.later)
 
     def publish(self) -> None:
         """Publish the prompts from the batch's cache, once it has all of them."""
         for p in self.prompts:
-            p.blocks.publish(self.cache, p.rows[0], p.pad, p.tokens, len(p.tokens), skip=p.reused.later)
+            p.blocks.publish(self.cache, p.rows[0], p.pad, p.tokens, len(p.tokens), skip=p.hit.later)
 
     def _lay_out(self, caches: dict[int, DynamicCache]) -> DynamicCache:
         """Return a cache of the batch with its first `start` columns, from the prompts' own caches or from blocks."""

@@ -11,27 +11,96 @@ import numpy as np
 import torch
 
 from ....cache import FullAttention, OutOfBlocks
+from ..admit import PromptRequests
 from ..api import ModelInLoop, result_cache
 from ..calls import Calls, UnsupportedError, refuse_if
 from ..layers import States, columns, from_states, mark_written, num_tokens, take_states
-from ..loop import BY_TOKEN, OWN_CACHE, Loop
+from ..loop import BY_TOKEN, CONTINUED, OWN_CACHE, Loop
 from ..probe import probe_images
-from ..prompts import Prompt, Reused, RowImages
-from ..store.kept import ContiguousStore, continues, note_content, of_steps
-from ..store.leases import Lease
+from ..prompts import Prompt, RowImages
+from ..store.kept import Store, continues, of_steps, record_of
 from .batch import Batch
 
 
-class WatchedCall:
-    """A call whose forward passes are followed. Prompts are published when they are computed, answers at the end."""
+class WatchedModel(ModelInLoop):
+    """The model of a loop over a batch. Its first inputs omit cached tokens.
+
+    It publishes prompts when they are computed, and answers at the end. `tell` gets the error if one cannot be kept.
+    """
 
     def __init__(self, batch: Batch, tell: Callable[[Exception], None]) -> None:
-        # `tell` gets the error if an answer cannot be kept.
+        super().__init__(batch.loop)
+        self.batch, self.store = batch, batch.store
         self._tell, self._keeps = tell, True
-        self.batch, self.store, self.loop = batch, batch.store, batch.loop
-        self._due = self._published = self.reads_nothing = False
+        self._chunked, self._first = bool(batch.loop.generation_config.prefill_chunk_size), True
+        self._due = self._published = self._whole = False
         self._computed = self._kept = 0
         self._decode_states: dict[int, tuple[int, States]] = {}
+
+    def generate(self) -> Any:
+        """Run the loop, publish the prompts and answers, and return the result."""
+        batch = self.batch
+        try:
+            result = self._loop.run(self, **batch.inputs())
+            self.keep(self.keep_result, result)
+        finally:
+            try:
+                self.keep(self.publish)
+            finally:
+                batch.requests.close()
+        return result
+
+    def prefill(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the prompt as the model does, which may cut it into chunks and omits cached tokens itself."""
+        self._first = not self._chunked
+        return super().prefill(*args, **kwargs)
+
+    def prepare_inputs_for_generation(
+        self, input_ids: torch.Tensor, next_sequence_length: int | None = None, **kwargs: Any
+    ) -> Any:
+        """Return the model's own inputs for the tokens that are not in the cache."""
+        batch = self.batch
+        self.keep(self.keep_so_far, input_ids)
+        behind = input_ids.shape[1] - batch.start if self._first and batch.start else None
+        if self._first and self._whole and batch.images is not None:
+            kwargs["mm_encoder_outputs"] = batch.features()
+        self._first = False
+        prepare = self._model.prepare_inputs_for_generation
+        inputs = prepare(input_ids, next_sequence_length=behind or next_sequence_length, **kwargs)
+        if batch.cache is not None and all(value is not batch.cache for value in inputs.values()):
+            refuse_if(batch.over_document, "the model leaves its cache out over a compressed document")
+            self._due, self._published = False, True  # the model computes all tokens, without the cache
+            batch.read_nothing(None)
+            if batch.images is not None:
+                kwargs["mm_encoder_outputs"] = batch.features()
+            inputs = prepare(input_ids, next_sequence_length=None, **kwargs)
+        elif behind and not self.store.storage.specs and inputs.get("attention_mask") is not None:
+            inputs["attention_mask"] = inputs["attention_mask"][:, -behind:]  # states have no columns
+        return inputs
+
+    def drafts_from_outputs(self) -> None:
+        """Empty the cache in place, because the drafting model reads outputs of every prompt token."""
+        batch = self.batch
+        if batch.over_document:
+            raise UnsupportedError(
+                "assisted generation that drafts from the model's outputs over a compressed document"
+            )
+        if batch.start and batch.cache is not None:
+            batch.cache.layers = self.store.make_cache(batch.room).layers
+            batch.cache.activate_past_recording()
+            batch.read_nothing(batch.cache)
+            self._whole = True
+
+    def compute(self, **inputs: Any) -> Any:
+        """Run the model's own forward pass."""
+        self.keep(self.batch.requests.publishes)
+        self.keep(self.publish)
+        with from_states() if self.store.states is not None else nullcontext():
+            outputs = self._model(**inputs)
+        self.add_hidden(outputs)
+        ids = inputs.get("input_ids")
+        self.keep(self._count, ids.shape[1] if ids is not None else inputs["inputs_embeds"].shape[1])
+        return outputs
 
     def keep(self, step: Callable[..., object], *args: Any) -> None:
         """Call `step`, which stores results of the call. If it fails after the first token, nothing more is stored."""
@@ -39,35 +108,23 @@ class WatchedCall:
             if self._keeps:
                 step(*args)
         except Exception as error:
-            if not self.loop.answered:
+            if not self._loop.answered:
                 raise
             self._keeps = False
             self._tell(error)
             self.batch.requests.close()
 
-    def computed(self, tokens: int) -> None:
-        """Count the tokens of a row in a forward pass. Called after each pass of the loop."""
+    def _count(self, tokens: int) -> None:
+        """Count the tokens of a row in a forward pass that has ended."""
         self._computed += tokens
-        if not self._published and self.batch.start + self._computed >= self.batch.length:
+        batch, store = self.batch, self.store
+        if not self._published and batch.start + self._computed >= batch.length:
             self._due = True  # published before the next pass: the caller waits for this token
-        elif self.store.states is not None and self.batch.cache is not None:
-            self._watch_states()
-
-    def abandon(self) -> None:
-        """Give up reuse and publishing, because the model computes without the cache."""
-        self.batch.cache, self.batch.start, self._due, self._published = None, 0, False, True
-        for prompt in self.batch.prompts:
-            prompt.reused = Reused()
-
-    def read_nothing(self) -> None:
-        """Empty the cache in place, because the drafting model reads outputs of every prompt token."""
-        batch = self.batch
-        if batch.start and batch.cache is not None:
-            batch.cache.layers = self.store.make_cache(batch.room).layers
-            batch.cache.activate_past_recording()
-            batch.start, self.reads_nothing = 0, True
-            for prompt in batch.prompts:
-                prompt.reused = Reused()
+        elif store.states is not None and batch.cache is not None:
+            for prompt in batch.prompts:  # a later call can continue where a row's last token ends a block
+                length = batch.start + self._computed - prompt.pad
+                for row in prompt.rows if length % store.block_size == 0 else ():
+                    self._decode_states[row] = (length, take_states(batch.cache, row))
 
     def publish(self) -> None:
         """Publish the prompts if they are computed and not published yet. Called before each pass and at the end."""
@@ -83,7 +140,7 @@ class WatchedCall:
         batch = self.batch
         if self.store.storage.chunk is None or batch.cache is None:
             return
-        kept = [p.pad + batch.unwritten(p) for p in batch.prompts if self.loop.by_row and self._answers_are_kept(p)]
+        kept = [p.pad + batch.unwritten(p) for p in batch.prompts if self._loop.by_row and self._answers_are_kept(p)]
         mark_written(batch.cache, min(kept, default=sys.maxsize))
 
     def _answers_are_kept(self, prompt: Prompt) -> bool:
@@ -96,17 +153,9 @@ class WatchedCall:
         In assisted decoding `sequences` may end in rejected drafts, so answers are only published at the end.
         """
         enough = self._computed - self._kept >= self.batch.room
-        if enough and self._published and self.loop.mode in BY_TOKEN and self.store.storage.chunk is not None:
+        if enough and self._published and self._loop.mode in BY_TOKEN and self.store.storage.chunk is not None:
             self._kept = self._computed
             self.keep_answers(sequences, last=False)
-
-    def _watch_states(self) -> None:
-        """Copy the states of rows whose last token ends a block, from where a later call can continue."""
-        for prompt in self.batch.prompts:
-            length = self.batch.start + self._computed - prompt.pad
-            if length % self.store.block_size == 0:
-                for row in prompt.rows:
-                    self._decode_states[row] = (length, take_states(self.batch.cache, row))
 
     def add_hidden(self, outputs: Any) -> None:
         """Put the hidden states of cached tokens before those of the first pass."""
@@ -129,7 +178,7 @@ class WatchedCall:
         for prompt in batch.prompts:
             if any(layer.dim() != 3 or layer.shape[1] != len(prompt.tokens) for layer in steps[0]):
                 continue
-            whole = self.loop.by_row and len(prompt.rows) == 1 and not prompt.blocks.closed
+            whole = self._loop.by_row and len(prompt.rows) == 1 and not prompt.blocks.closed
             table = prompt.blocks.tables[0]
             batch.hidden.keep(table[: prompt.blocks.written], of_steps(steps if whole else steps[:1], prompt.rows[0]))
 
@@ -143,10 +192,10 @@ class WatchedCall:
     def keep_answers(self, sequences: torch.Tensor, last: bool = True) -> None:
         """Publish the answers of a loop. `sequences [batch, length]` has a row for each row of the cache."""
         batch = self.batch
-        if batch.cache is None or not self.intact(sequences.shape[1] - 1):
+        if batch.cache is None or not batch.publishes_answers or not self.intact(sequences.shape[1] - 1):
             return
         have = batch.start + self._computed if self.store.states is not None else num_tokens(batch.cache)
-        generated, eos = sequences[:, batch.length : have].cpu().numpy(), self.loop.eos
+        generated, eos = sequences[:, batch.length : have].cpu().numpy(), self._loop.eos
         for prompt in batch.prompts:
             for row in prompt.rows if self._answers_are_kept(prompt) else ():
                 self._keep_answer(prompt, row, _up_to_eos(generated[row], eos), last)
@@ -162,13 +211,32 @@ class WatchedCall:
         if blocks is prompt.blocks and len(prompt.rows) > 1:
             blocks = batch.requests.fork(prompt, row)
         tokens = np.concatenate((prompt.tokens, answer))
-        blocks.publish(batch.cache, row, prompt.pad, tokens, end, skip=prompt.reused.later)
+        blocks.publish(batch.cache, row, prompt.pad, tokens, end, skip=prompt.hit.later)
         boundary, states = self._decode_states.get(row, (0, None))
         if states is not None and boundary <= blocks.written * size:
             blocks.keep_states(boundary, states)
             blocks.commit(blocks.settled)
         if last and blocks is not prompt.blocks:
-            batch.requests.end(blocks)
+            batch.requests.end(blocks.request_id)
+
+    def keep_result(self, result: Any) -> None:
+        """Publish the prompts and answers of a finished loop, and keep its cache for a later call."""
+        batch, loop, store = self.batch, self._loop, self.store
+        sequences: torch.Tensor = result if isinstance(result, torch.Tensor) else result.sequences
+        self.publish()
+        if loop.by_row:
+            self.keep_answers(sequences)
+        self.keep_hidden(getattr(result, "hidden_states", None))
+        if batch.cache is None or batch.over_document or any(prompt.approximate for prompt in batch.prompts):
+            return  # no later call may continue from an approximate cache
+        if loop.by_row and not self.intact(sequences.shape[1] - 1):
+            return
+        if batch.by_token and result_cache(result) is batch.cache:
+            record = record_of(batch.cache, store, sequences.cpu().numpy(), loop)
+            if record is not None:
+                setattr(batch.cache, CONTINUED, record)
+        elif batch.alone and isinstance(result, torch.Tensor):
+            store.kept.put(batch.cache, store, result[0].cpu().numpy(), loop)
 
 
 def _up_to_eos(tokens: np.ndarray, eos: list[int]) -> np.ndarray:
@@ -177,57 +245,7 @@ def _up_to_eos(tokens: np.ndarray, eos: list[int]) -> np.ndarray:
     return tokens[: int(ends[0]) + 1] if ends.size else tokens
 
 
-class WatchedModel(ModelInLoop):
-    """The model of a loop. Its first inputs omit cached tokens, and it reports every pass to a `WatchedCall`."""
-
-    def __init__(self, call: WatchedCall, chunked: bool) -> None:
-        super().__init__(call.loop)
-        self._call = call
-        self._chunked, self._first = chunked, True
-
-    def prefill(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the prompt as the model does, which may cut it into chunks and omits cached tokens itself."""
-        self._first = not self._chunked
-        return super().prefill(*args, **kwargs)
-
-    def drafts_from_outputs(self) -> None:
-        """Let the model compute the whole prompt; see `ModelInLoop.drafts_from_outputs`."""
-        self._call.read_nothing()
-
-    def prepare_inputs_for_generation(
-        self, input_ids: torch.Tensor, next_sequence_length: int | None = None, **kwargs: Any
-    ) -> Any:
-        """Return the model's own inputs for the tokens that are not in the cache."""
-        call, batch = self._call, self._call.batch
-        call.keep(call.keep_so_far, input_ids)
-        behind = input_ids.shape[1] - batch.start if self._first and batch.start else None
-        if self._first and call.reads_nothing and batch.images is not None:
-            kwargs["mm_encoder_outputs"] = batch.features()
-        self._first = False
-        prepare = self._model.prepare_inputs_for_generation
-        inputs = prepare(input_ids, next_sequence_length=behind or next_sequence_length, **kwargs)
-        if batch.cache is not None and all(value is not batch.cache for value in inputs.values()):
-            call.abandon()  # the model has dropped the cache and computes all tokens
-            if batch.images is not None:
-                kwargs["mm_encoder_outputs"] = batch.features()
-            inputs = prepare(input_ids, next_sequence_length=None, **kwargs)
-        elif behind and not call.store.storage.specs and inputs.get("attention_mask") is not None:
-            inputs["attention_mask"] = inputs["attention_mask"][:, -behind:]  # states have no columns
-        return inputs
-
-    def compute(self, **inputs: Any) -> Any:
-        """Run the model's own forward pass."""
-        self._call.keep(self._call.batch.requests.publishes)
-        self._call.keep(self._call.publish)
-        with from_states() if self._call.store.states is not None else nullcontext():
-            outputs = self._model(**inputs)
-        self._call.add_hidden(outputs)
-        ids = inputs.get("input_ids")
-        self._call.keep(self._call.computed, ids.shape[1] if ids is not None else inputs["inputs_embeds"].shape[1])
-        return outputs
-
-
-def run(loop: Loop, store: ContiguousStore, windows: Mapping[int, int], calls: Calls) -> tuple[Any, list[Prompt]]:
+def run(loop: Loop, store: Store, windows: Mapping[int, int], calls: Calls) -> tuple[Any, list[Prompt]]:
     """Run a loop over copies of blocks and return its result and its prompts.
 
     Args:
@@ -239,26 +257,19 @@ def run(loop: Loop, store: ContiguousStore, windows: Mapping[int, int], calls: C
     Raises:
         UnsupportedError: The prompts do not fit, or the loop's images or cache cannot be continued.
     """
-    lease = store.lease(loop.returns, loop.unchanged)  # also ends requests of an interrupted `_batch`
+    requests = PromptRequests(store, loop)  # it also ends requests of an interrupted `_batch`
     try:
-        batch = _batch(loop, store, windows, lease)
+        batch = _batch(loop, requests, windows)
     except OutOfBlocks as error:
         reason = "the prompt needs more blocks than there are; give a larger num_blocks"
         raise UnsupportedError(reason, str(error)) from error
-    call = WatchedCall(batch, calls.tell_unkept)
-    try:
-        result = _generate(loop, call)
-    finally:
-        try:
-            call.keep(call.publish)
-        finally:
-            batch.requests.close()
+    result = WatchedModel(batch, calls.tell_unkept).generate()
     if batch.computed_for_hidden:
         calls.tell_hidden(batch.computed_for_hidden, store.hidden.max_blocks or 0, store.block_size)
     return result, batch.prompts
 
 
-def images_of(loop: Loop, store: ContiguousStore) -> RowImages | None:
+def images_of(loop: Loop, store: Store) -> RowImages | None:
     """Return the images of a loop; None if it has none.
 
     Raises:
@@ -272,9 +283,9 @@ def images_of(loop: Loop, store: ContiguousStore) -> RowImages | None:
     return images
 
 
-def _batch(loop: Loop, store: ContiguousStore, windows: Mapping[int, int], lease: Lease) -> Batch:
+def _batch(loop: Loop, requests: PromptRequests, windows: Mapping[int, int]) -> Batch:
     """Return the batch of a loop. Raise UnsupportedError if its cache of an earlier result cannot be continued."""
-    mask = loop.mask
+    mask, store = loop.mask, requests.store
     hidden = store.hidden if _keeps_hidden(loop, store) else None
     reuse = not loop.requested_outputs or hidden is not None
     if mask is not None and _sees_nothing(mask, loop.model.config.get_text_config(decoder=True), windows):
@@ -283,12 +294,11 @@ def _batch(loop: Loop, store: ContiguousStore, windows: Mapping[int, int], lease
     if loop.continued is not None:
         alone = loop.by_token and store.states is None and images is None
         refuse_if(not (alone and reuse) or loop.generation_config.prefill_chunk_size, OWN_CACHE)
-        keys = (*loop.extra_keys, loop.adapters)
-        refuse_if(not continues(loop.continued, store, loop.input_ids, mask, keys, loop.salt), OWN_CACHE)
-    return Batch(store, loop, lease, images, hidden, reuse)
+        refuse_if(not continues(loop.continued, store, loop), OWN_CACHE)
+    return Batch(requests, loop, images, hidden, reuse)
 
 
-def _keeps_hidden(loop: Loop, store: ContiguousStore) -> bool:
+def _keeps_hidden(loop: Loop, store: Store) -> bool:
     """Return whether a call's hidden states can be stored by block: each token has a block and nothing is masked."""
     mask = loop.mask
     return (
@@ -309,33 +319,3 @@ def _sees_nothing(mask: torch.Tensor, config: Any, windows: Mapping[int, int]) -
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         seen = 1  # the last token may be the first of its chunk
     return bool((mask[:, -seen:] == 0).all(1).any())
-
-
-def _generate(loop: Loop, call: WatchedCall) -> Any:
-    """Run the loop over a call's cache and store its results."""
-    batch, cache = call.batch, call.batch.cache
-    watched = WatchedModel(call, bool(loop.generation_config.prefill_chunk_size))
-    if cache is not None and any(getattr(layer, "record_past", False) for layer in loop.cache.layers):
-        cache.activate_past_recording()  # an assistant's cache, which will be cropped
-    inputs = {} if batch.images is None else {"mm_encoder_outputs": batch.features()}
-    result = loop.run(watched, **{loop.cache_name: cache}, **inputs)
-    call.keep(_keep_result, loop, call, result)
-    return result
-
-
-def _keep_result(loop: Loop, call: WatchedCall, result: Any) -> None:
-    """Publish the prompts and answers of a finished loop, and keep its cache for a later call."""
-    batch, store = call.batch, call.store
-    sequences: torch.Tensor = result if isinstance(result, torch.Tensor) else result.sequences
-    call.publish()
-    if loop.by_row:
-        call.keep_answers(sequences)
-    call.keep_hidden(getattr(result, "hidden_states", None))
-    if batch.cache is None or any(prompt.approximate for prompt in batch.prompts):
-        return  # no later call may continue from an approximate cache
-    if loop.by_row and not call.intact(sequences.shape[1] - 1):
-        return
-    if batch.by_token and result_cache(result) is batch.cache:
-        note_content(batch.cache, store, result.sequences, loop.mask, (*loop.extra_keys, loop.adapters), loop.salt)
-    elif batch.alone and isinstance(result, torch.Tensor):
-        store.kept.put(batch.cache, result[0].cpu().numpy(), loop.extra_keys, loop.salt)

@@ -9,6 +9,8 @@ reads them as part of its prompt, in chunks.
 from __future__ import annotations
 
 import copy
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,8 @@ from ..api import CausalLMOutputWithPast, DynamicCache, ModelInLoop, attention_i
 from ..calls import Calls, refuse_if
 from ..layers import columns, mark_written, take_states
 from ..loop import BY_TOKEN, Loop, RecordedCriteria
-from ..prompts import Prompt, Reused, prompts_of
-from ..store.kept import ContiguousStore
-from ..store.leases import Lease
+from ..prompts import Hit, Prompt, prompts_of
+from ..store.kept import Store
 from ..support import float32_precision
 from .layout import forward, read, read_behind
 
@@ -30,23 +31,20 @@ DETERMINISTIC = "with deterministic=True"
 
 
 class RowByRow(ModelInLoop):
-    """The model of a loop. It computes each row of the batch in separate passes.
+    """The model of a loop. It computes each row of the batch in separate passes."""
 
-    Raises:
-        UnsupportedError: A row of the loop cannot be computed separately.
-    """
-
-    def __init__(self, store: ContiguousStore, loop: Loop, lease: Lease, chunk: int) -> None:
+    def __init__(self, requests: PromptRequests, loop: Loop, prompts: list[Prompt], chunk: int) -> None:
         super().__init__(loop)
-        self._store, self._chunk = store, chunk
-        self.criteria = RecordedCriteria.of(loop)  # the loop must use these
-        self.prompts = prompts_of(loop.input_ids, loop.mask)
-        _check(loop, self.prompts, store.counts_padding)
-        self._pads = {row: prompt.pad for prompt in self.prompts for row in prompt.rows}
-        loop.extra_keys = (*loop.extra_keys, *conditions(loop.model))
-        self._requests = PromptRequests(store, loop, lease)
+        self._requests: PromptRequests = weakref.proxy(requests)
+        self._store, self._chunk, self._prompts = requests.store, chunk, prompts
+        self._criteria = RecordedCriteria.of(loop)
+        self._pads = {row: prompt.pad for prompt in prompts for row in prompt.rows}
         self._caches: dict[int, DynamicCache] = {}  # by row, of prompts that are computed
         self._computed: dict[int, int] = {}  # by row: number of tokens in its cache
+
+    def generate(self) -> Any:
+        """Run the loop and return its result."""
+        return self._loop.run_over(self, self._criteria)
 
     def prefill(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> Any:
         """Return the logits of the last token of every prompt."""
@@ -61,12 +59,12 @@ class RowByRow(ModelInLoop):
         logits: dict[int, torch.Tensor] = {}
         self._requests.publishes()
         if self._caches:
-            finished = self.criteria.dropped(len(input_ids))
+            finished = self._criteria.dropped(len(input_ids))
             for row, tokens in enumerate(input_ids.cpu().numpy()):
                 if not finished[row]:
                     logits[row] = self._decode(row, tokens[self._pads[row] :])
         else:
-            for prompt in self.prompts:
+            for prompt in self._prompts:
                 own, found = self._read(prompt)
                 for row in prompt.rows:
                     self._computed[row] = len(prompt.tokens)
@@ -92,16 +90,14 @@ class RowByRow(ModelInLoop):
         behind = 1 if store.states is None else 2  # recurrent layers need at least two tokens to compute
         last = max(len(tokens) - behind, 0) // chunk * chunk
         self._admit(prompt, last)
-        cached, room = prompt.reused.cached, max(1, min(self._loop.generation_config.max_length - len(tokens), 256))
-        cache = (
-            store.kept.take(tokens[:cached], self._loop.extra_keys, self._loop.salt) if cached and self._alone else None
-        )
+        cached, room = prompt.hit.cached, max(1, min(self._loop.generation_config.max_length - len(tokens), 256))
+        cache = store.kept.take(tokens[:cached], self._loop) if cached and self._alone else None
         if cache is None:
             cache = store.make_cache(room)
             if cached:
                 read(cache, store.storage, prompt, cached, len(tokens) - cached + room)
         at = cached
-        for start, end in [*prompt.reused.later, (last, last)]:
+        for start, end in [*prompt.hit.later, (last, last)]:
             for begin in range(at, start, chunk):
                 self._forward(tokens, begin, begin + chunk, cache)
                 self._publish(prompt, cache, begin + chunk)
@@ -118,20 +114,20 @@ class RowByRow(ModelInLoop):
         chunk, any_prefix = self._chunk, self._store.storage.any_prefix
         try:
             self._requests.admit(prompt)
-            while (whole := _down(min(prompt.reused.cached, last), chunk)) != prompt.reused.cached and not any_prefix:
+            while (whole := _down(min(prompt.hit.cached, last), chunk)) != prompt.hit.cached and not any_prefix:
                 self._requests.readmit(prompt, whole)  # a shorter hit needs other blocks or states
         except OutOfBlocks as error:  # computed in the same way, without blocks
             prompt.blocks = self._requests.blocks(prompt)
-            prompt.blocks.full, prompt.blocks.closed, prompt.reused = error, True, Reused()
+            prompt.blocks.full, prompt.blocks.closed, prompt.hit = error, True, Hit()
             return
-        spans = [(-_down(-start, chunk), _down(min(end, last), chunk)) for start, end in prompt.reused.later]
+        spans = [(-_down(-start, chunk), _down(min(end, last), chunk)) for start, end in prompt.hit.later]
         later = [(start, end) for start, end in spans if start < end and (any_prefix or prompt.blocks.serves(end))]
-        prompt.reused = prompt.reused._replace(cached=whole, later=later)
+        prompt.hit = prompt.hit._replace(cached=whole, later=later)
 
     def _publish(self, prompt: Prompt, cache: DynamicCache, end: int) -> None:
         """Publish a prompt's tokens up to `end`, the end of a chunk, from its cache."""
         blocks, states = prompt.blocks, None if self._store.states is None else take_states(cache, 0)
-        blocks.publish(cache, 0, 0, prompt.tokens, end, states, prompt.reused.later)
+        blocks.publish(cache, 0, 0, prompt.tokens, end, states, prompt.hit.later)
         mark_written(cache, end if blocks.closed else blocks.written * self._store.block_size)
 
     @property
@@ -142,26 +138,35 @@ class RowByRow(ModelInLoop):
     def keep(self) -> None:
         """Keep the cache of a single row for later calls, which crop it to whole chunks of the prompt."""
         if self._caches and self._alone and self._requests.publishes():
-            cache, prompt = self._caches[0], self.prompts[0]
+            cache, prompt = self._caches[0], self._prompts[0]
             if columns(cache) == {self._computed[0]}:
-                self._store.kept.put(cache, prompt.tokens, self._loop.extra_keys, self._loop.salt)
+                self._store.kept.put(cache, self._store, prompt.tokens, self._loop)
             else:
                 self._store.storage.evicts = True
 
 
-def run(loop: Loop, store: ContiguousStore, chunk: int, calls: Calls) -> tuple[Any, list[Prompt]]:
-    """Run a loop row by row, in chunks of `chunk` tokens, and return its result and its prompts."""
-    lease = store.lease(loop.returns, loop.unchanged)
+def run(
+    loop: Loop, store: Store, chunk: int, calls: Calls, make: Callable[..., RowByRow] = RowByRow
+) -> tuple[Any, list[Prompt]]:
+    """Run a loop row by row, in chunks of `chunk` tokens, and return its result and its prompts.
+
+    Raises:
+        UnsupportedError: A row of the loop cannot be computed separately.
+    """
+    prompts = prompts_of(loop.input_ids, loop.mask)
+    _check(loop, prompts, store.counts_padding)
+    loop.extra_keys = (*loop.extra_keys, *conditions(loop.model))
+    requests = PromptRequests(store, loop)
+    rows = make(requests, loop, prompts, chunk)
     try:
-        rows = RowByRow(store, loop, lease, chunk)
-        result = loop.run_over(rows, rows.criteria)
+        result = rows.generate()
     finally:
-        lease.close()
+        requests.close()
     try:
         rows.keep()
     except Exception as error:
         calls.tell_unkept(error)
-    return result, rows.prompts
+    return result, prompts
 
 
 def _check(loop: Loop, prompts: list[Prompt], counts_padding: bool) -> None:

@@ -6,7 +6,8 @@ the identity of the document is an extra key of its blocks. Prompts without this
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import weakref
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,25 +20,18 @@ from ..calls import Calls, RequestReport, UnsupportedError, refuse_if
 from ..compression.kept import Content
 from ..compression.layers import Questions
 from ..loop import BY_TOKEN, Loop
-from ..prompts import Prompt, Reused, prompts_of
-from ..store.kept import ContiguousStore
-from ..store.leases import Lease
-from ..store.storage import BlockIds
+from ..prompts import Hit, Prompt, prompts_of
+from ..store.kept import Store
+from ..store.storage import block_index
 from ..support import is_compiled
+from . import deterministic
 from .batch import Batch
-from .contiguous import WatchedCall, WatchedModel
+from .contiguous import WatchedModel
 from .deterministic import RowByRow
 from .layout import forward
 
 LOOPS = (*BY_TOKEN, "beam_search", "beam_sample", "assisted_generation")
 _OVER = "over a compressed document"
-_NOWHERE: Any = SimpleNamespace(
-    manager=None,
-    states=None,
-    storage=SimpleNamespace(chunk=None, specs=True, block_size=1, evicts=False),
-    block_size=1,
-)
-"""The store of calls that read and publish no blocks."""
 
 
 def check_arguments_over_document(arguments: dict[str, Any]) -> None:
@@ -90,57 +84,30 @@ def _check_begins(loop: Loop, content: Content) -> None:
         raise ValueError(f"input_ids: {needs}")
 
 
-def answer(
-    loop: Loop, content: Content, store: ContiguousStore | None, chunk: int | None, calls: Calls
-) -> tuple[Any, list[RequestReport]]:
+def run(loop: Loop, store: Store, content: Content, chunk: int | None, calls: Calls) -> tuple[Any, list[RequestReport]]:
     """Run a loop over a document. Return its result and a report for each of the caller's rows.
 
     Args:
         loop: A loop that `check_loop_over_document` has accepted.
+        store: The store for the KV of questions.
         content: The compressed keys and values of the document.
-        store: The store for the KV of questions. None: it is not stored.
         chunk: Number of tokens in a chunk with deterministic=True, else None.
         calls: Gets warnings about results that could not be stored.
     """
     loop.extra_keys = ("compressed document", content.key.hex(), *loop.extra_keys)
-    length, size = len(content.tokens), loop.input_ids.shape[1]
-    if chunk is not None and store is not None:
-        lease = store.lease(loop.returns, loop.unchanged)
-        rows = QuestionRows(store, loop, lease, chunk, content)
-        try:
-            result, read = loop.run_over(rows, rows.criteria), length
-        finally:
-            lease.close()
+    read = len(content.tokens)
+    if chunk is not None:
+        result, _ = deterministic.run(loop, store, chunk, calls, partial(QuestionRows, content))
     else:
-        keeps = store is not None and store.storage.any_prefix
-        batch = QuestionBatch(store if keeps else None, loop, content)
-        call = QuestionCall(batch, calls.tell_unkept)
-        try:
-            result = _generate(loop, call, content)
-        finally:
-            try:
-                call.keep(call.publish)
-            finally:
-                batch.close()
-        read = batch.start
+        requests = PromptRequests(store, loop)
+        batch = QuestionBatch(requests, loop, content)
+        result, read = WatchedModel(batch, calls.tell_unkept).generate(), batch.start
+        drop_cache(result)  # the cache holds the document's own tensors
         full = next((p.blocks.full for p in batch.prompts if p.blocks.full is not None), None)
         if full is not None:
             calls.tell_out_of_blocks(full)
+    size = loop.input_ids.shape[1]
     return result, [RequestReport.of(size, [(0, read)]) for _ in range(len(loop.input_ids) // loop.repeats)]
-
-
-def _generate(loop: Loop, call: QuestionCall, content: Content) -> Any:
-    """Run the loop over the document's cache, publish its questions and answers, and return the result."""
-    watched = WatchedModel(call, bool(loop.generation_config.prefill_chunk_size))
-    inputs: dict[str, Any] = {loop.cache_name: call.batch.cache}
-    if loop.model_kwargs.get("position_ids") is not None:
-        inputs["position_ids"] = _turned(loop.model_kwargs["position_ids"], content)
-    result = loop.run(watched, **inputs)
-    call.keep(call.publish)
-    if loop.by_row:
-        call.keep(call.keep_answers, result if isinstance(result, torch.Tensor) else result.sequences)
-    drop_cache(result)  # the cache holds the document's own tensors
-    return result
 
 
 def _turned(places: torch.Tensor, content: Content) -> torch.Tensor:
@@ -150,74 +117,61 @@ def _turned(places: torch.Tensor, content: Content) -> torch.Tensor:
 
 
 class QuestionBatch(Batch):
-    """The questions of one call. The document takes the place of left padding: `pad` is its length."""
+    """The questions of one call. The document takes the place of left padding: `pad` is its length.
 
-    def __init__(self, store: ContiguousStore | None, loop: Loop, content: Content) -> None:
-        self.store, self.loop, self.images, self.hidden = store or _NOWHERE, loop, None, None
+    If the model's layers have windows, the KV of questions is neither read from blocks nor published.
+    """
+
+    over_document = True
+
+    def __init__(self, requests: PromptRequests, loop: Loop, content: Content) -> None:
+        self.requests = weakref.proxy(requests)
+        self.store, self.loop, self.images, self.hidden = requests.store, loop, None, None
         self.size, self.length, self.room = *loop.input_ids.shape, 1
-        self.cache, self.computed_for_hidden = Questions(content), 0
-        self.prompts = prompts_of(loop.input_ids[:, len(content.tokens) :], None)
-        self._lease = Lease(_NOWHERE.manager) if store is None else store.lease(loop.returns, loop.unchanged)
-        self.requests = PromptRequests(self.store, loop, self._lease)
+        self.cache, self.computed_for_hidden, self._content = Questions(content), 0, content
         self.start = len(content.tokens)
-        for prompt in self.prompts:
-            prompt.pad = len(content.tokens)
-            self._leave_out(prompt)
-        if store is not None:
-            try:
-                self._admit(store)
-            except BaseException:
-                self.close()
-                raise
-
-    def _admit(self, store: ContiguousStore) -> None:
-        """Admit the questions. The shortest hit in whole blocks counts for all of them."""
-        for prompt in self.prompts:
-            self._find(prompt)
-        cached = min(prompt.reused.cached for prompt in self.prompts) // store.block_size * store.block_size
+        self.publishes_answers = self.store.storage.any_prefix
+        self.prompts = prompts_of(loop.input_ids[:, self.start :], None)
+        try:
+            for prompt in self.prompts:
+                prompt.pad = self.start
+                self._admit(prompt)
+        except BaseException:
+            requests.close()
+            raise
+        # The shortest hit in whole blocks counts for all questions.
+        size = self.store.block_size
+        cached = min(prompt.hit.cached for prompt in self.prompts) // size * size
         self.start += cached
         for prompt in self.prompts:
-            prompt.reused = Reused(cached, prompt.reused.later)
+            prompt.hit = Hit(cached, prompt.hit.later)
         for index, layer in enumerate(self.cache.layers) if cached else ():
             layer.tokens, layer.begin = cached, (self, index)
 
-    def _find(self, prompt: Prompt) -> None:
+    def _admit(self, prompt: Prompt) -> None:
         """Admit a question. Without room for its blocks, it is computed in the same way and not published."""
+        prompt.blocks = self.requests.blocks(prompt)
         try:
-            self.requests.admit(prompt, reuse=not self.loop.requested_outputs)
+            if self.publishes_answers:
+                self.requests.admit(prompt, reuse=not self.loop.requested_outputs)
+                return
         except OutOfBlocks as error:
-            self._leave_out(prompt)
             prompt.blocks.full = error
-
-    def _leave_out(self, prompt: Prompt) -> None:
-        """Mark a question to be computed whole and not published."""
-        prompt.blocks, prompt.reused = self.requests.blocks(prompt), Reused()
         prompt.blocks.closed = True
+
+    def inputs(self) -> dict[str, Any]:
+        """Return the arguments with which the loop begins."""
+        inputs, places = {self.loop.cache_name: self.cache}, self.loop.model_kwargs.get("position_ids")
+        return inputs if places is None else inputs | {"position_ids": _turned(places, self._content)}
 
     def read(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Fill the cached tokens of a layer's buffers, `[batch, room, num_kv_heads, head_dim]`."""
         ((_, part),) = self.store.storage.kv
         for prompt in self.prompts:
-            cached = prompt.reused.cached
-            blocks = BlockIds(prompt.blocks.read_from(0, 0, cached))
+            cached = prompt.hit.cached
+            blocks = block_index(prompt.blocks.read_from(0, 0, cached))
             for row in prompt.rows:
                 part.read(index, blocks, *(side[row, :cached].transpose(0, 1) for side in (keys, values)))
-
-    def close(self) -> None:
-        """End all requests. Complete blocks stay published until they are evicted."""
-        self._lease.close()
-
-
-class QuestionCall(WatchedCall):
-    """A call over a document. Questions are published when they are computed, answers at the end."""
-
-    def abandon(self) -> None:
-        """Refuse the call, because without its cache the model would not read the document."""
-        raise UnsupportedError(f"the model leaves its cache out {_OVER}")
-
-    def read_nothing(self) -> None:
-        """Refuse the call, because drafting would need the model's outputs of the document's tokens."""
-        raise UnsupportedError(f"assisted generation that drafts from the model's outputs {_OVER}")
 
 
 class QuestionRows(RowByRow):
@@ -226,8 +180,8 @@ class QuestionRows(RowByRow):
     No block is read or published, so bits depend on the document and the question only.
     """
 
-    def __init__(self, store: ContiguousStore, loop: Loop, lease: Lease, chunk: int, content: Content) -> None:
-        super().__init__(store, loop, lease, chunk)
+    def __init__(self, content: Content, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._content = content
 
     def _read(self, prompt: Prompt) -> tuple[Any, torch.Tensor]:
@@ -243,3 +197,6 @@ class QuestionRows(RowByRow):
             given = {"position_ids": _turned(positions(model, ids, torch.ones_like(ids)), self._content)}
         logits: torch.Tensor = forward(model, tokens, start, end, cache, given).logits
         return logits[:, -1:]
+
+    def keep(self) -> None:
+        """Keep nothing, because the cache holds the document's own tensors."""

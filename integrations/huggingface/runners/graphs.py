@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -145,6 +146,7 @@ class DecodeSteps:
         self._buckets: dict[tuple[int, int], Bucket] = {}
         self._eager: Bucket | None = None
         self._replays = self._eager_steps = 0
+        self.lock = threading.RLock()  # held during each pass, because calls of all threads share buffers
 
     def report(self) -> GraphReport:
         """Return the counts, and the reason why steps are not captured."""
@@ -153,8 +155,9 @@ class DecodeSteps:
 
     def drop(self) -> None:
         """Drop all graphs and buffers."""
-        self._buckets.clear()
-        self._eager = self._capturer = None
+        with self.lock:
+            self._buckets.clear()
+            self._eager = self._capturer = None
 
     def refuse(self, reason: str) -> None:
         """Set the reason why packed passes do not serve this model, so that nothing is captured."""
@@ -172,9 +175,10 @@ class DecodeSteps:
         else:
             self.reason = self._failure or why_eager(model)
         state = None if self.reason else (state, baked_in(model))
-        if state != self._state:
-            self.drop()
-            self._state = state
+        with self.lock:
+            if state != self._state:
+                self.drop()
+                self._state = state
 
     def run(
         self,

@@ -12,7 +12,7 @@ import torch
 from ..api import DynamicCache, cache_argument, keeps_logits, positions
 from ..layers import GrowingLayer, GrowingWindowLayer, aligned, attention_layers, from_states, put_states, take_states
 from ..prompts import Prompt
-from ..store.storage import BlockIds, ModelStorage, TokenSpec
+from ..store.storage import ModelStorage, TensorSpec, block_index
 
 
 def read(cache: DynamicCache, storage: ModelStorage, prompt: Prompt, length: int, room: int) -> None:
@@ -20,21 +20,21 @@ def read(cache: DynamicCache, storage: ModelStorage, prompt: Prompt, length: int
     size, layers = storage.block_size, attention_layers(cache)
     for group, part in storage.kv:
         first = storage.groups[group].first_needed(length, size)
-        blocks = BlockIds(prompt.blocks.read_from(group, first, length))
+        blocks = block_index(prompt.blocks.read_from(group, first, length))
         columns = length - first * size
         for index, specs in part.specs.items():
             keys, values = _buffers(specs, 1, columns + room, first * size)
             part.read(index, blocks, keys[0, :, :columns], values[0, :, :columns])
             _fill(layers[index], keys, values, length, first * size)
-    if prompt.reused.states is not None:
-        put_states(cache, [prompt.reused.states])
+    if prompt.hit.states is not None:
+        put_states(cache, [prompt.hit.states])
 
 
 def read_behind(cache: DynamicCache, storage: ModelStorage, prompt: Prompt, start: int, end: int) -> None:
     """Append a span of a prompt from blocks to a cache of one row."""
     first, behind, layers = start // storage.block_size, -(-end // storage.block_size), attention_layers(cache)
     for group, part in storage.kv:
-        blocks = BlockIds(prompt.blocks.tables[group][first:behind])
+        blocks = block_index(prompt.blocks.tables[group][first:behind])
         for index, specs in part.specs.items():
             keys, values = _buffers(specs, 1, end - start)
             part.read(index, blocks, keys[0], values[0])
@@ -62,7 +62,7 @@ def lay_out(
         spec = storage.groups[group]
         firsts = [spec.first_needed(length, size) for length in filled]
         blocks = {
-            number: BlockIds(prompt.blocks.read_from(group, firsts[number], length))
+            number: block_index(prompt.blocks.read_from(group, firsts[number], length))
             for number, (prompt, length) in enumerate(zip(prompts, filled, strict=True))
             if length and number not in caches
         }
@@ -94,11 +94,16 @@ def lay_out(
 
 
 def _buffers(
-    specs: tuple[TokenSpec, TokenSpec], rows: int, columns: int, first: int = 0
+    specs: tuple[TensorSpec, TensorSpec], rows: int, columns: int, first: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return buffers for keys and values with `columns` columns, beginning with column number `first`."""
-    keys, values = (aligned(lambda number, spec=spec: spec.empty(rows, number), columns, first) for spec in specs)  # type: ignore[misc]
-    return keys, values
+
+    def buffer(spec: TensorSpec) -> torch.Tensor:
+        heads, width = spec.shape
+        options: dict[str, Any] = {"dtype": spec.dtype, "device": spec.device}
+        return aligned(lambda number: torch.empty(rows, heads, number, width, **options), columns, first)
+
+    return buffer(specs[0]), buffer(specs[1])
 
 
 def _fill(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int, first: int = 0) -> None:

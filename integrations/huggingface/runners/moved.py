@@ -18,7 +18,7 @@ from ..images import alike
 from ..layers import GrowingIndexedLayer, attention_layers, like, new_cache, state_layers
 from ..probe import LONG, TOKENS, Probed
 from ..prompts import Prompt
-from ..store.storage import LayerTurns, ModelStorage, Turn
+from ..store.storage import ModelStorage, Rotation, Rotations
 from ..support import changing_rope, eval_mode, harmless_tokens
 from .dispatch import MarkedCall, PagedPass, install, mark, no_mask
 from .layout import accepted, forward, read
@@ -42,7 +42,7 @@ def probe_moved(model: Any, probed: Probed) -> Moving:
     )
     with eval_mode(model):
         with refusing('reuse="anywhere": its forward pass fails where positions are given'):
-            moving = Moving(_turns(model), probed.windows, by_operator=False)
+            moving = Moving(_rotations(model), probed.windows, by_operator=False)
         length = TOKENS + (probed.window if 0 < probed.window <= LONG else 0)
         # In PyTorch the operator takes two to three times as long as attention under a mask.
         if (model.device.type != "cpu" or KERNELS_ON_CPU) and _operator_serves(model, moving, length):
@@ -64,10 +64,10 @@ def _operator_serves(model: Any, moving: Moving, length: int) -> bool:
     return True
 
 
-def _turns(model: Any) -> dict[int, LayerTurns]:
+def _rotations(model: Any) -> dict[int, Rotations]:
     """Return the rotations of each layer, from a row of equal tokens whose cache entries differ by position only."""
     # All tokens are equal, so attention returns the same at each position, and every layer has equal inputs.
-    cache, turns = new_cache(model.config), dict[int, LayerTurns]()
+    cache, found = new_cache(model.config), dict[int, Rotations]()
     forward(model, np.repeat(harmless_tokens(model, 1), TOKENS), 0, TOKENS, cache)
     layers = attention_layers(cache)
     refuse_if(any(isinstance(x, GrowingIndexedLayer) for x in layers.values()), 'reuse="anywhere": it has an indexer')
@@ -75,17 +75,17 @@ def _turns(model: Any) -> dict[int, LayerTurns]:
     for index, layer in layers.items():
         if layer.keys is None:  # the layer reads another layer's keys
             continue
-        keys, values = (_turn_of(side, known) for side in (layer.keys, layer.values))
+        keys, values = (_rotation_of(side, known) for side in (layer.keys, layer.values))
         if values is None:
-            refuse_if(not turns, 'reuse="anywhere": its embeddings hang on positions that are learned')
+            refuse_if(not found, 'reuse="anywhere": its embeddings hang on positions that are learned')
             # With attention sinks, a layer's output depends on the number of tokens, so its values differ too.
             refuse_if(len(known) != 1, 'reuse="anywhere": which of its rotary embeddings turns a layer cannot be told')
-            turns[index] = next(iter(turns.values()))
+            found[index] = next(iter(found.values()))
             continue
         if keys is None:
             raise UnsupportedError('reuse="anywhere": no rotary embedding explains how its keys hang on positions')
-        turns[index] = LayerTurns(keys, values)
-    return turns
+        found[index] = keys, values
+    return found
 
 
 def _frequencies(model: Any) -> Any:
@@ -104,35 +104,35 @@ def _frequencies(model: Any) -> Any:
             yield values
 
 
-def _turn_of(rows: torch.Tensor, known: list[torch.Tensor]) -> Turn | None:
+def _rotation_of(rows: torch.Tensor, known: list[torch.Tensor]) -> Rotation | None:
     """Return the rotation that explains how a layer's rows `[1, heads, tokens, width]` depend on positions, or None."""
-    return next((turn for turn in _candidates(rows.shape[-1], known) if _explains(turn, rows)), None)
+    return next((rotation for rotation in _candidates(rows.shape[-1], known) if _explains(rotation, rows)), None)
 
 
-def _candidates(width: int, known: list[torch.Tensor]) -> list[Turn]:
+def _candidates(width: int, known: list[torch.Tensor]) -> list[Rotation]:
     """Return the rotations that fit a row of this width, with no rotation first."""
     fitting = [values for values in known if 2 * len(values) <= width]
-    turned = [
-        Turn(values, is_neox, first)
+    rotations = [
+        Rotation(values, is_neox, first)
         for values, is_neox in product(fitting, (True, False))
         for first in dict.fromkeys((0, width - 2 * len(values)))
     ]
-    return [Turn(None), *turned]
+    return [Rotation(None), *rotations]
 
 
-def _explains(turn: Turn, rows: torch.Tensor) -> bool:
+def _explains(rotation: Rotation, rows: torch.Tensor) -> bool:
     """Return whether each row equals the first row, rotated to its position."""
     heads, tokens, width = rows.shape[1:]
     cache = rows[0].transpose(0, 1)[:1].repeat(2 * tokens, 1, 1).view(2, tokens, heads, width)
     slots = torch.arange(tokens)
-    move_slots(cache, None, slots, slots + tokens, slots, *turn)
+    move_slots(cache, None, slots, slots + tokens, slots, *rotation)
     return alike(cache[1].transpose(0, 1), rows[0])
 
 
 class Moving(NamedTuple):
     """The rotations that move a model's cached tokens, and the way to compute tokens at scattered positions."""
 
-    turns: Mapping[int, LayerTurns]
+    rotations: Mapping[int, Rotations]
     windows: Mapping[int, int]  # by layer, of those with a window
     by_operator: bool  # True: attention by `pc.sparse_gap_attention`; False: by the model, with a mask
 
@@ -257,10 +257,10 @@ def compute_moved(
 ) -> None:
     """Fill an empty cache of one row with a prompt's first `end` tokens: read the cached ones, compute the others."""
     known = np.zeros(len(prompt.tokens), np.bool_)
-    known[: prompt.reused.cached] = True
-    for start, behind in prompt.reused.moved:
+    known[: prompt.hit.cached] = True
+    for start, behind in prompt.hit.moved:
         known[start:behind] = True
-    known[prompt.reused.repaired] = False
+    known[prompt.hit.repaired] = False
     read(cache, storage, prompt, end, room)
     positions = (~known[:end]).nonzero()[0]
     if positions.size:

@@ -7,10 +7,8 @@ of any length one after another, without padding and without cached tokens.
 
 from __future__ import annotations
 
-import threading
+import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,19 +20,10 @@ from ..api import CausalLMOutputWithPast, ModelInLoop
 from ..calls import Calls
 from ..loop import BY_TOKEN, Loop, RecordedCriteria
 from ..prompts import Prompt, numbered
-from ..store.kept import ContiguousStore
+from ..store.blocks import RequestBlocks
+from ..store.kept import Store
 from .graphs import DecodeSteps
 from .packed import PackedModel, Span
-
-
-@dataclass
-class PackedRow:
-    """One row of a call, with a request of its own."""
-
-    prompt: Prompt
-    length: int = 0  # number of tokens whose KV is in blocks after the current pass
-    active: bool = False  # whether it holds blocks
-    unsettled: bool = False  # whether its next commit frees blocks that a copy or merge replaced
 
 
 class PackedRows:
@@ -43,10 +32,9 @@ class PackedRows:
     Args:
         requests: Admits their prompts.
         packed: The model.
-        steps: Runs decode steps.
+        steps: Runs decode steps. Calls of all threads share its buffers, so each pass holds its lock.
         prompts: A prompt for each row.
         chunk: Maximum number of tokens of a row in one pass. None: no limit.
-        turn: A lock to hold during each pass, because calls of all threads share buffers.
     """
 
     def __init__(
@@ -56,14 +44,14 @@ class PackedRows:
         steps: DecodeSteps,
         prompts: Sequence[Prompt],
         chunk: int | None = None,
-        turn: AbstractContextManager[object] | None = None,
     ) -> None:
-        self._requests, self._packed, self._steps = requests, packed, steps
-        self._turn = nullcontext() if turn is None else turn
-        self.manager, storage = requests.store.manager, packed.storage
-        self.rows = [PackedRow(prompt) for prompt in prompts]
+        self._requests: PromptRequests = weakref.proxy(requests)
+        self._packed, self._steps = packed, steps
+        self.manager, storage = requests.manager, packed.storage
+        self.rows = prompts
         for prompt in prompts:
             prompt.blocks = requests.blocks(prompt)
+            prompt.blocks.closed = True  # until it is admitted
         bounds = [chunk, storage.chunk and storage.chunk * storage.block_size, max(len(p.tokens) for p in prompts)]
         self._chunk = min(bound for bound in bounds if bound)
 
@@ -93,21 +81,21 @@ class PackedRows:
         Raises:
             OutOfBlocks: There is no room; no row was changed.
         """
-        rows, size = self.active(), self.manager.block_size
+        rows, size = [row.blocks for row in self.active()], self.manager.block_size
         self._requests.publishes()
-        step = self.manager.append_each([row.prompt.request_id for row in rows], np.array(tokens, np.int64))
+        step = self.manager.append_each([row.request_id for row in rows], np.array(tokens, np.int64))
         slots, copies = ([part] if len(self.manager.groups) == 1 else part for part in step)
         for group, (own, pairs) in enumerate(zip(slots, copies, strict=True)):
             self._packed.storage.copy(pairs, group)
             copied = {target for _, target in pairs}
             for row, block in zip(rows, (own // size).tolist(), strict=True):
-                table, place = row.prompt.blocks.tables[group], row.length // size
+                table, place = row.tables[group], row.length // size
                 if place >= len(table) or table[place] != block:
-                    row.prompt.blocks.look()
+                    row.look()
                 row.unsettled |= block in copied
-        tables = list(zip(*(row.prompt.blocks.tables for row in rows), strict=True))
+        tables = list(zip(*(row.tables for row in rows), strict=True))
         positions = np.array([row.length for row in rows], np.int64)
-        with self._turn:
+        with self._steps.lock:
             logits = self._steps.run(self._packed, tables, positions, tokens, slots)
         for row in rows:
             row.length += 1
@@ -115,84 +103,80 @@ class PackedRows:
                 self._commit(row)
         return logits
 
-    def active(self) -> list[PackedRow]:
+    def active(self) -> list[Prompt]:
         """Return the rows that hold blocks."""
-        return [row for row in self.rows if row.active]
+        return [row for row in self.rows if not row.blocks.closed]
 
-    def finish(self, row: PackedRow) -> None:
+    def finish(self, row: Prompt) -> None:
         """Free a row's blocks. Complete blocks stay published until they are evicted."""
-        if row.active:
-            row.active = False
-            self._requests.end(row.prompt.blocks)
+        if not row.blocks.closed:
+            row.blocks.closed = True
+            self._requests.end(row.request_id)
 
     def close(self) -> None:
         """Free every row's blocks."""
         for row in self.rows:
-            row.active = False
+            row.blocks.closed = True
         if self._requests.stale:
-            with self._turn:
-                self._steps.drop()  # steps captured during this call may hold the changed model
+            self._steps.drop()  # steps captured during this call may hold the changed model
         self._requests.close()
 
-    def _admit(self, row: PackedRow, alone: bool) -> bool:
-        """Admit a row's prompt and return True, or return False if it must wait for the rows admitted before it.
+    def _admit(self, row: Prompt, alone: bool) -> bool:
+        """Admit a prompt and return True, or return False if it must wait for the rows admitted before it.
 
         `alone`: no row was admitted before, so the prompt cannot wait.
         """
-        prompt = row.prompt
-        row.active = True
         try:
-            self._requests.admit(prompt)
+            self._requests.admit(row)
             self._hold(row)
         except OutOfBlocks:
-            self._requests.end(prompt.blocks)
-            row.active = False
+            self._requests.end(row.request_id)
+            row.blocks.closed = True
             if alone:
                 raise
             return False
-        if not alone and prompt.waits:
+        if not alone and row.waits:
             self.finish(row)
             return False
-        blocks = prompt.blocks
+        blocks = row.blocks
         if blocks.borrowed is not None:  # the request reads a part of another's block and writes the rest
             self._packed.storage.copy([(blocks.borrowed, int(blocks.tables[0][blocks.written]))])
             blocks.borrowed = None
-        row.length = prompt.reused.cached
+        blocks.length = row.hit.cached
         return True
 
-    def _hold(self, row: PackedRow) -> int:
+    def _hold(self, row: Prompt) -> int:
         """Allocate the blocks of a row's next chunk and return its end."""
-        tokens, blocks = row.prompt.tokens, row.prompt.blocks
-        end = min(len(tokens), max(row.length, row.prompt.reused.cached) + self._chunk)
-        if not blocks.hold(tokens, end) and blocks.full is not None:
-            raise blocks.full
+        end = min(len(row.tokens), max(row.blocks.length, row.hit.cached) + self._chunk)
+        if not row.blocks.hold(row.tokens, end) and row.blocks.full is not None:
+            raise row.blocks.full
         return end
 
-    def _compute(self, rows: list[PackedRow]) -> list[torch.Tensor]:
+    def _compute(self, rows: list[Prompt]) -> list[torch.Tensor]:
         """Compute the uncached tokens of prompts in chunks, and return the logits of each prompt's last token."""
         logits: dict[str, torch.Tensor] = {}
         left = rows
         while left:
             spans, tokens = [], []
             for row in left:
-                prompt, end = row.prompt, self._hold(row)
-                blocks, length = prompt.blocks, end - row.length
-                spans.append(Span(prompt.request_id, blocks.tables, row.length, length, blocks.known))
-                tokens.append(prompt.tokens[row.length : end])
-            with self._turn:
+                blocks, end = row.blocks, self._hold(row)
+                spans.append(Span(row.request_id, blocks.tables, blocks.length, end - blocks.length, blocks.known))
+                tokens.append(row.tokens[blocks.length : end])
+            with self._steps.lock:
                 computed = self._packed.forward(spans, tokens)
             for row, span, found in zip(left, spans, computed, strict=True):
-                logits[span.key] = found
-                row.length += span.length
-                self._commit(row)
-            left = [row for row in left if row.length < len(row.prompt.tokens)]
-        return [logits[row.prompt.request_id] for row in rows]
+                logits[row.request_id] = found
+                row.blocks.length += span.length
+                self._commit(row.blocks)
+            left = [row for row in left if row.blocks.length < len(row.tokens)]
+        return [logits[row.request_id] for row in rows]
 
-    def _commit(self, row: PackedRow) -> None:
+    def _commit(self, blocks: RequestBlocks) -> None:
         """Publish a row's complete blocks. The next commit frees blocks that were merged into equal ones."""
-        row.unsettled = self._requests.publishes() and any(self.manager.commit(row.prompt.request_id, row.length))
-        if row.unsettled:
-            row.prompt.blocks.look()
+        published = self._requests.publishes() and self.manager.commit(blocks.request_id, blocks.length)
+        blocks.unsettled = any(published or ())
+        if blocks.unsettled:
+            blocks.look()
 
 
 class PagedDecoder(ModelInLoop):
@@ -240,7 +224,7 @@ class PagedDecoder(ModelInLoop):
         for row, dropped in zip(rows, self._criteria.dropped(len(rows)), strict=True):
             if dropped:
                 self._rows.finish(row)
-        active = [index for index, row in enumerate(rows) if row.active]
+        active = [index for index, row in enumerate(rows) if not row.blocks.closed]
         last = input_ids[:, -1].tolist()
         logits = self._rows.decode([last[index] for index in active])
         if len(active) == len(rows):
@@ -260,32 +244,18 @@ class PagedDecoder(ModelInLoop):
         return self._model(**inputs, return_dict=True)
 
 
-class PackedRunner:
-    """A runner of one model's loops by packed passes. Calls of all threads share its decode steps."""
-
-    def __init__(self, steps: DecodeSteps) -> None:
-        self._steps, self._turn = steps, threading.RLock()
-
-    def drop(self) -> None:
-        """Drop captured steps and their buffers, because the store is replaced."""
-        with self._turn:
-            self._steps.drop()
-
-    def run(self, loop: Loop, store: ContiguousStore, calls: Calls) -> tuple[Any, list[Prompt]]:
-        """Run a loop and return its result and the prompt of each row."""
-        criteria, model = RecordedCriteria.of(loop), loop.model
-        with self._turn:
-            self._steps.prepare(model, (id(store), loop.extra_keys))
-        lease = store.lease(loop.returns, loop.unchanged)
-        requests, packed = PromptRequests(store, loop, lease), PackedModel(model, store.storage)
-        chunk = loop.generation_config.prefill_chunk_size
-        rows = PackedRows(requests, packed, self._steps, row_prompts(loop), chunk, self._turn)
-        decoder = PagedDecoder(loop, rows, criteria, calls.tell_failure)
-        try:
-            result = loop.run_over(decoder, criteria)
-        finally:
-            rows.close()
-        return result, [row.prompt for row in rows.rows]
+def run(loop: Loop, store: Store, steps: DecodeSteps, calls: Calls) -> tuple[Any, list[Prompt]]:
+    """Run a loop by packed passes and return its result and the prompt of each row."""
+    criteria, model, prompts = RecordedCriteria.of(loop), loop.model, row_prompts(loop)
+    steps.prepare(model, (id(store), loop.extra_keys))
+    requests = PromptRequests(store, loop)
+    chunk = loop.generation_config.prefill_chunk_size
+    rows = PackedRows(requests, PackedModel(model, store.storage), steps, prompts, chunk)
+    try:
+        result = loop.run_over(PagedDecoder(loop, rows, criteria, calls.tell_failure), criteria)
+    finally:
+        rows.close()
+    return result, prompts
 
 
 def follows(loop: Loop, has_windows: bool) -> bool:

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from ....cache import OutOfBlocks
 from ..api import DynamicCache
 from ..layers import States, attention_layers, columns, window_layers
-from .leases import Lease
-from .storage import BlockIds, ModelStorage
+from .storage import AnyManager, ModelStorage, block_index
 
 
 class RequestBlocks:
     """The blocks of one request, and how far they are filled."""
 
-    def __init__(self, lease: Lease, storage: ModelStorage, request_id: str) -> None:
-        self.lease, self.storage, self.request_id = lease, storage, request_id
-        self.manager = lease.manager
+    def __init__(self, requests: Any, storage: ModelStorage, request_id: str) -> None:
+        # `requests` is a weak proxy of the `PromptRequests` of the call.
+        self.requests, self.storage, self.request_id = requests, storage, request_id
+        self.manager: AnyManager = requests.manager
         self.held = 0  # number of tokens that have blocks
         self.written = 0  # number of leading blocks that are filled
         self.known = 0  # number of tokens that were cached when the request was admitted
         self.borrowed: int | None = None  # another request's block in which the hit ends, if it ends inside a block
         self.closed = False  # whether nothing more is written to blocks
+        # Only for packed passes: the number of tokens whose KV is in blocks after the current pass, and whether the
+        # next commit frees blocks that a copy or merge replaced.
+        self.length, self.unsettled = 0, False
         self.full: OutOfBlocks | None = None  # the error, if there was no room for more tokens
         self.tables: list[np.ndarray] = []  # the block table of each group, see `look`
 
@@ -86,9 +90,12 @@ class RequestBlocks:
         # The tokens are in `row` of the cache, after `pad` columns. `states` is a checkpoint at `end` to keep.
         # Layers with windows are written in steps, because a commit frees blocks for the next step.
         # Nothing is published if the model has changed, or if a hook has removed tokens from the cache.
-        if not self.lease.publishes() or min(columns(cache), default=pad + end) < pad + end:
-            self.storage.evicts |= not self.lease.stale
+        if self.closed:
+            return
+        if not self.requests.publishes():
             self.closed = True
+        elif min(columns(cache), default=pad + end) < pad + end:
+            self.storage.evicts = self.closed = True
         size, chunk, end = self.storage.block_size, self.storage.chunk, min(end, len(tokens))
         if end // size <= self.written and not states:  # no further block is complete
             return
@@ -113,7 +120,14 @@ class RequestBlocks:
         if storage.states is not None and self.tables[storage.state_group][block] < 0:
             with contextlib.suppress(OutOfBlocks):
                 # An interrupted write is never committed, so no request finds it.
-                storage.states.write(self.manager.checkpoint(self.request_id, length), states)
+                row = {name: state[0] for name, state in states.items()}
+                storage.states.put(self.manager.checkpoint(self.request_id, length), row)
+
+
+def free(manager: AnyManager, request_id: Hashable, returns: float | None = None) -> None:
+    """End a request, if it was started."""
+    with contextlib.suppress(KeyError):
+        manager.free(request_id, returns)
 
 
 def _write(
@@ -122,7 +136,7 @@ def _write(
     """Write a row of a cache, whose tokens begin after `pad` columns, to blocks `first` to `last` of each table."""
     size, layers = storage.block_size, attention_layers(cache)
     for group, part in storage.kv:
-        blocks = BlockIds(tables[group][first:last])
+        blocks = block_index(tables[group][first:last])
         for index in part.specs:
             layer = layers[index]
             begin = pad - getattr(layer, "first", 0)

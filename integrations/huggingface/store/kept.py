@@ -16,18 +16,18 @@ from ....cache import CacheManager
 from ..api import DynamicCache
 from ..images import VisionOutputs
 from ..layers import GrowingLayer, GrowingWindowLayer, attention_layers, like, new_cache, num_tokens, window_layers
-from ..loop import CONTINUED
+from ..loop import CONTINUED, Loop
 from ..probe import Probed
 from ..runners.moved import Moving
 from ..settings import CacheOptions, memory_budget
-from .leases import AnyManager, Leases
-from .storage import model_storage
+from .blocks import free
+from .storage import AnyManager, model_storage
 from .tiers import LowerTiers
 
-Layers = list[torch.Tensor]  # hidden states by layer, the embeddings first, `[num_tokens, width]` each
+Layers = Sequence[torch.Tensor]  # hidden states by layer, the embeddings first, `[num_tokens, width]` each
 
 
-class ContiguousStore(Leases):
+class Store:
     """The manager of one model, the memory of its blocks, and the caches beside the blocks."""
 
     def __init__(self, model: Any, options: CacheOptions, probed: Probed, moving: Moving | None) -> None:
@@ -37,7 +37,10 @@ class ContiguousStore(Leases):
         count, size, policy = storage.parts[0].num_blocks, options.block_size, options.policy
         groups, seed = storage.groups, options.chunk  # other chunks give other bits, so their blocks must not match
         manager = CacheManager(count, size, policy, groups=groups, seed=seed, partial_reuse=storage.any_prefix)
-        super().__init__(manager)
+        self.manager: AnyManager = manager
+        self.block_size = size
+        # The next call checks these requests. A finalizer could be interrupted, and Python ignores its exceptions.
+        self.running: dict[weakref.ref[Any], list[str]] = {}  # by `PromptRequests` of a call: its request ids
         self.states = storage.states
         self.empty_cache = new_cache(model.config)  # the template of calls' caches
         self.vision = VisionOutputs(memory_budget(model) // 8)
@@ -47,6 +50,14 @@ class ContiguousStore(Leases):
         self.reuse, self.counts_padding = options.reuse, probed.counts_padding
         self.recompute = options.recompute
         self.moving = moving  # the way to move tokens; None unless reuse="anywhere"
+
+    def sweep(self) -> None:
+        """End the requests of calls that were interrupted."""
+        for owner, request_ids in list(self.running.items()):
+            if owner() is None:
+                for request_id in request_ids:
+                    free(self.manager, request_id)
+                self.running.pop(owner, None)  # another thread may have removed it too
 
     def make_cache(self, room: int) -> DynamicCache:
         """Return an empty cache for a call. Its buffers grow by at least `room` tokens at a time."""
@@ -62,15 +73,20 @@ class ContiguousStore(Leases):
 
 
 @dataclass(frozen=True, eq=False)
-class _Content:
-    """A record of a result's cache: tokens and mask `[batch, length]`, keys, salt, and the state of its buffers."""
+class CacheRecord:
+    """A record of the content of a call's cache, with which a later call can continue from the cache."""
 
-    store: weakref.ref[Leases]
-    tokens: torch.Tensor
-    mask: torch.Tensor
-    keys: tuple[Any, ...]
-    salt: Any
-    buffers: list[tuple[int, int]]
+    store: weakref.ref[Store]
+    tokens: np.ndarray  # [batch, length]
+    mask: np.ndarray  # [batch, length] bool
+    identity: tuple[Any, ...]  # all that their KV depends on besides the tokens
+    buffers: list[tuple[int, int]]  # as `buffers_of` returned them
+
+    def begins(self, tokens: np.ndarray, mask: np.ndarray, loop: Loop) -> bool:
+        """Return whether the content begins with these tokens of a call, `[batch, length]`."""
+        length = tokens.shape[1]
+        same = np.array_equal(tokens, self.tokens[:, :length]) and np.array_equal(mask, self.mask[:, :length])
+        return same and self.identity == _identity(loop)
 
     def __deepcopy__(self, memo: Any) -> None:
         """Return None: a copy has buffers of its own, whose content is unknown."""
@@ -79,36 +95,35 @@ class _Content:
         return type(None), ()
 
 
-def note_content(
-    cache: Any, store: Leases, sequences: torch.Tensor, mask: Any, keys: tuple[Any, ...], salt: Any
-) -> None:
-    """Record the content of a result's cache on it, so that a later call can continue from the cache."""
-    # `sequences [batch, length]` are prompts and answers; `mask [batch, columns]` is that of the prompts, or None.
+def _identity(loop: Loop) -> tuple[Any, ...]:
+    return loop.extra_keys, loop.adapters, type(loop.salt), loop.salt
+
+
+def record_of(cache: Any, store: Store, sequences: np.ndarray, loop: Loop) -> CacheRecord | None:
+    """Return a record of a cache, which holds the first tokens of `sequences [batch, length]`, prompts and answers.
+
+    Return None if a layer has other tensors than its buffers.
+    """
     buffers = buffers_of(cache)
-    if buffers is not None:
-        tokens = sequences[:, : num_tokens(cache)].clone()
-        whole = torch.ones_like(tokens)
-        if mask is not None:
-            whole[:, : mask.shape[1]] = mask
-        setattr(cache, CONTINUED, _Content(weakref.ref(store), tokens, whole, keys, salt, buffers))
+    if buffers is None:
+        return None
+    tokens = sequences[:, : num_tokens(cache)].copy()
+    mask = np.ones(tokens.shape, np.bool_)
+    if loop.mask is not None:
+        mask[:, : loop.mask.shape[1]] = loop.mask.cpu().numpy()
+    return CacheRecord(weakref.ref(store), tokens, mask, _identity(loop), buffers)
 
 
-def continues(cache: Any, store: Leases, input_ids: torch.Tensor, mask: Any, keys: tuple[Any, ...], salt: Any) -> bool:
+def continues(cache: Any, store: Store, loop: Loop) -> bool:
     """Return whether a call's inputs begin with the recorded content of a cache, which is still unchanged."""
-    own = getattr(cache, CONTINUED, None)
-    if not isinstance(own, _Content) or own.store() is not store or (own.keys, own.salt) != (keys, salt):
+    own, length = getattr(cache, CONTINUED, None), num_tokens(cache)
+    if not isinstance(own, CacheRecord) or own.store() is not store or buffers_of(cache) != own.buffers:
         return False
-    length = num_tokens(cache)
-    rows = torch.ones_like(input_ids) if mask is None else mask
-    return (
-        0 < length < input_ids.shape[1]
-        and length <= own.tokens.shape[1]
-        and rows.shape == input_ids.shape
-        and input_ids.shape[0] == own.tokens.shape[0]
-        and torch.equal(input_ids[:, :length], own.tokens[:, :length].to(input_ids.device))
-        and torch.equal(rows[:, :length].long(), own.mask[:, :length].to(input_ids.device))
-        and buffers_of(cache) == own.buffers
-    )
+    ids = loop.input_ids.cpu().numpy()
+    mask = np.ones(ids.shape, np.bool_) if loop.mask is None else loop.mask.cpu().numpy().astype(bool)
+    if mask.shape != ids.shape or not 0 < length < ids.shape[1]:
+        return False
+    return own.begins(ids[:, :length], mask[:, :length], loop)
 
 
 def buffers_of(cache: DynamicCache) -> list[tuple[int, int]] | None:
@@ -123,18 +138,6 @@ def buffers_of(cache: DynamicCache) -> list[tuple[int, int]] | None:
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class _Kept:
-    """A kept cache of one row, with its tokens, keys and salt, and the state of its buffers."""
-
-    cache: DynamicCache
-    tokens: np.ndarray
-    keys: tuple[Any, ...]
-    salt: Any
-    buffers: list[tuple[int, int]]
-    nbytes: int
-
-
 class KeptCaches:
     """The caches of the latest single-row calls, up to `max_bytes`.
 
@@ -143,53 +146,45 @@ class KeptCaches:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._rows: list[_Kept] = []
+        self._rows: list[tuple[DynamicCache, CacheRecord, int]] = []  # with the bytes of each, the latest first
         self._lock = threading.Lock()
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all rows."""
-        with self._lock:
-            return sum(row.nbytes for row in self._rows)
-
-    def put(self, cache: DynamicCache, sequence: np.ndarray, keys: tuple[Any, ...], salt: Any) -> None:
+    def put(self, cache: DynamicCache, store: Store, sequence: np.ndarray, loop: Loop) -> None:
         """Keep a call's cache, which holds the first tokens of `sequence`, and drop the least recent caches."""
-        buffers = buffers_of(cache)
-        layers = attention_layers(cache).values()
-        if not buffers or any(layer.keys.requires_grad for layer in layers):
+        record, layers = record_of(cache, store, sequence[None], loop), attention_layers(cache).values()
+        if record is None or not record.buffers or any(layer.keys.requires_grad for layer in layers):
             return
         nbytes = sum(layer._keys_buffer.nbytes + layer._values_buffer.nbytes for layer in layers)
-        row = _Kept(cache, sequence[: num_tokens(cache)].copy(), keys, salt, buffers, nbytes)
         if nbytes <= self.max_bytes:
             with self._lock:
-                rows, left = [row], self.max_bytes - nbytes
+                rows, left = [(cache, record, nbytes)], self.max_bytes - nbytes
                 for other in self._rows:
-                    left -= other.nbytes
+                    left -= other[2]
                     if left >= 0:
                         rows.append(other)
                 self._rows = rows
 
-    def take(self, tokens: np.ndarray, keys: tuple[Any, ...], salt: Any) -> DynamicCache | None:
+    def take(self, tokens: np.ndarray, loop: Loop) -> DynamicCache | None:
         """Return a cache cropped to exactly these tokens, which then belongs to the caller; None if none begins so."""
+        mask, length = np.ones((1, len(tokens)), np.bool_), len(tokens)
         with self._lock:
-            found = next((row for row in self._rows if _begins(row, tokens, keys, salt)), None)
+            rows = (row for row in self._rows if row[1].begins(tokens[None], mask, loop))
+            found = next((row for row in rows if _can_crop(row[0], length)), None)
             if found is None:
                 return None
             self._rows = [row for row in self._rows if row is not found]
-        if buffers_of(found.cache) != found.buffers:  # something has written to it since
+        cache, record, _ = found
+        if buffers_of(cache) != record.buffers:  # something has written to it since
             return None
-        for layer in attention_layers(found.cache).values():
+        for layer in attention_layers(cache).values():
             first = (layer.first,) if isinstance(layer, GrowingWindowLayer) else ()
-            layer.adopt(layer._keys_buffer, layer._values_buffer, len(tokens), *first)
-        return found.cache
+            layer.adopt(layer._keys_buffer, layer._values_buffer, length, *first)
+        return cache
 
 
-def _begins(row: _Kept, tokens: np.ndarray, keys: tuple[Any, ...], salt: Any) -> bool:
-    """Return whether a kept cache begins with these tokens and can be cropped to them."""
-    if any(layer.first > max(len(tokens) - layer.sliding_window + 1, 0) for layer in window_layers(row.cache)):
-        return False  # it has dropped tokens that the shorter cache needs
-    same = type(row.salt) is type(salt) and (row.keys, row.salt) == (keys, salt)
-    return same and np.array_equal(row.tokens[: len(tokens)], tokens)
+def _can_crop(cache: DynamicCache, length: int) -> bool:
+    """Return whether a cache still has all tokens that the token after the first `length` ones reads."""
+    return all(layer.first <= max(length - layer.sliding_window + 1, 0) for layer in window_layers(cache))
 
 
 class HiddenStates:
@@ -201,9 +196,9 @@ class HiddenStates:
     def __init__(self, manager: AnyManager, max_bytes: int) -> None:
         self._pool, self._size = manager.pools[0], manager.block_size
         self._max_bytes = max_bytes
-        self._layers: Layers = []  # [max_blocks, block_size, width] each
-        self._places: OrderedDict[int, tuple[int, int]] = OrderedDict()  # by block: place, and time of its allocation
-        self._free: list[int] = []  # unused places; an interrupt may lose a place, but never use one twice
+        self._shapes: list[tuple[int, torch.dtype]] = []  # width and dtype of each layer
+        # By block: the time of its allocation, and its rows of each layer, `[block_size, width]`.
+        self._blocks: OrderedDict[int, tuple[int, Layers]] = OrderedDict()
         self._lock = threading.Lock()
         self.max_blocks: int | None = None  # as many as fit into `max_bytes`; None before the first `keep`
 
@@ -215,55 +210,38 @@ class HiddenStates:
                 if not self._has(block):
                     break
                 blocks.append(block)
-            if not blocks:
-                return []
             self._touch(blocks)
-            places = torch.tensor([self._places[block][0] for block in blocks])
-            return [layer[places.to(layer.device)].flatten(0, 1)[:num_tokens] for layer in self._layers]
+            by_layer = zip(*(self._blocks[block][1] for block in blocks), strict=True)
+            return [torch.cat(rows)[:num_tokens] for rows in by_layer]
 
-    def keep(self, table: np.ndarray, new: Sequence[torch.Tensor]) -> None:
+    def keep(self, table: np.ndarray, new: Layers) -> None:
         """Keep the hidden states of a table's first tokens, `[num_tokens, width]` for each layer, in whole blocks."""
+        shapes = [(rows.shape[-1], rows.dtype) for rows in new]
         with self._lock:
             if self.max_blocks is None:
-                self._make(new)
-            if [(x.shape[-1], x.dtype) for x in new] != [(x.shape[-1], x.dtype) for x in self._layers]:
+                nbytes = self._size * sum(width * dtype.itemsize for width, dtype in shapes)
+                self.max_blocks = min(self._pool.num_blocks, self._max_bytes // max(nbytes, 1))
+                self._shapes = shapes
+            if shapes != self._shapes:
                 return
-            blocks = table[: min(len(new[0]) // self._size, self.max_blocks or 0)].tolist()
-            self._touch(blocks)
+            blocks = table[: min(len(new[0]) // self._size, self.max_blocks)].tolist()
             for number, block in enumerate(blocks):
                 if not self._has(block):
-                    place = self._place(block)
-                    for layer, rows in zip(self._layers, new, strict=True):
-                        layer[place] = rows[number * self._size : (number + 1) * self._size].detach()
-                    self._places[block] = (place, int(self._pool.taken_at[block]))
+                    rows = slice(number * self._size, (number + 1) * self._size)
+                    self._blocks[block] = int(self._pool.taken_at[block]), [x[rows].detach().clone() for x in new]
             self._touch(blocks)
+            while len(self._blocks) > self.max_blocks:
+                self._blocks.popitem(last=False)
 
     def _has(self, block: int) -> bool:
         """Return whether a block has valid hidden states."""
-        known = self._places.get(block)
-        return known is not None and known[1] == self._pool.taken_at[block]
+        known = self._blocks.get(block)
+        return known is not None and known[0] == self._pool.taken_at[block]
 
     def _touch(self, blocks: list[int]) -> None:
         """Mark blocks as used, so that the end of a prefix is dropped before its beginning."""
         for block in reversed(blocks):
-            if block in self._places:
-                self._places.move_to_end(block)
-
-    def _place(self, block: int) -> int:
-        """Return the place for a block: its own, an unused one, or that of the block used longest ago."""
-        if block in self._places:
-            return self._places.pop(block)[0]
-        if self._free:
-            return self._free.pop()
-        return self._places.popitem(last=False)[1][0]
-
-    def _make(self, like: Sequence[torch.Tensor]) -> None:
-        """Allocate memory for hidden states of these widths and dtypes."""
-        bytes_per_block = self._size * sum(layer.shape[-1] * layer.dtype.itemsize for layer in like)
-        self.max_blocks = min(self._pool.num_blocks, self._max_bytes // max(bytes_per_block, 1))
-        self._free = list(range(self.max_blocks))
-        with torch.inference_mode(False):  # inference tensors cannot be written outside inference mode
-            self._layers = [layer.new_empty(self.max_blocks, self._size, layer.shape[-1]) for layer in like]
+            self._blocks.move_to_end(block)
 
 
 def of_steps(steps: Sequence[Sequence[torch.Tensor]], row: int) -> Layers:

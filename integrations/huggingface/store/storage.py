@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from einops import rearrange
 
-from ....cache import Allocation, FullAttention, Group, Recurrent, SlidingWindow
+from ....cache import Allocation, CacheManager, FullAttention, Group, Recurrent, SlidingWindow
 from ....triton_ops import copy_blocks, move_slots
 from ..layers import States
 from ..settings import CacheOptions, default_num_blocks, memory_budget
@@ -21,20 +21,19 @@ SIDES = ("keys", "values")
 Content = dict[str, torch.Tensor]  # one block: "3 keys", "3 values" of layer 3, or `States`
 
 
-class TokenSpec(NamedTuple):
-    """The shape of the keys, or of the values, that one layer stores per token."""
+class TensorSpec(NamedTuple):
+    """The shape of a tensor for one token or one block, its dtype and its device."""
 
-    num_heads: int
-    width: int
+    shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
 
-    def empty(self, rows: int, tokens: int) -> torch.Tensor:
-        """Return uninitialized memory, `[rows, num_heads, tokens, width]`."""
-        return torch.empty(rows, self.num_heads, tokens, self.width, dtype=self.dtype, device=self.device)
+
+Specs = dict[int, tuple[TensorSpec, TensorSpec]]
+"""By attention layer: the keys and the values that it stores per token, each of shape `(num_heads, width)`."""
 
 
-class Turn(NamedTuple):
+class Rotation(NamedTuple):
     """The rotation that makes rows of a layer depend on their position, as arguments of `pc.move_slots`."""
 
     inv_freq: torch.Tensor | None
@@ -42,26 +41,17 @@ class Turn(NamedTuple):
     first: int = 0
 
 
-class LayerTurns(NamedTuple):
-    """The rotations of a layer's keys and values. Latent attention stores its rotated part as values."""
+Rotations = tuple[Rotation, Rotation]
+"""The rotations of a layer's keys and values. Latent attention stores its rotated part as values."""
 
-    keys: Turn
-    values: Turn
-
-
-Specs = dict[int, tuple[TokenSpec, TokenSpec]]  # by attention layer: its keys and its values
-
-
-class TensorSpec(NamedTuple):
-    """The shape of a tensor for one block."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
+AnyManager: TypeAlias = CacheManager[Any, Any, Any]  # of one group or of several
 
 
 class BlockTensors:
-    """Named tensors with one row for each block. A tensor is allocated on first use."""
+    """Named tensors with one row for each block. A tensor is allocated on first use.
+
+    Checkpoints of recurrent (SSM) and convolution states are such tensors. A block holds the states of one row.
+    """
 
     def __init__(self, num_blocks: int, specs: Mapping[str, TensorSpec]) -> None:
         self.num_blocks = num_blocks
@@ -97,16 +87,20 @@ class BlockTensors:
         for name in self._specs:
             self.tensor(name)[block].copy_(content[name])
 
+    def states_of(self, content: Content) -> States:
+        """Return the recurrent states of a row, `[1, ...]`, from a block's content, on their devices."""
+        return {name: content[name][None].to(spec.device) for name, spec in self._specs.items()}
 
-class BlockIds:
-    """The block numbers of a read or write, at least one: a slice if they are consecutive, and an index."""
 
-    def __init__(self, blocks: np.ndarray) -> None:
-        self.count = len(blocks)
-        first, last = int(blocks[0]), int(blocks[-1])
-        alike = last - first + 1 == self.count and bool((np.diff(blocks) == 1).all())
-        self.run = slice(first, last + 1) if alike else None
-        self.index = torch.from_numpy(blocks.astype(np.int64))
+BlockIndex = slice | torch.Tensor
+
+
+def block_index(blocks: np.ndarray) -> BlockIndex:
+    """Return the index of the blocks of a read or write, at least one: a slice if they are consecutive."""
+    first, last = int(blocks[0]), int(blocks[-1])
+    if last - first + 1 == len(blocks) and bool((np.diff(blocks) == 1).all()):
+        return slice(first, last + 1)
+    return torch.from_numpy(blocks.astype(np.int64))
 
 
 class KVStorage(BlockTensors):
@@ -116,57 +110,38 @@ class KVStorage(BlockTensors):
         self.block_size = block_size
         self.specs = specs
         shapes = {
-            f"{index} {side}": TensorSpec((s.num_heads, block_size, s.width), s.dtype, s.device)
+            f"{index} {side}": TensorSpec((spec.shape[0], block_size, spec.shape[1]), spec.dtype, spec.device)
             for index, pair in specs.items()
-            for side, s in zip(SIDES, pair, strict=True)
+            for side, spec in zip(SIDES, pair, strict=True)
         }
         super().__init__(num_blocks, shapes)
 
-    def write(self, index: int, blocks: BlockIds, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write a layer's keys and values, each `[num_heads, blocks.count * block_size, width]`, to whole blocks."""
+    def write(self, layer: int, blocks: BlockIndex, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write a layer's keys and values, each `[num_heads, num_tokens, width]`, to whole blocks."""
         for side, new in zip(SIDES, (keys, values), strict=True):
-            cache = self.tensor(f"{index} {side}")
+            cache = self.tensor(f"{layer} {side}")
             source = rearrange(new, "heads (block slot) width -> block heads slot width", slot=self.block_size)
-            if blocks.run is not None:
-                cache[blocks.run].copy_(source)
+            if isinstance(blocks, slice):
+                cache[blocks].copy_(source)
             else:
-                cache.index_copy_(0, blocks.index.to(cache.device), source)
+                cache.index_copy_(0, blocks.to(cache.device), source)
 
-    def read(self, index: int, blocks: BlockIds, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def read(self, layer: int, blocks: BlockIndex, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Read the first tokens of a layer's blocks into `keys` and `values`, `[num_heads, num_tokens, width]`."""
         for side, out in zip(SIDES, (keys, values), strict=True):
-            cache = self.tensor(f"{index} {side}")
-            found = cache[blocks.run] if blocks.run else cache.index_select(0, blocks.index.to(cache.device))
+            cache = self.tensor(f"{layer} {side}")
+            found = cache[blocks] if isinstance(blocks, slice) else cache.index_select(0, blocks.to(cache.device))
             whole = out.shape[1] // self.block_size
             head = out[:, : whole * self.block_size].view(out.shape[0], whole, self.block_size, out.shape[2])
             head.copy_(rearrange(found[:whole], "block heads slot width -> heads block slot width"))
-            if whole < blocks.count:
+            if whole < len(found):
                 out[:, whole * self.block_size :] = found[whole, :, : out.shape[1] - whole * self.block_size]
-
-
-class StateStorage(BlockTensors):
-    """Checkpoints of recurrent (SSM) and convolution states. A block holds those of one row, shaped like `states`."""
-
-    def __init__(self, num_blocks: int, states: States) -> None:
-        super().__init__(num_blocks, {n: TensorSpec(tuple(s.shape[1:]), s.dtype, s.device) for n, s in states.items()})
-
-    def write(self, block: int, states: States) -> None:
-        """Write the states of one row to a block."""
-        self.put(block, {name: state[0] for name, state in states.items()})
-
-    def read(self, block: int) -> States:
-        """Return the states of a block as views; `put_states` copies them."""
-        return {name: self.tensor(name)[block : block + 1] for name in self._specs}
-
-    def of(self, content: Content) -> States:
-        """Return the states of a row from a block's content, on their devices."""
-        return {name: content[name][None].to(spec.device) for name, spec in self._specs.items()}
 
 
 class ModelStorage:
     """The storage of all groups of a manager. `parts` are in the order of `groups`."""
 
-    def __init__(self, groups: Sequence[Group], parts: Sequence[KVStorage | StateStorage], block_size: int) -> None:
+    def __init__(self, groups: Sequence[Group], parts: Sequence[BlockTensors], block_size: int) -> None:
         self.groups, self.parts, self.block_size = tuple(groups), tuple(parts), block_size
         self.kv = [(group, part) for group, part in enumerate(parts) if isinstance(part, KVStorage)]
         self.specs: Specs = {layer: specs for _, part in self.kv for layer, specs in part.specs.items()}
@@ -177,8 +152,8 @@ class ModelStorage:
         # Whether a prompt can continue from any cached prefix, because there are neither windows nor states.
         self.any_prefix = len(groups) == 1 and isinstance(groups[0], FullAttention)
         # The group and storage of recurrent states; -1 and None if the model has none.
-        self.state_group = next((g for g, part in enumerate(parts) if isinstance(part, StateStorage)), -1)
-        self.states = next((part for part in parts if isinstance(part, StateStorage)), None)
+        self.state_group = next((g for g, group in enumerate(groups) if isinstance(group, Recurrent)), -1)
+        self.states = parts[self.state_group] if self.state_group >= 0 else None
         room = [
             part.num_blocks - spec.needed(spec.window, -(-spec.window // block_size), block_size).size
             for spec, part in zip(groups, parts, strict=True)
@@ -203,7 +178,7 @@ class ModelStorage:
         for cache in self.parts[group].tensors.values() if len(ids) else ():
             copy_blocks(cache, ids[:, 0].to(cache.device), ids[:, 1].to(cache.device))
 
-    def move(self, allocation: Allocation, turns: Mapping[int, LayerTurns]) -> None:
+    def move(self, allocation: Allocation, rotations: Mapping[int, Rotations]) -> None:
         """Copy an allocation's moved text from other positions into its blocks, with rotated keys."""
         spans = allocation.moved
         sources = torch.from_numpy(np.concatenate([span.slots for span in spans]))
@@ -211,11 +186,11 @@ class ModelStorage:
         deltas = torch.from_numpy(np.concatenate([np.full(span.end - span.start, span.delta) for span in spans]))
         self.copy(allocation.copies)
         for layer in self.specs:
-            (keys, values), turn = self.caches(layer), turns[layer]
-            together = turn.values.inv_freq is None
-            move_slots(keys, values if together else None, sources, targets, deltas, *turn.keys)
+            (keys, values), (of_keys, of_values) = self.caches(layer), rotations[layer]
+            together = of_values.inv_freq is None
+            move_slots(keys, values if together else None, sources, targets, deltas, *of_keys)
             if not together:
-                move_slots(values, None, sources, targets, deltas, *turn.values)
+                move_slots(values, None, sources, targets, deltas, *of_values)
 
     @property
     def bytes_per_block(self) -> int:
@@ -236,13 +211,14 @@ def model_storage(
     taken = sum((own or 0) * part.bytes_per_block for window, part in held if window)
     num_blocks = options.num_blocks or default_num_blocks(model, sum(sizes), size, taken)
     groups: list[Group] = []
-    parts: list[KVStorage | StateStorage] = []
+    parts: list[BlockTensors] = []
     for window, part in held:
         part.num_blocks = count = (own or num_blocks) if window else num_blocks
         groups.append(SlidingWindow(window=window, num_blocks=count) if window else FullAttention(num_blocks=count))
         parts.append(part)
     if states:
-        checkpoints = StateStorage(0, states)
+        specs_of_states = {name: TensorSpec(tuple(s.shape[1:]), s.dtype, s.device) for name, s in states.items()}
+        checkpoints = BlockTensors(0, specs_of_states)
         fitting = memory_budget(model) // 4 // max(checkpoints.bytes_per_block, 1)
         checkpoints.num_blocks = max(1, min(num_blocks, fitting))
         groups.append(Recurrent(num_blocks=checkpoints.num_blocks))

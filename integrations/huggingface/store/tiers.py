@@ -26,8 +26,7 @@ from ....cache.tiers.writer import TierWriter
 from ..api import SILENT_ENTRIES
 from ..functions import Functions, code_digest
 from ..identity import changes_itself, is_harmless
-from .leases import AnyManager
-from .storage import Content, ModelStorage
+from .storage import AnyManager, Content, ModelStorage
 
 FORMAT = "pc blocks 3"  # first line of a file of `save`; its number changes with the format
 _SIZE = struct.Struct("<Q")

@@ -15,8 +15,10 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,8 +29,12 @@ from generate_cases import LLAMA, assert_nothing_held, assert_same, interrupts, 
 from pc.cache import CacheManager  # noqa: E402
 from pc.cache.allocation import CacheStats  # noqa: E402
 from pc.integrations.huggingface import PrefixCaching, RequestReport, enable_prefix_caching  # noqa: E402
+from pc.integrations.huggingface.admit import PromptRequests  # noqa: E402
 from pc.integrations.huggingface.identity import Identity  # noqa: E402
-from pc.integrations.huggingface.store.leases import Leases  # noqa: E402
+from pc.integrations.huggingface.probe import probe  # noqa: E402
+from pc.integrations.huggingface.prompts import Prompt  # noqa: E402
+from pc.integrations.huggingface.settings import CacheOptions  # noqa: E402
+from pc.integrations.huggingface.store.kept import Store  # noqa: E402
 
 
 @pytest.fixture
@@ -203,13 +209,13 @@ def test_an_interrupt_that_leaves_gradients_off_is_mended(model: Any, monkeypatc
                 assert torch.is_grad_enabled() == gradients
 
 
-def test_a_lost_lease_runs_no_code_in_which_an_interrupt_would_be_swallowed() -> None:
-    store, ran = Leases(CacheManager(8, 4)), []
-    lease = store.lease()
-    lease.take("a")
-    store.manager.allocate("a", range(6))
+def test_requests_of_an_interrupted_call_run_no_code_in_which_an_interrupt_would_be_swallowed(model: Any) -> None:
+    store, ran = Store(model, CacheOptions(8, 4), probe(model), None), []
+    loop = SimpleNamespace(extra_keys=(), salt=None, returns=None, unchanged=lambda: True)
+    requests = PromptRequests(store, loop)
+    requests.admit(Prompt("a", np.arange(6), 0, [0]))
     sys.setprofile(lambda frame, event, _: ran.append(frame.f_code.co_name) if event == "call" else None)
-    del lease
+    del requests
     sys.setprofile(None)
     assert ran == []
     store.sweep()

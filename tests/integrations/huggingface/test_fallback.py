@@ -59,14 +59,14 @@ BEFORE = {
     "reading": (layout, "_fill"),
     "layers": (layers.GrowingLayer, "update"),
     "inputs": (call.WatchedModel, "prepare_inputs_for_generation"),
-    "hidden": (call.WatchedCall, "add_hidden"),
+    "hidden": (call.WatchedModel, "add_hidden"),
 }
 BEHIND = {
     "publishing": (batch.Batch, "publish"),
     "blocks": (blocks.RequestBlocks, "publish"),
-    "answers": (call.WatchedCall, "keep_answers"),
-    "hidden states": (call.WatchedCall, "keep_hidden"),
-    "content": (call, "note_content"),
+    "answers": (call.WatchedModel, "keep_answers"),
+    "hidden states": (call.WatchedModel, "keep_hidden"),
+    "content": (call, "record_of"),
 }
 
 

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 from generate_cases import SMALL  # noqa: E402
 
-from pc.integrations.huggingface.identity import Identity, SetByForward, set_by_forward  # noqa: E402
+from pc.integrations.huggingface.identity import Identity, set_by_forward  # noqa: E402
 
 
 class Halved(transformers.models.llama.modeling_llama.LlamaMLP):  # type: ignore[misc, name-defined]
@@ -59,7 +59,7 @@ def test_forward_passes_change_nothing(model: Any) -> None:
     identity = Identity(model)
     with set_by_forward(model) as transient:
         model(torch.arange(8)[None])
-    assert transient == SetByForward()
+    assert transient == set()
     assert not identity.changed(model)
 
 
@@ -70,7 +70,7 @@ def test_attributes_that_a_forward_pass_sets_are_no_change(model: Any) -> None:
     _layer(model).register_forward_hook(count)
     with set_by_forward(model) as transient:
         model(torch.arange(8)[None])
-    assert transient == SetByForward({"calls"})
+    assert transient == {"calls"}
     identity = Identity(model, transient)
     model(torch.arange(8)[None])
     assert not identity.changed(model)

@@ -68,7 +68,7 @@ def test_right_kernels_serve_and_are_checked_once(model: Any, device: Any, cache
         warnings.simplefilter("error")
         for _ in range(2):
             with enable_prefix_caching(model, cuda_graphs=False) as handle:
-                assert engine(handle).packs
+                assert engine(handle)._steps is not None
     assert ran == ["packed"]
     remembered.forget_checks()  # like another process
     with enable_prefix_caching(model, cuda_graphs=False):
@@ -88,7 +88,7 @@ def test_a_wrong_kernel_is_named_and_pytorch_serves(model: Any, device: Any, cac
     with pytest.warns(UserWarning, match=named) as told:
         handle = enable_prefix_caching(model)
     assert len(told) == 1
-    assert not engine(handle).packs
+    assert engine(handle)._steps is None
     assert "sliding_window_attention" in handle.graphs.reason
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -136,7 +136,7 @@ def test_without_kernels_nothing_runs(model: Any, cache_home: Path, monkeypatch:
     monkeypatch.setitem(graphs.CAPTURERS, "cpu", TapeCapturer)
     monkeypatch.setattr(remembered, "check_kernels", lambda *args, **given: pytest.fail("nothing to check"))
     with enable_prefix_caching(model, cuda_graphs=False) as handle:
-        assert engine(handle).packs
+        assert engine(handle)._steps is not None
     assert list(cache_home.iterdir()) == []
 
 
@@ -204,7 +204,7 @@ check, ran = remembered.check_kernels, []
 remembered.check_kernels = lambda *args, **given: ran.extend(check(*args, **given)) or ran
 model = LLAMA.build()
 with enable_prefix_caching(model, cuda_graphs=False) as handle:
-    print(handle._serving._engine.packs, len(ran), all(row.ok for row in ran))
+    print(handle._serving._engine._steps is not None, len(ran), all(row.ok for row in ran))
 """
     environment = {**os.environ, "TRITON_INTERPRET": "1", "XDG_CACHE_HOME": str(tmp_path)}
     environment["PYTHONPATH"] = os.pathsep.join(["tests/support", *sys.path])

@@ -255,7 +255,7 @@ class ContinuousBatching:
         settings = continuous_batching_config or getattr(generation_config, "continuous_batching_config", None)
         return Session(self, model, generation_config, settings or ContinuousBatchingConfig(), hints)
 
-    # The interface for sessions, see `SessionHandle`.
+    # The interface for sessions.
 
     def may_fall_back(self, error: Exception) -> None:
         """Raise an UnsupportedError with this reason if the handle was made with fallback="raise"."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 import copy
 import queue
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from .....cache.allocation import Pairs
 from ...api import (
     BatchManager,
     BatchProcessor,
@@ -33,8 +32,8 @@ from ...api import (
 )
 from ...calls import UnsupportedError, callers_level
 from ...support import rope_keys
-from ..packed import PagedCache, Span, pack, run
-from .blocks import ScheduledBlocks, SharedBlocks
+from ..packed import PagedCache, pack, run
+from .blocks import ScheduledBlocks
 
 MAX_BATCH_TOKENS = 8192  # tokens of a step by default: transformers' own default
 
@@ -50,49 +49,6 @@ NOT_OURS: dict[str, Any] = {
 """Options of transformers' config that have no effect here, and the values that sessions set them to."""
 
 UNBOUNDED = 1 << 30
-
-
-class SessionHandle(Protocol):
-    """The part of a handle that its sessions use."""
-
-    block_size: int
-    told: set[str]
-
-    def current_salt(self) -> Any:
-        """Return the salt of the calling thread."""
-
-    def shared(self, model: Any) -> SharedBlocks:
-        """Return the blocks for the model in its current state."""
-
-    def blocks(self, model: Any, sharing: bool, max_batch_tokens: int) -> ScheduledBlocks:
-        """Return the blocks that a session uses in place of transformers' cache."""
-
-    def may_fall_back(self, error: Exception) -> None:
-        """Raise UnsupportedError if the handle was made with fallback="raise"."""
-
-    def fell_back(self, error: Exception) -> None:
-        """Count a session that has become transformers' own manager."""
-
-    def served(self) -> None:
-        """Count a session that has started."""
-
-
-class PackedStep(ModelInStep):
-    """The model that transformers' runner calls in one step. It copies pairs of blocks, then runs over the blocks."""
-
-    def __init__(
-        self, model: Any, shared: SharedBlocks, spans: Sequence[Span], copies: Sequence[tuple[int, Pairs]]
-    ) -> None:
-        super().__init__(model)
-        self._copies = copies
-        self._cache = PagedCache(shared.storage, pack(spans, shared.storage.block_size))
-
-    def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> Any:
-        """Return the model's output, see `run`."""
-        for group, pairs in self._copies:
-            self._cache.storage.copy(pairs, group)
-        keep = {name: kwargs[name] for name in ("logits_to_keep",) if name in kwargs}
-        return run(self._model, self._cache, input_ids.long(), position_ids.long(), **keep)
 
 
 class NoRoomYetError(Exception):
@@ -205,8 +161,16 @@ class Processor(BatchProcessor):  # type: ignore[misc]
         batch = self.inputs_and_outputs.get_model_kwargs(use_padding=False)
         if not batch["input_ids"].shape[1]:  # only forks: sampling still needs a row
             batch["input_ids"] = batch["position_ids"] = batch["input_ids"].new_zeros(1, 1)
-        step = PackedStep(model, self.cache.shared, spans, copies)
-        self.model_runner.compute_batch(step, batch)
+        storage = self.cache.storage
+        paged = PagedCache(storage, pack(spans, storage.block_size))
+
+        def forward(input_ids: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> Any:
+            for group, pairs in copies:
+                storage.copy(pairs, group)
+            keep = {name: kwargs[name] for name in ("logits_to_keep",) if name in kwargs}
+            return run(model, paged, input_ids.long(), position_ids.long(), **keep)
+
+        self.model_runner.compute_batch(ModelInStep(model, forward), batch)
         self.cache.look()
         self.inputs_and_outputs.retrieve_device_outputs()
 
@@ -220,11 +184,11 @@ class Processor(BatchProcessor):  # type: ignore[misc]
 
 
 class Session(BatchManager):  # type: ignore[misc]
-    """Transformers' manager of continuous batching, over a model's blocks. Its first argument is our handle."""
+    """Transformers' manager of continuous batching, over a model's blocks."""
 
     def __init__(
         self,
-        handle: SessionHandle,
+        handle: Any,  # a `ContinuousBatching`, whose module imports this one
         model: Any,
         generation_config: Any,
         continuous_batching_config: Any,

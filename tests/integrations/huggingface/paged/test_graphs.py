@@ -44,7 +44,7 @@ from pc.integrations.huggingface.runners.packed import PackedModel, layer_window
 from pc.integrations.huggingface.runners.paged import PackedRows  # noqa: E402
 from pc.integrations.huggingface.runners.passes import DecodeBatch  # noqa: E402
 from pc.integrations.huggingface.settings import CacheOptions  # noqa: E402
-from pc.integrations.huggingface.store.kept import ContiguousStore  # noqa: E402
+from pc.integrations.huggingface.store.kept import Store  # noqa: E402
 from pc.integrations.huggingface.store.storage import model_storage  # noqa: E402
 
 
@@ -336,9 +336,9 @@ def test_rehearsal_lets_scalars_of_the_host_pass() -> None:
 def started(model: Any, block_size: int, *prompts: torch.Tensor) -> Iterator[tuple[CacheManager, PackedRows]]:
     """Yield the rows of a call after prefill, and check at the end that no block is held."""
     install(model)
-    store = ContiguousStore(model, CacheOptions(64, block_size), probe(model), None)
-    manager, lease, loop = store.manager, store.lease(), SimpleNamespace(extra_keys=(), salt=None)
-    admitted = PromptRequests(store, loop, lease)
+    store = Store(model, CacheOptions(64, block_size), probe(model), None)
+    manager = store.manager
+    admitted = PromptRequests(store, SimpleNamespace(extra_keys=(), salt=None, returns=None, unchanged=lambda: True))
     rows = [Prompt(numbered(), ids[0].numpy(), 0, [0]) for ids in prompts]
     requests = PackedRows(admitted, PackedModel(model, store.storage), DecodeSteps(True, pytest.fail), rows)
     with torch.no_grad():
@@ -352,15 +352,15 @@ def started(model: Any, block_size: int, *prompts: torch.Tensor) -> Iterator[tup
 def test_row_whose_last_block_is_shared_goes_on_in_a_copy(model: Any, capturable: pytest.MonkeyPatch) -> None:
     with started(model, 16, prompt(20)) as (manager, requests):
         row = requests.rows[0]
-        manager.fork(row.prompt.request_id, "child")
-        before = row.prompt.blocks.tables[0]
+        manager.fork(row.request_id, "child")
+        before = row.blocks.tables[0]
         logits = requests.decode([9])
-        table = row.prompt.blocks.tables[0]
+        table = row.blocks.tables[0]
         assert table[0] == before[0]
         assert table[1] != before[1]
         ids = torch.cat([prompt(20), torch.tensor([[9]])], 1)
         torch.testing.assert_close(logits[0], model(ids).logits[0, -1], rtol=1e-4, atol=1e-4)
-        assert not row.unsettled
+        assert not row.blocks.unsettled
         manager.free("child")
 
 
@@ -368,13 +368,13 @@ def test_merged_blocks_are_read_and_replaced_ones_given_back(model: Any, captura
     with started(model, 8, prompt(12), prompt(12)) as (manager, requests):
         for token in range(10, 22):
             requests.decode([token, token])
-            tables = [set(row.prompt.blocks.tables[0].tolist()) for row in requests.rows]
+            tables = [set(row.blocks.tables[0].tolist()) for row in requests.rows]
             for row in requests.rows:
-                table = manager.block_table(row.prompt.request_id).tolist()
-                assert row.prompt.blocks.tables[0].tolist() == table
+                table = manager.block_table(row.request_id).tolist()
+                assert row.blocks.tables[0].tolist() == table
             merged, held = len(tables[0] & tables[1]), len(tables[0] | tables[1])
-            retired = sum(row.unsettled for row in requests.rows)
-            assert merged == requests.rows[0].length // 8
+            retired = sum(row.blocks.unsettled for row in requests.rows)
+            assert merged == requests.rows[0].blocks.length // 8
             assert manager.stats().held_blocks == held + retired
 
 
