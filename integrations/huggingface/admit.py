@@ -1,14 +1,13 @@
 """The admission of prompts: which tokens of a prompt are cached, and which blocks its request gets.
 
-Every runner admits its prompts here. Continuous batching calls `start` only, because transformers' scheduler allocates
-blocks step by step.
+Every runner admits its prompts here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable
 from copy import copy
 from functools import partial
 from itertools import takewhile
@@ -18,44 +17,10 @@ import numpy as np
 
 from ...cache import OutOfBlocks
 from .layers import States
-from .loop import Loop
 from .prompts import Hit, Prompt
 from .store.blocks import RequestBlocks, free
 from .store.kept import Store
-from .store.storage import AnyManager, Content
-
-
-def start(
-    manager: AnyManager,
-    request_id: Hashable,
-    tokens: Sequence[int] | np.ndarray,
-    keys: Sequence[Any],
-    salt: Any,
-    reuse: str = "prefix",
-    by_steps: bool = True,
-) -> Any:
-    """Start a request with the cached blocks of its tokens, and return the manager's allocation.
-
-    Args:
-        manager: The manager of the blocks.
-        request_id: A name that no running request has.
-        tokens: The prompt.
-        keys: Everything that its KV depends on besides the tokens.
-        salt: Only requests with an equal salt share blocks.
-        reuse: See `CacheManager.allocate`.
-        by_steps: True: only cached tokens get blocks, and the caller appends the others as it computes them. False: all
-            tokens get blocks now.
-
-    Raises:
-        OutOfBlocks: There are too few blocks; nothing was started.
-    """
-    options: dict[str, Any] = {"extra_keys": list(keys) or None, "salt": salt, "reuse": reuse}
-    if by_steps and reuse == "gap":  # only a request with blocks for all tokens finds blocks behind a gap
-        with contextlib.suppress(OutOfBlocks):
-            return manager.allocate(request_id, tokens, **options)
-    if by_steps:
-        options["num_tokens"] = 0
-    return manager.allocate(request_id, tokens, **options)
+from .store.storage import Content
 
 
 def extra_keys(store: Store, keys: tuple[Any, ...], prompt: Prompt) -> list[Any]:
@@ -74,15 +39,24 @@ class PromptRequests:
 
     Args:
         store: The blocks.
-        loop: The call.
-        anywhere: Whether the call may reuse text that is cached at other positions.
+        keys: Everything that the KV of all prompts depends on besides their tokens.
+        salt: Only calls with an equal salt share blocks.
+        returns: The probability that the conversation resumes soon; see `CacheManager.free`.
+        unchanged: Returns whether the model is unchanged since the call started.
     """
 
-    def __init__(self, store: Store, loop: Loop, anywhere: bool = False) -> None:
-        self.store, self.manager, self.anywhere = store, store.manager, anywhere
+    def __init__(
+        self,
+        store: Store,
+        keys: tuple[Any, ...],
+        salt: Any = None,
+        returns: float | None = None,
+        unchanged: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.store, self.manager = store, store.manager
+        self.anywhere = False  # whether the call may reuse text that is cached at other positions
         self.stale = False  # whether the model has changed since the call started
-        self._keys, self._salt = loop.extra_keys, loop.salt
-        self._returns, self._unchanged = loop.returns, loop.unchanged
+        self._keys, self._salt, self._returns, self._unchanged = keys, salt, returns, unchanged
         self._request_ids: list[str] = []
         store.sweep()
         store.running[weakref.ref(self)] = self._request_ids
@@ -164,12 +138,11 @@ class PromptRequests:
         reuse = "prefix" if prompt.items else store.reuse  # a gap may end inside an image
         if reuse == "anywhere" and not (anywhere and self.anywhere):
             reuse = "prefix"
-        keys = extra_keys(store, self._keys, prompt)
+        options = {"extra_keys": extra_keys(store, self._keys, prompt) or None, "salt": self._salt, "reuse": reuse}
         while True:
             self._request_ids.append(prompt.request_id)
             tokens = prompt.tokens if limit == len(prompt.tokens) else prompt.tokens[:limit]
-            by_steps = store.storage.chunk is not None
-            allocation = start(store.manager, prompt.request_id, tokens, keys, self._salt, reuse, by_steps)
+            allocation = self._start(prompt.request_id, tokens, options)
             spans = allocation.cached_spans
             cached = spans[0][1] if spans and spans[0][0] == 0 else 0
             kv_hit = kv_hit or allocation.junction or 0
@@ -178,16 +151,25 @@ class PromptRequests:
             limit = prompt.readable(cached) + 1  # no states, or no blocks of windows, for this length
             self.end(prompt.request_id)
 
+    def _start(self, request_id: str, tokens: np.ndarray, options: dict[str, Any]) -> Any:
+        """Start a request in the manager and return its allocation."""
+        if not self.store.by_steps:
+            return self.manager.allocate(request_id, tokens, **options)
+        if options["reuse"] == "gap":  # only a request with blocks for all tokens finds blocks behind a gap
+            with contextlib.suppress(OutOfBlocks):
+                return self.manager.allocate(request_id, tokens, **options)
+        return self.manager.allocate(request_id, tokens, num_tokens=0, **options)
+
     def _fill(self, prompt: Prompt, limit: int, cached: int, whole: bool) -> None:
         """Record how far the blocks of an admitted prompt are filled. `whole`: also its last token."""
         store, blocks = self.store, prompt.blocks
         filled = limit if whole else cached
         blocks.written = filled // store.block_size
-        if store.storage.chunk is None:
-            blocks.held, blocks.known = limit, filled
-        else:
+        if store.by_steps:
             blocks.held = store.manager.num_tokens(prompt.request_id)
             blocks.known = max(cached, blocks.held)
+        else:
+            blocks.held, blocks.known = limit, filled
         blocks.look()
 
     def _bring_back(self, prompt: Prompt, cached: int, states: States | None) -> tuple[int, States | None]:
@@ -203,7 +185,7 @@ class PromptRequests:
         step = store.storage.chunk or len(found)
         for at in range(0, len(found), max(step, 1)):
             chunk = found[at : at + step]
-            if not blocks.hold(prompt.tokens, (blocks.written + len(chunk)) * size):
+            if not blocks.hold(prompt.tokens[blocks.held : (blocks.written + len(chunk)) * size]):
                 return (cached if kept is not None else blocks.written * size), states
             for block, contents in enumerate(chunk, blocks.written):
                 for (group, part), content in zip(store.storage.kv, contents, strict=True):
@@ -263,9 +245,13 @@ class PromptRequests:
             manager.rollback(prompt.request_id, blocks.held - written)
             blocks.held = written
             blocks.look()
+        prompt.branches[row] = branch = self.branch(blocks, f"{prompt.request_id}-{row}")
+        return branch
+
+    def branch(self, blocks: RequestBlocks, request_id: str) -> RequestBlocks:
+        """Fork a request and return the blocks of the fork, which shares all blocks until it writes to one."""
         branch = copy(blocks)
-        branch.request_id = f"{prompt.request_id}-{row}"
-        self._request_ids.append(branch.request_id)
-        manager.fork(prompt.request_id, branch.request_id)
-        prompt.branches[row] = branch
+        branch.request_id = request_id
+        self._request_ids.append(request_id)
+        self.manager.fork(blocks.request_id, request_id)
         return branch

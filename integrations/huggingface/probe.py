@@ -136,21 +136,12 @@ def _kept(cache: DynamicCache) -> dict[int, Any]:
     return {i: layer for i, layer in attention_layers(cache).items() if layer.keys is not None}
 
 
-@torch.no_grad()
-def kept_shapes(model: Any) -> Specs:
-    """Return the shapes of the keys and values that each layer keeps of a token.
+def _specs(cache: DynamicCache) -> Specs:
+    """Return the shapes of the keys and values that each layer of a cache keeps per token.
 
     Raises:
-        UnsupportedError: The model does not keep them by head and token, or its forward pass fails.
+        UnsupportedError: A layer does not keep them by head and token.
     """
-    with eval_mode(model), refusing("its forward pass fails over a cache that it has not filled itself"):
-        cache = new_cache(model.config)
-        forward(model, harmless_tokens(model, TOKENS), 0, TOKENS, cache)
-        return _specs(cache)
-
-
-def _specs(cache: DynamicCache) -> Specs:
-    """Return the shapes of a cache's keys and values; see `kept_shapes`."""
     specs: Specs = {}
     for index, layer in _kept(cache).items():
         for side in (layer.keys, layer.values):

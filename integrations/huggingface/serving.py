@@ -102,15 +102,24 @@ class Serving:
         found: list[Explanation] = []
 
         def note(engine: Engine, loop: Loop) -> torch.Tensor:
-            try:
-                check_loop(loop)
-                found.extend(self._identified(loop).explain(loop))
-            except UnsupportedError as error:
-                raise ValueError(f"inputs: got a call that is not served, {error}") from error
+            check_loop(loop)
+            found.extend(self._identified(loop).explain(loop))
             return loop.input_ids
 
-        with torch.no_grad():
-            self._explained(note, arguments)
+        model, original = self._model_and_generate()
+        if self.documents.current_document() is not None:
+            raise ValueError("inputs: got a call over a compressed document, needs one outside of it")
+        rename_cache(model, arguments)
+        arguments = _arguments(original, model, (), arguments)
+        try:
+            engine, images = self._prepared(model, arguments)
+            if engine is None:
+                raise ValueError(f"model: cannot be served, {self.unsupported or 'caching is disabled'}")
+            with torch.no_grad():
+                loop = self._decoding_loop(note, [], engine, arguments, images)
+                original(model, **arguments | {"custom_generate": loop})
+        except UnsupportedError as error:
+            raise ValueError(f"inputs: got a call that is not served, {error}") from error
         if len(found) != 1:
             raise ValueError(f"inputs: got {len(found)} prompts, needs one")
         if found[0].reason == "never" and self._changed is not None:
@@ -181,21 +190,6 @@ class Serving:
         if not is_reason:
             self._calls.fall_back(failure)
         return result
-
-    def _explained(self, note: Any, arguments: dict[str, Any]) -> None:
-        """Prepare a call as generate does, and call `note(engine, loop)` in place of its loop."""
-        model, original = self._model_and_generate()
-        if self.documents.current_document() is not None:
-            raise ValueError("inputs: got a call over a compressed document, needs one outside of it")
-        rename_cache(model, arguments)
-        arguments = _arguments(original, model, (), arguments)
-        try:
-            engine, images = self._prepared(model, arguments)
-        except UnsupportedError as error:
-            raise ValueError(f"inputs: got a call that is not served, {error}") from error
-        if engine is None:
-            raise ValueError(f"model: cannot be served, {self.unsupported or 'caching is disabled'}")
-        original(model, **arguments | {"custom_generate": self._decoding_loop(note, [], engine, arguments, images)})
 
     def _model_and_generate(self) -> tuple[Any, Any]:
         model: Any = self.model
@@ -299,7 +293,10 @@ class Serving:
         try:
             check_loop(loop)
             bypasses = engine.bypasses(loop)
-            result, reports = (None, []) if bypasses else self._serve(loop)
+            if not bypasses:
+                engine = self._identified(loop)
+                with self._running.within(True):
+                    result, reports = engine.run(loop, self._calls)
         except Exception as error:
             if loop.answered:
                 raise
@@ -315,16 +312,6 @@ class Serving:
         restore()
         loop.restore_continued(state)
         return self._fall_back(failure, functools.partial(_run_plainly, loop))
-
-    def _serve(self, loop: Loop) -> tuple[Any, list[RequestReport]]:
-        """Run a loop over the cache.
-
-        Raises:
-            UnsupportedError: The loop cannot be served. No token was computed.
-        """
-        engine = self._identified(loop)
-        with self._running.within(True):
-            return engine.run(loop, self._calls)
 
     def _identified(self, loop: Loop) -> Engine:
         """Set the fields of a loop that say what its KV depends on, and return its engine."""

@@ -257,7 +257,9 @@ def run(loop: Loop, store: Store, windows: Mapping[int, int], calls: Calls) -> t
     Raises:
         UnsupportedError: The prompts do not fit, or the loop's images or cache cannot be continued.
     """
-    requests = PromptRequests(store, loop)  # it also ends requests of an interrupted `_batch`
+    requests = PromptRequests(
+        store, loop.extra_keys, loop.salt, loop.returns, loop.unchanged
+    )  # it also ends requests of an interrupted `_batch`
     try:
         batch = _batch(loop, requests, windows)
     except OutOfBlocks as error:

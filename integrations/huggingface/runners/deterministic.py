@@ -156,7 +156,7 @@ def run(
     prompts = prompts_of(loop.input_ids, loop.mask)
     _check(loop, prompts, store.counts_padding)
     loop.extra_keys = (*loop.extra_keys, *conditions(loop.model))
-    requests = PromptRequests(store, loop)
+    requests = PromptRequests(store, loop.extra_keys, loop.salt, loop.returns, loop.unchanged)
     rows = make(requests, loop, prompts, chunk)
     try:
         result = rows.generate()

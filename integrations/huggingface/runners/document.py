@@ -99,7 +99,7 @@ def run(loop: Loop, store: Store, content: Content, chunk: int | None, calls: Ca
     if chunk is not None:
         result, _ = deterministic.run(loop, store, chunk, calls, partial(QuestionRows, content))
     else:
-        requests = PromptRequests(store, loop)
+        requests = PromptRequests(store, loop.extra_keys, loop.salt, loop.returns, loop.unchanged)
         batch = QuestionBatch(requests, loop, content)
         result, read = WatchedModel(batch, calls.tell_unkept).generate(), batch.start
         drop_cache(result)  # the cache holds the document's own tensors

@@ -148,7 +148,7 @@ class PackedRows:
     def _hold(self, row: Prompt) -> int:
         """Allocate the blocks of a row's next chunk and return its end."""
         end = min(len(row.tokens), max(row.blocks.length, row.hit.cached) + self._chunk)
-        if not row.blocks.hold(row.tokens, end) and row.blocks.full is not None:
+        if not row.blocks.hold(row.tokens[row.blocks.held : end]) and row.blocks.full is not None:
             raise row.blocks.full
         return end
 
@@ -248,7 +248,7 @@ def run(loop: Loop, store: Store, steps: DecodeSteps, calls: Calls) -> tuple[Any
     """Run a loop by packed passes and return its result and the prompt of each row."""
     criteria, model, prompts = RecordedCriteria.of(loop), loop.model, row_prompts(loop)
     steps.prepare(model, (id(store), loop.extra_keys))
-    requests = PromptRequests(store, loop)
+    requests = PromptRequests(store, loop.extra_keys, loop.salt, loop.returns, loop.unchanged)
     chunk = loop.generation_config.prefill_chunk_size
     rows = PackedRows(requests, PackedModel(model, store.storage), steps, prompts, chunk)
     try:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ....cache import OutOfBlocks
+from ....cache.allocation import Pairs
 from ..api import DynamicCache
 from ..layers import States, attention_layers, columns, window_layers
 from .storage import AnyManager, ModelStorage, block_index
@@ -26,9 +27,10 @@ class RequestBlocks:
         self.known = 0  # number of tokens that were cached when the request was admitted
         self.borrowed: int | None = None  # another request's block in which the hit ends, if it ends inside a block
         self.closed = False  # whether nothing more is written to blocks
-        # Only for packed passes: the number of tokens whose KV is in blocks after the current pass, and whether the
-        # next commit frees blocks that a copy or merge replaced.
+        # Only for packed passes: the number of tokens whose KV is in blocks after the current pass, whether the next
+        # commit frees blocks that a copy or merge replaced, and block copies by group that must run before a pass.
         self.length, self.unsettled = 0, False
+        self.copies: list[tuple[int, Pairs]] = []
         self.full: OutOfBlocks | None = None  # the error, if there was no room for more tokens
         self.tables: list[np.ndarray] = []  # the block table of each group, see `look`
 
@@ -59,15 +61,17 @@ class RequestBlocks:
                 return False
         return True
 
-    def hold(self, tokens: np.ndarray, end: int) -> bool:
-        """Allocate blocks for the tokens up to `end` and return whether there was room."""
-        if end > self.held:
+    def hold(self, new: Sequence[int] | np.ndarray) -> bool:
+        """Allocate blocks for the next tokens and return whether there was room."""
+        if len(new):
             try:
-                self.manager.append(self.request_id, tokens[self.held : end])
+                allocation = self.manager.append(self.request_id, new)
             except OutOfBlocks as error:
                 self.full, self.closed = error, True
                 return False
-            self.held = end
+            pairs = [(group, allocation.group_copies(group)) for group in range(len(self.tables))]
+            self.copies = [*self.copies, *(pair for pair in pairs if pair[1])]
+            self.held += len(new)
             self.look()
         return True
 
@@ -104,7 +108,7 @@ class RequestBlocks:
         at = min(self.written * size, end - 1)
         while not self.closed and at < end:
             at = end if chunk is None else min(end, at + chunk * size)
-            if not self.hold(tokens, at):
+            if not self.hold(tokens[self.held : at]):
                 return
             last = at // size
             for first, behind in _between(skip, size, self.written, last):

@@ -30,15 +30,22 @@ Layers = Sequence[torch.Tensor]  # hidden states by layer, the embeddings first,
 class Store:
     """The manager of one model, the memory of its blocks, and the caches beside the blocks."""
 
-    def __init__(self, model: Any, options: CacheOptions, probed: Probed, moving: Moving | None) -> None:
+    def __init__(
+        self, model: Any, options: CacheOptions, probed: Probed, moving: Moving | None = None, scheduled: bool = False
+    ) -> None:
+        # `scheduled`: a scheduler allocates blocks as it computes tokens, and its hits end at blocks.
         anywhere = options.reuse == "anywhere"  # then layers with windows keep all blocks too
         windows = {} if anywhere else probed.windows
         self.storage = storage = model_storage(model, options, probed.specs, windows, probed.states)
         count, size, policy = storage.parts[0].num_blocks, options.block_size, options.policy
         groups, seed = storage.groups, options.chunk  # other chunks give other bits, so their blocks must not match
-        manager = CacheManager(count, size, policy, groups=groups, seed=seed, partial_reuse=storage.any_prefix)
+        manager = CacheManager(
+            count, size, policy, groups=groups, seed=seed, partial_reuse=storage.any_prefix and not scheduled
+        )
         self.manager: AnyManager = manager
         self.block_size = size
+        # Whether an admitted prompt gets blocks for its cached tokens only, and the others later.
+        self.by_steps = scheduled or storage.chunk is not None
         # The next call checks these requests. A finalizer could be interrupted, and Python ignores its exceptions.
         self.running: dict[weakref.ref[Any], list[str]] = {}  # by `PromptRequests` of a call: its request ids
         self.states = storage.states

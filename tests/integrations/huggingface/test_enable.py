@@ -15,7 +15,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -210,9 +209,8 @@ def test_an_interrupt_that_leaves_gradients_off_is_mended(model: Any, monkeypatc
 
 
 def test_requests_of_an_interrupted_call_run_no_code_in_which_an_interrupt_would_be_swallowed(model: Any) -> None:
-    store, ran = Store(model, CacheOptions(8, 4), probe(model), None), []
-    loop = SimpleNamespace(extra_keys=(), salt=None, returns=None, unchanged=lambda: True)
-    requests = PromptRequests(store, loop)
+    store, ran = Store(model, CacheOptions(8, 4), probe(model)), []
+    requests = PromptRequests(store, ())
     requests.admit(Prompt("a", np.arange(6), 0, [0]))
     sys.setprofile(lambda frame, event, _: ran.append(frame.f_code.co_name) if event == "call" else None)
     del requests

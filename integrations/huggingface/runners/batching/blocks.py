@@ -10,26 +10,29 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
-from .....cache import CacheManager, OutOfBlocks
+import numpy as np
+
 from .....cache.allocation import CacheStats, Pairs
-from ...admit import start
-from ...store.leases import free
-from ...store.storage import ModelStorage
+from ...admit import PromptRequests
+from ...probe import Probed
+from ...prompts import Prompt
+from ...settings import CacheOptions
+from ...store.kept import Store
 from ..packed import Span
 
 NAME = "full_attention"  # the kind of layer that transformers sees, for blocks of all layers
 
 
-class SharedBlocks:
-    """State shared by the sessions of one model: the manager, the storage of its blocks, and counts."""
+class SharedStore(Store):
+    """The store that the sessions of one model share, and counts."""
 
-    def __init__(self, manager: CacheManager[Any, Any, Any], storage: ModelStorage) -> None:
-        self.manager, self.storage = manager, storage
-        self.num_groups = len(manager.groups)
+    def __init__(self, model: Any, options: CacheOptions, probed: Probed) -> None:
+        super().__init__(model, options, probed, scheduled=True)
         self.unserved = [0, 0, 0]  # requests, tokens and hits of cancelled searches, to subtract
         self._lock = threading.Lock()
         self._sessions: weakref.WeakSet[ScheduledBlocks] = weakref.WeakSet()
@@ -53,6 +56,7 @@ class SharedBlocks:
 
     def stats(self) -> CacheStats:
         """Return the manager's counts without cancelled searches."""
+        self.sweep()
         counts = self.manager.stats()
         requests, tokens, hits = self.unserved
         by_cause = counts.hit_tokens_by_cause | {"prefix": counts.hit_tokens_by_cause["prefix"] - hits}
@@ -65,14 +69,11 @@ class SharedBlocks:
         )
 
 
-@dataclass
-class Held:
-    """A request that was started in the manager."""
+class Held(NamedTuple):
+    """A request that was admitted. Forks share the `requests` of the first one."""
 
-    key: Any  # its request id in the manager
-    written: int = 0  # number of leading tokens that were cached when it started
-    searched: tuple[int, int] = (0, 0)  # tokens of its prompt, and cached tokens among them
-    stale: bool = False  # whether the model has changed since, so nothing more is published
+    requests: PromptRequests
+    prompt: Prompt  # without an allocation in a fork
 
 
 class ScheduledBlocks:
@@ -85,8 +86,8 @@ class ScheduledBlocks:
 
     def __init__(
         self,
-        shared: SharedBlocks,
-        keys: Callable[[SharedBlocks], tuple[str, ...]],
+        shared: SharedStore,
+        keys: Callable[[SharedStore], tuple[str, ...]],
         watch: Callable[[], Callable[[], bool]],
         sharing: bool,
         max_batch_tokens: int,
@@ -110,9 +111,8 @@ class ScheduledBlocks:
         self.arrived: set[str] = set()
         self._held: dict[str, Held] = {}
         self._deferred: set[str] = set()
-        self._rows: list[tuple[Any, int, int, int]] = []
+        self._rows: list[tuple[Prompt, int, int]] = []
         self._copies: list[tuple[int, Pairs]] = []
-        weakref.finalize(self, _free_all, self.manager, self._held).atexit = False
         self.number = shared.join(self)  # if no session can continue, lower numbers go first
 
     @property
@@ -125,11 +125,12 @@ class ScheduledBlocks:
         if not self._unchanged():
             self._unchanged = self._watch()
             for held in self._held.values():
-                held.stale = True
+                held.requests.stale = True  # nothing more is published
 
     def begin(self) -> None:
         """Start a schedule."""
         self.look()
+        self.shared.sweep()  # blocks of deleted sessions
         self.scheduled.clear()
         self.refused.clear()
         self.arrived.clear()
@@ -140,14 +141,15 @@ class ScheduledBlocks:
         """Return the spans of the prepared batch, and the block copies that must run before it."""
         rows, copies = self._rows, self._copies
         self._rows, self._copies = [], []
-        table, groups = self.manager.block_table, range(self.shared.num_groups)
-        return [Span(key, [table(key, group) for group in groups], *rest) for key, *rest in rows], copies
+        spans = [
+            Span(prompt.request_id, prompt.blocks.tables, *rest, written=prompt.blocks.known) for prompt, *rest in rows
+        ]
+        return spans, copies
 
     def others_hold(self) -> bool:
         """Return whether other sessions hold blocks that this session does not hold."""
-        keys = [held.key for held in self._held.values()]
-        groups = range(self.shared.num_groups)
-        mine = {(g, block) for key in keys for g in groups for block in self.manager.block_table(key, g).tolist()}
+        tables = [held.prompt.blocks.tables for held in self._held.values()]
+        mine = {(group, block) for own in tables for group, table in enumerate(own) for block in table.tolist()}
         return bool(self.manager.stats().held_blocks > sum(block >= 0 for _, block in mine))
 
     def let_go(self) -> None:
@@ -163,7 +165,7 @@ class ScheduledBlocks:
         At least one token of the prompt remains to be computed.
         """
         self._take_back(request_id)
-        allocation = self._start(self.waiting[request_id], prompt_ids)
+        allocation: Any = self._start(self.waiting[request_id], prompt_ids).allocation
         if allocation.wait_for in self.scheduled:  # this step computes its next block, so it waits
             self._take_back(request_id)
             self._deferred.add(request_id)
@@ -179,19 +181,13 @@ class ScheduledBlocks:
             return False
         if state.request_id not in self._held:
             self._start(state, state.initial_tokens)
-        held = self._held[state.request_id]
-        start, end = self.manager.num_tokens(held.key), state.current_len() + request_len
-        if end > start:
-            try:
-                allocation = self.manager.append(held.key, _tokens(state, start, end))
-            except OutOfBlocks:
-                self.refused.append(state)
-                return False
-            for group in range(self.shared.num_groups):
-                pairs = allocation.group_copies(group)
-                if pairs:
-                    self._copies.append((group, pairs))
-        self.scheduled.add(held.key)
+        blocks = self._held[state.request_id].prompt.blocks
+        if not blocks.hold(_tokens(state, blocks.held, state.current_len() + request_len)):
+            self.refused.append(state)
+            return False
+        self._copies += blocks.copies
+        blocks.copies = []
+        self.scheduled.add(blocks.request_id)
         return True
 
     def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
@@ -207,29 +203,33 @@ class ScheduledBlocks:
         write_index: list[list[int]],
     ) -> None:
         """Add a request to the step. `pack` computes the slots of all requests together."""
-        held = self._held[request_id]
-        self._rows.append((held.key, past_length, query_length, held.written))
+        self._rows.append((self._held[request_id].prompt, past_length, query_length))
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
         """Publish the complete blocks of a request."""
         held = self._held.get(state.request_id)
-        if held is not None and not held.stale and any(self.manager.commit(held.key, state.current_len())):
-            # The step that read the replaced blocks has ended, and a second commit frees them at once.
-            self.manager.commit(held.key, state.current_len())
+        if held is not None and not held.requests.stale:
+            blocks, length = held.prompt.blocks, state.current_len()
+            if any(self.manager.commit(blocks.request_id, length)):
+                # The step that read the replaced blocks has ended, and a second commit frees them at once.
+                self.manager.commit(blocks.request_id, length)
+            blocks.look()
 
     def prepare_fork_request(
         self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: dict[str, tuple[list[int], list[int]]]
     ) -> list[str]:
         """Fork a request: start requests that share all of its blocks. The first write to a shared block copies it."""
-        held, length = self._held[src_state.request_id], src_state.current_len()
-        ahead = self.manager.num_tokens(held.key) - length
-        if ahead:
-            self.manager.rollback(held.key, ahead)
-        held.written = min(held.written, length)
+        (requests, prompt), length = self._held[src_state.request_id], src_state.current_len()
+        blocks = prompt.blocks
+        if blocks.held > length:
+            self.manager.rollback(blocks.request_id, blocks.held - length)
+            blocks.held, blocks.known = length, min(blocks.known, length)
+            blocks.look()
         for request_id in dst_req_ids:
-            key = (self.number, request_id)
-            self.manager.fork(held.key, key)
-            self._held[request_id] = Held(key, held.written, stale=held.stale)
+            fork = copy(prompt)
+            fork.request_id, fork.allocation = f"{self.number} {request_id}", None
+            fork.blocks = requests.branch(blocks, fork.request_id)
+            self._held[request_id] = Held(requests, fork)
         return list(dst_req_ids)
 
     def perform_cache_copy(self, copy_src_and_dst: dict[str, tuple[list[int], list[int]]]) -> None:
@@ -239,7 +239,7 @@ class ScheduledBlocks:
         """End a request, if it was started. Its complete blocks stay published in every case."""
         held = self._held.pop(request_id, None)
         if held is not None:
-            free(self.manager, held.key)
+            held.requests.end(held.prompt.request_id)
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
         """End every request of the session."""
@@ -257,7 +257,7 @@ class ScheduledBlocks:
         """Return the most blocks per group that a request's next tokens need, with one for a copy of its last block."""
         held = self._held.get(request_id)
         size = self.manager.block_size
-        have = 0 if held is None else -(-self.manager.num_tokens(held.key) // size)
+        have = 0 if held is None else -(-held.prompt.blocks.held // size)
         return max(-(-(past_length + query_length) // size) - have, 0) + 1
 
     def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
@@ -277,24 +277,24 @@ class ScheduledBlocks:
         """Return False: cached blocks are evicted one by one when a request needs them."""
         return False
 
-    def _start(self, state: Any, prompt_ids: list[int]) -> Any:
-        """Start a request in the manager and return its allocation."""
-        held = Held((self.number, state.request_id))
-        salt = getattr(state, "salt", None)
+    def _start(self, state: Any, prompt_ids: list[int]) -> Prompt:
+        """Admit a request's prompt and return it."""
         keys: tuple[Any, ...] = self._keys(self.shared)
         if not self.use_prefix_sharing:
             keys = (*keys, f"alone {self.number} {state.request_id}")
-        allocation = start(self.manager, held.key, prompt_ids, keys, salt)
-        self._held[state.request_id] = held
-        held.written = self.manager.num_tokens(held.key)
-        held.searched = (len(prompt_ids), allocation.num_cached_tokens)
-        return allocation
+        requests = PromptRequests(self.shared, keys, getattr(state, "salt", None))
+        prompt = Prompt(f"{self.number} {state.request_id}", np.array(prompt_ids, np.int64), 0, [0])
+        requests.admit(prompt)
+        self._held[state.request_id] = Held(requests, prompt)
+        return prompt
 
     def _take_back(self, request_id: str) -> None:
         """Cancel the search of a request that got no room for its first token."""
         held = self._held.get(request_id)
         if held is not None:
-            self.shared.take_back(*held.searched)
+            prompt = held.prompt
+            if prompt.allocation is not None:
+                self.shared.take_back(len(prompt.tokens), prompt.allocation.num_cached_tokens)
             self.free_blocks(request_id)
 
 
@@ -329,9 +329,3 @@ def _tokens(state: Any, start: int, end: int) -> list[int]:
     if end > len(prompt):
         tokens = tokens + state.generated_tokens[max(start - len(prompt), 0) : end - len(prompt)]
     return tokens
-
-
-def _free_all(manager: CacheManager[Any, Any, Any], held: dict[str, Held]) -> None:
-    """End the requests of a session that was deleted."""
-    for request in held.values():
-        free(manager, request.key)

@@ -16,13 +16,12 @@ from ...api import ContinuousBatchingConfig, check_batching, check_layers, kept_
 from ...calls import Calls, ServedStats, UnsupportedError, refuse_if, unsupported_by
 from ...enable import ReplacedMethod, check_not_replaced, generating_model
 from ...identity import Identity, set_by_forward, without_row_settings
-from ...probe import kept_shapes
+from ...probe import probe
 from ...settings import CacheOptions, ScopedSetting, check_fallback, check_number, check_salt
-from ...store.storage import Specs, model_storage
 from ...support import check_model
 from ...visits import apart, check_manager
 from ..packed import layer_windows, probe_packed
-from .blocks import ScheduledBlocks, SharedBlocks
+from .blocks import ScheduledBlocks, SharedStore
 
 REPLACED = "init_continuous_batching"
 
@@ -146,23 +145,17 @@ class ContinuousBatching:
         try:
             _check(model)
             with apart(), without_row_settings(model), set_by_forward(model) as transient:
-                windows, specs = layer_windows(model.config), kept_shapes(model)
+                windows, probed = layer_windows(model.config), probe(model)
+                specs = probed.specs
                 refuse_if(len(specs) != num_layers, f"{len(specs)} of its {num_layers} layers cache keys and values")
                 probe_packed(model, self.block_size, specs)
         except UnsupportedError as error:
             raise UnsupportedError(f"{type(model).__name__}: {error.reason}", error.detail) from error
         if self._shared is None or (self._shared.storage.specs, self._shared.storage.windows) != (specs, windows):
-            self._shared = self._empty(model, specs, windows)
+            options = CacheOptions(self._num_blocks, self.block_size, self._policy)
+            self._shared = SharedStore(model, options, probed)
         self._identity = Identity(model, transient)
         self._epoch += 1
-
-    def _empty(self, model: Any, specs: Specs, windows: dict[int, int]) -> SharedBlocks:
-        """Return new blocks for layers of these shapes and windows."""
-        options = CacheOptions(self._num_blocks, self.block_size, self._policy)
-        storage = model_storage(model, options, specs, windows, {})
-        count = storage.parts[0].num_blocks
-        manager = CacheManager(count, self.block_size, policy=self._policy, groups=storage.groups)
-        return SharedBlocks(manager, storage)
 
     def __enter__(self) -> ContinuousBatching:
         return self
@@ -274,7 +267,7 @@ class ContinuousBatching:
         """Return the salt of the calling thread."""
         return self._salt.current
 
-    def shared(self, model: Any) -> SharedBlocks:
+    def shared(self, model: Any) -> SharedStore:
         """Return the blocks for the model in its current state. A changed model is probed again.
 
         Raises:
@@ -283,7 +276,7 @@ class ContinuousBatching:
         with self._lock:
             if not self._disabled and self._identity.changed(model):
                 self._set_up(model)
-            shared: SharedBlocks = self._shared
+            shared: SharedStore = self._shared
             return shared
 
     def blocks(self, model: Any, sharing: bool, max_batch_tokens: int) -> ScheduledBlocks:
@@ -295,7 +288,7 @@ class ContinuousBatching:
         model, epoch, unchanged = self._model(), self._epoch, self._identity.watch(self._model())
         return lambda: model is not None and self._epoch == epoch and unchanged()
 
-    def _keys(self, shared: SharedBlocks) -> tuple[str, ...]:
+    def _keys(self, shared: SharedStore) -> tuple[str, ...]:
         """Return the extra keys of a request that starts now: everything that its KV depends on besides its tokens.
 
         Raises:

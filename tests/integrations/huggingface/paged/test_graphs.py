@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ from graph_double import FailingCapturer, TapeCapturer  # noqa: E402
 from pc.cache import CacheManager  # noqa: E402
 from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching  # noqa: E402
 from pc.integrations.huggingface.admit import PromptRequests  # noqa: E402
-from pc.integrations.huggingface.probe import kept_shapes, probe  # noqa: E402
+from pc.integrations.huggingface.probe import probe  # noqa: E402
 from pc.integrations.huggingface.prompts import Prompt, numbered  # noqa: E402
 from pc.integrations.huggingface.runners import graphs as graphs_module  # noqa: E402
 from pc.integrations.huggingface.runners import passes as batch_module  # noqa: E402
@@ -288,7 +287,7 @@ def test_what_the_keyword_says(model: Any, capturable: pytest.MonkeyPatch) -> No
 def test_step_takes_nothing_from_the_host(family: Family) -> None:
     """Run a step on the meta device in place of a GPU, where a copy to the host or a read of a value is an error."""
     model = family.build()
-    shapes, meta = kept_shapes(model), torch.device("meta")
+    shapes, meta = probe(model).specs, torch.device("meta")
     specs = {
         layer: (keys._replace(device=meta), values._replace(device=meta)) for layer, (keys, values) in shapes.items()
     }
@@ -336,9 +335,9 @@ def test_rehearsal_lets_scalars_of_the_host_pass() -> None:
 def started(model: Any, block_size: int, *prompts: torch.Tensor) -> Iterator[tuple[CacheManager, PackedRows]]:
     """Yield the rows of a call after prefill, and check at the end that no block is held."""
     install(model)
-    store = Store(model, CacheOptions(64, block_size), probe(model), None)
+    store = Store(model, CacheOptions(64, block_size), probe(model))
     manager = store.manager
-    admitted = PromptRequests(store, SimpleNamespace(extra_keys=(), salt=None, returns=None, unchanged=lambda: True))
+    admitted = PromptRequests(store, ())
     rows = [Prompt(numbered(), ids[0].numpy(), 0, [0]) for ids in prompts]
     requests = PackedRows(admitted, PackedModel(model, store.storage), DecodeSteps(True, pytest.fail), rows)
     with torch.no_grad():
