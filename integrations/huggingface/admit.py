@@ -84,12 +84,12 @@ class PromptRequests:
             free(self.manager, self._request_ids[-1], self._returns)
             self._request_ids.pop()
 
-    def admit(self, prompt: Prompt, reuse: bool = True, most: int | None = None) -> None:
+    def admit(self, prompt: Prompt, read_cached: bool = True, most: int | None = None) -> None:
         """Allocate blocks for a prompt and find its cached tokens.
 
         Args:
             prompt: The prompt, whose `allocation`, `blocks` and `hit` are set.
-            reuse: Whether cached tokens are read. If not, all tokens are computed, and published as usual.
+            read_cached: Whether cached tokens are read. If not, all tokens are computed, and published as usual.
             most: The most cached tokens to find. None: all.
 
         Raises:
@@ -107,20 +107,20 @@ class PromptRequests:
         whole = bool(cached == limit - 1 and (allocation.group_slot_mapping(0)[-1:] < 0).any())
         prompt.allocation, prompt.blocks = allocation, self.blocks(prompt)
         self._fill(prompt, limit, cached, whole)
-        later = [span for span in spans if span[0] > cached] if reuse else []
+        later = [span for span in spans if span[0] > cached] if read_cached else []
         if allocation.moved and store.moving is not None:
             store.storage.move(allocation, store.moving.rotations)
         elif copies := allocation.group_copies(0):
             prompt.blocks.borrowed = copies[0][0]
         states = None
-        if store.states is not None and cached and reuse:
+        if store.states is not None and cached and read_cached:
             table = prompt.blocks.tables[store.storage.state_group]
             states = store.states.states_of(store.states.content(int(table[cached // store.block_size - 1])))
         cached = prompt.readable(cached)
-        if store.evicted is not None and reuse and not (whole or later or allocation.moved) and most is None:
+        if store.evicted is not None and read_cached and not (whole or later or allocation.moved) and most is None:
             cached, states = self._bring_back(prompt, cached, states)
             cached = prompt.readable(cached)
-        if not reuse:
+        if not read_cached:
             prompt.hit = Hit()
             return
         moved = [(span.start, span.end) for span in allocation.moved]

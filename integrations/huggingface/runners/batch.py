@@ -28,7 +28,7 @@ class Batch:
         loop: The call.
         images: The images of the call.
         hidden: Stored hidden states, if the result needs them. Then only tokens with hidden states are read.
-        reuse: Whether cached tokens are read. If not, all tokens are computed, and published as usual.
+        read_cached: Whether cached tokens are read. If not, all tokens are computed, and published as usual.
 
     Raises:
         OutOfBlocks: The prompts do not fit.
@@ -43,7 +43,7 @@ class Batch:
         loop: Loop,
         images: RowImages | None = None,
         hidden: HiddenStates | None = None,
-        reuse: bool = True,
+        read_cached: bool = True,
     ) -> None:
         self.requests: PromptRequests = weakref.proxy(requests)
         self.store, self.loop, self.images, self.hidden = requests.store, loop, images, hidden
@@ -52,7 +52,7 @@ class Batch:
         self.room = max(1, min(max(loop.generation_config.max_length - self.length, self.length // 8), ROOM))
         self.prompts = prompts_of(loop.input_ids, loop.mask, images, loop.adapters)
         plain = hidden is None and images is None and loop.adapters is None and loop.continued is None
-        requests.anywhere = reuse and plain
+        requests.anywhere = read_cached and plain
         self.cache: DynamicCache = None
         self.start = 0  # number of columns in the cache when the loop begins
         self.computed_for_hidden = 0  # cached tokens that are computed because they have no hidden states
@@ -60,10 +60,10 @@ class Batch:
             for prompt in self.prompts:
                 prompt.blocks = requests.blocks(prompt)
                 if len(prompt.tokens):
-                    requests.admit(prompt, reuse and loop.continued is None)
+                    requests.admit(prompt, read_cached and loop.continued is None)
                     self._limit_to_hidden(prompt)
             if loop.continued is None:
-                self._prepare(reuse)
+                self._prepare(read_cached)
                 if self.cache is None and self.alone:
                     self.cache = self.store.kept.take(self.prompts[0].tokens[: self.start], loop)
                 if self.cache is None:
@@ -116,11 +116,11 @@ class Batch:
             self.computed_for_hidden += cached - have
             self.requests.readmit(prompt, have)
 
-    def _prepare(self, reuse: bool) -> None:
+    def _prepare(self, read_cached: bool) -> None:
         """Choose how the batch is computed: rows separately, or all together after `start` columns from blocks."""
         alone = len(self.prompts) == 1 and self.size == 1
         columns = self._readable(min((p.pad + p.hit.cached for p in self.prompts), default=0))
-        by_rows = reuse and self._may_split()
+        by_rows = read_cached and self._may_split()
         if by_rows and self.store.states is not None:
             by_rows = self._has_boundaries()
         elif by_rows:

@@ -289,15 +289,15 @@ def _batch(loop: Loop, requests: PromptRequests, windows: Mapping[int, int]) -> 
     """Return the batch of a loop. Raise UnsupportedError if its cache of an earlier result cannot be continued."""
     mask, store = loop.mask, requests.store
     hidden = store.hidden if _keeps_hidden(loop, store) else None
-    reuse = not loop.requested_outputs or hidden is not None
+    read_cached = not loop.requested_outputs or hidden is not None
     if mask is not None and _sees_nothing(mask, loop.model.config.get_text_config(decoder=True), windows):
-        reuse, hidden = False, None
+        read_cached, hidden = False, None
     images = images_of(loop, store)
     if loop.continued is not None:
         alone = loop.by_token and store.states is None and images is None
-        refuse_if(not (alone and reuse) or loop.generation_config.prefill_chunk_size, OWN_CACHE)
+        refuse_if(not (alone and read_cached) or loop.generation_config.prefill_chunk_size, OWN_CACHE)
         refuse_if(not continues(loop.continued, store, loop), OWN_CACHE)
-    return Batch(requests, loop, images, hidden, reuse)
+    return Batch(requests, loop, images, hidden, read_cached)
 
 
 def _keeps_hidden(loop: Loop, store: Store) -> bool:

@@ -153,7 +153,7 @@ class QuestionBatch(Batch):
         prompt.blocks = self.requests.blocks(prompt)
         try:
             if self.publishes_answers:
-                self.requests.admit(prompt, reuse=not self.loop.requested_outputs)
+                self.requests.admit(prompt, read_cached=not self.loop.requested_outputs)
                 return
         except OutOfBlocks as error:
             prompt.blocks.full = error
