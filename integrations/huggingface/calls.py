@@ -156,7 +156,7 @@ class Calls:
         self.raises, self._feature, self._own = fallback == "raise", feature, own
         self.served = self.repaired = self.over_documents = 0
         self.fell_back: Counter[str] = Counter()
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._lock = threading.Lock()
 
     def serve(self, over_document: bool = False) -> None:
@@ -181,50 +181,50 @@ class Calls:
             raise unsupported from (None if unsupported is error else error)
         with self._lock:
             self.fell_back[unsupported.reason] += 1
-        self.tell_fallback(unsupported)
+        self.warn_of_fallback(unsupported)
 
-    def tell_fallback(self, error: UnsupportedError) -> None:
+    def warn_of_fallback(self, error: UnsupportedError) -> None:
         """Warn once for each reason why calls fall back to the model's own generate, or raise."""
         does = "a call raises UnsupportedError" if self.raises else f"falls back to {self._own}"
-        self.tell(error.reason, f"{does}: {error}")
+        self.warn(error.reason, f"{does}: {error}")
 
-    def tell_out_of_blocks(self, error: OutOfBlocks) -> None:
+    def warn_of_out_of_blocks(self, error: OutOfBlocks) -> None:
         """Warn once that no block was free for an answer."""
-        self.tell("out of blocks", f"an answer is generated without the cache: {error}; give a larger num_blocks")
+        self.warn("out of blocks", f"an answer is generated without the cache: {error}; give a larger num_blocks")
 
-    def tell_failure(self, error: Exception) -> None:
+    def warn_of_failure(self, error: Exception) -> None:
         """Warn once that an answer continues without the cache."""
         if isinstance(error, OutOfBlocks):
-            self.tell_out_of_blocks(error)
+            self.warn_of_out_of_blocks(error)
         else:
-            self.tell("failure", f"an answer is generated without the cache: {described(error)}")
+            self.warn("failure", f"an answer is generated without the cache: {described(error)}")
 
-    def tell_unkept(self, error: Exception) -> None:
+    def warn_of_unkept(self, error: Exception) -> None:
         """Warn once that an answer, though right, is not cached for later calls."""
-        self.tell("unkept", f"an answer is not cached for later calls: {described(error)}")
+        self.warn("unkept", f"an answer is not cached for later calls: {described(error)}")
 
-    def tell_hidden(self, tokens: int, max_blocks: int, block_size: int) -> None:
+    def warn_of_hidden(self, tokens: int, max_blocks: int, block_size: int) -> None:
         """Warn once that cached tokens were computed again because the call needs their hidden states."""
-        self.tell(
+        self.warn(
             "hidden states",
             f"output_hidden_states=True: {tokens} cached tokens are computed again, because their hidden states are "
             "not cached. Only calls with that argument cache hidden states, in at most "
             f"{max_blocks} blocks of {block_size} tokens",
         )
 
-    def tell_never_hits(self, name: str) -> None:
+    def warn_of_never_hits(self, name: str) -> None:
         """Warn once that there are no hits, because the model changes from call to call."""
-        self.tell(
+        self.warn(
             "never hits",
             f"nothing is read from the cache: it was emptied before each of the last calls, because {name} changed. "
             "Hooks and forward passes must leave the model unchanged",
         )
 
-    def tell(self, reason: str, text: str) -> None:
+    def warn(self, reason: str, text: str) -> None:
         """Warn once for each reason, at the caller's line."""
         with self._lock:
-            new = reason not in self._told
-            self._told.add(reason)
+            new = reason not in self._warned
+            self._warned.add(reason)
         if new:
             warnings.warn(f"{self._feature}: {text}", UserWarning, stacklevel=callers_level())
 

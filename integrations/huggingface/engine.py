@@ -77,7 +77,7 @@ class Engine:
             steps.refuse(str(error))
             if isinstance(error, WrongKernelError):
                 text = f"{error}. The model is served over contiguous copies, in PyTorch"
-                self._calls.tell("kernels", text)
+                self._calls.warn("kernels", text)
             return False
         return True
 
@@ -219,7 +219,7 @@ def _reports(prompts: list[Prompt], calls: Calls) -> list[RequestReport]:
     every = (blocks for prompt in prompts for blocks in (prompt.blocks, *prompt.branches.values()))
     full = next((blocks.full for blocks in every if blocks.full is not None), None)
     if full is not None:
-        calls.tell_out_of_blocks(full)
+        calls.warn_of_out_of_blocks(full)
     calls.repair(sum(len(prompt.hit.repaired) for prompt in prompts))
     reports = {row: prompt.hit.report(len(prompt.tokens)) for prompt in prompts for row in prompt.rows}
     return [reports[row] for row in range(len(reports))]

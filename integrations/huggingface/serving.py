@@ -73,7 +73,7 @@ class Serving:
                 self._engine = self._make_engine(model)
             except UnsupportedError as error:
                 self.unsupported = self.steps.reason = f"{type(model).__name__}: {error}"
-                self._calls.tell_fallback(UnsupportedError(self.unsupported))
+                self._calls.warn_of_fallback(UnsupportedError(self.unsupported))
         self._identity = Identity(model, transient)
         self._served_before = self._calls.served
         self.steps.prepare(model, None)
@@ -85,7 +85,7 @@ class Serving:
             try:
                 require_kernels(model, options.block_size, "moved")
             except WrongKernelError as error:
-                self._calls.tell("kernels", f'{error}. It is served with reuse="gap", in PyTorch')
+                self._calls.warn("kernels", f'{error}. It is served with reuse="gap", in PyTorch')
                 options = options._replace(reuse="gap")
         return Engine(model, options, self.steps, self._calls)
 
@@ -230,7 +230,7 @@ class Serving:
                 if lived:  # emptying a cache that no call used costs nothing
                     self._short_lives = self._short_lives + 1 if lived == 1 else 0
                 if self._short_lives > 1:
-                    self._calls.tell_never_hits(self._changed)
+                    self._calls.warn_of_never_hits(self._changed)
             return self._engine, self._identity.adapter_keys()
 
     def reader(self) -> tuple[Any, tuple[str, ...]]:
@@ -411,7 +411,7 @@ class Serving:
             del vars(model)["generate"]
 
     def _warn_of_graphs(self, reason: str) -> None:
-        self._calls.tell("graphs", f"{reason}. Decode steps run without CUDA graphs.")
+        self._calls.warn("graphs", f"{reason}. Decode steps run without CUDA graphs.")
 
 
 def _run_plainly(loop: Loop) -> Any:

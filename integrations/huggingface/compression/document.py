@@ -177,7 +177,7 @@ class Documents:
         self._host: OrderedDict[bytes, Content] = OrderedDict()
         self._disk: DiskTier | None = None
         self._lock = threading.Lock()
-        self._told = False
+        self._warned = False
         self._epoch = object()
 
     def enter(self, document: CompressedDocument) -> None:
@@ -253,8 +253,8 @@ class Documents:
                     "document: was entered in another asyncio task or context of this thread, so this call would not "
                     "read it; enter it where generate is called, or leave it first"
                 )
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 warnings.warn(
                     "a prompt begins with the text of a compressed document that another thread has entered, and is "
                     "answered by full attention; enter the document in this thread for it to be read",
@@ -328,9 +328,9 @@ class Documents:
         if not 0 < budget <= 1:
             raise ValueError(f"budget: got {budget}, needs more than 0 and at most 1")
         model, identity = self.current()
-        told = press_key(press, float(budget))
+        press_text = press_key(press, float(budget))
         salt, adapters = self._serving.salt.current, identity[1:]
-        text = repr((told or os.urandom(16), adapters, salt))
+        text = repr((press_text or os.urandom(16), adapters, salt))
         key = hashlib.sha256(tokens.numpy().tobytes() + text.encode()).digest()
         content = self._find(key, model)
         if content is None:
@@ -342,7 +342,7 @@ class Documents:
                 content = content._replace(adapters=digests[0], salt=digests[1])
             except UnsupportedError as error:
                 raise ValueError(f"model: its text cannot be compressed: {error}") from error
-            if told is not None and identity[0] is self._epoch:
+            if press_text is not None and identity[0] is self._epoch:
                 self._keep(content, model)
         return CompressedDocument(self, content, identity)
 

@@ -25,13 +25,13 @@ from .batch import Batch
 class WatchedModel(ModelInLoop):
     """The model of a loop over a batch. Its first inputs omit cached tokens.
 
-    It publishes prompts when they are computed, and answers at the end. `tell` gets the error if one cannot be kept.
+    It publishes prompts when they are computed, and answers at the end. `warn` gets the error if one cannot be kept.
     """
 
-    def __init__(self, batch: Batch, tell: Callable[[Exception], None]) -> None:
+    def __init__(self, batch: Batch, warn: Callable[[Exception], None]) -> None:
         super().__init__(batch.loop)
         self.batch, self.store = batch, batch.store
-        self._tell, self._keeps = tell, True
+        self._warn, self._keeps = warn, True
         self._chunked, self._first = bool(batch.loop.generation_config.prefill_chunk_size), True
         self._due = self._published = self._whole = False
         self._computed = self._kept = 0
@@ -111,7 +111,7 @@ class WatchedModel(ModelInLoop):
             if not self._loop.answered:
                 raise
             self._keeps = False
-            self._tell(error)
+            self._warn(error)
             self.batch.requests.close()
 
     def _count(self, tokens: int) -> None:
@@ -265,9 +265,9 @@ def run(loop: Loop, store: Store, windows: Mapping[int, int], calls: Calls) -> t
     except OutOfBlocks as error:
         reason = "the prompt needs more blocks than there are; give a larger num_blocks"
         raise UnsupportedError(reason, str(error)) from error
-    result = WatchedModel(batch, calls.tell_unkept).generate()
+    result = WatchedModel(batch, calls.warn_of_unkept).generate()
     if batch.computed_for_hidden:
-        calls.tell_hidden(batch.computed_for_hidden, store.hidden.max_blocks or 0, store.block_size)
+        calls.warn_of_hidden(batch.computed_for_hidden, store.hidden.max_blocks or 0, store.block_size)
     return result, batch.prompts
 
 

@@ -165,7 +165,7 @@ def run(
     try:
         rows.keep()
     except Exception as error:
-        calls.tell_unkept(error)
+        calls.warn_of_unkept(error)
     return result, prompts
 
 

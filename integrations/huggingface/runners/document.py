@@ -101,11 +101,11 @@ def run(loop: Loop, store: Store, content: Content, chunk: int | None, calls: Ca
     else:
         requests = PromptRequests(store, loop.extra_keys, loop.salt, loop.returns, loop.unchanged)
         batch = QuestionBatch(requests, loop, content)
-        result, read = WatchedModel(batch, calls.tell_unkept).generate(), batch.start
+        result, read = WatchedModel(batch, calls.warn_of_unkept).generate(), batch.start
         drop_cache(result)  # the cache holds the document's own tensors
         full = next((p.blocks.full for p in batch.prompts if p.blocks.full is not None), None)
         if full is not None:
-            calls.tell_out_of_blocks(full)
+            calls.warn_of_out_of_blocks(full)
     size = loop.input_ids.shape[1]
     return result, [RequestReport.of(size, [(0, read)]) for _ in range(len(loop.input_ids) // loop.repeats)]
 

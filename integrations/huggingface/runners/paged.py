@@ -252,7 +252,7 @@ def run(loop: Loop, store: Store, steps: DecodeSteps, calls: Calls) -> tuple[Any
     chunk = loop.generation_config.prefill_chunk_size
     rows = PackedRows(requests, PackedModel(model, store.storage), steps, prompts, chunk)
     try:
-        result = loop.run_over(PagedDecoder(loop, rows, criteria, calls.tell_failure), criteria)
+        result = loop.run_over(PagedDecoder(loop, rows, criteria, calls.warn_of_failure), criteria)
     finally:
         rows.close()
     return result, prompts

@@ -116,7 +116,7 @@ class ContinuousBatching:
         self._num_blocks, self._policy = num_blocks, policy
         self._lock = threading.RLock()
         self._salt = ScopedSetting(check_salt)
-        self.told: set[str] = set()
+        self.warned: set[str] = set()
         self._epoch = 0
         self._disabled = False
         self._shared: Any = None
@@ -133,7 +133,7 @@ class ContinuousBatching:
             if self._calls.raises:
                 raise failure from error
             self._shared, self._failure = None, failure
-            self._calls.tell_fallback(failure)
+            self._calls.warn_of_fallback(failure)
 
     def _set_up(self, model: Any) -> None:
         """Probe the model in its current state, and make empty blocks for it unless the existing ones fit.

@@ -197,7 +197,7 @@ class Session(BatchManager):  # type: ignore[misc]
         self._handle = handle
         self._given = model, generation_config, continuous_batching_config, workload_hints
         settings = copy.deepcopy(continuous_batching_config)
-        _warn_of_options(settings, handle.told)
+        _warn_of_options(settings, handle.warned)
         for name, value in NOT_OURS.items():
             setattr(settings, name, value)
         settings.page_size, settings.num_blocks = handle.block_size, None
@@ -307,14 +307,14 @@ class Session(BatchManager):  # type: ignore[misc]
         )
 
 
-def _warn_of_options(settings: Any, told: set[str]) -> None:
+def _warn_of_options(settings: Any, warned: set[str]) -> None:
     """Warn once of each option of a continuous batching config that has no meaning here."""
     default = type(settings)()
     for name in (*NOT_OURS, "num_blocks"):
         value = getattr(settings, name)
-        if value in (getattr(default, name), NOT_OURS.get(name)) or name in told:
+        if value in (getattr(default, name), NOT_OURS.get(name)) or name in warned:
             continue
-        told.add(name)
+        warned.add(name)
         warnings.warn(
             f"continuous batching over blocks: {name}={value!r} has no meaning here and is left out",
             UserWarning,
