@@ -117,7 +117,7 @@ def test_a_model_is_served_again_once_what_hindered_it_is_gone() -> None:
     model = changed_models.build()
     hook = model.model.layers[0].register_forward_hook(changed_models.steer_last)
     with enabled(model) as handle:
-        assert "does not go on from a cached prefix" in handle.unsupported
+        assert "continues from a cached prefix" in handle.unsupported
         hook.remove()
         assert changed_models.differing(model) == []
         assert handle.unsupported is None

@@ -296,7 +296,7 @@ def forget(reading: Reading) -> Attend:
 
 
 def move(reading: Reading, again: float, turned: bool = True, most: bool = False) -> Attend:
-    """Use blocks that were computed in another order: turn their keys, and compute some tokens again."""
+    """Use blocks that were computed in another order: rotate their keys, and compute some tokens again."""
     llama, (stood, cache) = reading.llama, reading.moved
     llama.cache[:, :, reading.blocks : 2 * reading.blocks] = cache
     source, target = _ints(stood + reading.blocks), _ints(range(reading.blocks))
@@ -344,8 +344,8 @@ def methods(budgets: Sequence[float]) -> Iterator[Method]:
             yield Method("gap", name, share, functools.partial(evict_middle, share=share, again=again))
     yield Method("moved", "without the text", 0, forget)
     for name, share, options in (
-        ("keys not turned", 0.0, {"turned": False}),
-        ("keys turned", 0.0, {}),
+        ("keys not rotated", 0.0, {"turned": False}),
+        ("keys rotated", 0.0, {}),
         ("first tokens computed again", 0.06, {}),
         ("what differs most computed again", 0.1, {"most": True}),
     ):

@@ -109,7 +109,7 @@ def _claims(found: dict[tuple[str, str, float], Loss]) -> list[tuple[str, str, l
             if (of, method) == (kind, name) and (than_kind, than, budget) in found
         ]
 
-    moved = [found["moved", name, share]["kl"] for name, share in (("keys turned", 0.0), ("keys not turned", 0.0))]
+    moved = [found["moved", name, share]["kl"] for name, share in (("keys rotated", 0.0), ("keys not rotated", 0.0))]
     first, most = (
         next(loss["kl"] for (_, name, _), loss in found.items() if name == f"{which} computed again")
         for which in ("first tokens", "what differs most")

@@ -44,7 +44,7 @@ class Engine:
     def __init__(self, model: Any, options: CacheOptions, steps: DecodeSteps, calls: Calls) -> None:
         self._options, self._calls = options, calls
         self._disk: list[TierWriter] | None = None
-        with refusing("a look at it fails"):
+        with refusing("the probe of the model fails"):
             probed = probe(model)
         self._steps = steps if self._probe_packed(model, probed, steps) else None
         self._moving = probe_moved(model, probed) if options.reuse == "anywhere" else None
@@ -70,7 +70,7 @@ class Engine:
         if model.device.type not in CAPTURERS or options.reuse != "prefix" or options.chunk is not None:
             return False
         try:
-            with refusing("a look at it fails"):
+            with refusing("the probe of the model fails"):
                 refuse_if(probed.states, "its recurrent states have no blocks")
                 probe_packed(model, options.block_size, probed.specs)
         except UnsupportedError as error:
@@ -198,20 +198,20 @@ class Engine:
     def check(self, loop: Loop) -> None:
         """Raise UnsupportedError if the probe has shown that the model cannot serve this loop."""
         config = loop.generation_config
-        refuse_if(self.store.storage.evicts, "something takes tokens from its cache, as hooks that evict do")
+        refuse_if(self.store.storage.evicts, "something removes tokens from its cache, such as a hook that evicts")
         refuse_if(loop.mode not in LOOPS, f"generation mode {loop.mode}")
         if loop.mode == "assisted_generation":
             need(ASSISTED)
         if config.prefill_chunk_size:
             need(CHUNKS)
         if self.store.states is not None and (loop.mode == "assisted_generation" or config.prefill_chunk_size):
-            raise UnsupportedError("its recurrent states cannot be rolled back, or are not those of a chunk")
+            raise UnsupportedError("its recurrent states do not support assisted decoding or chunked prefill")
         if self._reach is not None and config.max_length > self._reach:
-            raise UnsupportedError("which keys its indexer chooses among more than it takes may hang on rounding")
+            raise UnsupportedError("rounding may change which keys its indexer selects from a longer sequence")
         if self._proven_window < self._probed.window < loop.input_ids.shape[1]:
             self._prove_window(loop.model)
         if loop.mask is not None and not self._probed.continues_padded:
-            raise UnsupportedError("it does not go on from a cached prefix behind padding")
+            raise UnsupportedError("it computes other values when it continues from a cached prefix after padding")
 
 
 def _reports(prompts: list[Prompt], calls: Calls) -> list[RequestReport]:

@@ -58,14 +58,14 @@ def take_images(model: Any, arguments: dict[str, Any]) -> Images | None:
     encoder = getattr(model.base_model, "get_image_features", None)
     token = getattr(model.config, "image_token_id", None)
     if not takes_encoded_images(model) or encoder is None:
-        raise UnsupportedError("its forward pass takes no images that were encoded before")
+        raise UnsupportedError("its forward pass does not accept encoded images")
     if type(token) is not int or model.main_input_name != "input_ids":
         raise UnsupportedError("its config names no placeholder token for images")
     refuse_if(arguments.get("assistant_model") is not None, "images with an assistant model")
-    refuse_if(arguments.get("position_ids") is not None, "position_ids of your own beside images")
+    refuse_if(arguments.get("position_ids") is not None, "position_ids of your own with images")
     names = [name for name in inspect.signature(encoder).parameters if name != "kwargs"]
     given = {name: arguments[name] for name in names if arguments.get(name) is not None}
-    refuse_if(main not in given, "its forward pass takes no images that were encoded before")
+    refuse_if(main not in given, "its forward pass does not accept encoded images")
     units = [Unit(_digest(inputs), inputs) for inputs in _apart(given, main)]
     del arguments[main]
     return Images(units, token, given)
@@ -226,7 +226,10 @@ class VisionOutputs:
         pooled: Any = getattr(output, "pooler_output", None)
         deep = getattr(output, "deepstack_features", None) or ()
         parts = [pooled, *deep]
-        refuse_if(not all(_are_features(part) for part in parts), "what its vision tower gives is not rows for tokens")
+        refuse_if(
+            not all(_are_features(part) for part in parts),
+            "the output of its vision tower does not have one row for each token",
+        )
         if len(units) > 1 and any(len(part) != len(units) for part in parts):
             return None
         widths = tuple(int(part[0].shape[-1]) for part in parts)

@@ -220,7 +220,7 @@ def check_loop(loop: Loop) -> None:
         raise UnsupportedError("prepare_inputs_for_generation is overridden")
     refuse_if(model.training, "the model is in training mode; call model.eval()")
     if torch.is_autocast_enabled(model.device.type):
-        raise UnsupportedError("autocast is on, and keys and values would not be those computed without it")
+        raise UnsupportedError("autocast is on, which changes keys and values")
     refuse_if(not kwargs.get("use_cache", True), "use_cache=False asks for no cache")
     if config.cache_implementation is not None:
         raise UnsupportedError("cache_implementation asks for another cache", config.cache_implementation)
@@ -228,7 +228,7 @@ def check_loop(loop: Loop) -> None:
     encoded = kwargs.get("mm_encoder_outputs")
     given = [k for k, v in kwargs.items() if v is not None and not (v is encoded and not any((v or {}).values()))]
     other = sorted(set(given) - SERVED_ARGUMENTS)
-    refuse_if(other, f"arguments that could change what a token's KV is: {', '.join(other)}")
+    refuse_if(other, f"arguments that could change a token's KV: {', '.join(other)}")
     types = [kwargs[k] for k in ("token_type_ids", "mm_token_type_ids") if kwargs.get(k) is not None]
     if loop.images is None and any(bool(t.any()) for t in types):
         raise UnsupportedError("token types could change a token's KV")
@@ -239,7 +239,7 @@ def check_loop(loop: Loop) -> None:
         if config.prefill_chunk_size:
             raise UnsupportedError("chunks of a prompt may cut an image")
     elif positions is not None and not _are_expected(positions, ids, mask):
-        raise UnsupportedError("position_ids are not those of the tokens that attention_mask leaves")
+        raise UnsupportedError("position_ids differ from those that transformers derives from attention_mask")
 
 
 def _are_expected(positions: torch.Tensor, input_ids: torch.Tensor, mask: torch.Tensor | None) -> bool:

@@ -90,7 +90,7 @@ def probe_images(
     run = runs(prompt.items)[0]
     first, end = run[0].first - prompt.pad, run[-1].end - prompt.pad
     length = clear_of(prompt.items, min(len(prompt.tokens), end + CUT) + prompt.pad) - prompt.pad
-    with refusing("its forward pass fails behind a cached prefix beside images"):
+    with refusing("its forward pass fails after a cached prefix of a prompt with images"):
         whole = new_cache(model.config)
         want = forward(model, prompt.tokens, 0, length, whole, prompt.inputs(0, length)).logits[0, -1]
 
@@ -103,7 +103,10 @@ def probe_images(
             return _close(whole, parts) and alike(want, got)
 
         cuts = [cut for cut in (first, end) if 0 < cut < length]
-        refuse_if(not all(map(same, cuts)), "it does not go on from a cached prefix beside images")
+        refuse_if(
+            not all(map(same, cuts)),
+            "it computes other values when it continues from a cached prefix of a prompt with images",
+        )
         within = (first + end) // 2
         if not cuts:
             return None
@@ -120,14 +123,14 @@ def _in_parts(model: Any, length: int, cut: int) -> DynamicCache:
         UnsupportedError: The two caches differ, or the model fails.
     """
     tokens = harmless_tokens(model, length)
-    with refusing("its forward pass fails over a cache that it has not filled itself"):
+    with refusing("its forward pass fails with a restored cache"):
         whole, first = new_cache(model.config), new_cache(model.config)
         want = forward(model, tokens, 0, length, whole).logits[0, -1]
         forward(model, tokens, 0, cut, first)
         parts = _restored(model, first)
         got = forward(model, tokens, cut, length, parts).logits[0, -1]
         same = _close(whole, parts) and alike(want, got)
-    refuse_if(not same, "it does not go on from a cached prefix as if it had computed it")
+    refuse_if(not same, "it computes other values when it continues from a cached prefix")
     return whole
 
 

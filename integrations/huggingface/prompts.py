@@ -90,7 +90,9 @@ class RowImages:
     def _segments(self, images: Images, stands: torch.Tensor, mask: Any, repeats: int) -> list[list[Item]]:
         """Return the images of each of the caller's rows. `stands` marks the placeholder tokens."""
         lengths = [self._length(unit) for unit in images.units]
-        refuse_if(sum(lengths) != int(stands.sum()), "its tokens for images and their features differ in number")
+        refuse_if(
+            sum(lengths) != int(stands.sum()), "the number of image tokens differs from the number of image features"
+        )
         if mask is not None and bool((stands & (mask[::repeats] == 0)).any()):
             raise UnsupportedError("attention_mask leaves out tokens of an image")
         rows: list[list[Item]] = []
@@ -132,11 +134,11 @@ class RowImages:
                 before[row, item.first :] = False
         for name in TYPES:
             if name in self._inputs and bool(self._inputs[name].cpu()[~inside].any()):
-                raise UnsupportedError("token types could change what a token's KV is")
+                raise UnsupportedError("token types could change a token's KV")
         if "position_ids" in self._inputs:
             expected = expected_positions(input_ids, mask).cpu()
             if bool(((self._inputs["position_ids"].cpu() != expected) & before).any()):
-                raise UnsupportedError("position_ids are not those of the tokens that attention_mask leaves")
+                raise UnsupportedError("position_ids differ from those that transformers derives from attention_mask")
 
     @property
     def split(self) -> ImageSplit:

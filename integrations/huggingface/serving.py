@@ -68,7 +68,7 @@ class Serving:
         self.steps.drop()
         with apart(), without_row_settings(model), set_by_forward(model) as transient:
             try:
-                with refusing("a look at it fails"):
+                with refusing("the probe of the model fails"):
                     check_model(model)
                 self._engine = self._make_engine(model)
             except UnsupportedError as error:
@@ -340,7 +340,7 @@ class Serving:
             raise UnsupportedError(f"layers differ in {error}") from error
         names = settings.pop("adapter_names", None)
         if settings or (names is not None and len(names) != len(loop.input_ids)):
-            raise UnsupportedError("adapters are set by row, but not as one name for each row")
+            raise UnsupportedError("rows have adapter settings other than one name for each row")
         return names if names is None else [str(name) for name in names]
 
     @property

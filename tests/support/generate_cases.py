@@ -149,7 +149,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a cache": ({CACHE: transformers.DynamicCache}, f"{CACHE} of your own"),
     "positions": (
         {"position_ids": torch.arange(5, 45)[None]},
-        "position_ids are not those of the tokens that attention_mask leaves",
+        "position_ids differ from those that transformers derives from attention_mask",
     ),
 }
 """Arguments of calls that are not served, and the reasons; a class is made anew for each call."""

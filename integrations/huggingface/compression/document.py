@@ -310,7 +310,7 @@ class Documents:
         _, identity = self.current()
         if document.identity != identity:
             changed = "other adapters" if document.identity[:1] == identity[:1] else "other weights or another model"
-            raise ValueError(f"document: was read by {changed} than those of this call; compress it again")
+            raise ValueError(f"document: was computed by {changed} than those of this call; compress it again")
         self.check_salt("document", content)
         check_loop_over_document(loop, content)
         return content

@@ -57,7 +57,7 @@ def read(model: Any, tokens: torch.Tensor, press: Any, budget: float, key: bytes
             kept[index] = WindowLayer(layer.keys.clone(), layer.values.clone(), window)
     position = len(tokens)
     if _turns_keys(press):
-        refuse_if(len(full) < len(cache.layers), "a press that turns keys to new places, beside layers with windows")
+        refuse_if(len(full) < len(cache.layers), "a press that moves keys to new positions, in a model with windows")
         position = int(kept[full[0]].kept[0])  # type: ignore[union-attr]
     layers = dict(sorted(kept.items()))
     kept.clear()  # breaks a reference cycle, which would hold memory until garbage collection
@@ -126,7 +126,7 @@ def _read_by_hooks(
     """Compute a text with an object of kvpress. Layers that it has not shortened are packed when the press ends."""
     twin = _twin(model)
     modules = _attention_modules(twin)
-    refuse_if(full - modules.keys(), "its attention modules do not say which layer they are of")
+    refuse_if(full - modules.keys(), "its attention modules have no layer_idx")
 
     def pack(index: int) -> None:
         layer, masked = cache.layers[index], modules[index].__dict__.pop("masked_key_indices", None)

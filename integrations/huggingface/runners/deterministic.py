@@ -171,15 +171,17 @@ def run(
 
 def _check(loop: Loop, prompts: list[Prompt], counts_padding: bool) -> None:
     """Raise UnsupportedError for a loop whose rows cannot be computed one by one."""
-    refuse_if(loop.mode not in BY_TOKEN, f"{DETERMINISTIC} rows are computed one by one, not in {loop.mode}")
+    refuse_if(
+        loop.mode not in BY_TOKEN, f"{DETERMINISTIC} only greedy search and sampling are supported, not {loop.mode}"
+    )
     refuse_if(loop.images is not None, f"{DETERMINISTIC} chunks of a prompt may cut an image")
-    refuse_if(loop.adapters is not None, f"{DETERMINISTIC} no rows are there that adapters could be named for")
-    refuse_if(loop.requested_outputs, f"{DETERMINISTIC} no hidden states or attention weights are kept")
-    refuse_if(loop.continued is not None, f"{DETERMINISTIC} no call continues from the cache of a result")
+    refuse_if(loop.adapters is not None, f"{DETERMINISTIC} adapter_names are not supported")
+    refuse_if(loop.requested_outputs, f"{DETERMINISTIC} hidden states and attention weights are not supported")
+    refuse_if(loop.continued is not None, f"{DETERMINISTIC} a returned cache cannot be continued")
     if any(not len(p.tokens) or p.pad + len(p.tokens) < loop.input_ids.shape[1] for p in prompts):
-        refuse_if(True, f"{DETERMINISTIC} a row needs tokens, none of them masked, and padding on the left alone")
+        refuse_if(True, f"{DETERMINISTIC} every row needs tokens, and padding only on the left")
     if counts_padding and any(p.pad for p in prompts):
-        refuse_if(True, f"{DETERMINISTIC} padding is left out, and this model counts it")
+        refuse_if(True, f"{DETERMINISTIC} padding is not computed, but this model counts it")
 
 
 def conditions(model: Any) -> tuple[str | bytes, ...]:

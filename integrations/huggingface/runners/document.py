@@ -61,7 +61,10 @@ def check_loop_over_document(loop: Loop, content: Content) -> None:
             "by one, or give a mask of ones if these tokens are no padding"
         )
     no_positions = loop.model_kwargs.get("position_ids") is None
-    refuse_if(no_positions and content.position < len(content.tokens), f"a press that turns keys {_OVER}")
+    refuse_if(
+        no_positions and content.position < len(content.tokens),
+        f"a press that moves keys to new positions, in a model without position_ids, {_OVER}",
+    )
     _check_begins(loop, content)
 
 

@@ -41,13 +41,13 @@ def probe_moved(model: Any, probed: Probed) -> Moving:
         "chunked_attention" in (getattr(config, "layer_types", None) or ()), 'reuse="anywhere": it attends in chunks'
     )
     with eval_mode(model):
-        with refusing('reuse="anywhere": its forward pass fails where positions are given'):
+        with refusing('reuse="anywhere": its forward pass fails with given positions'):
             moving = Moving(_rotations(model), probed.windows, by_operator=False)
         length = TOKENS + (probed.window if 0 < probed.window <= LONG else 0)
         # In PyTorch the operator takes two to three times as long as attention under a mask.
         if (model.device.type != "cpu" or KERNELS_ON_CPU) and _operator_serves(model, moving, length):
             return moving._replace(by_operator=True)
-        with refusing('reuse="anywhere": its forward pass fails with a mask for each query, as ALiBi of masks does'):
+        with refusing('reuse="anywhere": its forward pass fails with a mask for each query'):
             _check_scattered(model, moving, length)
     return moving
 
@@ -77,13 +77,16 @@ def _rotations(model: Any) -> dict[int, Rotations]:
             continue
         keys, values = (_rotation_of(side, known) for side in (layer.keys, layer.values))
         if values is None:
-            refuse_if(not found, 'reuse="anywhere": its embeddings hang on positions that are learned')
+            refuse_if(not found, 'reuse="anywhere": it has learned position embeddings')
             # With attention sinks, a layer's output depends on the number of tokens, so its values differ too.
-            refuse_if(len(known) != 1, 'reuse="anywhere": which of its rotary embeddings turns a layer cannot be told')
+            refuse_if(
+                len(known) != 1,
+                'reuse="anywhere": it has several rotary embeddings, and it is unknown which one a layer uses',
+            )
             found[index] = next(iter(found.values()))
             continue
         if keys is None:
-            raise UnsupportedError('reuse="anywhere": no rotary embedding explains how its keys hang on positions')
+            raise UnsupportedError('reuse="anywhere": no rotary embedding explains how its keys depend on positions')
         found[index] = keys, values
     return found
 
@@ -234,7 +237,9 @@ def _check_scattered(model: Any, moving: Moving, length: int) -> None:
     tokens, whole = harmless_tokens(model, length), new_cache(model.config)
     want = forward(model, tokens, 0, length, whole).logits[0, -1]
     kept = {i: (x.keys.clone(), x.values.clone()) for i, x in attention_layers(whole).items() if x.keys is not None}
-    refuse_if(any(keys.shape[2] != length for keys, _ in kept.values()) or state_layers(whole), "its cache is cut off")
+    refuse_if(
+        any(keys.shape[2] != length for keys, _ in kept.values()) or state_layers(whole), "its cache drops tokens"
+    )
     positions = np.array([*AGAIN, *range(length - 9, length)])
     got = compute_scattered(model, tokens, positions, whole, moving).logits[0, -1]
     layers = attention_layers(whole)
@@ -243,7 +248,7 @@ def _check_scattered(model: Any, moving: Moving, length: int) -> None:
         for i, pair in kept.items()
         for old, new in zip(pair, (layers[i].keys, layers[i].values), strict=True)
     )
-    refuse_if(not same, 'reuse="anywhere": tokens computed at scattered positions are not what they are in a row')
+    refuse_if(not same, 'reuse="anywhere": tokens computed at scattered positions get other values than in a row')
 
 
 def compute_moved(

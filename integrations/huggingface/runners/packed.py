@@ -240,7 +240,7 @@ def probe_packed(model: Any, block_size: int, specs: Specs) -> None:
 
     cut, tolerance = block_size + 1, 1e-3 if model.dtype == torch.float32 else 5e-2
     with eval_mode(model):
-        with refusing("its forward pass fails over a paged cache"):
+        with refusing("its forward pass fails with a paged cache"):
             forward((0, 0, cut), (1, 0, 2))
             forward((1, 2, lens[1] - 1), (0, cut, lens[0] - 1))
             last = np.array(lens) - 1

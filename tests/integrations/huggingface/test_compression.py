@@ -154,7 +154,7 @@ def test_kept_by_text_press_and_salt(model: Any, handle: PrefixCaching) -> None:
         assert not same(handle.compress(CONTEXT))
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.weight.mul_(1.01)
-    with pytest.raises(ValueError, match="document: was read by other weights"):
+    with pytest.raises(ValueError, match="document: was computed by other weights"):
         ask(model, first)
     assert not same(handle.compress(CONTEXT))
 

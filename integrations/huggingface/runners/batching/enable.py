@@ -298,7 +298,7 @@ class ContinuousBatching:
         with self._lock:
             if model is not None and not self._disabled and self.shared(model) is not shared:
                 raise UnsupportedError(
-                    "its keys and values do not fit the blocks of this manager: stop it and begin anew"
+                    "its keys and values do not fit the blocks of this manager: stop it and start a new one"
                 )
             return (f"model {self._epoch}", *self._identity.adapter_keys())
 

@@ -78,7 +78,7 @@ def test_without_it_such_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     model = remembering(BY_NAME["mamba"])
     with pytest.warns(UserWarning, match="falls back") as told, enable_prefix_caching(model) as handle:
         assert_same(model, input_ids=prompt(40))
-    assert any("does not go on from a cached prefix" in str(w.message) for w in told)
+    assert any("continues from a cached prefix" in str(w.message) for w in told)
     assert handle.unsupported
 
 
