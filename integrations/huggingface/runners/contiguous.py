@@ -232,7 +232,7 @@ class WatchedModel(ModelInLoop):
         if loop.by_row and not self.intact(sequences.shape[1] - 1):
             return
         if batch.by_token and result_cache(result) is batch.cache:
-            record = record_of(batch.cache, store, sequences.cpu().numpy(), loop)
+            record = record_of(batch.cache, store, sequences.cpu().numpy(), loop, loop.mask)
             if record is not None:
                 setattr(batch.cache, CONTINUED, record)
         elif batch.alone and isinstance(result, torch.Tensor):

@@ -106,19 +106,21 @@ def _identity(loop: Loop) -> tuple[Any, ...]:
     return loop.extra_keys, loop.adapters, type(loop.salt), loop.salt
 
 
-def record_of(cache: Any, store: Store, sequences: np.ndarray, loop: Loop) -> CacheRecord | None:
+def record_of(
+    cache: Any, store: Store, sequences: np.ndarray, loop: Loop, mask: torch.Tensor | None = None
+) -> CacheRecord | None:
     """Return a record of a cache, which holds the first tokens of `sequences [batch, length]`, prompts and answers.
 
-    Return None if a layer has other tensors than its buffers.
+    `mask` is the mask of the prompts. Return None if a layer has other tensors than its buffers.
     """
     buffers = buffers_of(cache)
     if buffers is None:
         return None
     tokens = sequences[:, : num_tokens(cache)].copy()
-    mask = np.ones(tokens.shape, np.bool_)
-    if loop.mask is not None:
-        mask[:, : loop.mask.shape[1]] = loop.mask.cpu().numpy()
-    return CacheRecord(weakref.ref(store), tokens, mask, _identity(loop), buffers)
+    whole = np.ones(tokens.shape, np.bool_)
+    if mask is not None:
+        whole[:, : mask.shape[1]] = mask.cpu().numpy()
+    return CacheRecord(weakref.ref(store), tokens, whole, _identity(loop), buffers)
 
 
 def continues(cache: Any, store: Store, loop: Loop) -> bool:
