@@ -1,7 +1,7 @@
 """The runner of packed passes over blocks.
 
 The loop stays transformers' own (`_sample`), with its sampling, logits processors, stopping criteria and streamers.
-`PagedDecoder` replaces the model in the loop. It computes the prompts, and then each next token, in packed passes: rows
+`PackedRows` replaces the model in the loop. It computes the prompts, and then each next token, in packed passes: rows
 of any length one after another, without padding and without cached tokens.
 """
 
@@ -26,36 +26,98 @@ from .graphs import DecodeSteps
 from .packed import PackedModel, Span
 
 
-class PackedRows:
-    """The rows of one call. `close` frees all of their blocks.
+class PackedRows(ModelInLoop):
+    """The model of a loop, with packed passes in place of its forward passes.
+
+    If it runs out of blocks, or fails after the first token, it frees all blocks. The model's own forward pass then
+    computes all tokens so far into its own cache, and continues the loop.
 
     Args:
-        requests: Admits their prompts.
-        packed: The model.
+        requests: Admits the prompts. The caller must hold the only strong reference.
+        loop: The call.
         steps: Runs decode steps. Calls of all threads share its buffers, so each pass holds its lock.
         prompts: A prompt for each row.
-        chunk: Maximum number of tokens of a row in one pass. None: no limit.
+        warn: Gets the error if an answer continues without the cache.
     """
 
     def __init__(
         self,
         requests: PromptRequests,
-        packed: PackedModel,
+        loop: Loop,
         steps: DecodeSteps,
         prompts: Sequence[Prompt],
-        chunk: int | None = None,
+        warn: Callable[[Exception], None],
     ) -> None:
+        super().__init__(loop)
         self._requests: PromptRequests = weakref.proxy(requests)
-        self._packed, self._steps = packed, steps
-        self.manager, storage = requests.manager, packed.storage
-        self.rows = prompts
+        self._steps, self.rows, self._warn = steps, prompts, warn
+        self.manager, storage = requests.manager, requests.store.storage
+        self._packed, self._criteria = PackedModel(loop.model, storage), RecordedCriteria.of(loop)
+        self._prefilled = self._native = False
         for prompt in prompts:
             prompt.blocks = requests.blocks(prompt)
             prompt.blocks.closed = True  # until it is admitted
+        chunk = loop.generation_config.prefill_chunk_size
         bounds = [chunk, storage.chunk and storage.chunk * storage.block_size, max(len(p.tokens) for p in prompts)]
         self._chunk = min(bound for bound in bounds if bound)
 
-    def prefill(self) -> torch.Tensor:
+    def generate(self) -> Any:
+        """Run the loop and return its result."""
+        try:
+            return self._loop.run_over(self, self._criteria)
+        finally:
+            self.close()
+
+    def prefill(self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: Any, **_: Any) -> Any:
+        """Return the logits of the last token of every prompt."""
+        return self(**self.prepare_inputs_for_generation(input_ids, **model_kwargs))
+
+    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **model_kwargs: Any) -> dict[str, Any]:
+        """Return the inputs of the next `compute`: all tokens so far, or the model's own inputs after a failure."""
+        if not self._native:
+            return {"input_ids": input_ids, "model_kwargs": model_kwargs}
+        inputs: dict[str, Any] = self._model.prepare_inputs_for_generation(input_ids, **model_kwargs)
+        return inputs
+
+    def compute(self, input_ids: torch.Tensor, model_kwargs: Any = None, **inputs: Any) -> Any:
+        """Return the logits of every row's next token, `[batch, 1, vocabulary]`."""
+        if self._native:
+            return self._model(input_ids=input_ids, **inputs)
+        try:
+            logits = self._decode(input_ids) if self._prefilled else self.read_prompts()
+        except Exception as error:
+            if not (self._loop.answered or isinstance(error, OutOfBlocks)):
+                raise
+            self._warn(error)
+            return self._take_over(input_ids, model_kwargs)
+        self._prefilled = True
+        return CausalLMOutputWithPast(logits=logits[:, None])
+
+    def _decode(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Compute the last token of each row that still runs, and return logits of all rows."""
+        for row, dropped in zip(self.rows, self._criteria.dropped(len(self.rows)), strict=True):
+            if dropped:
+                self.finish(row)
+        active = [index for index, row in enumerate(self.rows) if not row.blocks.closed]
+        last = input_ids[:, -1].tolist()
+        logits = self.decode([last[index] for index in active])
+        if len(active) == len(self.rows):
+            return logits
+        # A finished row's next token is padding whatever its logits are.
+        every = logits.new_zeros(len(self.rows), logits.shape[-1])
+        every[active] = logits
+        return every
+
+    def _take_over(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
+        """Free all blocks, and compute all tokens so far by the model's own forward pass."""
+        self.close()
+        self._native = True
+        # Without next_sequence_length the model's own, still empty, cache is filled with all tokens so far.
+        model_kwargs.pop("next_sequence_length", None)
+        inputs = self._model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
+        return self._model(**inputs, return_dict=True)
+
+    def read_prompts(self) -> torch.Tensor:
         """Compute the uncached tokens of each prompt and return `[num_rows, vocabulary]` logits.
 
         If rows share a prefix that is not cached yet, one computes it first and the others then read it.
@@ -179,83 +241,12 @@ class PackedRows:
             blocks.look()
 
 
-class PagedDecoder(ModelInLoop):
-    """The model of a loop, with packed passes in place of its forward passes.
-
-    If it runs out of blocks, or fails after the first token, it frees all blocks. The model's own forward pass then
-    computes all tokens so far into its own cache, and continues the loop.
-    """
-
-    def __init__(
-        self, loop: Loop, rows: PackedRows, criteria: RecordedCriteria, on_failure: Callable[[Exception], None]
-    ) -> None:
-        super().__init__(loop)
-        self._rows, self._criteria, self._on_failure = rows, criteria, on_failure
-        self._prefilled = self._native = False
-
-    def prefill(self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: Any, **_: Any) -> Any:
-        """Return the logits of the last token of every prompt."""
-        return self(**self.prepare_inputs_for_generation(input_ids, **model_kwargs))
-
-    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **model_kwargs: Any) -> dict[str, Any]:
-        """Return the inputs of the next `compute`: all tokens so far, or the model's own inputs after a failure."""
-        if not self._native:
-            return {"input_ids": input_ids, "model_kwargs": model_kwargs}
-        inputs: dict[str, Any] = self._model.prepare_inputs_for_generation(input_ids, **model_kwargs)
-        return inputs
-
-    def compute(self, input_ids: torch.Tensor, model_kwargs: Any = None, **inputs: Any) -> Any:
-        """Return the logits of every row's next token, `[batch, 1, vocabulary]`."""
-        if self._native:
-            return self._model(input_ids=input_ids, **inputs)
-        try:
-            logits = self._decode(input_ids) if self._prefilled else self._rows.prefill()
-        except Exception as error:
-            if not (self._loop.answered or isinstance(error, OutOfBlocks)):
-                raise
-            self._on_failure(error)
-            return self._take_over(input_ids, model_kwargs)
-        self._prefilled = True
-        return CausalLMOutputWithPast(logits=logits[:, None])
-
-    def _decode(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Compute the last token of each row that still runs, and return logits of all rows."""
-        rows = self._rows.rows
-        for row, dropped in zip(rows, self._criteria.dropped(len(rows)), strict=True):
-            if dropped:
-                self._rows.finish(row)
-        active = [index for index, row in enumerate(rows) if not row.blocks.closed]
-        last = input_ids[:, -1].tolist()
-        logits = self._rows.decode([last[index] for index in active])
-        if len(active) == len(rows):
-            return logits
-        # A finished row's next token is padding whatever its logits are.
-        every = logits.new_zeros(len(rows), logits.shape[-1])
-        every[active] = logits
-        return every
-
-    def _take_over(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
-        """Free all blocks, and compute all tokens so far by the model's own forward pass."""
-        self._rows.close()
-        self._native = True
-        # Without next_sequence_length the model's own, still empty, cache is filled with all tokens so far.
-        model_kwargs.pop("next_sequence_length", None)
-        inputs = self._model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
-        return self._model(**inputs, return_dict=True)
-
-
 def run(loop: Loop, store: Store, steps: DecodeSteps, calls: Calls) -> tuple[Any, list[Prompt]]:
     """Run a loop by packed passes and return its result and the prompt of each row."""
-    criteria, model, prompts = RecordedCriteria.of(loop), loop.model, row_prompts(loop)
-    steps.prepare(model, (id(store), loop.extra_keys))
+    steps.prepare(loop.model, (id(store), loop.extra_keys))
+    prompts = row_prompts(loop)
     requests = PromptRequests(store, loop.extra_keys, loop.salt, loop.returns, loop.unchanged)
-    chunk = loop.generation_config.prefill_chunk_size
-    rows = PackedRows(requests, PackedModel(model, store.storage), steps, prompts, chunk)
-    try:
-        result = loop.run_over(PagedDecoder(loop, rows, criteria, calls.warn_of_failure), criteria)
-    finally:
-        rows.close()
-    return result, prompts
+    return PackedRows(requests, loop, steps, prompts, calls.warn_of_failure).generate(), prompts
 
 
 def follows(loop: Loop, has_windows: bool) -> bool:

@@ -134,9 +134,7 @@ def test_rows_are_those_of_their_new_places(family):
 
 
 BLOOM = Family("bloom", "BloomConfig", "BloomForCausalLM", {"n_layer": 2, "n_head": 4})
-REFUSED = [
-    (family, "it has learned position embeddings") for family in FAMILIES if family.name in LEARNED
-]
+REFUSED = [(family, "it has learned position embeddings") for family in FAMILIES if family.name in LEARNED]
 REFUSED += [(HYBRIDS[0], "states cannot be moved"), (BLOOM, "fails with a mask for each query, as ALiBi of masks does")]
 
 

@@ -33,6 +33,7 @@ from graph_double import FailingCapturer, TapeCapturer  # noqa: E402
 from pc.cache import CacheManager  # noqa: E402
 from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching  # noqa: E402
 from pc.integrations.huggingface.admit import PromptRequests  # noqa: E402
+from pc.integrations.huggingface.loop import Loop  # noqa: E402
 from pc.integrations.huggingface.probe import probe  # noqa: E402
 from pc.integrations.huggingface.prompts import Prompt, numbered  # noqa: E402
 from pc.integrations.huggingface.runners import graphs as graphs_module  # noqa: E402
@@ -337,11 +338,12 @@ def started(model: Any, block_size: int, *prompts: torch.Tensor) -> Iterator[tup
     install(model)
     store = Store(model, CacheOptions(64, block_size), probe(model))
     manager = store.manager
-    admitted = PromptRequests(store, ())
+    admitted, config = PromptRequests(store, ()), transformers.GenerationConfig()
+    loop = Loop(model.generate, "sample", model, prompts[0], config, {"stopping_criteria": []}, {}, False)
     rows = [Prompt(numbered(), ids[0].numpy(), 0, [0]) for ids in prompts]
-    requests = PackedRows(admitted, PackedModel(model, store.storage), DecodeSteps(True, pytest.fail), rows)
+    requests = PackedRows(admitted, loop, DecodeSteps(True, pytest.fail), rows, pytest.fail)
     with torch.no_grad():
-        requests.prefill()
+        requests.read_prompts()
         yield manager, requests
     requests.close()
     manager.check()
