@@ -756,22 +756,6 @@ def test_global_random_state_is_left_alone(model: Any) -> None:
         assert torch.equal(torch.random.get_rng_state(), state)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"block_size": 0}, ValueError, "block_size: got 0, needs at least 1"),
-        ({"block_size": 16.0}, TypeError, "block_size: got float"),
-        ({"num_blocks": 0}, ValueError, "num_blocks: got 0"),
-        ({"num_blocks": "many"}, TypeError, "num_blocks: got str"),
-        ({"policy": "nonsense"}, ValueError, "policy"),
-    ],
-)
-def test_bad_arguments(model: Any, arguments: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        enable_prefix_caching(model, **arguments)
-    enable_prefix_caching(model).disable()  # the failed call left nothing to disable
-
-
 def test_enabling_twice_and_what_is_no_model(model: Any, handle: PrefixCaching) -> None:
     with pytest.raises(ValueError, match="already enabled"):
         enable_prefix_caching(model)

@@ -167,24 +167,6 @@ def test_blocks_of_other_chunks_and_threads_are_not_read(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"chunk": 40}, ValueError, "chunk: got 40, needs a multiple of block_size=16"),
-        ({"chunk": 0}, ValueError, "chunk: got 0, needs at least 1"),
-        ({"chunk": 32.0}, TypeError, "chunk: got float, needs an int"),
-        ({"deterministic": 1}, TypeError, "deterministic: got int, needs a bool"),
-        ({"reuse": "anywhere"}, ValueError, 'deterministic: got True with reuse="anywhere"'),
-        ({"cuda_graphs": True}, ValueError, "deterministic: got True with cuda_graphs=True"),
-    ],
-)
-def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    model = build("llama")
-    with pytest.raises(error, match=message):
-        enable(model, **options)
-    assert "generate" not in vars(model)
-
-
-@pytest.mark.parametrize(
     ("call", "reason"),
     [
         ({"num_beams": 2}, "not in beam_search"),

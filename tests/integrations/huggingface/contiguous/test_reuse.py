@@ -17,7 +17,6 @@ from cache_cases import drop  # noqa: E402
 from generate_cases import (  # noqa: E402
     BY_NAME,
     CACHE,
-    SMALL,
     assert_nothing_held,
     assert_same,
     both,
@@ -164,30 +163,3 @@ def words(handle: Any, ids: torch.Tensor) -> Any:
     raw = b"".join(handle.manager.block_hashes("words"))
     handle.manager.free("words")
     return np.frombuffer(raw, np.uint64).reshape(-1, 4)
-
-
-def test_evicted_blocks_come_back_from_host_memory() -> None:
-    model = BY_NAME["llama"].build()
-    with enable_prefix_caching(model, num_blocks=8, host_blocks=32) as handle:
-        for _ in range(2):
-            for seed in range(4):
-                assert_same(model, input_ids=prompt(64, seed), max_new_tokens=4)
-        assert handle.stats().evictions > 0
-        assert handle.last_requests[0].cached_tokens == 63
-        assert_nothing_held(handle)
-        handle.reset()
-        assert_same(model, input_ids=prompt(64), max_new_tokens=4)
-        assert handle.last_requests[0].cached_tokens == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"reuse": "all"}, ValueError, "reuse: got 'all'"),
-        ({"host_blocks": -1}, ValueError, "host_blocks: got -1"),
-        ({"host_blocks": 1.5}, TypeError, "host_blocks: got float"),
-    ],
-)
-def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        enable_prefix_caching(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)), **arguments)

@@ -205,15 +205,6 @@ def test_threads_with_few_blocks() -> None:
         assert_nothing_held(handle)
 
 
-@pytest.mark.parametrize(
-    ("value", "error", "text"),
-    [(0, ValueError, "window_blocks: got 0"), (1.5, TypeError, "window_blocks: got float")],
-)
-def test_bad_arguments(value: Any, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        enable_prefix_caching(BY_NAME["gemma2"].build(), window_blocks=value)
-
-
 def test_prompts_are_computed_in_the_chunks_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     model, passes, update = BY_NAME["gemma2"].build(), [], layers.GrowingWindowLayer.update
 

@@ -68,8 +68,13 @@ def test_evicted_blocks_come_back(runner: str, tmp_path: Path, name: str, tiers:
             for seed in range(4):
                 assert cached(model, handle, prompt(64, seed)) == expected
             assert handle.stats().evictions > 0
+        assert handle.stats().offloaded_blocks == handle.stats().evictions
         assert cached(model, handle, torch.cat([prompt(64), prompt(20, 9)], 1)) == 64
+        with handle.salt("tenant"):
+            assert cached(model, handle, prompt(64)) == 0
         assert_nothing_held(handle)
+        handle.reset()  # empties memory but not the disk
+        assert cached(model, handle, prompt(64)) == (63 if "disk" in tiers else 0)
 
 
 @pytest.mark.parametrize("name", NAMES)
