@@ -16,7 +16,12 @@ transformers = pytest.importorskip("transformers")
 from compression_cases import ASKED, CONTEXT, QUESTION, ask, assert_dense_logits, chosen_tokens  # noqa: E402
 from generate_cases import CACHE, FAMILIES, LLAMA, Family, first_quick, plain, prompt  # noqa: E402
 
-from pc.integrations.huggingface import CompressedDocument, PrefixCaching, enable_prefix_caching  # noqa: E402
+from pc.integrations.huggingface import (  # noqa: E402
+    CompressedDocument,
+    PrefixCaching,
+    UnsupportedError,
+    enable_prefix_caching,
+)
 from pc.integrations.huggingface.compression import document as document_module  # noqa: E402
 
 REFUSED = {"mistral-window", "mpt"}
@@ -122,6 +127,21 @@ def test_only_calls_within_it_read_it(model: Any, handle: PrefixCaching) -> None
         assert torch.equal(ask(model, other).sequences, alone[1])
         assert torch.equal(model.generate(QUESTION, **ASKED).sequences, alone[0])
     assert torch.equal(model.generate(QUESTION, **ASKED).sequences, expected)
+
+
+def test_passes_of_another_model_search_the_documents_model_once(
+    model: Any, handle: PrefixCaching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document, other, searched = handle.compress(CONTEXT), LLAMA.build(), []
+    modules = type(model).modules
+    monkeypatch.setattr(type(model), "modules", lambda self: searched.append(self) or modules(self))
+    with document:
+        searched.clear()
+        for _ in range(3):
+            other(prompt(8))
+        assert [found is model for found in searched] == [True] * other.config.num_hidden_layers
+        with pytest.raises(UnsupportedError, match="only model.generate reads it"):
+            model(prompt(8))
 
 
 def test_an_interrupt_leaves_it_as_it_was(model: Any, handle: PrefixCaching) -> None:

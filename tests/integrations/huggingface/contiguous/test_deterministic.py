@@ -169,10 +169,10 @@ def test_blocks_of_other_chunks_and_threads_are_not_read(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        ({"num_beams": 2}, "not in beam_search"),
-        ({"prompt_lookup_num_tokens": 3}, "not in assisted_generation"),
-        ({"output_hidden_states": True, "return_dict_in_generate": True}, "no hidden states"),
-        ({"attention_mask": torch.tensor([[1] * 30 + [0] * 10])}, "padding on the left alone"),
+        ({"num_beams": 2}, "not beam_search"),
+        ({"prompt_lookup_num_tokens": 3}, "not assisted_generation"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "hidden states and attention weights"),
+        ({"attention_mask": torch.tensor([[1] * 30 + [0] * 10])}, "padding only on the left"),
     ],
 )
 def test_what_is_refused_falls_back(call: dict[str, Any], reason: str) -> None:
