@@ -140,7 +140,7 @@ def test_passes_of_another_model_search_the_documents_model_once(
         for _ in range(3):
             other(prompt(8))
         assert [found is model for found in searched] == [True] * other.config.num_hidden_layers
-        with pytest.raises(UnsupportedError, match="only model.generate reads it"):
+        with pytest.raises(UnsupportedError, match=r"only model\.generate reads it"):
             model(prompt(8))
 
 
