@@ -176,12 +176,17 @@ class Calls:
         Raises:
             UnsupportedError: The handle was made with fallback="raise".
         """
+        self.raise_if_asked(error)
         unsupported = unsupported_by(error)
-        if self.raises:
-            raise unsupported from (None if unsupported is error else error)
         with self._lock:
             self.fell_back[unsupported.reason] += 1
         self.warn_of_fallback(unsupported)
+
+    def raise_if_asked(self, error: Exception) -> None:
+        """Raise the UnsupportedError of a failure if the handle was made with fallback="raise"."""
+        if self.raises:
+            unsupported = unsupported_by(error)
+            raise unsupported from (None if unsupported is error else error)
 
     def warn_of_fallback(self, error: UnsupportedError) -> None:
         """Warn once for each reason why calls fall back to the model's own generate, or raise."""

@@ -115,12 +115,12 @@ class ContinuousBatching:
         self._model: weakref.ref[Any] = weakref.ref(model)
         self._num_blocks, self._policy = num_blocks, policy
         self._lock = threading.RLock()
-        self._salt = ScopedSetting(check_salt)
+        self.salt_setting = ScopedSetting(check_salt)
         self.warned: set[str] = set()
         self._epoch = 0
         self._disabled = False
         self._shared: Any = None
-        self._calls = Calls(fallback, "continuous batching over blocks", "transformers' own continuous batching")
+        self.calls = Calls(fallback, "continuous batching over blocks", "transformers' own continuous batching")
         CacheManager(1, block_size, policy=policy)  # reports a wrong policy before the model is probed
         try:
             look()
@@ -129,11 +129,10 @@ class ContinuousBatching:
         except UnsupportedError:
             raise
         except Exception as error:
+            self.calls.raise_if_asked(error)
             failure = unsupported_by(error)
-            if self._calls.raises:
-                raise failure from error
             self._shared, self._failure = None, failure
-            self._calls.warn_of_fallback(failure)
+            self.calls.warn_of_fallback(failure)
 
     def _set_up(self, model: Any) -> None:
         """Probe the model in its current state, and make empty blocks for it unless the existing ones fit.
@@ -178,7 +177,7 @@ class ContinuousBatching:
 
         A request counts once, also if it waited for room or for another request that computed its prefix.
         """
-        return self._calls.stats(self._shared)
+        return self.calls.stats(self._shared)
 
     def salt(self, salt: Any) -> AbstractContextManager[None]:
         """Return a context in which requests of this thread share blocks only with requests of the same salt.
@@ -189,7 +188,7 @@ class ContinuousBatching:
         Raises:
             TypeError: `salt` is None or of another type.
         """
-        return self._salt.within(salt)
+        return self.salt_setting.within(salt)
 
     def reset(self) -> None:
         """Let later requests share nothing with earlier ones, whose blocks are evicted when room is needed."""
@@ -226,10 +225,10 @@ class ContinuousBatching:
         try:
             return self._session(model, *given)
         except Exception as error:
-            self.may_fall_back(error)
+            self.calls.raise_if_asked(error)
             alone = unshared(model, generation_config, continuous_batching_config)
             made = type(model).init_continuous_batching(model, generation_config, alone, workload_hints)
-            self.fell_back(error)
+            self.calls.fall_back(error)
             return made
 
     def _session(self, model: Any, generation_config: Any, continuous_batching_config: Any, hints: Any) -> Any:
@@ -249,23 +248,6 @@ class ContinuousBatching:
         return Session(self, model, generation_config, settings or ContinuousBatchingConfig(), hints)
 
     # The interface for sessions.
-
-    def may_fall_back(self, error: Exception) -> None:
-        """Raise an UnsupportedError with this reason if the handle was made with fallback="raise"."""
-        if self._calls.raises:
-            raise unsupported_by(error) from error
-
-    def fell_back(self, error: Exception) -> None:
-        """Count a manager that is transformers' own because of a failure, and warn of the reason once."""
-        self._calls.fall_back(error)
-
-    def served(self) -> None:
-        """Count a manager that has started over blocks."""
-        self._calls.serve()
-
-    def current_salt(self) -> Any:
-        """Return the salt of the calling thread."""
-        return self._salt.current
 
     def shared(self, model: Any) -> SharedStore:
         """Return the blocks for the model in its current state. A changed model is probed again.

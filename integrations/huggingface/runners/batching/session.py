@@ -31,6 +31,7 @@ from ...api import (
     without_masks,
 )
 from ...calls import UnsupportedError, callers_level
+from ...settings import ScopedSetting
 from ...support import rope_keys
 from ..packed import PagedCache, pack, run
 from .blocks import ScheduledBlocks
@@ -73,7 +74,7 @@ class RequestQueue(queue.Queue):  # type: ignore[type-arg]
     def __init__(
         self,
         maxsize: int,
-        salt: Callable[[], Any],
+        salt: ScopedSetting,
         check: Callable[[Any], str | None],
         fail: Callable[[Any, Exception], None],
     ) -> None:
@@ -83,7 +84,7 @@ class RequestQueue(queue.Queue):  # type: ignore[type-arg]
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         """Give a request the salt of its thread and queue it."""
-        item.__class__, item.salt = SaltedState, self._salt()
+        item.__class__, item.salt = SaltedState, self._salt.current
         super().put(item, block, timeout)
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
@@ -205,7 +206,7 @@ class Session(BatchManager):  # type: ignore[misc]
         resolved = self.continuous_batching_config
         resolved.varlen_compile_config = resolved.decode_compile_config = None
         self.input_queue = RequestQueue(
-            resolved.max_queue_size, handle.current_salt, self._refusal, self.output_router.fail_and_deliver
+            resolved.max_queue_size, handle.salt_setting, self._refusal, self.output_router.fail_and_deliver
         )
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
@@ -229,7 +230,7 @@ class Session(BatchManager):  # type: ignore[misc]
         if self.batch_processor is None:
             self.batch_processor = self.make_processor()
         if isinstance(self, Session):
-            self._handle.served()
+            self._handle.calls.serve()
 
     def _fall_back(self, error: Exception) -> None:
         """Become a manager of transformers' own, which also serves the requests queued so far.
@@ -237,9 +238,9 @@ class Session(BatchManager):  # type: ignore[misc]
         Raises:
             UnsupportedError: The handle was made with fallback="raise".
         """
-        self._handle.may_fall_back(error)
+        self._handle.calls.raise_if_asked(error)
         become_plain(self, *self._given)
-        self._handle.fell_back(error)
+        self._handle.calls.fall_back(error)
 
     def _refusal(self, state: Any) -> str | None:
         """Return why a request cannot be served, or None. The loop's thread calls this."""
