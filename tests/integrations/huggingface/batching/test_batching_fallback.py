@@ -25,7 +25,7 @@ ENABLING = {
     "check": (enable, "check_batching"),
     "probe": (enable, "probe_packed"),
     "windows": (enable, "layer_windows"),
-    "blocks": (enable.ContinuousBatching, "_empty"),
+    "blocks": (enable, "SharedStore"),
     "identity": (enable, "Identity"),
 }
 BEGINNING = {
