@@ -446,7 +446,7 @@ def test_a_hook_that_evicts_from_long_caches(most: int, deterministic: bool) -> 
         model.generate(prompt(30, 1), max_new_tokens=4)
         assert changed_models.differing(model, max_new_tokens=20) == []
         assert handle.stats().held_blocks == 0
-        assert any("takes tokens from its cache" in reason for reason in handle.stats().calls_handed_back)
+        assert any("removes tokens from its cache" in reason for reason in handle.stats().calls_handed_back)
 
 
 # transformers: users keep `[(l.keys, l.values) ...]` of a returned cache as a snapshot, and continue with the cache.
