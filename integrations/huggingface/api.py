@@ -21,13 +21,42 @@ import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from .. import seam
 from ..tested import TESTED, release
 from .calls import UnsupportedError, callers_level, refuse_if
+
+if TYPE_CHECKING:
+    from transformers import AttentionInterface as AttentionInterface
+    from transformers import DynamicCache as DynamicCache
+    from transformers import GenerationMixin as GenerationMixin
+    from transformers import StoppingCriteriaList as StoppingCriteriaList
+    from transformers import StopStringCriteria as StopStringCriteria
+    from transformers.cache_utils import Cache as Cache
+    from transformers.cache_utils import CacheLayerMixin as CacheLayerMixin
+    from transformers.cache_utils import DummyLayer as DummyLayer
+    from transformers.cache_utils import DynamicIndexedLayer as DynamicIndexedLayer
+    from transformers.cache_utils import DynamicLayer as DynamicLayer
+    from transformers.cache_utils import DynamicSlidingWindowLayer as DynamicSlidingWindowLayer
+    from transformers.cache_utils import LinearAttentionAndFullAttentionLayer as LinearAttentionAndFullAttentionLayer
+    from transformers.cache_utils import (
+        LinearAttentionAndSlidingWindowAttentionLayer as LinearAttentionAndSlidingWindowAttentionLayer,
+    )
+    from transformers.cache_utils import LinearAttentionCacheLayerMixin as LinearAttentionCacheLayerMixin
+    from transformers.cache_utils import LinearAttentionLayer as LinearAttentionLayer
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig as ContinuousBatchingConfig
+    from transformers.generation.continuous_batching.initialization import (
+        update_cb_config_after_cache_creation as update_cb_config_after_cache_creation,
+    )
+    from transformers.generation.continuous_batching.offloading_manager import OffloadingManager as OffloadingManager
+    from transformers.generation.continuous_batching.requests import RequestState as RequestState
+    from transformers.modeling_outputs import CausalLMOutputWithPast as CausalLMOutputWithPast
+
+    BatchManager: TypeAlias = Any
+    BatchProcessor: TypeAlias = Any
 
 CACHING = "prefix caching"
 ASSISTED = "assisted decoding"

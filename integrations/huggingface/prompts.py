@@ -223,7 +223,7 @@ class Prompt:
     blocks: RequestBlocks = field(init=False)  # the blocks of its request
     branches: dict[int, RequestBlocks] = field(default_factory=dict)  # by row: forks for different answers
     hit: Hit = field(default_factory=Hit)
-    hidden: list[torch.Tensor] = field(default_factory=list)  # by layer: those of its first tokens, if asked for
+    hidden: Sequence[torch.Tensor] = ()  # by layer: those of its first tokens, if asked for
 
     @property
     def waits(self) -> bool:

@@ -209,7 +209,7 @@ class PackedRows(ModelInLoop):
 
     def _hold(self, row: Prompt) -> int:
         """Allocate the blocks of a row's next chunk and return its end."""
-        end = min(len(row.tokens), max(row.blocks.length, row.hit.cached) + self._chunk)
+        end: int = min(len(row.tokens), max(row.blocks.length, row.hit.cached) + self._chunk)
         if not row.blocks.hold(row.tokens[row.blocks.held : end]) and row.blocks.full is not None:
             raise row.blocks.full
         return end

@@ -142,7 +142,8 @@ class ScheduledBlocks:
         rows, copies = self._rows, self._copies
         self._rows, self._copies = [], []
         spans = [
-            Span(prompt.request_id, prompt.blocks.tables, *rest, written=prompt.blocks.known) for prompt, *rest in rows
+            Span(prompt.request_id, prompt.blocks.tables, start, length, prompt.blocks.known)
+            for prompt, start, length in rows
         ]
         return spans, copies
 
