@@ -190,59 +190,34 @@ def _compacted_heads(call: AttentionCall, copies: bool) -> Run:
 
 
 def _flex(call: AttentionCall, compile: bool = True) -> Run:
-    """Prepare FlexAttention over the cache as one sequence of slots, with a block mask in physical blocks."""
-    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+    """Prepare FlexAttention over the cache, with the page tables that PyTorch has for it."""
+    from torch.nn.attention.experimental._paged_attention import PagedAttention
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     case, device, size = call.case, call.query.device, call.case.block_size
     if case.sinks or case.cache_dtype or case.shared or case.kept < 1:
         raise UnsupportedError("attention sinks, quantized cache, shared blocks or blocks of each head's own")
     if len(set(case.q_lens)) != 1:
         raise UnsupportedError("sequences of unequal query length")
-    batch, q_len, q_block = len(case.q_lens), case.q_lens[0], 128
-    tables = call.block_tables.cpu().numpy()
-    num_blocks, q_blocks = call.key_cache.shape[0], -(-q_len // q_block)
-    # As wide as the cache, since a mask must span all the keys it is given.
-    part, full = (np.zeros((batch, 1, q_blocks, num_blocks), dtype=np.int32) for _ in range(2))
-    part_n, full_n = (np.zeros((batch, 1, q_blocks), dtype=np.int32) for _ in range(2))
-    # Blocks of others lie past the end, since what is not compiled evaluates the predicate alone.
-    logical = np.full((batch, num_blocks), tables.shape[1], dtype=np.int32)
-    positions = np.stack([case.positions(i) for i in range(batch)])
-    for i in range(batch):
-        held = np.flatnonzero(tables[i] >= 0)
-        logical[i, tables[i][held]] = held
-        for j in range(q_blocks):
-            p = positions[i, j * q_block : (j + 1) * q_block]
-            edges = held * size
-            low = p - case.window + 1 if case.window else np.zeros_like(p)
-            reach = (edges <= p[-1]) & ((edges + size > low[0]) | (edges < case.num_sink_tokens))
-            whole = reach & (edges + size - 1 <= p[0]) & (edges >= low[-1])
-            whole &= edges + size <= case.seq_lens[i]
-            for kind, numbers, counts in ((whole, full, full_n), (reach & ~whole, part, part_n)):
-                chosen = tables[i][held[kind]]
-                numbers[i, 0, j, : len(chosen)] = chosen
-                counts[i, 0, j] = len(chosen)
-    on = lambda array: torch.from_numpy(array).to(device)  # noqa: E731
-    logical_t, positions_t, lens = on(logical), on(positions), call.seq_lens
+    if call.key_cache.stride(1) != case.heads[1] * case.head_dim:
+        raise UnsupportedError("head-major caches")
+    batch, q_len, tables = len(case.q_lens), case.q_lens[0], call.block_tables.long()
+    held = tables >= 0
+    paged = PagedAttention(call.key_cache.shape[0], size, batch, device)
+    paged.page_table[:, : tables.shape[1]] = tables
+    sequences, logical = held.nonzero(as_tuple=True)
+    paged.physical_to_logical[sequences, tables[held]] = logical
+    positions = torch.from_numpy(np.stack([case.positions(i) for i in range(batch)])).to(device)
 
-    def visible(b: Any, h: Any, q: Any, slot: Any) -> Any:
-        t, p = logical_t[b, slot // size] * size + slot % size, positions_t[b, q]
-        mask = (t <= p) & (t < lens[b])
+    def visible(b: Any, h: Any, q: Any, t: Any) -> Any:
+        p = positions[b, q]
+        mask = (t <= p) & held[b, t // size]
         if case.window:
             mask = mask & ((t > p - case.window) | (t < case.num_sink_tokens))
         return mask
 
-    mask = BlockMask.from_kv_blocks(
-        on(part_n),
-        on(part),
-        on(full_n),
-        on(full),
-        BLOCK_SIZE=(q_block, size),
-        mask_mod=visible,
-        seq_lengths=(q_len, num_blocks * size),
-        compute_q_blocks=False,
-    )
-    if call.key_cache.stride(1) != case.heads[1] * case.head_dim:
-        raise UnsupportedError("head-major caches")
+    whole = create_block_mask(visible, batch, None, q_len, tables.shape[1] * size, device, (128, size))
+    mask = paged.convert_logical_block_mask(whole, kv_len=call.seq_lens)
     keys, values = (c.flatten(0, 1).transpose(0, 1)[None] for c in (call.key_cache, call.value_cache))
     query = call.query.view(batch, q_len, *call.query.shape[1:]).transpose(1, 2)
     attend = _compiled_flex() if compile else flex_attention
