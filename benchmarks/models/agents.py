@@ -182,9 +182,9 @@ def lost(model: Any, prompts: list[list[int]]) -> dict[str, str]:
 
     workload = Workload("agents", 4 * max(map(len, prompts)), (lambda turn, answers: prompts[turn], len(prompts)))
     exact = run(model, workload, None, None)
-    told = run(model, workload, RECOMPUTE, exact)
-    first = [one.logits[0].argmax() == want.logits[0].argmax() for one, want in zip(told, exact, strict=True)][1:]
-    found = row(workload, told, exact, "anywhere", "")
+    moved = run(model, workload, RECOMPUTE, exact)
+    first = [one.logits[0].argmax() == want.logits[0].argmax() for one, want in zip(moved, exact, strict=True)][1:]
+    found = row(workload, moved, exact, "anywhere", "")
     return {"sampled_prompts": str(len(first)), "kl": found["kl"], "first_equal": f"{np.mean(first):.3f}"}
 
 

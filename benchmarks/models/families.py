@@ -217,7 +217,7 @@ def run_class(name: str) -> dict[str, Any]:
     if not counts:
         return result(name, "not built", why="a token of the prompt does not change what follows")
     reused = 0
-    with noted() as told:
+    with noted() as cached:
         handle = enable_prefix_caching(model, num_blocks=64)
         for _ in range(2):
             for call, expected in zip(calls, want, strict=True):
@@ -226,7 +226,7 @@ def run_class(name: str) -> dict[str, Any]:
                     reused = handle.last_requests[0].cached_tokens
                 if not torch.equal(got, expected):
                     return result(name, "different", reused)
-    stats, more = handle.stats(), len(told - plain)
+    stats, more = handle.stats(), len(cached - plain)
     if handle.unsupported or stats.calls_handed_back:
         why = handle.unsupported or ", ".join(stats.calls_handed_back)
         return result(name, "falls back", why=why, warned=more)

@@ -22,7 +22,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,23 +33,22 @@ from .load import NAME, trained_model, trained_tokenizer
 ANSWER, TURNS = 8, 20
 
 
-@dataclass
-class Told:
-    """A way's result for one prompt."""
+class Outcome(NamedTuple):
+    """The outcome of one prompt."""
 
     prompt: int
+    """Tokens of the prompt."""
     answer: list[int]
     logits: torch.Tensor
     wall: float
     cpu: float
     computed: int
-    moved: int = 0
-    repaired: int = 0
+    moved: int
 
 
 @dataclass
 class Workload:
-    """A function of a turn and of what the model said before, which gives the prompt, and how many turns there are."""
+    """A function from a turn and the answers so far to a prompt, and the number of turns."""
 
     name: str
     size: int
@@ -131,7 +130,7 @@ class Said:
         return scores
 
 
-def ask(model: Any, ids: list[int], answer: list[int] | None, handle: Any = None) -> Told:
+def ask(model: Any, ids: list[int], answer: list[int] | None, handle: Any = None) -> Outcome:
     """Send one prompt through generate."""
     said, begin = Said(answer), (time.perf_counter(), time.process_time())
     got = model.generate(
@@ -145,46 +144,44 @@ def ask(model: Any, ids: list[int], answer: list[int] | None, handle: Any = None
         return_dict_in_generate=True,
     )
     report = handle.last_requests[0] if handle is not None else None
-    known = report.cached_tokens + report.moved_tokens - report.repaired_tokens if report else 0
+    moved = report.moved_tokens if report else 0
+    known = report.cached_tokens + moved - report.repaired_tokens if report else 0
     wall, cpu = (after - before for after, before in zip(said.first, begin, strict=True))
     logits = torch.cat(list(got.logits)).log_softmax(-1)
-    told = Told(len(ids), got.sequences[0, len(ids) :].tolist(), logits, wall, cpu, len(ids) - known)
-    if report:
-        told.moved, told.repaired = report.moved_tokens, report.repaired_tokens
-    return told
+    return Outcome(len(ids), got.sequences[0, len(ids) :].tolist(), logits, wall, cpu, len(ids) - known, moved)
 
 
-def run(model: Any, workload: Workload, share: float | None, exact: list[Told] | None) -> list[Told]:
+def run(model: Any, workload: Workload, share: float | None, exact: list[Outcome] | None) -> list[Outcome]:
     """Send all prompts of a workload; `share` None: exact prefix caching."""
     from pc.integrations.huggingface import enable_prefix_caching
 
     options = {} if share is None else {"reuse": "anywhere", "recompute": share}
     prompt, count = workload.prompts
-    told: list[Told] = []
+    found: list[Outcome] = []
     with enable_prefix_caching(model, num_blocks=40 * workload.size // 16 // 4, **options) as handle:
         for turn in range(count):
-            answers = [one.answer for one in (exact or told)]
-            told.append(ask(model, prompt(turn, answers), exact[turn].answer if exact else None, handle))
-    return told
+            answers = [one.answer for one in (exact or found)]
+            found.append(ask(model, prompt(turn, answers), exact[turn].answer if exact else None, handle))
+    return found
 
 
-def row(workload: Workload, told: list[Told], exact: list[Told], way: str, share: str) -> dict[str, str]:
+def row(workload: Workload, found: list[Outcome], exact: list[Outcome], way: str, share: str) -> dict[str, str]:
     """Return the row of a way over all prompts that count."""
-    told, exact = told[workload.skipped :], exact[workload.skipped :]
+    found, exact = found[workload.skipped :], exact[workload.skipped :]
     kl = same = tokens = answers = 0.0
-    for one, want in zip(told, exact, strict=True):
+    for one, want in zip(found, exact, strict=True):
         kl += (want.logits.exp() * (want.logits - one.logits)).double().sum().item()
         equal = one.logits.argmax(-1) == want.logits.argmax(-1)
         same, tokens, answers = same + equal.sum().item(), tokens + len(equal), answers + bool(equal.all())
-    wall, cpu = (over(*((getattr(one, of) for one in both) for both in (told, exact))) for of in ("wall", "cpu"))
+    wall, cpu = (over(*((getattr(one, of) for one in both) for both in (found, exact))) for of in ("wall", "cpu"))
     return {
         "workload": workload.name, "size": str(workload.size), "way": way, "recompute": share,
-        "prompts": str(len(told)),
-        "prompt_tokens": f"{statistics.mean(one.prompt for one in told):.0f}",
-        "computed_tokens": f"{statistics.mean(one.computed for one in told):.0f}",
-        "moved_tokens": f"{statistics.mean(one.moved for one in told):.0f}",
-        "ttft_s": f"{statistics.median(one.wall for one in told):.3f}",
-        "ttft_cpu_s": f"{statistics.median(one.cpu for one in told):.3f}",
+        "prompts": str(len(found)),
+        "prompt_tokens": f"{statistics.mean(one.prompt for one in found):.0f}",
+        "computed_tokens": f"{statistics.mean(one.computed for one in found):.0f}",
+        "moved_tokens": f"{statistics.mean(one.moved for one in found):.0f}",
+        "ttft_s": f"{statistics.median(one.wall for one in found):.3f}",
+        "ttft_cpu_s": f"{statistics.median(one.cpu for one in found):.3f}",
         "over_prefix": f"{wall:.3f}", "over_prefix_cpu": f"{cpu:.3f}",
         "kl": f"{max(kl, 0) / tokens:.3g}", "same_top1": f"{same / tokens:.4f}",
         "answers": f"{answers:.0f}", "tokens": f"{tokens:.0f}", "model": NAME, "dtype": "float32",

@@ -36,8 +36,8 @@ def render_judges(page: Path) -> str:
         counts = (f"{total:,}", f"{_count(rows, 'passed'):,}", f"{_count(rows, 'failed'):,}")
         lines.append((TITLES[judge], rows[0]["package"].partition("==")[2], *counts, reasons))
     heads = ("tests", "version", "cases", "passed", "failed", "left out")
-    told = f"\nWith which seed and when: [rows]({link(page, results(*SOURCE))})."
-    return "\n".join((*table(heads, "llrrrl", lines), told))
+    said = f"\nWith which seed and when: [rows]({link(page, results(*SOURCE))})."
+    return "\n".join((*table(heads, "llrrrl", lines), said))
 
 
 def render_judges_summary(page: Path) -> str:
