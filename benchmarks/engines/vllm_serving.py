@@ -28,14 +28,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from pc.cache.replay import Trace, hints_of, load_trace, replay
 from pc.demo import _models
 from pc.integrations.hints import retention_hints
 
 from ..harness.experiment import Experiment, option
 from ..harness.timing import by_turns, over
+from ..models.agents import block_ids
 from ..models.load import trained_tokenizer
 from .vllm_server import MODEL, Server, serving_all
 
@@ -167,14 +166,8 @@ def drive(server: Server, scripts: Sequence[deque[Ask]], hinted: bool) -> list[S
 
 def predict(sent: Sequence[Sent], policy: str, hinted: bool, num_blocks: int, block_size: int) -> float:
     """Return the share of prompt tokens that `pc replay` hits."""
-    known: dict[tuple[int, tuple[int, ...]], int] = {}
-    requests = []
-    for each in sent:
-        tokens, prefix, ids = (each.prompt + each.answer)[:-1], -1, []  # the last token is never computed
-        for start in range(0, len(tokens) - block_size + 1, block_size):
-            prefix = known.setdefault((prefix, tuple(tokens[start : start + block_size])), len(known))
-            ids.append(prefix)
-        requests.append(np.array(ids, np.int64))
+    tokens = [(each.prompt + each.answer)[:-1] for each in sent]  # the last token is never computed
+    requests = block_ids((own[: len(own) // block_size * block_size] for own in tokens), block_size)
     trace = Trace("sent", block_size, requests, [OUTPUT] * len(sent), [each.at for each in sent])
     hints = [each.goes_on for each in sent] if hinted else "none"
     found = replay(trace, "lru" if policy == "vllm" else policy, num_blocks - 1, hints=hints)  # vLLM's null block

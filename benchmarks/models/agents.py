@@ -27,13 +27,14 @@ import gzip
 import heapq
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import pc
+from pc.cache.replay.traces import prefix_ids
 
 from ..harness.experiment import Experiment, option
 from .load import NAME, trained_model, trained_tokenizer
@@ -153,17 +154,20 @@ def count(requests: list[tuple[list[int], list[int]]], way: str, num_blocks: int
     return asked, computed, moved
 
 
+def block_ids(prompts: Iterable[list[int]], size: int) -> list[np.ndarray]:
+    """Return, for each prompt, an id for each prefix of blocks of `size` tokens; the last block may be shorter."""
+    known: dict[tuple[int, ...], int] = {}
+    blocks = [[tuple(tokens[at : at + size]) for at in range(0, len(tokens), size)] for tokens in prompts]
+    return prefix_ids([np.array([known.setdefault(block, len(known)) for block in row], np.int64) for row in blocks])
+
+
 def write_hashed(path: Path, requests: list[tuple[list[int], list[int]]]) -> None:
-    """Write the requests for `pc replay`, a second apart, with an id for each prefix of whole blocks."""
-    numbers: dict[tuple[int, ...], int] = {}
+    """Write the requests for `pc replay`, a second apart, with an id for each prefix of blocks."""
+    hashed = block_ids((prompt for prompt, _ in requests), BLOCK)
     with path.open("w", encoding="utf-8") as file:
-        for second, (prompt, answer) in enumerate(requests):
-            before, ids = -1, []
-            for at in range(0, len(prompt), BLOCK):
-                before = numbers.setdefault((before, *prompt[at : at + BLOCK]), len(numbers))
-                ids.append(before)
+        for second, ((prompt, answer), ids) in enumerate(zip(requests, hashed, strict=True)):
             row = {"timestamp": 1000 * second, "input_length": len(prompt), "output_length": max(len(answer), 1)}
-            file.write(json.dumps(row | {"hash_ids": ids}) + "\n")
+            file.write(json.dumps(row | {"hash_ids": ids.tolist()}) + "\n")
 
 
 def count_unique(requests: list[tuple[list[int], list[int]]], num_blocks: int) -> int:
