@@ -33,7 +33,7 @@ def allocate(
     size, num_tokens, pool = state.block_size, len(tokens), state.pools[0]
     chain = Chain(state.hasher, keys)
     digests = chain.extend(tokens, num_tokens // size)
-    request = Request(tokens, chain, digests, keys, priority, ttl)
+    request = Request(tokens, chain, digests, keys, priority, ttl, num_tokens)
     if state.prefix_only and reuse != "gap":
         hit = find_prefix(pool.table.leading(digests), num_tokens, wanted, size)
     else:
@@ -94,20 +94,25 @@ def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit)
     if hit.borrowed.size:
         request.keep_replaced(0, hit.borrowed)
     known = hit.cached if not hit.moved else [*hit.cached, *[(run.start, run.end) for run in hit.moved]]
-    return state.allocation(
+    allocation = state.allocation(
         [*map(np.ndarray.copy, tables)],
-        first_block=0,
-        block_size=size,
+        _first_block=0,
+        _block_size=size,
         cached_spans=hit.cached,
         compute_spans=complement(known, hit.num_tokens),
-        written=hit.written,
-        copies=_copy_beginning(state, request, hit) if hit.copied else None,
+        _written=hit.written,
+        _copies=_copy_beginning(state, request, hit) if hit.copied else None,
         wait_for=state.start_writing(request_id, request, hit.blocks),
-        loads=_load(state, hit) if hit.loads else None,
+        _loads=_load(state, hit) if hit.loads else None,
         junction=hit.attention_hit,
-        moved=hit.moved,
         approximate_from=approximate_from(request.keys) if request.keys.placed else None,
     )
+    for start, end in hit.cached:
+        allocation.num_cached_tokens += end - start
+    for span in hit.moved:
+        targets = allocation.slots_at(np.arange(span.start, span.end))
+        allocation.moved.append(span._replace(targets=targets))
+    return allocation
 
 
 def _copy_beginning(state: ManagerState, request: Request, hit: Hit) -> list[Pairs]:

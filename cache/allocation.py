@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import TypeVar
 
-from ..triton_ops._core.checks import check_share
 from .runs import Run, Slots, Span, slot_runs, slots_of_runs
 from .table import Ids
 
@@ -49,6 +48,7 @@ class MovedSpan(NamedTuple):
     targets: Slots
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class BaseAllocation:
     """Blocks for some tokens of a request, and the spans to compute, for any number of groups.
 
@@ -66,42 +66,21 @@ class BaseAllocation:
         approximate_from: The first position whose block holds moved KV or is behind moved KV; None if all KV is exact.
     """
 
-    __slots__ = (
-        *("_block_size", "_copies", "_first_block", "_loads", "_new_block", "_slots", "_tables", "_written"),
-        *("approximate_from", "cached_spans", "compute_spans", "junction", "moved", "num_cached_tokens", "wait_for"),
-    )
-
-    def __init__(
-        self,
-        tables: list[Ids],
-        first_block: int,
-        block_size: int,
-        cached_spans: list[Span],
-        compute_spans: list[Span],
-        written: bool = False,
-        copies: list[Pairs] | None = None,
-        wait_for: Hashable = None,
-        new_block: int = 0,
-        loads: list[Pairs] | None = None,
-        junction: int | None = None,
-        moved: Sequence[MovedSpan] = (),
-        approximate_from: int | None = None,
-    ) -> None:
-        self._tables = tables
-        self._first_block, self._new_block, self._block_size = first_block, new_block, block_size
-        self._written = written
-        self._slots: list[Slots] | None = None
-        self._copies, self._loads = copies, loads
-        self.cached_spans, self.compute_spans = cached_spans, compute_spans
-        self.num_cached_tokens = 0
-        for start, end in cached_spans:
-            self.num_cached_tokens += end - start
-        self.wait_for = wait_for
-        self.junction = junction
-        self.moved: list[MovedSpan] = []
-        if moved:
-            self.moved = [span._replace(targets=self.slots_at(np.arange(span.start, span.end))) for span in moved]
-        self.approximate_from = approximate_from
+    _tables: list[Ids]
+    _first_block: int
+    _block_size: int
+    cached_spans: list[Span]
+    compute_spans: list[Span]
+    _written: bool = False
+    _copies: list[Pairs] | None = None
+    wait_for: Hashable = None
+    _new_block: int = 0
+    _loads: list[Pairs] | None = None
+    junction: int | None = None
+    approximate_from: int | None = None
+    moved: list[MovedSpan] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    _slots: list[Slots] | None = None
 
     def recompute_moved(self, fraction: float) -> Slots:
         """Return the moved tokens to compute again, behind the text that is before them now: the first of each span.
@@ -126,14 +105,9 @@ class BaseAllocation:
             >>> allocation.compute_spans, allocation.recompute_moved(0.25).tolist()
             ([(0, 1), (13, 14)], [1, 2, 3])
         """
-        fraction = check_share("fraction", fraction)
-        lengths = sorted([span.end - span.start for span in self.moved])
-        left, each = round(fraction * sum(lengths)), 0
-        for at, length in enumerate(lengths):
-            each = max(each, min(length, -(-left // (len(lengths) - at))))
-            left -= min(length, each)
-        chosen = [np.arange(span.start, min(span.start + each, span.end)) for span in self.moved]
-        return np.concatenate(chosen) if chosen else np.empty(0, np.int64)
+        from .reuse.moved import first_tokens
+
+        return first_tokens(self.moved, fraction)
 
     def slots_at(self, positions: npt.NDArray[Any], group: int = 0) -> Slots:
         """Return the slots of tokens at these positions, computed, cached or moved: [n] int64."""

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import numpy as np
 
 from .allocation import AppendedTokens, BaseAllocation, Pairs
-from .pool import BlockPool, OutOfBlocks
+from .pool import OutOfBlocks
 from .request import Request
 from .state import ManagerState
 from .table import Ids
-
-
-class Growth(NamedTuple):
-    """A request that grows to `end` tokens.
-
-    Windowed groups release the blocks that only queries before `position` read.
-    """
-
-    request: Request
-    end: int
-    position: int
 
 
 def append(state: ManagerState, request_id: Hashable, new: array[int]) -> BaseAllocation:
@@ -33,18 +22,10 @@ def append(state: ManagerState, request_id: Hashable, new: array[int]) -> BaseAl
     pending, start, old_blocks = request.pending, len(request.tokens), request.num_blocks
     if pending and new[: len(pending)] != pending[: len(new)]:
         raise ValueError("token_ids: got tokens that are not the next ones of the prompt, needs those")
-    end = start + len(new)
-    more, copies = -(-end // size) - old_blocks, None
-    if more > 0 or pending or (request.check_tail and end > start):
-        if state.prefix_only and not request.check_tail:
-            state.pools[0].check_available(more)
-            state.begin(request)
-            if more > 0:
-                _take(state, request, 0, old_blocks + more)
-                request.num_blocks = old_blocks + more
-        else:
-            position = min(request.committed, request.computed, max(request.length - 1, end - 1))
-            copies = _grow(state, Growth(request, end, position))
+    end, copies = start + len(new), None
+    if -(-end // size) > old_blocks or pending or (request.check_tail and end > start):
+        _make_room(state, [(request, end)])
+        copies = _grow(state, request, end)
         if pending:
             request.pending = pending[len(new) :] or None
     first, num_blocks = start // size, request.num_blocks
@@ -52,14 +33,6 @@ def append(state: ManagerState, request_id: Hashable, new: array[int]) -> BaseAl
     allocation = state.allocation(tables, first, size, [], spans, False, copies, None, old_blocks)
     request.tokens.extend(new)  # last, because without new blocks this is the only change
     return allocation
-
-
-def _take(state: ManagerState, request: Request, group: int, num_blocks: int) -> None:
-    """Allocate fresh blocks for a group's table, up to `num_blocks`. The request does not count them yet."""
-    pool, old = state.pools[group], request.num_blocks
-    ids = pool.take(np.arange(old + 1, num_blocks + 1, dtype=np.int32))
-    request.grown_table(group, num_blocks)[old:num_blocks] = ids
-    pool.hinted(ids, request.priority, request.ttl)
 
 
 def append_each(state: ManagerState, request_ids: Sequence[Hashable], new: array[int]) -> AppendedTokens[Any, Any]:
@@ -99,20 +72,15 @@ def _grow_each(
     state: ManagerState, slow: list[Request], growing: tuple[Sequence[Request], Sequence[int]]
 ) -> list[Pairs]:
     """Allocate the blocks that some growing requests need for one more token each; return the copies of each group."""
+    growths = [(request, len(request.tokens) + 1) for request in slow]
+    _make_room(state, growths, growing)
     copies: list[Pairs] = [[] for _ in state.pools]
     if state.prefix_only and not any(request.check_tail for request in slow):
-        full = [request for request in slow if len(request.tokens) % state.block_size == 0]
-        state.pools[0].check_available(len(full))
-        state.begin(*slow, growing=growing)
-        if full:
+        if full := [request for request in slow if len(request.tokens) % state.block_size == 0]:
             _take_one_each(state, full)
     else:
-        # Every token so far has been computed, committed or not.
-        growths = [Growth(r, len(r.tokens) + 1, min(r.committed, max(r.length - 1, len(r.tokens)))) for r in slow]
-        _check_room(state, growths)
-        state.begin(*slow, growing=growing)
-        for growth in growths:
-            for pairs, further in zip(copies, _apply(state, growth), strict=True):
+        for request, end in growths:
+            for pairs, further in zip(copies, _grow(state, request, end), strict=True):
                 pairs += further
     for request in slow:
         if request.pending:
@@ -132,25 +100,38 @@ def _take_one_each(state: ManagerState, requests: Sequence[Request]) -> None:
             pool.hinted(ids[i : i + 1], request.priority, request.ttl)
 
 
-def _check_room(state: ManagerState, growths: Iterable[Growth]) -> None:
-    """Raise OutOfBlocks if there are too few blocks for all requests together. Change nothing."""
+def _make_room(
+    state: ManagerState,
+    growths: Sequence[tuple[Request, int]],
+    growing: tuple[Sequence[Request], Sequence[int]] = ((), ()),
+) -> None:
+    """Call `begin` for requests that grow to so many tokens each, and release the blocks that leave their windows.
+
+    Raises:
+        OutOfBlocks: There are too few blocks for all of them together. Nothing has changed.
+    """
     size = state.block_size
+    more = sum([-(-end // size) - request.num_blocks for request, end in growths])
+    seen = [request for request, _ in growths if request.check_tail]
+    last = [(r, min(r.committed, r.computed, max(r.length, end) - 1)) for r, end in growths if not state.prefix_only]
     for group, (pool, spec) in enumerate(zip(state.pools, state.groups, strict=True)):
-        available, taken, dropped = pool.available, 0, Counter[int]()
-        for request, end, position in growths:
-            more = -(-end // size) - request.num_blocks
-            if more > 0 and not state.prefix_only:
-                for block in state.behind_window(request, group, position)[2].tolist():
-                    dropped[block] += 1
-                    available += pool.ref_count.item(block) == dropped[block]
-            if not spec.holds_states:
-                taken += more
-            tail = _seen_tail(state, request, group)
-            if tail >= 0 and _is_shared(pool, tail, dropped[tail]):
-                taken += 1
-                dropped[tail] += not state.offloading  # see `_replace_shared`
-            if taken > available:
-                raise OutOfBlocks(taken, available)
+        count, available = 0 if spec.holds_states else more, pool.available
+        for tail, holders in Counter([_seen_tail(state, request, group) for request in seen]).items() if seen else ():
+            if tail >= 0:
+                others = pool.ref_count.item(tail) - 1
+                # The last holder to append keeps the block, unless it is published, or held on (`_replace_shared`).
+                copied = pool.table.lists(tail) or (others and state.offloading)
+                count += holders if copied else min(holders, others)
+        if last and count > available:
+            left = np.concatenate([state.behind_window(request, group, position)[1] for request, position in last])
+            blocks, times = np.unique(left, return_counts=True)
+            available += np.count_nonzero(pool.ref_count[blocks] == times)
+        if count > available:
+            raise OutOfBlocks(count, int(available))
+    state.begin(*[request for request, _ in growths], growing=growing)
+    for request, position in last:
+        for group in range(len(state.pools)):
+            state.leave_window(request, group, position)
 
 
 def _seen_tail(state: ManagerState, request: Request, group: int) -> int:
@@ -159,24 +140,19 @@ def _seen_tail(state: ManagerState, request: Request, group: int) -> int:
     return request.tables[group].item(first) if request.check_tail and filled else -1
 
 
-def _is_shared(pool: BlockPool, block: int, dropped: int = 0) -> bool:
-    """Return whether other requests can still see a block after `dropped` references are released."""
-    return pool.table.lists(block) or pool.ref_count.item(block) - dropped > 1
+def _grow(state: ManagerState, request: Request, end: int) -> list[Pairs]:
+    """Allocate the blocks that a request needs for `end` tokens; return the copies of each group.
 
-
-def _apply(state: ManagerState, growth: Growth) -> list[Pairs]:
-    """Allocate the blocks that a request needs, which are available; return the copies of each group."""
-    request, end, position = growth
+    The caller has called `_make_room`.
+    """
     first, filled = divmod(len(request.tokens), state.block_size)
     old_blocks, num_blocks = request.num_blocks, -(-end // state.block_size)
     copies: list[Pairs] = [[] for _ in state.pools]
     for group, (pool, spec) in enumerate(zip(state.pools, state.groups, strict=True)):
-        if num_blocks > old_blocks and not state.prefix_only:
-            state.leave_window(request, group, position)
         tail = _seen_tail(state, request, group)
         if tail >= 0:
             source = -1
-            if _is_shared(pool, tail):
+            if pool.table.lists(tail) or pool.ref_count.item(tail) > 1:
                 source, tail = tail, _replace_shared(state, request, group, first)
                 copies[group].append((source, tail))
             pool.refill(tail, filled, source)  # other requests, or tokens that were rolled back, may have written there
@@ -184,17 +160,12 @@ def _apply(state: ManagerState, growth: Growth) -> list[Pairs]:
             if spec.holds_states:
                 request.grown_table(group, num_blocks)[old_blocks:num_blocks] = -1
             else:
-                _take(state, request, group, num_blocks)
+                ids = pool.take(np.arange(old_blocks + 1, num_blocks + 1, dtype=np.int32))
+                request.grown_table(group, num_blocks)[old_blocks:num_blocks] = ids
+                pool.hinted(ids, request.priority, request.ttl)
     request.check_tail = False
     request.num_blocks = num_blocks
     return copies
-
-
-def _grow(state: ManagerState, growth: Growth) -> list[Pairs]:
-    """Allocate the blocks that one request needs; return the copies of each group."""
-    _check_room(state, (growth,))
-    state.begin(growth.request)
-    return _apply(state, growth)
 
 
 def _replace_shared(state: ManagerState, request: Request, group: int, block: int) -> int:

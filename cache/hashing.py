@@ -24,12 +24,13 @@ construct a collision. Use it only if all tenants trust each other, or give each
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import struct
 import sys
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -50,12 +51,8 @@ def split_digests(digests: Words) -> list[bytes]:
     return [raw[i : i + width] for i in range(0, len(raw), width)]
 
 
-class Hasher(Protocol):
-    """The methods of a hash object that the chain uses. Objects of hashlib and xxhash have them."""
-
-    def update(self, data: Any, /) -> None: ...  # noqa: D102
-    def digest(self) -> bytes: ...  # noqa: D102
-    def copy(self) -> Any: ...  # noqa: D102
+Hasher = Any
+"""A hash object of hashlib or xxhash, with `update`, `digest` and `copy`."""
 
 
 def _xxh3_128() -> Hasher:
@@ -176,10 +173,8 @@ class Chain:
 
     def copy(self) -> Chain:
         """Return an independent chain that continues from here."""
-        other = object.__new__(Chain)
-        other._owner, other._placed, other.header, other.start = self._owner, self._placed, self.header, self.start
+        other = copy.copy(self)
         other.hasher = self.hasher.copy()
-        other.hashed = self.hashed
         return other
 
     def extend(self, tokens: array[int], end: int) -> Words:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Generic, overload
 from weakref import WeakSet
 
@@ -13,7 +14,6 @@ from typing_extensions import TypeVar
 from ..triton_ops._core.checks import check_integer, check_share
 from . import allocate, append, commit, fork, offload, swap
 from .allocation import Allocation, AppendedTokens, BaseAllocation, CacheStats, GroupedAllocation, Pairs, PairsT, SlotsT
-from .arguments import check_hint, check_segments
 from .groups import FullAttention, Group
 from .hashing import BlockHasher, TokenIds, encode_tokens, split_digests
 from .keys import NO_KEYS, ExtraKeys, Key, encode_keys
@@ -22,7 +22,7 @@ from .offload import OnEvict
 from .policies import EvictionPolicy
 from .pool import BlockPool
 from .runs import Slots, Span
-from .state import REMOVAL, ManagerState
+from .state import ManagerState
 from .table import Ids
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         if reuse not in REUSES:
             raise ValueError(f"reuse: got {reuse!r}, needs one of {', '.join(REUSES)}")
         if type(priority) is not int or priority or ttl is not None:
-            priority = check_hint(priority, ttl)
+            priority = _check_hint(priority, ttl)
         tokens = encode_tokens(token_ids)
         wanted = len(tokens)
         if num_tokens is not None:
@@ -236,6 +236,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         if reuse == "anywhere" and not self._state.prefix_only:
             raise ValueError("reuse: got 'anywhere' with several groups or a window, needs one group of full attention")
         if segments is not None:
+            from .reuse.moved import check_segments
+
             segments = check_segments(segments, reuse)
         args = (request_id, tokens, keys, reuse, priority, ttl, wanted, segments)
         return self._run(allocate.allocate, *args)
@@ -572,9 +574,11 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             >>> manager.stats().held_blocks, manager.stats().hit_rate
             (3, 0.0)
         """
+        from .observe.stats import stats
+
         with self._lock:
             self._state.settle()
-            return self._state.stats()
+            return stats(self._state)
 
     def reset(self) -> None:
         """Forget all cached blocks and counters.
@@ -598,9 +602,11 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             >>> allocation = manager.allocate("a", range(9))
             >>> manager.check()
         """
+        from .observe.check import check
+
         with self._lock:
             self._state.settle()
-            self._state.check()
+            check(self._state)
 
 
 _MANAGERS: WeakSet[CacheManager[Any, Any, Any]] = WeakSet()
@@ -621,10 +627,18 @@ if hasattr(os, "register_at_fork"):
 
 
 def _free(state: ManagerState, request_id: Hashable, returns: float | None) -> None:
-    request = state.running.get(request_id)
-    if request is None and request_id in state.preempted:
-        swap.drop(state, request_id)
-    else:
-        request = request or state.get(request_id)
-        state.snapshot = REMOVAL
-        state.release(request_id, request, returns)
+    if request_id in state.preempted:
+        del state.preempted[request_id]
+        return
+    request = state.get(request_id)
+    state.begin()
+    state.release(request_id, request, returns)
+
+
+def _check_hint(priority: Any, ttl: Any) -> int:
+    """Check a priority and a ttl, and return the priority as an int."""
+    if ttl is not None and not isinstance(ttl, Real):
+        raise TypeError(f"ttl: got {type(ttl).__name__}, needs seconds or None")
+    if ttl is not None and not ttl >= 0:
+        raise ValueError(f"ttl: got {ttl}, needs at least 0 seconds")
+    return check_integer("priority", priority, -(1 << 31), 31)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -96,7 +96,6 @@ class BlockPool:
         words: Hash of each published block, `[num_blocks, words]`; 0 for other blocks.
         num_free: Number of blocks without content.
         num_cached: Number of complete blocks with a reference count of 0. They stay published until evicted.
-        on_first_choice: Called once, after the first victims were chosen. From then on a policy may use more memory.
         watchers: Notified of slots that take other tokens in a block that stays in use; see `Watcher`.
         log: Changes and tasks of the running verb, shared by the pools of a manager.
     """
@@ -112,7 +111,6 @@ class BlockPool:
         self.words: Words = np.zeros((num_blocks, hasher.words), np.uint64)
         self.table = HashTable(self.words)
         self.clock = 0
-        self.on_first_choice: Callable[[], None] | None = None
         self.watchers: WeakSet[Watcher] = WeakSet()
         self._managed = log is not None
         self.log = Log() if log is None else log
@@ -175,20 +173,13 @@ class BlockPool:
 
     def hold(self, ids: Ids) -> None:
         """Add a reference to complete blocks, in the order of their sequence."""
-        first = ids.item(0)
         # `HashTable.leading` returns consecutive blocks as a view of `numbers`.
         consecutive = ids.base is self.table.numbers
-        index: Index = slice(first, first + ids.size) if consecutive else self.index_of(ids)
-        if type(index) is slice:
-            refs, counts = self.ref_count[index], self.access_count[index]
-            self.num_cached -= ids.size - count_nonzero(refs)
-            np.add(refs, ONE, refs)
-            np.add(counts, ONE, counts)
-        else:
-            refs = self.ref_count.take(index)
-            self.num_cached -= ids.size - count_nonzero(refs)
-            self.ref_count[index] = np.add(refs, ONE)
-            self.access_count[index] = np.add(self.access_count.take(index), ONE)
+        index = slice(ids.item(0), ids.item(0) + ids.size) if consecutive else self.index_of(ids)
+        refs = self.ref_count[index]
+        self.num_cached -= ids.size - count_nonzero(refs)
+        self.ref_count[index] = np.add(refs, ONE)
+        self.access_count[index] = np.add(self.access_count[index], ONE)
         self.clock += 1
         self.last_access[index] = self.clock
         self._call("accessed", ids, True)
@@ -196,13 +187,6 @@ class BlockPool:
     def share(self, ids: Ids) -> None:
         """Add one more reference to held blocks."""
         self.ref_count[ids] += 1
-
-    def unshare(self, ids: Ids) -> None:
-        """Drop the references that `share` added. Only for blocks without other references is that a release."""
-        alone = self.ref_count.take(ids) == 1
-        self.ref_count[ids[~alone]] -= 1
-        if alone.any():
-            self.release(ids[alone])
 
     def take(self, prefix_lengths: Ids, runs: bool = True) -> Ids:
         """Allocate fresh blocks, one for each prefix length: free blocks first, then victims of the policy.
@@ -248,8 +232,8 @@ class BlockPool:
         victims = self._choose(count)
         ids = victims[::-1]  # tails are chosen first, so neighbours in memory stay neighbours
         index, words = self.index_of(ids), self.words
-        before = words[index].copy() if type(index) is slice else words.take(index, axis=0)
-        self.log.evicted.append((self, victims, before[::-1], self.clock, self.taken_at.take(victims)))
+        before = words[index][::-1].copy()
+        self.log.evicted.append((self, victims, before, self.clock, self.taken_at.take(victims)))
         self.table.remove(index)
         words[index] = 0
         self.num_cached -= count
@@ -257,9 +241,6 @@ class BlockPool:
 
     def _choose(self, count: int) -> Ids:
         victims: Any = self._call("victims", count)
-        if self.on_first_choice is not None:
-            first, self.on_first_choice = self.on_first_choice, None
-            first()
         if victims is not False:
             if (self._trusted and victims.size == count) or self._all_evictable(victims, count):
                 return victims
@@ -320,11 +301,7 @@ class BlockPool:
             if not part.size:
                 continue
             index = self.index_of(part)
-            if type(index) is slice:
-                refs = self.ref_count[index]
-                np.subtract(refs, ONE, refs)
-            else:
-                self.ref_count[index] = refs = np.subtract(self.ref_count.take(index), ONE)
+            self.ref_count[index] = refs = np.subtract(self.ref_count[index], ONE)
             held = count_nonzero(refs)
             if held:
                 if held == part.size:
@@ -383,14 +360,10 @@ class BlockPool:
 
     def reset(self) -> None:
         """Empty every block. The caller has checked that none is held."""
-        self.table.clear()
         self.words.fill(0)
-        self.ref_count.fill(0)
-        self._free[:] = np.arange(self.num_blocks - 1, -1, -1, dtype=np.int32)
-        self.num_free = self.num_blocks
-        self.num_cached = 0
+        self._free[:] = self.table.numbers[::-1]
         self.residency.clear()
-        self._call("clear")
+        self.rebuild(EMPTY)
 
     def rebuild(self, held: Ids) -> None:
         """Derive every field from the hashes and from `held`, all block references with repetition.
@@ -432,32 +405,3 @@ class BlockPool:
         assert free.size + self.num_cached + in_use == self.num_blocks, "free + cached + held differs from all"
         self.table.check()
         self.policy.check()
-
-
-class HostSlots:
-    """The numbers of block-sized slots of host memory for one group. The engine owns the memory."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._free = list(range(count - 1, -1, -1))
-
-    @property
-    def num_free(self) -> int:
-        """Number of slots that are not in use."""
-        return len(self._free)
-
-    def take(self, count: int) -> list[int]:
-        """Return `count` free slots. The caller has checked that there are enough."""
-        return [self._free.pop() for _ in range(count)]
-
-    def give_back(self, slots: list[int]) -> None:
-        """Free slots."""
-        self._free += slots
-
-    def rebuild(self, held: list[int]) -> None:
-        """Free all slots except these."""
-        self._free = sorted(set(range(self.count)).difference(held), reverse=True)
-
-    def check(self, held: list[int]) -> None:
-        """Assert that every slot is either free or held, once."""
-        assert sorted([*self._free, *held]) == list(range(self.count)), "a host slot is lost or in two places"

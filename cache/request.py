@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,7 @@ CHANGING = (
 _changing = attrgetter(*CHANGING)
 
 
+@dataclass(slots=True, eq=False)
 class Request:
     """A running request.
 
@@ -48,33 +50,26 @@ class Request:
         writing: Hash of the block that this request computes and others may wait for, or None.
     """
 
-    __slots__ = (*CHANGING, "hit", "keys", "priority", "prompt_tokens", "tokens", "ttl")
-
-    def __init__(
-        self,
-        tokens: array[int],
-        chain: Chain | None,
-        digests: Words,
-        keys: EncodedKeys,
-        priority: int,
-        ttl: float | None,
-    ) -> None:
-        self.tokens = tokens
-        self.pending: array[int] | None = None
-        self.tables: list[Ids] = []
-        self.num_blocks = self.hit = self.committed = self.computed = self.published = 0
-        self.chain = chain
-        self.digests = digests
-        self.keys = keys
-        self.released: list[int] = []
-        self.replaced: list[Ids] | None = None
-        self.check_tail = False
-        self.writing: bytes | None = None
-        self.loading: list[list[int]] = []
-        self.prompt_tokens = len(tokens)
-        self.new_states: list[tuple[int, int]] = []
-        self.priority = priority
-        self.ttl = ttl
+    tokens: array[int]
+    chain: Chain | None
+    digests: Words
+    keys: EncodedKeys
+    priority: int
+    ttl: float | None
+    prompt_tokens: int = 0
+    pending: array[int] | None = None
+    tables: list[Ids] = field(default_factory=list)
+    num_blocks: int = 0
+    hit: int = 0
+    committed: int = 0
+    computed: int = 0
+    published: int = 0
+    released: list[int] = field(default_factory=list)
+    replaced: list[Ids] | None = None
+    check_tail: bool = False
+    writing: bytes | None = None
+    loading: Sequence[list[int]] = ()
+    new_states: Sequence[tuple[int, int]] = ()
 
     @property
     def namespace(self) -> bytes | None:
@@ -100,12 +95,13 @@ class Request:
     def copy(self) -> Request:
         """Return a request with the same tokens on the same blocks, without states that are not published yet."""
         chain = self.chain.copy() if self.chain is not None else None
-        other = Request(array("I", self.tokens), chain, self.digests, self.keys, self.priority, self.ttl)
+        hints = self.priority, self.ttl, self.prompt_tokens
+        other = Request(array("I", self.tokens), chain, self.digests, self.keys, *hints)
         other.pending = array("I", self.pending) if self.pending else None
         other.tables = [table[: self.num_blocks].copy() for table in self.tables]
         for group, block in self.new_states:
             other.tables[group][block] = -1
-        other.num_blocks, other.prompt_tokens = self.num_blocks, self.prompt_tokens
+        other.num_blocks = self.num_blocks
         other.committed, other.computed, other.published = self.committed, self.computed, self.published
         other.released = list(self.released)
         return other
@@ -138,21 +134,17 @@ class Request:
         return table
 
 
-@dataclass
-class Preempted:
-    """The state that is kept of a preempted request.
+class Preempted(NamedTuple):
+    """A preempted request, without blocks.
 
     Attributes:
+        request: Its tokens, keys, priority and ttl stay.
         position: Computing can continue here with the KV in host memory, or one token earlier if it is the end.
         blocks: For each group, the logical blocks in host memory.
         slots: For each group, the host slots of these blocks.
     """
 
-    tokens: array[int]
-    pending: array[int] | None
-    keys: EncodedKeys
-    priority: int
-    ttl: float | None
+    request: Request
     position: int = 0
-    blocks: list[Ids] = field(default_factory=list)
-    slots: list[list[int]] = field(default_factory=list)
+    blocks: Sequence[Ids] = ()
+    slots: Sequence[list[int]] = ()

@@ -19,22 +19,20 @@ Three rules free verbs of this work:
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
-from .allocation import Allocation, BaseAllocation, CacheStats, GroupedAllocation
+from .allocation import Allocation, BaseAllocation, GroupedAllocation
 from .groups import FullAttention, Group, Tensors
-from .hashing import BlockHasher, Words, split_digests
+from .hashing import BlockHasher, split_digests
 from .listeners import Listeners
 from .lookup import Hit, Reuse
 from .observe.history import History
 from .offload import Evicted, OnEvict
 from .policies import PolicyLike, make_policy
-from .pool import EMPTY, BlockPool, HostSlots, Log
+from .pool import EMPTY, BlockPool, Log
 from .remembered import RememberedHashes
 from .request import Preempted, Request
 from .table import Ids
@@ -63,9 +61,6 @@ Snapshot = tuple[
     int,
     int,
 ]
-
-# The snapshot of a verb whose first change removes a request. Nothing is restored.
-REMOVAL: Snapshot = ((), ((), ()), ({}, {}, []), sys.maxsize, sys.maxsize)
 
 
 class ManagerState:
@@ -98,12 +93,10 @@ class ManagerState:
         self.reuses: dict[str, Reuse] = {}
         self.on_evict: OnEvict | None = None
         self.pools = [BlockPool(g.num_blocks or num_blocks, hasher, make_policy(policy), self.log) for g in groups]
-        for pool in self.pools:
-            pool.on_first_choice = self.fit_hashes
         self.fit_hashes()
         self.running: dict[Hashable, Request] = {}
         self.preempted: dict[Hashable, Preempted] = {}
-        self.host = [HostSlots(host_blocks) for _ in groups]
+        self.host_blocks = host_blocks
         self.offloading: list[Evicted] = []
         self.writers: dict[bytes, Hashable] = {}
         self.history = History(self.pools)
@@ -115,8 +108,9 @@ class ManagerState:
 
     def with_reuse(self, name: str) -> dict[str, Reuse]:
         """Return `reuses` with one more index of `pc.cache.reuse`, which is imported on first use."""
-        module = importlib.import_module(".reuse", __package__)
-        return {**self.reuses, name: module.make_reuse(name, self.pools[0])}
+        from .reuse import make_reuse
+
+        return {**self.reuses, name: make_reuse(name, self.pools[0])}
 
     def extended(self, request: Request, hit: Hit, reuse: str = "prefix", segments: Any = None) -> Hit:
         """Return a hit with everything else that can be reused."""
@@ -212,7 +206,7 @@ class ManagerState:
             self.counts = counts | more
             for evicted in ended:
                 for group, blocks, _ in evicted.victims:
-                    self.pools[group].unshare(blocks)
+                    self.pools[group].release(blocks)
             self.snapshot = None
 
     def _finish(self) -> None:
@@ -221,29 +215,28 @@ class ManagerState:
         while evicted:
             pool, _, words, now, then = evicted[0]
             pool.residency.add(now, then)
-            self._note_evicted(self.pools.index(pool), words)
+            if not self.history.evicted:  # from its first choice of victims on, a policy may use more memory
+                self.fit_hashes()
+            group = self.pools.index(pool)
+            self.history.blocks_evicted(words, group)
+            for user in self.reuses.values():
+                user.removed(words)
+            if self.listeners.registered:
+                self.listeners.add("removed", group, split_digests(words))
             del evicted[0]
         while later:
             function, *args = later[0]
             function(*args)
             del later[0]
 
-    def _note_evicted(self, group: int, words: Words) -> None:
-        self.history.blocks_evicted(words, group)
-        for user in self.reuses.values():
-            user.removed(words)
-        if self.listeners.registered:
-            self.listeners.add("removed", group, split_digests(words))
-
     def _rebuild(self) -> None:
         """Derive all state that follows from requests and hashes."""
         self.writers.clear()
         self.writers.update({r.writing: i for i, r in self.running.items() if r.writing is not None})
-        for group, (pool, host) in enumerate(zip(self.pools, self.host, strict=True)):
-            pool.rebuild(np.concatenate(self._references(group)))
-            host.rebuild(self._host_slots(group))
+        for group, pool in enumerate(self.pools):
+            pool.rebuild(np.concatenate(self.references(group)))
 
-    def _references(self, group: int) -> list[Ids]:
+    def references(self, group: int) -> list[Ids]:
         """Return all block references in a group."""
         held = [EMPTY]
         for evicted in self.offloading:
@@ -252,8 +245,8 @@ class ManagerState:
             held += [request.held(group), *((request.replaced or [])[group : group + 1])]
         return held
 
-    def _host_slots(self, group: int) -> list[int]:
-        """Return all host slots in use by a group."""
+    def host_slots(self, group: int) -> list[int]:
+        """Return the host slots that a group uses, for preempted requests and for blocks that are being loaded."""
         slots = [saved.slots[group] for saved in self.preempted.values() if saved.slots]
         slots += [request.loading[group] for request in self.running.values() if request.loading]
         return [slot for some in slots for slot in some]
@@ -308,15 +301,13 @@ class ManagerState:
 
     def end_step(self, request: Request) -> None:
         """Release what was held for the last step: replaced blocks, and host slots that were read."""
-        loading, request.loading = request.loading, []
+        request.loading = ()
         replaced, request.replaced = request.replaced, None
-        for host, slots in zip(self.host, loading, strict=False):
-            host.give_back(slots)
         for pool, ids in zip(self.pools, replaced or (), strict=False):
             pool.release(ids)
 
     def release(self, request_id: Hashable, request: Request, returns: float | None = None) -> None:
-        """End a running request and release all it holds. The caller has set `snapshot`."""
+        """End a running request and release all it holds. The caller has called `begin`."""
         del self.running[request_id]
         if request.replaced is not None or request.loading:
             self.end_step(request)
@@ -331,55 +322,23 @@ class ManagerState:
             else:
                 pool.release(request.held(group))
 
-    def behind_window(self, request: Request, group: int, position: int) -> tuple[int, int, Ids]:
-        """Return the blocks that no query at `position` or later reads.
-
-        The result is a range of logical blocks, and the blocks held in it.
-        """
+    def behind_window(self, request: Request, group: int, position: int) -> tuple[slice, Ids]:
+        """Return the logical blocks that no query at `position` or later reads, and the blocks held in them."""
         spec, size = self.groups[group], self.block_size
-        last = spec.first_needed(position, size)
-        first = max(request.released[group], spec.sink_blocks(size))
+        first, last = max(request.released[group], spec.sink_blocks(size)), spec.first_needed(position, size)
         if request.new_states:  # their states must still be written
             last = min([last, *[block for at, block in request.new_states if at == group]])
-        if last <= first:
-            return first, first, EMPTY
-        ids = request.tables[group][first:last]
-        return first, last, ids[ids >= 0]
+        blocks = slice(first, max(first, last))
+        ids = request.tables[group][blocks]
+        return blocks, ids[ids >= 0]
 
     def leave_window(self, request: Request, group: int, position: int) -> None:
         """Release the blocks that `behind_window` returns."""
-        first, last, ids = self.behind_window(request, group, position)
-        if last > first:
-            request.put_blocks(group, slice(first, last), -1)
-            request.released = [*request.released[:group], last, *request.released[group + 1 :]]
+        blocks, ids = self.behind_window(request, group, position)
+        if blocks.start < blocks.stop:
+            request.put_blocks(group, blocks, -1)
+            request.released = [*request.released[:group], blocks.stop, *request.released[group + 1 :]]
             self.pools[group].release(ids)
-
-    def stats(self) -> CacheStats:
-        """See `CacheManager.stats`."""
-        counts = self.counts
-        found = {name: counts[name] for name in ("prefix", "gap", "partial")}
-        residency = [pool.residency.totals() for pool in self.pools]
-        return CacheStats(
-            num_blocks=sum(p.num_blocks for p in self.pools),
-            free_blocks=sum(p.num_free for p in self.pools),
-            cached_blocks=int(sum(p.num_cached for p in self.pools)),
-            held_blocks=int(sum(p.num_held for p in self.pools)),
-            num_requests=len(self.running),
-            total_requests=counts["requests"],
-            queried_tokens=counts["queried"],
-            hit_tokens=sum(found.values()),
-            hit_tokens_by_cause=found,
-            moved_tokens=counts["moved"],
-            index_bytes=self.index_bytes,
-            evictions=sum(p.residency.evictions for p in self.pools),
-            offloaded_blocks=counts["offloaded"],
-            failed_offloads=counts["failed_offloads"],
-            merged_blocks=counts["merged"],
-            residency=tuple(np.sum([counts for counts, _ in residency], axis=0).tolist()),
-            residency_sum=sum(total for _, total in residency),
-            preemptions=counts["preemptions"],
-            host_blocks=sum(host.count - host.num_free for host in self.host),
-        )
 
     def reset(self) -> None:
         """Forget all cached blocks and counters."""
@@ -398,20 +357,3 @@ class ManagerState:
         for user in self.reuses.values():
             user.clear()
         self.listeners.add("cleared")
-
-    def check(self) -> None:
-        """Assert every invariant."""
-        assert self.snapshot is None, "a verb was left in the middle"
-        assert {r.writing: i for i, r in self.running.items() if r.writing is not None} == self.writers, "a lost writer"
-        for group, pool in enumerate(self.pools):
-            for request in self.running.values():
-                held = request.held(group)
-                assert np.unique(held).size == held.size, "a request holds a block twice"
-                assert request.num_blocks == -(-len(request.tokens) // self.block_size), "a table has another length"
-                assert request.committed <= len(request.tokens), "more committed than there is"
-                assert request.published * self.block_size <= request.committed, "published before it was written"
-                before = request.tables[group][: request.published].copy()
-                before[[block for at, block in request.new_states if at == group and block < before.size]] = -1
-                assert pool.table.contains(before[before >= 0]).all(), "a committed block is not published"
-            pool.check(np.concatenate(self._references(group)))
-            self.host[group].check(self._host_slots(group))

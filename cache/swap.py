@@ -18,19 +18,18 @@ from .allocation import BaseAllocation, Pairs
 from .hashing import Chain, Words
 from .lookup import GroupHit, Hit, longest_hit, prefix_hit
 from .request import Preempted, Request
-from .state import REMOVAL, ManagerState
+from .state import ManagerState
 from .table import Ids
 
 
 def preempt(state: ManagerState, request_id: Hashable, swap: bool) -> Any:
     """End a running request but keep its tokens; see `CacheManager.preempt`."""
     request = state.get(request_id)
-    saved = Preempted(request.tokens, request.pending, request.keys, request.priority, request.ttl)
     state.begin(request)
     state.end_step(request)
-    pairs: list[Pairs] = [[] for _ in state.pools]
+    saved, pairs = Preempted(request), list[Pairs]([[] for _ in state.pools])
     if swap and request.committed:
-        pairs = _save(state, request, saved)
+        saved, pairs = _save(state, request)
     state.counts = state.counts | {"preemptions": state.counts["preemptions"] + 1}
     state.preempted[request_id] = saved
     state.release(request_id, request)
@@ -42,12 +41,13 @@ def resume(state: ManagerState, request_id: Hashable) -> BaseAllocation:
     saved = state.preempted.get(request_id)
     if saved is None:
         raise KeyError(f"request_id: got {request_id!r}, needs a preempted request")
-    prompt = saved.tokens + (saved.pending or array("I"))
-    chain = Chain(state.hasher, saved.keys)
+    old = saved.request
+    prompt = old.tokens + (old.pending or array("I"))
+    chain = Chain(state.hasher, old.keys)
     digests = chain.extend(prompt, len(prompt) // state.block_size)
-    request = Request(saved.tokens, chain, digests, saved.keys, saved.priority, saved.ttl)
-    request.pending = saved.pending
-    hit = _find(state, digests[: len(saved.tokens) // state.block_size], saved)
+    request = Request(old.tokens, chain, digests, old.keys, old.priority, old.ttl, len(old.tokens))
+    request.pending = old.pending
+    hit = _find(state, digests[: len(old.tokens) // state.block_size], saved)
     hit = state.extended(request, hit)
     check_available(state, hit)
     state.begin()
@@ -57,18 +57,12 @@ def resume(state: ManagerState, request_id: Hashable) -> BaseAllocation:
     return allocation
 
 
-def drop(state: ManagerState, request_id: Hashable) -> None:
-    """End a preempted request."""
-    state.snapshot = REMOVAL
-    for host, slots in zip(state.host, state.preempted.pop(request_id).slots, strict=False):
-        host.give_back(slots)
-
-
-def _save(state: ManagerState, request: Request, saved: Preempted) -> list[Pairs]:
-    """Allocate host slots for as long a prefix of the KV as they can hold; return the copies of each group."""
+def _save(state: ManagerState, request: Request) -> tuple[Preempted, list[Pairs]]:
+    """Allocate host slots for as long a prefix of the KV as they can hold; return them and each group's copies."""
     size, committed, num_tokens = state.block_size, request.committed, len(request.tokens)
     tables = _with_released(state, request)
-    free = [host.num_free for host in state.host]
+    slots = [sorted(set(range(state.host_blocks)).difference(state.host_slots(g))) for g in range(len(tables))]
+    free = [*map(len, slots)]
     end, position = committed, min(committed, num_tokens - 1)
     needed = [group.needed(position, -(-end // size), size) for group in state.groups]
     tight = any(blocks.size > room for blocks, room in zip(needed, free, strict=True))
@@ -78,10 +72,10 @@ def _save(state: ManagerState, request: Request, saved: Preempted) -> list[Pairs
         end = longest_hit(state.groups, resident, num_tokens, size, free) * size
         position = min(end, num_tokens - 1)
         needed = [group.needed(position, end // size, size) for group in state.groups]
-    saved.position, saved.blocks = end, needed
-    saved.slots = [host.take(blocks.size) for host, blocks in zip(state.host, needed, strict=True)]
-    parts = zip(tables, needed, saved.slots, strict=True)
-    return [list(zip(table[blocks].tolist(), slots, strict=True)) for table, blocks, slots in parts]
+    taken = [some[: blocks.size] for some, blocks in zip(slots, needed, strict=True)]
+    parts = zip(tables, needed, taken, strict=True)
+    pairs = [list(zip(table[blocks].tolist(), some, strict=True)) for table, blocks, some in parts]
+    return Preempted(request, end, needed, taken), pairs
 
 
 def _with_released(state: ManagerState, request: Request) -> list[Ids]:
@@ -102,8 +96,7 @@ def _with_released(state: ManagerState, request: Request) -> list[Ids]:
 
 def _find(state: ManagerState, digests: Words, saved: Preempted) -> Hit:
     """Return the hit of a preempted request: blocks that are cached, and blocks to load from host memory."""
-    size, num_tokens = state.block_size, len(saved.tokens)
-    total = num_tokens + (len(saved.pending) if saved.pending else 0)
+    size, num_tokens, total = state.block_size, len(saved.request.tokens), saved.request.length
     listed = [pool.table.find(digests) for pool in state.pools]
     on_host = [np.full(-(-saved.position // size), -1, np.int32) for _ in state.groups]
     for slots, blocks, taken in zip(on_host, saved.blocks, saved.slots, strict=False):

@@ -74,54 +74,32 @@ class HashTable:
 
     def find(self, digests: Words) -> Ids:
         """Return the block of each hash in `digests` `[n, words]`; -1 if there is none."""
-        return self.search(digests)[0]
-
-    def search(self, digests: Words) -> tuple[Ids, Places]:
-        """Return the same as `find`, and the slot where each search ended."""
-        found, ends, rows = self._probe(digests, exact=False)
-        hit = found >= 0
-        if count_nonzero(hit) and not (rows[hit] == digests[hit]).all():  # two hashes share their first 64 bits
-            found, ends, _ = self._probe(digests, exact=True)
-        return found, ends
-
-    def _start(self, key: npt.NDArray[np.uint64]) -> Places:
-        places: Places = (key & self._key_mask).view(np.int64)
-        return places
-
-    @staticmethod
-    def _step(key: npt.NDArray[np.uint64]) -> Places:
-        steps: Places = ((key >> np.uint64(40)) | np.uint64(1)).astype(np.int64)
-        return steps
-
-    def _probe(self, digests: Words, exact: bool) -> tuple[Ids, Places, Words]:
-        """Return blocks, the slots where searches ended, and the hashes seen there.
-
-        Compare first words unless `exact`.
-        """
-        at = self._start(digests[:, 0])
-        found, rows, left = self._match(at, digests, exact)
+        at = self._start(digests)
+        found, left = self._match(at, digests)
         if left.size:
             asked = digests.take(left, axis=0)
-            here, step = at.take(left), self._step(asked[:, 0])
+            at, step = at.take(left), ((asked[:, 0] >> np.uint64(40)) | np.uint64(1)).astype(np.int64)
             while left.size:
-                here = (here + step) & self._mask
-                found[left], rows[left], go_on = self._match(here, asked, exact)
-                at[left] = here
-                left, here, step, asked = left[go_on], here[go_on], step[go_on], asked.take(go_on, axis=0)
-        return found, at, rows
+                at = (at + step) & self._mask
+                found[left], go_on = self._match(at, asked)
+                left, at, step, asked = left[go_on], at[go_on], step[go_on], asked.take(go_on, axis=0)
+        return found
 
-    def _match(self, at: Places, digests: Words, exact: bool) -> tuple[Ids, Words, npt.NDArray[np.intp]]:
-        """Return the live blocks at these slots with these hashes, or -1; the hashes there.
+    def _start(self, digests: Words) -> Places:
+        """Return the slot in which the search for each hash begins."""
+        places: Places = (digests[:, 0] & self._key_mask).view(np.int64)
+        return places
 
-        And the rows to search further.
-        """
+    def _match(self, at: Places, digests: Words) -> tuple[Ids, npt.NDArray[np.intp]]:
+        """Return the live blocks at these slots with these hashes, or -1, and the rows to search further."""
         slots = self._slots.take(at)
         index = (slots & (PASSED - 1)).astype(np.intp)
+        same = self.slot_of.take(index) == at
         rows = self._words.take(index, axis=0, mode="clip")
-        same = (rows == digests).all(axis=1) if exact else rows[:, 0] == digests[:, 0]
-        same &= self.slot_of.take(index) == at
+        for word in range(self._width):  # `all` over a short axis takes several times as long
+            same &= rows[:, word] == digests[:, word]
         blocks: Ids = np.where(same, index, -1).astype(np.int32)
-        return blocks, rows, ((slots >= PASSED) & ~same).nonzero()[0]
+        return blocks, ((slots >= PASSED) & ~same).nonzero()[0]
 
     def leading(self, digests: Words, start: int = 0) -> Ids:
         """Return the blocks of the hashes from `start` on, up to the first hash that is not in the table.
@@ -184,10 +162,8 @@ class HashTable:
                     slot_of[block] = at
                 else:
                     crowded.append(block)
-            if not crowded:
-                return None
-            return self._put_rest(ids, digests, [blocks.index(block) for block in crowded])
-        at = self._start(digests[:, 0])
+            return self._put_rest(ids, digests, [blocks.index(block) for block in crowded]) if crowded else None
+        at = self._start(digests)
         places = self._slots.take(at)
         taken = places >= PASSED
         places &= PASSED - 1
@@ -199,19 +175,10 @@ class HashTable:
         index = ids.astype(np.intp)
         self.slot_of[index] = at
         self.slot_of[index.take(rest)] = -1
-        if not rest.size:
-            return None
-        if rest.size <= 4 * FEW:
-            return self._put_rest(ids, digests, rest.tolist())
-        known = self._put_many(ids.take(rest), digests.take(rest, axis=0))
-        if not count_nonzero(known >= 0):
-            return None
-        duplicates = np.full(ids.size, -1, np.int32)
-        duplicates[rest] = known
-        return duplicates
+        return self._put_rest(ids, digests, rest.tolist())
 
     def _put_rest(self, ids: Ids, digests: Words, rows: list[int]) -> Ids | None:
-        """Add some of the blocks one by one, which is faster for a few."""
+        """Add the blocks whose first slot was taken, a tenth of a full pool's, one by one."""
         slots, slot_of, mask = self._slots_view, self._slot_of_view, self._mask
         first_word, width = self._words_view, self._width
         duplicates: dict[int, int] = {}
@@ -248,48 +215,16 @@ class HashTable:
         found[list(duplicates)] = list(duplicates.values())
         return found
 
-    def _put_many(self, ids: Ids, digests: Words) -> Ids:
-        found, ends = self.search(digests)
-        new = found < 0
-        self._place(ids[new], ends[new], digests[new, 0])
-        return found
-
-    def _place(self, ids: Ids, at: Places, key: npt.NDArray[np.uint64]) -> None:
-        """Put blocks into the first slots from `at` on that are not live."""
-        step: Places | None = None
-        while ids.size:
-            slots = self._slots.take(at)
-            free = self.slot_of.take(slots & (PASSED - 1)) != at
-            self._slots[at[free]] = (ids | slots & PASSED)[free]
-            slots = self._slots.take(at)
-            lost = slots & (PASSED - 1) != ids  # taken earlier, or by another block of this run
-            left = lost.nonzero()[0]
-            if not left.size:
-                self.slot_of[ids] = at
-                return
-            kept = ~lost
-            self.slot_of[ids[kept]] = at[kept]
-            ids, at, slots = ids[left], at[left], slots[left]
-            self._num_passed += at.size - int(np.count_nonzero(slots & PASSED))
-            self._slots[at] = slots | PASSED
-            step = self._step(key.take(left)) if step is None else step[left]
-            at = (at + step) & self._mask
-
     def remove(self, ids: Ids | slice | npt.NDArray[np.intp]) -> None:
         """Remove blocks from the table. Blocks that are not in it are ignored."""
         self.slot_of[ids] = -1
 
     def renew(self, live: Ids) -> None:
         """Replace the content of the table by these blocks under their words."""
-        self.clear()
-        key = self._words[live, 0]
-        self._place(live, self._start(key), key)
-
-    def clear(self) -> None:
-        """Empty the table."""
         self._slots.fill(self._words.shape[0])
         self._num_passed = 0
         self.slot_of.fill(-1)
+        self.put(live, self._words.take(live, axis=0))
 
     def check(self) -> None:
         """Assert that every block in the table is found under its hash, once."""

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from ...triton_ops._core.checks import check_integer, check_share
 from ..allocation import MovedSpan
 from ..hashing import Chain, Words
 from ..keys import MOVED, EncodedKeys, KeyAt, approximate_from
 from ..lookup import Hit, find_prefix
 from ..pool import BlockPool
 from ..request import Request
-from ..runs import Span
+from ..runs import Slots, Span
 from ..table import Ids
 from .content import ContentIndex
 
@@ -136,6 +137,32 @@ def _mark_moved(keys: EncodedKeys, position: int) -> EncodedKeys:
     some = () if given is None else given if isinstance(given, tuple) else (given,)
     placed = tuple(sorted([*keys.placed, (position, MOVED)]))
     return EncodedKeys(keys.header, placed, (*some, KeyAt(position, "pc.moved")))
+
+
+def check_segments(segments: Any, reuse: str) -> list[Span]:
+    """Check the segments of `CacheManager.allocate` and return them as pairs of integers."""
+    if reuse != "anywhere":
+        raise ValueError(f"segments: got some with reuse={reuse!r}, needs reuse='anywhere'")
+    try:
+        spans = [(check_integer("segments", a), check_integer("segments", b)) for a, b in segments]
+    except (TypeError, ValueError):
+        raise TypeError(f"segments: got {segments!r}, needs pairs (start, end) of integers") from None
+    edges = [0, *[edge for span in spans for edge in span]]
+    if edges != sorted(edges):
+        raise ValueError(f"segments: got {segments!r}, needs ascending spans that do not overlap")
+    return spans
+
+
+def first_tokens(spans: Sequence[MovedSpan], fraction: float) -> Slots:
+    """Return the positions of the first tokens of each span; see `Allocation.recompute_moved`."""
+    fraction = check_share("fraction", fraction)
+    lengths = sorted([span.end - span.start for span in spans])
+    left, each = round(fraction * sum(lengths)), 0
+    for at, length in enumerate(lengths):
+        each = max(each, min(length, -(-left // (len(lengths) - at))))
+        left -= min(length, each)
+    chosen = [np.arange(span.start, min(span.start + each, span.end)) for span in spans]
+    return np.concatenate(chosen) if chosen else np.empty(0, np.int64)
 
 
 class _Ended:

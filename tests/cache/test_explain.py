@@ -12,6 +12,7 @@ import pc
 from pc.cache.hashing import BlockHasher, encode_tokens
 from pc.cache.keys import encode_keys
 from pc.cache.observe.history import ENTRY_BYTES, LEAST_BYTES, Latest
+from pc.cache.policies.lru import LRU
 
 KINDS = ("token", "keys", "salt", "evicted", "uncommitted", "block", "window", "never")
 
@@ -147,6 +148,228 @@ def test_planted_misses_are_explained_by_kind_and_place(kind):
         assert str(found).startswith(f"{found.matched} of {len(planted.prompt)} tokens are cached: ")
         planted.manager.check()
     assert not wrong
+
+
+class Named(LRU):
+    """A policy that evicts the blocks in `named` first, if there are any."""
+
+    named = ()
+
+    def victims(self, count):
+        if not len(self.named):
+            return super().victims(count)
+        ids, self.named = np.array(self.named, np.int32), ()
+        self.removed(ids)
+        return ids
+
+
+LAYOUTS = {
+    "one group": lambda size: [pc.FullAttention()],
+    "a window alone": lambda size: [pc.SlidingWindow(2 * size, num_sink_tokens=1)],
+    "a window": lambda size: [pc.FullAttention(), pc.SlidingWindow(2 * size)],
+    "states": lambda size: [pc.FullAttention(), pc.Recurrent(num_blocks=16)],
+    "a window and states": lambda size: [pc.SlidingWindow(2 * size), pc.Recurrent(num_blocks=16), pc.FullAttention()],
+}
+
+
+class PlantedMiss:
+    """A prompt that misses for one known cause, in a manager whose pools a filler and one text have just filled.
+
+    Attributes:
+        reason, position, there: What an explanation must say.
+        groups: For each of several groups, the reason and the position of what it lacks.
+    """
+
+    def __init__(self, kind, layout, seed):
+        self.rng = rng = random.Random(f"{kind} {layout} {seed}")
+        self.size, self.blocks = rng.choice([4, 8]), rng.randrange(6, 10)
+        self.specs = LAYOUTS[layout](self.size)
+        self.states = [g for g, spec in enumerate(self.specs) if isinstance(spec, pc.Recurrent)]
+        if kind == "evicted_state":
+            self.specs = [pc.Recurrent(num_blocks=1) if g in self.states else spec for g, spec in enumerate(self.specs)]
+        self.manager = pc.CacheManager(20, self.size, Named, groups=self.specs)
+        self.text, self.asked, self.there = self.words(self.blocks), {}, None
+        self.prompt, self.below, self.found = [*self.text, 1], None, None
+        self.serve("filler", self.words(20 - self.blocks - (kind in ("block", "tail"))))
+        getattr(self, kind)()
+
+    def words(self, blocks):
+        return [self.rng.randrange(2, 50_000) for _ in range(blocks * self.size)]
+
+    def serve(self, name, tokens, states=None, **options):
+        """Compute a prompt whole. `states`: the blocks behind which a state is kept, by default all of the text's."""
+        self.manager.allocate(name, tokens, **options)
+        kept = range(1, len(tokens) // self.size + 1) if states is None and name != "filler" else states or ()
+        for group in self.states:
+            for block in kept:
+                self.manager.checkpoint(name, block * self.size, group)
+        self.manager.commit(name, len(tokens))
+        self.manager.free(name)
+
+    def evict(self, blocks, groups):
+        """Evict logical blocks of the text from groups of attention."""
+        words = BlockHasher("sha256", self.size).hash_blocks(encode_tokens(self.text))
+        for group in groups:
+            pool = self.manager.pools[group]
+            pool.policy.named = pool.table.find(words[list(blocks)]).tolist()
+        self.manager.allocate("other", self.words(len(blocks)))
+
+    def expect(self, reason, position, attention, state=None):
+        """Set what the explanation must say: of the prompt, of groups of attention, and of groups of states."""
+        self.reason, self.position = reason, position
+        self.groups = [state if g in self.states else attention for g in range(len(self.specs))]
+
+    def missing(self, reason, block, group_reason="never"):
+        start = block * self.size
+        self.expect(reason, start, (group_reason, start), (group_reason, start + self.size))
+
+    def never(self):
+        self.serve("text", self.text)
+        self.prompt = [*self.words(self.rng.randrange(1, 4)), 1]
+        self.missing("never", 0)
+
+    def never_behind_a_hit(self):
+        self.serve("text", self.text)
+        self.prompt = [*self.text, *self.words(self.rng.randrange(2, 5)), 1]
+        self.missing("never", self.blocks)
+
+    def token(self):
+        self.serve("text", self.text)
+        at = self.rng.randrange(2, len(self.text))
+        self.there = self.text[at]
+        self.prompt = [*self.text[:at], 1, *self.text[at + 1 :], 1]
+        self.missing("token", at // self.size)
+        self.position = at
+
+    def salt(self):
+        self.serve("text", self.text, salt=self.rng.choice([None, "one"]))
+        self.asked["salt"] = "another"
+        self.missing("salt", 0)
+
+    def keys(self):
+        self.serve("text", self.text, extra_keys="adapter")
+        self.asked["extra_keys"] = self.rng.choice([None, "another"])
+        self.missing("keys", 0)
+        self.there = "adapter"
+
+    def image(self):
+        at = self.rng.randrange(len(self.text))
+        self.serve("text", self.text, extra_keys=pc.KeyAt(at, "a cat"))
+        self.asked["extra_keys"], self.there = pc.KeyAt(at, "a dog"), "a cat"
+        self.missing("keys", at // self.size)
+        self.position = at
+
+    def block(self):
+        """Cut the prompt off inside a block that is cached."""
+        more, self.there = self.words(1), self.rng.randrange(2, self.size)
+        self.serve("text", [*self.text, *more])
+        self.prompt = [*self.text, *more[: self.there]]
+        self.expect("block", len(self.text), (None, None), (None, None))
+
+    def tail(self):
+        """Continue a text whose last block was not filled."""
+        self.there = self.rng.randrange(1, self.size)
+        self.text += self.words(1)[: self.there]
+        self.serve("text", self.text)
+        self.prompt = [*self.text, *self.words(2)]
+        self.missing("block", self.blocks)
+
+    def uncommitted(self):
+        done = self.rng.randrange(self.blocks - 1)
+        self.serve("before", self.text[: done * self.size])
+        self.manager.allocate("running", self.text)
+        self.there = "running"
+        self.missing("uncommitted", done, "uncommitted")
+
+    def evicted(self):
+        """Evict a block from every group that has blocks of KV. A window misses only its last two blocks."""
+        self.serve("text", self.text)
+        block = self.evicted_block(self.specs)
+        self.evict([block], [g for g in range(len(self.specs)) if g not in self.states])
+        self.missing("evicted", block, "evicted")
+        self.lacking(block, self.specs)
+
+    def evicted_block(self, specs):
+        """Choose a block of the text without which the groups cannot hit more: a window reads only the last two."""
+        return self.rng.randrange(0 if pc.FullAttention() in specs else self.blocks - 2, self.blocks)
+
+    def lacking(self, block, specs):
+        """Set that only groups with these specs lack a block, and windows only if it is one of the last two."""
+        for group, spec in enumerate(self.specs):
+            near = isinstance(spec, pc.FullAttention) or block >= self.blocks - 2
+            if group in self.states or spec not in specs or not near:
+                self.groups[group] = (None, None)
+
+    def lost(self):
+        """Evict a block from one group only, the last one that is not a group of states."""
+        self.serve("text", self.text)
+        spec = [spec for spec in self.specs if isinstance(spec, pc.FullAttention | pc.SlidingWindow)][-1]
+        block, group = self.evicted_block([spec]), self.specs.index(spec)
+        self.evict([block], [group])
+        behind = isinstance(spec, pc.SlidingWindow) and len(self.specs) > 1
+        self.missing("window" if behind else "evicted", block, "evicted")
+        self.there = group if behind else None
+        self.lacking(block, [spec])
+
+    def without_state(self):
+        kept = self.rng.randrange(self.blocks - 1)
+        self.serve("text", self.text, range(1, kept + 1))
+        self.expect("window", kept * self.size, (None, None), ("state", len(self.text)))
+        self.there = self.states[0]
+
+    def evicted_state(self):
+        self.serve("text", self.text, [self.blocks])
+        self.manager.allocate("other", self.words(1))
+        self.manager.checkpoint("other", self.size, self.states[0])
+        self.expect("window", 0, (None, None), ("evicted", len(self.text)))
+        self.there = self.states[0]
+
+    def tier(self):
+        """Let a lower tier take all evicted blocks but one."""
+        taken, refused = set(), self.rng.randrange(2, self.blocks)
+        lost = BlockHasher("sha256", self.size).hash_blocks(encode_tokens(self.text))[refused].tobytes()
+        self.serve("text", self.text)
+        self.manager.on_evict = lambda group, blocks, hashes: taken.update(h for h in hashes if h != lost)
+        self.evict(range(1, self.blocks), [0])
+        self.below = taken.__contains__
+        self.missing("evicted", refused)
+
+    def waiting_for_a_tier(self):
+        """Ask while the tier stores the blocks that have just been evicted."""
+        self.serve("text", self.text)
+        found, block = [], self.evicted_block(self.specs)
+        self.manager.on_evict = lambda *_: found.append(self.manager.explain(self.prompt, below=lambda h: False))
+        self.evict([block], range(len(self.specs)))
+        self.missing("evicted", block, "evicted")
+        self.lacking(block, self.specs)
+        self.found = found[0]
+
+
+EVERYWHERE = ("never", "never_behind_a_hit", "token", "salt", "keys", "image", "block", "tail", "uncommitted")
+EVERYWHERE += ("evicted", "lost")
+CASES = [(kind, layout) for layout in LAYOUTS for kind in EVERYWHERE]
+CASES += [(kind, layout) for layout in ("states", "a window and states") for kind in ("without_state", "evicted_state")]
+CASES += [("tier", "one group"), *[("waiting_for_a_tier", layout) for layout in ("one group", "a window")]]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("kind", "layout"), CASES)
+def test_misses_of_every_cause_are_explained_for_each_group_by_kind_and_place(kind, layout):
+    for seed in range(4):
+        planted = PlantedMiss(kind, layout, seed)
+        asked = planted.asked | ({} if planted.below is None else {"below": planted.below})
+        found = planted.found or planted.manager.explain(planted.prompt, **asked)
+        there = found.there[0] if found.reason == "token" else None if found.reason == "evicted" else found.there
+        assert (found.reason, found.position, there) == (planted.reason, planted.position, planted.there), seed
+        if found.reason == "evicted":
+            assert 0 <= found.there < 60
+        if len(planted.specs) > 1:
+            assert [(miss.reason, miss.position) for miss in found.groups] == planted.groups, seed
+        else:
+            assert found.groups == ()
+        if planted.below is None and planted.found is None:
+            matched = planted.manager.allocate("asked", planted.prompt, num_tokens=0, **planted.asked).num_cached_tokens
+            assert found.matched == matched
 
 
 @pytest.mark.parametrize("partial_reuse", [False, True])

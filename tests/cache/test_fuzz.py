@@ -25,10 +25,14 @@ import threading
 import time
 import traceback
 
+import numpy as np
 import pytest
 from cache_model import GROUPS, Model
 
 import pc
+from pc.cache.pool import BlockPool
+from pc.cache.request import Request as Request_
+from pc.cache.state import ManagerState
 
 FOLDER = os.path.realpath(os.path.dirname(pc.cache.__file__))
 KINDS = ("full", "partial", "anywhere", "window", "full and window", "full and state", "all")
@@ -537,6 +541,120 @@ def test_worlds_of_threads_a_tier_and_interrupts(seed):
     with quickly():
         for number in range(seed, seed + 20):
             World(number).run(40)
+
+
+def _restored_without(patch, *names):
+    """Restore all values of a request that an undone verb has changed, but not these."""
+    honest = Request_.restore
+
+    def restore(self, length, values):
+        kept = {name: getattr(self, name) for name in names}
+        honest(self, length, values)
+        for name, value in kept.items():
+            setattr(self, name, value)
+
+    patch.setattr(Request_, "restore", restore)
+
+
+def committed_is_not_restored(patch):
+    _restored_without(patch, "committed")
+
+
+def tables_are_not_restored(patch):
+    _restored_without(patch, "tables")
+
+
+def a_fed_hasher_is_kept(patch):
+    _restored_without(patch, "chain")
+
+
+def tokens_are_not_taken_back(patch):
+    honest = Request_.restore
+    patch.setattr(Request_, "restore", lambda self, length, values: honest(self, len(self.tokens), values))
+
+
+def nothing_is_rebuilt(patch):
+    patch.setattr(ManagerState, "_rebuild", lambda self: None)
+
+
+def writers_are_not_rebuilt(patch):
+    honest = ManagerState._rebuild
+
+    def rebuild(self):
+        writers = dict(self.writers)
+        honest(self)
+        self.writers.update(writers)
+
+    patch.setattr(ManagerState, "_rebuild", rebuild)
+
+
+def a_reference_too_many_is_rebuilt(patch):
+    honest = BlockPool.rebuild
+    patch.setattr(BlockPool, "rebuild", lambda self, held: honest(self, np.append(held, held[:1])))
+
+
+def _around_undo(patch, before=lambda state: None, after=lambda state, kept: None):
+    """Call a function before each undo of changes, and another one with its result after it."""
+    honest = ManagerState.undo
+
+    def undo(self, nested):
+        kept = before(self) if self.snapshot is not None else None
+        changed = self.snapshot is not None
+        honest(self, nested)
+        if changed:
+            after(self, kept)
+
+    patch.setattr(ManagerState, "undo", undo)
+
+
+def evicted_blocks_of_an_undone_verb_stay_lost(patch):
+    _around_undo(patch, lambda state: state.log.evicted.clear())
+
+
+def published_blocks_of_an_undone_verb_stay_published(patch):
+    _around_undo(patch, lambda state: state.log.published.clear())
+
+
+def listeners_are_told_of_evictions_that_are_undone(patch):
+    _around_undo(patch, lambda state: state.log.evicted[:], lambda state, evicted: state.log.evicted.extend(evicted))
+
+
+def tasks_of_an_undone_verb_run(patch):
+    _around_undo(patch, lambda state: state.log.later[:], lambda state, later: state.log.later.extend(later))
+
+
+def a_request_of_an_undone_verb_runs_on(patch):
+    def before(state):
+        requests, growing, fields, _, preempted = state.snapshot
+        state.snapshot = requests, growing, fields, len(state.running), preempted
+
+    _around_undo(patch, before)
+
+
+def tokens_of_append_each_are_not_taken_back(patch):
+    def before(state):
+        requests, _, *rest = state.snapshot
+        state.snapshot = requests, ((), ()), *rest
+
+    _around_undo(patch, before)
+
+
+UNDO_BUGS = (
+    *(committed_is_not_restored, tables_are_not_restored, a_fed_hasher_is_kept, tokens_are_not_taken_back),
+    *(nothing_is_rebuilt, writers_are_not_rebuilt, a_reference_too_many_is_rebuilt),
+    *(evicted_blocks_of_an_undone_verb_stay_lost, published_blocks_of_an_undone_verb_stay_published),
+    *(listeners_are_told_of_evictions_that_are_undone, tasks_of_an_undone_verb_run),
+    *(a_request_of_an_undone_verb_runs_on, tokens_of_append_each_are_not_taken_back),
+)
+
+
+@pytest.mark.parametrize("bug", UNDO_BUGS, ids=lambda bug: bug.__name__)
+def test_a_planted_bug_of_the_undo_is_found(bug, monkeypatch):
+    """In a part of what `make fuzz-quick` runs in two minutes."""
+    bug(monkeypatch)
+    with pytest.raises(Exception), quickly():  # noqa: B017, PT011, PT012  any check may find it
+        for number in range(1000):
+            World(number).run(120)
 
 
 def main():

@@ -8,7 +8,7 @@ import pytest
 from cache_model import BLOCK, GROUPS, Model
 
 import pc
-from pc.cache import allocate, append, commit, lookup, swap
+from pc.cache import allocate, append, commit, lookup, offload, swap
 from pc.cache.hashing import Chain
 from pc.cache.keys import NO_KEYS
 from pc.cache.pool import BlockPool
@@ -106,8 +106,7 @@ def replaced_block_is_free_at_once(patch):
 
 
 def blocks_are_handed_out_while_they_are_saved(patch):
-    patch.setattr(BlockPool, "share", lambda self, ids: None)
-    patch.setattr(BlockPool, "unshare", lambda self, ids: None)
+    patch.setattr(offload, "_hold_evicted", lambda state, verb, args: (verb(state, *args), None))
 
 
 def partial_copy_is_a_token_too_long(patch):
@@ -121,13 +120,7 @@ def partial_copy_is_a_token_too_long(patch):
 
 
 def host_slots_are_given_back_early(patch):
-    def end_step(self, request):
-        honest(self, request)
-        for host in self.host:
-            host._free = list(range(host.count))
-
-    honest = ManagerState.end_step
-    patch.setattr(ManagerState, "end_step", end_step)
+    patch.setattr(ManagerState, "host_slots", lambda self, group: [])
 
 
 def state_is_published_under_another_hash(patch):
@@ -240,8 +233,12 @@ def a_fork_of_moved_text_is_exact(patch):
 
 
 def a_preempted_request_is_exact_again(patch):
+    def forget(request, *rest):
+        request.keys = request.keys._replace(placed=())
+        return honest(request, *rest)
+
     honest = swap.Preempted
-    patch.setattr(swap, "Preempted", lambda a, b, keys, *rest: honest(a, b, keys._replace(placed=()), *rest))
+    patch.setattr(swap, "Preempted", forget)
 
 
 def a_chain_built_again_is_exact(patch):

@@ -65,6 +65,6 @@ def test_runs_in_ascending_order_touch_nowhere():
 @pytest.mark.parametrize("spans", [[(4, 8), (14, 20)], [(9, 10)], [(8, 9), (12, 18), (19, 20)]])
 def test_runs_of_an_allocation_are_its_slots(spans, written):
     table = np.array([9, 3, 4, 5, 1, 0], np.int32)
-    allocation = pc.Allocation([table[1:]], 1, BLOCK, [], spans, written=written)
+    allocation = pc.Allocation([table[1:]], 1, BLOCK, [], spans, _written=written)
     mapping = allocation.slot_mapping
     assert slots_of(allocation.slot_runs(), len(mapping)) == mapping.tolist()

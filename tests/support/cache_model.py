@@ -573,7 +573,8 @@ class Model:
         r = self.random
         name = self.manager.victim() if r.random() < 0.3 else r.choice(list(self.running))
         request = self.running[name]
-        free = [self.manager._state.host[g].num_free for g in range(len(self.specs))]
+        state = self.manager._state
+        free = [state.host_blocks - len(state.host_slots(group)) for group in range(len(self.specs))]
         mode = r.choice(["swap", "swap", "recompute"])
         pairs = self.per_group(self.manager.preempt(name, mode))
         for group, moved in enumerate(pairs):
