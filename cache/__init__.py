@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 if __name__ != "pc.cache":
     raise ImportError(f"import pc.cache, not {__name__}: a second copy would not share its classes")
 
-from .allocation import Allocation, AppendedTokens, CacheStats, GroupedAllocation, MovedSpan, Pairs
+from .allocation import Allocation, AppendedTokens, GroupedAllocation, MovedSpan, Pairs
 from .groups import FullAttention, Group, Recurrent, SlidingWindow, Tensors
 from .keys import KeyAt
 from .manager import CacheManager
 from .observe.explain import Explanation
+from .observe.stats import CacheStats
 from .policies import EvictionPolicy
 from .pool import OutOfBlocks
 from .runs import Slots

@@ -13,7 +13,7 @@ from typing_extensions import TypeVar
 
 from ..triton_ops._core.checks import check_integer, check_share
 from . import allocate, append, commit, fork, offload, swap
-from .allocation import Allocation, AppendedTokens, BaseAllocation, CacheStats, GroupedAllocation, Pairs, PairsT, SlotsT
+from .allocation import Allocation, AppendedTokens, BaseAllocation, GroupedAllocation, Pairs, PairsT, SlotsT
 from .groups import FullAttention, Group
 from .hashing import BlockHasher, TokenIds, encode_tokens, split_digests
 from .keys import NO_KEYS, ExtraKeys, Key, encode_keys
@@ -27,6 +27,7 @@ from .table import Ids
 
 if TYPE_CHECKING:
     from .observe.explain import Explanation
+    from .observe.stats import CacheStats
 
 REUSES = ("prefix", "gap", "anywhere")
 MODES = ("recompute", "swap")
@@ -639,6 +640,6 @@ def _check_hint(priority: Any, ttl: Any) -> int:
     """Check a priority and a ttl, and return the priority as an int."""
     if ttl is not None and not isinstance(ttl, Real):
         raise TypeError(f"ttl: got {type(ttl).__name__}, needs seconds or None")
-    if ttl is not None and not ttl >= 0:
+    if ttl is not None and not float(ttl) >= 0:
         raise ValueError(f"ttl: got {ttl}, needs at least 0 seconds")
     return check_integer("priority", priority, -(1 << 31), 31)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from ...cache import CacheManager, OutOfBlocks
-from ...cache.allocation import CacheStats
+from ...cache.observe.stats import CacheStats
 
 _BETWEEN = (str(Path(__file__).parent), str(Path(warnings.__file__).parent / "contextlib.py"))
 """Files that lie between a caller's line and a warning, besides those of the packages below."""

@@ -63,7 +63,10 @@ def _interruptible(code):
 
 @contextlib.contextmanager
 def interrupted(after):
-    """Raise KeyboardInterrupt in this thread after `after` places of the manager's code. None: never."""
+    """Raise KeyboardInterrupt in this thread after `after` places of the manager's code. None: never.
+
+    Yields a function that returns how many places were passed.
+    """
     left = after
 
     def local(frame, event, argument):
@@ -84,7 +87,7 @@ def interrupted(after):
     if after is not None:
         sys.settrace(start)
     try:
-        yield
+        yield lambda: after - left
     finally:
         sys.settrace(None)
 
@@ -143,6 +146,8 @@ class World:
         )
         self.groups = self.manager.groups
         self.states = [g for g, spec in enumerate(self.groups) if isinstance(spec, pc.Recurrent)]
+        whole = (g for g, spec in enumerate(self.groups) if isinstance(spec, pc.FullAttention | pc.Tensors))
+        self.whole = next(whole, None)  # a group in which a request holds all its blocks
         self.content = [{} for _ in self.groups]
         self.host = [{} for _ in self.groups]
         self.meaning, self.published = {}, set()
@@ -243,6 +248,7 @@ class Worker:
         self.world, self.number, self.count = world, number, 0
         self.random = random.Random(world.seed * 10 + number)
         self.running, self.preempted = {}, {}
+        self.places = {}  # by verb: places of its last call that was traced to its end
 
     def next_name(self):
         self.count += 1
@@ -270,12 +276,17 @@ class Worker:
 
     def call(self, verb, *args, **options):
         """Run a verb, sometimes with an interrupt in it; return its outcome and its result."""
-        world, after = self.world, None
-        if self.random.random() < world.hazard:
-            after = int(math.exp(self.random.uniform(0, 8)))
+        world, after, r = self.world, None, self.random
+        if r.random() < world.hazard:
+            after = int(math.exp(r.uniform(0, 8)))
+            if r.random() < 0.5 and verb.__name__ in self.places:  # behind its last changes
+                after = max(self.places[verb.__name__] - r.randrange(12), 1)
         try:
-            with interrupted(after):
-                return DONE, verb(*args, **options)
+            with interrupted(after) as passed:
+                result = verb(*args, **options)
+            if after is not None:
+                self.places[verb.__name__] = passed()
+            return DONE, result
         except (pc.OutOfBlocks, TierError):  # a tier's error may reach the caller; then nothing has changed
             return REFUSED, None
         except KeyboardInterrupt:
@@ -391,10 +402,16 @@ class Worker:
 
     def publish(self, request, share=1):
         """Commit a share of the tokens, which are all written; return the outcome."""
-        name, size, length = request.name, self.world.size, len(request.tokens)
-        for block, block_hash in enumerate(self.world.manager.block_hashes(name)[: length // size]):
-            self.world.meaning[block_hash] = request.value(block * size + size - 1)
-        return self.call(self.world.manager.commit, name, int(length * share))[0]
+        world, name, length = self.world, request.name, len(request.tokens)
+        hashes = world.manager.block_hashes(name)[: length // world.size]
+        for block, block_hash in enumerate(hashes):
+            world.meaning[block_hash] = request.value(block * world.size + world.size - 1)
+        outcome = self.call(world.manager.commit, name, int(length * share))[0]
+        undone = {(world.whole, block_hash) for block_hash in hashes[-1:]} - world.published
+        if outcome == INTERRUPTED and world.whole is not None and undone:
+            with pytest.raises(ValueError, match="committed, needs all"):
+                world.manager.fork(name, self.next_name())
+        return outcome
 
     def pick(self):
         return self.random.choice(list(self.running.values())) if self.running else None

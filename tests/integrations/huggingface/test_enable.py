@@ -25,8 +25,7 @@ transformers = pytest.importorskip("transformers")
 
 from generate_cases import LLAMA, assert_nothing_held, assert_same, interrupts, plain, prompt  # noqa: E402
 
-from pc.cache import CacheManager  # noqa: E402
-from pc.cache.allocation import CacheStats  # noqa: E402
+from pc.cache import CacheManager, CacheStats  # noqa: E402
 from pc.integrations.huggingface import PrefixCaching, RequestReport, enable_prefix_caching  # noqa: E402
 from pc.integrations.huggingface.admit import PromptRequests  # noqa: E402
 from pc.integrations.huggingface.identity import Identity  # noqa: E402

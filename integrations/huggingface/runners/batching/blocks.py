@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .....cache.allocation import CacheStats, Pairs
+from .....cache.allocation import Pairs
+from .....cache.observe.stats import CacheStats
 from ...admit import PromptRequests
 from ...probe import Probed
 from ...prompts import Prompt

@@ -18,7 +18,7 @@ from batching_cases import LLAMA, alone, batched, tokens  # noqa: E402
 from generate_cases import SMALL  # noqa: E402
 from transformers.generation.continuous_batching import cache, continuous_api  # noqa: E402
 
-from pc.cache.allocation import CacheStats  # noqa: E402
+from pc.cache import CacheStats  # noqa: E402
 from pc.integrations import tested  # noqa: E402
 from pc.integrations.huggingface import UnsupportedError, api, enable_continuous_batching  # noqa: E402
 
