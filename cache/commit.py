@@ -109,10 +109,7 @@ def _publish(state: ManagerState, request: Request, group: int, first: int, last
     ids = table[first:last]
     present: Mask | None = None
     if not state.prefix_only:  # some blocks have left a window, or their state was not kept
-        present = ids >= 0
-        for at, block in request.new_states:
-            if at == group and first <= block < last:
-                present[block - first] = False
+        present = request.written_table(group, last)[first:] >= 0
         if not present.any():
             return []
         ids, digests = ids[present], digests[present]

@@ -175,7 +175,7 @@ class BlockPool:
         """Add a reference to complete blocks, in the order of their sequence."""
         # `HashTable.leading` returns consecutive blocks as a view of `numbers`.
         consecutive = ids.base is self.table.numbers
-        index = slice(ids.item(0), ids.item(0) + ids.size) if consecutive else self.index_of(ids)
+        index: Index = slice(ids.item(0), ids.item(0) + ids.size) if consecutive else self.index_of(ids)
         refs = self.ref_count[index]
         self.num_cached -= ids.size - count_nonzero(refs)
         self.ref_count[index] = np.add(refs, ONE)

@@ -24,21 +24,15 @@ Key = tuple[int, bytes, bytes]
 
 
 class RememberedHashes:
-    """An LRU dictionary of chunks of prompts.
+    """An LRU dictionary of chunks of prompts, up to `capacity` bytes.
 
-    The digests of their blocks and the hasher after them, up to `capacity` bytes.
-
-    A lookup touches the first chunk of a prompt last, so it is evicted last. Without it, later chunks cannot be found.
+    An entry has the digests of the chunk's blocks and the state of the hasher behind them. A lookup touches the first
+    chunk of a prompt last, so it is evicted last. Without it, later chunks cannot be found.
     """
 
     def __init__(self) -> None:
-        self.capacity = 0
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget everything."""
         self._chunks: OrderedDict[Key, tuple[Key, bytes, Any, int]] = OrderedDict()
-        self.nbytes = 0
+        self.capacity = self.nbytes = 0
 
     def fit(self, num_blocks: int, taken: int) -> None:
         """Set the capacity to the bytes that pools and policies, which use `taken`, leave of those for `num_blocks`."""

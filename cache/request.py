@@ -98,9 +98,7 @@ class Request:
         hints = self.priority, self.ttl, self.prompt_tokens
         other = Request(array("I", self.tokens), chain, self.digests, self.keys, *hints)
         other.pending = array("I", self.pending) if self.pending else None
-        other.tables = [table[: self.num_blocks].copy() for table in self.tables]
-        for group, block in self.new_states:
-            other.tables[group][block] = -1
+        other.tables = [self.written_table(group, self.num_blocks) for group in range(len(self.tables))]
         other.num_blocks = self.num_blocks
         other.committed, other.computed, other.published = self.committed, self.computed, self.published
         other.released = list(self.released)
@@ -117,6 +115,12 @@ class Request:
         table = self.tables[group].copy()
         table[blocks] = ids
         self.tables = [*self.tables[:group], table, *self.tables[group + 1 :]]
+
+    def written_table(self, group: int, end: int) -> Ids:
+        """Return a copy of a group's table up to block `end`, with holes for states that are not written yet."""
+        table = self.tables[group][:end].copy()
+        table[[block for at, block in self.new_states if at == group and block < end]] = -1
+        return table
 
     def held(self, group: int) -> Ids:
         """Return the blocks in a group's table, without holes."""

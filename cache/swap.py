@@ -80,9 +80,7 @@ def _save(state: ManagerState, request: Request) -> tuple[Preempted, list[Pairs]
 
 def _with_released(state: ManagerState, request: Request) -> list[Ids]:
     """Return the tables of a request. Holes are filled with released blocks that are still cached."""
-    tables = [table[: request.num_blocks].copy() for table in request.tables]
-    for group, block in request.new_states:  # they may not be written yet
-        tables[group][block] = -1
+    tables = [request.written_table(group, request.num_blocks) for group in range(len(state.pools))]
     complete = request.committed // state.block_size
     digests: Words | None = None
     for pool, table in zip(state.pools, tables, strict=True):

@@ -22,8 +22,7 @@ def check(state: ManagerState) -> None:
             assert request.num_blocks == -(-len(request.tokens) // size), "a table has another length"
             assert request.committed <= len(request.tokens), "more committed than there is"
             assert request.published * size <= request.committed, "published before it was written"
-            before = request.tables[group][: request.published].copy()
-            before[[block for at, block in request.new_states if at == group and block < before.size]] = -1
+            before = request.written_table(group, request.published)
             assert pool.table.contains(before[before >= 0]).all(), "a committed block is not published"
         pool.check(np.concatenate(state.references(group)))
         slots = state.host_slots(group)

@@ -42,15 +42,6 @@ def test_the_first_to_append_to_a_shared_block_copies_it_and_the_last_goes_on_in
     manager.check()
 
 
-def test_a_fork_of_what_is_committed_gets_a_copy():
-    manager = pc.CacheManager(8, block_size=4)
-    manager.allocate("p", [1, 2, 3, 4, 5, 6])
-    manager.commit("p", 6)
-    manager.fork("p", "c")
-    assert len(manager.append("c", [7]).copies) == 1
-    assert manager.append("p", [7]).copies == []
-
-
 def test_append_each_needs_no_more_than_appends_one_by_one():
     manager = pc.CacheManager(3, block_size=4)
     manager.allocate("a", list(range(6)))

@@ -12,7 +12,8 @@ import pc
 from pc.cache.hashing import feed_all
 
 CACHE = Path(pc.cache.__file__).resolve().parent
-OPTIONAL = ("observe.check", "observe.explain", "observe.stats", "reuse", "replay", "tensors", "tiers", "policies.hazard")
+OBSERVE = ("observe.check", "observe.explain", "observe.stats")
+OPTIONAL = (*OBSERVE, "reuse", "replay", "tensors", "tiers", "policies.hazard")
 BUDGET = 2480
 
 

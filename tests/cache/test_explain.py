@@ -14,7 +14,7 @@ from pc.cache.keys import encode_keys
 from pc.cache.observe.history import ENTRY_BYTES, LEAST_BYTES, Latest
 from pc.cache.policies.lru import LRU
 
-KINDS = ("token", "keys", "salt", "evicted", "uncommitted", "block", "window", "never")
+KINDS = ("token", "keys", "salt", "evicted", "uncommitted", "block", "never")
 
 
 def store(manager, name, tokens, **options):
@@ -28,17 +28,13 @@ class Planted:
 
     def __init__(self, kind, seed):
         self.rng = rng = random.Random(f"{kind} {seed}")
-        self.size = rng.choice([4, 8, 16] if kind in ("block", "keys", "never", "window") else [1, 4, 8, 16])
+        self.size = rng.choice([4, 8, 16] if kind in ("block", "keys", "never") else [1, 4, 8, 16])
         self.options = {}
         if rng.random() < 0.5:
             self.options = rng.choice([{"salt": "one"}, {"extra_keys": "lora"}, {"salt": 3, "extra_keys": ["a", "b"]}])
-        self.groups = None
-        if kind == "window":
-            windowed = [pc.SlidingWindow(window=2 * self.size, num_blocks=40), pc.Recurrent(num_blocks=4)]
-            self.groups = rng.sample([pc.FullAttention(), rng.choice(windowed)], 2)
         self.algorithm = rng.choice(["sha256", "blake2b"])
         policy = rng.choice(["default", "lru"])
-        self.manager = pc.CacheManager(400, self.size, policy, self.algorithm, self.groups)
+        self.manager = pc.CacheManager(400, self.size, policy, self.algorithm)
         self.position, self.there, self.asked = 0, None, dict(self.options)
         self.traffic(rng.randrange(6))
         self.prompt = getattr(self, kind)()
@@ -62,12 +58,12 @@ class Planted:
             self.traffic(self.rng.randrange(2))
         return text
 
-    def cached(self, text, group=0):
-        """Return the blocks of a text that are published in a group."""
+    def cached(self, text):
+        """Return the blocks of a text that are published."""
         hashes = BlockHasher(self.algorithm, self.size).hash_blocks(
             encode_tokens(text), encode_keys(self.options.get("extra_keys"), self.options.get("salt"))
         )
-        return self.manager.pools[group].table.find(hashes) >= 0
+        return self.manager.pools[0].table.find(hashes) >= 0
 
     def token(self):
         text = self.stored()
@@ -116,16 +112,6 @@ class Planted:
         text += self.words(self.there)
         store(self.manager, "theirs", text, **self.options)
         return text if self.there > 1 and self.rng.random() < 0.5 else [*text, *self.text()]
-
-    def window(self):
-        text = self.text()
-        self.there = self.groups.index(next(group for group in self.groups if group != pc.FullAttention()))
-        store(self.manager, "theirs", text, **self.options)
-        while self.cached(text, self.there)[-1]:
-            self.traffic(1)
-        self.position = self.manager.allocate("probe", text, **self.options).num_cached_tokens
-        self.manager.free("probe")
-        return text
 
     def never(self):
         return self.text()
@@ -615,35 +601,3 @@ def test_a_hybrid_that_hits_nothing_says_which_group_lacks_what(windows):
     found, groups = misses(manager, [*text, 5])
     assert groups == [*attention, ("Recurrent", 0, "evicted", 16)]
     assert found.groups[-1].there > 0
-
-
-def test_a_window_that_lacks_its_blocks_says_so():
-    groups = [pc.FullAttention(), pc.SlidingWindow(window=8, num_blocks=6)]
-    manager = pc.CacheManager(64, block_size=4, policy="lru", groups=groups)
-    text = list(range(16))
-    for name, tokens in (("a", text), *[(i, [100 + i] * 16) for i in range(3)]):
-        manager.allocate(name, tokens)
-        manager.commit(name, 16)
-        manager.free(name)
-    found, groups = misses(manager, [*text, 5])
-    assert (found.reason, found.there) == ("window", 1)
-    assert groups == [("FullAttention", 16, None, None), ("SlidingWindow", 0, "evicted", 0)]
-
-
-def test_several_groups_that_have_seen_nothing_say_never():
-    for tail in (2, 5, 9):
-        manager = hybrid()
-        served(manager, "a", list(range(16)))
-        found, groups = misses(manager, [*range(16), *[70 + tail] * tail])
-        assert (found.matched, found.reason, found.position) == (16, "never" if tail > 3 else "block", 16)
-        if tail > 4:
-            assert groups == [("FullAttention", 16, "never", 16), ("Recurrent", 16, "never", 20)]
-    manager.allocate("b", [9] * 9)
-    found, groups = misses(manager, [9] * 9)
-    assert found.reason == "uncommitted"
-    assert groups == [("FullAttention", 0, "uncommitted", 0), ("Recurrent", 0, "uncommitted", 4)]
-
-
-def test_one_group_lists_no_groups():
-    manager = pc.CacheManager(8, block_size=4)
-    assert manager.explain(range(9)).groups == ()

@@ -229,20 +229,6 @@ def test_requests_from_many_threads_beside_a_tier():
         sys.setswitchinterval(interval)
 
 
-def test_a_tier_may_call_the_manager():
-    manager = full()
-
-    def save(group, blocks, hashes):
-        manager.on_evict = None
-        manager.allocate("inner", [3] * 4)
-        manager.check()
-
-    manager.on_evict = save
-    manager.allocate("b", [9] * 8)
-    assert manager.stats().num_requests == 2
-    manager.check()
-
-
 def test_a_slow_tier_stops_nobody_else():
     manager = full(num_blocks=8)
     entered, leave = threading.Event(), threading.Event()

@@ -42,16 +42,6 @@ def test_stats_count_tokens_and_blocks(manager):
     assert {type(value) for value in vars(s).values()} == {int, dict, tuple}
 
 
-def test_window_blocks_are_released_while_the_request_runs():
-    m = pc.CacheManager(16, block_size=4, groups=[pc.SlidingWindow(window=8, num_sink_tokens=3)])
-    m.allocate("a", list(range(24)))
-    m.commit("a", 24)
-    table = m.block_table("a")
-    assert (table[0] >= 0, (table[1:4] < 0).all(), (table[4:] >= 0).all()) == (True, True, True)
-    assert m.stats().held_blocks == 3
-    m.check()
-
-
 def test_a_window_moves_with_every_token_and_keeps_what_the_last_one_reads():
     m = pc.CacheManager(16, block_size=4, groups=[pc.SlidingWindow(window=6)])
     m.allocate("a", [1])
