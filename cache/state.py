@@ -3,7 +3,7 @@
 Verbs are atomic. A verb is a function of a `ManagerState`. It looks and computes first, and raises all its errors. Then
 it calls `ManagerState.begin` with the requests that it will change, and applies the changes. `begin` takes one
 snapshot; pools log the hashes that they overwrite. If an exception comes before the end, `ManagerState.undo` restores
-the snapshot and the hashes. It rebuilds the rest from them: reference counts, tables, free lists, host slots, writers,
+the snapshot and the hashes. It rebuilds the rest from them: reference counts, tables, free lists, writers,
 and the policy's knowledge. An interrupt (`KeyboardInterrupt`, or an exception that another thread raises in this one)
 is such an exception, and may come between any two instructions. The time of a rebuild is proportional to the number of
 blocks.
