@@ -110,10 +110,14 @@ def _make_room(
     Raises:
         OutOfBlocks: There are too few blocks for all of them together. Nothing has changed.
     """
-    size = state.block_size
-    more = sum([-(-end // size) - request.num_blocks for request, end in growths])
-    seen = [request for request, _ in growths if request.check_tail]
-    last = [(r, min(r.committed, r.computed, max(r.length, end) - 1)) for r, end in growths if not state.prefix_only]
+    more, requests, seen, positions = 0, list[Request](), list[Request](), list[tuple[Request, int]]()
+    for request, end in growths:
+        more += -(-end // state.block_size) - request.num_blocks
+        requests.append(request)
+        if request.check_tail:
+            seen.append(request)
+        if not state.prefix_only:  # no query before this position is left to compute
+            positions.append((request, min(request.committed, request.computed, max(request.length, end) - 1)))
     for group, (pool, spec) in enumerate(zip(state.pools, state.groups, strict=True)):
         count, available = 0 if spec.holds_states else more, pool.available
         for tail, holders in Counter([_seen_tail(state, request, group) for request in seen]).items() if seen else ():
@@ -122,22 +126,22 @@ def _make_room(
                 # The last holder to append keeps the block, unless it is published, or held on (`_replace_shared`).
                 copied = pool.table.lists(tail) or (others and state.offloading)
                 count += holders if copied else min(holders, others)
-        if last and count > available:
-            left = np.concatenate([state.behind_window(request, group, position)[1] for request, position in last])
+        if positions and count > available:
+            left = np.concatenate([state.behind_window(request, group, position)[1] for request, position in positions])
             blocks, times = np.unique(left, return_counts=True)
             available += np.count_nonzero(pool.ref_count[blocks] == times)
         if count > available:
             raise OutOfBlocks(count, int(available))
-    state.begin(*[request for request, _ in growths], growing=growing)
-    for request, position in last:
+    state.begin(*requests, growing=growing)
+    for request, position in positions:
         for group in range(len(state.pools)):
             state.leave_window(request, group, position)
 
 
 def _seen_tail(state: ManagerState, request: Request, group: int) -> int:
-    """Return the last block of a request if it is partly filled and other requests may see it, else -1."""
+    """Return the last block of a request that must check its tail, if the block is partly filled, else -1."""
     first, filled = divmod(len(request.tokens), state.block_size)
-    return request.tables[group].item(first) if request.check_tail and filled else -1
+    return request.tables[group].item(first) if filled else -1
 
 
 def _grow(state: ManagerState, request: Request, end: int) -> list[Pairs]:
@@ -149,7 +153,7 @@ def _grow(state: ManagerState, request: Request, end: int) -> list[Pairs]:
     old_blocks, num_blocks = request.num_blocks, -(-end // state.block_size)
     copies: list[Pairs] = [[] for _ in state.pools]
     for group, (pool, spec) in enumerate(zip(state.pools, state.groups, strict=True)):
-        tail = _seen_tail(state, request, group)
+        tail = _seen_tail(state, request, group) if request.check_tail else -1
         if tail >= 0:
             source = -1
             if pool.table.lists(tail) or pool.ref_count.item(tail) > 1:

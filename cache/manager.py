@@ -631,7 +631,7 @@ def _free(state: ManagerState, request_id: Hashable, returns: float | None) -> N
     if request_id in state.preempted:
         del state.preempted[request_id]
         return
-    request = state.get(request_id)
+    request = state.running.get(request_id) or state.get(request_id)
     state.begin()
     state.release(request_id, request, returns)
 
