@@ -33,7 +33,7 @@ def main() -> None:
     with vllm_engine.engine(sys.argv[1], **options) as (llm, _):
         runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
         assert hasattr(runner, "update_requests")
-        asked = test_engine.disturbed(llm, int(sys.argv[2]), rounds=16)
+        asked = test_engine.disturbed(llm, int(sys.argv[2]), rounds=24)
         print(len(asked.answers), asked.compare(DenseReference(sys.argv[1])))
 
 

@@ -210,13 +210,14 @@ class Requests:
         self.prompts: dict[str, list[int]] = {}
         self.answers: dict[tuple[str, int], tuple[list[int], list[float]]] = {}
 
-    def add(self, name: str, tokens: list[int], **params: Any) -> None:
-        """Add a request, with parameters of vLLM's `SamplingParams`."""
+    def add(self, name: str, tokens: list[int], priority: int = 0, **params: Any) -> None:
+        """Add a request, with parameters of vLLM's `SamplingParams`. Schedulers may ignore its priority."""
         from vllm import SamplingParams
 
         given = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": 0}
         self.prompts[name] = tokens
-        self.engine.add_request(name, {"prompt_token_ids": tokens}, SamplingParams(**given | params))
+        sampling = SamplingParams(**given | params)
+        self.engine.add_request(name, {"prompt_token_ids": tokens}, sampling, priority=priority)
 
     def step(self) -> None:
         """Run a step of the engine, and keep the answers that it ends."""

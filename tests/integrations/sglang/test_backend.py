@@ -276,7 +276,7 @@ def test_masks_that_come_after_the_step_was_prepared(one_rank):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"use_mla_backend": True}, "multi-head latent attention"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
@@ -285,8 +285,8 @@ def test_masks_that_come_after_the_step_was_prepared(one_rank):
         ({"head_dim": 1024}, "head_dim 1024"),
     ],
 )
-def test_engines_that_are_refused(one_rank, changes, said):
-    with pytest.raises(ValueError, match=f"pc's attention backend does not support: .*{said}"):
+def test_engines_that_are_refused(one_rank, changes, message):
+    with pytest.raises(ValueError, match=f"pc's attention backend does not support: .*{message}"):
         PagedAttnBackend(Scene().runner(**changes))
 
 
@@ -297,7 +297,7 @@ def test_context_parallelism_is_refused(one_rank):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"is_cross_attention": True}, "cross attention"),
         ({"attn_type": "ENCODER_ONLY"}, "attention type encoder_only"),
@@ -307,12 +307,12 @@ def test_context_parallelism_is_refused(one_rank):
         ({"logit_cap": 5.0, "logit_capping_method": "sigmoid"}, "logit capping by sigmoid"),
     ],
 )
-def test_layers_that_are_refused(one_rank, options, said):
+def test_layers_that_are_refused(one_rank, options, message):
     from sglang.srt.layers.radix_attention import AttentionType
 
     if "attn_type" in options:
         options = {"attn_type": AttentionType[options["attn_type"]]}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         PagedAttnBackend(Scene(**options).runner())
 
 

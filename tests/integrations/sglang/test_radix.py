@@ -177,7 +177,7 @@ def test_hints_of_callers_reach_the_policy():
         traffic.check()
 
 
-def test_a_hint_that_cannot_be_read_is_said_and_passed_over(caplog):
+def test_a_hint_that_cannot_be_read_is_reported_and_ignored(caplog):
     traffic = Traffic("pc_default", "pc", 32, 0, at_once=1)
     request = sglang_radix.Request(0, np.arange(33), np.array([1]), 1)
     request.kv_hints = retention_hints(priority=5)

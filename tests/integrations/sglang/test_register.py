@@ -36,7 +36,7 @@ def pretend(monkeypatch, version):
     monkeypatch.setitem(api.REGISTRATION, "attention", {})
 
 
-def test_features_are_registered_once_and_said(monkeypatch, registered):
+def test_features_are_registered_and_logged_once(monkeypatch, registered):
     monkeypatch.setenv("PC_SGLANG", " eviction,, attention,eviction ")
     adapter.register()
     adapter.register()
@@ -87,8 +87,8 @@ def test_newer_versions_are_tried(monkeypatch, caplog, version):
     monkeypatch.setattr(tested, "_said", set())
     with caplog.at_level(logging.WARNING, "pc"):
         adapter.check_version("attention")
-    said = [record.message for record in caplog.records]
-    assert said == ([] if version.startswith("0.5.23") else [
+    lines = [record.message for record in caplog.records]
+    assert lines == ([] if version.startswith("0.5.23") else [
         f"sglang {version} is newer than 0.5.23, the newest that was tested; pc tries it, and calls that it "
         "cannot serve fall back"
     ])  # fmt: skip

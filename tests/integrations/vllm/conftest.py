@@ -51,12 +51,12 @@ def logged(monkeypatch):
 
         for once in (vllms._print_info_once, vllms._print_warning_once):
             once.cache_clear()  # messages of earlier tests
-        said, handler, logger = [], logging.Handler(level), logging.getLogger(LOGGER)
-        handler.emit = lambda record: said.append(record.getMessage())
+        lines, handler, logger = [], logging.Handler(level), logging.getLogger(LOGGER)
+        handler.emit = lambda record: lines.append(record.getMessage())
         monkeypatch.setattr(logger, "level", level)
         monkeypatch.setattr(logger, "_cache", {})  # cached levels
         monkeypatch.setattr(logger, "handlers", [*logger.handlers, handler])
-        return said
+        return lines
 
     return gather
 

@@ -118,10 +118,10 @@ def run(model, adapter, ours):
         said["left"] = ask_and_leave(llm, prompts())
         said["after"] = ask(llm, prompts(), max_tokens=80)
         late = take_hidden_states(llm) if ours else {}
-        assert "left-5" not in late, "rows of a prompt that was given up before it was computed"
+        assert "left-5" not in late, "rows of a prompt that was aborted before it was computed"
         assert said["left"].keys() == {"left-1", "left-3", "left-4"}
         free = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        assert free == TIGHT - 1, "blocks of requests that were given up are not free"
+        assert free == TIGHT - 1, "blocks of aborted requests are not free"
     return said, rows, seen
 
 

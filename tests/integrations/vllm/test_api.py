@@ -72,7 +72,7 @@ def test_the_installed_release_has_what_the_tables_name():
 
 
 @pytest.mark.parametrize("feature", list(api.NAMES))
-def test_each_name_that_is_gone_is_said(feature):
+def test_each_name_that_is_gone_is_reported(feature):
     if not is_served(feature):
         pytest.skip("not in this release")
     for name in seam.names(api.NAMES[feature]):
@@ -81,7 +81,7 @@ def test_each_name_that_is_gone_is_said(feature):
 
 
 @pytest.mark.parametrize("feature", list(api.NAMES))
-def test_each_changed_signature_is_said(feature):
+def test_each_changed_signature_is_reported(feature):
     if not is_served(feature):
         pytest.skip("not in this release")
     for name in seam.names(api.NAMES[feature]):

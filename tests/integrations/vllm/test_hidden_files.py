@@ -84,7 +84,7 @@ def test_what_is_old_goes_and_what_is_not_ours_stays(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [".running.part", "new.safetensors", "notes.txt", "r.safetensors"]
 
 
-def test_a_disk_that_refuses_is_said_and_leaves_nothing(tmp_path, monkeypatch, warnings):
+def test_a_disk_that_refuses_is_reported_and_leaves_nothing(tmp_path, monkeypatch, warnings):
     def full(tensors, path, metadata):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")

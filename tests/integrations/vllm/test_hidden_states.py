@@ -409,7 +409,7 @@ def test_configurations_that_would_store_in_wrong_slots_are_refused():
     with pytest.raises(ValueError, match="needs PC_VLLM=eviction,hidden_states"):
         check_hidden_states(config(connector="any"))
     check_hidden_states(config(runner="pooling"))
-    for options, said in (
+    for options, message in (
         ({"dir": 5}, "pc_hidden_states_dir: got 5, needs the path"),
         ({"dir_bytes": 5}, "pc_hidden_states_dir_bytes: got one without pc_hidden_states_dir"),
         ({"dir": "/tmp", "dir_seconds": 0}, "pc_hidden_states_dir_seconds: got 0, needs a number above 0"),
@@ -417,7 +417,7 @@ def test_configurations_that_would_store_in_wrong_slots_are_refused():
     ):
         chosen = config()
         chosen.additional_config = {f"pc_hidden_states_{name}": value for name, value in options.items()}
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             check_hidden_states(chosen)
     ours = "pc.integrations.vllm.eviction.AsyncPolicyScheduler"
     with pytest.raises(ValueError, match="got a connector, whose blocks have no rows to pool"):
@@ -474,8 +474,8 @@ def test_who_reads_hits_for_a_row_of_each_token():
     for _ in range(2):
         enable("hidden_states")
 
-    def skips(task="token_embed", said=None, ours=True):
-        asked = PoolingParams(task=task, skip_reading_prefix_cache=said)
+    def skips(task="token_embed", skip=None, ours=True):
+        asked = PoolingParams(task=task, skip_reading_prefix_cache=skip)
         pooler = SimpleNamespace(task=task, use_activation=True, dimensions=None, tok_pooling_type="ALL")
         model = SimpleNamespace(pooler_config=pooler, is_matryoshka=False, hf_config=None)
         if ours:
@@ -486,7 +486,7 @@ def test_who_reads_hits_for_a_row_of_each_token():
     assert not skips()
     assert not skips("token_classify")
     assert skips(ours=False)
-    assert skips(said=True)
+    assert skips(skip=True)
     assert not skips("embed")
     assert not skips("embed", ours=False)
     assert skips("plugin")

@@ -55,12 +55,12 @@ def test_a_missing_or_changed_interface_is_named(monkeypatch, version):
     pretend(monkeypatch, version, fake_vllm={"Builder": holder})
     monkeypatch.setitem(api.NAMES, "attention", {"fake_vllm:Builder": "build(prefix metadata)"})
     api.check_version("attention")
-    for holder, name, said in (
+    for holder, name, message in (
         ("fake_vllm:Builder", "make", "fake_vllm:Builder.make: not there"),
         ("fake_nothing", "Builder", "fake_nothing:Builder: not there"),
     ):
         monkeypatch.setitem(api.NAMES, "attention", {holder: f"{name}(metadata)"})
-        with pytest.raises(adapter.UnsupportedVersionError, match=said):
+        with pytest.raises(adapter.UnsupportedVersionError, match=message):
             api.check_version("attention")
     monkeypatch.setitem(api.NAMES, "attention", {"fake_vllm": "Builder.build(fast_build metadata)"})
     with pytest.raises(adapter.UnsupportedVersionError, match="has no fast_build, needed by vllm"):
@@ -99,7 +99,7 @@ def test_the_installed_version_is_served(feature):
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("variables", "message"),
     [
         ({"PC_VLLM_POLICY": "nonsense"}, "PC_VLLM_POLICY: got 'nonsense', needs one of .*lru"),
         ({"PC_VLLM": "attention,compression"}, "PC_VLLM: got compression without eviction, which it needs"),
@@ -111,13 +111,13 @@ def test_the_installed_version_is_served(feature):
         ),
     ],
 )
-def test_values_that_make_no_sense_are_refused_before_anything_is_enabled(monkeypatch, variables, said):
+def test_values_that_make_no_sense_are_refused_before_anything_is_enabled(monkeypatch, variables, message):
     done = []
     monkeypatch.setattr("pc.integrations.vllm.features.check_version", done.append)
     monkeypatch.setattr(features, "_enabled", set())
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         adapter.register()
     assert done == []
 
@@ -166,14 +166,14 @@ def test_one_line_says_what_is_in_use(monkeypatch, logged):
     pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    said = logged(logging.INFO)
+    lines = logged(logging.INFO)
     monkeypatch.setenv("PC_VLLM_POLICY", "priority")
     monkeypatch.setenv("PC_VLLM_REUSE", "prefix")
     monkeypatch.delitem(sys.modules, "vllm_omni.core.prefix_cache", raising=False)
     adapter.enable("attention")
     for _ in range(2):
         features.announce(configuration(**OURS, pc_hidden_states_bytes=1 << 20))
-    (line,) = said
+    (line,) = lines
     assert line.startswith("pc ")
     for part in (
         "vllm 0.",

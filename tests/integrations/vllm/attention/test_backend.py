@@ -194,7 +194,7 @@ def test_a_shared_prefix_is_read_once():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype not supported"),
         ({"kv_cache_dtype": "int8_per_token_head"}, "kv_cache_dtype not supported"),
@@ -204,8 +204,8 @@ def test_a_shared_prefix_is_read_once():
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_layers_that_are_not_served_are_refused_by_name(options, said):
-    with pytest.raises(ValueError, match=said):
+def test_layers_that_are_not_served_are_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
         make_layer(**options)
 
 

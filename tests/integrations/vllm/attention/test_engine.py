@@ -78,8 +78,8 @@ def test_latent_attention(model_path, name):
     """The tokens are those of vLLM's kernel, whose platform has neither chunks nor prefix caching for these models."""
 
     def ask(llm):
-        said = [vllm_engine.generate(llm, asked)[0] for asked in (prompts(), altered(prompts()[0]))]
-        return said, features.describe(llm.llm_engine.vllm_config)
+        answers = [vllm_engine.generate(llm, asked)[0] for asked in (prompts(), altered(prompts()[0]))]
+        return answers, features.describe(llm.llm_engine.vllm_config)
 
     # If a processor has AMX, vLLM's kernel for it takes only bfloat16.
     options = {"max_num_batched_tokens": 512, "block_size": 16, "attention_backend": "CPU_MLA"}
@@ -117,7 +117,7 @@ def test_tokens_with_an_option(model_path, name, options, asked):
         return [vllm_engine.generate(llm, asked(), max_tokens=40) for _ in range(2)]
 
     (theirs, unseen), (ours, seen) = vllm_engine.both(model_path(name), ask, options)
-    assert [said for said, _ in ours] == [theirs[0][0]] * 2
+    assert [answers for answers, _ in ours] == [theirs[0][0]] * 2
     assert not unseen["attention"]
     assert seen["attention"] > 0
     assert (seen["drafts"] > 0) == ("speculative_config" in options)
@@ -171,15 +171,15 @@ def test_float8_caches(model_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype not supported"),
         ({"kv_cache_dtype": "float16"}, "kv_cache_dtype float16 with a model in torch.float32 not supported"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(model_path, options, said):
+def test_what_is_not_served_is_refused_by_name(model_path, options, message):
     vllm_engine.use_attention(True)
-    with pytest.raises(ValueError, match=said), vllm_engine.engine(model_path("llama"), **options):
+    with pytest.raises(ValueError, match=message), vllm_engine.engine(model_path("llama"), **options):
         pass
 
 

@@ -66,14 +66,14 @@ class Asked(vllm_engine.Requests):
             self.plans[name.rpartition("-")[0]] = plan
 
     def compare(self, reference, tolerance=1e-4):
-        """Compares every answer; returns how many of them were of compressed prompts."""
-        compressed = 0
+        """Compare every answer, and return how many of them were of compressed prompts."""
+        compressed, size = 0, self.scheduler.block_size
         for (name, index), (tokens, found) in self.answers.items():
             plan = self.plans.get(f"{index}_{name}", self.plans.get(name))
             kept = None
             if plan is not None and plan.is_compressed:
-                page = SIZE if plan.options.heads == "ada" else 0
-                kept = Kept(plan.options.press, plan.tokens, plan.whole * SIZE, plan.keep * SIZE, page)
+                page = size if plan.options.heads == "ada" else 0
+                kept = Kept(plan.options.press, plan.tokens, plan.whole * size, plan.keep * size, page)
             expected = reference.logprobs(self.prompts[name], tokens, kept)
             if reference.margin > MARGIN:
                 chosen = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
@@ -128,10 +128,10 @@ def disturbed(llm, seed, rounds=40):
         tokens = list(dict.fromkeys(tokens))
         if number % 5 == 4:
             tokens = rng.choice(list(asked.prompts.values()))
-        options = {"budget": rng.choice([0.3, 0.5]), "press": rng.choice(PRESSES)}
+        options = {"budget": rng.choice([0.3, 0.5, 0.9]), "press": rng.choice(PRESSES)}
         options["heads"] = rng.choice(["same", "ada"])
-        until = rng.choice([None, len(tokens) // 2, 120])
-        asked.add(str(number), tokens, rng.choice([options | {"until": until}, options, None]))
+        until = {"until": rng.choice([len(tokens) // 2, 120, len(tokens)]), "share": rng.choice([None, False])}
+        asked.add(str(number), tokens, rng.choice([options | until, options, None]), priority=rng.randrange(3))
         for _ in range(rng.randrange(0, 8)):
             asked.step()
             check_references(scheduler)
@@ -149,9 +149,14 @@ SCHEDULING = pytest.mark.parametrize(
 
 
 @SCHEDULING
-@pytest.mark.parametrize("seed", range(2))
-def test_disturbed(model_path, reference, scheduling, seed):
-    options = OPTIONS | {"num_gpu_blocks_override": 110}
+@pytest.mark.parametrize(
+    ("seed", "more"),
+    [(0, {}), (1, {"block_size": 8, "max_num_batched_tokens": 48, "scheduling_policy": "priority"})],
+    ids=["", "small blocks and chunks, priorities"],
+)
+def test_disturbed(model_path, reference, scheduling, seed, more):
+    options = OPTIONS | more
+    options["num_gpu_blocks_override"] = 110 * SIZE // options["block_size"]
     with scheduling(), vllm_engine.engine(model_path("llama"), **options) as (llm, _):
         asked = disturbed(llm, seed)
         is_async = asked.core.batch_queue is not None

@@ -278,7 +278,7 @@ def test_events_of_packed_blocks():
 
 
 def test_a_miss_is_explained_by_compression(logged):
-    """The exact blocks of a prompt were given up for its compression, so an exact request finds fewer."""
+    """The exact blocks of a prompt were freed by its compression, so an exact request finds fewer."""
     said = logged(logging.INFO)
     engine, tokens = CompressingEngine(12), prompt(10 * BLOCK + 5)
     engine.add("one", tokens, 6, pc_compress=0.5, pc_explain=True)

@@ -24,7 +24,7 @@ def test_the_whole_prompt():
     assert hint == Hint((HintRange(0, None, 5, 60.0),), 0.9)
 
 
-def test_ranges_fall_back_to_what_is_said_for_all():
+def test_ranges_fall_back_to_the_values_for_all():
     ranges = [{"start": 0, "end": 100}, {"start": 200, "priority": 9, "ttl": 5}]
     hint = read_hint(carrying(retention_hints(priority=5, ttl=60, token_ranges=ranges)))
     assert hint == Hint((HintRange(0, 100, 5, 60.0), HintRange(200, None, 9, 5.0)), None)
@@ -50,7 +50,7 @@ def test_other_actions_and_other_versions_are_passed_over():
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "said"),
+    ("given", "error", "message"),
     [
         ({"priority": 0}, ValueError, "priority: got 0"),
         ({"priority": 1 << 31}, ValueError, "priority: got 2147483648"),
@@ -66,8 +66,8 @@ def test_other_actions_and_other_versions_are_passed_over():
         ({"priority": 1, "token_ranges": [{"start": -1}]}, ValueError, "start -1"),
     ],
 )
-def test_wrong_values_are_named(given, error, said):
-    with pytest.raises(error, match=said):
+def test_wrong_values_are_named(given, error, message):
+    with pytest.raises(error, match=message):
         retention_hints(**given)
 
 

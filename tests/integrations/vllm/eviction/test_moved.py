@@ -192,7 +192,7 @@ def test_exact_gaps_come_first():
     assert engine.computed["again"] < 3 * BLOCK + LEAD + 8
 
 
-def test_what_workers_cannot_move_is_said(warnings):
+def test_what_workers_cannot_move_is_reported(warnings):
     engine, text = ExactEngine(200, cannot_move="a reason"), prompt(300)
     assert not any("text that moved" in line for line in warnings)
     run(engine, "first", prompt(20, 1) + text, pc_reuse="anywhere")

@@ -90,7 +90,7 @@ class Watching(POLICIES["lru"]):
             assert not blocks & self.waiting
             self.returned += bool((self.pool.access_count[ids] > 1).all())
             self.done -= blocks
-        assert hit <= (not blocks & self.given), "a hit on a block that was given up"
+        assert hit <= (not blocks & self.given), "a hit on a block that was evicted"
         self.given -= blocks
         self.held |= blocks
         self.waiting -= blocks
@@ -125,7 +125,7 @@ class Watching(POLICIES["lru"]):
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
-def test_a_policy_is_told_what_the_pool_does(hybrid, ahead):
+def test_a_policy_is_notified_of_what_the_pool_does(hybrid, ahead):
     returned = 0
     for seed in range(6):
         manager = with_policy(Watching, hybrid=hybrid)

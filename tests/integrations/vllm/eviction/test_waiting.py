@@ -100,7 +100,7 @@ def test_lru_is_as_vllm_has_it():
     assert engine.cached["a again"] < 6
 
 
-def test_what_all_wait_for_is_given_up_before_a_request_starves():
+def test_awaited_blocks_are_evicted_before_a_request_starves():
     engine = Engine("fifo", num_blocks=13)
     engine.run(make_request("a", named("a", 11)))
     engine.run(make_request("b", named("b", 12)), make_request("a again", named("a", 11)))

@@ -214,7 +214,7 @@ def test_returning_conversations_are_heard_of(monkeypatch):
     assert heard == [0.25]
 
 
-def test_a_hint_that_cannot_be_read_is_said(warnings):
+def test_a_hint_that_cannot_be_read_is_reported(warnings):
     tier = make_tier("pc_default", 4)
     assert evicted_by(tier, ["a0"], kv_hints=SimpleNamespace(actions=3)) == []
     assert "kv_hints of request ['a0'] are ignored" in warnings[0]
