@@ -188,6 +188,13 @@ NAMES: dict[str, dict[str, str]] = {
         ),
         "vllm.lora.request": "LoRARequest.lora_name LoRARequest.lora_path",
     },
+    "eviction.metrics": {
+        "prometheus_client.mmap_dict": (
+            "MmapedDict(filename ...) MmapedDict.write_value(key value timestamp) "
+            "mmap_key(metric_name name labelnames labelvalues help_text)"
+        ),
+        "prometheus_client.multiprocess": "MultiProcessCollector(registry path)",
+    },
     "compression": {
         "vllm.v1.core.kv_cache_manager:KVCacheManager": "get_computed_blocks(request ...) block_pool coordinator",
         "vllm.v1.core.kv_cache_manager": "KVCacheBlocks(blocks)",

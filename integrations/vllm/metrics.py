@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .api import available
+
 PREFIX = "pc:"
 COUNTERS = {
     "evicted_blocks": "Blocks with content that the eviction policy evicted",
@@ -48,7 +50,7 @@ class PolicyCounts:
         name = getattr(model, "served_model_name", None) or getattr(model, "model", "")
         name = name[0] if isinstance(name, list) else name
         labels = [str(name), str(getattr(parallel, "data_parallel_index", 0))]
-        folder = os.environ.get(SHARED_FOLDER) or os.environ.get(FOLDER)
+        folder = (os.environ.get(SHARED_FOLDER) or os.environ.get(FOLDER)) if available("eviction.metrics") else None
         kinds = (("counter", COUNTERS, "_total"), ("gauge_mostrecent", GAUGES, ""))
         self._files = [_new_file(Path(folder), labels, *kind) for kind in kinds] if folder else []
         self._written: Mapping[str, int] = {}
@@ -81,15 +83,15 @@ def _new_file(folder: Path, labels: list[str], kind: str, known: Mapping[str, st
 @functools.cache
 def export_counts() -> None:
     """Serve the counters in /metrics from this process, and let the schedulers that it starts write them."""
-    from prometheus_client import REGISTRY
-    from prometheus_client.multiprocess import MultiProcessCollector
-
-    if SHARED_FOLDER in os.environ:  # vLLM serves them
+    if SHARED_FOLDER in os.environ or not available("eviction.metrics"):  # vLLM serves the shared folder
         return
     if FOLDER not in os.environ:
         os.environ[FOLDER] = tempfile.mkdtemp(prefix="pc-vllm-")
         atexit.register(_remove, os.environ[FOLDER], os.getpid())
     Path(os.environ[FOLDER]).mkdir(parents=True, exist_ok=True)
+    from prometheus_client import REGISTRY
+    from prometheus_client.multiprocess import MultiProcessCollector
+
     MultiProcessCollector(REGISTRY, os.environ[FOLDER])
 
 
