@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,18 +118,8 @@ def _is_literal(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Rows `offset` to `offset + length` of a unit's output, whose tokens are in one row of the batch."""
-
-    unit: Unit
-    offset: int
-    length: int
-
-    @property
-    def key(self) -> tuple[bytes, int, int]:
-        """A key for the content of these rows."""
-        return self.unit.digest, self.offset, self.length
+RowsKey = tuple[bytes, int, int]
+"""Rows of a unit's output whose tokens are in one row of the batch: the unit's digest, the first row, and a count."""
 
 
 @dataclass(frozen=True)
@@ -140,23 +130,14 @@ class ImageSplit:
     reads: bool = False  # the rest of an image may be computed behind cached blocks of the whole image
 
 
-@dataclass(frozen=True)
-class _Form:
-    """The form in which a model expects the output of its vision tower."""
-
-    output_type: type
-    widths: tuple[int, ...]  # width of each part
-    lists: tuple[bool, ...]  # whether each part is a list
-
-
 class VisionOutputs:
     """A cache of at most `max_bytes` for the outputs of one model's vision tower. The least recently used go first."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._rows: OrderedDict[tuple[bytes, int, int], torch.Tensor] = OrderedDict()  # least recently used first
+        self._rows: OrderedDict[RowsKey, torch.Tensor] = OrderedDict()  # least recently used first
         self._lengths: OrderedDict[bytes, int] = OrderedDict()
-        self._form: _Form | None = None
+        self._joined: Callable[[torch.Tensor], Any] | None = None  # returns rows in the form of the tower's output
         self._apart: bool | None = None
         self._lock = threading.Lock()
         self.split: ImageSplit | None = None  # None until the first prompt with images
@@ -170,26 +151,26 @@ class VisionOutputs:
         """Return the number of tokens of a unit; None if it was never encoded."""
         return self._lengths.get(unit.digest)
 
-    def get(self, segments: list[Segment]) -> list[torch.Tensor | None]:
-        """Return the cached rows of each segment, `[length, width]`, or None."""
+    def get(self, keys: list[RowsKey]) -> dict[RowsKey, torch.Tensor | None]:
+        """Return the cached rows of each key, `[length, width]`, or None."""
         with self._lock:
-            for segment in segments:
-                if segment.key in self._rows:
-                    self._rows.move_to_end(segment.key)
-            return [self._rows.get(segment.key) for segment in segments]
+            for key in keys:
+                if key in self._rows:
+                    self._rows.move_to_end(key)
+            return {key: self._rows.get(key) for key in keys}
 
-    def put(self, rows: dict[Segment, torch.Tensor]) -> None:
-        """Cache the rows of segments. Rows that exceed the budget alone are not cached."""
+    def put(self, rows: dict[RowsKey, torch.Tensor]) -> None:
+        """Cache rows by key. Rows that exceed the budget alone are not cached."""
         with self._lock:
             total = self.nbytes
-            for segment, output in rows.items():
-                if segment.key in self._rows or output.nbytes > self._max_bytes:
+            for key, output in rows.items():
+                if key in self._rows or output.nbytes > self._max_bytes:
                     continue
                 while total + output.nbytes > self._max_bytes:
                     total -= self._rows.popitem(last=False)[1].nbytes
                 if output.untyped_storage().nbytes() != output.nbytes:
                     output = output.clone()  # a view would keep a whole batch alive
-                self._rows[segment.key] = output.detach()
+                self._rows[key] = output.detach()
                 total += output.nbytes
 
     def encode(self, model: Any, units: list[Unit]) -> dict[bytes, torch.Tensor]:
@@ -233,7 +214,7 @@ class VisionOutputs:
         if len(units) > 1 and any(len(part) != len(units) for part in parts):
             return None
         widths = tuple(int(part[0].shape[-1]) for part in parts)
-        self._form = _Form(type(output), widths, tuple(not isinstance(part, torch.Tensor) for part in parts))
+        self._joined = _joining(type(output), widths, [not isinstance(part, torch.Tensor) for part in parts])
         groups = [[image] for image in range(len(units))] if len(units) > 1 else [list(range(len(pooled)))]
         flat = [[torch.cat([part[i].flatten(0, -2) for i in group]) for part in parts] for group in groups]
         if any(len({len(rows) for rows in each}) != 1 for each in flat):
@@ -241,13 +222,20 @@ class VisionOutputs:
         return [torch.cat(each, -1) for each in flat]
 
     def together(self, rows: list[torch.Tensor]) -> dict[str, Any]:
-        """Return rows of segments in the form of a forward pass's argument `mm_encoder_outputs`."""
-        if not rows or self._form is None:
-            return {}
-        parts = torch.cat(rows).split(self._form.widths, -1)
-        packed = [[part] if in_list else part[None] for part, in_list in zip(parts, self._form.lists, strict=True)]
+        """Return rows in the form of a forward pass's argument `mm_encoder_outputs`."""
+        return {} if not rows or self._joined is None else {"image": self._joined(torch.cat(rows))}
+
+
+def _joining(output_type: Any, widths: Sequence[int], in_lists: Sequence[bool]) -> Callable[[torch.Tensor], Any]:
+    """Return a function that returns rows as an output of a vision tower, whose parts have these widths."""
+
+    def joined(rows: torch.Tensor) -> Any:
+        parts = zip(rows.split(list(widths), -1), in_lists, strict=True)
+        packed = [[part] if in_list else part[None] for part, in_list in parts]
         deep = {"deepstack_features": packed[1:]} if len(packed) > 1 else {}
-        return {"image": self._form.output_type(pooler_output=packed[0], **deep)}
+        return output_type(pooler_output=packed[0], **deep)
+
+    return joined
 
 
 def _are_features(part: Any) -> bool:

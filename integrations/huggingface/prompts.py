@@ -14,7 +14,7 @@ from ...cache import KeyAt
 from ...cache.allocation import BaseAllocation
 from ...cache.runs import Span
 from .calls import RequestReport, UnsupportedError, refuse_if
-from .images import Images, ImageSplit, Segment, VisionOutputs
+from .images import Images, ImageSplit, RowsKey, Unit, VisionOutputs
 from .layers import States
 from .loop import expected_positions
 from .store.blocks import RequestBlocks
@@ -34,7 +34,9 @@ TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 class Item:
     """An image in a row."""
 
-    segment: Segment
+    unit: Unit
+    offset: int  # first of its rows in the unit's output
+    length: int  # number of its rows, one for each placeholder token
     columns: np.ndarray = field(compare=False)  # columns of its placeholder tokens, ascending
     seen: bytes  # positions and types of its tokens, on which its KV depends too
 
@@ -49,9 +51,14 @@ class Item:
         return int(self.columns[-1]) + 1
 
     @property
+    def rows(self) -> RowsKey:
+        """The key of its rows in the unit's output."""
+        return self.unit.digest, self.offset, self.length
+
+    @property
     def content(self) -> tuple[Any, ...]:
         """Everything that its KV depends on, for keys of blocks."""
-        return (*self.segment.key, self.seen)
+        return (*self.rows, self.seen)
 
     def key(self, pad: int) -> KeyAt:
         """Return the image's extra key in a prompt that begins after `pad` columns."""
@@ -104,7 +111,7 @@ class RowImages:
                 if count:
                     own = columns[:count]
                     seen = self._seen(row * repeats, int(own[0]), int(own[-1]) + 1)
-                    items.append(Item(Segment(images.units[number], taken, count), own, seen))
+                    items.append(Item(images.units[number], taken, count, own, seen))
                 taken, columns = taken + count, columns[count:]
                 if taken == lengths[number]:
                     number, taken = number + 1, 0
@@ -152,18 +159,16 @@ class RowImages:
     def features(self, items: list[Item], start: int, end: int) -> dict[str, Any]:
         """Return the image inputs of a forward pass over some columns. Images that are not kept are encoded first."""
         items = [item for item in items if item.first < end and start < item.end]
-        segments = [item.segment for item in items]
-        kept = dict(zip(segments, self._outputs.get(list(segments)), strict=True)) if segments else {}
-        lacking = [s for s, rows in kept.items() if rows is None]
-        units = {s.unit.digest: s.unit for s in lacking if s.unit.digest not in self._fresh}
+        kept = self._outputs.get([item.rows for item in items])
+        lacking = [item for item in items if kept[item.rows] is None]
+        units = {item.unit.digest: item.unit for item in lacking if item.unit.digest not in self._fresh}
         if units:
             self._fresh |= self._outputs.encode(self._model, list(units.values()))
-        found = {s: self._fresh[s.unit.digest][s.offset : s.offset + s.length] for s in lacking}
-        if found:
-            self._outputs.put(found)
+        found = {i.rows: self._fresh[i.unit.digest][i.offset : i.offset + i.length] for i in lacking}
+        self._outputs.put(found)
         rows = []
         for item in items:
-            whole: Any = found.get(item.segment, kept[item.segment])
+            whole: Any = found.get(item.rows, kept[item.rows])
             rows.append(whole[slice(*np.searchsorted(item.columns, (start, end)))])
         return self._outputs.together(rows)
 
