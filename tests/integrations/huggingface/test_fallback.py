@@ -209,6 +209,7 @@ OF_THE_CALLER: dict[str, dict[str, Any]] = {
     "both": {"generation_config": 3},
     "beams": {"num_beams": 0},
     "processor": {"logits_processor": [Failing()]},
+    "late processor": {"logits_processor": [Failing(3)]},
     "streamer": {"streamer": Failing(1)},
     "streamed prompt": {"streamer": Failing()},
     "criterion": {"stopping_criteria": [Failing()]},
