@@ -1,4 +1,4 @@
-"""A launch's arguments: packed as PTX has them, and held against what the kernel was compiled for."""
+"""The arguments of a launch: packed as PTX expects them, and compared with what the kernel was compiled for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ITEM_SIZES = {"i1": 1, "i8": 1, "u8": 1, "fp8e4nv": 1, "i16": 2, "fp16": 2, "bf1
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors within an argument."""
+    """Yield the tensors within an argument."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):

@@ -1,4 +1,4 @@
-"""Calls of the attention operators and of their plan, dense where masks end: a length for every element of a tile."""
+"""Calls of the attention operators and of their plan, with a length for every element of a tile, where masks end."""
 
 from __future__ import annotations
 

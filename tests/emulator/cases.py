@@ -1,8 +1,7 @@
-"""Every operator in a few calls, dense where masks end: sequences of every length over two tiles, rows of every count.
+"""A few calls of every operator, with sequences of every length over two tiles and with every count of rows.
 
-A comparison in a compiled kernel is one instruction for each element that a lane holds, so a boundary is only tried
-where a length ends at that very element. `make emulate` runs these, and the mutation run (mutate.py) breaks kernels
-under them.
+A comparison in a compiled kernel is one instruction for each element that a lane holds. So a boundary is only tried if
+a length ends at that element. `make emulate` runs these calls, and mutate.py breaks kernels under them.
 """
 
 from __future__ import annotations

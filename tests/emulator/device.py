@@ -1,7 +1,7 @@
 """The package on the emulator: import this before `pc`, and operators on CPU tensors run their compiled kernels.
 
-As a pytest plugin it runs the package's own tests so: `pytest -p emulator.device tests/triton_ops`. EMULATOR_ARCH names
-the device, "sm_80" (the default), "sm_86", "sm_89" or "sm_90".
+It is also a pytest plugin for the package's own tests: `pytest -p emulator.device tests/triton_ops`. EMULATOR_ARCH is
+the device: "sm_80" (the default), "sm_86", "sm_89" or "sm_90".
 """
 
 from __future__ import annotations

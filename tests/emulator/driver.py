@@ -1,7 +1,7 @@
-"""Triton's driver for a device that is not there: compiles for it, and hands launches to the emulator.
+"""A Triton driver for an absent device: it compiles for the device and passes launches to the emulator.
 
-With triton 3.9 Triton's own launcher in C does its work over a stub of libcuda; triton 3.6 compiles a launcher for each
-signature, so there one in Python stands in for it. ptxas is never run.
+With triton 3.9, Triton's own launcher in C runs over a stub of libcuda. Triton 3.6 compiles a launcher for each
+signature, so a launcher in Python replaces it there. ptxas never runs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Comparisons of the kernels' sources whose neighbours change no result, and why.
+"""Comparisons in the kernels' sources whose neighbours change no result, and the reasons.
 
-By file and expression, as comparisons.py names them. `make mutate` fails on a comparison that no case notices and that
-is missing here, and on one that is here without need.
+They are listed by file and expression, as comparisons.py names them. `make mutate` fails if no case notices a
+comparison that is missing here, and if a comparison is here without need.
 
-The reasons of `full_end > full_begin`, `i_end - skip > i_begin`, `i < jump` and the three that begin with `ahead` were
-tried on sm_80, by decodes, prefills, windows and holes, of the first `ahead` half of the copies: what no case notices
-leaves every bit of the results as it was, but for one copy of that `ahead` in "split decode". It lets a query see one
-key of hundreds too many, which is within the bound of the error.
+Some reasons were tried on sm_80 by decodes, prefills, windows and holes: those of `full_end > full_begin`,
+`i_end - skip > i_begin`, `i < jump`, and of the three that begin with `ahead` (half of the copies of the first one).
+The mutants that no case notices leave every bit of the results as it was, with one exception. In "split decode", one
+copy of the first `ahead` lets a query see one key of hundreds too many. That is within the bound of the error.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Breaks compiled kernels in one place at a time and counts what the cases of cases.py notice: `make mutate`.
+"""Break compiled kernels in one place at a time, and count what the cases of cases.py notice: `make mutate`.
 
-Comparisons become their neighbours (`<` to `<=`, `>=` to `>`), barriers go, waits let more copies fly, operands of
-products are swapped. Noticed is what makes a case fail. Comparisons are looked at one and all, by their place in the
-source (comparisons.py); one that changes no result says why (equivalents.py), and the exit code is 1 where a place is
-neither noticed nor explained, or, with --copies 0, explained without need. Of a barrier that no case misses it is tried
-why.
+A comparison becomes its neighbour (`<` becomes `<=`, `>=` becomes `>`). A barrier is removed. A wait lets more copies
+run. Two operands of a product are swapped. A case notices a mutant if it fails. All comparisons are tried, by their
+places in the source (comparisons.py). equivalents.py has the reason why some change no result. The exit code is 1 if a
+place is neither noticed nor explained, or, with --copies 0, if a reason is not needed. For a barrier that no case
+misses, the program looks for the reason.
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Rule:
-    """Cases that are left out: of tests whose name begins so, those whose parameters say so.
+    """Cases that are left out, by the names of their tests and by their parameters.
 
     Attributes:
-        reason: What the report says.
-        tests: How names begin.
-        when: Whether a case's parameters are such; None: all.
+        reason: The reason in the report.
+        tests: The beginnings of the names.
+        when: Takes a case's parameters and returns whether it is left out. By default all are.
     """
 
     reason: str
@@ -27,23 +27,25 @@ class Rule:
 
 @dataclass(frozen=True)
 class Judge:
-    """Somebody's tests.
+    """Tests of another project.
 
     Attributes:
         package: `name==version`, as a package index serves its sources.
-        files: Patterns of test files of the sources; `ours` is a file of this folder over them, instead.
-        plugins: Of pytest, that put ours in the place of theirs.
-        counter: The plugin, if any, that counts in `made` what of ours tests make; a case that makes none is left out.
-        paths: Of the sources, to import from.
-        keep: Which files and folders (with a slash) of the sources are kept.
-        rules: What is left out.
-        folder: Where sources are that something else fetches; None: where `fetch` puts them.
-        made_by: What makes the folder or the environment.
-        environment: Whose interpreter runs the tests; None: the project's.
-        variables: Of the tests' environment.
-        cases: Of each test function, in a whole run.
-        quick: Whether it has a part in the quick sample.
-        has_control: Whether its tests run without `plugins` too, over what they were written for.
+        files: Patterns of test files in the sources.
+        ours: A file of this folder that uses the sources, in place of `files`.
+        plugins: pytest plugins that replace the project's code by ours.
+        counter: The plugin, if any, that counts in `made` the objects of ours that tests make. A case that makes none
+            is left out.
+        paths: Folders of the sources to import from.
+        keep: The files and folders (with a slash) of the sources that are kept.
+        rules: The cases that are left out.
+        folder: The folder of sources that another command fetches. None: `fetch` gets them.
+        made_by: The command that makes the folder or the environment.
+        environment: The environment whose interpreter runs the tests. None: the project's own.
+        variables: Environment variables of the tests.
+        cases: The number of cases of each test function in a whole run.
+        quick: Whether the quick sample has some of its cases.
+        has_control: Whether its tests also run without `plugins`, over the code they were written for.
     """
 
     package: str
