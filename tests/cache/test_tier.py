@@ -69,7 +69,7 @@ def test_batches(tier):
     assert all(same(found[i], block(value)) for i, value in ((0, 6), (2, 0), (3, 3), (4, 6)))
 
 
-def test_what_is_given_and_what_was_put_are_the_callers(tier):
+def test_tensors_that_were_put_or_returned_belong_to_the_caller(tier):
     mine = block(1.0)
     assert tier.put(KEYS[0], mine)
     mine["key"].zero_()
@@ -83,7 +83,7 @@ def test_what_is_given_and_what_was_put_are_the_callers(tier):
 @pytest.mark.parametrize(
     ("key", "error"), [("text", TypeError), (None, TypeError), (b"", ValueError), (b"x" * 65, ValueError)]
 )
-def test_what_is_no_key_is_refused(tier, key, error):
+def test_invalid_keys_are_refused(tier, key, error):
     for call in (lambda: tier.put(key, block()), lambda: tier.get(key), lambda: tier.discard(key)):
         with pytest.raises(error, match="key: got"):
             call()
@@ -95,7 +95,7 @@ def test_what_is_no_key_is_refused(tier, key, error):
 @pytest.mark.parametrize(
     "tensors", [[torch.ones(1)], {"key": [1]}, {1: torch.ones(1)}, {"key": torch.eye(2).to_sparse()}]
 )
-def test_what_are_no_tensors_is_refused(tier, tensors):
+def test_invalid_tensors_are_refused(tier, tensors):
     with pytest.raises(TypeError, match="tensors: got"):
         tier.put_many({KEYS[0]: block(), KEYS[1]: tensors})
     assert KEYS[0] not in tier

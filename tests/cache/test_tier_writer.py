@@ -60,7 +60,7 @@ def value_of(tensors):
     return None if tensors is None else tensors["kv"][0].item()
 
 
-def test_what_is_queued_is_found_before_it_is_written(slow):
+def test_queued_blocks_are_found_before_they_are_written(slow):
     writer = TierWriter(slow)
     assert writer.put_many({KEYS[i]: block(i) for i in range(3)}) == set(KEYS[:3])
     assert slow.writing.wait(10)
@@ -79,7 +79,7 @@ def test_what_is_queued_is_found_before_it_is_written(slow):
     assert writer.close()
 
 
-def test_a_full_queue_says_what_it_did_not_take(slow):
+def test_a_full_queue_refuses_blocks(slow):
     writer = TierWriter(slow, max_bytes=3 * SIZE)
     assert writer.put_many({key: block() for key in KEYS[:5]}) == set(KEYS[:3])
     assert not writer.put(KEYS[5], block())
@@ -146,7 +146,7 @@ def test_a_copy_that_fails_leaves_the_queue_as_it_was(slow, monkeypatch):
     assert writer.close()
 
 
-def test_what_is_discarded_is_gone_from_queue_and_tier(slow):
+def test_discarded_blocks_are_gone_from_queue_and_tier(slow):
     writer = TierWriter(slow)
     writer.put(KEYS[0], block())
     assert slow.writing.wait(10)

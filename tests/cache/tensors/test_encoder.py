@@ -22,7 +22,7 @@ def item(name, length=2, start=0):
     return pc.EncoderItem(name, start, length)
 
 
-def test_what_is_there_is_not_computed_again():
+def test_cached_outputs_are_not_computed_again():
     cache = pc.EncoderCache(100 * ROW)
     first, again = item("cat", 2), item("cat", 2, start=5)
     assert cache.missing("a", [first, again], [(0, 10)]) == [first]
@@ -57,7 +57,7 @@ def test_policies_choose_among_what_no_request_holds(policy, gone):
     cache.check()
 
 
-def test_what_is_held_stays_and_an_output_too_many_changes_nothing():
+def test_held_outputs_stay_and_an_output_without_room_changes_nothing():
     cache = pc.EncoderCache(4 * ROW)
     cache.put("a", item("cat", 2), output(2))
     cache.put("b", item("dog", 2), output(2))
@@ -95,7 +95,7 @@ def place(cache, embeddings, wrong):
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("call", "error", "message"), WRONG)
-def test_what_is_wrong_is_refused_and_changes_nothing(call, error, message):
+def test_invalid_arguments_are_refused_and_change_nothing(call, error, message):
     cache = pc.EncoderCache(2 * ROW)
     cache.put("a", item("cat", 2), output(2, 5.0))
     cache.release("a")
@@ -173,7 +173,7 @@ def test_a_policy_that_fails_changes_nothing(key):
     cache.check()
 
 
-def test_hashes_that_are_equal_and_of_another_type_are_other_contents():
+def test_equal_hashes_of_other_types_are_other_contents():
     cache = pc.EncoderCache(100 * ROW)
     cache.put("a", item(1, 2), output(2))
     for other in (True, 1.0):

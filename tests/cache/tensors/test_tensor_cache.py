@@ -106,7 +106,7 @@ def test_outputs_that_are_not_per_token_are_passed_through(pair):
 
 @pytest.mark.parametrize("as_step", ["of allocations", "of slots", "of slots and requests"])
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_first_step_of_decoding_is_no_evidence(count, as_step):
+def test_a_first_step_that_decodes_discovers_no_name(count, as_step):
     manager = pc.CacheManager(16, BLOCK)
     tensors = pc.TensorCache(manager, 16, BLOCK, exclude=())
     for request in range(count):
@@ -127,7 +127,7 @@ def test_a_first_step_of_decoding_is_no_evidence(count, as_step):
     assert tensors.stored("h").sum() == 3
 
 
-def test_logits_are_not_discovered_unless_they_are_asked_for():
+def test_logits_are_cached_only_if_they_are_registered():
     tensors = pc.TensorCache(None, 16, BLOCK)
     step = pc.Step({"h": torch.ones(3, 2), "logits": torch.ones(3, 9)}, np.arange(3))
     assert set(tensors.store(step)) == {"logits"}
@@ -136,7 +136,7 @@ def test_logits_are_not_discovered_unless_they_are_asked_for():
     assert tensors.names == ("h", "logits")
 
 
-def test_what_is_discovered_and_finds_no_room_is_passed_through(caplog):
+def test_a_discovered_tensor_without_room_is_not_cached(caplog):
     tensors = pc.TensorCache(None, 16, BLOCK, max_bytes=1 << 10)
     with caplog.at_level(logging.WARNING, "pc.cache"):
         for start in (0, 3):
@@ -147,7 +147,7 @@ def test_what_is_discovered_and_finds_no_room_is_passed_through(caplog):
     assert caplog.text.count("scores: needs 38912000 bytes") == 1
 
 
-def test_a_padded_step_has_no_rows_and_changes_nothing_else(pair, caplog):
+def test_padded_outputs_are_not_stored(pair, caplog):
     manager, tensors = pair
     allocation = manager.allocate("a", [1, 2, 3])
     tensors.store(pc.Step.of({"a": allocation}, {"h": torch.ones(3, 2)}))
@@ -193,7 +193,7 @@ def test_a_discovered_name_is_dropped_if_a_later_output_is_not_per_token(count, 
         ({"a.b": torch.ones(3), "a": {"b": torch.ones(3)}}, ValueError, r"two values named a\.b"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_nothing_changes(outputs, error, message):
+def test_outputs_that_do_not_fit_are_refused_and_nothing_changes(outputs, error, message):
     tensors = pc.TensorCache(None, 16, BLOCK, max_bytes=1 << 20)
     tensors.register("h", (2,), torch.float32)
     tensors.store(pc.Step({"h": torch.full((3, 2), 5.0)}, np.arange(3)))
@@ -385,7 +385,7 @@ def test_a_fork_copies_its_partial_block(pair):
     assert same(tensors.load("a"), expected([*tokens, 30]))
 
 
-def test_tokens_that_were_taken_back_are_gone_once_others_are_prepared(pair):
+def test_rows_of_rejected_tokens_are_forgotten_when_others_are_prepared(pair):
     manager, tensors = pair
     run(manager, tensors, "a", list(range(8)))
     manager.rollback("a", 2)
@@ -477,7 +477,7 @@ def test_a_copy_has_the_rows_that_its_source_held_when_it_was_planned(pair, orde
         assert torch.equal(tensors.load(request, ["hidden"])["hidden"], expected(tokens[request])["hidden"])
 
 
-def test_without_a_manager_a_block_begun_anew_has_no_rows_of_before():
+def test_without_a_manager_a_block_written_from_its_start_loses_its_rows():
     for slots in (np.array([4, 5]), np.arange(4, 6, dtype=np.int32), np.array([5, 40, 4, 9, 30, 20, 22, 24, 26, 28])):
         tensors = pc.TensorCache(None, 16, BLOCK)
         tensors.store(pc.Step({"h": torch.ones(16, 2)}, np.arange(16)))
@@ -524,7 +524,7 @@ def test_rows_are_written_to_slots_that_were_checked_before():
     assert not tensors.stored("h").any()
 
 
-def test_blocks_that_somebody_else_fills_are_forgotten(pair):
+def test_rows_of_blocks_that_others_fill_can_be_forgotten(pair):
     manager, tensors = pair
     run(manager, tensors, "a", list(range(12)))
     blocks = manager.block_table("a")

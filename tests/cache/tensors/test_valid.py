@@ -15,7 +15,7 @@ BLOCK, BLOCKS = 4, 12
 
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)
-def test_valid_rows_told_of_spans_and_told_of_slots_agree(data):
+def test_spans_and_single_slots_leave_the_same_flags(data):
     pool = types.SimpleNamespace(taken_at=np.zeros(BLOCKS, np.int64), watchers=set())
     by_span, by_slot = (ValidRows(BLOCKS, BLOCK, pool) for _ in range(2))
     for valid in (by_span, by_slot):
