@@ -120,9 +120,9 @@ def noted(server, request):
 
 def test_requests_of_the_page(server, small_disk):
     """The page's curl commands run unchanged; the answer's id is the page's, and the page's statements hold."""
-    hinted, mine = (each["id"] for each in ask_as_on_the_page(server, "/v1/completions"))
+    hinted, prefix, mine = (each["id"] for each in ask_as_on_the_page(server, "/v1/completions"))
     assert "priority=5, ttl=600" in noted(server, hinted)[0]
-    assert noted(server, mine) == ["None"]
+    assert noted(server, prefix) == noted(server, mine) == ["None"]
     assert mine == "cmpl-mine"
     with safe_open(rows_file(small_disk, "cmpl-mine-0"), "pt") as file:
         assert file.metadata() == {"complete": "true"}
