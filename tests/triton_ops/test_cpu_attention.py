@@ -96,6 +96,30 @@ def test_numerics(case, limits, dtype, monkeypatch):
     check(batch, *attend(batch, OP))
 
 
+IN_PLACE = [
+    Case(lens=(640,), queries=(1,), head_tables=True, holes=0.5),
+    Case(lens=(513, 0, 40), queries=(1, 0, 1), head_tables=True, holes=0.5, padding=3),
+    Case(lens=(513, 200), queries=(1, 1), head_tables=True, holes=0.3, window=100, num_sink_tokens=20),
+    Case(lens=(513, 200), queries=(1, 1), top_k=9, head_tables=True, holes=0.5),
+    Case(lens=(90, 60), queries=(40, 20), top_k=3, window=50, padding=2),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", IN_PLACE, ids=str)
+def test_few_queries_of_a_list_copy_no_keys(case, monkeypatch):
+    """A copy would take as long as the arithmetic."""
+
+    def refuse(*_):
+        raise AssertionError("keys are copied")
+
+    for name in ("read", "gather"):
+        monkeypatch.setattr(cpu_cache.Cache, name, refuse)
+    monkeypatch.setattr(cpu_sparse, "_SMALL_GATHER", 1 << 62)
+    batch = build(case)
+    check(batch, *attend(batch, OP))
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("place", ["halves", "pairs", "offset", "columns", "padded", "mixed"])
 def test_keys_and_values_in_parts_of_one_tensor(place):
