@@ -128,6 +128,11 @@ def test_compile(device):
         ({"window": -1}, ValueError, "window: got -1"),
         ({"num_shared_blocks": 1000}, ValueError, "num_shared_blocks: got 1000"),
         ({"num_kv_heads": 0}, ValueError, "num_kv_heads: got 0"),
+        (
+            {"block_tables": torch.zeros(2, 2, 20, dtype=torch.int32), "num_shared_blocks": 1},
+            ValueError,
+            "num_shared_blocks: got 1, needs 0 with a block table per KV head",
+        ),
         ({"seq_lens": torch.tensor([1], dtype=torch.int32)}, ValueError, "seq_lens: got 1 elements, needs 2"),
         ({"seq_lens": torch.tensor([1, 10**6], dtype=torch.int32)}, ValueError, "seq_lens: got values from 1 to 10000"),
         ({"query_start_loc": torch.tensor([0, 1])}, TypeError, "query_start_loc: got int64"),
