@@ -77,7 +77,7 @@ def test_salt_of_requests_that_are_queued_again_and_forked(model: Any, monkeypat
         allocate = batching.manager.allocate
 
         def spy(key: Any, prompt: Any, salt: Any, **options: Any) -> Any:
-            salts.setdefault(key[1], []).append((len(prompt), salt))
+            salts.setdefault(key.partition(" ")[2], []).append((len(prompt), salt))
             return allocate(key, prompt, salt=salt, **options)
 
         monkeypatch.setattr(batching.manager, "allocate", spy)
