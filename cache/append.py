@@ -178,8 +178,9 @@ def _replace_shared(state: ManagerState, request: Request, group: int, block: in
     fresh: Ids = pool.take(np.array([block + 1], np.int32))
     request.put_blocks(group, block, fresh.item(0))
     pool.hinted(fresh, request.priority, request.ttl)
-    if pool.ref_count.item(old.item(0)) > 1 and not state.offloading:  # a hidden holder soon drops its reference
-        pool.release(old)
-    else:  # keep the block from reuse until the copy is made
+    number = old.item(0)
+    if pool.ref_count.item(number) > 1 and not pool.table.lists(number) and not state.offloading:
+        pool.release(old)  # a fork continues in it
+    else:  # keep the block from reuse until the copy is made: its other holders, also of other threads, may end
         request.keep_replaced(group, old)
     return fresh.item(0)

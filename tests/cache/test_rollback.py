@@ -29,6 +29,22 @@ def test_rollback_into_a_findable_block_never_overwrites_it(manager):
     assert manager.allocate("c", [*range(7), 99]).num_cached_tokens == 7
 
 
+def test_a_findable_block_is_held_until_it_is_copied_although_its_other_holder_ends():
+    m = pc.CacheManager(4, block_size=2, policy="lru")
+    m.allocate("a", [1, 2, 3, 4])
+    m.commit("a", 4)
+    m.allocate("b", [1, 2, 3, 4, 5])
+    m.rollback("a", 1)
+    source = int(m.block_table("a")[1])
+    assert m.append("a", [9]).copies == [(source, int(m.block_table("a")[1]))]
+    m.free("b")
+    with pytest.raises(pc.OutOfBlocks):  # another thread would write it before the copy is made
+        m.allocate("c", [7] * 4)
+    m.commit("a", 4)
+    assert source in m.allocate("c", [7] * 4).block_ids
+    m.check()
+
+
 def test_rollback_cannot_bring_back_what_left_the_window():
     m = pc.CacheManager(8, block_size=4, groups=[pc.SlidingWindow(window=4)])
     m.allocate("a", list(range(16)))
