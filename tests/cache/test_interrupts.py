@@ -271,7 +271,7 @@ def test_an_interrupt_leaves_everything_or_nothing(build, name, policy, stride):
         else:
             assert goes_on(manager) == scripts[outcome], f"{name} goes on otherwise after an interrupt at {place}"
         number += stride
-    assert number > 20
+    assert number > 15  # a preempted request is freed in that many places
     assert stride > 1 or outcomes == {0, 1} or states[0] == states[1]
 
 
