@@ -9,15 +9,61 @@ from typing import Any
 
 import numpy as np
 
-from ..policies import EvictionPolicy, Ghosts, PoolView, QueuedPolicy, compact_together
+from ..policies import EvictionPolicy, Ghosts, PoolView, QueuedPolicy, compact_together, too_few
 from ..table import Ids
 from .traces import NEVER, BlockIds, digests_of
 
 NO_BLOCKS = np.empty(0, np.int32)
-MOST = 63  # `LFU` counts up to this number of uses
 
 
-class LFU(QueuedPolicy):
+class Ranked(EvictionPolicy):
+    """A policy that ranks each released block, and evicts the block with the least rank first.
+
+    Among equals, it is the block with the longest prefix. A subclass calls `rank` in `released`.
+    """
+
+    def bind(self, pool: PoolView) -> None:
+        super().bind(pool)
+        self.clear()
+
+    def rank(self, ids: Ids, *ranks: Sequence[int]) -> None:
+        """Rank released blocks. The second and later `ranks` decide between equals."""
+        lengths: Any = (-self.pool.prefix_length.take(ids)).tolist()
+        for *rank, block in zip(*ranks, lengths, ids.tolist(), strict=True):
+            self._entry[block] = entry = (*rank, block)
+            heapq.heappush(self._heap, entry)
+        if len(self._heap) > 2 * self.pool.num_blocks + 64:
+            self._heap = list(self._entry.values())
+            heapq.heapify(self._heap)
+
+    def accessed(self, ids: Ids, hit: bool) -> None:
+        self.removed(ids)
+
+    def victims(self, count: int) -> Ids:
+        chosen: list[int] = []
+        while len(chosen) < count:
+            if not self._heap:
+                raise too_few(count - len(chosen))
+            entry = heapq.heappop(self._heap)
+            if self._entry.get(entry[-1]) == entry:
+                del self._entry[entry[-1]]
+                chosen.append(entry[-1])
+        return np.array(chosen, np.int32)
+
+    def removed(self, ids: Ids) -> None:
+        for block in ids.tolist():
+            self._entry.pop(block, None)
+
+    def clear(self) -> None:
+        self._heap: list[tuple[int, ...]] = []
+        self._entry: dict[int, tuple[int, ...]] = {}  # by block; other entries in the heap are outdated
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + 150 * len(self._heap)
+
+
+class LFU(Ranked):
     """Least frequently used: the block that the fewest requests used is evicted first.
 
     Among equals, it is the least recently used one. A block's count starts again after its eviction.
@@ -27,20 +73,11 @@ class LFU(QueuedPolicy):
         'LFU'
     """
 
-    num_queues = MOST + 1
-
     def released(self, ids: Ids) -> None:
-        ids = ids[::-1]
-        counts = np.minimum(self.pool.access_count.take(ids), MOST)
-        for count in np.unique(counts).tolist():
-            self.queues[count].push((MOST + 1) * self.pool.clock + count, ids[counts == count])
-        compact_together(self.queues, self.pool.num_blocks)
-
-    def next_victims(self, count: int) -> Ids:
-        return next((queue for queue in self.queues if queue.head() is not None), self.queues[0]).pop(count)
+        self.rank(ids, self.pool.access_count.take(ids).tolist(), self.pool.last_access.take(ids).tolist())
 
 
-class FIFO(EvictionPolicy):
+class FIFO(Ranked):
     """First in, first out: the block that was filled first is evicted first, and within a request the tail first.
 
     Uses make no difference.
@@ -52,64 +89,13 @@ class FIFO(EvictionPolicy):
 
     def bind(self, pool: PoolView) -> None:
         super().bind(pool)
-        self._waits = np.zeros(pool.num_blocks, np.bool_)  # whether no request holds the block
-        self._passed = np.zeros(pool.num_blocks, np.bool_)  # whether a request held the block in its turn
-        self.clear()
+        self._filled = np.zeros(pool.num_blocks, np.int64)  # clock
 
     def completed(self, ids: Ids) -> None:
-        self._queue.append((self.pool.clock, ids[::-1].copy()))
-        self._passed[ids] = False
-        self._turn[ids] = self.pool.clock
+        self._filled[ids] = self.pool.clock
 
     def released(self, ids: Ids) -> None:
-        self._waits[ids] = True
-        overdue = ids[self._passed[ids]]
-        if overdue.size:  # requests held them when it was their turn to be evicted
-            self._passed[overdue] = False
-            self._turn[overdue] = self.pool.clock
-            self._queue.appendleft((self.pool.clock, overdue[::-1]))
-
-    def accessed(self, ids: Ids, hit: bool) -> None:
-        self._waits[ids] = False
-
-    def victims(self, count: int) -> Ids:
-        parts = []
-        while count:
-            turn, ids = next_part(self._queue, count)
-            ids = ids[self._turn.take(ids) == turn]
-            free = self._waits.take(ids)
-            if not free.all():
-                held = ids[~free]
-                self._passed[held] = True
-                self._turn[held] = -1
-                ids = ids[free]
-            if ids.size > count:
-                self._queue.appendleft((turn, ids[count:]))
-                ids = ids[:count]
-            self._waits[ids] = False
-            self._turn[ids] = -1
-            parts.append(ids)
-            count -= ids.size
-        return np.concatenate(parts)
-
-    def removed(self, ids: Ids) -> None:
-        self._waits[ids] = False
-        self._turn[ids] = -1
-
-    def clear(self) -> None:
-        self._queue: deque[tuple[int, Ids]] = deque()
-        self._turn = np.full(self.pool.num_blocks, -1, np.int64)  # the queue's entry with the block, or -1
-        self._waits.fill(False)
-        self._passed.fill(False)
-
-
-def next_part(queue: deque[tuple[int, Ids]], count: int) -> tuple[int, Ids]:
-    """Remove and return the front of the oldest run, so that a few victims do not cost a scan of a long run."""
-    turn, ids = queue.popleft()
-    width = 2 * count + 64
-    if ids.size > width:
-        queue.appendleft((turn, ids[width:]))
-    return turn, ids[:width]
+        self.rank(ids, self._filled.take(ids).tolist())
 
 
 class S3FIFO(EvictionPolicy):
@@ -138,58 +124,50 @@ class S3FIFO(EvictionPolicy):
     def completed(self, ids: Ids) -> None:
         back = self._ghosts.recall(self.pool.keys_of(ids)) >= 0
         self._uses[ids] = 0
-        self._push(0, ids[~back][::-1])
-        self._push(1, ids[back][::-1])
+        self._push(self.queues[0], ids[~back][::-1])
+        self._push(self.queues[1], ids[back][::-1])
 
     def released(self, ids: Ids) -> None:
         self._waits[ids] = True
-        self._push(1, ids[self._turn.take(ids) < 0][::-1])  # requests held them in their turn
+        self._push(self.queues[1], ids[self._turn.take(ids) < 0][::-1])  # requests held them in their turn
 
-    def _push(self, queue: int, ids: Ids) -> None:
-        """Append blocks to the small queue (0) or the main queue (1)."""
-        if ids.size:
+    def _push(self, queue: deque[tuple[int, int]], ids: Ids) -> None:
+        for block in ids.tolist():
             self._turns += 1
-            self._turn[ids] = self._turns
-            self.queues[queue].append((self._turns, ids))
-            self._sizes[queue] += ids.size
+            self._turn[block] = self._turns
+            queue.append((self._turns, block))
 
     def victims(self, count: int) -> Ids:
-        parts = []
-        while count:
+        small, main = self.queues
+        chosen: list[int] = []
+        new: list[int] = []  # those from the small queue
+        while len(chosen) < count:
             # The small queue may keep a tenth of the blocks.
-            small = bool(self.queues[0]) and (10 * self._sizes[0] > self.pool.num_blocks or not self.queues[1])
-            queue = 0 if small else 1
-            turn, ids = next_part(self.queues[queue], count)
-            self._sizes[queue] -= ids.size
-            ids = ids[self._turn.take(ids) == turn]
-            free = self._waits.take(ids)
-            self._turn[ids[~free]] = -1
-            ids = ids[free]
-            stays = self._uses.take(ids) > (1 if small else 0)
-            kept, gone = ids[stays], ids[~stays]
-            if not small:
-                self._uses[kept] = np.maximum(self._uses.take(kept) - 1, 0)
-            if gone.size > count:
-                self._sizes[queue] += gone.size - count
-                self.queues[queue].appendleft((turn, gone[count:]))
-                gone = gone[:count]
-            self._push(1, kept)
-            self._turn[gone] = -1
-            self._waits[gone] = False
-            if small:
-                self._ghosts.remember(self.pool.keys_of(gone), np.zeros(gone.size, np.int32))
-            parts.append(gone)
-            count -= gone.size
-        return np.concatenate(parts)
+            is_new = bool(small) and (10 * len(small) > self.pool.num_blocks or not main)
+            turn, block = small.popleft() if is_new else main.popleft()
+            if self._turn[block] != turn:
+                continue
+            self._turn[block] = -1
+            if not self._waits[block]:
+                continue
+            if self._uses[block] > is_new:
+                self._uses[block] -= not is_new
+                self._push(main, np.array([block]))
+                continue
+            self._waits[block] = False
+            chosen.append(block)
+            if is_new:
+                new.append(block)
+        self._ghosts.remember(self.pool.keys_of(np.array(new, np.int32)), np.zeros(len(new), np.int32))
+        return np.array(chosen, np.int32)
 
     def removed(self, ids: Ids) -> None:
         self._turn[ids] = -1
         self._waits[ids] = False
 
     def clear(self) -> None:
-        self.queues: tuple[deque[tuple[int, Ids]], deque[tuple[int, Ids]]] = (deque(), deque())
-        self._sizes = [0, 0]
-        self._turn = np.full(self.pool.num_blocks, -1, np.int64)  # the entry of a queue with the block, or -1
+        self.queues: tuple[deque[tuple[int, int]], deque[tuple[int, int]]] = (deque(), deque())  # turns and blocks
+        self._turn = np.full(self.pool.num_blocks, -1, np.int64)  # the block's entry in a queue, or -1
         self._turns = 0
         self._uses.fill(0)
         self._waits.fill(False)
@@ -259,10 +237,10 @@ class ARC(QueuedPolicy):
         self._target = 0.0
 
 
-class Belady(EvictionPolicy):
+class Belady(Ranked):
     """The optimum, which knows the future, for replays only.
 
-    It evicts the block whose next use is farthest ahead, and among equals the block with the longest prefix.
+    It evicts the block whose next use is farthest ahead.
 
     Args:
         requests: Block ids of all requests to come, in order.
@@ -282,21 +260,11 @@ class Belady(EvictionPolicy):
                 self._uses.setdefault(key, deque()).append(number)
         self._now = 0
 
-    def bind(self, pool: PoolView) -> None:
-        super().bind(pool)
-        self._heap: list[tuple[int, int, int]] = []
-        self._entry: dict[int, tuple[int, int, int]] = {}  # by block; other entries in the heap are outdated
-
-    def accessed(self, ids: Ids, hit: bool) -> None:
-        self.removed(ids)
-
     def finished(self, output_tokens: int) -> None:
         self._now += 1
 
     def released(self, ids: Ids) -> None:
-        lengths: Any = self.pool.prefix_length[ids].tolist()
-        for block, key, length in zip(ids.tolist(), self.pool.keys_of(ids).tolist(), lengths, strict=True):
-            self._enter(self._next_use(key), length, block)
+        self.rank(ids, [-self._next_use(key) for key in self.pool.keys_of(ids).tolist()])
 
     def _next_use(self, key: int) -> int:
         """Return the number of the next request that uses a block with this key."""
@@ -304,27 +272,6 @@ class Belady(EvictionPolicy):
         while uses and uses[0] < self._now:
             uses.popleft()
         return uses[0] if uses else NEVER
-
-    def _enter(self, next_use: int, length: int, block: int) -> None:
-        self._entry[block] = entry = (-next_use, -length, block)
-        heapq.heappush(self._heap, entry)
-
-    def victims(self, count: int) -> Ids:
-        chosen: list[int] = []
-        while len(chosen) < count:
-            entry = heapq.heappop(self._heap)
-            if self._entry.get(entry[2]) == entry:
-                del self._entry[entry[2]]
-                chosen.append(entry[2])
-        return np.array(chosen, np.int32)
-
-    def removed(self, ids: Ids) -> None:
-        for block in ids.tolist():
-            self._entry.pop(block, None)
-
-    def clear(self) -> None:
-        self._heap.clear()
-        self._entry.clear()
 
 
 class NextTurn(Belady):
@@ -355,7 +302,7 @@ class NextTurn(Belady):
         for block, key in zip(ids.tolist(), self.pool.keys_of(ids).tolist(), strict=True):
             if self._entry.get(block, (NEVER,))[0] == -self._now:
                 later = [turn for turn in self._ahead[key] if turn > self._now]
-                self._enter(min(later, default=NEVER), self.pool.prefix_length.item(block), block)
+                self.rank(np.array([block], np.int32), [-min(later, default=NEVER)])
         super().finished(output_tokens)
 
     def released(self, ids: Ids) -> None:
