@@ -2,8 +2,7 @@
 
 `policy` logs notifications (`log`) and applies them to a table with a row for each request (`runs`). `model` estimates
 hazard rates of reuse, with evicted blocks included (`evicted`), and the worth of a block. `victims` evicts the blocks
-of least worth. A guard (`evicted`) simulates lru in a shadow cache, and evicts in lru's order while that gives more
-hits.
+of least worth. A guard (`guard`) simulates lru in a shadow cache, and evicts in lru's order while that gives more hits.
 """
 
 from __future__ import annotations

@@ -41,11 +41,7 @@ HINT_BOUNDS = (0.1, 0.35, 0.65)  # hint 0: none was given; hints 1 to 4: rising 
 NEW, OUTPUT, TAIL = 0, 8, 16  # places of the factors of new blocks, output, and whether it is the request's last block
 FACTORS = 18
 LEVELS = 24  # the product of factors is rounded to steps of a third of an octave, for lookups
-KNOWN = 1 << 14  # number of ages with a precomputed bucket
-PLACES = np.interp(np.arange(KNOWN), EDGES[:AGES], np.arange(float(AGES)))
-BUCKETS = PLACES.astype(np.intp)
-PARTS = PLACES - BUCKETS
-FADING = 1 - 1e-7 * np.arange(KNOWN)  # of two equal blocks, the older one is worth a little less
+FADING = 1e-7  # of two equal blocks, the older one is worth a little less
 
 DECAY = 0.97  # factor of all sums every 50 requests, so about 1,600 requests count
 # Weights of the priors. Halving or doubling them changes hits by about 1 %.
@@ -99,9 +95,7 @@ class HazardModel:
         weighted = at_risk * (own[:, None] * np.tile(self.factor[TAIL:], USES).astype(np.float32))
         by_uses = weighted[:, 0::2] + weighted[:, 1::2]
         expected = weighted.reshape(-1, USES, 2)
-        present = np.bincount(group).nonzero()[0].tolist()
-        every: list[Any] = [slice(None)]
-        groups = list(zip(present, every if len(present) == 1 else [group == g for g in present], strict=True))
+        groups = [(g, group == g) for g in np.bincount(group).nonzero()[0].tolist()]
         for g, mine in groups:
             self._exposure[g * USES : (g + 1) * USES, :ages] += by_uses[mine].T @ overlap[mine]
             self._seen[g] = True
@@ -158,27 +152,17 @@ class HazardModel:
     def scores(self, stratum: Numbers, covariates: Numbers, age: Numbers) -> Numbers:
         """Return the worth of blocks: their Gittins indices, in expected hits for each request that they stay.
 
-        All arguments are `[n]`: stratum 4 * group + uses, covariates as in `RunTable`, and idle times with the longest
-        first.
+        All arguments are `[n]`: stratum 4 * group + uses, covariates as in `RunTable`, and idle times.
         """
-        part: Numbers
-        fading: Numbers
         if not self._indexed:
             self._find_index()
-        if age.size and age.item(0) >= KNOWN:
-            place = np.interp(age, EDGES[:AGES], np.arange(float(AGES)))
-            bucket = place.astype(np.intp)
-            part, fading = place - bucket, 1 - 1e-7 * age
-        else:
-            bucket, part, fading = BUCKETS.take(age), PARTS.take(age), FADING.take(age)
-        bucket += ROWS.take(stratum)
-        bucket += self._row_of_level.take(covariates)
-        flat = self._index.reshape(-1)
-        score = flat.take(bucket)
-        bucket += 1
-        score += part * (flat.take(bucket) - score)
-        fading *= score
-        return fading
+        place = np.interp(age, EDGES[:AGES], np.arange(float(AGES)))
+        bucket = place.astype(np.intp)
+        at = ROWS.take(stratum) + self._row_of_level.take(covariates) + bucket
+        index = self._index.reshape(-1)
+        here = index.take(at)
+        scores: Numbers = (here + (place - bucket) * (index.take(at + 1) - here)) * (1 - FADING * age)
+        return scores
 
     def score(self, stratum: int, covariates: int, age: int) -> float:
         """Return `scores` of one block."""
@@ -188,7 +172,7 @@ class HazardModel:
         part = min((age - EDGE_LIST[bucket]) / WIDTH_LIST[bucket], 1.0)
         at = LEVELS * (AGES + 1) * stratum + self._row_of_level.item(covariates) + bucket
         here = self._index_at[at]
-        return float((here + part * (self._index_at[at + 1] - here)) * (1 - 1e-7 * age))
+        return float((here + part * (self._index_at[at + 1] - here)) * (1 - FADING * age))
 
 
 ROWS = LEVELS * (AGES + 1) * np.arange(GROUPS * USES)  # start of each stratum's indices
@@ -237,7 +221,6 @@ def ending_of(returns: float | None, output_tokens: int) -> Ending:
     return stratum, COVARIATES + 8 * bisect(FINE_OUTPUT_BOUNDS, output_tokens), returns == 0
 
 
-ENDINGS = [ending_of(None, output_tokens) for output_tokens in range(FINE_OUTPUT_BOUNDS[-1])]  # without a hint
 CELLS = 2 * USES  # a cell of a request's blocks is 2 * uses + tail
 SUM = np.ones(CELLS, np.float32)
 MOST_COUNTED = (1 << 15) - 1  # maximum number of blocks of a request that are counted

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
 from ...table import Ids, count_nonzero
 from ..base import EvictionPolicy, PoolView
 from ..ghosts import RequestGhosts
 from ..run_queue import too_few
-from .evicted import EvictedBlocks, ShadowGuard
-from .log import NO_OWNER, BlockRun, EventLog, ReusedPieces, last_of
-from .model import DECAY, ENDINGS, NEW_BOUNDS, UNKNOWN_ENDING, HazardModel, IntervalsAtRisk, ending_of
-from .runs import USE_BOUNDS, USES, RunTable
+from .evicted import EvictedBlocks
+from .guard import ShadowGuard
+from .log import NO_OWNER, EventLog
+from .model import DECAY, NEW_BOUNDS, UNKNOWN_ENDING, HazardModel, IntervalsAtRisk, ending_of
+from .runs import USE_BOUNDS, Numbers, RunTable
 from .victims import VictimChooser
 
 EVERY = 50  # requests between fits of the model; 100 gives 1 to 4 % fewer hits in small caches
@@ -24,14 +21,8 @@ FIRST = 16  # requests before the first fit; fewer teach nothing
 EARLY = 5  # an early fit waits for a fifth of all requests so far; a quarter to a tenth give as many hits
 MEMORY = 8192  # latest requests to learn from; with 4096, lru hits more in the conversation trace at 30 %
 GHOSTS, GHOST_FLOOR = 4, 65_536  # ghosts for each block, and the minimum, because small caches see late returns too
-LONG = 256  # a request with at least this many consecutive blocks becomes a slice, in half the time
 LOG_REQUESTS, LOG_BLOCKS = 512, 1 << 16  # maximum drained at once; more took 70 ms for a million blocks
 LEAST_USES = USE_BOUNDS.astype(np.int32)[:, None]
-
-
-def _index_of(ids: Ids) -> npt.NDArray[np.intp]:
-    """Return block numbers as an index of arrays, for pools without an `index_of` of their own."""
-    return ids.astype(np.intp)
 
 
 class Hazard(EvictionPolicy):
@@ -48,7 +39,6 @@ class Hazard(EvictionPolicy):
     def bind(self, pool: PoolView) -> None:
         """Also allocate the state of each block: 18 bytes, and 32 bytes of ghosts."""
         super().bind(pool)
-        self._index_of: Callable[[Ids], Any] = getattr(pool, "index_of", _index_of)
         self._place_bits = max(pool.num_blocks.bit_length(), 1)
         self._owner = np.full(pool.num_blocks, -1, np.int64)  # last user's serial and the place in its chain, or -1
         self._earlier_uses = np.zeros(pool.num_blocks, np.uint8)  # uses before the block was evicted and filled again
@@ -65,7 +55,7 @@ class Hazard(EvictionPolicy):
         self._last_fit = -1
         self._ending = UNKNOWN_ENDING
         self._returns: float | None = None
-        self._last_hit: BlockRun | None = None
+        self._last_hit = -1  # the last block of the hit that fresh blocks may follow, or -1
         self._log = EventLog(self._owner, self._place_bits)
         self._judged = self._drained_at = 0
         self.runs = RunTable()
@@ -77,26 +67,18 @@ class Hazard(EvictionPolicy):
 
     def accessed(self, ids: Ids, hit: bool) -> None:
         if hit:
-            log, number = self._log, len(ids)
-            index = self._index_of(ids) if number >= LONG else None
-            self._last_hit = event = index if type(index) is slice else ids.tobytes()  # the array may change
-            if log.hit is not None:
-                log.push_hit(self._now)
-                if log.num_blocks > self._log_limit:  # hits alone may fill the log, if others hold the blocks
-                    self._drain()
-                    log = self._log
-            log.hit = event
-            log.num_blocks += number
+            self._last_hit = ids.item(-1)
+            if self._log.num_blocks > self._log_limit:  # hits alone may fill the log, if others hold the blocks
+                self._drain()
+            self._log.hit(ids, self._now)
             return
         index = ids.astype(np.intp)
         self._previous[index] = NO_OWNER
         self._forked[index] = False
-        last_hit = self._last_hit
-        if last_hit is not None:
-            first, last, length = ids.item(0), last_of(last_hit), self.pool.prefix_length
-            if length.item(last) == length.item(first) - 1:
-                self._previous[first] = last
-            self._last_hit = None
+        first, last, length = ids.item(0), self._last_hit, self.pool.prefix_length
+        if last >= 0 and length.item(last) == length.item(first) - 1:
+            self._previous[first] = last
+        self._last_hit = -1
 
     def completed(self, ids: Ids) -> None:
         self._evicted.filled.append((self._now, ids.copy(), self.pool.keys_of(ids), self.pool.prefix_length.take(ids)))
@@ -105,31 +87,14 @@ class Hazard(EvictionPolicy):
         self._returns = probability
 
     def finished(self, output_tokens: int) -> None:
-        returns = self._returns
-        if returns is None and 0 <= output_tokens < len(ENDINGS):
-            self._ending = ENDINGS[output_tokens]
-        else:
-            self._ending = ending_of(returns, output_tokens)
-            self._returns = None
+        self._ending = ending_of(self._returns, output_tokens)
+        self._returns = None
 
     def released(self, ids: Ids) -> None:
-        log, number, chain = self._log, len(ids), ids.tobytes()
-        index = ids.astype(np.intp) if number < LONG else self._index_of(ids)
-        count = self.pool.access_count[index].tobytes()
-        hits, event = 0, index if type(index) is slice else chain
-        if log.hit == event:
-            hits, log.hit = number, None
-        elif log.hit is not None:
-            hits = log.match_hit(event, self._now)
-        log.events.append(event)
-        log.hits.append(hits)
-        log.chains.append(chain)
-        log.counts.append(count)
-        log.endings.append(self._ending)
-        log.num_blocks += number
+        self._log.release(ids, self.pool.access_count.take(ids), self._ending, self._now)
         self._ending = UNKNOWN_ENDING
-        self._now = now = self._now + 1
-        if now - self._drained_at >= LOG_REQUESTS or log.num_blocks > self._log_limit:
+        self._now += 1
+        if self._now - self._drained_at >= LOG_REQUESTS or self._log.num_blocks > self._log_limit:
             self._drain()
             if self._now - self._last_fit > IDLE:
                 self._learn()
@@ -137,23 +102,22 @@ class Hazard(EvictionPolicy):
     def _drain(self) -> None:
         """Apply the log to rows and the guard."""
         log = self._log
-        log.drain(self._now)
+        log.drain()
         self._drained_at = self._now
-        ended, used = len(log.chains), log.reused()
-        if not (ended or used or self._evicted.filled):
+        ended = len(log.chains)
+        if not (ended or log.num_hits or self._evicted.filled):
             return
         self._log = EventLog(self._owner, self._place_bits)
         runs, guard = self.runs, self.guard
         self._evicted.drain(self._now)
-        room = max(1, self.pool.num_blocks - max(0, self.pool.num_held - log.num_reused))
+        room = max(1, self.pool.num_blocks - max(0, self.pool.num_held - log.num_hits))
         if ended:
-            # If each request released exactly one piece that it had hit, its blocks still follow one another.
-            rows = self._add_rows(log, not (used and log.whole and used.owner.size == ended))
+            rows = self._add_rows(log)
             guard.released(runs.size[rows])
         if ended == 1:
             guard.fill(runs, room)
-        if used:
-            self._claim_reused(used)
+        if log.num_hits:
+            self._claim_reused(*log.reused())
         if ended:
             self._mark_shared(rows)
         if ended > 1:  # after the claims: later requests may have continued earlier ones
@@ -165,8 +129,8 @@ class Hazard(EvictionPolicy):
             guard.judge(self._now - self._judged, runs)
             self._judged = self._now
 
-    def _add_rows(self, log: EventLog, moved: bool) -> slice:
-        """Add rows for requests that have ended. With `moved`, their blocks may have new predecessors."""
+    def _add_rows(self, log: EventLog) -> slice:
+        """Add rows for requests that have ended."""
         runs = self.runs
         rows = runs.add(log.chains)
         chain = np.frombuffer(b"".join(log.chains), np.int32)
@@ -175,20 +139,15 @@ class Hazard(EvictionPolicy):
         starts = sizes.cumsum() - sizes
         bounds = runs.bounds[rows]
         group, output, runs.final[rows] = zip(*log.endings, strict=True)
-        if np.minimum.reduce(count) >= USE_BOUNDS[-1]:  # every block is in the highest class of uses
-            bounds[:] = sizes[:, None]
-            runs.stratum[rows], runs.covariates[rows] = np.add(group, USES - 1), output
-        else:
-            count = count + self._earlier_uses.take(chain)
-            bounds[:] = np.add.reduceat(count >= LEAST_USES, starts, axis=1, dtype=np.int32).T
-            runs.stratum[rows] = (bounds >= sizes[:, None]).sum(axis=1) + group
-            runs.covariates[rows] = NEW_BOUNDS.searchsorted(sizes - bounds[:, 0], side="right") + output
+        count = count + self._earlier_uses.take(chain)
+        bounds[:] = np.add.reduceat(count >= LEAST_USES, starts, axis=1, dtype=np.int32).T
+        runs.stratum[rows] = (bounds >= sizes[:, None]).sum(axis=1) + group
+        runs.covariates[rows] = NEW_BOUNDS.searchsorted(sizes - bounds[:, 0], side="right") + output
         runs.last[rows] = chain.take(starts + sizes - 1)
         firsts = chain.take(starts)
         parent = self._previous.take(firsts)
-        if moved:
-            self._previous[chain[1:].astype(np.intp)] = chain[:-1]
-            self._previous[firsts] = parent
+        self._previous[chain[1:].astype(np.intp)] = chain[:-1]
+        self._previous[firsts] = parent
         runs.parent[rows] = parent
         for block in parent[parent >= 0].tolist():
             self._child_count[block] += 1
@@ -202,16 +161,16 @@ class Hazard(EvictionPolicy):
             forks = self._forked.take(self.runs.blocks(row)).nonzero()[0]
             self.runs.shared[row] = self.runs.base[row] + forks[-1] + 1 if forks.size else 0
 
-    def _claim_reused(self, used: ReusedPieces) -> None:
+    def _claim_reused(self, owner: Numbers, sizes: Numbers, times: Numbers) -> None:
         """Record that later requests used the first blocks of runs, which now belong to those requests."""
-        runs, (owner, sizes, times) = self.runs, used
+        runs = self.runs
         found = owner >= 0
         if count_nonzero(found) < found.size:
             owner, sizes, times = owner[found], sizes[found], times[found]
             if not owner.size:
                 return
         first = owner & ((1 << self._place_bits) - 1)
-        rows = runs.rows_of(owner >> self._place_bits)
+        _, rows = runs.find(owner >> self._place_bits)
         last = first + sizes
         self.guard.used(runs, rows, first, last, resident=True)
         np.subtract.at(runs.owned, rows, sizes.astype(np.int32))
@@ -240,7 +199,7 @@ class Hazard(EvictionPolicy):
             self.intervals.renumbered()
 
     def victims(self, count: int) -> Ids:
-        self._log.drain(self._now)
+        self._log.drain()
         chooser = self._chooser
         left = count
         if chooser.is_due(self._now):
@@ -280,11 +239,11 @@ class Hazard(EvictionPolicy):
         self._chooser.rank(count, self._now, self.guard.learned)
 
     def removed(self, ids: Ids) -> None:
-        self._log.drain(self._now)
+        self._log.drain()
         self._owner[ids] = -1
 
     def check(self) -> None:
-        self._log.drain(self._now)
+        self._log.drain()
         chains, owner = [np.frombuffer(chain, np.int32) for chain in self._log.chains], self._owner
         self.runs.check(self._child_count)
         assert not self.pool.ref_count[owner >= 0].any(), "a block that is held may be chosen"

@@ -104,10 +104,6 @@ class RunTable:
         self.end[rows] = self.owned[rows] = self.size[rows]
         return rows
 
-    def rows_of(self, serials: Numbers) -> npt.NDArray[np.intp]:
-        """Return the rows of requests that have one."""
-        return self.serial[: self.count].searchsorted(serials)
-
     def find(self, serials: Numbers) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
         """Return which of these requests still have a row, and the rows."""
         serial = self.serial[: self.count]

@@ -195,8 +195,8 @@ class VictimChooser:
     def _row_ending_in(self, block: int) -> int:
         """Return the row whose last block this is, or -1."""
         runs, owner = self._runs, self._owner_of[block]
-        serial, place = owner >> self._place_bits, owner & ((1 << self._place_bits) - 1)
-        row = int(runs.serial[: runs.count].searchsorted(serial))
-        if row == runs.count or runs.views.serial[row] != serial:
+        known, rows = runs.find(np.array([owner >> self._place_bits]))
+        if not known.size:
             return -1  # released since the last update; the next ranking includes it
+        row, place = rows.item(0), owner & ((1 << self._place_bits) - 1)
         return row if runs.views.end[row] - 1 == place else -1
