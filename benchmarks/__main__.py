@@ -17,7 +17,7 @@ NAMES = {
     "sweep": ("kernels.sweep", "constants that sweeps chose; --write takes them over"),
     "demo": ("models.demo", "takes rows that `pc demo` wrote into the tree"),
     "manager": ("caching.manager", "CacheManager against vLLM's and SGLang's: make bench-manager"),
-    "traffic": ("caching.traffic", "eviction policies on 22 kinds of generated traffic, and 4 of stress"),
+    "traffic": ("caching.traffic", "eviction policies on 28 kinds of generated traffic, and 4 of stress"),
     "reuse": ("models.reuse", "generate with the cache, plain and with transformers' own reuse"),
     "reuse_anywhere": ("models.reuse_anywhere", "text that moved: time and loss"),
     "agents": ("models.agents", "agents' traffic and changes of their prompts: tokens computed, and lost"),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
 from itertools import count, islice
 from typing import Any
 
@@ -45,7 +46,7 @@ def near(mean: float) -> Draw:
     return lambda rng: 1 + rng.gamma(2.0, (mean - 1) / 2.0) if mean > 1 else 1.0
 
 
-SIX, THREE = near(6), near(3)
+SIX, THREE, EIGHT = near(6), near(3), near(8)
 
 
 def sessions(
@@ -203,6 +204,58 @@ def scans_and_loops(rng: Rng) -> Requests:
     return mixed(rng, [once, again], lambda i: int((i % 900 >= 600 and rng.random() < 0.5) or 300 <= i % 900 < 600))
 
 
+def tools(
+    rng: Rng,
+    arrival: Callable[[int], float] = lambda i: 8.0,
+    turns: Draw = EIGHT,
+    roles: int = 1,
+    helpers: float = 0.0,
+    rewritten: float = 0.0,
+    paused: float = 0.0,
+) -> Requests:
+    """Return short-lived agents that call tools behind shared system prompts, many of them side by side.
+
+    A turn sends all blocks before it, the tool's result and a partial block that never returns.
+
+    Args:
+        rng: The source of all draws.
+        arrival: Mean time until the next agent begins, by its number. A tool call takes 1 on average.
+        turns: Number of turns of an agent.
+        roles: Number of system prompts under which an agent sends its transcript, a random one in each turn.
+        helpers: Mean number of agents that a turn starts from its own context. The turn waits until they end.
+        rewritten: Probability that a turn replaces its context, after the system prompt or a third of it, by a summary.
+        paused: Probability that the next turn comes only after a pause of 60.
+    """
+    ids = Ids()
+    systems = [ids.take(16) for _ in range(6)]
+    begun = count()
+    tickets = count()
+    waiting: list[tuple[float, int, list[list[int]], int]] = [(0.0, next(tickets), [], 0)]
+    while True:
+        now, _, chains, left = heappop(waiting)
+        if not left:
+            heappush(waiting, (now + rng.exponential(arrival(next(begun))), next(tickets), [], 0))
+            first = int(rng.zipf(1.6))
+            chains = [[*systems[(first + role) % len(systems)], *ids.take(near(6)(rng))] for role in range(roles)]
+            left = max(1, int(turns(rng)))
+        longest = max(map(len, chains))
+        role = int(rng.integers(roles))
+        grown = ids.take(longest - len(chains[role]) + near(3)(rng))
+        chains = [[*chain, *grown] if at == role else chain for at, chain in enumerate(chains)]
+        yield [*chains[role], *ids.take(1)], int(20 + 150 * rng.random())
+        wait = rng.gamma(2.0, 0.5)
+        for _ in range(int(rng.poisson(helpers)) if left > 1 else 0):
+            length = max(1, int(near(3)(rng)))
+            heappush(waiting, (now + wait, next(tickets), [[*chains[role], *ids.take(2)]] * roles, length))
+            wait += length
+        if rng.random() < rewritten:
+            chains = [[*chain[: max(16, len(chain) // 3)], *ids.take(len(chain) // 6)] for chain in chains]
+        if rng.random() < paused:
+            wait += 60 * rng.random() + 30
+        if left > 1:
+            heappush(waiting, (now + wait, next(tickets), chains, left - 1))
+
+
 KINDS: dict[str, Callable[[Rng, int], Requests]] = {
     "chat": lambda rng, n: chat(rng),
     "chat_long": lambda rng, n: chat(rng, 10, 40),
@@ -224,6 +277,12 @@ KINDS: dict[str, Callable[[Rng, int], Requests]] = {
     "batches": lambda rng, n: batches(rng),
     "retries": lambda rng, n: retries(rng),
     "tree_search": lambda rng, n: tree(rng),
+    "tools": lambda rng, n: tools(rng, lambda i: 1.0),
+    "tools_bursts": lambda rng, n: tools(rng, lambda i: 6.0 if i // 20 % 2 else 0.2),
+    "tools_branching": lambda rng, n: tools(rng, helpers=0.4),
+    "tools_rewriting": lambda rng, n: tools(rng, lambda i: 2.0, near(20), rewritten=0.15),
+    "tools_pausing": lambda rng, n: tools(rng, lambda i: 2.0, paused=0.15),
+    "tools_roles": lambda rng, n: tools(rng, lambda i: 3.0, near(12), roles=4),
     "tenants": lambda rng, n: mixed(
         rng, [chat(rng), agents(rng), batches(rng)], lambda i: min(int(rng.integers(0, 5)), 2)
     ),

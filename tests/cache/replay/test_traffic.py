@@ -52,6 +52,18 @@ def test_a_law_that_flips_again_and_again_takes_nothing_from_lru(seed):
     assert ours >= 0.99 * lru
 
 
+TOOLS = [kind for kind in traffic.KINDS if kind.startswith("tools")]
+
+
+@pytest.mark.parametrize("kind", TOOLS)
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4))])
+def test_agents_that_call_tools_lose_nothing(kind, seed):
+    trace = traffic.generate(kind, 1000, seed)
+    for share in (0.01, 0.03, 0.1, 0.3):
+        lru, ours, _ = traffic.against_lru(trace, "hazard", round(share * trace.unique_blocks), 200)
+        assert ours >= 0.995 * lru
+
+
 def test_the_worst_window_is_found():
     lru, ours = [4] * 40, [4] * 40
     ours[20:30] = [1] * 10
