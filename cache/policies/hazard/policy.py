@@ -75,10 +75,9 @@ class Hazard(EvictionPolicy):
         index = ids.astype(np.intp)
         self._previous[index] = NO_OWNER
         self._forked[index] = False
-        first, last, length = ids.item(0), self._last_hit, self.pool.prefix_length
-        if last >= 0 and length.item(last) == length.item(first) - 1:
-            self._previous[first] = last
-        self._last_hit = -1
+        last, self._last_hit = self._last_hit, -1
+        if last >= 0 and self.pool.prefix_length[last] == self.pool.prefix_length[ids[0]] - 1:
+            self._previous[ids[0]] = last
 
     def completed(self, ids: Ids) -> None:
         self._evicted.filled.append((self._now, ids.copy(), self.pool.keys_of(ids), self.pool.prefix_length.take(ids)))
