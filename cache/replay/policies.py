@@ -26,7 +26,7 @@ class Ranked(EvictionPolicy):
         super().bind(pool)
         self.clear()
 
-    def rank(self, ids: Ids, *ranks: Sequence[int]) -> None:
+    def rank(self, ids: Ids, *ranks: Any) -> None:
         """Rank released blocks. The second and later `ranks` decide between equals."""
         lengths: Any = (-self.pool.prefix_length.take(ids)).tolist()
         for *rank, block in zip(*ranks, lengths, ids.tolist(), strict=True):
