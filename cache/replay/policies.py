@@ -22,6 +22,9 @@ class Ranked(EvictionPolicy):
     Among equals, it is the block with the longest prefix. A subclass calls `rank` in `released`.
     """
 
+    _heap: list[tuple[int, ...]]
+    _entry: dict[int, tuple[int, ...]]  # by block; other entries in the heap are outdated
+
     def bind(self, pool: PoolView) -> None:
         super().bind(pool)
         self.clear()
@@ -55,8 +58,8 @@ class Ranked(EvictionPolicy):
             self._entry.pop(block, None)
 
     def clear(self) -> None:
-        self._heap: list[tuple[int, ...]] = []
-        self._entry: dict[int, tuple[int, ...]] = {}  # by block; other entries in the heap are outdated
+        self._heap = []
+        self._entry = {}
 
     @property
     def nbytes(self) -> int:
