@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ._attention.build import INVARIANT_SPLIT_KEYS, MERGED_SPLITS
+from ._attention.build import INVARIANT_SPLIT_KEYS
+from ._attention.kernel_arguments import MERGED_SPLITS
 from ._attention.layout import DECODE_QUERIES, MIN_SPLIT_TILES, TILE_KEYS
 from ._core.checks import check_integer
 from ._core.operator import record_of

@@ -11,7 +11,7 @@ import triton
 from benchmarks.harness import tables
 from benchmarks.kernels import launches, steps, work
 from emulator.device import ARCH
-from pc.triton_ops._attention import build
+from pc.triton_ops._attention import kernel_arguments
 from pc.triton_ops._core.cache import forget_choices
 
 ROWS = {
@@ -55,7 +55,7 @@ def anew():
 def test_a_larger_block_of_the_sum_of_splits_shows(anew, monkeypatch):
     name = "decode 4 x 512"
     assert digest(name) == steps.sources()[ARCH, triton.__version__, name]
-    monkeypatch.setattr(build, "MERGED_SPLITS", 8 * build.MERGED_SPLITS)
+    monkeypatch.setattr(kernel_arguments, "MERGED_SPLITS", 8 * kernel_arguments.MERGED_SPLITS)
     forget_choices()
     assert digest(name) != ROWS[name]["sources"]
     forget_choices()

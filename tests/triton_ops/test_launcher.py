@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from pc.triton_ops._attention import build
+from pc.triton_ops._attention import build, kernel_arguments
 from pc.triton_ops._attention.constants import Architecture
 from pc.triton_ops._copy import launch as rows
 from pc.triton_ops._core.cache import forget_choices
@@ -60,7 +60,8 @@ def launches(monkeypatch):
     from triton.runtime import driver
 
     fake, active = _Driver(), driver._active
-    monkeypatch.setattr(build, "architecture", lambda device: Architecture("sm_90", 132, True))
+    for module in (build, kernel_arguments):
+        monkeypatch.setattr(module, "architecture", lambda device: Architecture("sm_90", 132, True))
     forget_choices()
     driver.set_active(fake)
     yield fake.launches

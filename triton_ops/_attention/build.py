@@ -1,8 +1,8 @@
 """The launch of an attention call: which kernels run, on which grids, with which constants.
 
-Metadata alone decide it, so it is built once for all calls of a kind, such as all layers of a step. No kernel is
-compiled for the number of sequences or splits, or for a mix of decodes and prefills. These are kernel arguments, so
-that `pc.warmup` can compile everything.
+Metadata alone decide it, so it is built once for all calls of a kind, such as all layers of a step. `lists.py` has the
+launch of a call with lists of blocks. No kernel is compiled for the number of sequences or splits, or for a mix of
+decodes and prefills. These are kernel arguments, so that `pc.warmup` can compile everything.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._core.launch import Launch, constants, current_stream, numbers
-from .._core.quantize import as_codes, equal_scales, scale_kind
-from .._core.runtime import INTERPRET, require_triton
+from .._core.launch import Launch, current_stream, numbers
+from .._core.runtime import require_triton
 from .arguments import AttentionArgs, PlanOptions
 from .constants import (
     Architecture,
@@ -25,39 +24,31 @@ from .constants import (
     architecture,
     decode_tiles,
     latent_tiles,
-    multiplies_from_shared,
     next_power_of_2,
     prefill_tiles,
     programs_per_processor,
 )
-from .layout import DECODE_QUERIES, MIN_SPLIT_TILES, TILE_KEYS, PlanShape
-from .parameters import (
-    E4M3_BITS,
-    E4M3_PACKED,
-    HELD_CODES,
-    NATIVE_CODES,
-    PACKED_CODES,
-    PLAIN_CACHE,
-    Strides,
-    TileSizes,
-    Traits,
+from .kernel_arguments import (
+    NewResults,
+    Result,
+    build_results,
+    build_sum_launch,
+    compiled_for,
+    converts_codes,
+    kernel_tensors,
+    strides_of,
 )
+from .layout import DECODE_QUERIES, MIN_SPLIT_TILES, TILE_KEYS, PlanShape
+from .lists import build_lists
 from .plan import PlanLaunch, build_plan, cached_with
-from .predicate import Mask
 
 # Batch-invariant mode: keys per split, whatever the batch. Longer contexts are summed from splits of this length.
 INVARIANT_SPLIT_KEYS = 8192
 MAX_PREFILL_SPLITS = 16
-# Splits that a program sums at once. For few rows with more than twice as many splits, a program sums eight times as
-# many, for a part of a head. Missing splits take the same instructions. On sm_90 a row of head_dim 128 takes 228
-# instructions for 4 splits and 358 for 8, counted in the emulator. With 128 at once it took 6,256 for 2 splits.
-MERGED_SPLITS = 4
 
 # Replaces sinks of -inf: its weight is 0 beside any score, so results are those without a sink.
 _LEAST_SINK = -1e30
 
-Result = tuple[torch.Tensor, torch.Tensor]
-NewResults = Callable[[torch.Tensor], Result]
 PartsShape = tuple[int, int, int]
 """The shape of partial results: rows, heads of each, and columns."""
 
@@ -72,8 +63,6 @@ def build_attention(
         out_dtype: The dtype of out; None: that of the query.
         tiled: Whether even few queries are tiled, not decoded from the work list.
     """
-    from .lists import build_lists
-
     require_triton("attention")
     args = args.with_rows()
     if 0 in args.query.shape[:2] or 0 in args.block_tables.shape:
@@ -122,23 +111,6 @@ class AttentionLaunch:
         return (out, lse) if self.with_lse else out
 
 
-def kernel_tensors(args: AttentionArgs, out: torch.Tensor, convert_codes: bool) -> tuple[Any, ...]:
-    """Return a kernel's arguments before and behind its results; dummies replace absent tensors and are never read."""
-    key_cache, value_cache, k_scale, v_scale = args.key_cache, args.value_cache, args.k_scale, args.v_scale
-    seq_lens, positions, tree = args.seq_lens, args.query_positions, args.tree_mask
-    if value_cache is None:  # latent rows
-        value_cache, v_scale = key_cache, k_scale
-    if convert_codes:
-        key_cache, value_cache = as_codes(key_cache), as_codes(value_cache)
-    if k_scale is not None:
-        k_scale, v_scale = equal_scales(k_scale, v_scale, key_cache.shape[2])
-    behind = (args.block_tables, seq_lens, args.query_start_loc, seq_lens if positions is None else positions)
-    alibi, sinks = args.alibi_slopes, args.sinks
-    biases = (out if alibi is None else alibi, out if sinks is None else sinks)
-    scales = (out if k_scale is None else k_scale, out if v_scale is None else v_scale)
-    return (args.query, key_cache, value_cache), (*behind, *biases, *scales, seq_lens if tree is None else tree)
-
-
 def _parts(plan: torch.Tensor, name: str, stream: int | None, shape: PartsShape) -> Result:
     """Return memory for partial results and their lse, cached with the plan: the next layer overwrites it."""
     # Each stream has its own memory, because its layers may run at the same time. Memory of other shapes is kept,
@@ -173,39 +145,6 @@ def _give_empty(new_results: NewResults, args: AttentionArgs) -> Any:
         rows = torch.arange(out.shape[0], device=out.device) < args.query_start_loc[-1]
         lse.copy_(torch.where(rows[:, None], args.sinks.float()[None], lse))
     return out, lse
-
-
-def build_results(call: AttentionArgs, dtype: torch.dtype | None = None) -> NewResults:
-    """Return a function that allocates out and lse for a query; `dtype` None: that of the query."""
-    query, dtype = call.query, dtype or call.query.dtype
-    num_tokens, num_heads, head_dim = query.shape
-    shape, with_lse = (num_tokens, num_heads, call.value_cache.shape[3]), call.with_lse
-    is_packed = query.stride() == (num_heads * head_dim, head_dim, 1)
-    like_query = is_packed and shape[2] == head_dim and dtype == query.dtype
-    no_lse = query.new_empty(0, dtype=torch.float32)
-
-    def new_results(query: torch.Tensor) -> Result:
-        # For a contiguous tensor `empty_like` takes half the time of `new_empty`.
-        out = torch.empty_like(query) if like_query else query.new_empty(shape, dtype=dtype)
-        return out, query.new_empty(shape[:2], dtype=torch.float32) if with_lse else no_lse
-
-    return new_results
-
-
-def _codes(call: AttentionArgs) -> int:
-    """Return how kernels read the cache, before their tiles decide between PACKED_CODES and HELD_CODES."""
-    arch = architecture(call.query.device)
-    if call.key_cache.dtype == torch.float8_e4m3fn and not arch.has_e4m3:
-        return E4M3_PACKED if arch.name.startswith("sm_") else E4M3_BITS
-    if call.key_cache.dtype == call.query.dtype:
-        return PLAIN_CACHE
-    is_packed = arch.name.startswith("sm_") and call.query.element_size() == 2
-    return PACKED_CODES if is_packed else NATIVE_CODES
-
-
-def converts_codes(call: AttentionArgs) -> bool:
-    """Return whether kernels convert float8 by bit operations."""
-    return _codes(call) in (E4M3_BITS, E4M3_PACKED)
 
 
 class _Regimes(NamedTuple):
@@ -355,49 +294,6 @@ def _build_attention_launch(
     return launch, (split_rows, split_heads, call.value_cache.shape[3]) if splits > 1 else None
 
 
-def compiled_for(call: AttentionArgs, mask: Mask, tiles: Tiles) -> dict[str, Any]:
-    """Return the constants that attention kernels are compiled for, in the order of their parameters."""
-    num_heads, head_dim = call.query.shape[1:]
-    value_dim, group = call.value_cache.shape[3], num_heads // call.key_cache.shape[2]
-    rest = head_dim - value_dim if call.is_latent else 0
-    own, value = ((head_dim - rest) // tiles.parts, value_dim // tiles.parts)
-    codes = _codes(call)
-    if codes == PACKED_CODES and not multiplies_from_shared(architecture(call.query.device).name, tiles.block_m):
-        codes = HELD_CODES
-    traits = Traits(
-        POSITIONS=call.query_positions is not None,
-        SINKS=call.sinks is not None,
-        SCALES=scale_kind(call.k_scale, call.v_scale),
-        CODES=codes,
-        UPCAST=INTERPRET and call.query.dtype == torch.bfloat16,
-        TABLE_HEADS=call.table_heads,
-        TREE=call.tree_mask is not None,
-        WITH_LSE=call.with_lse,
-        NUM_HEADS=num_heads,
-        GROUP=group,
-        BLOCK_SIZE=call.block_size,
-        HEAD_DIM=own,
-        VALUE_DIM=value_dim,
-        REST=rest,
-    )
-    sizes = TileSizes(
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_D=max(16, next_power_of_2(own)),
-        BLOCK_V=max(16, next_power_of_2(value)),
-        BLOCK_R=next_power_of_2(rest),
-        BLOCK_G=next_power_of_2(group),
-        PARTS=tiles.parts,
-    )
-    return {**constants(call.terms), **constants(mask), **constants(traits), **constants(sizes)}
-
-
-def strides_of(call: AttentionArgs) -> Strides:
-    """Return the strides that attention kernels take."""
-    tensors = (*call.query.stride()[:2], *call.key_cache.stride()[:3], *call.value_cache.stride()[:3])
-    return Strides._make((*tensors, *call.table_strides, *call.tree_sizes))
-
-
 def _build_merge(call: AttentionArgs, regimes: _Regimes) -> Launch:
     """Return the launch that sums splits: those of decodes if prefills have none, otherwise those of all tokens."""
     num_tokens, num_seqs = call.query.shape[0], call.seq_lens.shape[0]
@@ -406,37 +302,3 @@ def _build_merge(call: AttentionArgs, regimes: _Regimes) -> Launch:
     values = (num_seqs, num_tokens, regimes.decode_queries, regimes.max_q, max(1, regimes.prefill_splits), by_sequence)
     splits = max(regimes.decode_splits, regimes.prefill_splits)
     return build_sum_launch(call, rows, splits, values, call.table_heads)
-
-
-def build_sum_launch(call: AttentionArgs, rows: int, splits: int, values: tuple[int, ...], table_heads: int) -> Launch:
-    """Return a launch that sums splits: a program for each of `rows` and each head.
-
-    For few rows of many splits, the kernel is compiled so that each program sums a part of a head. The two variants add
-    in different orders, so batch-invariant mode must not choose between them by batch size. `pc.warmup` compiles both.
-    """
-    from ..kernels.attention import _merge_splits_kernel
-
-    num_heads, value_dim = call.query.shape[1], call.value_cache.shape[3]
-    block_s, block_v = MERGED_SPLITS, max(16, next_power_of_2(value_dim))
-    is_few = rows * num_heads < 2 * architecture(call.query.device).num_processors
-    if call.is_latent:
-        block_v = min(block_v, 256)  # the many heads are enough programs
-    elif is_few and splits > 2 * MERGED_SPLITS and not call.batch_invariant:
-        block_s, block_v = 8 * MERGED_SPLITS, min(block_v, 32)
-    constexprs = {
-        "TABLE_HEADS": table_heads,
-        "SINKS": call.sinks is not None,
-        "WITH_LSE": call.with_lse,
-        "NUM_HEADS": num_heads,
-        "VALUE_DIM": value_dim,
-        "BLOCK_S": block_s,
-        "BLOCK_V": block_v,
-    }
-    programs = (rows, num_heads, -(-value_dim // block_v))
-    num_warps = merge_warps(block_s, block_v)
-    return Launch(_merge_splits_kernel, constexprs, programs, values, num_warps, reusable=call.is_aligned)
-
-
-def merge_warps(block_s: int, block_v: int) -> int:
-    """Return the warps of a program that sums splits: 32 numbers a thread, since some spill with 64 on sm_86."""
-    return max(1, min(4, block_s * block_v // 1024))

@@ -13,7 +13,8 @@ import torch
 
 from .._core.launch import Launch, constants, current_stream, numbers
 from .arguments import AttentionArgs
-from .build import (
+from .constants import architecture, decode_tiles, latent_tiles, next_power_of_2
+from .kernel_arguments import (
     NewResults,
     build_results,
     build_sum_launch,
@@ -22,7 +23,6 @@ from .build import (
     kernel_tensors,
     strides_of,
 )
-from .constants import architecture, decode_tiles, latent_tiles, next_power_of_2
 
 # Queries whose lists are united: as many as fill the rows of the smallest product, and bits of a mark.
 _MAX_QUERIES = 8

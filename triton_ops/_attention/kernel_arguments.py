@@ -1,0 +1,159 @@
+"""Arguments that all launches of attention kernels share: results, tensors, constants and strides; and the launch that sums splits.
+
+The launches are in `build.py` (keys found by block tables) and `lists.py` (lists of blocks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .._core.launch import Launch, constants
+from .._core.quantize import as_codes, equal_scales, scale_kind
+from .._core.runtime import INTERPRET
+from .arguments import AttentionArgs
+from .constants import Tiles, architecture, multiplies_from_shared, next_power_of_2
+from .parameters import (
+    E4M3_BITS,
+    E4M3_PACKED,
+    HELD_CODES,
+    NATIVE_CODES,
+    PACKED_CODES,
+    PLAIN_CACHE,
+    Strides,
+    TileSizes,
+    Traits,
+)
+from .predicate import Mask
+
+# Splits that a program sums at once. For few rows with more than twice as many splits, a program sums eight times as
+# many, for a part of a head. Missing splits take the same instructions. On sm_90 a row of head_dim 128 takes 228
+# instructions for 4 splits and 358 for 8, counted in the emulator. With 128 at once it took 6,256 for 2 splits.
+MERGED_SPLITS = 4
+
+Result = tuple[torch.Tensor, torch.Tensor]
+NewResults = Callable[[torch.Tensor], Result]
+
+
+def build_results(call: AttentionArgs, dtype: torch.dtype | None = None) -> NewResults:
+    """Return a function that allocates out and lse for a query; `dtype` None: that of the query."""
+    query, dtype = call.query, dtype or call.query.dtype
+    num_tokens, num_heads, head_dim = query.shape
+    shape, with_lse = (num_tokens, num_heads, call.value_cache.shape[3]), call.with_lse
+    is_packed = query.stride() == (num_heads * head_dim, head_dim, 1)
+    like_query = is_packed and shape[2] == head_dim and dtype == query.dtype
+    no_lse = query.new_empty(0, dtype=torch.float32)
+
+    def new_results(query: torch.Tensor) -> Result:
+        # For a contiguous tensor `empty_like` takes half the time of `new_empty`.
+        out = torch.empty_like(query) if like_query else query.new_empty(shape, dtype=dtype)
+        return out, query.new_empty(shape[:2], dtype=torch.float32) if with_lse else no_lse
+
+    return new_results
+
+
+def _codes(call: AttentionArgs) -> int:
+    """Return how kernels read the cache, before their tiles decide between PACKED_CODES and HELD_CODES."""
+    arch = architecture(call.query.device)
+    if call.key_cache.dtype == torch.float8_e4m3fn and not arch.has_e4m3:
+        return E4M3_PACKED if arch.name.startswith("sm_") else E4M3_BITS
+    if call.key_cache.dtype == call.query.dtype:
+        return PLAIN_CACHE
+    is_packed = arch.name.startswith("sm_") and call.query.element_size() == 2
+    return PACKED_CODES if is_packed else NATIVE_CODES
+
+
+def converts_codes(call: AttentionArgs) -> bool:
+    """Return whether kernels convert float8 by bit operations."""
+    return _codes(call) in (E4M3_BITS, E4M3_PACKED)
+
+
+def kernel_tensors(args: AttentionArgs, out: torch.Tensor, convert_codes: bool) -> tuple[Any, ...]:
+    """Return a kernel's arguments before and behind its results; dummies replace absent tensors and are never read."""
+    key_cache, value_cache, k_scale, v_scale = args.key_cache, args.value_cache, args.k_scale, args.v_scale
+    seq_lens, positions, tree = args.seq_lens, args.query_positions, args.tree_mask
+    if value_cache is None:  # latent rows
+        value_cache, v_scale = key_cache, k_scale
+    if convert_codes:
+        key_cache, value_cache = as_codes(key_cache), as_codes(value_cache)
+    if k_scale is not None:
+        k_scale, v_scale = equal_scales(k_scale, v_scale, key_cache.shape[2])
+    behind = (args.block_tables, seq_lens, args.query_start_loc, seq_lens if positions is None else positions)
+    alibi, sinks = args.alibi_slopes, args.sinks
+    biases = (out if alibi is None else alibi, out if sinks is None else sinks)
+    scales = (out if k_scale is None else k_scale, out if v_scale is None else v_scale)
+    return (args.query, key_cache, value_cache), (*behind, *biases, *scales, seq_lens if tree is None else tree)
+
+
+def compiled_for(call: AttentionArgs, mask: Mask, tiles: Tiles) -> dict[str, Any]:
+    """Return the constants that attention kernels are compiled for, in the order of their parameters."""
+    num_heads, head_dim = call.query.shape[1:]
+    value_dim, group = call.value_cache.shape[3], num_heads // call.key_cache.shape[2]
+    rest = head_dim - value_dim if call.is_latent else 0
+    own, value = ((head_dim - rest) // tiles.parts, value_dim // tiles.parts)
+    codes = _codes(call)
+    if codes == PACKED_CODES and not multiplies_from_shared(architecture(call.query.device).name, tiles.block_m):
+        codes = HELD_CODES
+    traits = Traits(
+        POSITIONS=call.query_positions is not None,
+        SINKS=call.sinks is not None,
+        SCALES=scale_kind(call.k_scale, call.v_scale),
+        CODES=codes,
+        UPCAST=INTERPRET and call.query.dtype == torch.bfloat16,
+        TABLE_HEADS=call.table_heads,
+        TREE=call.tree_mask is not None,
+        WITH_LSE=call.with_lse,
+        NUM_HEADS=num_heads,
+        GROUP=group,
+        BLOCK_SIZE=call.block_size,
+        HEAD_DIM=own,
+        VALUE_DIM=value_dim,
+        REST=rest,
+    )
+    sizes = TileSizes(
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_D=max(16, next_power_of_2(own)),
+        BLOCK_V=max(16, next_power_of_2(value)),
+        BLOCK_R=next_power_of_2(rest),
+        BLOCK_G=next_power_of_2(group),
+        PARTS=tiles.parts,
+    )
+    return {**constants(call.terms), **constants(mask), **constants(traits), **constants(sizes)}
+
+
+def strides_of(call: AttentionArgs) -> Strides:
+    """Return the strides that attention kernels take."""
+    tensors = (*call.query.stride()[:2], *call.key_cache.stride()[:3], *call.value_cache.stride()[:3])
+    return Strides._make((*tensors, *call.table_strides, *call.tree_sizes))
+
+
+def build_sum_launch(call: AttentionArgs, rows: int, splits: int, values: tuple[int, ...], table_heads: int) -> Launch:
+    """Return a launch that sums splits: a program for each of `rows` and each head.
+
+    For few rows of many splits, the kernel is compiled so that each program sums a part of a head. The two variants add
+    in different orders, so batch-invariant mode must not choose between them by batch size. `pc.warmup` compiles both.
+    """
+    from ..kernels.attention import _merge_splits_kernel
+
+    num_heads, value_dim = call.query.shape[1], call.value_cache.shape[3]
+    block_s, block_v = MERGED_SPLITS, max(16, next_power_of_2(value_dim))
+    is_few = rows * num_heads < 2 * architecture(call.query.device).num_processors
+    if call.is_latent:
+        block_v = min(block_v, 256)  # the many heads are enough programs
+    elif is_few and splits > 2 * MERGED_SPLITS and not call.batch_invariant:
+        block_s, block_v = 8 * MERGED_SPLITS, min(block_v, 32)
+    constexprs = {
+        "TABLE_HEADS": table_heads,
+        "SINKS": call.sinks is not None,
+        "WITH_LSE": call.with_lse,
+        "NUM_HEADS": num_heads,
+        "VALUE_DIM": value_dim,
+        "BLOCK_S": block_s,
+        "BLOCK_V": block_v,
+    }
+    programs = (rows, num_heads, -(-value_dim // block_v))
+    num_warps = max(1, min(4, block_s * block_v // 1024))  # 32 numbers a thread, since some spill with 64 on sm_86
+    return Launch(_merge_splits_kernel, constexprs, programs, values, num_warps, reusable=call.is_aligned)
