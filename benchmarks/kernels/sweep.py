@@ -1,7 +1,7 @@
 """Sweeps of the attention kernel's constants: the time of each candidate as a row, and which one to take.
 
 python -m benchmarks gpu --only sweep     measure, as a part of `make gpu`
-python -m benchmarks sweep --write        from benchmarks/results/*/constants.csv to triton_ops/_attention/tuned.py
+python -m benchmarks sweep --write        from benchmarks/results/*/constants.csv to triton_ops/_attention/constants.py
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from unittest import mock
 import torch
 
 import pc
-from pc.triton_ops._attention import build, tuned
+from pc.triton_ops._attention import build
 from pc.triton_ops._attention.constants import (
     DECODE_REGISTERS,
+    PROGRAMS,
     Tiles,
     architecture,
     next_power_of_2,
@@ -41,7 +42,7 @@ WORTH = 0.97
 # Candidates that are timed side by side, beside the present constants: after so many, the rows are saved.
 TOGETHER = 6
 STAGES = (2, 3, 4, 5, 6)
-TABLE = ROOT / "triton_ops" / "_attention" / "tuned.py"
+TABLE = ROOT / "triton_ops" / "_attention" / "constants.py"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +135,7 @@ def applied(regime: Regime, candidate: Candidate, arch: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.callback(forget_choices)
         stack.enter_context(mock.patch.object(build, f"{regime.name}_tiles", return_value=candidate.tiles))
-        stack.enter_context(mock.patch.dict(tuned.PROGRAMS, {arch: (candidate.programs, "")}))
+        stack.enter_context(mock.patch.dict(PROGRAMS, {arch: (candidate.programs, "")}))
         forget_choices()
         yield
 
@@ -297,7 +298,7 @@ def save_sweep(path: Path, rows: list[dict[str, str]]) -> None:
 
 
 def table(rows: list[dict[str, str]], source: str) -> dict[str, dict[Any, Any]]:
-    """Return TILES and PROGRAMS of `tuned.py` from the rows of a device.
+    """Return TILES and PROGRAMS of `constants.py` from the rows of a device.
 
     Args:
         rows: Rows of all regimes; one row of each has a reason.
@@ -336,7 +337,7 @@ def _choose_programs(decodes: list[dict[str, str]]) -> tuple[int, float] | None:
 
 
 def write_table(found: dict[str, dict[Any, Any]], path: Path = TABLE) -> None:
-    """Replace the entries of `tuned.py`."""
+    """Replace the entries of TILES and PROGRAMS in `constants.py`."""
     text = path.read_text(encoding="utf-8")
     for name, entries in found.items():
         lines = [f"    {key!r}: {value!r},\n" for key, value in sorted(entries.items())]

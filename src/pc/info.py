@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 
 from .integrations.tested import TESTED, installed, text_of, untested
-from .triton_ops._attention import tuned
-from .triton_ops._attention.constants import Tiles, architecture, decode_tiles, prefill_tiles
+from .triton_ops._attention.constants import PROGRAMS, TILES, Tiles, architecture, decode_tiles, prefill_tiles
 from .triton_ops._core.runtime import HAS_TRITON, INTERPRET
 
 PACKAGES = ("torch", "triton", "numpy", "einops", "xxhash")
@@ -98,12 +97,12 @@ def _tiles(tiles: Tiles) -> str:
 def _tuned(arch: str) -> dict[str, str]:
     """Return the tuned constants that replace the general rules on an architecture, each with its reason."""
     found = {}
-    for (name, kind, head_dim, group, size), (tiles, why) in tuned.TILES.items():
+    for (name, kind, head_dim, group, size), (tiles, why) in TILES.items():
         if name == arch:
             blocks = f"blocks {'from' if size >= 64 else 'under'} 64"
             found[f"tuned {kind} {head_dim}, {group} heads a group, {blocks}"] = f"{_tiles(Tiles(*tiles))}: {why}"
-    if arch in tuned.PROGRAMS:
-        found["tuned decode"] = f"{tuned.PROGRAMS[arch][0]} programs a processor: {tuned.PROGRAMS[arch][1]}"
+    if arch in PROGRAMS:
+        found["tuned decode"] = f"{PROGRAMS[arch][0]} programs a processor: {PROGRAMS[arch][1]}"
     return found
 
 

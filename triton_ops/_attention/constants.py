@@ -1,9 +1,11 @@
 """Tile sizes and launch options, by architecture, head_dim, dtype and regime.
 
-Constants in `tuned.py`, which a sweep on a device chose, take precedence over the rules here. The rules were chosen
-without a GPU. They are based on registers, shared memory and spills of compiled kernels (`make kernels` writes the
-table) and on published sweeps of other projects. For example, BLOCK_M 128 with 8 warps reaches wgmma without a spill,
-and 4 warps spill. A decode tile of 16 rows leaves room for four programs per SM.
+`TILES` and `PROGRAMS` hold what a sweep on a device chose, and take precedence over the rules below them. `python -m
+benchmarks sweep --write` writes the entries. They are empty until a device was measured.
+
+The rules were chosen without a GPU. They are based on registers, shared memory and spills of compiled kernels (`make
+kernels` writes the table) and on published sweeps of other projects. For example, BLOCK_M 128 with 8 warps reaches
+wgmma without a spill, and 4 warps spill. A decode tile of 16 rows leaves room for four programs per SM.
 """
 
 from __future__ import annotations
@@ -15,7 +17,14 @@ import torch
 
 from .._core.runtime import INTERPRET, KERNELS_ON_CPU
 from .layout import TILE_KEYS
-from .tuned import PROGRAMS, TILES
+
+# (architecture, "decode" or "prefill", head_dim, heads of a group, 64 for blocks of full tiles of 64 tokens or 16) ->
+# ((block_m, block_n, num_warps, num_stages, two_loops, max_registers if any), reason)
+_SweptTiles = tuple[int, int, int, int, bool] | tuple[int, int, int, int, bool, int]
+TILES: dict[tuple[str, str, int, int, int], tuple[_SweptTiles, str]] = {}
+
+# architecture -> (programs of a decode per processor, reason)
+PROGRAMS: dict[str, tuple[int, str]] = {}
 
 
 @dataclass(frozen=True)

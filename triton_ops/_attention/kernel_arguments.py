@@ -1,4 +1,4 @@
-"""Arguments that all launches of attention kernels share: results, tensors, constants and strides; and the launch that sums splits.
+"""Arguments that the launches of attention kernels share: results, tensors, constants and strides, and sums of splits.
 
 The launches are in `build.py` (keys found by block tables) and `lists.py` (lists of blocks).
 """
