@@ -19,6 +19,7 @@ from ._attention.checks import check_batch, check_lengths
 from ._attention.constants import architecture
 from ._attention.layout import PlanShape
 from ._attention.plan import PlanLaunch, build_plan, refresh_cached
+from ._attention.plan_check import plan_without_work
 from ._core.checks import bad_argument, check_tensor
 from ._core.operator import operator, record_of
 from ._core.runtime import require_triton
@@ -48,13 +49,10 @@ def _wanted_items(args: Any) -> int:
     return wanted_items(architecture(tables.device), 1 if tables.dim() == 3 else args.num_kv_heads)
 
 
-def attention_plan_cpu(args: Any) -> torch.Tensor:
-    """Return the plan that `pc.attention_plan` builds, in numpy; elements that the kernels leave unwritten are 0."""
-    from ._attention.plan_cpu import plan_cpu  # with numpy, which kernels do without
-
+def _cpu(args: Any) -> torch.Tensor:
     _check_values(args)
     batch: BatchArgs = args
-    plan = plan_cpu(*batch.batch, args.block_size, batch.plan_options(), _wanted_items(args))
+    plan = plan_without_work(*batch.batch, args.block_size, batch.plan_options())
     return plan if args.out is None else args.out.copy_(plan)
 
 
@@ -76,7 +74,7 @@ def _run(launch: PlanLaunch, args: Any) -> torch.Tensor:
 
 @operator(
     check=_check,
-    cpu=attention_plan_cpu,
+    cpu=_cpu,
     build=_build,
     check_values=_check_values,
     arguments=lambda function: record_of(function, BatchArgs),
@@ -117,7 +115,8 @@ def attention_plan(
         out: A plan for tables of the same shape, which is overwritten. None: a new tensor.
 
     Returns:
-        One int32 vector. Its size depends only on the shape of block_tables and on block_size.
+        One int32 vector. Its size depends only on the shape of block_tables and on block_size. For CPU tensors it says
+        only what it was made for, since PyTorch needs no list of work.
 
     Raises:
         TypeError: An argument has a wrong type or dtype.

@@ -70,7 +70,7 @@ def recorded() -> Iterator[list[Launch]]:
         options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
         launches.append(Launch(kernel, dict(zip(kernel.arg_names, args, strict=False)) | kwargs, options, grid))
 
-    unmade = "pc.triton_ops._attention.plan_cpu.check_plan"  # a plan that no kernel made is refused on the CPU
+    unmade = "pc.triton_ops._attention.checks.check_plan"  # a plan that no kernel made is refused on the CPU
     with mock.patch.object(triton.JITFunction, "run", record), mock.patch(unmade):
         yield launches
 

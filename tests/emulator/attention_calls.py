@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable
 
 import torch
-from attention_cases import Case, attend, build, check, plan_in_numpy
+from attention_cases import Case, attend, build, check
+from plan_oracle import plan_in_numpy
 
 import pc
 from pc.triton_ops._attention.layout import PlanShape, plan_views

@@ -122,16 +122,6 @@ def plan_of(batch: Batch, function: Any = None, **changes: Any) -> torch.Tensor:
     return (function or pc.attention_plan)(*given, **options | {"batch_invariant": case.batch_invariant} | changes)
 
 
-def plan_in_numpy(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Return what `pc.attention_plan` gives for CPU tensors, also where kernels run on these."""
-    import pc
-    from pc.triton_ops._attention.arguments import BatchArgs
-    from pc.triton_ops._core.operator import record_of
-    from pc.triton_ops.attention_plan import attention_plan_cpu
-
-    return attention_plan_cpu(record_of(pc.attention_plan, BatchArgs)(*args, **kwargs))
-
-
 def build(case: Case) -> Batch:
     """Random tensors of a case, with NaN wherever an operator must not look: past seq_len and in unused blocks."""
     generator = torch.Generator().manual_seed(case.seed)

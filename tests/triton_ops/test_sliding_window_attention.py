@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 from attention_cases import Case, attend, build, check, plan_of
 from counted import counted_work, counts_work
 
 import pc
-from pc.triton_ops._attention import plan_cpu
+from pc.triton_ops._attention import checks
 from pc.triton_ops._attention.predicate import Mask
 
 OP = "sliding_window_attention"
@@ -65,9 +64,8 @@ def test_work_does_not_depend_on_the_context_behind_the_window(length, q_len, wi
 @pytest.mark.parametrize("q_len", [1, 2, 8])
 def test_no_decode_reaches_more_tiles_than_are_planned_for(q_len, window, sink_tokens, causal):
     mask = Mask(window, sink_tokens, causal, True, True)
-    reached = [
-        int(mask.attended_tiles(np.arange(length - q_len, length), length, 12, 0).sum()) for length in range(q_len, 700)
-    ]
+    positions = {length: torch.arange(length - q_len, length) for length in range(q_len, 700)}
+    reached = [int(mask.attended_tiles(own, length, 12, 0).sum()) for length, own in positions.items()]
     assert max(reached) == mask.max_tiles(q_len)
 
 
@@ -88,5 +86,5 @@ def test_a_plan_without_the_window_writes_nothing_outside(device, monkeypatch):
     batch = build(Case(lens=(1500,), queries=(1,), heads=(2, 1), window=70))
     plan = plan_of(dataclasses.replace(batch, case=dataclasses.replace(batch.case, window=0)))
     assert int(plan[0]) > 1
-    monkeypatch.setattr(plan_cpu, "check_plan", lambda call, options: None)
+    monkeypatch.setattr(checks, "check_plan", lambda call, options: None)
     attend(batch, OP, plan=plan)

@@ -11,6 +11,7 @@ from .._core.checks import CACHE_LAYOUT, FLOATS, bad_argument, check_last_dim, c
 from .._core.quantize import QUANTIZED_DTYPES
 from .arguments import NOT_NEGATIVE, AttentionArgs
 from .layout import PlanShape
+from .plan_check import check_plan
 
 if TYPE_CHECKING:
     import numpy as np
@@ -200,8 +201,6 @@ def check_attention_values(call: AttentionArgs) -> None:
     call = call.with_rows()
     _check_batch_values(call)
     if call.plan is not None:
-        from .plan_cpu import check_plan  # with numpy, which kernels do without
-
         check_plan(call, call.plan_options())
 
 

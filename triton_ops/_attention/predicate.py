@@ -6,12 +6,11 @@ other file reads the options, except BOUNDED.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from .layout import TILE_KEYS
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 class Mask(NamedTuple):
@@ -61,11 +60,9 @@ class Mask(NamedTuple):
                 live &= t < p + self.window
         return live
 
-    def attended_tiles(self, positions: np.ndarray, seq_len: int, num_tiles: int, key_begin: int) -> np.ndarray:
+    def attended_tiles(self, positions: torch.Tensor, seq_len: int, num_tiles: int, key_begin: int) -> torch.Tensor:
         """Return which tiles have a key, from key_begin on, to which queries at ascending positions may attend."""
-        import numpy as np  # which kernels do without
-
-        keys = np.arange(num_tiles * TILE_KEYS)
+        keys = torch.arange(num_tiles * TILE_KEYS)
         sink_end, begin, end = self.attended_range(int(positions[0]), int(positions[-1]), seq_len)
         live = (keys >= key_begin) & (keys < end) & ((keys < sink_end) | (keys >= begin))
-        return np.asarray(live.reshape(num_tiles, TILE_KEYS).any(axis=1))
+        return live.view(num_tiles, TILE_KEYS).any(1)

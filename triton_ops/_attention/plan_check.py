@@ -1,0 +1,77 @@
+"""The part of a plan that tells what batch and options it was made for: its header, and its facts about each table.
+
+This part is all of a plan that CPU tensors get, because PyTorch needs no list of work. Calls whose values may be read
+compare it with the plan that they were given, whoever made that plan.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .._core.checks import bad_argument
+from . import layout
+from .arguments import AttentionArgs, PlanOptions
+from .layout import TILE_KEYS, PlanShape, plan_views
+
+# The columns of `info` that follow from the batch and the options alone.
+_COMPARED = {
+    layout.INFO_FLAGS: "flags",
+    layout.INFO_ATTENDED: "live tiles that a decode attends to",
+    layout.INFO_CHECKSUM: "checksum of positions",
+    layout.INFO_QUERY_LEN: "q_len",
+    layout.INFO_SEQ_LEN: "seq_len",
+    layout.INFO_LIVE: "live tiles",
+}
+
+
+def plan_without_work(
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    query_positions: torch.Tensor | None,
+    block_size: int,
+    options: PlanOptions,
+) -> torch.Tensor:
+    """Return a plan in host memory with its header and its facts about tables; everything else is 0."""
+    shape = PlanShape.of(block_tables, block_size)
+    plan = torch.zeros(shape.size, dtype=torch.int32)
+    header = [*options.header().values()]
+    plan[1 : 1 + len(header)] = torch.tensor(header)
+    info, lens, starts = plan_views(plan, shape)[0], seq_lens.tolist(), query_start_loc.tolist()
+    heads = shape.num_rows // max(1, len(lens))
+    positions = None if query_positions is None else query_positions.cpu().long()
+    for row, table in enumerate(block_tables.cpu().reshape(shape.num_rows, block_tables.shape[-1])):
+        length, (begin, end) = lens[row // heads], starts[row // heads : row // heads + 2]
+        own = torch.arange(length - (end - begin), length) if positions is None else positions[begin:end]
+        present = (table[: -(-length // block_size)] >= 0).repeat_interleave(block_size)[:length]
+        live, lacking = _tiles_with(present), _tiles_with(~present)
+        attended = 0
+        if 0 < end - begin <= options.decode_queries:
+            attended = int((live & options.mask.attended_tiles(own, length, len(live), options.key_begin)).sum())
+        flags = layout.DEAD_TILES * (not live.all()) + layout.PARTIAL_TILES * bool((live & lacking).any())
+        checksum = 0 if positions is None else int((own * (2 * torch.arange(end - begin) + 1)).sum())
+        facts = [flags, 0, 0, attended, checksum, end - begin, length, int(live.sum())]
+        info[row] = torch.tensor(facts).int()  # a checksum keeps its last 32 bits, as in kernels
+    return plan
+
+
+def _tiles_with(keys: torch.Tensor) -> torch.Tensor:
+    """Return which tiles contain one of these keys, of which the last tile may have fewer than others."""
+    return torch.nn.functional.pad(keys, (0, -len(keys) % TILE_KEYS)).view(-1, TILE_KEYS).any(1)
+
+
+def check_plan(call: AttentionArgs, options: PlanOptions) -> None:
+    """Raise ValueError if the plan was made for another call. This reads values, so on a device it synchronizes."""
+    shape = PlanShape.of(call.block_tables, call.block_size)
+    if call.plan is None or shape.num_rows == 0:
+        return
+    expected, given = plan_without_work(*call.batch, call.block_size, options), call.plan.cpu()
+    header = slice(1, 1 + len(options.header()))
+    if not torch.equal(given[header], expected[header]):
+        names = ", ".join(options.header()).lower()
+        raise bad_argument("plan", f"{given[header].tolist()}", f"{expected[header].tolist()} ({names} of this call)")
+    mine, theirs = (plan_views(p, shape)[0][:, [*_COMPARED]] for p in (given, expected))
+    if not torch.equal(mine, theirs):
+        row = int(torch.nonzero((mine != theirs).any(dim=1))[0])
+        needs = f"{theirs[row].tolist()} ({', '.join(_COMPARED.values())}): build it again for this step"
+        raise bad_argument("plan", f"{mine[row].tolist()} for sequence {row}", needs)
