@@ -12,17 +12,16 @@ for all calls of a kind, and returns a function that runs these calls.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ._attention.dense import arange_i32, as_blocks, build_packed_tables, full_i32, strided_block_table
 from ._core.cache import cached_launch, needs_dispatcher
 from ._core.checks import CACHE_LAYOUT, bad_argument, check_tensor, describe, reads_values
-from ._flash.append import Append, Rotary
+from ._flash.append import Rotary, build_append
 from ._flash.arguments import (
     FlashArgs,
-    FlashOptions,
     Run,
     bound,
     call_context,
@@ -32,12 +31,13 @@ from ._flash.arguments import (
     check_values,
     contiguous,
     known,
+    options_of,
     packed,
     pair,
     run_flash,
     shaped,
 )
-from ._flash.attend import build_attend, fitting_plan
+from ._flash.attend import build_attend, with_plan
 from ._flash.paged_kv import PagedKV, UsedQueries, without_leftpad
 from .attention_plan import attention_plan
 
@@ -66,23 +66,6 @@ _CACHED_NAMES = {
 def _with_probabilities(found: Any) -> Any:
     """Return the results with an empty third one, as FlashAttention 2 does for tests of its dropout."""
     return (*found, found[0].new_empty(0))
-
-
-def _options(
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Sequence[int] | None,
-    softcap: float,
-    with_lse: bool,
-    attention_chunk: int,
-    dropout_p: float = 0.0,
-) -> FlashOptions:
-    """Return the options of a call, checked."""
-    if dropout_p:
-        raise bad_argument("dropout_p", dropout_p, "0, because only the forward pass is computed")
-    if attention_chunk:
-        attention_chunk = bound("attention_chunk", attention_chunk) or 0
-    return FlashOptions(softmax_scale, causal, pair(window_size), softcap, with_lse, attention_chunk)
 
 
 def flash_attn_func(
@@ -166,9 +149,9 @@ def flash_attn_func(
         torch.Size([2, 3, 8, 64])
     """
     with_lse = return_attn_probs or return_softmax_lse
-    options = _options(softmax_scale, causal, window_size, softcap, with_lse, attention_chunk, dropout_p)
+    options = options_of(softmax_scale, causal, window_size, softcap, with_lse, attention_chunk, dropout_p)
     args = FlashArgs(
-        options, call_context(q), q, k, v, alibi_slopes=alibi_slopes, s_aux=s_aux, q_descale=q_descale,
+        *options, call_context(q), q, k, v, alibi_slopes=alibi_slopes, s_aux=s_aux, q_descale=q_descale,
         k_descale=k_descale, v_descale=v_descale, qv=qv, out=out,
     )  # fmt: skip
     found = run_flash("flash_attn_func", _run_dense, _build_dense, _DENSE_NAMES, args)
@@ -282,12 +265,12 @@ def flash_attn_varlen_func(
         result = result if out is None else out.copy_(result)
         found = (result, lse) if with_lse else result
         return _with_probabilities(found) if return_attn_probs else found
-    options = _options(softmax_scale, causal, window_size, softcap, with_lse, attention_chunk, dropout_p)
+    options = options_of(softmax_scale, causal, window_size, softcap, with_lse, attention_chunk, dropout_p)
     max_seqlen_q, max_seqlen_k = bound("max_seqlen_q", max_seqlen_q), bound("max_seqlen_k", max_seqlen_k)
     same = cu_seqlens_k is cu_seqlens_q
     names = _PACKED_NAMES if seqused_k is None else _USED_NAMES
     args = FlashArgs(
-        options, call_context(q), q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=None if same else cu_seqlens_k,
+        *options, call_context(q), q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=None if same else cu_seqlens_k,
         seqused_k=seqused_k, block_table=block_table, scheduler_metadata=scheduler_metadata, alibi_slopes=alibi_slopes,
         s_aux=s_aux, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv, out=out,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, same_starts=same,
@@ -298,7 +281,7 @@ def flash_attn_varlen_func(
 
 def _build_packed(args: FlashArgs) -> Run:
     """Return a function that runs calls of `flash_attn_varlen_func` of this kind."""
-    q, k, options, same, paged = args.q, args.k, args.options, args.same_starts, args.block_table is not None
+    q, k, same, paged = args.q, args.k, args.same_starts, args.block_table is not None
     layout = CACHE_LAYOUT if paged else "[total_k, num_kv_heads, head_dim]"
     check_tensors({"q": (q, "[total_q, num_heads, head_dim]"), "k": (k, layout), "v": (args.v, layout)}, args)
     if args.cu_seqlens_k is None and not same and (args.seqused_k is None or not paged):
@@ -324,7 +307,7 @@ def _build_packed(args: FlashArgs) -> Run:
         if not paged:
             k, v = k.unsqueeze(1), v.unsqueeze(1)
         keys = PagedKV(k, v, tables, lens, args.cu_seqlens_q, max_queries, max_keys, fewer_keys)
-        return fitting_plan(args.scheduler_metadata, keys, options)
+        return with_plan(keys, args)
 
     attend = build_attend(contiguous(q), keys_of(args), args)
     return lambda args: shaped(attend(contiguous(args.q), keys_of(args), args), None, args.out)
@@ -426,7 +409,7 @@ def flash_attn_with_kvcache(
         >>> torch.equal(k_cache[2, 31], k[2, 0])
         True
     """
-    options = _options(softmax_scale, causal, window_size, softcap, return_softmax_lse, attention_chunk)
+    options = options_of(softmax_scale, causal, window_size, softcap, return_softmax_lse, attention_chunk)
     block_table = page_table if block_table is None else block_table
     if k is None and (rotary_cos is not None or rotary_sin is not None):
         raise bad_argument("rotary_cos", "a tensor without k", "None, or new keys and values")
@@ -444,7 +427,7 @@ def flash_attn_with_kvcache(
         raise bad_argument("cache_seqlens", describe(cache_seqlens), "an int, or int32 [batch]", TypeError)
     most = None if max_seqlen_q is None else bound("max_seqlen_q", max_seqlen_q)
     args = FlashArgs(
-        options, call_context(q), q, k, v, k_cache, v_cache, cu_seqlens_q, None, None, lens, block_table, rotary_cos,
+        *options, call_context(q), q, k, v, k_cache, v_cache, cu_seqlens_q, None, None, lens, block_table, rotary_cos,
         rotary_sin, rotary_seqlens, cu_seqlens_k_new, cache_batch_idx, cache_leftpad, scheduler_metadata, alibi_slopes,
         s_aux, q_descale, k_descale, v_descale, qv, out, most, None, length, rotary_interleaved,
     )  # fmt: skip
@@ -453,30 +436,57 @@ def flash_attn_with_kvcache(
 
 def _build_cached(args: FlashArgs) -> Run:
     """Return a function that runs calls of `flash_attn_with_kvcache` of this kind."""
-    q, k, options = args.q, args.k, args.options
+    q, k, device = args.q, args.k, args.q.device
     batch = _check_cached(args)
     batched = (batch, q.shape[1]) if args.cu_seqlens_q is None else None
     max_queries = q.shape[0 if batched is None else 1] if args.max_seqlen_q is None else args.max_seqlen_q
     checks_values = reads_values(q) and not needs_dispatcher() and batch > 0
     fewer_keys = k is None or args.cu_seqlens_k_new is not None or not known(max_queries <= k.shape[1])
-    layout = _CacheLayout.of(args, batch, max_queries, fewer_keys)
+    dense = _dense_cache(batch, args) if args.block_table is None else None
+    num_rows, capacity = args.k_cache.shape[:2]
+    if args.block_table is not None:
+        check_tensor("block_table", args.block_table, 2, "[batch, max_blocks]", (torch.int32,), device)
+        num_rows, capacity = args.block_table.shape[0], args.block_table.shape[1] * capacity
+    full = capacity if args.cache_length is None else args.cache_length
+    full_lens = full_i32(device, batch, full) if args.cache_seqlens is None else None
+    even_starts = arange_i32(device, batch + 1, q.shape[1]) if args.cu_seqlens_q is None else None
+
+    def keys_of(args: FlashArgs) -> PagedKV:
+        k_cache, v_cache, tables, chosen = args.k_cache, args.v_cache, args.block_table, args.cache_batch_idx
+        if dense is not None:
+            tables, *views = dense
+            k_cache, v_cache = (cache.as_strided(*view) for cache, view in zip((k_cache, v_cache), views, strict=True))
+        tables = tables if chosen is None else tables.index_select(0, chosen)
+        lens: Any = args.cache_seqlens if full_lens is None else full_lens
+        starts = args.cu_seqlens_q if even_starts is None else even_starts
+        return PagedKV(k_cache, v_cache, tables, lens, starts, max_queries, None, fewer_keys)
+
+    def check_rows(args: FlashArgs) -> None:
+        lens, leftpad = args.cache_seqlens if full_lens is None else full_lens, args.cache_leftpad
+        if args.cache_batch_idx is not None:
+            check_values("cache_batch_idx", args.cache_batch_idx, num_rows - 1)
+        if leftpad is not None:
+            check_values("cache_leftpad", leftpad, capacity)
+            if lens is not None and (leftpad > lens.clamp(min=0)).any():
+                raise bad_argument("cache_leftpad", leftpad.tolist(), f"at most cache_seqlens, {lens.tolist()}")
+
     if checks_values:
-        layout.check(args)
-    keys = layout.keys(args)
-    append = None if k is None else Append(packed(q), keys, args, _rotary(args, keys.lens))
+        check_rows(args)
+    keys = keys_of(args)
+    append = None if k is None else build_append(packed(q), keys, args, _rotary(args, keys.lens))
     attend = build_attend(packed(q), keys, args)
 
     def run(args: FlashArgs) -> Any:
         if checks_values:
-            layout.check(args)
-        keys, query = layout.keys(args), packed(args.q)
+            check_rows(args)
+        keys, query = keys_of(args), packed(args.q)
         if append is not None:
             query, lens = append(query, keys, args, _rotary(args, keys.lens))
             keys = keys._replace(lens=lens)
         if args.cache_leftpad is not None:
             keys = without_leftpad(keys, args.cache_leftpad)
         elif args.scheduler_metadata is not None:
-            keys = fitting_plan(args.scheduler_metadata, keys, options)
+            keys = with_plan(keys, args)
         return shaped(attend(query, keys, args), batched, args.out)
 
     return run
@@ -513,55 +523,6 @@ def _check_cached(args: FlashArgs) -> int:
     return batch
 
 
-class _CacheLayout(NamedTuple):
-    """The views, tables and lengths of a call's keys, with defaults for absent tensors."""
-
-    views: list[tuple[torch.Size, tuple[int, ...]]] | None
-    tables: torch.Tensor | None
-    lens: torch.Tensor | None
-    starts: torch.Tensor | None
-    num_rows: int
-    capacity: int
-    max_queries: int
-    fewer_keys: bool
-
-    @classmethod
-    def of(cls, args: FlashArgs, batch: int, max_queries: int, fewer_keys: bool) -> _CacheLayout:
-        """Return the layout for calls of this kind."""
-        q, k_cache, tables, views = args.q, args.k_cache, None, None
-        if args.block_table is None:
-            tables, views = _dense_cache(batch, k_cache, args.v_cache, args.cache_batch_idx)
-            num_rows, capacity = k_cache.shape[0], tables.shape[1] * views[0][0][1]
-        else:
-            check_tensor("block_table", args.block_table, 2, "[batch, max_blocks]", (torch.int32,), q.device)
-            num_rows, capacity = args.block_table.shape[0], args.block_table.shape[1] * k_cache.shape[1]
-        full = capacity if args.cache_length is None else args.cache_length
-        lens = full_i32(q.device, batch, full) if args.cache_seqlens is None else None
-        starts = arange_i32(q.device, batch + 1, q.shape[1]) if args.cu_seqlens_q is None else None
-        return cls(views, tables, lens, starts, num_rows, capacity, max_queries, fewer_keys)
-
-    def keys(self, args: FlashArgs) -> PagedKV:
-        """Return the keys of a call."""
-        k_cache, v_cache, chosen = args.k_cache, args.v_cache, args.cache_batch_idx
-        if self.views is not None:
-            k_cache, v_cache = k_cache.as_strided(*self.views[0]), v_cache.as_strided(*self.views[1])
-        tables: Any = args.block_table if self.tables is None else self.tables
-        tables = tables if chosen is None else tables.index_select(0, chosen)
-        lens: Any = args.cache_seqlens if self.lens is None else self.lens
-        starts = args.cu_seqlens_q if self.starts is None else self.starts
-        return PagedKV(k_cache, v_cache, tables, lens, starts, self.max_queries, None, self.fewer_keys)
-
-    def check(self, args: FlashArgs) -> None:
-        """Check the values of a call's rows and paddings."""
-        lens, leftpad = self.lens if args.cache_seqlens is None else args.cache_seqlens, args.cache_leftpad
-        if args.cache_batch_idx is not None:
-            check_values("cache_batch_idx", args.cache_batch_idx, self.num_rows - 1)
-        if leftpad is not None:
-            check_values("cache_leftpad", leftpad, self.capacity)
-            if lens is not None and (leftpad > lens.clamp(min=0)).any():
-                raise bad_argument("cache_leftpad", leftpad.tolist(), f"at most cache_seqlens, {lens.tolist()}")
-
-
 def _rotary(args: FlashArgs, lens: torch.Tensor) -> Rotary | None:
     """Return the rotation of a call's new keys, which begin at `lens` unless rotary_seqlens says otherwise."""
     cos, sin, first = args.rotary_cos, args.rotary_sin, args.rotary_seqlens
@@ -572,19 +533,16 @@ def _rotary(args: FlashArgs, lens: torch.Tensor) -> Rotary | None:
     return Rotary(cos, sin, lens if first is None else first, args.rotary_interleaved)
 
 
-def _dense_cache(
-    batch: int, k_cache: torch.Tensor, v_cache: torch.Tensor, chosen: torch.Tensor | None
-) -> tuple[torch.Tensor, list[tuple[torch.Size, tuple[int, ...]]]]:
-    """Return block tables of a dense cache, and the sizes and strides of its views."""
-    num_rows, length = k_cache.shape[:2]
+def _dense_cache(batch: int, args: FlashArgs) -> tuple[Any, ...]:
+    """Return block tables of a dense cache, and the sizes and strides of the views that have its keys and values."""
+    (num_rows, length), chosen = args.k_cache.shape[:2], args.cache_batch_idx
     if chosen is None and num_rows < batch:
         raise bad_argument("k_cache", f"{num_rows} sequences", f"at least {batch}, or cache_batch_idx")
-    blocks = as_blocks(k_cache, v_cache, in_place=True)
+    blocks = as_blocks(args.k_cache, args.v_cache, in_place=True)
     num_rows = batch if chosen is None else num_rows
-    tables = strided_block_table(
-        k_cache.device, num_rows, length // max(1, blocks.size), blocks.per_sequence, blocks.per_block
-    )
-    return tables, [(cache.shape, cache.stride()) for cache in blocks[:2]]
+    sizes = (num_rows, length // max(1, blocks.size), blocks.per_sequence, blocks.per_block)
+    tables = strided_block_table(args.k_cache.device, *sizes)
+    return tables, *[(cache.shape, cache.stride()) for cache in blocks[:2]]
 
 
 def flash_attn_combine(

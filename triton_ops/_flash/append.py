@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -44,7 +44,7 @@ class Rotary(NamedTuple):
         positions = (self.first.index_select(0, sequence) + nth).clamp_(0, max(0, len(self.cos) - 1))
         return torch.cat((self.cos.index_select(0, positions), self.sin.index_select(0, positions)), 1)
 
-    def turned(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    def rotated(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         """Return x `[tokens, heads, head_dim]` rotated; 8-bit tensors come back in 16 bits."""
         cos, sin = angles.chunk(2, 1)
         return rotate(x.to(torch.bfloat16) if x.dtype.itemsize == 1 else x, cos, sin, self.interleaved)
@@ -126,8 +126,12 @@ def _check_new(
         raise bad_argument("k", describe(k), f"dtype {cache_dtype} of k_cache, or 16 bits or 32", TypeError)
 
 
-class Append:
-    """The write of new keys and values behind those in the cache, for all calls of a kind; built from the first one.
+def build_append(
+    query: torch.Tensor, keys: PagedKV, args: FlashArgs, rotary: Rotary | None
+) -> Callable[[torch.Tensor, PagedKV, FlashArgs, Rotary | None], tuple[torch.Tensor, torch.Tensor]]:
+    """Return a function that writes new keys and values behind those in the cache, for all calls of this kind.
+
+    The function returns the rotated queries and the new lengths.
 
     Args:
         query: `[num_tokens, num_heads, head_dim]`.
@@ -136,72 +140,70 @@ class Append:
             cu_seqlens_k_new.
         rotary: None: no rotation.
     """
+    k, is_packed, cache_dtype = args.k, args.cu_seqlens_k_new is not None, keys.key_cache.dtype
+    _check_new(k, args.v, args.cu_seqlens_k_new, keys, rotary)
+    batch, count, total = keys.lens.shape[0], k.shape[-3], math.prod(k.shape[:-2])
+    checks_values = reads_values(query) and not needs_dispatcher() and batch > 0
+    is_code = k.dtype == torch.float8_e4m3fn
+    is_scaled = cache_dtype in QUANTIZED_DTYPES and not is_code
+    sees_ahead = args.causal or max(args.window_size) >= 0
+    # Queries have the positions of the new keys.
+    together = not is_packed and known(count == keys.max_queries) and query.shape[0] == total
+    together = together and (sees_ahead or count == 1)
+    is_fused = rotary is not None and together and args.v.shape == k.shape and not is_code
+    token_rows = arange_i32(query.device, total, 1)
+    begins = None if is_packed else arange_i32(query.device, batch + 1, count)
+    places_of = None
+    if not is_packed and not (is_code and rotary is not None):
+        places_of = build_append_places(count, keys.key_cache.shape[1], keys.lens, keys.tables, rotary)
 
-    def __init__(self, query: torch.Tensor, keys: PagedKV, args: FlashArgs, rotary: Rotary | None) -> None:
-        k, v, starts = args.k, args.v, args.cu_seqlens_k_new
-        _check_new(k, v, starts, keys, rotary)
-        batch, count, device = keys.lens.shape[0], k.shape[-3], query.device
-        self._total, is_quantized = math.prod(k.shape[:-2]), keys.key_cache.dtype in QUANTIZED_DTYPES
-        self._checks_values = reads_values(query) and not needs_dispatcher() and batch > 0
-        self._is_code = k.dtype == torch.float8_e4m3fn
-        self._is_scaled = is_quantized and not self._is_code
-        self._sees_ahead = args.options.causal or max(args.options.window) >= 0
-        # Queries have the positions of the new keys.
-        self._together = starts is None and known(count == keys.max_queries) and query.shape[0] == self._total
-        self._together = self._together and (self._sees_ahead or count == 1)
-        self._is_fused = rotary is not None and self._together and v.shape == k.shape and not self._is_code
-        self._rows = arange_i32(device, self._total, 1)
-        self._starts = None if starts is not None else arange_i32(device, batch + 1, count)
-        self._places = None
-        if starts is None and not (self._is_code and rotary is not None):
-            self._places = build_append_places(count, keys.key_cache.shape[1], keys.lens, keys.tables, rotary)
-        self._write: Callable[..., Any] = rope_and_cache if self._is_fused else reshape_and_cache
-
-    def __call__(
-        self, query: torch.Tensor, keys: PagedKV, args: FlashArgs, rotary: Rotary | None
+    def append(
+        query: torch.Tensor, keys: PagedKV, args: FlashArgs, rotary: Rotary | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the keys and values; return the rotated queries and the new lengths."""
-        starts = self._starts if args.cu_seqlens_k_new is None else args.cu_seqlens_k_new
+        starts = args.cu_seqlens_k_new if begins is None else begins
         assert starts is not None
-        if self._checks_values:
-            self._check(starts, keys, rotary)
-        scales = _scales(args, keys.lens.shape[0]) if self._is_scaled else (None, None)
-        if self._places is None:
-            slots, lens, angles = _append_places(self._total, starts, keys, rotary)
+        if checks_values:
+            _check_new_values(total, starts, keys, rotary, sees_ahead)
+        scales = _scales(args, keys.lens.shape[0]) if is_scaled else (None, None)
+        if places_of is None:
+            slots, lens, angles = _append_places(total, starts, keys, rotary)
         else:
-            slots, lens, angles = self._places(keys.lens, keys.tables, rotary)
+            slots, lens, angles = places_of(keys.lens, keys.tables, rotary)
         k, v = packed(args.k), packed(args.v)
         caches = (keys.key_cache, keys.value_cache, slots)
-        if self._is_fused:
-            assert rotary is not None
-            return self._write(query, k, v, self._rows, angles, *caches, rotary.interleaved, *scales), lens
         if rotary is not None and angles is not None:
-            k = rotary.turned(k, angles).to(k.dtype)
-            if not self._together:
+            if is_fused:
+                return rope_and_cache(query, k, v, token_rows, angles, *caches, rotary.interleaved, *scales), lens
+            k = rotary.rotated(k, angles).to(k.dtype)
+            if not together:
                 token, sequence = sequence_of_token(keys.starts, query.shape[0])
-                nth = token - keys.starts.index_select(0, sequence) if self._sees_ahead else 0
+                nth = token - keys.starts.index_select(0, sequence) if sees_ahead else 0
                 angles = rotary.angles(sequence, nth)
-            query = rotary.turned(query, angles)
-        if self._is_code:  # stored unchanged, without its scale
+            query = rotary.rotated(query, angles)
+        if is_code:  # stored unchanged, without its scale
             codes = [x.view(torch.uint8) for x in (k, v, *caches[:2])]
             scatter_slots_list(codes[:2], codes[2:], slots)
         else:
-            self._write(k, v, *caches, *scales)
+            reshape_and_cache(k, v, *caches, *scales)
         return query, lens
 
-    def _check(self, starts: torch.Tensor, keys: PagedKV, rotary: Rotary | None) -> None:
-        counts = starts.diff()
-        if int(starts[0]) or bool((counts < 0).any()) or int(starts[-1]) > self._total:
-            raise bad_argument("cu_seqlens_k_new", starts.tolist(), f"ascending from 0 to at most {self._total}")
-        if bool((keys.lens + counts > keys.capacity).any()):
-            longest, new = int(keys.lens.max()), int(counts.max())
-            raise bad_argument("cache_seqlens", longest, f"at most {keys.capacity - new}, with {new} new")
-        if rotary is not None:
-            most = max(int((rotary.first + counts).max()), int(rotary.first.max()) + 1)
-            if self._sees_ahead:
-                most = max(most, int((rotary.first + keys.starts.diff()).max()))
-            if most > len(rotary.cos):
-                raise bad_argument("rotary_cos", f"{len(rotary.cos)} positions", f"at least {most}")
+    return append
+
+
+def _check_new_values(total: int, starts: torch.Tensor, keys: PagedKV, rotary: Rotary | None, sees_ahead: bool) -> None:
+    """Check the values of starts, lengths and positions of `total` new keys."""
+    counts = starts.diff()
+    if int(starts[0]) or bool((counts < 0).any()) or int(starts[-1]) > total:
+        raise bad_argument("cu_seqlens_k_new", starts.tolist(), f"ascending from 0 to at most {total}")
+    if bool((keys.lens + counts > keys.capacity).any()):
+        longest, new = int(keys.lens.max()), int(counts.max())
+        raise bad_argument("cache_seqlens", longest, f"at most {keys.capacity - new}, with {new} new")
+    if rotary is not None:
+        most = max(int((rotary.first + counts).max()), int(rotary.first.max()) + 1)
+        if sees_ahead:
+            most = max(most, int((rotary.first + keys.starts.diff()).max()))
+        if most > len(rotary.cos):
+            raise bad_argument("rotary_cos", f"{len(rotary.cos)} positions", f"at least {most}")
 
 
 def _scales(args: FlashArgs, batch: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:

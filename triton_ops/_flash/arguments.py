@@ -13,21 +13,15 @@ from .._core.checks import bad_argument, check_integer, debug_mode_enabled, desc
 from .._core.launch import current_stream
 
 
-class FlashOptions(NamedTuple):
-    """The options that all three functions have, as the caller passed them."""
-
-    softmax_scale: float | None
-    causal: bool
-    window: tuple[int, int]
-    softcap: float
-    with_lse: bool
-    chunk: int
-
-
 class FlashArgs(NamedTuple):
     """The arguments of all three functions, by the names that callers know, with defaults for absent ones."""
 
-    options: FlashOptions
+    softmax_scale: float | None
+    causal: bool
+    window_size: tuple[int, int]
+    softcap: float
+    with_lse: bool
+    attention_chunk: int
     context: tuple[Any, ...] | None
     """The result of `call_context`."""
     q: torch.Tensor
@@ -113,6 +107,24 @@ def run_flash(name: str, launch: Run, build: Callable[[FlashArgs], Run], names: 
         if renamed == said:
             raise
         raise type(error)(renamed) from None
+
+
+def options_of(
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Sequence[int] | None,
+    softcap: float,
+    with_lse: bool,
+    attention_chunk: int,
+    dropout_p: float = 0.0,
+) -> tuple[float | None, bool, tuple[int, int], float, bool, int]:
+    """Return the first fields of `FlashArgs` from the options of a call, as numbers, because launches keep them."""
+    if dropout_p:
+        raise bad_argument("dropout_p", dropout_p, "0, because only the forward pass is computed")
+    if attention_chunk:
+        attention_chunk = bound("attention_chunk", attention_chunk) or 0
+    scale = None if softmax_scale is None else float(softmax_scale)
+    return scale, bool(causal), pair(window_size), float(softcap), with_lse, attention_chunk
 
 
 def pair(window_size: Sequence[int] | None) -> tuple[int, int]:

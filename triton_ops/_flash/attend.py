@@ -8,7 +8,7 @@ positions increased by `right`: t <= p + right and t > p + right - window.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,60 +21,43 @@ from ..merge_attention import merge_attention
 from ..paged_attention import paged_attention, paged_attention_with_lse
 from ..sliding_window_attention import sliding_window_attention, sliding_window_attention_with_lse
 from ..sparse_gap_attention import sparse_gap_attention, sparse_gap_attention_with_lse
-from .arguments import FlashArgs, FlashOptions, known, packed
+from .arguments import FlashArgs, known, packed
 from .paged_kv import PagedKV, in_chunks, mirrored, rows, sequence_of_token, with_holes
 
-Result = tuple[torch.Tensor, torch.Tensor | None]
 Scales = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
-class _Window(NamedTuple):
-    """An operator and those of its arguments that are not tensors."""
-
-    operator: Callable[..., Any]
-    before: tuple[Any, ...]  # up to softcap
-    after: tuple[Any, ...]  # max_query_len and max_seq_len
-    ahead: int  # how far ahead of their places queries are said to stand
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        keys: PagedKV,
-        slopes: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        scales: Scales = (None, None),
-    ) -> Any:
-        """Call the operator; arguments go by position, as the dispatcher takes them fastest."""
-        positions: tuple[torch.Tensor, ...] = ()
-        if self.ahead:
-            token, sequence = sequence_of_token(keys.starts, query.shape[0])
-            positions = (token + (keys.lens - keys.starts[1:] + self.ahead).index_select(0, sequence),)
-        return self.operator(
-            query, keys.key_cache, keys.value_cache, keys.tables, keys.lens, keys.starts, *positions, *self.before,
-            slopes, sinks, *scales, *self.after, None if positions else keys.plan, False,
-        )  # fmt: skip
-
-
-def _sides(keys: PagedKV, options: FlashOptions) -> tuple[int, int]:
+def _sides(keys: PagedKV, args: FlashArgs) -> tuple[int, int]:
     """Return the window's sides: 0 for one that holds no key, -1 for one that excludes none."""
-    left, right = options.window
+    left, right = args.window_size
     if known(left >= keys.longest):
         left = -1
-    if options.causal or known(keys.max_queries <= 1):  # behind a single query there are no keys
+    if args.causal or known(keys.max_queries <= 1):  # behind a single query there are no keys
         return left, 0
     return left, -1 if known(right >= keys.max_queries - 1) else right
 
 
-def scale_of(options: FlashOptions, head_dim: int) -> float:
+def _scale_of(args: FlashArgs, head_dim: int) -> float:
     """Return the factor on q.k."""
-    return float(head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale)
+    return float(head_dim**-0.5 if args.softmax_scale is None else args.softmax_scale)
 
 
-def _window(keys: PagedKV, options: FlashOptions, head_dim: int, left: int, right: int, with_lse: bool) -> _Window:
-    """Return the operator that attends to a window around each query."""
-    before: tuple[float, ...] = (scale_of(options, head_dim),)
+def _needs_holes(keys: PagedKV, query: torch.Tensor) -> bool:
+    """Return whether operators, which refuse more queries than keys, would notice them."""
+    return keys.fewer_keys and reads_values(query) and not known(keys.max_queries <= 1)
+
+
+def _is_quantized(query: torch.Tensor, keys: PagedKV) -> bool:
+    return query.dtype == torch.float8_e4m3fn or keys.key_cache.dtype in QUANTIZED_DTYPES
+
+
+def _build_window(
+    keys: PagedKV, args: FlashArgs, head_dim: int, left: int, right: int
+) -> Callable[[torch.Tensor, PagedKV, FlashArgs], Any]:
+    """Return a function of (query, keys, args) that calls the operator which attends to a window around each query."""
+    before: tuple[float, ...] = (_scale_of(args, head_dim),)
     operators: tuple[Callable[..., Any], Callable[..., Any]] = (paged_attention, paged_attention_with_lse)
-    ahead = 0
+    ahead = 0  # how far ahead of their places queries are said to stand
     if right and left != right:
         ahead = right if right > 0 else keys.max_queries
         before = (*before, left + ahead + 1 if left >= 0 else 0, 0)
@@ -82,12 +65,25 @@ def _window(keys: PagedKV, options: FlashOptions, head_dim: int, left: int, righ
     elif left >= 0:
         before = (*before, left + 1, 0)
         operators = (sliding_window_attention, sliding_window_attention_with_lse)
-    flags = (ahead > 0 or right == 0, float(options.softcap))
-    return _Window(operators[with_lse], (*before, *flags), (keys.max_queries, keys.max_keys), ahead)
+    before = (*before, ahead > 0 or right == 0, args.softcap)
+    operator, after = operators[args.with_lse], (keys.max_queries, keys.max_keys)
 
+    # Arguments go by position, as the dispatcher takes them fastest.
+    def attend(query: torch.Tensor, keys: PagedKV, args: FlashArgs, scales: Scales = (None, None)) -> Any:
+        return operator(
+            query, keys.key_cache, keys.value_cache, keys.tables, keys.lens, keys.starts, *before,
+            args.alibi_slopes, args.s_aux, *scales, *after, keys.plan, False,
+        )  # fmt: skip
 
-def _quantized(query: torch.Tensor, keys: PagedKV) -> bool:
-    return query.dtype == torch.float8_e4m3fn or keys.key_cache.dtype in QUANTIZED_DTYPES
+    def attend_ahead(query: torch.Tensor, keys: PagedKV, args: FlashArgs, scales: Scales = (None, None)) -> Any:
+        token, sequence = sequence_of_token(keys.starts, query.shape[0])
+        positions = token + (keys.lens - keys.starts[1:] + ahead).index_select(0, sequence)
+        return operator(
+            query, keys.key_cache, keys.value_cache, keys.tables, keys.lens, keys.starts, positions, *before,
+            args.alibi_slopes, args.s_aux, *scales, *after, None, False,
+        )  # fmt: skip
+
+    return attend_ahead if ahead else attend
 
 
 def build_attend(query: torch.Tensor, keys: PagedKV, args: FlashArgs) -> Callable[[torch.Tensor, PagedKV, Any], Any]:
@@ -95,33 +91,21 @@ def build_attend(query: torch.Tensor, keys: PagedKV, args: FlashArgs) -> Callabl
 
     If one operator serves such calls, the function calls that operator without choosing again.
     """
-    options, slopes = args.options, args.alibi_slopes
-    left, right = _sides(keys, options)
-    has_holes = keys.fewer_keys and reads_values(query) and not known(keys.max_queries <= 1)
-    has_parts = options.chunk or args.qv is not None or _quantized(query, keys) or args.query_scale is not None
+    slopes, (left, right) = args.alibi_slopes, _sides(keys, args)
+    has_scales = _is_quantized(query, keys) or args.query_scale is not None
     has_slopes = slopes is not None and (right != 0 or slopes.dim() != 1)
-    window = _window(keys, options, query.shape[-1], left, right, options.with_lse)
-    if has_holes or has_parts or has_slopes or window.ahead:
+    if _needs_holes(keys, query) or args.attention_chunk or args.qv is not None or has_scales or has_slopes:
         return _attend
-    operator, before, after = window.operator, window.before, window.after
-
-    def attend_once(query: torch.Tensor, keys: PagedKV, args: FlashArgs) -> Any:
-        return operator(
-            query, keys.key_cache, keys.value_cache, keys.tables, keys.lens, keys.starts, *before,
-            args.alibi_slopes, args.s_aux, None, None, *after, keys.plan, False,
-        )  # fmt: skip
-
-    return attend_once
+    return _build_window(keys, args, query.shape[-1], left, right)
 
 
 def _attend(query: torch.Tensor, keys: PagedKV, args: FlashArgs) -> Any:
     """Attend with packed queries `[num_tokens, num_heads, head_dim]`; return out or (out, lse)."""
-    options, slopes, batch, after = args.options, args.alibi_slopes, keys.lens.shape[0], None
+    slopes, batch, after = args.alibi_slopes, keys.lens.shape[0], None
     scales: Scales = (None, None)
     if args.qv is not None:
-        out, lse = _attend_latent(query, packed(args.qv), keys, args)
-        return (out, lse) if options.with_lse else out
-    if _quantized(query, keys) or args.query_scale is not None:
+        return _attend_latent(query, packed(args.qv), keys, args)
+    if _is_quantized(query, keys) or args.query_scale is not None:
         query, scales, after = _dequantized(query, keys, args)
     if slopes is not None and slopes.dim() == 2:
         if slopes.shape != (batch, query.shape[1]):
@@ -129,73 +113,63 @@ def _attend(query: torch.Tensor, keys: PagedKV, args: FlashArgs) -> Any:
             raise bad_argument("alibi_slopes", describe(slopes), needs)
         if batch <= 1 or not slopes.stride(0):
             slopes = slopes[0] if batch else slopes.new_zeros(slopes.shape[1])
-    if slopes is None or slopes.dim() == 1:
-        out, lse = _attend_heads(query, keys, options, slopes, args.s_aux, scales)
-    else:
-        out, lse = _attend_each(query, keys, options, slopes, args.s_aux, scales)
-    out = out if after is None else (out * after).to(out.dtype)
-    return (out, lse) if options.with_lse else out
+            args = args._replace(alibi_slopes=slopes)
+    attend = _attend_heads if slopes is None or slopes.dim() == 1 else _attend_each
+    found = attend(query, keys, args, scales)
+    if after is None:
+        return found
+    out, *lse = found if args.with_lse else (found,)
+    out = (out * after).to(out.dtype)
+    return (out, *lse) if args.with_lse else out
 
 
-def _attend_each(
-    query: torch.Tensor, keys: PagedKV, options: FlashOptions, slopes: torch.Tensor, sinks: Any, scales: Scales
-) -> Result:
+def _attend_each(query: torch.Tensor, keys: PagedKV, args: FlashArgs, scales: Scales) -> Any:
     """Attend with ALiBi slopes of each sequence: one call for each, in which the others have no keys."""
+    assert args.alibi_slopes is not None
     token, sequence = sequence_of_token(keys.starts, query.shape[0])
-    index, parts = arange_i32(query.device, keys.lens.shape[0], 1).unsqueeze(1), []
-    for i, own in enumerate(slopes.unbind()):
+    index, found = arange_i32(query.device, keys.lens.shape[0], 1).unsqueeze(1), []
+    for i, slopes in enumerate(args.alibi_slopes.unbind()):
         alone = keys._replace(tables=torch.where(index == i, keys.tables, -1), plan=None)
-        parts.append(_attend_heads(query, alone, options, own, sinks, scales))
-    lses = [lse for _, lse in parts if lse is not None]
-    return torch.stack([out for out, _ in parts])[sequence, token], torch.stack(lses)[sequence, token] if lses else None
+        found.append(_attend_heads(query, alone, args._replace(alibi_slopes=slopes), scales))
+    if not args.with_lse:
+        return torch.stack(found)[sequence, token]
+    return tuple(torch.stack(parts)[sequence, token] for parts in zip(*found, strict=True))
 
 
-def _attend_heads(
-    query: torch.Tensor, keys: PagedKV, options: FlashOptions, slopes: Any, sinks: Any, scales: Scales
-) -> Result:
-    """Attend with slopes of heads, or without.
+def _attend_heads(query: torch.Tensor, keys: PagedKV, args: FlashArgs, scales: Scales) -> Any:
+    """Attend with slopes of heads, or without; return out or (out, lse).
 
     For queries that see keys after p, ALiBi is -slope * |t - p|, which takes two calls. One has the keys up to p, the
     other has the keys behind p in reverse order. In the latter, an absent key shifts each key one position nearer to
     its query. The lse corrects for that.
     """
-    if options.chunk:
-        keys = in_chunks(keys, options.chunk, options.causal)
-    left, right = _sides(keys, options)
+    if args.attention_chunk:
+        keys = in_chunks(keys, args.attention_chunk, args.causal)
+    slopes, (left, right) = args.alibi_slopes, _sides(keys, args)
     if slopes is None or not right:
-        return _attend_window(query, keys, options, (left, right), slopes, sinks, scales)
-    both = options._replace(with_lse=True)
-    past, past_lse = _attend_window(query, keys, both, (left, 0), slopes, sinks, scales)
+        return _attend_window(query, keys, args, left, right, scales)
+    both = args._replace(with_lse=True)
+    past = _attend_window(query, keys, both, left, 0, scales)
     behind, places = mirrored(keys, query.shape[0])
-    future, lse = _attend_window(rows(query, places), behind, both, (max(-1, right - 1), 0), slopes, None, scales)
-    assert past_lse is not None
-    assert lse is not None
+    without_sinks = both._replace(s_aux=None)
+    future, lse = _attend_window(rows(query, places), behind, without_sinks, max(-1, right - 1), 0, scales)
     lse = lse.index_select(0, places) - slopes.float()
-    return merge_attention(past, past_lse, future.index_select(0, places), lse)
+    found = merge_attention(*past, future.index_select(0, places), lse)
+    return found if args.with_lse else found[0]
 
 
-def _attend_window(
-    query: torch.Tensor,
-    keys: PagedKV,
-    options: FlashOptions,
-    sides: tuple[int, int],
-    slopes: Any,
-    sinks: Any,
-    scales: Scales,
-) -> Result:
-    if keys.fewer_keys and reads_values(query) and not known(keys.max_queries <= 1):  # which operators refuse
+def _attend_window(query: torch.Tensor, keys: PagedKV, args: FlashArgs, left: int, right: int, scales: Scales) -> Any:
+    if _needs_holes(keys, query):
         keys = with_holes(keys)
-    window = _window(keys, options, query.shape[-1], *sides, options.with_lse)
-    found = window(query, keys, slopes, sinks, scales)
-    return found if options.with_lse else (found, None)
+    return _build_window(keys, args, query.shape[-1], left, right)(query, keys, args, scales)
 
 
-def _attend_latent(query: torch.Tensor, qv: torch.Tensor, keys: PagedKV, args: FlashArgs) -> Result:
+def _attend_latent(query: torch.Tensor, qv: torch.Tensor, keys: PagedKV, args: FlashArgs) -> Any:
     """Attend with queries of two parts, scale * (q.k + qv.v), over rows that hold v and k and are read once."""
-    options, extra = args.options, (args.alibi_slopes, args.s_aux)
-    (left, right), value_dim, width = _sides(keys, options), qv.shape[-1], query.shape[-1] + qv.shape[-1]
+    extra = (args.alibi_slopes, args.s_aux)
+    (left, right), value_dim, width = _sides(keys, args), qv.shape[-1], query.shape[-1] + qv.shape[-1]
     fits = keys.key_cache.shape[2] == 1 and value_dim % 16 == 0 and width % 16 == 0 and width <= 1024
-    if not fits or left >= 0 or right > 0 or any(x is not None for x in extra) or _quantized(query, keys):
+    if not fits or left >= 0 or right > 0 or any(x is not None for x in extra) or _is_quantized(query, keys):
         needs = "one KV head, head_dims that are multiples of 16 and 1024 together at most, 16 bits or 32, "
         raise bad_argument("qv", describe(qv), f"{needs}no window, alibi_slopes or s_aux: others are not served")
     if qv.dtype != query.dtype:
@@ -211,21 +185,21 @@ def _attend_latent(query: torch.Tensor, qv: torch.Tensor, keys: PagedKV, args: F
     else:
         cache = torch.cat((value, key), 3)
     keys = keys._replace(key_cache=cache, value_cache=cache[..., :value_dim])
-    if options.chunk:
-        keys = in_chunks(keys, options.chunk, options.causal)
-    if keys.fewer_keys and reads_values(query) and not known(keys.max_queries <= 1):
+    if args.attention_chunk:
+        keys = in_chunks(keys, args.attention_chunk, args.causal)
+    if _needs_holes(keys, query):
         keys = with_holes(keys)
-    operator: Callable[..., Any] = (latent_attention, latent_attention_with_lse)[options.with_lse]
-    found = operator(
-        torch.cat((qv, query), 2), keys.key_cache, keys.tables, keys.lens, keys.starts, scale_of(options, width),
-        value_dim, right == 0, float(options.softcap), None, keys.max_queries, keys.max_keys, keys.plan,
+    operator: Callable[..., Any] = (latent_attention, latent_attention_with_lse)[args.with_lse]
+    return operator(
+        torch.cat((qv, query), 2), keys.key_cache, keys.tables, keys.lens, keys.starts, _scale_of(args, width),
+        value_dim, right == 0, args.softcap, None, keys.max_queries, keys.max_keys, keys.plan,
     )  # fmt: skip
-    return found if options.with_lse else (found, None)
 
 
-def fitting_plan(plan: torch.Tensor | None, keys: PagedKV, options: FlashOptions) -> PagedKV:
-    """Return the keys with a plan, if it fits the shape of their tables and the call uses these tables."""
-    if plan is None or options.chunk or plan.shape != (PlanShape.of(keys.tables, keys.key_cache.shape[1]).size,):
+def with_plan(keys: PagedKV, args: FlashArgs) -> PagedKV:
+    """Return the keys with the call's plan, if it fits the shape of their tables and the call uses these tables."""
+    plan = args.scheduler_metadata
+    if plan is None or args.attention_chunk or plan.shape != (PlanShape.of(keys.tables, keys.key_cache.shape[1]).size,):
         return keys
     return keys._replace(plan=plan)
 
