@@ -7,7 +7,7 @@ sequence of 128k tokens among 31 of 1k tokens does not run alone at the end.
 
 from __future__ import annotations
 
-import functools
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +18,7 @@ from ._attention.build import wanted_items
 from ._attention.checks import check_batch, check_lengths
 from ._attention.constants import architecture
 from ._attention.layout import PlanShape
-from ._attention.plan import PlanLaunch, build_plan, refresh_cached
+from ._attention.plan import build_plan, refresh_cached
 from ._attention.plan_check import plan_without_work
 from ._core.checks import bad_argument, check_tensor
 from ._core.operator import operator, record_of
@@ -59,17 +59,18 @@ def _cpu(args: Any) -> torch.Tensor:
 def _build(args: Any) -> Callable[[Any], torch.Tensor]:
     require_triton("attention_plan")
     batch: BatchArgs = args
-    launch = build_plan(*batch.batch, args.block_size, batch.plan_options(), _wanted_items(args), args.out)
-    return functools.partial(_run, launch)
+    fill = build_plan(*batch.batch, args.block_size, batch.plan_options(), _wanted_items(args), args.out)
+    size = PlanShape.of(args.block_tables, args.block_size).size
 
+    def run(args: Any) -> torch.Tensor:
+        tables, plan = args.block_tables, args.out
+        plan = torch.empty(size, dtype=torch.int32, device=tables.device) if plan is None else plan
+        fill(plan, *args.batch)
+        if args.out is not None:
+            refresh_cached(plan, *args.batch[:3])
+        return typing.cast(torch.Tensor, plan)
 
-def _run(launch: PlanLaunch, args: Any) -> torch.Tensor:
-    is_fresh, device = args.out is None, args.block_tables.device
-    plan: torch.Tensor = torch.empty(launch.size, dtype=torch.int32, device=device) if is_fresh else args.out
-    launch(plan, *args.batch)
-    if not is_fresh:
-        refresh_cached(plan, *args.batch[:3])
-    return plan
+    return run
 
 
 @operator(

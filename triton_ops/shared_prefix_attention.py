@@ -35,7 +35,7 @@ def _build_positions_launch(is_aligned: bool) -> Launch:
 class _Prefix:
     """The shared blocks as one sequence, to which all queries belong. All layers of a step share it."""
 
-    is_captured = False  # see `Refreshed`
+    is_captured = False  # see `Cached`
 
     def __init__(self, args: AttentionArgs) -> None:
         device, self._num_blocks = args.query.device, args.num_shared_blocks

@@ -40,7 +40,7 @@ from .kernel_arguments import (
 )
 from .layout import DECODE_QUERIES, MIN_SPLIT_TILES, TILE_KEYS, PlanShape
 from .lists import build_lists
-from .plan import PlanLaunch, build_plan, cached_with
+from .plan import FillPlan, build_plan, cached_with
 
 # Batch-invariant mode: keys per split, whatever the batch. Longer contexts are summed from splits of this length.
 INVARIANT_SPLIT_KEYS = 8192
@@ -75,7 +75,8 @@ def build_attention(
 class AttentionLaunch:
     """The kernels of a call: one decodes sequences of few queries from the work list, one tiles longer ones."""
 
-    plan: PlanLaunch
+    plan_size: int
+    fill_plan: FillPlan
     target_items: int  # work items of a plan made for this call, roughly
     convert_codes: bool  # whether kernels read float8 as uint8, for bit operations
     with_lse: bool
@@ -92,8 +93,8 @@ class AttentionLaunch:
         query, plan, starts = args.query, args.plan, args.query_start_loc
         out, lse = self.new_results(query)
         if plan is None:
-            plan = torch.empty(self.plan.size, dtype=torch.int32, device=query.device)
-            self.plan(plan, args.block_tables, args.seq_lens, starts, args.query_positions)
+            plan = torch.empty(self.plan_size, dtype=torch.int32, device=query.device)
+            self.fill_plan(plan, *args.batch)
         stream = None if query.is_cpu else current_stream()
         before, behind = kernel_tensors(args, out, self.convert_codes)
         no_parts = (self.nothing, self.nothing)
@@ -185,7 +186,8 @@ def _build_tables(call: AttentionArgs, out_dtype: torch.dtype | None, tiled: boo
         programs = (query_tiles, num_kv_heads * prefill.parts, splits)
         prefill_launch, prefill_parts = _build_attention_launch(call, options, shape, regimes, prefill, False, programs)
     return AttentionLaunch(
-        plan=build_plan(*call.batch, call.block_size, options, target_items),
+        plan_size=shape.size,
+        fill_plan=build_plan(*call.batch, call.block_size, options, target_items),
         target_items=target_items,
         convert_codes=converts_codes(call),
         with_lse=call.with_lse,

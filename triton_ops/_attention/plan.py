@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -16,35 +17,8 @@ from .constants import next_power_of_2
 from .layout import MIN_SPLIT_TILES, TILE_KEYS, PlanShape
 from .predicate import Mask
 
-
-@dataclass(frozen=True, slots=True)
-class PlanLaunch:
-    """The two kernels that build a plan, for batches of one shape."""
-
-    size: int
-    tiles: Launch
-    items: Launch
-    programs: tuple[int, int, int]
-    tiles_numbers: tuple[int, ...]
-    items_numbers: tuple[int, ...]
-
-    def __call__(
-        self,
-        plan: torch.Tensor,
-        block_tables: torch.Tensor,
-        seq_lens: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        query_positions: torch.Tensor | None,
-    ) -> None:
-        """Fill `plan` on the device, without synchronization."""
-        if not self.programs[0]:
-            plan.zero_()
-            return
-        stream = None if plan.is_cpu else current_stream()
-        positions = seq_lens if query_positions is None else query_positions
-        batch = (plan, block_tables, seq_lens, query_start_loc, positions)
-        self.tiles(batch, stream, self.programs, self.tiles_numbers)
-        self.items((plan,), stream, self.programs, self.items_numbers)
+FillPlan = Callable[..., None]
+"""A function of a plan and the tensors of its batch that fills the plan."""
 
 
 def build_plan(
@@ -56,8 +30,8 @@ def build_plan(
     options: PlanOptions,
     target_items: int,
     out: torch.Tensor | None = None,
-) -> PlanLaunch:
-    """Return the launch that fills plans for such a batch.
+) -> FillPlan:
+    """Return the function that fills plans for batches of this shape: `fill(plan, *batch)`, on the device.
 
     Args:
         block_tables: As for the attention op, like the three that follow.
@@ -70,22 +44,33 @@ def build_plan(
         out: The plan that is filled first; None: fresh memory.
     """
     shape = PlanShape.of(block_tables, block_size)
-    has_positions, heads, steps = query_positions is not None, 1, (block_tables.stride(0), 0)
+    has_positions, heads, strides = query_positions is not None, 1, (block_tables.stride(0), 0)
     if block_tables.dim() == 3:
-        heads, steps = block_tables.shape[1], (block_tables.stride(0), block_tables.stride(1))
+        heads, strides = block_tables.shape[1], (block_tables.stride(0), block_tables.stride(1))
     compiled_for = (options.decode_queries, flags(options.mask), has_positions, heads, block_size)
     is_aligned = aligned(out, block_tables, seq_lens, query_start_loc, query_positions)
     kind = (compiled_for, is_aligned, block_tables.device)
     tiles, items = _launches.get_or(kind, (), lambda: _build_launches(*compiled_for, is_aligned))
-    own, extra_items = (*numbers(options.mask), options.key_begin), shape.max_items - shape.num_rows
-    return PlanLaunch(
-        shape.size,
-        tiles,
-        items,
-        (shape.num_rows, 1, 1),
-        (shape.num_rows, shape.max_tiles, shape.max_items, *own, *steps),
-        (shape.num_rows, target_items, extra_items, *own),
-    )
+    own, programs = (*numbers(options.mask), options.key_begin), (shape.num_rows, 1, 1)
+    tiles_numbers = (shape.num_rows, shape.max_tiles, shape.max_items, *own, *strides)
+    items_numbers = (shape.num_rows, target_items, shape.max_items - shape.num_rows, *own)
+
+    def fill(
+        plan: torch.Tensor,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        query_positions: torch.Tensor | None,
+    ) -> None:
+        if not shape.num_rows:
+            plan.zero_()
+            return
+        stream = None if plan.is_cpu else current_stream()
+        positions = seq_lens if query_positions is None else query_positions
+        tiles((plan, block_tables, seq_lens, query_start_loc, positions), stream, programs, tiles_numbers)
+        items((plan,), stream, programs, items_numbers)
+
+    return fill
 
 
 _launches: LaunchCache[tuple[Launch, Launch]] = LaunchCache()
@@ -122,22 +107,17 @@ def _build_launches(
     )
 
 
-class Refreshed(Protocol):
-    """Tensors that the layers of a step share besides a plan, made from the same batch."""
-
-    is_captured: bool
-    """Whether a captured graph may read the tensors: refreshing the plan then fills them anew, in place."""
-
-    def fill(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
-        """Bring the tensors up to date with a batch of the same shapes."""
-
-
 @dataclass(frozen=True, slots=True)
 class Cached:
-    """Tensors that are cached with a plan, as long as it lives."""
+    """Tensors that are cached with a plan, as long as it lives.
+
+    `derived` holds what the layers of a step share besides the plan, made from the same batch. An entry has a method
+    `fill(block_tables, seq_lens, query_start_loc)`, which brings it up to date with a batch of the same shapes, and a
+    flag `is_captured`: a captured graph may read its tensors, so that a refresh of the plan must fill them in place.
+    """
 
     parts: dict[object, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # memory, by what it is for
-    derived: dict[object, Refreshed] = field(default_factory=dict)  # from the plan's batch, until it is refreshed
+    derived: dict[object, Any] = field(default_factory=dict)
 
 
 _cached: dict[int, tuple[weakref.ref[torch.Tensor], Cached]] = {}

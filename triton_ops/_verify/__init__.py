@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._core.runtime import HAS_TRITON, INTERPRET, KERNELS_ON_CPU
-from .cases import USES, Case, Planned, Shape, all_cases, small_cases
+from .cases import USES, Case, Shape, all_cases, small_cases
 from .oracle import Expected, difference
 
 __all__ = ["USES", "Row", "Shape", "check_kernels", "runs_kernels"]
@@ -114,13 +114,11 @@ def _results(case: Case, device: torch.device) -> list[tuple[str, torch.Tensor, 
     operators = importlib.import_module("..", __name__)
     name = case.calls or case.operator
     module = importlib.import_module("..flash_attn", __name__) if name.startswith("flash_attn") else operators
-    plan = arguments.get("plan")
-    if isinstance(plan, Planned):
-        made = operators.attention_plan(**_to(device, plan.arguments))
+    if call.planned is not None:
+        batch = _to(device, call.planned)
         # A captured graph refreshes a plan in place, whatever it held.
-        arguments["plan"] = operators.attention_plan(
-            **_to(device, plan.arguments), out=torch.full_like(made, -(1 << 30))
-        )
+        held = torch.full_like(operators.attention_plan(**batch), -(1 << 30))
+        arguments["plan"] = operators.attention_plan(**batch, out=held)
     returned = getattr(module, name)(**arguments)
     returned = returned if isinstance(returned, (tuple, list)) else [] if returned is None else [returned]
     results = [

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import oracle
-from .oracle import Expected, Near, Within
+from .oracle import Expected, Near
 
 F16, BF16, F32, E4M3, INT8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int8
 NAN = float("nan")
@@ -24,11 +24,13 @@ class CaseCall(NamedTuple):
         arguments: By name.
         returned: The expected results, in order.
         written: By name, the expected contents of the arguments that the operator writes.
+        planned: The arguments of a plan that is built before the call and passed to it; None: no plan.
     """
 
     arguments: dict[str, Any]
     returned: tuple[Expected, ...] = ()
     written: Mapping[str, Expected | Sequence[Expected]] = {}
+    planned: dict[str, Any] | None = None
 
 
 class Case(NamedTuple):
@@ -166,11 +168,11 @@ def _attention(
         arguments |= _stored([keys, values], ~used, kept, head_major, latent)
     exact, lse = oracle.attention(arguments, torch.float64)
     rounded = oracle.attention(arguments, dtype)[0]
-    returned: tuple[Expected, ...] = (Near(exact, rounded), Within(lse, 1e-3, F32))
-    if planned:
-        given = {name: arguments[name] for name in _PLANNED if name in arguments}
-        arguments["plan"] = Planned(given | {"block_size": block_size, "num_kv_heads": kv_heads})
-    return CaseCall(arguments, returned if operator.endswith("_with_lse") else returned[:1])
+    returned: tuple[Expected, ...] = (Near(exact, rounded), Near(lse, lse.float(), 1e-3))
+    plan = {name: arguments[name] for name in _PLANNED if name in arguments}
+    plan |= {"block_size": block_size, "num_kv_heads": kv_heads}
+    returned = returned if operator.endswith("_with_lse") else returned[:1]
+    return CaseCall(arguments, returned, planned=plan if planned else None)
 
 
 _PLANNED = (*("block_tables", "seq_lens", "query_start_loc", "window", "num_sink_tokens", "causal", "query_positions"),)
@@ -272,12 +274,6 @@ def _block_lists(
     return lists
 
 
-class Planned(NamedTuple):
-    """A plan that is built from these arguments before the call."""
-
-    arguments: dict[str, Any]
-
-
 def _tree(draw: _Draw, count: int) -> tuple[list[int], list[list[int]]]:
     """Return the depth of every token of a random tree, and its ancestors with the token itself."""
     depths: list[int] = []
@@ -298,7 +294,7 @@ def _merge(dtype: torch.dtype) -> CaseCall:
     outs[0][7], outs[1][7] = 0, 0
     call = {"out_a": outs[0], "lse_a": lses[0], "out_b": outs[1], "lse_b": lses[1]}
     exact, lse = oracle.merged(call, torch.float64)
-    return CaseCall(call, (Near(exact, oracle.merged(call, dtype)[0]), Within(lse, 1e-5, F32)))
+    return CaseCall(call, (Near(exact, oracle.merged(call, dtype)[0]), Near(lse, lse.float(), 1e-5)))
 
 
 def _cache(draw: _Draw, shape: tuple[int, ...], dtype: torch.dtype, padded: int = 0) -> torch.Tensor:
@@ -421,7 +417,7 @@ def _turned(rows: torch.Tensor, angles: torch.Tensor, is_neox: bool, first: int)
 def _turned_into(cache: torch.Tensor, rows: Near, slots: torch.Tensor) -> Expected:
     """Return the expected contents of a cache after rotated rows were written to slots."""
     expected = _put_near(cache, rows, slots)
-    return Within(expected.exact, 0.501, INT8) if cache.dtype == INT8 else expected  # half a code
+    return expected._replace(allowed=0.501) if cache.dtype == INT8 else expected  # half a code
 
 
 ROWS = ((3, 24), (5,), (2, 6))

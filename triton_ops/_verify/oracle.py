@@ -15,21 +15,17 @@ import torch
 
 
 class Near(NamedTuple):
-    """An expected result of arithmetic: in float64, and of the same formula in the dtype of the result."""
+    """An expected result of arithmetic: in float64, and of the same formula in the dtype of the result.
+
+    `allowed` is how far each element may be from the exact one; None: as far as rounding explains.
+    """
 
     exact: torch.Tensor
     rounded: torch.Tensor
+    allowed: float | None = None
 
 
-class Within(NamedTuple):
-    """An expected result, and how far each element may be from it."""
-
-    exact: torch.Tensor
-    allowed: float
-    dtype: torch.dtype
-
-
-Expected = torch.Tensor | Near | Within
+Expected = torch.Tensor | Near
 """An expected result; a tensor must be met bit for bit."""
 
 
@@ -47,12 +43,12 @@ def difference(found: torch.Tensor, expected: Expected) -> tuple[float, float]:
         if torch.equal(_bytes(found), _bytes(expected)):
             return 0.0, 0.0
         return max(_worst(found.double() - expected.double()), sys.float_info.min), 0.0
-    exact, dtype = expected.exact, expected.rounded.dtype if isinstance(expected, Near) else expected.dtype
+    exact, dtype = expected.exact, expected.rounded.dtype
     infinite = exact.isinf()
     if found.shape != exact.shape or found.dtype != dtype or not torch.equal(found.isinf(), infinite):
         return math.inf, 0.0
     error = (found.double() - exact).masked_fill(infinite, 0)
-    if isinstance(expected, Within):
+    if expected.allowed is not None:
         return _worst(error), expected.allowed
     rounding = (expected.rounded.double() - exact).masked_fill(infinite, 0)
     one = torch.finfo(dtype).eps * max(1.0, _worst(exact.masked_fill(infinite, 0)))
