@@ -111,7 +111,7 @@ def test_an_entry_goes_before_the_rules_where_it_fits_and_nowhere_else(request: 
         (("interpreter", 128, 2, 32, False), 4, 32),  # more rows
     ]
     tiles = lambda: [constants.decode_tiles(*given, group=g, block_size=b) for given, g, b in calls]  # noqa: E731
-    rules, heavy = tiles(), constants.prefill_tiles("interpreter", 128, 2, True, 4, 64)
+    rules, costly = tiles(), constants.prefill_tiles("interpreter", 128, 2, True, 4, 64)
     request.getfixturevalue("table")
     mine = constants.Tiles(16, 16, 8, 4, False)
     assert constants.decode_tiles(*fits, group=4, block_size=32) == mine
@@ -119,8 +119,8 @@ def test_an_entry_goes_before_the_rules_where_it_fits_and_nowhere_else(request: 
     assert tiles() == rules
     assert rules[-1].block_m == 32
     assert constants.prefill_tiles("interpreter", 128, 2, False, 4, 64) == constants.Tiles(128, 64, 8, 2, True)
-    assert constants.prefill_tiles("interpreter", 128, 2, True, 4, 64) == heavy, "more work a score"
-    assert heavy != constants.Tiles(128, 64, 8, 2, True)
+    assert constants.prefill_tiles("interpreter", 128, 2, True, 4, 64) == costly, "more work a score"
+    assert costly != constants.Tiles(128, 64, 8, 2, True)
 
 
 def chosen(block_size: int, *q_lens: int) -> Any:

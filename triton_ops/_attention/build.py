@@ -206,7 +206,7 @@ def _tiles(call: AttentionArgs, arch: Architecture, longest: int) -> tuple[Tiles
     query, group = call.query, call.query.shape[1] // call.key_cache.shape[2]
     quantized, has_tree = call.key_cache.dtype != query.dtype, call.tree_mask is not None
     is_modified = not call.terms.PLAIN
-    heavy = _has_segments(call) or has_tree or is_modified
+    costly_scores = _has_segments(call) or has_tree or is_modified
     rows = max(1, min(longest, DECODE_QUERIES)) * group
     if call.is_latent:
         row = (query.shape[2], call.value_cache.shape[3], query.element_size())
@@ -218,7 +218,7 @@ def _tiles(call: AttentionArgs, arch: Architecture, longest: int) -> tuple[Tiles
     # A step over two tiles needs eight blocks at most, rows found by shifts, and positions that follow from lengths.
     two_tiles = call.block_size == 16 and group == next_power_of_2(group)
     two_tiles = two_tiles and call.query_positions is None and not call.batch_invariant
-    prefill = prefill_tiles(arch.name, *kind, heavy, group, call.block_size, quantized, two_tiles)
+    prefill = prefill_tiles(arch.name, *kind, costly_scores, group, call.block_size, quantized, two_tiles)
     if has_tree:
         # The mask takes a register for each score, which wider tiles lack. Without max_registers, the compiler would
         # spill to leave registers for a second program.

@@ -111,11 +111,11 @@ def decode_tiles(
     quantized: bool,
     group: int | None = None,
     block_size: int | None = None,
-    heavy: bool = False,
+    costly_scores: bool = False,
 ) -> Tiles:
     """Return the tiles for up to DECODE_QUERIES queries of a sequence.
 
-    `rows` is the number of queries times the heads of a group. `heavy` is as in `prefill_tiles`.
+    `rows` is the number of queries times the heads of a group. `costly_scores` is as in `prefill_tiles`.
     """
     block_m = min(64, max(16, next_power_of_2(rows)))
     tuned = None if quantized else tuned_tiles(arch, "decode", head_dim, itemsize, group, block_size)
@@ -138,7 +138,7 @@ def decode_tiles(
     if head_dim > 256 or (head_dim > 128 and block_m > 16) or (quantized and block_m == 64):
         num_warps = 8
     cap = DECODE_REGISTERS[num_warps]
-    if quantized and num_warps == 4 and not heavy:
+    if quantized and num_warps == 4 and not costly_scores:
         cap = 168 if arch in _ASYNC_MATRIX and 64 < head_dim <= 128 and block_m == 16 else 0
     return Tiles(block_m, block_n, num_warps, num_stages, True, max_registers=cap)
 
@@ -179,18 +179,18 @@ def prefill_tiles(
     arch: str,
     head_dim: int,
     itemsize: int,
-    heavy: bool,
+    costly_scores: bool,
     group: int | None = None,
     block_size: int | None = None,
     quantized: bool = False,
     two_tiles: bool = False,
 ) -> Tiles:
-    """Return the tiles for longer queries. `heavy`: a score takes more than a product and a mask.
+    """Return the tiles for longer queries. `costly_scores`: a score takes more than a product and a mask.
 
     `two_tiles`: finding keys takes few registers, so that steps of two tiles are possible.
     """
     wide = head_dim > 128
-    tuned = None if heavy or quantized else tuned_tiles(arch, "prefill", head_dim, itemsize, group, block_size)
+    tuned = None if costly_scores or quantized else tuned_tiles(arch, "prefill", head_dim, itemsize, group, block_size)
     if tuned is not None:
         return tuned
     if arch == "interpreter":
@@ -212,7 +212,7 @@ def prefill_tiles(
         # 4 waves may have 512 registers each, 8 waves 256.
         return Tiles(64, 32, 4, 2, not wide)
     if wide:
-        if arch in _ASYNC_MATRIX and not heavy:
+        if arch in _ASYNC_MATRIX and not costly_scores:
             # Codes take more registers, and so does tcgen05, which has sums elsewhere and brings them to be scaled.
             is_narrow = quantized or arch == "sm_100"
             return Tiles(64 if is_narrow else 128, 64, 8, 3 if quantized else 2, True)
@@ -221,13 +221,13 @@ def prefill_tiles(
         return Tiles(32, 32, 4, 2, False) if is_narrow else Tiles(64, 32, 8, 2, False)
     if arch not in _ASYNC_MATRIX:
         # mma.sync keeps both operands and the sums in registers: fewer rows or keys at once, so as not to spill.
-        if heavy:
+        if costly_scores:
             return Tiles(64, 32, 8, 2, True)
         if head_dim <= 64:
             return Tiles(128, 32, 8, 2, True)
         # 128 rows take fewer instructions for a row.
         return Tiles(128, 32, 8, 3, True)
-    if heavy:
+    if costly_scores:
         return Tiles(64, 64, 8, 2, True)
     if arch == "sm_90" and head_dim > 64 and two_tiles and not quantized:
         # A fifth fewer instructions and half of the waits for the same keys.
