@@ -201,7 +201,7 @@ def attend_in_place(
     is_even = int(lengths.min()) * entries == len(vectors)
     if len(vectors) > _TURN_KEYS and int(lengths.max()) > _TURN_KEYS:
         cuts = -(-lengths // _TURN_KEYS)
-        nth, parts, each = spread(np.zeros_like(cuts), cuts), cuts.repeat(cuts), lengths.repeat(cuts)
+        nth, parts, each = concatenated_ranges(np.zeros_like(cuts), cuts), cuts.repeat(cuts), lengths.repeat(cuts)
         # The parts are as even as possible.
         lengths = (nth + 1) * each // parts - nth * each // parts
         is_even = int(lengths.min()) * len(lengths) == len(vectors)
@@ -240,7 +240,7 @@ def attend_in_place(
     return out.new_zeros((entries, *out.shape[1:])).index_add_(0, entry, out), torch.from_numpy(most + np.log(whole))
 
 
-def spread(begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+def concatenated_ranges(begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """Return begin, begin + 1, ... for each range, `sizes` numbers each."""
     ends = sizes.cumsum()
     return np.asarray(np.arange(sizes.sum()) + (begins - ends + sizes).repeat(sizes))
@@ -255,7 +255,7 @@ def _in_turns(vectors: np.ndarray, sizes: np.ndarray, many: int, is_even: bool) 
     each = sizes.repeat(many)
     ends = np.zeros(len(each) + 1, dtype=vectors.dtype)
     each.cumsum(out=ends[1:])
-    return vectors[spread((sizes.cumsum() - sizes).repeat(many), each)], ends
+    return vectors[concatenated_ranges((sizes.cumsum() - sizes).repeat(many), each)], ends
 
 
 @functools.cache

@@ -17,7 +17,7 @@ import torch
 from .._copy.runs import find_runs
 from .arguments import AttentionArgs
 from .cpu_cache import Cache, Ranges
-from .cpu_masked import Part, attend_in_place, cat_parts, flash_kernel, merge_parts, spread
+from .cpu_masked import Part, attend_in_place, cat_parts, concatenated_ranges, flash_kernel, merge_parts
 
 # Up to this number of queries in an entry, reading a key for each of them takes less time than a copy.
 _FEW_QUERIES = 8
@@ -206,7 +206,7 @@ def _cut(lengths: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray, np.nda
     """Split entries into parts of at most `most` vectors, longest first: entry, begin, length, whether it is first."""
     entry = np.flatnonzero(lengths)
     cuts = -(-lengths[entry] // most)
-    nth, entry = spread(np.zeros_like(cuts), cuts), entry.repeat(cuts)
+    nth, entry = concatenated_ranges(np.zeros_like(cuts), cuts), entry.repeat(cuts)
     length = np.minimum(lengths[entry] - nth * most, most)
     order = np.argsort(-length, kind="stable")
     begin = (lengths.cumsum() - lengths)[entry] + nth * most

@@ -133,9 +133,9 @@ def _attention(
     draw, (num_heads, kv_heads) = _Draw(f"{operator} {name}"), heads
     n, width = len(lens), max(-(-length // block_size) for length in lens) + 1
     num_blocks = n * width + 3
-    spread = 1.0 if cache_dtype is None else 20.0
-    keys = draw.normal(num_blocks, block_size, kv_heads, head_dim) * spread
-    values = draw.normal(num_blocks, block_size, kv_heads, value_dim or head_dim) * spread
+    magnitude = 1.0 if cache_dtype is None else 20.0
+    keys = draw.normal(num_blocks, block_size, kv_heads, head_dim) * magnitude
+    values = draw.normal(num_blocks, block_size, kv_heads, value_dim or head_dim) * magnitude
     tables = _block_tables(draw, (kv_heads if head_tables else 1, n, width), block_size, shared, holes)
     used = _used_slots(tables, lens, (num_blocks, block_size, kv_heads))
     for i, length in enumerate(lens):
