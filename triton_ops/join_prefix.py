@@ -149,7 +149,7 @@ def launch_join_map(call: Any, block_size: int) -> torch.Tensor:
 def _build_map_launch(is_aligned: bool) -> Launch:
     from .kernels.join_prefix import _join_map_kernel
 
-    return Launch(_join_map_kernel, {"TILE": _ROWS_A_PROGRAM}, reusable=is_aligned)
+    return Launch(_join_map_kernel, {"TILE": _ROWS_A_PROGRAM}, same_alignment=is_aligned)
 
 
 def _result_device(cache: torch.Tensor, seq_lens: torch.Tensor, new: torch.Tensor) -> torch.device:

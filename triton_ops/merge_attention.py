@@ -79,7 +79,7 @@ def build_merge_launch(
     constexprs = {"NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "BLOCK_R": block_r, "BLOCK_D": block_d}
     strides = [stride for tensor in parts for stride in tensor.stride()[:2]]
     programs, is_aligned = (-(-num_rows // block_r), 1, 1), aligned(*parts)
-    launch = Launch(_merge_attention_kernel, constexprs, programs, (num_rows, *strides), reusable=is_aligned)
+    launch = Launch(_merge_attention_kernel, constexprs, programs, (num_rows, *strides), same_alignment=is_aligned)
     return functools.partial(_run, launch, dtype)
 
 

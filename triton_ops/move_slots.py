@@ -178,7 +178,7 @@ def _build_move_launch(
     }
     programs = (sources.shape[0], -(-kv_heads // block_h), 1)
     strides, is_aligned = (*keys.stride()[:3], *values.stride()[:3]), aligned(keys, values, sources, targets, cos, sin)
-    return Launch(_move_slots_kernel, constexprs, programs, strides, reusable=is_aligned)
+    return Launch(_move_slots_kernel, constexprs, programs, strides, same_alignment=is_aligned)
 
 
 @operator(check=_check, cpu=_move_slots_cpu, launch=_launch_move_slots, mutates=("key_cache", "value_cache"))

@@ -100,7 +100,7 @@ def _build(write: Any) -> Callable[[Any], None]:
     strides = (*key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3])
     programs = (-(-num_rows // block_r), 1, 1)
     is_aligned = aligned(*write)
-    launch = Launch(_reshape_and_cache_kernel, constexprs, programs, (num_rows, *strides), reusable=is_aligned)
+    launch = Launch(_reshape_and_cache_kernel, constexprs, programs, (num_rows, *strides), same_alignment=is_aligned)
     return functools.partial(_run, launch, kv_heads, write.slot_mapping.is_contiguous())
 
 

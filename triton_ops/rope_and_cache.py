@@ -122,7 +122,7 @@ def _build(call: Any) -> Callable[[Any], torch.Tensor]:
         constexprs,
         (num_tokens, max(1, -(-num_heads // block_h)), 1),
         (*packed, *call.key_cache.stride()[:3], *call.value_cache.stride()[:3]),
-        reusable=aligned(*[value for value in call if isinstance(value, torch.Tensor)]),
+        same_alignment=aligned(*[value for value in call if isinstance(value, torch.Tensor)]),
     )
     out_shape = None if call.query.stride() == (num_heads * head_dim, head_dim, 1) else call.query.shape
     return functools.partial(_run, launch, kv_heads, call.slot_mapping.is_contiguous(), out_shape)

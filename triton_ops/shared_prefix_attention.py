@@ -29,7 +29,7 @@ _positions_launches: LaunchCache[Launch] = LaunchCache()
 def _build_positions_launch(is_aligned: bool) -> Launch:
     from .kernels.shared_prefix import _shared_prefix_kernel
 
-    return Launch(_shared_prefix_kernel, {"BLOCK_T": 64, "BLOCK_S": 128}, reusable=is_aligned)
+    return Launch(_shared_prefix_kernel, {"BLOCK_T": 64, "BLOCK_S": 128}, same_alignment=is_aligned)
 
 
 class _Prefix:

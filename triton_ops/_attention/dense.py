@@ -142,7 +142,7 @@ def build_packed_tables(
 
     programs = (batch, max(1, -(-num_columns // _COLUMNS_A_PROGRAM)), 1)
     constexprs, is_aligned = {"TILE": _COLUMNS_A_PROGRAM}, aligned(starts)
-    launch = Launch(_packed_tables_kernel, constexprs, programs, (num_columns, stride), reusable=is_aligned)
+    launch = Launch(_packed_tables_kernel, constexprs, programs, (num_columns, stride), same_alignment=is_aligned)
 
     def run_kernel(starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         tables = starts.new_empty((batch, num_columns))

@@ -156,4 +156,4 @@ def build_sum_launch(call: AttentionArgs, rows: int, splits: int, values: tuple[
     }
     programs = (rows, num_heads, -(-value_dim // block_v))
     num_warps = max(1, min(4, block_s * block_v // 1024))  # 32 numbers a thread, since some spill with 64 on sm_86
-    return Launch(_merge_splits_kernel, constexprs, programs, values, num_warps, reusable=call.is_aligned)
+    return Launch(_merge_splits_kernel, constexprs, programs, values, num_warps, same_alignment=call.is_aligned)

@@ -94,7 +94,7 @@ def build_lists(call: AttentionArgs) -> ListLaunch:
         _unite_constants(call, queries),
         (query_tiles, kv_heads, 1),
         (*sizes, *numbers(call.mask), *lists.stride()[:2], *call.table_strides),
-        reusable=is_aligned,
+        same_alignment=is_aligned,
     )
     width = min(tiles.block_n, next_power_of_2(call.block_size))
     own = {"QUERIES": queries, "WIDTH": width}

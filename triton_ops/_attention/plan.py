@@ -102,8 +102,8 @@ def _build_launches(
     }
     items = {**mask, "DECODE_Q": decode_queries, "MIN_TILES": MIN_SPLIT_TILES, "BLOCK_S": 128}
     return (
-        Launch(_plan_tiles_kernel, tiles, reusable=is_aligned),
-        Launch(_plan_items_kernel, items, num_warps=1, reusable=is_aligned),
+        Launch(_plan_tiles_kernel, tiles, same_alignment=is_aligned),
+        Launch(_plan_items_kernel, items, num_warps=1, same_alignment=is_aligned),
     )
 
 

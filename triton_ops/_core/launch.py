@@ -65,13 +65,13 @@ class Launch:
         numbers: Integers and floats between tensors and constants.
         num_warps: As triton takes it.
         num_stages: As triton takes it. None: its default.
-        reusable: Whether addresses in later launches are multiples of 16 bytes exactly where those of the first launch
-            are. Otherwise triton inspects each launch.
+        same_alignment: Whether addresses in later launches are multiples of 16 bytes exactly where those of the first
+            launch are. Otherwise triton inspects each launch.
         max_registers: Limit for a thread, so that more programs fit on a processor. 0: no limit.
     """
 
     __slots__ = (
-        *("_bound", "_compiled", "_function", "_kernel", "_packed", "_reusable", "_run"),
+        *("_bound", "_compiled", "_function", "_kernel", "_packed", "_run", "_same_alignment"),
         *("_values", "constants", "options", "programs"),
     )
 
@@ -83,10 +83,10 @@ class Launch:
         numbers: tuple[Any, ...] = (),
         num_warps: int = 4,
         num_stages: int | None = None,
-        reusable: bool = True,
+        same_alignment: bool = True,
         max_registers: int = 0,
     ) -> None:
-        self._kernel, self.constants, self._reusable = kernel, constants, reusable
+        self._kernel, self.constants, self._same_alignment = kernel, constants, same_alignment
         self._values = tuple(constants.values())
         self.programs, self._bound = programs, (*numbers, *self._values)
         self.options = {"num_warps": num_warps} | ({} if num_stages is None else {"num_stages": num_stages})
@@ -138,8 +138,9 @@ class Launch:
     def _compile(self, programs: Programs, arguments: tuple[Any, ...]) -> None:
         """Launch through triton, which compiles the kernel, and keep the compiled kernel."""
         compiled = self._kernel[programs](*arguments, **self.constants, **self.options)
+        is_compiled = isinstance(compiled, _triton().compiler.CompiledKernel)
         # Not on ROCm, where triton also specializes for the size of a tensor's storage.
-        if self._reusable and torch.version.hip is None and isinstance(compiled, _triton().compiler.CompiledKernel):
+        if is_compiled and self._same_alignment and torch.version.hip is None:
             assert self._kernel.arg_names[len(arguments) :] == list(self.constants), "constants in the kernel's order"
             self._compiled, self._function, self._packed = compiled, compiled.function, compiled.packed_metadata
             self._run = compiled.run

@@ -85,7 +85,7 @@ def build_append_places(
     rows, steps = (0, (0, 0)) if rotary is None else (len(rotary.cos), (rotary.cos.stride(0), rotary.sin.stride(0)))
     numbers = (num_tokens, count, tables.shape[1], block_size, rows, tables.stride(0), *steps)
     programs = (-(-num_tokens // _TOKENS_A_PROGRAM), 1, 1)
-    launch = Launch(_append_kernel, constants, programs, numbers, reusable=aligned(*given))
+    launch = Launch(_append_kernel, constants, programs, numbers, same_alignment=aligned(*given))
     # `empty_like` of these, which take no memory, costs the host half of `new_empty`.
     slots_like = torch.empty(1, dtype=torch.int64, device=lens.device).expand(num_tokens)
     angles_like = None if rotary is None else rotary.cos.new_empty(1).expand(num_tokens, 2 * half)
