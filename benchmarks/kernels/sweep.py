@@ -283,7 +283,7 @@ def _choose(rows: list[dict[str, str]]) -> None:
         best["reason"] = f"fastest of {len(timed)}{gain}"
 
 
-TUNED = tuple(field.name for field in dataclasses.fields(Tiles) if field.name != "parts")  # those are of latent rows
+TUNED = tuple(field.name for field in dataclasses.fields(Tiles) if field.name != "value_splits")  # of latent rows
 CHOICES = (*TUNED, "programs")
 KEYS = ("architecture", "kind", "head_dim", "group", "block_size")
 COLUMNS = ("regime", "present", "reason", "p50_us", *CHOICES, *KEYS, "note")

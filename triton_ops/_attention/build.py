@@ -172,9 +172,9 @@ def _build_tables(call: AttentionArgs, out_dtype: torch.dtype | None, tiled: boo
     longest = num_tokens if call.max_query_len is None else min(num_tokens, call.max_query_len)
     decode, prefill = _tiles(call, arch, longest)
     query_tiles = num_tokens * group // prefill.block_m + num_seqs
-    regimes = _regimes(call, arch, options, shape, longest, query_tiles * num_kv_heads * prefill.parts)
+    regimes = _regimes(call, arch, options, shape, longest, query_tiles * num_kv_heads * prefill.value_splits)
     # A decode's work item serves all KV heads, or the KV head of its table.
-    item_programs = num_kv_heads // call.table_heads * -(-regimes.max_q * group // decode.block_m) * decode.parts
+    item_programs = num_kv_heads // call.table_heads * -(-regimes.max_q * group // decode.block_m) * decode.value_splits
     target_items = wanted_items(arch, item_programs)
     decode_launch = decode_parts = prefill_launch = prefill_parts = None
     if splits := regimes.decode_splits:
@@ -183,7 +183,7 @@ def _build_tables(call: AttentionArgs, out_dtype: torch.dtype | None, tiled: boo
             call, options, shape, regimes, decode, True, (items, item_programs, 1)
         )
     if splits := regimes.prefill_splits:
-        programs = (query_tiles, num_kv_heads * prefill.parts, splits)
+        programs = (query_tiles, num_kv_heads * prefill.value_splits, splits)
         prefill_launch, prefill_parts = _build_attention_launch(call, options, shape, regimes, prefill, False, programs)
     return AttentionLaunch(
         plan_size=shape.size,

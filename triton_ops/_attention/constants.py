@@ -37,7 +37,7 @@ class Tiles:
     num_stages: int
     two_loops: bool  # tiles without masked keys have their own loop, without masks
     max_registers: int = 0  # limit for a thread, so that more programs fit on a processor; 0: no limit
-    parts: int = 1  # number of programs that share the columns of a latent row's value
+    value_splits: int = 1  # programs that share the columns of a latent row's value, `PARTS` in kernels
 
 
 @dataclass(frozen=True)
@@ -153,26 +153,28 @@ def latent_tiles(
     block_v = max(16, next_power_of_2(value_dim))
     row_bytes = (block_v + next_power_of_2(head_dim - value_dim)) * itemsize
     if arch == "interpreter":
-        # Parts in the interpreter too, so that they are tested.
-        parts = 2 if rows > 16 and narrow and value_dim == block_v >= 32 else 1
-        return Tiles(16 if rows <= 16 else 32, 32, 4, 1, True, parts=parts)
+        # Splits in the interpreter too, so that they are tested.
+        splits = 2 if rows > 16 and narrow and value_dim == block_v >= 32 else 1
+        return Tiles(16 if rows <= 16 else 32, 32, 4, 1, True, value_splits=splits)
     if itemsize == 4 or row_bytes > 1152:  # the 576 columns of DeepSeek's models; of more, larger tiles have no room
         return Tiles(16, 16, 4 if arch.startswith("gfx") else 8, 1, False)
     # Programs that have half of the value's columns each have rows enough: all 512 of 64 rows would spill.
-    has_parts = rows > 16 and narrow and value_dim == 512 and not quantized
+    splits_values = rows > 16 and narrow and value_dim == 512 and not quantized
+    if arch.startswith("gfx") and splits_values:
+        return Tiles(32, 32 if decoding else 16, 4, 1, False, value_splits=2)
     if arch.startswith("gfx"):
-        return Tiles(32, 32 if decoding else 16, 4, 1, False, parts=2) if has_parts else Tiles(16, 32, 4, 1, False)
-    if not has_parts:
+        return Tiles(16, 32, 4, 1, False)
+    if not splits_values:
         # Codes take more registers.
         return Tiles(16, 32, 8 if quantized else 4, 3, True)
     if arch not in _ASYNC_MATRIX:
-        return Tiles(32, 32, 4, 2, True, parts=2)
+        return Tiles(32, 32, 4, 2, True, value_splits=2)
     import triton
 
     # wgmma takes 64 rows. In a prefill, which also finds its rows and their splits, they spill; with tcgen05 too, and
     # where triton 3.6 compiles.
     block_m = 64 if arch == "sm_90" and decoding and not triton.__version__.startswith("3.6.") else 32
-    return Tiles(block_m, 64, 4, 2, True, parts=2)
+    return Tiles(block_m, 64, 4, 2, True, value_splits=2)
 
 
 def prefill_tiles(

@@ -91,8 +91,9 @@ def compiled_for(call: AttentionArgs, mask: Mask, tiles: Tiles) -> dict[str, Any
     """Return the constants that attention kernels are compiled for, in the order of their parameters."""
     num_heads, head_dim = call.query.shape[1:]
     value_dim, group = call.value_cache.shape[3], num_heads // call.key_cache.shape[2]
-    rest = head_dim - value_dim if call.is_latent else 0
-    own, value = ((head_dim - rest) // tiles.parts, value_dim // tiles.parts)
+    rope_columns = head_dim - value_dim if call.is_latent else 0  # of a latent row, behind its value
+    key_columns = (head_dim - rope_columns) // tiles.value_splits
+    value_columns = value_dim // tiles.value_splits
     codes = _codes(call)
     if codes == PACKED_CODES and not multiplies_from_shared(architecture(call.query.device).name, tiles.block_m):
         codes = HELD_CODES
@@ -108,18 +109,18 @@ def compiled_for(call: AttentionArgs, mask: Mask, tiles: Tiles) -> dict[str, Any
         NUM_HEADS=num_heads,
         GROUP=group,
         BLOCK_SIZE=call.block_size,
-        HEAD_DIM=own,
+        HEAD_DIM=key_columns,
         VALUE_DIM=value_dim,
-        REST=rest,
+        REST=rope_columns,
     )
     sizes = TileSizes(
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
-        BLOCK_D=max(16, next_power_of_2(own)),
-        BLOCK_V=max(16, next_power_of_2(value)),
-        BLOCK_R=next_power_of_2(rest),
+        BLOCK_D=max(16, next_power_of_2(key_columns)),
+        BLOCK_V=max(16, next_power_of_2(value_columns)),
+        BLOCK_R=next_power_of_2(rope_columns),
         BLOCK_G=next_power_of_2(group),
-        PARTS=tiles.parts,
+        PARTS=tiles.value_splits,
     )
     return {**constants(call.terms), **constants(mask), **constants(traits), **constants(sizes)}
 

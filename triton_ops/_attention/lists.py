@@ -83,7 +83,7 @@ def build_lists(call: AttentionArgs) -> ListLaunch:
         widest = max(head_dim, value_dim)
         tiles = decode_tiles(arch.name, widest, itemsize, queries * group, quantized, group, call.block_size)
     max_union = max(1, min(max_blocks, queries * top_k))
-    query_tiles, row_tiles = num_tokens // queries + num_seqs, -(-queries * group // tiles.block_m) * tiles.parts
+    query_tiles, row_tiles = num_tokens // queries + num_seqs, -(-queries * group // tiles.block_m) * tiles.value_splits
     idle = 4 * arch.num_processors // (query_tiles * kv_heads * row_tiles)
     splits = 1 if call.batch_invariant else max(1, min(idle, max_union * call.block_size // 256, _MAX_SPLITS))
     # No two programs share a cache line.

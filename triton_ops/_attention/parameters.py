@@ -36,8 +36,8 @@ class Strides(NamedTuple):
 class Traits(NamedTuple):
     """The properties of a call for which kernels are compiled: present tensors, cache storage, and sizes.
 
-    HEAD_DIM is the number of columns of a key. In a latent row, the value comes first and REST more columns follow.
-    HEAD_DIM is then the number of columns of one part of the value. REST is 0 for other caches.
+    HEAD_DIM is the number of columns of a key. In a latent row, the value comes first, and REST columns of the rotated
+    key follow. HEAD_DIM is then the number of columns of one split of the value. REST is 0 for other caches.
     """
 
     POSITIONS: bool
@@ -59,7 +59,7 @@ class Traits(NamedTuple):
 class TileSizes(NamedTuple):
     """Rows and keys of a tile, and powers of two for a program's columns of keys and values and a group's heads.
 
-    BLOCK_R is for the REST of a latent row. PARTS is the number of programs that share a latent row's value.
+    BLOCK_R is for the REST of a latent row. PARTS is `Tiles.value_splits`.
     """
 
     BLOCK_M: int
