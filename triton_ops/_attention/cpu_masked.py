@@ -20,8 +20,8 @@ from .cpu_cache import Cache, Piece
 
 # 64 MB of float32 scores per slice.
 MAX_SCORES = 1 << 24
-# Keys that all queries of an entry read before the next keys, so that they stay in a processor's own cache.
-_TURN_KEYS = 256
+# Keys of a segment. All queries of an entry read it before the next one, so that it stays in a processor's own cache.
+_SEGMENT_KEYS = 256
 _lock = threading.Lock()
 Part = tuple[torch.Tensor, torch.Tensor]
 """A result over some of the keys, and its log-sum-exp."""
@@ -197,16 +197,16 @@ def attend_in_place(
     A sampled matrix product of queries (rows) and keys (columns) gives the scores at the places of a sparse matrix. A
     weighted sum of rows, PyTorch's embedding bag, gives the results.
     """
-    (entries, many, width), cuts = query.shape, None
+    (entries, num_queries, width), cuts = query.shape, None
     is_even = int(lengths.min()) * entries == len(vectors)
-    if len(vectors) > _TURN_KEYS and int(lengths.max()) > _TURN_KEYS:
-        cuts = -(-lengths // _TURN_KEYS)
-        nth, parts, each = concatenated_ranges(np.zeros_like(cuts), cuts), cuts.repeat(cuts), lengths.repeat(cuts)
-        # The parts are as even as possible.
-        lengths = (nth + 1) * each // parts - nth * each // parts
+    if len(vectors) > _SEGMENT_KEYS and int(lengths.max()) > _SEGMENT_KEYS:
+        cuts = -(-lengths // _SEGMENT_KEYS)
+        nth, segments, each = concatenated_ranges(np.zeros_like(cuts), cuts), cuts.repeat(cuts), lengths.repeat(cuts)
+        # The segments are as even as possible.
+        lengths = (nth + 1) * each // segments - nth * each // segments
         is_even = int(lengths.min()) * len(lengths) == len(vectors)
         query = query.repeat_interleave(torch.from_numpy(cuts), 0)
-    columns, ends = _in_turns(vectors, lengths, many, is_even)
+    columns, ends = _for_each_query(vectors, lengths, num_queries, is_even)
     starts, index, row_ends = ends[:-1], torch.from_numpy(columns), torch.from_numpy(ends)
     scores = query.new_zeros(len(columns))
     _silence()
@@ -219,14 +219,14 @@ def attend_in_place(
         of_rows = weights.reshape(len(starts), -1)
         of_rows -= top[:, None]
     else:
-        weights -= top.repeat(lengths.repeat(many))
+        weights -= top.repeat(lengths.repeat(num_queries))
     np.exp(weights, out=weights)
     total = np.add.reduceat(weights, starts)
     out = torch.embedding_bag(values, index, row_ends[:-1], False, 0, False, scores)[0]
-    out = out.view(len(lengths), many, -1)
+    out = out.view(len(lengths), num_queries, -1)
     lse = np.log(total)
     lse += top
-    total, lse = total.reshape(-1, many), lse.reshape(-1, many)
+    total, lse = total.reshape(-1, num_queries), lse.reshape(-1, num_queries)
     if cuts is None:
         return out.div_(torch.from_numpy(total)[..., None]), torch.from_numpy(lse)
     first = cuts.cumsum() - cuts
@@ -234,7 +234,7 @@ def attend_in_place(
     weights = np.exp(lse - most.repeat(cuts, 0))
     whole = np.add.reduceat(weights, first)
     weights /= whole.repeat(cuts, 0)
-    # There are two steps, so that an entry of one part has the same bits as without parts.
+    # There are two steps, so that an entry of one segment has the same bits as without segments.
     out.div_(torch.from_numpy(total)[..., None]).mul_(torch.from_numpy(weights)[..., None])
     entry = torch.from_numpy(np.arange(entries).repeat(cuts))
     return out.new_zeros((entries, *out.shape[1:])).index_add_(0, entry, out), torch.from_numpy(most + np.log(whole))
@@ -246,16 +246,18 @@ def concatenated_ranges(begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     return np.asarray(np.arange(sizes.sum()) + (begins - ends + sizes).repeat(sizes))
 
 
-def _in_turns(vectors: np.ndarray, sizes: np.ndarray, many: int, is_even: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return the vectors of each part, repeated for each of `many` queries, and the ends of each query's, after a 0."""
+def _for_each_query(
+    vectors: np.ndarray, sizes: np.ndarray, num_queries: int, is_even: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the vectors of each segment, repeated for each query, and the ends of each query's vectors, after a 0."""
     if is_even:
         size = len(vectors) // len(sizes)
-        ends = np.arange(0, len(vectors) * many + 1, size, dtype=vectors.dtype)
-        return vectors.reshape(len(sizes), 1, size).repeat(many, 1).reshape(-1), ends
-    each = sizes.repeat(many)
+        ends = np.arange(0, len(vectors) * num_queries + 1, size, dtype=vectors.dtype)
+        return vectors.reshape(len(sizes), 1, size).repeat(num_queries, 1).reshape(-1), ends
+    each = sizes.repeat(num_queries)
     ends = np.zeros(len(each) + 1, dtype=vectors.dtype)
     each.cumsum(out=ends[1:])
-    return vectors[concatenated_ranges((sizes.cumsum() - sizes).repeat(many), each)], ends
+    return vectors[concatenated_ranges((sizes.cumsum() - sizes).repeat(num_queries), each)], ends
 
 
 @functools.cache

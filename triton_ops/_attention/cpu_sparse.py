@@ -154,26 +154,26 @@ def attend_entries(
     Entries of one length are gathered at once. Entries with few queries read keys in place if the cache allows it. All
     others are cut into parts; parts of similar lengths are padded to one length and gathered together.
     """
-    entries, many, _ = query.shape
+    entries, num_queries, _ = query.shape
     longest, budget = int(lengths.max(initial=0)), cache.at_once(1)
-    most = max(1, budget // _SMALL_GATHER) if many <= 4 * _FEW_QUERIES else budget
+    most = max(1, budget // _SMALL_GATHER) if num_queries <= 4 * _FEW_QUERIES else budget
     is_even = 0 < len(vectors) == entries * longest
-    in_place = None if many > _FEW_QUERIES or (is_even and len(vectors) <= most) else cache.in_place
+    in_place = None if num_queries > _FEW_QUERIES or (is_even and len(vectors) <= most) else cache.in_place
     if is_even and in_place is None and longest <= most:
         even, step = vectors.reshape(entries, -1), most // longest
         cuts = [slice(begin, begin + step) for begin in range(0, entries, step)]
         parts = [_gathered(query[cut], cache, heads[cut], even[cut], scale) for cut in cuts]
         return cat_parts(parts)
-    if in_place is not None and len(vectors) * many <= _MAX_SCORES and lengths.all():
+    if in_place is not None and len(vectors) * num_queries <= _MAX_SCORES and lengths.all():
         return attend_in_place(query, *in_place, vectors, lengths, scale)
-    out = query.new_zeros((entries, many, cache.width), dtype=torch.float32)
-    lse = query.new_full((entries, many), -math.inf, dtype=torch.float32)
+    out = query.new_zeros((entries, num_queries, cache.width), dtype=torch.float32)
+    lse = query.new_full((entries, num_queries), -math.inf, dtype=torch.float32)
     if in_place is not None:
         some, first = np.flatnonzero(lengths), 0
         ends = lengths[some].cumsum()
         while first < len(some):
             begin = int(ends[first] - lengths[some[first]])
-            last = max(first + 1, int(ends.searchsorted(begin + _MAX_SCORES // many, side="right")))
+            last = max(first + 1, int(ends.searchsorted(begin + _MAX_SCORES // num_queries, side="right")))
             own, of_own = some[first:last], vectors[begin : ends[last - 1]]
             index = torch.from_numpy(own)
             out[index], lse[index] = attend_in_place(query[index], *in_place, of_own, lengths[own], scale)

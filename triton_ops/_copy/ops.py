@@ -117,10 +117,10 @@ def move_rows(
         sources: One for each cache; None: gather.
         device: Where gathered rows go; None: see `result_device`.
     """
-    many, (index_name, layout) = "s" if op.endswith("_list") else "", _INDEX[leading]
-    check_caches(f"cache{many}", caches)
+    plural, (index_name, layout) = "s" if op.endswith("_list") else "", _INDEX[leading]
+    check_caches(f"cache{plural}", caches)
     check_index(index_name, index, layout)
-    check_reachable(f"cache{many}", caches[0], index, index_name)
+    check_reachable(f"cache{plural}", caches[0], index, index_name)
     lowest = lowest_entry(index_name, index, math.prod(caches[0].shape[:leading]))
     if sources is None:
         place = result_device(caches[0], index, device)
@@ -128,8 +128,8 @@ def move_rows(
             new_rows(cache, (index.shape[0], *cache.shape[leading:]), place) for cache in caches
         ]
     else:
-        check_rows(f"source{many}", sources, caches, index.shape[0], leading)
-        check_reachable(f"source{many}", sources[0], index, index_name)
+        check_rows(f"source{plural}", sources, caches, index.shape[0], leading)
+        check_reachable(f"source{plural}", sources[0], index, index_name)
         packed = sources
     if not on_host(caches[0], index, packed[0]):
         _move_on_device(op, packed, caches, leading, index, to_cache=sources is not None)
