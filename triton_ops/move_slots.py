@@ -84,12 +84,12 @@ def rotate_pairs_(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_n
 
     Quantized keys are rotated and rounded again, with the same scale.
     """
-    turned = keys[..., first : first + 2 * cos.shape[1]]
+    pairs = keys[..., first : first + 2 * cos.shape[1]]
     if keys.dtype in FLOATS:
-        turned.copy_(rotate(turned, cos, sin, not is_neox))
+        pairs.copy_(rotate(pairs, cos, sin, not is_neox))
     else:
-        codes = quantize(rotate(turned.float(), cos, sin, not is_neox), torch.ones(1), keys.dtype)
-        as_codes(turned).copy_(as_codes(codes))
+        codes = quantize(rotate(pairs.float(), cos, sin, not is_neox), torch.ones(1), keys.dtype)
+        as_codes(pairs).copy_(as_codes(codes))
 
 
 def _move_slots_cpu(call: Any) -> None:

@@ -197,7 +197,7 @@ def rope_and_cache(
         >>> cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)  # a row for each position
         >>> slots, positions = torch.tensor([16, 17, 18]), torch.tensor([0, 1, 2])
         >>> query = pc.rope_and_cache(query, key, value, positions, cos_sin, keys, values, slots)
-        >>> query.shape, torch.equal(keys[1, 0], key[0])  # position 0 is not turned
+        >>> query.shape, torch.equal(keys[1, 0], key[0])  # position 0 is not rotated
         (torch.Size([3, 4, 64]), True)
     """
     return query.new_empty(query.shape)

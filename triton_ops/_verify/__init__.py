@@ -90,13 +90,13 @@ def _check(case: Case, device: torch.device) -> Row:
     error, allowed, problem = 0.0, 0.0, ""
     try:
         # The first call builds a launch, later ones reuse it; an interpreter has nothing to reuse.
-        for turn in ("",) if INTERPRET else ("", "the second call: "):
+        for call in ("",) if INTERPRET else ("", "the second call: "):
             for place, found, expected in _results(case, device):
                 wrong, within = difference(found, expected)
                 error, allowed = max(error, wrong), max(allowed, within)
                 if not wrong <= within and not problem:
-                    problem = f"{turn}{place} is {_off(wrong)}, rounding explains {within:.2g}" if within else (
-                        f"{turn}{place} is {_off(wrong)}, needs to be equal")  # fmt: skip
+                    problem = f"{call}{place} is {_off(wrong)}, rounding explains {within:.2g}" if within else (
+                        f"{call}{place} is {_off(wrong)}, needs to be equal")  # fmt: skip
     except Exception as caught:
         problem = f"{type(caught).__name__}: {str(caught).strip().splitlines()[0] if str(caught).strip() else ''}"
         error = math.inf

@@ -381,9 +381,9 @@ def _rotate(name: str, dtype: torch.dtype, is_neox: bool, head_dim: int, pairs: 
     deltas, inv_freq = torch.tensor([7, -30, 1, 2, 900], dtype=torch.int32), 1000.0 ** (-torch.arange(pairs) / pairs)
     call = {"key_cache": cache, "source_ids": sources, "target_ids": targets, "deltas": deltas, "inv_freq": inv_freq}
     moved = cache[sources.clamp(min=0)].masked_fill((sources < 0)[:, None, None, None], 0)
-    rows = _turned(moved.flatten(0, 1), _angles(deltas, inv_freq).repeat_interleave(size, 0), is_neox, first)
+    rows = _rotated_keys(moved.flatten(0, 1), _angles(deltas, inv_freq).repeat_interleave(size, 0), is_neox, first)
     slots = (targets[:, None] * size + torch.arange(size)).masked_fill((targets < 0)[:, None], -1).flatten()
-    return CaseCall(call | {"is_neox": is_neox, "first": first}, (), {"key_cache": _turned_into(cache, rows, slots)})
+    return CaseCall(call | {"is_neox": is_neox, "first": first}, (), {"key_cache": _with_rotated(cache, rows, slots)})
 
 
 def _move(
@@ -399,14 +399,15 @@ def _move(
     call |= {"target_slots": targets, "deltas": deltas, "inv_freq": inv_freq if pairs else None}
     left = (sources < 0)[:, None, None]
     keys, others = (side.flatten(0, 1)[sources.clamp(min=0)].masked_fill(left, 0) for side in (cache, values))
-    rows = _turned(keys, _angles(deltas, inv_freq), is_neox, first)
-    written: dict[str, Any] = {"key_cache": _turned_into(cache, rows, targets) if pairs else _put(cache, keys, targets)}
+    rows = _rotated_keys(keys, _angles(deltas, inv_freq), is_neox, first)
+    moved = _with_rotated(cache, rows, targets) if pairs else _put(cache, keys, targets)
+    written: dict[str, Any] = {"key_cache": moved}
     if not latent:
         written["value_cache"] = _put(values, others, targets)
     return CaseCall(call | {"is_neox": is_neox, "first": first}, (), written)
 
 
-def _turned(rows: torch.Tensor, angles: torch.Tensor, is_neox: bool, first: int) -> Near:
+def _rotated_keys(rows: torch.Tensor, angles: torch.Tensor, is_neox: bool, first: int) -> Near:
     """Return cached keys rotated by these angles, as an expected result; int8 codes are rotated like numbers."""
     if rows.dtype != INT8:
         return _near(rows, angles, not is_neox, first)
@@ -414,7 +415,7 @@ def _turned(rows: torch.Tensor, angles: torch.Tensor, is_neox: bool, first: int)
     return Near(exact, exact.round().to(INT8))
 
 
-def _turned_into(cache: torch.Tensor, rows: Near, slots: torch.Tensor) -> Expected:
+def _with_rotated(cache: torch.Tensor, rows: Near, slots: torch.Tensor) -> Expected:
     """Return the expected contents of a cache after rotated rows were written to slots."""
     expected = _put_near(cache, rows, slots)
     return expected._replace(allowed=0.501) if cache.dtype == INT8 else expected  # half a code
@@ -504,16 +505,16 @@ def _flash_append(dtype: torch.dtype) -> CaseCall:
     angles = _angles(torch.arange(50), 10000.0 ** (-torch.arange(0, 64, 2) / 64))
     cos, sin = angles.real.float(), angles.imag.float()
     places = (torch.tensor(lens)[:, None] + torch.arange(2)).flatten()
-    turns = torch.complex(cos.double(), sin.double())[places]
+    rotations = torch.complex(cos.double(), sin.double())[places]
     numbers = tables[torch.arange(3).repeat_interleave(2), places // size].long()
     slots = numbers * size + places % size
-    keys = _put_near(caches[0], _near(key.flatten(0, 1), turns, False), slots)
-    values, queries = _put(caches[1], value.flatten(0, 1), slots), _near(query.flatten(0, 1), turns, False)
+    keys = _put_near(caches[0], _near(key.flatten(0, 1), rotations, False), slots)
+    values, queries = _put(caches[1], value.flatten(0, 1), slots), _near(query.flatten(0, 1), rotations, False)
     batch: Options = {"block_tables": tables, "seq_lens": torch.tensor(lens).int() + 2, "scale": 0.125}
     batch |= {"query_start_loc": torch.tensor([0, 2, 4, 6]).int(), "value_cache": values}
     exact, rounded = (
-        oracle.attention(batch | {"query": turned, "key_cache": cache}, used)[0].view(3, 2, 4, 64)
-        for turned, cache, used in ((queries.exact, keys.exact, torch.float64), (queries.rounded, keys.rounded, dtype))
+        oracle.attention(batch | {"query": rotated, "key_cache": cache}, used)[0].view(3, 2, 4, 64)
+        for rotated, cache, used in ((queries.exact, keys.exact, torch.float64), (queries.rounded, keys.rounded, dtype))
     )
     call = {
         **{"q": query, "k_cache": caches[0], "v_cache": caches[1], "k": key, "v": value, "rotary_cos": cos},

@@ -174,7 +174,7 @@ def merged(call: Mapping[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, t
 def rotated(
     x: torch.Tensor, angles: torch.Tensor, dtype: torch.dtype, interleaved: bool, first: int = 0
 ) -> torch.Tensor:
-    """Return `x` `[tokens, heads, width]` with its pairs from column `first` on turned, computed in `dtype`.
+    """Return `x` `[tokens, heads, width]` with its pairs from column `first` on rotated, computed in `dtype`.
 
     Args:
         x: Queries or keys.
