@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ._attention.arguments import Result
 from ._attention.constants import next_power_of_2
 from ._core.cache import aligned
 from ._core.checks import FLOATS, bad_argument, check_last_dim, check_tensor
@@ -21,7 +22,6 @@ from ._core.operator import operator
 from ._core.runtime import require_triton
 
 _PIECE_ELEMENTS = 1 << 18
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def _check(parts: Any) -> None:
@@ -39,7 +39,7 @@ def _check(parts: Any) -> None:
         check_last_dim(name, out)
 
 
-def merge_attention_cpu(parts: Any) -> Pair:
+def merge_attention_cpu(parts: Any) -> Result:
     """Compute `pc.merge_attention` in PyTorch."""
     out_a, lse_a, out_b, lse_b = parts
     out = torch.empty(out_a.shape, dtype=out_a.dtype, device=out_a.device)
@@ -68,7 +68,7 @@ def merge_attention_cpu(parts: Any) -> Pair:
 
 def build_merge_launch(
     parts: tuple[torch.Tensor, ...], dtype: torch.dtype
-) -> Callable[[tuple[torch.Tensor, ...]], Pair]:
+) -> Callable[[tuple[torch.Tensor, ...]], Result]:
     """Return a function that merges four tensors like `parts` on the device, into a result of `dtype`."""
     from .kernels.merge_attention import _merge_attention_kernel
 
@@ -83,7 +83,7 @@ def build_merge_launch(
     return functools.partial(_run, launch, dtype)
 
 
-def _run(launch: Launch, dtype: torch.dtype, parts: tuple[torch.Tensor, ...]) -> Pair:
+def _run(launch: Launch, dtype: torch.dtype, parts: tuple[torch.Tensor, ...]) -> Result:
     out_a, lse_a, out_b, lse_b = parts
     out = torch.empty(out_a.shape, dtype=dtype, device=out_a.device)
     lse = torch.empty(out_a.shape[:2], dtype=torch.float32, device=out_a.device)
@@ -92,7 +92,7 @@ def _run(launch: Launch, dtype: torch.dtype, parts: tuple[torch.Tensor, ...]) ->
     return out, lse
 
 
-def _build(parts: Any) -> Callable[[Any], Pair]:
+def _build(parts: Any) -> Callable[[Any], Result]:
     require_triton("merge_attention")
     return build_merge_launch(parts, parts.out_a.dtype)
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from ._attention.arguments import AttentionArgs
+from ._attention.arguments import AttentionArgs, Result
 from ._attention.build import build_attention
 from ._attention.layout import PlanShape
 from ._attention.operator import attention_operator, with_lse
 from ._attention.plan import build_plan, cached_with
 from ._core.cache import LaunchCache, aligned
 from ._core.launch import Launch, current_stream
-from .merge_attention import Pair, build_merge_launch
+from .merge_attention import build_merge_launch
 from .paged_attention import paged_attention
 
 _positions_launches: LaunchCache[Launch] = LaunchCache()
@@ -109,9 +109,9 @@ def _build(args: AttentionArgs) -> Callable[[AttentionArgs], Any]:
 
 
 def _run(
-    prefix: Callable[[AttentionArgs], Pair],
-    rest: Callable[[AttentionArgs], Pair],
-    merge: Callable[[tuple[torch.Tensor, ...]], Pair],
+    prefix: Callable[[AttentionArgs], Result],
+    rest: Callable[[AttentionArgs], Result],
+    merge: Callable[[tuple[torch.Tensor, ...]], Result],
     args: AttentionArgs,
 ) -> Any:
     """Attend over the rest and over the prefix, and merge the results."""

@@ -15,6 +15,9 @@ from .layout import DECODE_QUERIES
 from .predicate import Mask
 from .scores import Terms
 
+Result = tuple[torch.Tensor, torch.Tensor]
+"""The result of attention, out, and its log-sum-exp."""
+
 UNBOUNDED = 1 << 30
 """More tokens than any sequence has, so a window or number of sink tokens of this size is no limit."""
 

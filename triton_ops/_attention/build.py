@@ -17,7 +17,7 @@ import torch
 
 from .._core.launch import Launch, current_stream, numbers
 from .._core.runtime import require_triton
-from .arguments import AttentionArgs, PlanOptions
+from .arguments import AttentionArgs, PlanOptions, Result
 from .constants import (
     Architecture,
     Tiles,
@@ -30,7 +30,6 @@ from .constants import (
 )
 from .kernel_arguments import (
     NewResults,
-    Result,
     build_results,
     build_sum_launch,
     compiled_for,

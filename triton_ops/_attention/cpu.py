@@ -16,10 +16,10 @@ import math
 import numpy as np
 import torch
 
-from .arguments import AttentionArgs
+from .arguments import AttentionArgs, Result
 from .checks import tree_bits
 from .cpu_cache import Cache
-from .cpu_masked import MAX_SCORES, Part, attend_masked, attend_tree, cat_parts, flash, full_parts, merge_parts
+from .cpu_masked import MAX_SCORES, attend_masked, attend_tree, concatenated, flash, full_parts, merge_parts
 from .cpu_sparse import Run, attend_decodes, attend_heads, ranges_of
 
 # Runs of positions shorter than this on average share one pass over the keys, which each would gather otherwise.
@@ -28,7 +28,7 @@ _LONG_CHUNK = 64
 _BATCHED_KEYS = 4096
 
 
-def attend(call: AttentionArgs) -> Part:
+def attend(call: AttentionArgs) -> Result:
     """Return results like query and natural lse `[num_tokens, num_heads]` float32; 0 and -inf in rows without keys."""
     query, cache, is_plain = call.query, Cache(call), call.terms.PLAIN and call.tree_mask is None
     by_head = call.query_blocks is not None or call.block_tables.dim() == 3
@@ -153,7 +153,7 @@ def _attend_runs(call: AttentionArgs, cache: Cache, runs: list[Run], out: torch.
 
 def _attend_chunk(
     query: torch.Tensor, cache: Cache, table: np.ndarray, seq_len: int, position: int, call: AttentionArgs
-) -> Part:
+) -> Result:
     """Return the results of queries at positions position, position + 1, ... of one sequence."""
     count, width, size, mask = query.shape[0], cache.width, cache.block_size, call.mask
     last = position + count - 1
@@ -172,7 +172,7 @@ def _attend_chunk(
 
     cuts = (slice(begin, begin + step) for begin in range(0, count, step))
     positions = np.arange(position, position + count)
-    return cat_parts([attend_masked(query[cut], cache, table, seq_len, positions[cut], call) for cut in cuts])
+    return concatenated([attend_masked(query[cut], cache, table, seq_len, positions[cut], call) for cut in cuts])
 
 
 def _add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, num_tokens: int) -> None:

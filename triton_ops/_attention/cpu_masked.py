@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from .arguments import AttentionArgs
+from .arguments import AttentionArgs, Result
 from .cpu_cache import Cache, Piece
 
 # 64 MB of float32 scores per slice.
@@ -23,8 +23,6 @@ MAX_SCORES = 1 << 24
 # Keys of a segment. All queries of an entry read it before the next one, so that it stays in a processor's own cache.
 _SEGMENT_KEYS = 256
 _lock = threading.Lock()
-Part = tuple[torch.Tensor, torch.Tensor]
-"""A result over some of the keys, and its log-sum-exp."""
 
 
 def flash_kernel(
@@ -34,7 +32,7 @@ def flash_kernel(
     causal: bool,
     scale: float,
     mask: torch.Tensor | None = None,
-) -> Part:
+) -> Result:
     """Run PyTorch's flash kernel for CPUs. It takes keys and values of one width, so the narrower ones are padded."""
     if scale <= 0:  # the kernel treats it as positive
         query, scale = query * (-1.0 if scale else 0.0), -scale or 1.0
@@ -52,7 +50,7 @@ def flash_kernel(
     return (out[..., :width] if more < 0 else out), lse
 
 
-def flash(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, causal: bool) -> Part:
+def flash(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, causal: bool) -> Result:
     """Attend with queries `[tokens, heads, dim]` over `[keys, kv_heads, dim]`; the lse is `[tokens, heads]`."""
     tokens, heads, dim = query.shape
     kv_heads = keys.shape[1]
@@ -66,15 +64,15 @@ def flash(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: 
 
 def full_parts(
     query: torch.Tensor, cache: Cache, table: np.ndarray, begin: int, end: int, scale: float
-) -> Iterator[Part]:
+) -> Iterator[Result]:
     """Yield the results over all present keys of [begin, end), without a mask."""
     pieces = cache.pieces(table, begin, end, views=True, few=len(query) <= 8)
     return (flash(query, piece.keys, piece.values, scale, False) for piece in pieces)
 
 
-def merge_parts(parts: Iterable[Part], query: torch.Tensor, width: int) -> Part:
+def merge_parts(parts: Iterable[Result], query: torch.Tensor, width: int) -> Result:
     """Merge parts over disjoint keys into one of `width` features, maybe in the first's memory; 0, -inf without one."""
-    merged: Part | None = None
+    merged: Result | None = None
     for other, other_lse in parts:
         if merged is None:
             merged = other, other_lse
@@ -90,7 +88,7 @@ def merge_parts(parts: Iterable[Part], query: torch.Tensor, width: int) -> Part:
     return merged
 
 
-def cat_parts(parts: list[Part]) -> Part:
+def concatenated(parts: list[Result]) -> Result:
     """Concatenate parts of different queries."""
     return (
         parts[0]
@@ -101,7 +99,7 @@ def cat_parts(parts: list[Part]) -> Part:
 
 def attend_masked(
     query: torch.Tensor, cache: Cache, table: np.ndarray, end: int, positions: np.ndarray, call: AttentionArgs
-) -> Part:
+) -> Result:
     """Attend with queries of a sequence over its present keys before `end`, with the predicate as a mask.
 
     If only causality restricts them, the last queries attend to all of a piece and need no mask for it.
@@ -136,7 +134,7 @@ def attend_tree(
     own_positions: np.ndarray,
     bits: np.ndarray,
     call: AttentionArgs,
-) -> Part:
+) -> Result:
     """Attend with a sequence's queries. `bits` decide which of its own tokens, at `own_positions`, each attends to."""
     own_begin = seq_len - len(own_positions)
     sees_all = not call.causal or int(positions.min()) >= own_begin - 1
@@ -145,7 +143,7 @@ def attend_tree(
     else:
         before = iter([attend_masked(query, cache, table, own_begin, positions, call)])
 
-    def among() -> Iterator[Part]:
+    def among() -> Iterator[Result]:
         for piece in cache.pieces(table, own_begin, seq_len):
             own = piece.positions - own_begin
             yield _live_part(query, piece, bits[:, own], positions, call, own_positions[own])
@@ -160,7 +158,7 @@ def _live_part(
     positions: np.ndarray,
     call: AttentionArgs,
     key_positions: np.ndarray | None = None,
-) -> Part:
+) -> Result:
     """Attend over the keys of a piece that at least one query attends to, as `live` says. Other keys may be NaN."""
     t, keys, values = piece.positions if key_positions is None else key_positions, piece.keys, piece.values
     some = live.any(axis=0)
@@ -181,7 +179,7 @@ def _live_part(
         weight = torch.exp_(score.sub_(lse.masked_fill(lse == -math.inf, 0.0)[..., None]))
         out = torch.matmul(weight.view(*q.shape[:2], len(t)), values).view(heads, len(dead), -1)
         parts.append((out.transpose(0, 1).contiguous(), lse.transpose(0, 1)))
-    return cat_parts(parts)
+    return concatenated(parts)
 
 
 def attend_in_place(
@@ -191,7 +189,7 @@ def attend_in_place(
     vectors: np.ndarray,
     lengths: np.ndarray,
     scale: float,
-) -> Part:
+) -> Result:
     """Attend with queries `[entries, queries, head_dim]` over float32 vectors, of which each entry has at least one.
 
     A sampled matrix product of queries (rows) and keys (columns) gives the scores at the places of a sparse matrix. A

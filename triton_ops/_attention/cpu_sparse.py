@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from .._copy.runs import find_runs
-from .arguments import AttentionArgs
+from .arguments import AttentionArgs, Result
 from .cpu_cache import Cache, Ranges
-from .cpu_masked import Part, attend_in_place, cat_parts, concatenated_ranges, flash_kernel, merge_parts
+from .cpu_masked import attend_in_place, concatenated, concatenated_ranges, flash_kernel, merge_parts
 
 # Up to this number of queries in an entry, reading a key for each of them takes less time than a copy.
 _FEW_QUERIES = 8
@@ -71,7 +71,7 @@ def ranges_of(call: AttentionArgs, runs: list[Run]) -> Ranges:
     return Ranges.of(positions, lens, call.mask)
 
 
-def attend_decodes(call: AttentionArgs, cache: Cache, runs: list[Run]) -> Part:
+def attend_decodes(call: AttentionArgs, cache: Cache, runs: list[Run]) -> Result:
     """Return results `[n, num_heads, ...]` of runs of one query, without score modifiers or trees."""
     query, tables, lists = call.query, call.block_tables.numpy(), call.query_blocks
     if len(runs) < len(query):
@@ -107,7 +107,7 @@ def attend_decodes(call: AttentionArgs, cache: Cache, runs: list[Run]) -> Part:
 
 def attend_heads(
     query: torch.Tensor, cache: Cache, blocks: np.ndarray, seq_len: int, position: int, call: AttentionArgs
-) -> Part | None:
+) -> Result | None:
     """Attend with queries at position, position + 1, ... of one sequence to all keys before them, without modifiers.
 
     `blocks` `[num_kv_heads, n]` are block numbers, -1 for an absent block. Return None if some, but not all, of the
@@ -132,7 +132,7 @@ def attend_heads(
         for cut in (slice(first, first + step) for first in range(0, len(heads), step)):
             keys, values = cache.gather(vectors[cut], heads[cut])
             squares.append(flash_kernel(queries[cut], keys[:, None], values[:, None], True, call.scale))
-        square = cat_parts(squares)
+        square = concatenated(squares)
         part = merge_parts([part, square] if end else [square], queries, cache.width)
     return part[0].permute(2, 0, 1, 3).flatten(1, 2), part[1].permute(2, 0, 1).flatten(1, 2)
 
@@ -145,7 +145,7 @@ def _heads(num_seqs: int, kv_heads: int) -> np.ndarray:
 
 def attend_entries(
     query: torch.Tensor, cache: Cache, heads: np.ndarray, vectors: np.ndarray, lengths: np.ndarray, scale: float
-) -> Part:
+) -> Result:
     """Attend with queries `[entries, queries, head_dim]` over vectors; an entry has the next `lengths` of them.
 
     The result has the queries' shape with the values' width. Its log-sum-exp is `[entries, queries]`. For an entry
@@ -163,7 +163,7 @@ def attend_entries(
         even, step = vectors.reshape(entries, -1), most // longest
         cuts = [slice(begin, begin + step) for begin in range(0, entries, step)]
         parts = [_gathered(query[cut], cache, heads[cut], even[cut], scale) for cut in cuts]
-        return cat_parts(parts)
+        return concatenated(parts)
     if in_place is not None and len(vectors) * num_queries <= _MAX_SCORES and lengths.all():
         return attend_in_place(query, *in_place, vectors, lengths, scale)
     out = query.new_zeros((entries, num_queries, cache.width), dtype=torch.float32)
@@ -220,7 +220,7 @@ def _gathered(
     vectors: np.ndarray,
     scale: float,
     bias: torch.Tensor | None = None,
-) -> Part:
+) -> Result:
     """Attend over vectors `[entries, n]`, which are gathered at once."""
     keys, values = cache.gather(vectors, heads)
     out, lse = flash_kernel(query[:, None], keys[:, None], values[:, None], False, scale, bias)

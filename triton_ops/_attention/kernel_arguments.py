@@ -13,7 +13,7 @@ import torch
 from .._core.launch import Launch, constants
 from .._core.quantize import as_codes, equal_scales, scale_kind
 from .._core.runtime import INTERPRET
-from .arguments import AttentionArgs
+from .arguments import AttentionArgs, Result
 from .constants import Tiles, architecture, multiplies_from_shared, next_power_of_2
 from .parameters import (
     E4M3_BITS,
@@ -33,7 +33,6 @@ from .predicate import Mask
 # instructions for 4 splits and 358 for 8, counted in the emulator. With 128 at once it took 6,256 for 2 splits.
 MERGED_SPLITS = 4
 
-Result = tuple[torch.Tensor, torch.Tensor]
 NewResults = Callable[[torch.Tensor], Result]
 
 

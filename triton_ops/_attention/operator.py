@@ -12,12 +12,11 @@ from typing import Any, ParamSpec
 import torch
 
 from .._core.operator import doc_sections, joined_sections, operator
-from .arguments import AttentionArgs, binding
+from .arguments import AttentionArgs, Result, binding
 from .build import build_attention
 from .checks import check_attention, check_attention_values
 
 P = ParamSpec("P")
-Result = tuple[torch.Tensor, torch.Tensor]
 Build = Callable[[AttentionArgs], Callable[[AttentionArgs], Any]]
 
 _LSE = """and lse `[num_tokens, num_heads]` float32. lse is the natural logarithm of the
