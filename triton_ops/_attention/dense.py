@@ -26,7 +26,6 @@ class DenseBlocks(NamedTuple):
     value_cache: torch.Tensor
     per_sequence: int
     per_block: int
-    copied: bool = False
 
     @property
     def size(self) -> int:
@@ -52,13 +51,13 @@ def as_blocks(key: torch.Tensor, value: torch.Tensor, size: int = 0, in_place: b
     if key.is_cpu and not KERNELS_ON_CPU and not size:
         return DenseBlocks(key, value, 1, 1)
     size = size or (1 if length % BLOCK_SIZE else BLOCK_SIZE)
-    steps, value_steps, copied = _steps(key, size), _steps(value, size), False
+    steps, value_steps = _steps(key, size), _steps(value, size)
     if steps[1:] != value_steps[1:]:
         if in_place:
             return DenseBlocks(key, value, 1, 1)
-        key, value, copied = key.contiguous(), value.contiguous(), True
+        key, value = key.contiguous(), value.contiguous()
         steps, value_steps = _steps(key, size), _steps(value, size)
-    return DenseBlocks(_blocks(key, size, steps), _blocks(value, size, value_steps), *steps[1:], copied)
+    return DenseBlocks(_blocks(key, size, steps), _blocks(value, size, value_steps), *steps[1:])
 
 
 def _steps(dense: torch.Tensor, size: int) -> tuple[int, int, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 import torch
 
@@ -71,24 +70,17 @@ def launch_move_rows(
     indices = [index for index in (source_index, target_index) if index is not None]
     given = [*sources, *targets, *(extras or ()), *indices]
     options = (leading, num_rows, len(sources), extras is None, source_index is None, target_index is None)
-    moves = _moves.get_or(options, given, lambda: _build_moves(work, leading, num_rows, extras is not None))
-    if moves and sum(len(move.dtypes) for move in moves) > len(work):
+    moves, is_split = _moves.get_or(options, given, lambda: _build_moves(work, leading, num_rows, extras is not None))
+    if is_split:
         work = _split_all(work, leading)
     for start, move in enumerate(moves):
-        now = work[start * MAX_TENSORS : (start + 1) * MAX_TENSORS]
-        _launch(move, now, (source_index, target_index), extras is not None)
+        move(work[start * MAX_TENSORS : (start + 1) * MAX_TENSORS], source_index, target_index)
 
 
 _Work = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Source, extra and target; without extras, the source is also the extra."""
-
-
-class _Move(NamedTuple):
-    """One launch, as determined by shapes, strides and the lowest bits of addresses."""
-
-    launch: Launch
-    dtypes: tuple[Any, ...]  # the integer type of triton for each tensor
-    reinterpret: Callable[..., Any]  # triton's function
+_Move = Callable[[list[_Work], torch.Tensor | None, torch.Tensor | None], None]
+"""A launch for tensors with the same shapes, strides and lowest bits of addresses, and their indices."""
 
 
 def _lowest_bits(*tensors: torch.Tensor) -> tuple[int, ...]:
@@ -96,7 +88,7 @@ def _lowest_bits(*tensors: torch.Tensor) -> tuple[int, ...]:
     return tuple([tensor.data_ptr() & 15 for tensor in tensors])
 
 
-_moves: LaunchCache[list[_Move]] = LaunchCache(_lowest_bits)
+_moves: LaunchCache[tuple[list[_Move], bool]] = LaunchCache(_lowest_bits)
 
 
 def _split(source: torch.Tensor, extra: torch.Tensor, target: torch.Tensor, leading: tuple[int, int]) -> list[_Work]:
@@ -119,11 +111,13 @@ def _split_all(work: list[_Work], leading: tuple[int, int]) -> list[_Work]:
     return [part for tensors in work for part in _split(*tensors, leading)]
 
 
-def _build_moves(work: list[_Work], leading: tuple[int, int], num_rows: int, has_extras: bool) -> list[_Move]:
-    """Return the launches for calls of this kind, each for up to MAX_TENSORS tensors."""
+def _build_moves(
+    work: list[_Work], leading: tuple[int, int], num_rows: int, has_extras: bool
+) -> tuple[list[_Move], bool]:
+    """Return the launches for calls of this kind, each for up to MAX_TENSORS tensors, and whether tensors are split."""
     parts = _split_all(work, leading)
     groups = (parts[start : start + MAX_TENSORS] for start in range(0, len(parts), MAX_TENSORS))
-    return [_build_move(group, leading, num_rows, has_extras) for group in groups]
+    return [_build_move(group, leading, num_rows, has_extras) for group in groups], len(parts) > len(work)
 
 
 def _build_move(work: list[_Work], leading: tuple[int, int], num_rows: int, has_extras: bool) -> _Move:
@@ -159,21 +153,20 @@ def _build_move(work: list[_Work], leading: tuple[int, int], num_rows: int, has_
         tuple(tuple(_padded(strides, 0) for strides in layout.strides) for layout in layouts),
     )
     launch = Launch(_move_rows_kernel, constexprs, (programs, 1, 1), (num_rows, *lengths), NUM_WARPS)
-    return _Move(launch, tuple(types[layout.grain] for layout in layouts), reinterpret)
+    dtypes = [types[layout.grain] for layout in layouts]
+
+    def move(work: list[_Work], source_index: torch.Tensor | None, target_index: torch.Tensor | None) -> None:
+        sources, extras, targets = (
+            tuple([reinterpret(tensor, dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)])
+            for tensors in zip(*work, strict=True)
+        )
+        device = next((t.device for t in work[0] if t.is_cuda), torch.device("cpu"))
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            launch((sources, extras if has_extras else None, targets, source_index, target_index))
+
+    return move
 
 
 def _padded(numbers: tuple[int, ...], fill: int) -> tuple[int, ...]:
     """Return MAX_OUTER numbers, the missing ones filled."""
     return (*numbers, *(fill,) * (MAX_OUTER - len(numbers)))
-
-
-def _launch(move: _Move, work: list[_Work], indices: tuple[torch.Tensor | None, ...], has_extras: bool) -> None:
-    """Launch the kernel on these tensors, viewed in the units of the launch."""
-    launch, dtypes, reinterpret = move
-    sources, extras, targets = (
-        tuple([reinterpret(tensor, dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)])
-        for tensors in zip(*work, strict=True)
-    )
-    device = next((t.device for t in work[0] if t.is_cuda), torch.device("cpu"))
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        launch((sources, extras if has_extras else None, targets, *indices))
