@@ -6,31 +6,14 @@ It reads and writes the bytes of n blocks once. It computes nothing, so it takes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from ._copy.ops import BLOCKS, empty_rows, gather_cpu, move_rows
+from ._copy.ops import BLOCKS, empty_rows, row_functions
 from ._core.operator import operator
 
 
-def _cpu(args: Any) -> torch.Tensor:
-    return gather_cpu("gather_blocks", BLOCKS, [args.cache], args.block_ids, args.device)[0]
-
-
-def _launch(args: Any) -> torch.Tensor:
-    return move_rows("gather_blocks", BLOCKS, [args.cache], args.block_ids, None, args.device)[0]
-
-
-def _cpu_list(args: Any) -> list[torch.Tensor]:
-    return [*gather_cpu("gather_blocks_list", BLOCKS, args.caches, args.block_ids, args.device)]
-
-
-def _launch_list(args: Any) -> list[torch.Tensor]:
-    return [*move_rows("gather_blocks_list", BLOCKS, args.caches, args.block_ids, None, args.device)]
-
-
-@operator(cpu=_cpu, launch=_launch)
+@operator(**row_functions("gather_blocks", BLOCKS))
 def gather_blocks(
     cache: torch.Tensor, block_ids: torch.Tensor, device: torch.device | str | None = None
 ) -> torch.Tensor:
@@ -64,7 +47,7 @@ def gather_blocks(
     return empty_rows(cache, BLOCKS, block_ids, device)
 
 
-@operator(cpu=_cpu_list, launch=_launch_list, docs_from=(gather_blocks,))
+@operator(**row_functions("gather_blocks_list", BLOCKS), docs_from=(gather_blocks,))
 def gather_blocks_list(
     caches: Sequence[torch.Tensor], block_ids: torch.Tensor, device: torch.device | str | None = None
 ) -> list[torch.Tensor]:

@@ -7,32 +7,15 @@ dtype and changes no bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from ._copy.ops import SLOTS, empty_rows, gather_cpu, move_rows
+from ._copy.ops import SLOTS, empty_rows, row_functions
 from ._core.operator import operator
 from .gather_blocks import gather_blocks, gather_blocks_list
 
 
-def _cpu(args: Any) -> torch.Tensor:
-    return gather_cpu("gather_slots", SLOTS, [args.cache], args.slot_mapping, args.device)[0]
-
-
-def _launch(args: Any) -> torch.Tensor:
-    return move_rows("gather_slots", SLOTS, [args.cache], args.slot_mapping, None, args.device)[0]
-
-
-def _cpu_list(args: Any) -> list[torch.Tensor]:
-    return [*gather_cpu("gather_slots_list", SLOTS, args.caches, args.slot_mapping, args.device)]
-
-
-def _launch_list(args: Any) -> list[torch.Tensor]:
-    return [*move_rows("gather_slots_list", SLOTS, args.caches, args.slot_mapping, None, args.device)]
-
-
-@operator(cpu=_cpu, launch=_launch, docs_from=(gather_blocks,))
+@operator(**row_functions("gather_slots", SLOTS), docs_from=(gather_blocks,))
 def gather_slots(
     cache: torch.Tensor, slot_mapping: torch.Tensor, device: torch.device | str | None = None
 ) -> torch.Tensor:
@@ -55,7 +38,7 @@ def gather_slots(
     return empty_rows(cache, SLOTS, slot_mapping, device)
 
 
-@operator(cpu=_cpu_list, launch=_launch_list, docs_from=(gather_slots, gather_blocks_list))
+@operator(**row_functions("gather_slots_list", SLOTS), docs_from=(gather_slots, gather_blocks_list))
 def gather_slots_list(
     caches: Sequence[torch.Tensor], slot_mapping: torch.Tensor, device: torch.device | str | None = None
 ) -> list[torch.Tensor]:

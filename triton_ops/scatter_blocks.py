@@ -6,32 +6,15 @@ It reads and writes the bytes of n blocks once. It computes nothing, so it takes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from ._copy.ops import BLOCKS, move_rows, scatter_cpu
+from ._copy.ops import BLOCKS, row_functions
 from ._core.operator import operator
 from .gather_blocks import gather_blocks_list
 
 
-def _cpu(args: Any) -> None:
-    scatter_cpu("scatter_blocks", BLOCKS, [args.source], [args.cache], args.block_ids)
-
-
-def _launch(args: Any) -> None:
-    move_rows("scatter_blocks", BLOCKS, [args.cache], args.block_ids, [args.source])
-
-
-def _cpu_list(args: Any) -> None:
-    scatter_cpu("scatter_blocks_list", BLOCKS, args.sources, args.caches, args.block_ids)
-
-
-def _launch_list(args: Any) -> None:
-    move_rows("scatter_blocks_list", BLOCKS, args.caches, args.block_ids, args.sources)
-
-
-@operator(cpu=_cpu, launch=_launch, mutates=("cache",))
+@operator(**row_functions("scatter_blocks", BLOCKS), mutates=("cache",))
 def scatter_blocks(source: torch.Tensor, cache: torch.Tensor, block_ids: torch.Tensor) -> None:
     """Write packed blocks to their places in a cache.
 
@@ -61,7 +44,9 @@ def scatter_blocks(source: torch.Tensor, cache: torch.Tensor, block_ids: torch.T
     """
 
 
-@operator(cpu=_cpu_list, launch=_launch_list, mutates=("caches",), docs_from=(scatter_blocks, gather_blocks_list))
+@operator(
+    **row_functions("scatter_blocks_list", BLOCKS), mutates=("caches",), docs_from=(scatter_blocks, gather_blocks_list)
+)
 def scatter_blocks_list(
     sources: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], block_ids: torch.Tensor
 ) -> None:

@@ -7,32 +7,15 @@ dtype and changes no bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from ._copy.ops import SLOTS, move_rows, scatter_cpu
+from ._copy.ops import SLOTS, row_functions
 from ._core.operator import operator
 from .scatter_blocks import scatter_blocks, scatter_blocks_list
 
 
-def _cpu(args: Any) -> None:
-    scatter_cpu("scatter_slots", SLOTS, [args.source], [args.cache], args.slot_mapping)
-
-
-def _launch(args: Any) -> None:
-    move_rows("scatter_slots", SLOTS, [args.cache], args.slot_mapping, [args.source])
-
-
-def _cpu_list(args: Any) -> None:
-    scatter_cpu("scatter_slots_list", SLOTS, args.sources, args.caches, args.slot_mapping)
-
-
-def _launch_list(args: Any) -> None:
-    move_rows("scatter_slots_list", SLOTS, args.caches, args.slot_mapping, args.sources)
-
-
-@operator(cpu=_cpu, launch=_launch, mutates=("cache",), docs_from=(scatter_blocks,))
+@operator(**row_functions("scatter_slots", SLOTS), mutates=("cache",), docs_from=(scatter_blocks,))
 def scatter_slots(source: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Write the vectors of tokens to their slots in a cache.
 
@@ -54,7 +37,9 @@ def scatter_slots(source: torch.Tensor, cache: torch.Tensor, slot_mapping: torch
     """
 
 
-@operator(cpu=_cpu_list, launch=_launch_list, mutates=("caches",), docs_from=(scatter_slots, scatter_blocks_list))
+@operator(
+    **row_functions("scatter_slots_list", SLOTS), mutates=("caches",), docs_from=(scatter_slots, scatter_blocks_list)
+)
 def scatter_slots_list(
     sources: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], slot_mapping: torch.Tensor
 ) -> None:

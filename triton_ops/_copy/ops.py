@@ -5,9 +5,10 @@ A kernel moves the rows, or the copy engine if one side is host memory and the i
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -147,6 +148,7 @@ def gather_cpu(
     leading: int,
     caches: Sequence[torch.Tensor],
     index: torch.Tensor,
+    sources: None = None,
     device: torch.device | None = None,
 ) -> Sequence[torch.Tensor]:
     """Gather rows of caches in host memory; arguments as for `move_rows`."""
@@ -157,7 +159,7 @@ def gather_cpu(
 
 
 def scatter_cpu(
-    op: str, leading: int, sources: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], index: torch.Tensor
+    op: str, leading: int, caches: Sequence[torch.Tensor], index: torch.Tensor, sources: Sequence[torch.Tensor]
 ) -> None:
     """Scatter rows into caches in host memory; arguments as for `move_rows`."""
     pairs = list(zip(sources, caches, strict=False))
@@ -167,6 +169,30 @@ def scatter_cpu(
         move_rows(op, leading, caches, index, sources)
     elif left := [pair for pair in pairs if not cpu.quick_scatter(*pair, leading, index)]:
         move_rows(op, leading, [cache for _, cache in left], index, [source for source, _ in left])
+
+
+def row_functions(op: str, leading: int) -> dict[str, Callable[[Any], Any]]:
+    """Return the functions `cpu` and `launch` of an operator that gathers or scatters rows.
+
+    Args:
+        op: The operator's name. One that ends in _list has arguments caches and sources, others cache and source.
+        leading: As for `move_rows`.
+    """
+    several, (index_name, _) = op.endswith("_list"), _INDEX[leading]
+
+    def caches_of(args: Any) -> Sequence[torch.Tensor]:
+        return args.caches if several else [args.cache]  # type: ignore[no-any-return]
+
+    def gather(move: Callable[..., Any], args: Any) -> Any:
+        rows = move(op, leading, caches_of(args), getattr(args, index_name), None, args.device)
+        return [*rows] if several else rows[0]
+
+    def scatter(move: Callable[..., Any], args: Any) -> None:
+        sources = args.sources if several else [args.source]
+        move(op, leading, caches_of(args), getattr(args, index_name), sources)
+
+    run, on_cpu = (gather, gather_cpu) if op.startswith("gather") else (scatter, scatter_cpu)
+    return {"cpu": functools.partial(run, on_cpu), "launch": functools.partial(run, move_rows)}
 
 
 def empty_rows(
