@@ -44,8 +44,8 @@ def check_moves(device: torch.device, **indexes: torch.Tensor) -> None:
             raise bad_argument(name, f"device {vector.device}", f"device {device} of key_cache, or the host")
 
 
-def _check(call: Any) -> None:
-    keys, values = call.key_cache, call.value_cache
+def _check(args: Any) -> None:
+    keys, values = args.key_cache, args.value_cache
     check_tensor("key_cache", keys, 4, CACHE_LAYOUT, (*FLOATS, *QUANTIZED_DTYPES))
     check_last_dim("key_cache", keys)
     if values is not None:
@@ -55,22 +55,22 @@ def _check(call: Any) -> None:
             raise bad_argument(
                 "value_cache", f"shape {list(values.shape)}", f"{list(keys.shape[:3])} first, as key_cache"
             )
-    slots = {"source_slots": call.source_slots, "target_slots": call.target_slots}
-    check_moves(keys.device, **slots, deltas=call.deltas)
-    room = keys.shape[3] - call.first
-    if call.first < 0 or room < 0:
-        raise bad_argument("first", call.first, f"0 to {keys.shape[3]}, features of a key")
-    if call.inv_freq is not None:
+    slots = {"source_slots": args.source_slots, "target_slots": args.target_slots}
+    check_moves(keys.device, **slots, deltas=args.deltas)
+    room = keys.shape[3] - args.first
+    if args.first < 0 or room < 0:
+        raise bad_argument("first", args.first, f"0 to {keys.shape[3]}, features of a key")
+    if args.inv_freq is not None:
         wanted = (torch.float32, torch.float64)
-        check_tensor("inv_freq", call.inv_freq, 1, "[rotary_dim / 2]", wanted, keys.device)
-        if not 1 <= call.inv_freq.shape[0] <= room // 2:
-            raise bad_argument("inv_freq", describe(call.inv_freq), f"1 to {room // 2} elements, one per pair")
+        check_tensor("inv_freq", args.inv_freq, 1, "[rotary_dim / 2]", wanted, keys.device)
+        if not 1 <= args.inv_freq.shape[0] <= room // 2:
+            raise bad_argument("inv_freq", describe(args.inv_freq), f"1 to {room // 2} elements, one per pair")
 
 
-def _check_values(call: Any) -> None:
-    num_slots = call.key_cache.shape[0] * call.key_cache.shape[1]
-    lowest_entry("source_slots", call.source_slots, num_slots)
-    lowest_entry("target_slots", call.target_slots, num_slots)
+def _check_values(args: Any) -> None:
+    num_slots = args.key_cache.shape[0] * args.key_cache.shape[1]
+    lowest_entry("source_slots", args.source_slots, num_slots)
+    lowest_entry("target_slots", args.target_slots, num_slots)
 
 
 def rotation_cos_sin(deltas: torch.Tensor, inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,9 +92,22 @@ def rotate_pairs_(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_n
         as_codes(pairs).copy_(as_codes(codes))
 
 
-def _move_slots_cpu(call: Any) -> None:
-    _check_values(call)
-    keys, values, sources, targets, deltas, inv_freq, is_neox, first = call
+def _cpu(args: Any) -> None:
+    _check_values(args)
+    move_on_cpu(*args)
+
+
+def move_on_cpu(
+    keys: torch.Tensor,
+    values: torch.Tensor | None,
+    sources: torch.Tensor,
+    targets: torch.Tensor,
+    deltas: torch.Tensor,
+    inv_freq: torch.Tensor | None,
+    is_neox: bool,
+    first: int,
+) -> None:
+    """Move tokens in PyTorch; the arguments are the checked ones of `move_slots`."""
     if not sources.numel():
         return
     written = targets >= 0
@@ -116,11 +129,11 @@ def _move_slots_cpu(call: Any) -> None:
 _moves: LaunchCache[Launch] = LaunchCache()
 
 
-def _launch_move_slots(call: Any) -> None:
+def _launch_move_slots(args: Any) -> None:
     require_triton("move_slots")
-    _check_values(call)
-    if call.source_slots.numel() and call.key_cache.numel():
-        launch_move(*call)
+    _check_values(args)
+    if args.source_slots.numel() and args.key_cache.numel():
+        launch_move(*args)
 
 
 def launch_move(
@@ -181,7 +194,7 @@ def _build_move_launch(
     return Launch(_move_slots_kernel, constexprs, programs, strides, same_alignment=is_aligned)
 
 
-@operator(check=_check, cpu=_move_slots_cpu, launch=_launch_move_slots, mutates=("key_cache", "value_cache"))
+@operator(check=_check, cpu=_cpu, launch=_launch_move_slots, mutates=("key_cache", "value_cache"))
 def move_slots(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor | None,

@@ -25,20 +25,17 @@ from ._core.checks import (
     lowest_entry,
 )
 from ._core.operator import operator
-from ._core.quantize import QUANTIZED_DTYPES, as_codes
+from ._core.quantize import QUANTIZED_DTYPES
 from ._core.runtime import require_triton
-from .move_slots import check_moves, launch_move, rotate_pairs_, rotation_cos_sin
-
-# Elements of a piece that a CPU rotates, so that their float32 copies fit its caches.
-_PIECE_ELEMENTS = 1 << 20
+from .move_slots import check_moves, launch_move, move_on_cpu
 
 
-def _check(call: Any) -> None:
-    key_cache, source_ids, target_ids, deltas, inv_freq, _, first = call
+def _check(args: Any) -> None:
+    key_cache, inv_freq, first = args.key_cache, args.inv_freq, args.first
     check_tensor("key_cache", key_cache, 4, CACHE_LAYOUT, (*FLOATS, *QUANTIZED_DTYPES))
     head_dim = key_cache.shape[3]
     check_last_dim("key_cache", key_cache)
-    check_moves(key_cache.device, source_ids=source_ids, target_ids=target_ids, deltas=deltas)
+    check_moves(key_cache.device, source_ids=args.source_ids, target_ids=args.target_ids, deltas=args.deltas)
     check_tensor("inv_freq", inv_freq, 1, "[rotary_dim / 2]", (torch.float32, torch.float64), key_cache.device)
     if not 0 <= first <= max(0, head_dim - 2):
         raise bad_argument("first", first, f"0 to {head_dim - 2}, a column of head_dim {head_dim} with one behind it")
@@ -48,43 +45,35 @@ def _check(call: Any) -> None:
         raise bad_argument("inv_freq", describe(inv_freq), needs)
 
 
-def _check_values(call: Any) -> None:
-    lowest_entry("source_ids", call.source_ids, call.key_cache.shape[0])
-    lowest_entry("target_ids", call.target_ids, call.key_cache.shape[0])
+def _check_values(args: Any) -> None:
+    lowest_entry("source_ids", args.source_ids, args.key_cache.shape[0])
+    lowest_entry("target_ids", args.target_ids, args.key_cache.shape[0])
 
 
-def _rotate_keys_cpu(call: Any) -> None:
-    _check_values(call)
-    key_cache, source_ids, target_ids, deltas, inv_freq, is_neox, first = call
-    written = (target_ids >= 0).nonzero()[:, 0]
-    _, block_size, heads, head_dim = key_cache.shape
-    step = max(1, _PIECE_ELEMENTS // max(1, block_size * heads * head_dim))
-    for begin in range(0, len(written), step):
-        piece = written[begin : begin + step]
-        sources, targets = source_ids[piece].long(), target_ids[piece].long()
-        keys = key_cache.index_select(0, sources.clamp(min=0))
-        absent = sources < 0
-        cos, sin = (part.repeat_interleave(block_size, 0) for part in rotation_cos_sin(deltas[piece], inv_freq))
-        rotate_pairs_(keys.view(-1, heads, head_dim), cos, sin, is_neox, first)
-        if absent.any():
-            keys.view(torch.uint8)[absent] = 0
-        as_codes(key_cache)[targets] = as_codes(keys)
-
-
-def _launch_rotate_keys(call: Any) -> None:
-    require_triton("rotate_keys")
-    _check_values(call)
-    key_cache, sources, targets, deltas, inv_freq, is_neox, first = call
-    if not sources.numel() or not key_cache.numel():
-        return
-    size, device = key_cache.shape[1], key_cache.device
+def _slots_of(args: Any) -> tuple[Any, ...]:
+    """Return a checked call as the arguments of `move_slots`: a slot for each token of a block, and no values."""
+    size, device = args.key_cache.shape[1], args.key_cache.device
+    indexes = (args.source_ids, args.target_ids, args.deltas)
+    sources, targets, deltas = (x.to(device, non_blocking=True).long().unsqueeze(1) for x in indexes)
     nth = torch.arange(size, device=device)
-    sources, targets, deltas = (x.to(device, non_blocking=True).long().unsqueeze(1) for x in (sources, targets, deltas))
     sources, targets = (torch.where(ids < 0, -1, ids * size + nth).flatten() for ids in (sources, targets))
-    launch_move(key_cache, None, sources, targets, deltas.expand(-1, size).flatten(), inv_freq, is_neox, first)
+    deltas = deltas.expand(-1, size).flatten()
+    return args.key_cache, None, sources, targets, deltas, args.inv_freq, args.is_neox, args.first
 
 
-@operator(check=_check, cpu=_rotate_keys_cpu, launch=_launch_rotate_keys, mutates=("key_cache",))
+def _cpu(args: Any) -> None:
+    _check_values(args)
+    move_on_cpu(*_slots_of(args))
+
+
+def _launch(args: Any) -> None:
+    require_triton("rotate_keys")
+    _check_values(args)
+    if args.source_ids.numel() and args.key_cache.numel():
+        launch_move(*_slots_of(args))
+
+
+@operator(check=_check, cpu=_cpu, launch=_launch, mutates=("key_cache",))
 def rotate_keys(
     key_cache: torch.Tensor,
     source_ids: torch.Tensor,
