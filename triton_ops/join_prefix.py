@@ -38,9 +38,10 @@ _ROWS_A_PROGRAM = 128
 _launches: LaunchCache[Launch] = LaunchCache()
 
 
-def _check(call: Any) -> None:
+def _check(args: Any) -> None:
     """Check the metadata of a call with lists of tensors, and the values where they may be read."""
-    caches, block_tables, seq_lens, news, query_start_loc, num_rows, new_positions = call
+    caches, news, block_tables, seq_lens = args.caches, args.news, args.block_tables, args.seq_lens
+    query_start_loc, new_positions = args.query_start_loc, args.new_positions
     check_caches("cache", caches)
     check_tensor("seq_lens", seq_lens, 1, "[num_seqs]", INDEX_DTYPES)
     device, num_seqs = seq_lens.device, seq_lens.shape[0]
@@ -54,8 +55,8 @@ def _check(call: Any) -> None:
         raise bad_argument("new", describe(news[0]) if news else "an empty list", "[num_tokens, *features]")
     num_tokens = news[0].shape[0]
     check_rows("new", news, caches, num_tokens, 2)
-    if num_rows < 0:
-        raise bad_argument("num_rows", num_rows, "at least 0")
+    if args.num_rows < 0:
+        raise bad_argument("num_rows", args.num_rows, "at least 0")
     if new_positions is not None:
         check_tensor("new_positions", new_positions, 1, "[num_tokens]", INDEX_DTYPES, device)
         if new_positions.shape[0] != num_tokens:
@@ -63,14 +64,14 @@ def _check(call: Any) -> None:
     check_reachable("cache", caches[0], seq_lens, "seq_lens")
     check_reachable("new", news[0], seq_lens, "seq_lens")
     if reads_values(seq_lens):
-        _check_values(call)
+        _check_values(args)
 
 
-def _check_values(call: Any) -> None:
+def _check_values(args: Any) -> None:
     """Check that values are in range, or raise ValueError. This reads them, so on a device it synchronizes."""
-    (num_blocks, block_size), num_tokens = call.caches[0].shape[:2], call.news[0].shape[0]
-    _, block_tables, seq_lens, _, query_start_loc, num_rows, new_positions = call
-    lengths, starts = seq_lens.tolist(), query_start_loc.tolist()
+    (num_blocks, block_size), num_tokens = args.caches[0].shape[:2], args.news[0].shape[0]
+    block_tables, num_rows, new_positions = args.block_tables, args.num_rows, args.new_positions
+    lengths, starts = args.seq_lens.tolist(), args.query_start_loc.tolist()
     queries = [end - begin for begin, end in itertools.pairwise(starts)]
     if starts[0] < 0 or starts[-1] > num_tokens or min(queries, default=0) < 0:
         raise bad_argument("query_start_loc", starts, f"ascending values from 0 to {num_tokens}, the new rows")
@@ -96,10 +97,10 @@ def _check_values(call: Any) -> None:
             raise bad_argument("new_positions", places.tolist(), "ascending positions within a sequence")
 
 
-def join_map_cpu(call: Any, block_size: int) -> torch.Tensor:
+def join_map_cpu(args: Any, block_size: int) -> torch.Tensor:
     """Return the source of each result row, `[num_rows]` int64: a slot, -2 - token of a new row, or -1 for zeros."""
-    _, block_tables, seq_lens, _, query_start_loc, num_rows, new_positions = call
-    lengths, starts = seq_lens.long(), query_start_loc.long()
+    block_tables, num_rows, new_positions = args.block_tables, args.num_rows, args.new_positions
+    lengths, starts = args.seq_lens.long(), args.query_start_loc.long()
     queries = starts.diff()
     ends = lengths.cumsum(0)
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
@@ -121,16 +122,16 @@ def join_map_cpu(call: Any, block_size: int) -> torch.Tensor:
     return rows
 
 
-def launch_join_map(call: Any, block_size: int) -> torch.Tensor:
+def launch_join_map(args: Any, block_size: int) -> torch.Tensor:
     """Return the map of `join_map_cpu`, built by a kernel, without synchronizing."""
-    _, block_tables, seq_lens, _, query_start_loc, num_rows, new_positions = call
-    num_seqs = seq_lens.shape[0]
+    block_tables, seq_lens, new_positions = args.block_tables, args.seq_lens, args.new_positions
+    num_seqs, num_rows = seq_lens.shape[0], args.num_rows
     rows = torch.empty(num_rows, dtype=torch.int64, device=seq_lens.device)
     if not num_rows:
         return rows
     ends = seq_lens.cumsum(0, dtype=torch.int64)
     positions = None if new_positions is None else new_positions.contiguous()
-    starts = query_start_loc.contiguous()
+    starts = args.query_start_loc.contiguous()
     # The key has no lengths: they differ from step to step, and the kernel is not compiled for them.
     dtypes = [None if tensor is None else tensor.dtype for tensor in (block_tables, starts, positions)]
     is_aligned = aligned(rows, block_tables, ends, starts, positions)
@@ -157,10 +158,11 @@ def _result_device(cache: torch.Tensor, seq_lens: torch.Tensor, new: torch.Tenso
     return next((t.device for t in (seq_lens, new, cache) if t.is_cuda), seq_lens.device)
 
 
-def _run_list(call: Any) -> list[torch.Tensor]:
+def _run_list(args: Any) -> list[torch.Tensor]:
     """Check and run a call with lists of tensors, on any device."""
-    _check(call)
-    caches, block_tables, seq_lens, news, query_start_loc, num_rows, new_positions = call
+    _check(args)
+    caches, news, block_tables, seq_lens = args.caches, args.news, args.block_tables, args.seq_lens
+    query_start_loc, num_rows, new_positions = args.query_start_loc, args.num_rows, args.new_positions
     block_size = caches[0].shape[1]
     device = _result_device(caches[0], seq_lens, news[0])
     outs = [cpu.empty((num_rows, *new.shape[1:]), new.dtype, device) for new in news]
@@ -171,7 +173,7 @@ def _run_list(call: Any) -> list[torch.Tensor]:
             for cache, new, out in zip(caches, news, outs, strict=True):
                 cpu.join_sequences(cache, block_tables, seq_lens.tolist(), new, query_start_loc.tolist(), out)
             return outs
-        rows = join_map_cpu(call, block_size)
+        rows = join_map_cpu(args, block_size)
         for cache, new, out in zip(caches, news, outs, strict=True):
             cpu.join_rows(cache, new, rows, out)
         return outs
@@ -182,7 +184,7 @@ def _run_list(call: Any) -> list[torch.Tensor]:
     tables, lengths, starts = (t.to(device, non_blocking=True) for t in (block_tables, seq_lens, query_start_loc))
     if new_positions is not None:
         new_positions = new_positions.to(device, non_blocking=True)
-    on_device = call._replace(
+    on_device = args._replace(
         block_tables=tables, seq_lens=lengths, query_start_loc=starts, new_positions=new_positions
     )
     rows = launch_join_map(on_device, block_size)
@@ -190,11 +192,11 @@ def _run_list(call: Any) -> list[torch.Tensor]:
     return outs
 
 
-def _run(call: Any) -> torch.Tensor:
+def _run(args: Any) -> torch.Tensor:
     """Run a call with single tensors as one with lists."""
-    lists = {"caches": [call.cache], "news": [call.new]}
-    others = {name: value for name, value in call._asdict().items() if name in _Join._fields}
-    return _run_list(_Join(**lists, **others))[0]
+    lists = {"caches": [args.cache], "news": [args.new]}
+    others = {name: value for name, value in args._asdict().items() if name in Args._fields}
+    return _run_list(Args(**lists, **others))[0]
 
 
 @operator(cpu=_run, launch=_run)
@@ -272,4 +274,4 @@ def join_prefix_list(
     ]
 
 
-_Join: Any = record_of(join_prefix_list)
+Args: Any = record_of(join_prefix_list)

@@ -24,8 +24,8 @@ from ._core.runtime import require_triton
 _PIECE_ELEMENTS = 1 << 18
 
 
-def _check(parts: Any) -> None:
-    out_a, lse_a, out_b, lse_b = parts
+def _check(args: Any) -> None:
+    out_a, lse_a, out_b, lse_b = args
     layout = "[num_tokens, num_heads, head_dim]"
     check_tensor("out_a", out_a, 3, layout, FLOATS)
     check_tensor("out_b", out_b, 3, layout, (out_a.dtype,), out_a.device)
@@ -39,9 +39,9 @@ def _check(parts: Any) -> None:
         check_last_dim(name, out)
 
 
-def merge_attention_cpu(parts: Any) -> Result:
+def merge_attention_cpu(args: Any) -> Result:
     """Compute `pc.merge_attention` in PyTorch."""
-    out_a, lse_a, out_b, lse_b = parts
+    out_a, lse_a, out_b, lse_b = args
     out = torch.empty(out_a.shape, dtype=out_a.dtype, device=out_a.device)
     lse = torch.logaddexp(lse_a, lse_b)
     # Not the difference of the two results times a weight: 3e38 and -3e38 have none.
@@ -67,24 +67,24 @@ def merge_attention_cpu(parts: Any) -> Result:
 
 
 def build_merge_launch(
-    parts: tuple[torch.Tensor, ...], dtype: torch.dtype
+    args: tuple[torch.Tensor, ...], dtype: torch.dtype
 ) -> Callable[[tuple[torch.Tensor, ...]], Result]:
-    """Return a function that merges four tensors like `parts` on the device, into a result of `dtype`."""
+    """Return a function that merges four tensors like `args` on the device, into a result of `dtype`."""
     from .kernels.merge_attention import _merge_attention_kernel
 
-    num_tokens, num_heads, head_dim = parts[0].shape
+    num_tokens, num_heads, head_dim = args[0].shape
     num_rows = num_tokens * num_heads if head_dim else 0
     block_d = next_power_of_2(max(1, head_dim))
     block_r = max(1, 2048 // block_d)
     constexprs = {"NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "BLOCK_R": block_r, "BLOCK_D": block_d}
-    strides = [stride for tensor in parts for stride in tensor.stride()[:2]]
-    programs, is_aligned = (-(-num_rows // block_r), 1, 1), aligned(*parts)
+    strides = [stride for tensor in args for stride in tensor.stride()[:2]]
+    programs, is_aligned = (-(-num_rows // block_r), 1, 1), aligned(*args)
     launch = Launch(_merge_attention_kernel, constexprs, programs, (num_rows, *strides), same_alignment=is_aligned)
     return functools.partial(_run, launch, dtype)
 
 
-def _run(launch: Launch, dtype: torch.dtype, parts: tuple[torch.Tensor, ...]) -> Result:
-    out_a, lse_a, out_b, lse_b = parts
+def _run(launch: Launch, dtype: torch.dtype, args: tuple[torch.Tensor, ...]) -> Result:
+    out_a, lse_a, out_b, lse_b = args
     out = torch.empty(out_a.shape, dtype=dtype, device=out_a.device)
     lse = torch.empty(out_a.shape[:2], dtype=torch.float32, device=out_a.device)
     if launch.programs[0]:
@@ -92,9 +92,9 @@ def _run(launch: Launch, dtype: torch.dtype, parts: tuple[torch.Tensor, ...]) ->
     return out, lse
 
 
-def _build(parts: Any) -> Callable[[Any], Result]:
+def _build(args: Any) -> Callable[[Any], Result]:
     require_triton("merge_attention")
-    return build_merge_launch(parts, parts.out_a.dtype)
+    return build_merge_launch(args, args.out_a.dtype)
 
 
 @operator(check=_check, cpu=merge_attention_cpu, build=_build)

@@ -30,9 +30,9 @@ from ._core.quantize import as_codes, code_kind, equal_scales, quantize, refuse_
 from ._core.runtime import require_triton
 
 
-def check_write(write: Any) -> None:
+def check_write(args: Any) -> None:
     """Check the metadata of a cache write's arguments."""
-    key, value, slot_mapping = write.key, write.value, write.slot_mapping
+    key, value, slot_mapping = args.key, args.value, args.slot_mapping
     check_tensor("key", key, 3, "[num_tokens, num_kv_heads, head_dim]", FLOATS)
     check_tensor("value", value, 3, "[num_tokens, num_kv_heads, head_dim]", (key.dtype,), key.device)
     if value.shape[:2] != key.shape[:2]:
@@ -42,30 +42,30 @@ def check_write(write: Any) -> None:
         raise bad_argument("key", f"head_dim {key.shape[2]}", f"1 to {MAX_HEAD_DIM}")
     check_last_dim("key", key)
     check_last_dim("value", value)
-    caches, scales = (write.key_cache, write.value_cache), (write.k_scale, write.v_scale)
+    caches, scales = (args.key_cache, args.value_cache), (args.k_scale, args.v_scale)
     check_cache(*caches, "key", key, key.shape[1], *scales, value.shape[2])
     check_tensor("slot_mapping", slot_mapping, 1, "[num_tokens]", (torch.int64,), key.device)
     if slot_mapping.shape[0] != key.shape[0]:
         raise bad_argument("slot_mapping", describe(slot_mapping), f"{key.shape[0]} elements, one per token of key")
 
 
-def check_write_values(write: Any) -> bool:
+def check_write_values(args: Any) -> bool:
     """Check that slots are in the cache and return whether one is -1; in debug mode also raise for NaN into int8."""
-    slots = write.slot_mapping
-    if debug_mode_enabled() and write.key_cache.dtype == torch.int8:
-        refuse_nan("key", write.key[slots >= 0])
-        refuse_nan("value", write.value[slots >= 0])
-    num_slots = write.key_cache.shape[0] * write.key_cache.shape[1]
+    slots = args.slot_mapping
+    if debug_mode_enabled() and args.key_cache.dtype == torch.int8:
+        refuse_nan("key", args.key[slots >= 0])
+        refuse_nan("value", args.value[slots >= 0])
+    num_slots = args.key_cache.shape[0] * args.key_cache.shape[1]
     return lowest_entry("slot_mapping", slots, num_slots) < 0
 
 
-def reshape_and_cache_cpu(write: Any) -> None:
+def reshape_and_cache_cpu(args: Any) -> None:
     """Compute `pc.reshape_and_cache` in PyTorch on CPU tensors, with checked arguments."""
-    key, value, slot_mapping = write.key, write.value, write.slot_mapping
-    if check_write_values(write):
+    key, value, slot_mapping = args.key, args.value, args.slot_mapping
+    if check_write_values(args):
         rows = torch.nonzero(slot_mapping >= 0).squeeze(1)
         key, value, slot_mapping = key[rows], value[rows], slot_mapping[rows]
-    pairs = (key, write.key_cache, write.k_scale), (value, write.value_cache, write.v_scale)
+    pairs = (key, args.key_cache, args.k_scale), (value, args.value_cache, args.v_scale)
     for source, cache, scale in pairs:
         if scale is not None:
             source = quantize(source, scale, cache.dtype)
@@ -78,17 +78,17 @@ def reshape_and_cache_cpu(write: Any) -> None:
             cache[slot_mapping // block_size, slot_mapping % block_size] = source
 
 
-def _build(write: Any) -> Callable[[Any], None]:
+def _build(args: Any) -> Callable[[Any], None]:
     require_triton("reshape_and_cache")
     from .kernels.reshape_and_cache import _reshape_and_cache_kernel
 
-    key, value, key_cache, value_cache = write.key, write.value, write.key_cache, write.value_cache
+    key, value, key_cache, value_cache = args.key, args.value, args.key_cache, args.value_cache
     num_tokens, kv_heads, head_dim = key.shape
     block_d = next_power_of_2(max(head_dim, value.shape[2]))
     block_r = max(1, 2048 // block_d)
     constexprs = {
         "KIND": code_kind(key_cache.dtype),
-        "SCALES": scale_kind(write.k_scale, write.v_scale),
+        "SCALES": scale_kind(args.k_scale, args.v_scale),
         "KV_HEADS": kv_heads,
         "BLOCK_SIZE": key_cache.shape[1],
         "HEAD_DIM": head_dim,
@@ -99,24 +99,24 @@ def _build(write: Any) -> Callable[[Any], None]:
     num_rows = num_tokens * kv_heads
     strides = (*key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3])
     programs = (-(-num_rows // block_r), 1, 1)
-    is_aligned = aligned(*write)
+    is_aligned = aligned(*args)
     launch = Launch(_reshape_and_cache_kernel, constexprs, programs, (num_rows, *strides), same_alignment=is_aligned)
-    return functools.partial(_run, launch, kv_heads, write.slot_mapping.is_contiguous())
+    return functools.partial(_run, launch, kv_heads, args.slot_mapping.is_contiguous())
 
 
-def _run(launch: Launch, kv_heads: int, is_packed: bool, write: Any) -> None:
+def _run(launch: Launch, kv_heads: int, is_packed: bool, args: Any) -> None:
     if launch.programs[0] == 0:
         return
-    key, slots = write.key, write.slot_mapping
-    launch((key, write.value, *cache_tensors(write, kv_heads, slots if is_packed else slots.contiguous())))
+    key, slots = args.key, args.slot_mapping
+    launch((key, args.value, *cache_tensors(args, kv_heads, slots if is_packed else slots.contiguous())))
 
 
-def cache_tensors(write: Any, kv_heads: int, slots: torch.Tensor) -> tuple[Any, ...]:
+def cache_tensors(args: Any, kv_heads: int, slots: torch.Tensor) -> tuple[Any, ...]:
     """Return the kernel's caches, slots and scales. Without scales, these are dummies that it never reads."""
-    if write.k_scale is None:
-        return write.key_cache, write.value_cache, slots, write.key, write.key
-    scales = equal_scales(write.k_scale, write.v_scale, kv_heads)
-    return as_codes(write.key_cache), as_codes(write.value_cache), slots, *scales
+    if args.k_scale is None:
+        return args.key_cache, args.value_cache, slots, args.key, args.key
+    scales = equal_scales(args.k_scale, args.v_scale, kv_heads)
+    return as_codes(args.key_cache), as_codes(args.value_cache), slots, *scales
 
 
 @operator(

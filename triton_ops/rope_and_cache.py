@@ -35,10 +35,10 @@ from .reshape_and_cache import (
 _PIECE_ELEMENTS = 1 << 16
 
 
-def _check(call: Any) -> None:
+def _check(args: Any) -> None:
     """Check the metadata of a call."""
-    check_write(call)
-    query, key, value, positions, cos_sin = call.query, call.key, call.value, call.positions, call.cos_sin
+    check_write(args)
+    query, key, value, positions, cos_sin = args.query, args.key, args.value, args.positions, args.cos_sin
     if value.shape != key.shape:
         raise bad_argument("value", f"shape {list(value.shape)}", f"{list(key.shape)} as key")
     num_tokens, _, head_dim = key.shape
@@ -57,11 +57,11 @@ def _check(call: Any) -> None:
         raise bad_argument("cos_sin", describe(cos_sin), needs)
 
 
-def _check_positions(call: Any) -> None:
+def _check_positions(args: Any) -> None:
     """Check that every position has a row of cos_sin. This reads them."""
-    if call.positions.numel():
-        low, high = (int(bound) for bound in torch.aminmax(call.positions))
-        limit = call.cos_sin.shape[0] - 1
+    if args.positions.numel():
+        low, high = (int(bound) for bound in torch.aminmax(args.positions))
+        limit = args.cos_sin.shape[0] - 1
         if low < 0 or high > limit:
             raise bad_argument("positions", f"values from {low} to {high}", f"0 to {limit} (cos_sin)")
 
@@ -87,61 +87,61 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     return out
 
 
-def _rope_and_cache_cpu(call: Any) -> torch.Tensor:
-    _check_positions(call)
-    cos, sin = call.cos_sin[call.positions.long()].chunk(2, -1)
-    rotated = rotate(call.key, cos, sin, call.interleaved)
-    reshape_and_cache_cpu(call._replace(key=rotated))
-    return rotate(call.query, cos, sin, call.interleaved)
+def _rope_and_cache_cpu(args: Any) -> torch.Tensor:
+    _check_positions(args)
+    cos, sin = args.cos_sin[args.positions.long()].chunk(2, -1)
+    rotated = rotate(args.key, cos, sin, args.interleaved)
+    reshape_and_cache_cpu(args._replace(key=rotated))
+    return rotate(args.query, cos, sin, args.interleaved)
 
 
-def _build(call: Any) -> Callable[[Any], torch.Tensor]:
+def _build(args: Any) -> Callable[[Any], torch.Tensor]:
     require_triton("rope_and_cache")
     from .kernels.rope_and_cache import _rope_and_cache_kernel
 
-    num_tokens, num_heads, head_dim = call.query.shape
+    num_tokens, num_heads, head_dim = args.query.shape
     block_d = next_power_of_2(head_dim)
     block_h = max(1, min(next_power_of_2(num_heads), 2048 // block_d))
-    kv_heads = call.key.shape[1]
+    kv_heads = args.key.shape[1]
     constexprs = {
-        "KIND": code_kind(call.key_cache.dtype),
-        "SCALES": scale_kind(call.k_scale, call.v_scale),
-        "INTERLEAVED": call.interleaved,
-        "ROTARY_DIM": call.cos_sin.shape[1],
+        "KIND": code_kind(args.key_cache.dtype),
+        "SCALES": scale_kind(args.k_scale, args.v_scale),
+        "INTERLEAVED": args.interleaved,
+        "ROTARY_DIM": args.cos_sin.shape[1],
         "NUM_HEADS": num_heads,
         "KV_HEADS": kv_heads,
-        "BLOCK_SIZE": call.key_cache.shape[1],
+        "BLOCK_SIZE": args.key_cache.shape[1],
         "HEAD_DIM": head_dim,
         "BLOCK_H": block_h,
         "BLOCK_K": next_power_of_2(kv_heads),
         "BLOCK_D": block_d,
     }
-    packed = [stride for tensor in (call.query, call.key, call.value) for stride in tensor.stride()[:2]]
+    packed = [stride for tensor in (args.query, args.key, args.value) for stride in tensor.stride()[:2]]
     launch = Launch(
         _rope_and_cache_kernel,
         constexprs,
         (num_tokens, max(1, -(-num_heads // block_h)), 1),
-        (*packed, *call.key_cache.stride()[:3], *call.value_cache.stride()[:3]),
-        same_alignment=aligned(*[value for value in call if isinstance(value, torch.Tensor)]),
+        (*packed, *args.key_cache.stride()[:3], *args.value_cache.stride()[:3]),
+        same_alignment=aligned(*[value for value in args if isinstance(value, torch.Tensor)]),
     )
-    out_shape = None if call.query.stride() == (num_heads * head_dim, head_dim, 1) else call.query.shape
-    return functools.partial(_run, launch, kv_heads, call.slot_mapping.is_contiguous(), out_shape)
+    out_shape = None if args.query.stride() == (num_heads * head_dim, head_dim, 1) else args.query.shape
+    return functools.partial(_run, launch, kv_heads, args.slot_mapping.is_contiguous(), out_shape)
 
 
-def _run(launch: Launch, kv_heads: int, is_packed: bool, out_shape: Sequence[int] | None, call: Any) -> torch.Tensor:
+def _run(launch: Launch, kv_heads: int, is_packed: bool, out_shape: Sequence[int] | None, args: Any) -> torch.Tensor:
     """Launch the kernel and return the rotated query. If out_shape is None, the query is contiguous."""
-    query, slots = call.query, call.slot_mapping
+    query, slots = args.query, args.slot_mapping
     # For a contiguous tensor `empty_like` takes half the time of `new_empty`.
     out: torch.Tensor = torch.empty_like(query) if out_shape is None else query.new_empty(out_shape)
     if launch.programs[0]:
-        written = cache_tensors(call, kv_heads, slots if is_packed else slots.contiguous())
-        launch((out, query, call.positions, call.cos_sin, call.key, call.value, *written))
+        written = cache_tensors(args, kv_heads, slots if is_packed else slots.contiguous())
+        launch((out, query, args.positions, args.cos_sin, args.key, args.value, *written))
     return out
 
 
-def _check_values(call: Any) -> None:
-    _check_positions(call)
-    check_write_values(call)
+def _check_values(args: Any) -> None:
+    _check_positions(args)
+    check_write_values(args)
 
 
 @operator(

@@ -180,7 +180,8 @@ def join_case(positions: bool = False) -> None:
 
     tables, lengths, starts = torch.zeros(2, 8, dtype=torch.int32), torch.tensor([64, 64]), torch.tensor([0, 8, 16])
     new_positions = torch.arange(16) if positions else None
-    rows = join_prefix.launch_join_map(([], tables, lengths, [], starts, 128, new_positions), 16)
+    args = join_prefix.Args([], tables, lengths, [], starts, 128, new_positions)
+    rows = join_prefix.launch_join_map(args, 16)
     cache, new, out = (torch.zeros(*shape, 4096, dtype=torch.bfloat16) for shape in ((4, 16), (16,), (128,)))
     launch_move_rows("join", [cache], [out], (2, 1), 128, source_index=rows, extras=[new])
 

@@ -190,10 +190,11 @@ def test_pinned_caches_reach_their_kernels() -> None:
         index = torch.empty(3, dtype=torch.int64, device="cuda:1")
         tables, lens = index.new_empty(2, 2), index.new_empty(2)
         launch = lambda function, run: registration._on_own_device(run, registration.record_of(function))  # noqa: E731
-        gathered = launch(pc.gather_slots, importlib.import_module("pc.triton_ops.gather_slots")._launch)(cache, index)
+        slots = rows_ops.row_functions("gather_slots", rows_ops.SLOTS)["launch"]
+        gathered = launch(pc.gather_slots, slots)(cache, index)
         assert gathered.device == index.device
-        blocks = importlib.import_module("pc.triton_ops.gather_blocks")
-        launch(pc.gather_blocks_list, blocks._launch_list)([cache, cache], index)
+        blocks = rows_ops.row_functions("gather_blocks_list", rows_ops.BLOCKS)["launch"]
+        launch(pc.gather_blocks_list, blocks)([cache, cache], index)
         call = ([cache], tables, lens, [cache.new_empty(1, 3)], index, 9)
         joined = launch(pc.join_prefix_list, joining._run_list)(*call)
         assert joined[0].device == index.device

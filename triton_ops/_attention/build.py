@@ -161,109 +161,109 @@ def wanted_items(arch: Architecture, programs_per_item: int) -> int:
     return max(1, programs_per_processor(arch.name) * arch.num_processors // programs_per_item)
 
 
-def _build_tables(call: AttentionArgs, out_dtype: torch.dtype | None, tiled: bool) -> AttentionLaunch:
+def _build_tables(args: AttentionArgs, out_dtype: torch.dtype | None, tiled: bool) -> AttentionLaunch:
     """Return the launch of a call whose keys are found by block tables alone; arguments as of `build_attention`."""
-    num_tokens, num_heads, _ = call.query.shape
-    num_seqs, num_kv_heads = call.seq_lens.shape[0], call.key_cache.shape[2]
+    num_tokens, num_heads, _ = args.query.shape
+    num_seqs, num_kv_heads = args.seq_lens.shape[0], args.key_cache.shape[2]
     group = num_heads // num_kv_heads
-    arch, options = architecture(call.query.device), call.plan_options(tiled)
-    shape = PlanShape.of(call.block_tables, call.block_size)
-    longest = num_tokens if call.max_query_len is None else min(num_tokens, call.max_query_len)
-    decode, prefill = _tiles(call, arch, longest)
+    arch, options = architecture(args.query.device), args.plan_options(tiled)
+    shape = PlanShape.of(args.block_tables, args.block_size)
+    longest = num_tokens if args.max_query_len is None else min(num_tokens, args.max_query_len)
+    decode, prefill = _tiles(args, arch, longest)
     query_tiles = num_tokens * group // prefill.block_m + num_seqs
-    regimes = _regimes(call, arch, options, shape, longest, query_tiles * num_kv_heads * prefill.value_splits)
+    regimes = _regimes(args, arch, options, shape, longest, query_tiles * num_kv_heads * prefill.value_splits)
     # A decode's work item serves all KV heads, or the KV head of its table.
-    item_programs = num_kv_heads // call.table_heads * -(-regimes.max_q * group // decode.block_m) * decode.value_splits
+    item_programs = num_kv_heads // args.table_heads * -(-regimes.max_q * group // decode.block_m) * decode.value_splits
     target_items = wanted_items(arch, item_programs)
     decode_launch = decode_parts = prefill_launch = prefill_parts = None
     if splits := regimes.decode_splits:
         items = min(shape.max_items, shape.num_rows + target_items, shape.num_rows * splits)
         decode_launch, decode_parts = _build_attention_launch(
-            call, options, shape, regimes, decode, True, (items, item_programs, 1)
+            args, options, shape, regimes, decode, True, (items, item_programs, 1)
         )
     if splits := regimes.prefill_splits:
         programs = (query_tiles, num_kv_heads * prefill.value_splits, splits)
-        prefill_launch, prefill_parts = _build_attention_launch(call, options, shape, regimes, prefill, False, programs)
+        prefill_launch, prefill_parts = _build_attention_launch(args, options, shape, regimes, prefill, False, programs)
     return AttentionLaunch(
         plan_size=shape.size,
-        fill_plan=build_plan(*call.batch, call.block_size, options, target_items),
+        fill_plan=build_plan(*args.batch, args.block_size, options, target_items),
         target_items=target_items,
-        convert_codes=converts_codes(call),
-        with_lse=call.with_lse,
+        convert_codes=converts_codes(args),
+        with_lse=args.with_lse,
         decode=decode_launch,
         decode_parts=decode_parts,
         prefill=prefill_launch,
         prefill_parts=prefill_parts,
-        merge=_build_merge(call, regimes),
-        new_results=build_results(call, out_dtype),
-        nothing=call.query.new_empty(0, dtype=torch.float32),
+        merge=_build_merge(args, regimes),
+        new_results=build_results(args, out_dtype),
+        nothing=args.query.new_empty(0, dtype=torch.float32),
     )
 
 
-def _tiles(call: AttentionArgs, arch: Architecture, longest: int) -> tuple[Tiles, Tiles]:
+def _tiles(args: AttentionArgs, arch: Architecture, longest: int) -> tuple[Tiles, Tiles]:
     """Return the tiles of a decode and of a prefill."""
-    query, group = call.query, call.query.shape[1] // call.key_cache.shape[2]
-    quantized, has_tree = call.key_cache.dtype != query.dtype, call.tree_mask is not None
-    is_modified = not call.terms.PLAIN
-    costly_scores = _has_segments(call) or has_tree or is_modified
+    query, group = args.query, args.query.shape[1] // args.key_cache.shape[2]
+    quantized, has_tree = args.key_cache.dtype != query.dtype, args.tree_mask is not None
+    is_modified = not args.terms.PLAIN
+    costly_scores = _has_segments(args) or has_tree or is_modified
     rows = max(1, min(longest, DECODE_QUERIES)) * group
-    if call.is_latent:
-        row = (query.shape[2], call.value_cache.shape[3], query.element_size())
-        narrow = call.block_size * max(1, call.key_cache.stride(1)) < 1 << 31
+    if args.is_latent:
+        row = (query.shape[2], args.value_cache.shape[3], query.element_size())
+        narrow = args.block_size * max(1, args.key_cache.stride(1)) < 1 << 31
         few = latent_tiles(arch.name, *row, rows, quantized, True, narrow)
         return few, latent_tiles(arch.name, *row, 64, quantized, False, narrow)
-    kind = (max(query.shape[2], call.value_cache.shape[3]), query.element_size())
-    decode = decode_tiles(arch.name, *kind, rows, quantized, group, call.block_size, is_modified)
+    kind = (max(query.shape[2], args.value_cache.shape[3]), query.element_size())
+    decode = decode_tiles(arch.name, *kind, rows, quantized, group, args.block_size, is_modified)
     # A step over two tiles needs eight blocks at most, rows found by shifts, and positions that follow from lengths.
-    two_tiles = call.block_size == 16 and group == next_power_of_2(group)
-    two_tiles = two_tiles and call.query_positions is None and not call.batch_invariant
-    prefill = prefill_tiles(arch.name, *kind, costly_scores, group, call.block_size, quantized, two_tiles)
+    two_tiles = args.block_size == 16 and group == next_power_of_2(group)
+    two_tiles = two_tiles and args.query_positions is None and not args.batch_invariant
+    prefill = prefill_tiles(arch.name, *kind, costly_scores, group, args.block_size, quantized, two_tiles)
     if has_tree:
         # The mask takes a register for each score, which wider tiles lack. Without max_registers, the compiler would
         # spill to leave registers for a second program.
-        few = decode_tiles(arch.name, *kind, longest * group, quantized, group, call.block_size)
+        few = decode_tiles(arch.name, *kind, longest * group, quantized, group, args.block_size)
         tiles = few if longest * group <= prefill.block_m // 2 else prefill
         prefill = replace(tiles, block_n=min(tiles.block_n, 32), max_registers=255)
     return decode, prefill
 
 
-def _has_segments(call: AttentionArgs) -> bool:
+def _has_segments(args: AttentionArgs) -> bool:
     """Return whether a tile's scattered queries have windows of their own, which are then united."""
-    return call.query_positions is not None and call.mask.BOUNDED and call.tree_mask is None
+    return args.query_positions is not None and args.mask.BOUNDED and args.tree_mask is None
 
 
 def _regimes(
-    call: AttentionArgs, arch: Architecture, options: PlanOptions, shape: PlanShape, longest: int, prefill_programs: int
+    args: AttentionArgs, arch: Architecture, options: PlanOptions, shape: PlanShape, longest: int, prefill_programs: int
 ) -> _Regimes:
     """Return the regimes of a call. `prefill_programs` is the number of programs of a prefill without splits."""
-    num_tokens, num_seqs = call.query.shape[0], call.seq_lens.shape[0]
+    num_tokens, num_seqs = args.query.shape[0], args.seq_lens.shape[0]
     # If all other sequences had `longest` queries and the remaining one still exceeds DECODE_QUERIES, there are no
     # decodes. Padding may make a sequence seem longer than it is. A short sequence that is tiled has the same result.
-    prefill_only = call.tree_mask is not None or num_tokens - (num_seqs - 1) * longest > DECODE_QUERIES
+    prefill_only = args.tree_mask is not None or num_tokens - (num_seqs - 1) * longest > DECODE_QUERIES
     decode_queries = 0 if prefill_only else options.decode_queries
     max_q = max(1, min(longest, DECODE_QUERIES))
     max_tiles = shape.max_tiles
-    if call.max_seq_len is not None:
-        max_tiles = min(max_tiles, -(-call.max_seq_len // TILE_KEYS))
+    if args.max_seq_len is not None:
+        max_tiles = min(max_tiles, -(-args.max_seq_len // TILE_KEYS))
     decode_splits = prefill_splits = 0
     if decode_queries:
         # There is at least one split, which writes zeros if no sequence has a key.
         attended = max_tiles
-        if call.query_positions is None:
+        if args.query_positions is None:
             attended = min(max_tiles, options.mask.max_tiles(max_q))
         decode_splits = max(1, min(shape.max_items, -(-attended // MIN_SPLIT_TILES)))
-    if call.batch_invariant:
+    if args.batch_invariant:
         prefill_splits = max(1, -(-max_tiles // (INVARIANT_SPLIT_KEYS // TILE_KEYS)))
     elif longest > decode_queries or not decode_queries:
         prefill_splits = 1
-        if not _has_segments(call):
+        if not _has_segments(args):
             idle = 2 * arch.num_processors // prefill_programs
             prefill_splits = max(1, min(idle, max_tiles // 8, MAX_PREFILL_SPLITS))
     return _Regimes(decode_queries, max_q, decode_splits, prefill_splits)
 
 
 def _build_attention_launch(
-    call: AttentionArgs,
+    args: AttentionArgs,
     options: PlanOptions,
     shape: PlanShape,
     regimes: _Regimes,
@@ -274,32 +274,32 @@ def _build_attention_launch(
     """Return a launch of the attention kernel and the shape of its partial results, None without splits."""
     from ..kernels.attention import _attention_kernel
 
-    num_tokens, num_heads, _ = call.query.shape
+    num_tokens, num_heads, _ = args.query.shape
     splits = regimes.decode_splits if decoding else regimes.prefill_splits
     split_rows, split_heads = splits * num_tokens, num_heads
     if decoding:
-        split_rows, split_heads = shape.max_items * regimes.max_q, num_heads // call.table_heads
+        split_rows, split_heads = shape.max_items * regimes.max_q, num_heads // args.table_heads
     constexprs = {
-        **compiled_for(call, options.mask, tiles),
+        **compiled_for(args, options.mask, tiles),
         "DECODE": decoding,
-        "SPLIT_TILES": INVARIANT_SPLIT_KEYS // TILE_KEYS if call.batch_invariant else 0,
-        "TWO_LOOPS": tiles.two_loops and not (_has_segments(call) or call.batch_invariant),
-        "EQUAL_STRIDES": call.key_cache.stride() == call.value_cache.stride(),
+        "SPLIT_TILES": INVARIANT_SPLIT_KEYS // TILE_KEYS if args.batch_invariant else 0,
+        "TWO_LOOPS": tiles.two_loops and not (_has_segments(args) or args.batch_invariant),
+        "EQUAL_STRIDES": args.key_cache.stride() == args.value_cache.stride(),
     }
-    lengths = (call.seq_lens.shape[0], num_tokens, shape.max_tiles, shape.max_items)
+    lengths = (args.seq_lens.shape[0], num_tokens, shape.max_tiles, shape.max_items)
     mask = (*numbers(options.mask), options.key_begin)
-    regime = (regimes.decode_queries, regimes.max_q, splits, call.scale)
-    values = (*lengths, *regime, *numbers(call.terms), *mask, *strides_of(call))
-    compiled = (tiles.num_warps, tiles.num_stages, call.is_aligned, tiles.max_registers)
+    regime = (regimes.decode_queries, regimes.max_q, splits, args.scale)
+    values = (*lengths, *regime, *numbers(args.terms), *mask, *strides_of(args))
+    compiled = (tiles.num_warps, tiles.num_stages, args.is_aligned, tiles.max_registers)
     launch = Launch(_attention_kernel, constexprs, programs, values, *compiled)
-    return launch, (split_rows, split_heads, call.value_cache.shape[3]) if splits > 1 else None
+    return launch, (split_rows, split_heads, args.value_cache.shape[3]) if splits > 1 else None
 
 
-def _build_merge(call: AttentionArgs, regimes: _Regimes) -> Launch:
+def _build_merge(args: AttentionArgs, regimes: _Regimes) -> Launch:
     """Return the launch that sums splits: those of decodes if prefills have none, otherwise those of all tokens."""
-    num_tokens, num_seqs = call.query.shape[0], call.seq_lens.shape[0]
+    num_tokens, num_seqs = args.query.shape[0], args.seq_lens.shape[0]
     by_sequence = int(regimes.decode_queries > 0 and regimes.prefill_splits <= 1)  # triton 3.6 cannot interpret a bool
     rows = num_seqs * regimes.max_q if by_sequence else num_tokens
     values = (num_seqs, num_tokens, regimes.decode_queries, regimes.max_q, max(1, regimes.prefill_splits), by_sequence)
     splits = max(regimes.decode_splits, regimes.prefill_splits)
-    return build_sum_launch(call, rows, splits, values, call.table_heads)
+    return build_sum_launch(args, rows, splits, values, args.table_heads)

@@ -74,26 +74,26 @@ def _check_scales(key_cache: torch.Tensor, device: torch.device, **scales: torch
             raise bad_argument(name, describe(scale), needs)
 
 
-def _check_latent(call: AttentionArgs) -> None:
+def _check_latent(args: AttentionArgs) -> None:
     """Check the cache of latent rows, whose sizes are known to hold the values."""
-    rows, query = call.key_cache, call.query
+    rows, query = args.key_cache, args.query
     _check_blocks("cache", rows, query)
     if rows.shape[3] != query.shape[2] or rows.shape[3] % 16:
         needs = f"head_dim {query.shape[2]} of query, a multiple of 16"
         raise bad_argument("cache", f"head_dim {rows.shape[3]}", needs)
-    _check_scales(rows, query.device, k_scale=call.k_scale)
+    _check_scales(rows, query.device, k_scale=args.k_scale)
 
 
-def check_batch(call: Any, device: torch.device, head_tables: bool = True, num_tokens: int | None = None) -> None:
+def check_batch(args: Any, device: torch.device, head_tables: bool = True, num_tokens: int | None = None) -> None:
     """Check tables, lengths and options that a plan and an attention call share, from metadata alone.
 
     `head_tables`: block_tables may be one per KV head.
     """
-    tables, seq_lens, starts = call.block_tables, call.seq_lens, call.query_start_loc
+    tables, seq_lens, starts = args.block_tables, args.seq_lens, args.query_start_loc
     if head_tables and tables.dim() == 3:
         check_tensor("block_tables", tables, 3, "[num_seqs, num_kv_heads, max_blocks]", (torch.int32,), device)
-        if call.num_shared_blocks:
-            raise bad_argument("num_shared_blocks", call.num_shared_blocks, "0 with a block table per KV head")
+        if args.num_shared_blocks:
+            raise bad_argument("num_shared_blocks", args.num_shared_blocks, "0 with a block table per KV head")
     else:
         layout = "[num_seqs, max_blocks]"
         if tables.dim() == 3:
@@ -111,80 +111,80 @@ def check_batch(call: Any, device: torch.device, head_tables: bool = True, num_t
         needs = f"{num_seqs + 1}, one more than seq_lens"
         raise bad_argument("query_start_loc", f"{starts.shape[0]} elements", needs)
     vectors = {"seq_lens": seq_lens, "query_start_loc": starts}
-    if call.query_positions is not None:
-        vectors["query_positions"] = call.query_positions
-        check_tensor("query_positions", call.query_positions, 1, "[num_tokens]", (torch.int32,), device)
-        if num_tokens is not None and call.query_positions.shape[0] != num_tokens:
-            got = f"{call.query_positions.shape[0]} elements"
+    if args.query_positions is not None:
+        vectors["query_positions"] = args.query_positions
+        check_tensor("query_positions", args.query_positions, 1, "[num_tokens]", (torch.int32,), device)
+        if num_tokens is not None and args.query_positions.shape[0] != num_tokens:
+            got = f"{args.query_positions.shape[0]} elements"
             raise bad_argument("query_positions", got, f"{num_tokens}, one per row of query")
     for name, vector in vectors.items():
         if not vector.is_contiguous():
             raise bad_argument(name, f"strides {list(vector.stride())}", "a contiguous tensor")
-    if not 0 <= call.num_shared_blocks <= max_blocks:
+    if not 0 <= args.num_shared_blocks <= max_blocks:
         needs = f"0 to {max_blocks}, the columns of block_tables"
-        raise bad_argument("num_shared_blocks", call.num_shared_blocks, needs)
+        raise bad_argument("num_shared_blocks", args.num_shared_blocks, needs)
     for option, needs in NOT_NEGATIVE.items():
-        if getattr(call, option, 0) < 0:
-            raise bad_argument(option, getattr(call, option), needs)
+        if getattr(args, option, 0) < 0:
+            raise bad_argument(option, getattr(args, option), needs)
 
 
-def check_attention(call: AttentionArgs) -> None:
+def check_attention(args: AttentionArgs) -> None:
     """Check all metadata of an attention call, without reading a value."""
-    call = call.with_rows()
-    query = call.query
+    args = args.with_rows()
+    query = args.query
     check_tensor("query", query, 3, "[num_tokens, num_heads, head_dim]", FLOATS)
     num_tokens, num_heads, head_dim = query.shape
-    limit = MAX_LATENT_DIM if call.is_latent else MAX_HEAD_DIM
+    limit = MAX_LATENT_DIM if args.is_latent else MAX_HEAD_DIM
     if not 1 <= head_dim <= limit:
         raise bad_argument("query", f"head_dim {head_dim}", f"1 to {limit}")
     if num_heads < 1:
         raise bad_argument("query", f"shape {list(query.shape)}", "at least one head")
     check_last_dim("query", query)
-    if call.is_latent:
-        _check_latent(call)
+    if args.is_latent:
+        _check_latent(args)
     else:
-        check_cache(call.key_cache, call.value_cache, "query", query, None, call.k_scale, call.v_scale)
-    num_kv_heads = call.key_cache.shape[2]
+        check_cache(args.key_cache, args.value_cache, "query", query, None, args.k_scale, args.v_scale)
+    num_kv_heads = args.key_cache.shape[2]
     if num_kv_heads == 0 or num_heads % num_kv_heads:
         needs = f"a divisor of query's {num_heads} heads in its third dimension"
-        if call.key_cache.shape[1] and num_heads % call.key_cache.shape[1] == 0:
+        if args.key_cache.shape[1] and num_heads % args.key_cache.shape[1] == 0:
             needs += "; a cache [num_blocks, num_kv_heads, block_size, head_dim] goes in as cache.transpose(1, 2)"
         raise bad_argument("key_cache", f"{num_kv_heads} KV heads", needs)
     device = query.device
-    check_batch(call, device, call.head_tables, num_tokens)
-    if call.block_tables.dim() == 3 and call.block_tables.shape[1] != num_kv_heads:
-        got = f"shape {list(call.block_tables.shape)}"
+    check_batch(args, device, args.head_tables, num_tokens)
+    if args.block_tables.dim() == 3 and args.block_tables.shape[1] != num_kv_heads:
+        got = f"shape {list(args.block_tables.shape)}"
         raise bad_argument("block_tables", got, f"{num_kv_heads} tables a sequence, one per KV head of key_cache")
-    for name, per_head in (("alibi_slopes", call.alibi_slopes), ("sinks", call.sinks)):
+    for name, per_head in (("alibi_slopes", args.alibi_slopes), ("sinks", args.sinks)):
         if per_head is None:
             continue
         check_tensor(name, per_head, 1, "[num_heads]", FLOATS, device)
         if per_head.shape[0] != num_heads or not per_head.is_contiguous():
             raise bad_argument(name, describe(per_head), f"a contiguous tensor of {num_heads} elements, one per head")
-    if call.tree_mask is not None:
-        mask, layout = call.tree_mask, "[num_tokens, words]"
+    if args.tree_mask is not None:
+        mask, layout = args.tree_mask, "[num_tokens, words]"
         check_tensor("tree_mask", mask, 2, layout, (torch.int32,), device)
         if mask.shape[0] != num_tokens or mask.shape[1] < 1:
             raise bad_argument("tree_mask", f"shape {list(mask.shape)}", f"{num_tokens} rows, one per row of query")
         check_last_dim("tree_mask", mask)
-    if call.query_blocks is not None:
-        lists = call.query_blocks
+    if args.query_blocks is not None:
+        lists = args.query_blocks
         check_tensor("query_blocks", lists, 3, "[num_tokens, num_kv_heads, top_k]", (torch.int32,), device)
         if lists.shape[:2] != (num_tokens, num_kv_heads):
             needs = f"[{num_tokens}, {num_kv_heads}, top_k], one list per row of query and KV head"
             raise bad_argument("query_blocks", f"shape {list(lists.shape)}", needs)
         check_last_dim("query_blocks", lists)
-    if call.plan is not None:
-        check_tensor("plan", call.plan, 1, "[n] from attention_plan", (torch.int32,), device)
-        size = PlanShape.of(call.block_tables, call.block_size).size
-        if call.plan.shape[0] != size or not call.plan.is_contiguous():
+    if args.plan is not None:
+        check_tensor("plan", args.plan, 1, "[n] from attention_plan", (torch.int32,), device)
+        size = PlanShape.of(args.block_tables, args.block_size).size
+        if args.plan.shape[0] != size or not args.plan.is_contiguous():
             needs = f"{size} contiguous ones, from attention_plan for these tables"
-            raise bad_argument("plan", f"{call.plan.shape[0]} elements with strides {call.plan.stride()}", needs)
+            raise bad_argument("plan", f"{args.plan.shape[0]} elements with strides {args.plan.stride()}", needs)
 
 
-def check_lengths(call: Any, lens: list[int], starts: list[int], max_seq_len: int | None = None) -> None:
+def check_lengths(args: Any, lens: list[int], starts: list[int], max_seq_len: int | None = None) -> None:
     """Check that the tables hold every sequence, and every sequence its queries; the call's tensors read as lists."""
-    capacity = call.block_tables.shape[-1] * call.block_size
+    capacity = args.block_tables.shape[-1] * args.block_size
     bound = capacity if max_seq_len is None else min(capacity, max_seq_len)
     shortest, longest = min(lens, default=0), max(lens, default=0)
     if shortest < 0 or longest > bound:
@@ -196,29 +196,29 @@ def check_lengths(call: Any, lens: list[int], starts: list[int], max_seq_len: in
             raise bad_argument("seq_lens", f"{length} in row {row}", needs)
 
 
-def check_attention_values(call: AttentionArgs) -> None:
+def check_attention_values(args: AttentionArgs) -> None:
     """Check lengths, block numbers, positions and the plan; this reads them, so on a device it synchronizes."""
-    call = call.with_rows()
-    _check_batch_values(call)
-    if call.plan is not None:
-        check_plan(call, call.plan_options())
+    args = args.with_rows()
+    _check_batch_values(args)
+    if args.plan is not None:
+        check_plan(args, args.plan_options())
 
 
-def _check_batch_values(call: AttentionArgs) -> None:
-    num_tokens = call.query.shape[0]
-    num_blocks, block_size = call.key_cache.shape[0], call.block_size
-    lens, starts = call.seq_lens.tolist(), call.query_start_loc.tolist()
+def _check_batch_values(args: AttentionArgs) -> None:
+    num_tokens = args.query.shape[0]
+    num_blocks, block_size = args.key_cache.shape[0], args.block_size
+    lens, starts = args.seq_lens.tolist(), args.query_start_loc.tolist()
     q_lens = [end - begin for begin, end in itertools.pairwise(starts)]
     if starts[0] != 0 or starts[-1] > num_tokens or min(q_lens, default=0) < 0:
         raise bad_argument("query_start_loc", starts, f"ascending from 0 to at most {num_tokens} (num_tokens)")
     if not lens:
         return
-    check_lengths(call, lens, starts, call.max_seq_len)
+    check_lengths(args, lens, starts, args.max_seq_len)
     shortest, longest = min(lens), max(lens)
-    if call.max_query_len is not None and max(q_lens) > call.max_query_len:
+    if args.max_query_len is not None and max(q_lens) > args.max_query_len:
         needs = f"at least {max(q_lens)}, the longest of query_start_loc"
-        raise bad_argument("max_query_len", call.max_query_len, needs)
-    tables = call.block_tables.cpu()
+        raise bad_argument("max_query_len", args.max_query_len, needs)
+    tables = args.block_tables.cpu()
     own = tables[..., : -(-longest // block_size)]
     if own.numel() and (own.min() < -1 or own.max() >= num_blocks):
         # Entries behind a sequence's end are never read and may hold anything.
@@ -229,31 +229,31 @@ def _check_batch_values(call: AttentionArgs) -> None:
             of_head = f", KV head {head[0]}" if head else ""
             got = f"{own[place]} in row {row}{of_head}, column {column}"
             raise bad_argument("block_tables", got, f"-1 to {num_blocks - 1}")
-    if call.query_blocks is not None:
-        _check_lists(call.query_blocks, call, lens, starts)
-    if call.tree_mask is not None:
-        _check_tree(call.tree_mask, call, starts)
-    if call.num_shared_blocks:
-        _check_prefix(tables[:, : call.num_shared_blocks], shortest, block_size)
-    if call.query_positions is not None:
-        positions = call.query_positions.cpu()[: starts[-1]]
+    if args.query_blocks is not None:
+        _check_lists(args.query_blocks, args, lens, starts)
+    if args.tree_mask is not None:
+        _check_tree(args.tree_mask, args, starts)
+    if args.num_shared_blocks:
+        _check_prefix(tables[:, : args.num_shared_blocks], shortest, block_size)
+    if args.query_positions is not None:
+        positions = args.query_positions.cpu()[: starts[-1]]
         falls = positions[1:] <= positions[:-1]
         for start in starts[1:-1]:
             if 0 < start < len(positions):
                 falls[start - 1] = False
-        if call.tree_mask is not None:
+        if args.tree_mask is not None:
             falls[:] = False
         if (positions < 0).any() or falls.any():
             raise bad_argument("query_positions", positions.tolist()[:16], "positions that ascend within each sequence")
 
 
-def _check_lists(lists: torch.Tensor, call: AttentionArgs, lens: list[int], starts: list[int]) -> None:
+def _check_lists(lists: torch.Tensor, args: AttentionArgs, lens: list[int], starts: list[int]) -> None:
     import numpy as np
 
     own = lists.cpu().numpy()[: starts[-1]]
     if not own.size:
         return
-    blocks = [-(-length // call.block_size) for length in lens]
+    blocks = [-(-length // args.block_size) for length in lens]
     # Without a sign -1 is above all others.
     unsigned = own.view(np.uint32)
     if unsigned.max() >= min(blocks) and (own.min() < -1 or own.max() >= min(blocks)):
@@ -279,19 +279,19 @@ def tree_bits(mask: torch.Tensor, num_keys: int) -> np.ndarray:
     return np.pad(bits, ((0, 0), (0, max(0, num_keys - bits.shape[1]))))[:, :num_keys].astype(bool)
 
 
-def _check_tree(mask: torch.Tensor, call: AttentionArgs, starts: list[int]) -> None:
+def _check_tree(mask: torch.Tensor, args: AttentionArgs, starts: list[int]) -> None:
     import numpy as np
 
     for i, (begin, end) in enumerate(itertools.pairwise(starts)):
         if end - begin > 32 * mask.shape[1]:
             needs = f"{-(-(end - begin) // 32)}, 32 keys each, for the {end - begin} queries of sequence {i}"
             raise bad_argument("tree_mask", f"{mask.shape[1]} words", needs)
-        if not call.causal:
+        if not args.causal:
             continue
         bits, row = tree_bits(mask[begin:end], 32 * mask.shape[1]), np.arange(end - begin)[:, None]
         future = np.arange(bits.shape[1]) > row
-        if call.query_positions is not None:
-            depth = call.query_positions[begin:end].cpu().numpy()
+        if args.query_positions is not None:
+            depth = args.query_positions[begin:end].cpu().numpy()
             future[:, : end - begin] |= (depth[None] >= depth[:, None]) & (row != row.T)
         if (bits & future).any():
             query, key = np.argwhere(bits & future)[0]

@@ -28,15 +28,15 @@ _LONG_CHUNK = 64
 _BATCHED_KEYS = 4096
 
 
-def attend(call: AttentionArgs) -> Result:
+def attend(args: AttentionArgs) -> Result:
     """Return results like query and natural lse `[num_tokens, num_heads]` float32; 0 and -inf in rows without keys."""
-    query, cache, is_plain = call.query, Cache(call), call.terms.PLAIN and call.tree_mask is None
-    by_head = call.query_blocks is not None or call.block_tables.dim() == 3
-    runs = _runs(call, is_plain)
+    query, cache, is_plain = args.query, Cache(args), args.terms.PLAIN and args.tree_mask is None
+    by_head = args.query_blocks is not None or args.block_tables.dim() == 3
+    runs = _runs(args, is_plain)
     single = [run for run in runs if run.length == 1] if is_plain else []
     if not by_head:
-        single = _with_few_keys(call, cache, single)
-    decoded = attend_decodes(call, cache, single) if single else None
+        single = _with_few_keys(args, cache, single)
+    decoded = attend_decodes(args, cache, single) if single else None
     if decoded is not None and len(single) == len(query):
         out, lse = decoded
     else:
@@ -47,24 +47,24 @@ def attend(call: AttentionArgs) -> Result:
             out[tokens], lse[tokens] = decoded
             runs = [*{*runs} - {*single}]
         if not by_head:
-            _attend_runs(call, cache, runs, out, lse)
-        elif runs := [run for run in runs if not is_plain or not _attend_heads(call, cache, run, out, lse)]:
+            _attend_runs(args, cache, runs, out, lse)
+        elif runs := [run for run in runs if not is_plain or not _attend_heads(args, cache, run, out, lse)]:
             for head in range(cache.kv_heads):
-                heads, own = _of_head(call, head)
+                heads, own = _of_head(args, head)
                 _attend_runs(own, Cache(own), runs, out[:, heads], lse[:, heads])
-    if call.sinks is not None:
-        _add_sinks(out, lse, call.sinks, int(call.query_start_loc[-1]))
+    if args.sinks is not None:
+        _add_sinks(out, lse, args.sinks, int(args.query_start_loc[-1]))
     return out, lse
 
 
-def _runs(call: AttentionArgs, is_plain: bool) -> list[Run]:
+def _runs(args: AttentionArgs, is_plain: bool) -> list[Run]:
     """Return the longest possible runs of sequences with keys. Plain queries with lists and a window are each a run."""
-    starts, lens = call.query_start_loc.tolist(), call.seq_lens.tolist()
+    starts, lens = args.query_start_loc.tolist(), args.seq_lens.tolist()
     bounds = [(i, begin, end) for i, (begin, end) in enumerate(itertools.pairwise(starts)) if begin < end and lens[i]]
-    if call.query_blocks is not None and any(end - begin > 1 for _, begin, end in bounds):
-        lists = call.query_blocks.numpy()
+    if args.query_blocks is not None and any(end - begin > 1 for _, begin, end in bounds):
+        lists = args.query_blocks.numpy()
         differs = np.ones(len(lists), dtype=bool)
-        if not (is_plain and call.mask.BOUNDED):
+        if not (is_plain and args.mask.BOUNDED):
             differs[1:] = (lists[1:] != lists[:-1]).any(axis=(1, 2))
         cuts = [
             (i, [begin, *(differs[begin + 1 : end].nonzero()[0] + begin + 1).tolist(), end]) for i, begin, end in bounds
@@ -73,106 +73,106 @@ def _runs(call: AttentionArgs, is_plain: bool) -> list[Run]:
     return [Run(i, begin, lens[i] - starts[i + 1] + begin, end - begin) for i, begin, end in bounds]
 
 
-def _with_few_keys(call: AttentionArgs, cache: Cache, runs: list[Run]) -> list[Run]:
+def _with_few_keys(args: AttentionArgs, cache: Cache, runs: list[Run]) -> list[Run]:
     """Return the queries with so few keys that several sequences are gathered together; none for only one run."""
     if len(runs) > 1:
         # Quantized keys are read faster by block than by vector.
-        most = _BATCHED_KEYS if call.k_scale is None else cache.at_once(cache.kv_heads) // 16
-        few = ranges_of(call, runs).count <= most
+        most = _BATCHED_KEYS if args.k_scale is None else cache.at_once(cache.kv_heads) // 16
+        few = ranges_of(args, runs).count <= most
         runs = runs if few.all() else [run for run, is_few in zip(runs, few.tolist(), strict=True) if is_few]
     return runs if len(runs) > 1 else []
 
 
-def _of_head(call: AttentionArgs, head: int) -> tuple[slice, AttentionArgs]:
+def _of_head(args: AttentionArgs, head: int) -> tuple[slice, AttentionArgs]:
     """Return the query heads of a KV head with its own keys, and the arguments for only these heads."""
-    group = call.query.shape[1] // call.key_cache.shape[2]
+    group = args.query.shape[1] // args.key_cache.shape[2]
     own, heads = slice(head, head + 1), slice(head * group, (head + 1) * group)
 
     def part(per_head: torch.Tensor | None, of: slice) -> torch.Tensor | None:
         return per_head if per_head is None or per_head.numel() == 1 else per_head[of]
 
-    return heads, call._replace(
-        query=call.query[:, heads],
-        key_cache=call.key_cache[:, :, own],
-        value_cache=call.value_cache[:, :, own],
-        block_tables=call.block_tables if call.block_tables.dim() == 2 else call.block_tables[:, head],
-        query_blocks=None if call.query_blocks is None else call.query_blocks[:, own],
-        alibi_slopes=part(call.alibi_slopes, heads),
-        k_scale=part(call.k_scale, own),
-        v_scale=part(call.v_scale, own),
+    return heads, args._replace(
+        query=args.query[:, heads],
+        key_cache=args.key_cache[:, :, own],
+        value_cache=args.value_cache[:, :, own],
+        block_tables=args.block_tables if args.block_tables.dim() == 2 else args.block_tables[:, head],
+        query_blocks=None if args.query_blocks is None else args.query_blocks[:, own],
+        alibi_slopes=part(args.alibi_slopes, heads),
+        k_scale=part(args.k_scale, own),
+        v_scale=part(args.v_scale, own),
     )
 
 
-def _blocks(call: AttentionArgs, run: Run) -> np.ndarray:
+def _blocks(args: AttentionArgs, run: Run) -> np.ndarray:
     """Return the run's blocks by their places in the sequence, a row for each KV head with its own; -1 for none."""
-    tables = call.block_tables.numpy()[run.sequence, ..., : -(-int(call.seq_lens[run.sequence]) // call.block_size)]
-    if call.query_blocks is None:
+    tables = args.block_tables.numpy()[run.sequence, ..., : -(-int(args.seq_lens[run.sequence]) // args.block_size)]
+    if args.query_blocks is None:
         return tables
-    lists = call.query_blocks.numpy()[run.first]
+    lists = args.query_blocks.numpy()[run.first]
     is_listed = np.zeros((len(lists), tables.shape[-1] + 1), dtype=bool)
     np.put_along_axis(is_listed, np.where(lists < 0, tables.shape[-1], lists), True, axis=1)
     return np.where(is_listed[:, :-1], tables, -1)
 
 
-def _attend_heads(call: AttentionArgs, cache: Cache, run: Run, out: torch.Tensor, lse: torch.Tensor) -> bool:
+def _attend_heads(args: AttentionArgs, cache: Cache, run: Run, out: torch.Tensor, lse: torch.Tensor) -> bool:
     """Write the results of a run whose KV heads have their own blocks, all at once; return False if it needs masks."""
-    chunks = run.chunks(call)
-    if len(chunks) > max(1, run.length // _LONG_CHUNK) or call.mask.BOUNDED:
+    chunks = run.chunks(args)
+    if len(chunks) > max(1, run.length // _LONG_CHUNK) or args.mask.BOUNDED:
         return False
-    blocks, seq_len = _blocks(call, run), int(call.seq_lens[run.sequence])
+    blocks, seq_len = _blocks(args, run), int(args.seq_lens[run.sequence])
     for begin, position, count in chunks:
         rows = slice(run.first + begin, run.first + begin + count)
-        part = attend_heads(call.query[rows].to(cache.dtype), cache, blocks, seq_len, position, call)
+        part = attend_heads(args.query[rows].to(cache.dtype), cache, blocks, seq_len, position, args)
         if part is None:
             return False
         out[rows], lse[rows] = part
     return True
 
 
-def _attend_runs(call: AttentionArgs, cache: Cache, runs: list[Run], out: torch.Tensor, lse: torch.Tensor) -> None:
+def _attend_runs(args: AttentionArgs, cache: Cache, runs: list[Run], out: torch.Tensor, lse: torch.Tensor) -> None:
     """Write the results of runs, each alone, with all heads over the same blocks."""
-    starts = call.query_start_loc.tolist()
-    query = call.query.to(cache.dtype)
+    starts = args.query_start_loc.tolist()
+    query = args.query.to(cache.dtype)
     for run in runs:
         i, rows = run.sequence, run.rows
-        table, seq_len = _blocks(call, run).reshape(-1), int(call.seq_lens[i])
-        if call.tree_mask is not None:
+        table, seq_len = _blocks(args, run).reshape(-1), int(args.seq_lens[i])
+        if args.tree_mask is not None:
             begin, end = starts[i : i + 2]
-            own = Run(i, begin, seq_len - (end - begin), end - begin).positions(call)
-            bits = tree_bits(call.tree_mask[rows], end - begin)
-            out[rows], lse[rows] = attend_tree(query[rows], cache, table, seq_len, run.positions(call), own, bits, call)
+            own = Run(i, begin, seq_len - (end - begin), end - begin).positions(args)
+            bits = tree_bits(args.tree_mask[rows], end - begin)
+            out[rows], lse[rows] = attend_tree(query[rows], cache, table, seq_len, run.positions(args), own, bits, args)
             continue
-        chunks = run.chunks(call)
-        if len(chunks) > max(1, run.length // _LONG_CHUNK) and not call.mask.BOUNDED:
-            out[rows], lse[rows] = attend_masked(query[rows], cache, table, seq_len, run.positions(call), call)
+        chunks = run.chunks(args)
+        if len(chunks) > max(1, run.length // _LONG_CHUNK) and not args.mask.BOUNDED:
+            out[rows], lse[rows] = attend_masked(query[rows], cache, table, seq_len, run.positions(args), args)
             continue
         for begin, position, count in chunks:
             part = slice(run.first + begin, run.first + begin + count)
-            out[part], lse[part] = _attend_chunk(query[part], cache, table, seq_len, position, call)
+            out[part], lse[part] = _attend_chunk(query[part], cache, table, seq_len, position, args)
 
 
 def _attend_chunk(
-    query: torch.Tensor, cache: Cache, table: np.ndarray, seq_len: int, position: int, call: AttentionArgs
+    query: torch.Tensor, cache: Cache, table: np.ndarray, seq_len: int, position: int, args: AttentionArgs
 ) -> Result:
     """Return the results of queries at positions position, position + 1, ... of one sequence."""
-    count, width, size, mask = query.shape[0], cache.width, cache.block_size, call.mask
+    count, width, size, mask = query.shape[0], cache.width, cache.block_size, args.mask
     last = position + count - 1
     sink_end, begin, end = mask.attended_range(last, last, seq_len)
-    if call.terms.PLAIN and (count == 1 or (mask.is_whole(last) and (not call.causal or end <= position))):
-        spans = (full_parts(query, cache, table, *span, call.scale) for span in ((0, sink_end), (begin, end)))
+    if args.terms.PLAIN and (count == 1 or (mask.is_whole(last) and (not args.causal or end <= position))):
+        spans = (full_parts(query, cache, table, *span, args.scale) for span in ((0, sink_end), (begin, end)))
         return merge_parts(itertools.chain.from_iterable(spans), query, width)
     own_blocks = table[position // size : -(-end // size)]
-    if call.terms.PLAIN and mask.is_whole(last) and bool((own_blocks >= 0).all()):
+    if args.terms.PLAIN and mask.is_whole(last) and bool((own_blocks >= 0).all()):
         keys, values = (x[position % size :][: end - position] for x in cache.read(own_blocks))
-        before = full_parts(query, cache, table, 0, position, call.scale)
-        return merge_parts([flash(query, keys, values, call.scale, True), *before], query, width)
+        before = full_parts(query, cache, table, 0, position, args.scale)
+        return merge_parts([flash(query, keys, values, args.scale, True), *before], query, width)
     reached = sink_end + end - begin
     # If a slice has as many queries as one of them has keys, it reads twice as many keys.
     step = max(1, min(count, max(16, reached), MAX_SCORES // max(1, min(seq_len, 2 * reached) * query.shape[1])))
 
     cuts = (slice(begin, begin + step) for begin in range(0, count, step))
     positions = np.arange(position, position + count)
-    return concatenated([attend_masked(query[cut], cache, table, seq_len, positions[cut], call) for cut in cuts])
+    return concatenated([attend_masked(query[cut], cache, table, seq_len, positions[cut], args) for cut in cuts])
 
 
 def _add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, num_tokens: int) -> None:

@@ -44,10 +44,10 @@ class Cache:
     keys and values have different strides.
     """
 
-    def __init__(self, call: AttentionArgs) -> None:
-        key, value = self._key, self._value = call.key_cache, call.value_cache
-        self._k_scale, self._v_scale, self._is_latent = call.k_scale, call.v_scale, call.is_latent
-        is_half = call.query.dtype == key.dtype == torch.bfloat16
+    def __init__(self, args: AttentionArgs) -> None:
+        key, value = self._key, self._value = args.key_cache, args.value_cache
+        self._k_scale, self._v_scale, self._is_latent = args.k_scale, args.v_scale, args.is_latent
+        is_half = args.query.dtype == key.dtype == torch.bfloat16
         # PyTorch's flash kernel takes twice as long for float16 as for float32.
         self.dtype = torch.bfloat16 if is_half else torch.float32
         _, self.block_size, self.kv_heads, key_width = key.shape

@@ -98,29 +98,29 @@ def concatenated(parts: list[Result]) -> Result:
 
 
 def attend_masked(
-    query: torch.Tensor, cache: Cache, table: np.ndarray, end: int, positions: np.ndarray, call: AttentionArgs
+    query: torch.Tensor, cache: Cache, table: np.ndarray, end: int, positions: np.ndarray, args: AttentionArgs
 ) -> Result:
     """Attend with queries of a sequence over its present keys before `end`, with the predicate as a mask.
 
     If only causality restricts them, the last queries attend to all of a piece and need no mask for it.
     """
-    sink_end, begin, end = call.mask.attended_range(int(positions.min()), int(positions.max()), end)
+    sink_end, begin, end = args.mask.attended_range(int(positions.min()), int(positions.max()), end)
     out = query.new_zeros((*query.shape[:2], cache.width), dtype=torch.float32)
     lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
     for span in ((0, sink_end), (begin, end)):
         for piece in cache.pieces(table, *span):
-            live = call.mask.live(piece.positions, positions)
+            live = args.mask.live(piece.positions, positions)
             # Queries from `every` on attend to all of the piece, those from `some` on to a part.
             every = len(live)
-            if call.terms.PLAIN and not call.mask.BOUNDED:
+            if args.terms.PLAIN and not args.mask.BOUNDED:
                 whole = live.all(axis=1)
                 every = 0 if whole.all() else every - int(whole[::-1].argmin())
             if every < len(live):
-                part = flash(query[every:], piece.keys, piece.values, call.scale, False)
+                part = flash(query[every:], piece.keys, piece.values, args.scale, False)
                 out[every:], lse[every:] = merge_parts([(out[every:], lse[every:]), part], query, cache.width)
             some = slice(int(live.any(axis=1).argmax()), every)
             if live[some].any():
-                part = _live_part(query[some], piece, live[some], positions[some], call)
+                part = _live_part(query[some], piece, live[some], positions[some], args)
                 out[some], lse[some] = merge_parts([(out[some], lse[some]), part], query, cache.width)
     return out, lse
 
@@ -133,20 +133,20 @@ def attend_tree(
     positions: np.ndarray,
     own_positions: np.ndarray,
     bits: np.ndarray,
-    call: AttentionArgs,
+    args: AttentionArgs,
 ) -> Result:
     """Attend with a sequence's queries. `bits` decide which of its own tokens, at `own_positions`, each attends to."""
     own_begin = seq_len - len(own_positions)
-    sees_all = not call.causal or int(positions.min()) >= own_begin - 1
-    if call.terms.PLAIN and not call.mask.BOUNDED and sees_all:
-        before = full_parts(query, cache, table, 0, own_begin, call.scale)
+    sees_all = not args.causal or int(positions.min()) >= own_begin - 1
+    if args.terms.PLAIN and not args.mask.BOUNDED and sees_all:
+        before = full_parts(query, cache, table, 0, own_begin, args.scale)
     else:
-        before = iter([attend_masked(query, cache, table, own_begin, positions, call)])
+        before = iter([attend_masked(query, cache, table, own_begin, positions, args)])
 
     def among() -> Iterator[Result]:
         for piece in cache.pieces(table, own_begin, seq_len):
             own = piece.positions - own_begin
-            yield _live_part(query, piece, bits[:, own], positions, call, own_positions[own])
+            yield _live_part(query, piece, bits[:, own], positions, args, own_positions[own])
 
     return merge_parts(itertools.chain(before, among()), query, cache.width)
 
@@ -156,7 +156,7 @@ def _live_part(
     piece: Piece,
     live: np.ndarray,
     positions: np.ndarray,
-    call: AttentionArgs,
+    args: AttentionArgs,
     key_positions: np.ndarray | None = None,
 ) -> Result:
     """Attend over the keys of a piece that at least one query attends to, as `live` says. Other keys may be NaN."""
@@ -173,8 +173,8 @@ def _live_part(
         # [KV heads, (heads of a group, rows), features]
         q = query[rows].float().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
         distance, dead = torch.from_numpy(t - positions[rows, None]), torch.from_numpy(~live[rows])
-        score = torch.matmul(q, keys).view(heads, *dead.shape).mul_(call.scale)
-        score = call.terms.apply(score, distance, call.alibi_slopes).masked_fill_(dead, -math.inf)
+        score = torch.matmul(q, keys).view(heads, *dead.shape).mul_(args.scale)
+        score = args.terms.apply(score, distance, args.alibi_slopes).masked_fill_(dead, -math.inf)
         lse = torch.logsumexp(score, -1)
         weight = torch.exp_(score.sub_(lse.masked_fill(lse == -math.inf, 0.0)[..., None]))
         out = torch.matmul(weight.view(*q.shape[:2], len(t)), values).view(heads, len(dead), -1)

@@ -43,42 +43,42 @@ class Run(NamedTuple):
         """The run's rows of query."""
         return slice(self.first, self.first + self.length)
 
-    def positions(self, call: AttentionArgs) -> np.ndarray:
+    def positions(self, args: AttentionArgs) -> np.ndarray:
         """Return the positions of the run's queries."""
-        if call.query_positions is None:
+        if args.query_positions is None:
             return np.arange(self.position, self.position + self.length)
-        return call.query_positions[self.rows].numpy().astype(np.int64)
+        return args.query_positions[self.rows].numpy().astype(np.int64)
 
-    def chunks(self, call: AttentionArgs) -> list[tuple[int, int, int]]:
+    def chunks(self, args: AttentionArgs) -> list[tuple[int, int, int]]:
         """Return parts with consecutive positions: begin in the run, first position, number of queries."""
-        if call.query_positions is None:
+        if args.query_positions is None:
             return [(0, self.position, self.length)]
-        return [(begin, first, end - first) for begin, first, end in find_runs(self.positions(call))]
+        return [(begin, first, end - first) for begin, first, end in find_runs(self.positions(args))]
 
 
-def ranges_of(call: AttentionArgs, runs: list[Run]) -> Ranges:
+def ranges_of(args: AttentionArgs, runs: list[Run]) -> Ranges:
     """Return the ranges that runs of one query attend to."""
-    lens = call.seq_lens.numpy()
-    is_step = call.query_blocks is None and len(runs) == len(lens)  # one run for each sequence, in order
+    lens = args.seq_lens.numpy()
+    is_step = args.query_blocks is None and len(runs) == len(lens)  # one run for each sequence, in order
     if not is_step:
         lens = lens[[run.sequence for run in runs]]
-    if call.query_positions is not None:
-        positions = call.query_positions.numpy()[[run.first for run in runs]].astype(np.int64)
+    if args.query_positions is not None:
+        positions = args.query_positions.numpy()[[run.first for run in runs]].astype(np.int64)
     elif is_step:
-        return Ranges.of(lens - 1, lens, call.mask) if call.mask.BOUNDED else Ranges(lens)
+        return Ranges.of(lens - 1, lens, args.mask) if args.mask.BOUNDED else Ranges(lens)
     else:
         positions = np.array([run.position for run in runs])
-    return Ranges.of(positions, lens, call.mask)
+    return Ranges.of(positions, lens, args.mask)
 
 
-def attend_decodes(call: AttentionArgs, cache: Cache, runs: list[Run]) -> Result:
+def attend_decodes(args: AttentionArgs, cache: Cache, runs: list[Run]) -> Result:
     """Return results `[n, num_heads, ...]` of runs of one query, without score modifiers or trees."""
-    query, tables, lists = call.query, call.block_tables.numpy(), call.query_blocks
+    query, tables, lists = args.query, args.block_tables.numpy(), args.query_blocks
     if len(runs) < len(query):
         tokens = torch.tensor([run.first for run in runs])
         query, lists = query[tokens], None if lists is None else lists[tokens]
     (count, heads, width), size, kv_heads = query.shape, cache.block_size, cache.kv_heads
-    ranges, entries = ranges_of(call, runs), count * kv_heads
+    ranges, entries = ranges_of(args, runs), count * kv_heads
     if lists is None:
         each = ranges.end.tolist()
         longest = -(-max(each) // size)
@@ -91,22 +91,22 @@ def attend_decodes(call: AttentionArgs, cache: Cache, runs: list[Run]) -> Result
             numbers = numbers.repeat(kv_heads, 0)
     else:
         blocks, sequence = lists.numpy(), np.array([run.sequence for run in runs])[:, None, None]
-        of_heads = tables.reshape(len(tables), call.table_heads, -1)
-        numbers = of_heads[sequence, np.arange(call.table_heads)[:, None], blocks]
+        of_heads = tables.reshape(len(tables), args.table_heads, -1)
+        numbers = of_heads[sequence, np.arange(args.table_heads)[:, None], blocks]
         # Lists have only blocks of their sequence.
-        is_inside = ranges.begin is None and bool((ranges.end == call.seq_lens.numpy()[sequence[:, 0, 0]]).all())
+        is_inside = ranges.begin is None and bool((ranges.end == args.seq_lens.numpy()[sequence[:, 0, 0]]).all())
         logical, numbers = blocks.reshape(entries, -1), np.where(blocks < 0, -1, numbers)
     of_entries = _heads(count, kv_heads)
     at = ranges.repeat(kv_heads).vectors(cache, of_entries, logical, numbers.reshape(entries, -1), is_inside)
     queries = query if query.dtype == cache.dtype else query.to(cache.dtype)
-    out, lse = attend_entries(queries.reshape(entries, -1, width), cache, of_entries, *at, call.scale)
+    out, lse = attend_entries(queries.reshape(entries, -1, width), cache, of_entries, *at, args.scale)
     out = out.reshape(count, heads, -1)
-    dtype = call.query.dtype
+    dtype = args.query.dtype
     return (out if out.dtype == dtype else out.to(dtype)).contiguous(), lse.reshape(count, heads)
 
 
 def attend_heads(
-    query: torch.Tensor, cache: Cache, blocks: np.ndarray, seq_len: int, position: int, call: AttentionArgs
+    query: torch.Tensor, cache: Cache, blocks: np.ndarray, seq_len: int, position: int, args: AttentionArgs
 ) -> Result | None:
     """Attend with queries at position, position + 1, ... of one sequence to all keys before them, without modifiers.
 
@@ -115,15 +115,15 @@ def attend_heads(
     """
     count, size, heads = len(query), cache.block_size, np.arange(cache.kv_heads)
     begin, own = position % size, blocks[:, position // size : (position + count - 1) // size + 1]
-    is_causal = call.causal and count > 1
+    is_causal = args.causal and count > 1
     has_own = bool((own >= 0).all()) and position + count <= seq_len
     if is_causal and not has_own and (own >= 0).any():
         return None
-    end = min(seq_len, position + (not is_causal)) if call.causal else seq_len
+    end = min(seq_len, position + (not is_causal)) if args.causal else seq_len
     vectors, lengths = Ranges(np.full(len(heads), end)).vectors(cache, heads, np.arange(blocks.shape[1]), blocks)
     queries = query.unflatten(1, (len(heads), -1)).permute(1, 2, 0, 3)
     out, lse = attend_entries(
-        queries.reshape(len(heads), -1, query.shape[2]), cache, heads, vectors, lengths, call.scale
+        queries.reshape(len(heads), -1, query.shape[2]), cache, heads, vectors, lengths, args.scale
     )
     part = out.view(*queries.shape[:3], -1), lse.view(queries.shape[:3])
     if is_causal and has_own:
@@ -131,7 +131,7 @@ def attend_heads(
         vectors, step, squares = vectors[:, begin : begin + count], max(1, cache.at_once(1) // count), []
         for cut in (slice(first, first + step) for first in range(0, len(heads), step)):
             keys, values = cache.gather(vectors[cut], heads[cut])
-            squares.append(flash_kernel(queries[cut], keys[:, None], values[:, None], True, call.scale))
+            squares.append(flash_kernel(queries[cut], keys[:, None], values[:, None], True, args.scale))
         square = concatenated(squares)
         part = merge_parts([part, square] if end else [square], queries, cache.width)
     return part[0].permute(2, 0, 1, 3).flatten(1, 2), part[1].permute(2, 0, 1).flatten(1, 2)

@@ -36,11 +36,11 @@ MERGED_SPLITS = 4
 NewResults = Callable[[torch.Tensor], Result]
 
 
-def build_results(call: AttentionArgs, dtype: torch.dtype | None = None) -> NewResults:
+def build_results(args: AttentionArgs, dtype: torch.dtype | None = None) -> NewResults:
     """Return a function that allocates out and lse for a query; `dtype` None: that of the query."""
-    query, dtype = call.query, dtype or call.query.dtype
+    query, dtype = args.query, dtype or args.query.dtype
     num_tokens, num_heads, head_dim = query.shape
-    shape, with_lse = (num_tokens, num_heads, call.value_cache.shape[3]), call.with_lse
+    shape, with_lse = (num_tokens, num_heads, args.value_cache.shape[3]), args.with_lse
     is_packed = query.stride() == (num_heads * head_dim, head_dim, 1)
     like_query = is_packed and shape[2] == head_dim and dtype == query.dtype
     no_lse = query.new_empty(0, dtype=torch.float32)
@@ -53,20 +53,20 @@ def build_results(call: AttentionArgs, dtype: torch.dtype | None = None) -> NewR
     return new_results
 
 
-def _codes(call: AttentionArgs) -> int:
+def _codes(args: AttentionArgs) -> int:
     """Return how kernels read the cache, before their tiles decide between PACKED_CODES and HELD_CODES."""
-    arch = architecture(call.query.device)
-    if call.key_cache.dtype == torch.float8_e4m3fn and not arch.has_e4m3:
+    arch = architecture(args.query.device)
+    if args.key_cache.dtype == torch.float8_e4m3fn and not arch.has_e4m3:
         return E4M3_PACKED if arch.name.startswith("sm_") else E4M3_BITS
-    if call.key_cache.dtype == call.query.dtype:
+    if args.key_cache.dtype == args.query.dtype:
         return PLAIN_CACHE
-    is_packed = arch.name.startswith("sm_") and call.query.element_size() == 2
+    is_packed = arch.name.startswith("sm_") and args.query.element_size() == 2
     return PACKED_CODES if is_packed else NATIVE_CODES
 
 
-def converts_codes(call: AttentionArgs) -> bool:
+def converts_codes(args: AttentionArgs) -> bool:
     """Return whether kernels convert float8 by bit operations."""
-    return _codes(call) in (E4M3_BITS, E4M3_PACKED)
+    return _codes(args) in (E4M3_BITS, E4M3_PACKED)
 
 
 def kernel_tensors(args: AttentionArgs, out: torch.Tensor, convert_codes: bool) -> tuple[Any, ...]:
@@ -86,28 +86,28 @@ def kernel_tensors(args: AttentionArgs, out: torch.Tensor, convert_codes: bool) 
     return (args.query, key_cache, value_cache), (*behind, *biases, *scales, seq_lens if tree is None else tree)
 
 
-def compiled_for(call: AttentionArgs, mask: Mask, tiles: Tiles) -> dict[str, Any]:
+def compiled_for(args: AttentionArgs, mask: Mask, tiles: Tiles) -> dict[str, Any]:
     """Return the constants that attention kernels are compiled for, in the order of their parameters."""
-    num_heads, head_dim = call.query.shape[1:]
-    value_dim, group = call.value_cache.shape[3], num_heads // call.key_cache.shape[2]
-    rope_columns = head_dim - value_dim if call.is_latent else 0  # of a latent row, behind its value
+    num_heads, head_dim = args.query.shape[1:]
+    value_dim, group = args.value_cache.shape[3], num_heads // args.key_cache.shape[2]
+    rope_columns = head_dim - value_dim if args.is_latent else 0  # of a latent row, behind its value
     key_columns = (head_dim - rope_columns) // tiles.value_splits
     value_columns = value_dim // tiles.value_splits
-    codes = _codes(call)
-    if codes == PACKED_CODES and not multiplies_from_shared(architecture(call.query.device).name, tiles.block_m):
+    codes = _codes(args)
+    if codes == PACKED_CODES and not multiplies_from_shared(architecture(args.query.device).name, tiles.block_m):
         codes = HELD_CODES
     traits = Traits(
-        POSITIONS=call.query_positions is not None,
-        SINKS=call.sinks is not None,
-        SCALES=scale_kind(call.k_scale, call.v_scale),
+        POSITIONS=args.query_positions is not None,
+        SINKS=args.sinks is not None,
+        SCALES=scale_kind(args.k_scale, args.v_scale),
         CODES=codes,
-        UPCAST=INTERPRET and call.query.dtype == torch.bfloat16,
-        TABLE_HEADS=call.table_heads,
-        TREE=call.tree_mask is not None,
-        WITH_LSE=call.with_lse,
+        UPCAST=INTERPRET and args.query.dtype == torch.bfloat16,
+        TABLE_HEADS=args.table_heads,
+        TREE=args.tree_mask is not None,
+        WITH_LSE=args.with_lse,
         NUM_HEADS=num_heads,
         GROUP=group,
-        BLOCK_SIZE=call.block_size,
+        BLOCK_SIZE=args.block_size,
         HEAD_DIM=key_columns,
         VALUE_DIM=value_dim,
         REST=rope_columns,
@@ -121,16 +121,16 @@ def compiled_for(call: AttentionArgs, mask: Mask, tiles: Tiles) -> dict[str, Any
         BLOCK_G=next_power_of_2(group),
         PARTS=tiles.value_splits,
     )
-    return {**constants(call.terms), **constants(mask), **constants(traits), **constants(sizes)}
+    return {**constants(args.terms), **constants(mask), **constants(traits), **constants(sizes)}
 
 
-def strides_of(call: AttentionArgs) -> Strides:
+def strides_of(args: AttentionArgs) -> Strides:
     """Return the strides that attention kernels take."""
-    tensors = (*call.query.stride()[:2], *call.key_cache.stride()[:3], *call.value_cache.stride()[:3])
-    return Strides._make((*tensors, *call.table_strides, *call.tree_sizes))
+    tensors = (*args.query.stride()[:2], *args.key_cache.stride()[:3], *args.value_cache.stride()[:3])
+    return Strides._make((*tensors, *args.table_strides, *args.tree_sizes))
 
 
-def build_sum_launch(call: AttentionArgs, rows: int, splits: int, values: tuple[int, ...], table_heads: int) -> Launch:
+def build_sum_launch(args: AttentionArgs, rows: int, splits: int, values: tuple[int, ...], table_heads: int) -> Launch:
     """Return a launch that sums splits: a program for each of `rows` and each head.
 
     For few rows of many splits, the kernel is compiled so that each program sums a part of a head. The two variants add
@@ -138,17 +138,17 @@ def build_sum_launch(call: AttentionArgs, rows: int, splits: int, values: tuple[
     """
     from ..kernels.attention import _merge_splits_kernel
 
-    num_heads, value_dim = call.query.shape[1], call.value_cache.shape[3]
+    num_heads, value_dim = args.query.shape[1], args.value_cache.shape[3]
     block_s, block_v = MERGED_SPLITS, max(16, next_power_of_2(value_dim))
-    is_few = rows * num_heads < 2 * architecture(call.query.device).num_processors
-    if call.is_latent:
+    is_few = rows * num_heads < 2 * architecture(args.query.device).num_processors
+    if args.is_latent:
         block_v = min(block_v, 256)  # the many heads are enough programs
-    elif is_few and splits > 2 * MERGED_SPLITS and not call.batch_invariant:
+    elif is_few and splits > 2 * MERGED_SPLITS and not args.batch_invariant:
         block_s, block_v = 8 * MERGED_SPLITS, min(block_v, 32)
     constexprs = {
         "TABLE_HEADS": table_heads,
-        "SINKS": call.sinks is not None,
-        "WITH_LSE": call.with_lse,
+        "SINKS": args.sinks is not None,
+        "WITH_LSE": args.with_lse,
         "NUM_HEADS": num_heads,
         "VALUE_DIM": value_dim,
         "BLOCK_S": block_s,
@@ -156,4 +156,4 @@ def build_sum_launch(call: AttentionArgs, rows: int, splits: int, values: tuple[
     }
     programs = (rows, num_heads, -(-value_dim // block_v))
     num_warps = max(1, min(4, block_s * block_v // 1024))  # 32 numbers a thread, since some spill with 64 on sm_86
-    return Launch(_merge_splits_kernel, constexprs, programs, values, num_warps, same_alignment=call.is_aligned)
+    return Launch(_merge_splits_kernel, constexprs, programs, values, num_warps, same_alignment=args.is_aligned)

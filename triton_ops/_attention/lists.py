@@ -62,55 +62,55 @@ class ListLaunch:
         return (out, lse) if self.with_lse else out
 
 
-def build_lists(call: AttentionArgs) -> ListLaunch:
+def build_lists(args: AttentionArgs) -> ListLaunch:
     """Return the launch of a call with query_blocks."""
     from ..kernels.lists import _list_attention_kernel, _list_blocks_kernel
 
-    query, lists = call.query, call.query_blocks
-    arch, is_aligned, convert_codes = architecture(query.device), call.is_aligned, converts_codes(call)
+    query, lists = args.query, args.query_blocks
+    arch, is_aligned, convert_codes = architecture(query.device), args.is_aligned, converts_codes(args)
     assert lists is not None
     num_tokens, num_heads, head_dim = query.shape
-    kv_heads, value_dim = call.value_cache.shape[2:]
-    num_seqs, max_blocks = call.seq_lens.shape[0], call.block_tables.shape[-1]
+    kv_heads, value_dim = args.value_cache.shape[2:]
+    num_seqs, max_blocks = args.seq_lens.shape[0], args.block_tables.shape[-1]
     top_k, group = lists.shape[2], num_heads // kv_heads
-    longest = num_tokens if call.max_query_len is None else min(num_tokens, call.max_query_len)
+    longest = num_tokens if args.max_query_len is None else min(num_tokens, args.max_query_len)
     # Each query has its own union if its bits must not depend on its neighbours.
-    queries = 1 if call.batch_invariant else max(1, min(longest, _MAX_QUERIES, 16 // group))
-    quantized, itemsize = call.key_cache.dtype != query.dtype, query.element_size()
-    if call.is_latent:
+    queries = 1 if args.batch_invariant else max(1, min(longest, _MAX_QUERIES, 16 // group))
+    quantized, itemsize = args.key_cache.dtype != query.dtype, query.element_size()
+    if args.is_latent:
         tiles = latent_tiles(arch.name, head_dim, value_dim, itemsize, queries * group, quantized, False, False)
     else:
         widest = max(head_dim, value_dim)
-        tiles = decode_tiles(arch.name, widest, itemsize, queries * group, quantized, group, call.block_size)
+        tiles = decode_tiles(arch.name, widest, itemsize, queries * group, quantized, group, args.block_size)
     max_union = max(1, min(max_blocks, queries * top_k))
     query_tiles, row_tiles = num_tokens // queries + num_seqs, -(-queries * group // tiles.block_m) * tiles.value_splits
     idle = 4 * arch.num_processors // (query_tiles * kv_heads * row_tiles)
-    splits = 1 if call.batch_invariant else max(1, min(idle, max_union * call.block_size // 256, _MAX_SPLITS))
+    splits = 1 if args.batch_invariant else max(1, min(idle, max_union * args.block_size // 256, _MAX_SPLITS))
     # No two programs share a cache line.
     stride_marks = -(-max_blocks // 32) * 32
     sizes = (num_seqs, top_k, max_blocks, max_union, stride_marks)
     unite = Launch(
         _list_blocks_kernel,
-        _unite_constants(call, queries),
+        _unite_constants(args, queries),
         (query_tiles, kv_heads, 1),
-        (*sizes, *numbers(call.mask), *lists.stride()[:2], *call.table_strides),
+        (*sizes, *numbers(args.mask), *lists.stride()[:2], *args.table_strides),
         same_alignment=is_aligned,
     )
-    width = min(tiles.block_n, next_power_of_2(call.block_size))
+    width = min(tiles.block_n, next_power_of_2(args.block_size))
     own = {"QUERIES": queries, "WIDTH": width}
     # Words of a tree's mask need more registers than two warps have.
-    num_warps = tiles.num_warps if call.tree_mask is None else max(4, tiles.num_warps)
+    num_warps = tiles.num_warps if args.tree_mask is None else max(4, tiles.num_warps)
     # Without a limit, ptxas uses 128 registers for sm_80 and 168 for sm_90, to fit one more program, and spills.
     cap = 168 if convert_codes else 192 if quantized and head_dim <= 128 else 0
     if quantized and num_warps == 2:
         cap = tiles.max_registers
-    constexprs = {**compiled_for(call, call.mask, tiles), **own}
+    constexprs = {**compiled_for(args, args.mask, tiles), **own}
     lengths = (num_seqs, num_tokens, max_union, splits)
     attend = Launch(
         _list_attention_kernel,
         constexprs,
         (query_tiles, kv_heads * row_tiles, splits),
-        (*lengths, call.scale, *numbers(call.terms), *numbers(call.mask), *strides_of(call)),
+        (*lengths, args.scale, *numbers(args.terms), *numbers(args.mask), *strides_of(args)),
         num_warps,
         tiles.num_stages,
         is_aligned,
@@ -118,20 +118,20 @@ def build_lists(call: AttentionArgs) -> ListLaunch:
     )
     merge = None
     if splits > 1:
-        merge = build_sum_launch(call, num_tokens, splits, (num_seqs, num_tokens, 0, 1, splits, 0), 1)
-    return ListLaunch(unite, attend, merge, max_union, stride_marks, convert_codes, call.with_lse, build_results(call))
+        merge = build_sum_launch(args, num_tokens, splits, (num_seqs, num_tokens, 0, 1, splits, 0), 1)
+    return ListLaunch(unite, attend, merge, max_union, stride_marks, convert_codes, args.with_lse, build_results(args))
 
 
-def _unite_constants(call: AttentionArgs, queries: int) -> dict[str, Any]:
-    assert call.query_blocks is not None
+def _unite_constants(args: AttentionArgs, queries: int) -> dict[str, Any]:
+    assert args.query_blocks is not None
     return {
-        **constants(call.mask),
-        "POSITIONS": call.query_positions is not None,
-        "TABLE_HEADS": call.table_heads,
-        "KV_HEADS": call.key_cache.shape[2],
-        "BLOCK_SIZE": call.block_size,
+        **constants(args.mask),
+        "POSITIONS": args.query_positions is not None,
+        "TABLE_HEADS": args.table_heads,
+        "KV_HEADS": args.key_cache.shape[2],
+        "BLOCK_SIZE": args.block_size,
         "QUERIES": queries,
         # At least one a thread: with fewer, several threads would mark the same block.
-        "BLOCK_K": max(128, min(512, next_power_of_2(max(call.query_blocks.shape[2], call.block_tables.shape[-1])))),
-        "TREE": call.tree_mask is not None,
+        "BLOCK_K": max(128, min(512, next_power_of_2(max(args.query_blocks.shape[2], args.block_tables.shape[-1])))),
+        "TREE": args.tree_mask is not None,
     }

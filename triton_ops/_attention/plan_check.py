@@ -60,12 +60,12 @@ def _tiles_with(keys: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(keys, (0, -len(keys) % TILE_KEYS)).view(-1, TILE_KEYS).any(1)
 
 
-def check_plan(call: AttentionArgs, options: PlanOptions) -> None:
+def check_plan(args: AttentionArgs, options: PlanOptions) -> None:
     """Raise ValueError if the plan was made for another call. This reads values, so on a device it synchronizes."""
-    shape = PlanShape.of(call.block_tables, call.block_size)
-    if call.plan is None or shape.num_rows == 0:
+    shape = PlanShape.of(args.block_tables, args.block_size)
+    if args.plan is None or shape.num_rows == 0:
         return
-    expected, given = plan_without_work(*call.batch, call.block_size, options), call.plan.cpu()
+    expected, given = plan_without_work(*args.batch, args.block_size, options), args.plan.cpu()
     header = slice(1, 1 + len(options.header()))
     if not torch.equal(given[header], expected[header]):
         names = ", ".join(options.header()).lower()
