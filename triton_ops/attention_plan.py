@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ._attention.arguments import BatchArgs
+from ._attention.arguments import batch_of, plan_options
 from ._attention.build import wanted_items
 from ._attention.checks import check_batch, check_lengths
 from ._attention.constants import architecture
@@ -21,7 +21,7 @@ from ._attention.layout import PlanShape
 from ._attention.plan import build_plan, refresh_cached
 from ._attention.plan_check import plan_without_work
 from ._core.checks import bad_argument, check_tensor
-from ._core.operator import operator, record_of
+from ._core.operator import operator
 from ._core.runtime import require_triton
 
 
@@ -51,35 +51,27 @@ def _wanted_items(args: Any) -> int:
 
 def _cpu(args: Any) -> torch.Tensor:
     _check_values(args)
-    batch: BatchArgs = args
-    plan = plan_without_work(*batch.batch, args.block_size, batch.plan_options())
+    plan = plan_without_work(*batch_of(args), args.block_size, plan_options(args))
     return plan if args.out is None else args.out.copy_(plan)
 
 
 def _build(args: Any) -> Callable[[Any], torch.Tensor]:
     require_triton("attention_plan")
-    batch: BatchArgs = args
-    fill = build_plan(*batch.batch, args.block_size, batch.plan_options(), _wanted_items(args), args.out)
+    fill = build_plan(*batch_of(args), args.block_size, plan_options(args), _wanted_items(args), args.out)
     size = PlanShape.of(args.block_tables, args.block_size).size
 
     def run(args: Any) -> torch.Tensor:
         tables, plan = args.block_tables, args.out
         plan = torch.empty(size, dtype=torch.int32, device=tables.device) if plan is None else plan
-        fill(plan, *args.batch)
+        fill(plan, *batch_of(args))
         if args.out is not None:
-            refresh_cached(plan, *args.batch[:3])
+            refresh_cached(plan, *batch_of(args)[:3])
         return typing.cast(torch.Tensor, plan)
 
     return run
 
 
-@operator(
-    check=_check,
-    cpu=_cpu,
-    build=_build,
-    check_values=_check_values,
-    arguments=lambda function: record_of(function, BatchArgs),
-)
+@operator(check=_check, cpu=_cpu, build=_build, check_values=_check_values)
 def attention_plan(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ._attention.arguments import AttentionArgs, Result
+from ._attention.arguments import AttentionArgs, Result, plan_options
 from ._attention.build import build_attention
 from ._attention.layout import PlanShape
 from ._attention.operator import attention_operator, with_lse
@@ -44,7 +44,7 @@ class _Prefix:
         self.positions, self.lens, self.bounds = (torch.empty(n, dtype=torch.int32, device=device) for n in sizes)
         size = PlanShape.of(args.block_tables[:1, : self._num_blocks], self._block_size).size
         self.plan = torch.empty(size, dtype=torch.int32, device=device)
-        self._options = self.arguments(args).plan_options(tiled=True)
+        self._options = plan_options(self.arguments(args), tiled=True)
 
     def fill(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
         """Compute each query's position, and the plan, for a batch."""

@@ -35,57 +35,35 @@ class PlanOptions(NamedTuple):
         return {"decode_queries": self.decode_queries, "key_begin": self.key_begin, **mask}
 
 
-class BatchArgs:
-    """Properties of the arguments of plans and of attention: they decide which keys each query attends to."""
-
-    __slots__ = ()
-
-    @property
-    def is_aligned(self: Any) -> bool:
-        """Whether all tensors begin at a multiple of 16 bytes."""
-        return aligned(*[value for value in self if isinstance(value, torch.Tensor)])
-
-    @property
-    def batch(self: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The tensors that a plan is made from."""
-        return self.block_tables, self.seq_lens, self.query_start_loc, self.query_positions
-
-    @property
-    def table_heads(self: Any) -> int:
-        """KV heads that have a table of their own; 1 where all share one."""
-        heads: int = self.block_tables.shape[1] if self.block_tables.dim() == 3 else 1
-        return heads
-
-    @property
-    def table_strides(self: Any) -> tuple[int, int]:
-        """Elements of block_tables from sequence to sequence, and from KV head to KV head."""
-        return self.block_tables.stride(0), self.block_tables.stride(1) if self.block_tables.dim() == 3 else 0
-
-    @property
-    def key_begin(self: Any) -> int:
-        """The first key position behind the shared blocks."""
-        begin: int = self.num_shared_blocks * self.block_size
-        return begin
-
-    @property
-    def mask(self: Any) -> Mask:
-        """The options that decide which keys are live.
-
-        A window of UNBOUNDED or more holds every key: kernels add it to positions in int32.
-        """
-        window = self.window
-        if not window or window >= UNBOUNDED:
-            return Mask(0, 0, self.causal, False, False)
-        return Mask(window, min(self.num_sink_tokens, UNBOUNDED), self.causal, True, True)
-
-    def plan_options(self: Any, tiled: bool = False) -> PlanOptions:
-        """Return the options of a plan for this call; with `tiled`, sequences of few queries are tiled too."""
-        # Scattered queries under a window are tiled over queries, whose windows are then united.
-        tiled = tiled or self.batch_invariant or (self.query_positions is not None and self.window > 0)
-        return PlanOptions(self.mask, 0 if tiled else DECODE_QUERIES, self.key_begin)
+# These functions take the arguments of an attention operator or of `attention_plan`, which have the same names.
 
 
-class _AttentionFields(NamedTuple):
+def batch_of(args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the tensors that a plan is made from."""
+    return args.block_tables, args.seq_lens, args.query_start_loc, args.query_positions
+
+
+def mask_of(args: Any) -> Mask:
+    """Return the options that decide which keys are live.
+
+    A window of UNBOUNDED or more holds every key: kernels add it to positions in int32.
+    """
+    window = args.window
+    if not window or window >= UNBOUNDED:
+        return Mask(0, 0, args.causal, False, False)
+    return Mask(window, min(args.num_sink_tokens, UNBOUNDED), args.causal, True, True)
+
+
+def plan_options(args: Any, tiled: bool = False) -> PlanOptions:
+    """Return the options of a plan for this call; with `tiled`, sequences of few queries are tiled too."""
+    # Scattered queries under a window are tiled over queries, whose windows are then united.
+    tiled = tiled or args.batch_invariant or (args.query_positions is not None and args.window > 0)
+    return PlanOptions(mask_of(args), 0 if tiled else DECODE_QUERIES, args.num_shared_blocks * args.block_size)
+
+
+class AttentionArgs(NamedTuple):
+    """The arguments of an attention operator, with defaults for those that the operator does not have."""
+
     query: torch.Tensor
     key_cache: torch.Tensor
     value_cache: Any  # a tensor; None for latent rows until `with_rows` has been called
@@ -113,11 +91,30 @@ class _AttentionFields(NamedTuple):
     with_lse: bool = True  # whether the operator returns the log-sum-exp too
     head_tables: bool = True  # whether the operator takes a block table per KV head
 
+    @property
+    def is_aligned(self) -> bool:
+        """Whether all tensors begin at a multiple of 16 bytes."""
+        return aligned(*[value for value in self if isinstance(value, torch.Tensor)])
 
-class AttentionArgs(_AttentionFields, BatchArgs):
-    """The arguments of an attention operator, with defaults for those that the operator does not have."""
+    @property
+    def table_heads(self) -> int:
+        """KV heads that have a table of their own; 1 where all share one."""
+        return self.block_tables.shape[1] if self.block_tables.dim() == 3 else 1
 
-    __slots__ = ()
+    @property
+    def table_strides(self) -> tuple[int, int]:
+        """Elements of block_tables from sequence to sequence, and from KV head to KV head."""
+        return self.block_tables.stride(0), self.block_tables.stride(1) if self.block_tables.dim() == 3 else 0
+
+    @property
+    def key_begin(self) -> int:
+        """The first key position behind the shared blocks."""
+        return self.num_shared_blocks * self.block_size
+
+    @property
+    def mask(self) -> Mask:
+        """The options that decide which keys are live."""
+        return mask_of(self)
 
     @property
     def is_latent(self) -> bool:

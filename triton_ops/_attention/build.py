@@ -17,7 +17,7 @@ import torch
 
 from .._core.launch import Launch, current_stream, numbers
 from .._core.runtime import require_triton
-from .arguments import AttentionArgs, PlanOptions, Result
+from .arguments import AttentionArgs, PlanOptions, Result, batch_of, plan_options
 from .constants import (
     Architecture,
     Tiles,
@@ -93,7 +93,7 @@ class AttentionLaunch:
         out, lse = self.new_results(query)
         if plan is None:
             plan = torch.empty(self.plan_size, dtype=torch.int32, device=query.device)
-            self.fill_plan(plan, *args.batch)
+            self.fill_plan(plan, *batch_of(args))
         stream = None if query.is_cpu else current_stream()
         before, behind = kernel_tensors(args, out, self.convert_codes)
         no_parts = (self.nothing, self.nothing)
@@ -166,7 +166,7 @@ def _build_tables(args: AttentionArgs, out_dtype: torch.dtype | None, tiled: boo
     num_tokens, num_heads, _ = args.query.shape
     num_seqs, num_kv_heads = args.seq_lens.shape[0], args.key_cache.shape[2]
     group = num_heads // num_kv_heads
-    arch, options = architecture(args.query.device), args.plan_options(tiled)
+    arch, options = architecture(args.query.device), plan_options(args, tiled)
     shape = PlanShape.of(args.block_tables, args.block_size)
     longest = num_tokens if args.max_query_len is None else min(num_tokens, args.max_query_len)
     decode, prefill = _tiles(args, arch, longest)
@@ -186,7 +186,7 @@ def _build_tables(args: AttentionArgs, out_dtype: torch.dtype | None, tiled: boo
         prefill_launch, prefill_parts = _build_attention_launch(args, options, shape, regimes, prefill, False, programs)
     return AttentionLaunch(
         plan_size=shape.size,
-        fill_plan=build_plan(*args.batch, args.block_size, options, target_items),
+        fill_plan=build_plan(*batch_of(args), args.block_size, options, target_items),
         target_items=target_items,
         convert_codes=converts_codes(args),
         with_lse=args.with_lse,

@@ -111,9 +111,9 @@ def _build_launches(
 class Cached:
     """Tensors that are cached with a plan, as long as it lives.
 
-    `derived` holds what the layers of a step share besides the plan, made from the same batch. An entry has a method
-    `fill(block_tables, seq_lens, query_start_loc)`, which brings it up to date with a batch of the same shapes, and a
-    flag `is_captured`: a captured graph may read its tensors, so that a refresh of the plan must fill them in place.
+    `derived` holds what the layers of a step share besides the plan, made from the same batch. The method `fill` of an
+    entry brings it up to date with a batch of the same shapes. A captured graph may read the tensors of an entry whose
+    `is_captured` is set, so a refresh of the plan fills them in place.
     """
 
     parts: dict[object, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # memory, by what it is for

@@ -1,7 +1,7 @@
 """The part of a plan that tells what batch and options it was made for: its header, and its facts about each table.
 
-This part is all of a plan that CPU tensors get, because PyTorch needs no list of work. Calls whose values may be read
-compare it with the plan that they were given, whoever made that plan.
+This part is all of a plan that CPU tensors get, because PyTorch needs no list of work. A call whose values may be read
+computes this part and compares it with that of its plan.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 
 from .._core.checks import bad_argument
 from . import layout
-from .arguments import AttentionArgs, PlanOptions
+from .arguments import AttentionArgs, PlanOptions, batch_of
 from .layout import TILE_KEYS, PlanShape, plan_views
 
 # The columns of `info` that follow from the batch and the options alone.
@@ -65,7 +65,7 @@ def check_plan(args: AttentionArgs, options: PlanOptions) -> None:
     shape = PlanShape.of(args.block_tables, args.block_size)
     if args.plan is None or shape.num_rows == 0:
         return
-    expected, given = plan_without_work(*args.batch, args.block_size, options), args.plan.cpu()
+    expected, given = plan_without_work(*batch_of(args), args.block_size, options), args.plan.cpu()
     header = slice(1, 1 + len(options.header()))
     if not torch.equal(given[header], expected[header]):
         names = ", ".join(options.header()).lower()

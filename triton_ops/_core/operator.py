@@ -120,12 +120,11 @@ def operator(
     return decorate
 
 
-def record_of(function: Callable[..., object], *bases: type) -> Any:
-    """Return a named tuple class of a function's parameters with their defaults; `bases` add properties."""
-    name, parameters = function.__name__, inspect.signature(function).parameters
+def record_of(function: Callable[..., object]) -> Any:
+    """Return a named tuple class of a function's parameters with their defaults."""
+    parameters = inspect.signature(function).parameters
     defaults = [p.default for p in parameters.values() if p.default is not p.empty]
-    fields: Any = collections.namedtuple(name, parameters, defaults=defaults)  # type: ignore[misc]
-    return type(name, (fields, *bases), {"__slots__": ()}) if bases else fields
+    return collections.namedtuple(function.__name__, parameters, defaults=defaults)  # type: ignore[misc]
 
 
 def _checked(check: Callable[[Any], object] | None, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
