@@ -38,7 +38,7 @@ from ._flash.arguments import (
     shaped,
 )
 from ._flash.attend import build_attend, with_plan
-from ._flash.paged_kv import PagedKV, UsedQueries, without_leftpad
+from ._flash.paged_kv import PagedKV, pack_used, without_leftpad
 from .attention_plan import attention_plan
 
 __all__ = [
@@ -254,14 +254,14 @@ def flash_attn_varlen_func(
     with_lse = return_attn_probs or return_softmax_lse
     if seqused_q is not None:
         check_numbers("cu_seqlens_q", cu_seqlens_q, None, q.device)
-        used = UsedQueries(q.shape[0], cu_seqlens_q, seqused_q)
+        starts, pack, unpack = pack_used(q.shape[0], cu_seqlens_q, seqused_q)
         found = flash_attn_varlen_func(
-            used.pack(q), k, v, used.starts, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+            pack(q), k, v, starts, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
             window_size, softcap, alibi_slopes, block_table=block_table, seqused_k=seqused_k, s_aux=s_aux,
-            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=None if qv is None else used.pack(qv),
+            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=None if qv is None else pack(qv),
             attention_chunk=attention_chunk, return_softmax_lse=True,
         )  # fmt: skip
-        result, lse = used.unpack(*found)
+        result, lse = unpack(*found)
         result = result if out is None else out.copy_(result)
         found = (result, lse) if with_lse else result
         return _with_probabilities(found) if return_attn_probs else found

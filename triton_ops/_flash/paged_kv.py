@@ -7,6 +7,7 @@ sequence and their order. Unaligned keys are viewed with a smaller block size.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -151,31 +152,37 @@ def mirrored(keys: PagedKV, count: int) -> tuple[PagedKV, torch.Tensor]:
     return found._replace(tables=tables, lens=lens, max_keys=most, fewer_keys=False), places
 
 
-class UsedQueries:
-    """FlashAttention 3's seqused_q: the first queries of each sequence, packed again.
+Pack = Callable[[torch.Tensor], torch.Tensor]
+Unpack = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def pack_used(count: int, starts: torch.Tensor, used: torch.Tensor) -> tuple[torch.Tensor, Pack, Unpack]:
+    """Pack the first queries of each sequence, as FlashAttention 3's seqused_q says.
 
     Args:
         count: Of tokens.
         starts: `[batch + 1]` int32, where each sequence's queries begin.
         used: `[batch]` int32, how many of them are used.
+
+    Returns:
+        The starts of the used queries. A function that packs queries; rows behind the used ones are arbitrary. A
+        function that puts out and lse back to the places of all queries; unused ones get 0 and -inf.
     """
+    batch = starts.shape[0] - 1
+    if used.shape != (batch,) or used.dtype != torch.int32 or used.device != starts.device:
+        raise bad_argument("seqused_q", describe(used), f"int32 [{batch}] on {starts.device}")
+    packed_starts = torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
+    (token, new), (_, old) = sequence_of_token(packed_starts, count), sequence_of_token(starts, count)
+    source = (token - packed_starts[new] + starts[new]).clamp_(0, max(0, count - 1))
+    places = token - starts[old] + packed_starts[old]
+    unused = places >= packed_starts[old + 1]
+    places.clamp_(0, max(0, count - 1))
 
-    def __init__(self, count: int, starts: torch.Tensor, used: torch.Tensor) -> None:
-        batch = starts.shape[0] - 1
-        if used.shape != (batch,) or used.dtype != torch.int32 or used.device != starts.device:
-            raise bad_argument("seqused_q", describe(used), f"int32 [{batch}] on {starts.device}")
-        self.starts = torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
-        (token, new), (_, old) = sequence_of_token(self.starts, count), sequence_of_token(starts, count)
-        self._source = (token - self.starts[new] + starts[new]).clamp_(0, max(0, count - 1))
-        places = token - starts[old] + self.starts[old]
-        self._unused = places >= self.starts[old + 1]
-        self._places = places.clamp_(0, max(0, count - 1))
+    def pack(q: torch.Tensor) -> torch.Tensor:
+        return rows(q, source)
 
-    def pack(self, q: torch.Tensor) -> torch.Tensor:
-        """Return the used queries, packed; the rows behind them are arbitrary."""
-        return rows(q, self._source)
+    def unpack(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = out.index_select(0, places).masked_fill_(unused[:, None, None], 0.0)
+        return out, lse.index_select(1, places).masked_fill_(unused, -torch.inf)
 
-    def unpack(self, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return results at the places of their queries; unused queries get 0 and -inf."""
-        out = out.index_select(0, self._places).masked_fill_(self._unused[:, None, None], 0.0)
-        return out, lse.index_select(1, self._places).masked_fill_(self._unused, -torch.inf)
+    return packed_starts, pack, unpack
