@@ -171,7 +171,7 @@ def scatter_cpu(
         move_rows(op, leading, [cache for _, cache in left], index, [source for source, _ in left])
 
 
-def row_functions(op: str, leading: int) -> dict[str, Callable[[Any], Any]]:
+def row_functions(op: str, leading: int) -> dict[str, Any]:
     """Return the functions `cpu` and `launch` of an operator that gathers or scatters rows.
 
     Args:
@@ -180,8 +180,8 @@ def row_functions(op: str, leading: int) -> dict[str, Callable[[Any], Any]]:
     """
     several, (index_name, _) = op.endswith("_list"), _INDEX[leading]
 
-    def caches_of(args: Any) -> Sequence[torch.Tensor]:
-        return args.caches if several else [args.cache]  # type: ignore[no-any-return]
+    def caches_of(args: Any) -> Any:
+        return args.caches if several else [args.cache]
 
     def gather(move: Callable[..., Any], args: Any) -> Any:
         rows = move(op, leading, caches_of(args), getattr(args, index_name), None, args.device)

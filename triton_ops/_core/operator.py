@@ -124,7 +124,7 @@ def record_of(function: Callable[..., object]) -> Any:
     """Return a named tuple class of a function's parameters with their defaults."""
     parameters = inspect.signature(function).parameters
     defaults = [p.default for p in parameters.values() if p.default is not p.empty]
-    return collections.namedtuple(function.__name__, parameters, defaults=defaults)  # type: ignore[misc]
+    return collections.namedtuple(function.__name__, parameters, defaults=defaults)
 
 
 def _checked(check: Callable[[Any], object] | None, run: Callable[[Any], Any]) -> Callable[[Any], Any]:

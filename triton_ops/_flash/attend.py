@@ -51,10 +51,8 @@ def _is_quantized(query: torch.Tensor, keys: PagedKV) -> bool:
     return query.dtype == torch.float8_e4m3fn or keys.key_cache.dtype in QUANTIZED_DTYPES
 
 
-def _build_window(
-    keys: PagedKV, args: FlashArgs, head_dim: int, left: int, right: int
-) -> Callable[[torch.Tensor, PagedKV, FlashArgs], Any]:
-    """Return a function of (query, keys, args) that calls the operator which attends to a window around each query."""
+def _build_window(keys: PagedKV, args: FlashArgs, head_dim: int, left: int, right: int) -> Callable[..., Any]:
+    """Return a function of (query, keys, args, scales) that attends to a window around each query."""
     before: tuple[float, ...] = (_scale_of(args, head_dim),)
     operators: tuple[Callable[..., Any], Callable[..., Any]] = (paged_attention, paged_attention_with_lse)
     ahead = 0  # how far ahead of their places queries are said to stand
@@ -149,12 +147,12 @@ def _attend_heads(query: torch.Tensor, keys: PagedKV, args: FlashArgs, scales: S
     if slopes is None or not right:
         return _attend_window(query, keys, args, left, right, scales)
     both = args._replace(with_lse=True)
-    past = _attend_window(query, keys, both, left, 0, scales)
+    past, past_lse = _attend_window(query, keys, both, left, 0, scales)
     behind, places = mirrored(keys, query.shape[0])
     without_sinks = both._replace(s_aux=None)
     future, lse = _attend_window(rows(query, places), behind, without_sinks, max(-1, right - 1), 0, scales)
     lse = lse.index_select(0, places) - slopes.float()
-    found = merge_attention(*past, future.index_select(0, places), lse)
+    found = merge_attention(past, past_lse, future.index_select(0, places), lse)
     return found if args.with_lse else found[0]
 
 
