@@ -89,7 +89,7 @@ def test_numerics(case, limits, dtype, monkeypatch):
     """Keys are gathered whole and in parts. All keys that no query attends to are NaN."""
     gather, few, padding, scores = LIMITS[limits]
     monkeypatch.setattr(cpu_cache, "GATHER_BYTES", gather)
-    monkeypatch.setattr(cpu_masked, "_TURN_KEYS", 24 if limits == "200 scores" else cpu_masked._TURN_KEYS)
+    monkeypatch.setattr(cpu_masked, "_SEGMENT_KEYS", 24 if limits == "200 scores" else cpu_masked._SEGMENT_KEYS)
     for name, value in (("_FEW_QUERIES", few), ("_PADDING", padding), ("_MAX_SCORES", scores)):
         monkeypatch.setattr(cpu_sparse, name, value)
     batch = build(dataclasses.replace(case, dtype=dtype))
