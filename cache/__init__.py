@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if __name__ != "pc.cache":
     raise ImportError(f"import pc.cache, not {__name__}: a second copy would not share its classes")
 
-from .allocation import Allocation, AppendedTokens, GroupedAllocation, MovedSpan, Pairs
+from .allocation import Allocation, AppendedTokens, GroupedAllocation, Pairs
 from .groups import FullAttention, Group, Recurrent, SlidingWindow, Tensors
 from .keys import KeyAt
 from .manager import CacheManager
@@ -16,7 +16,7 @@ from .observe.explain import Explanation
 from .observe.stats import CacheStats
 from .policies import EvictionPolicy
 from .pool import OutOfBlocks
-from .runs import Slots
+from .runs import MovedSpan, Slots
 from .tensors.encoder import EncoderCache, EncoderItem
 from .tensors.rows import MissingRowsError
 from .tensors.step import Step

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic
 
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import TypeVar
 
-from .runs import Run, Slots, Span, slot_runs, slots_of_runs
+from .runs import MovedSpan, Run, Slots, Span, slot_runs, slots_of_runs
 from .table import Ids
 
 Pairs = list[tuple[int, int]]
@@ -18,34 +18,6 @@ Pairs = list[tuple[int, int]]
 
 SlotsT = TypeVar("SlotsT", default=Slots)
 PairsT = TypeVar("PairsT", default=Pairs)
-
-
-class MovedSpan(NamedTuple):
-    """Tokens of a prompt that are cached at another position or behind other text; see `Allocation.moved`.
-
-    Attributes:
-        start: Position of the first token in this prompt.
-        end: Position after the last token.
-        slots: Slots of the cached KV, [end - start] int64. They need not start at a block boundary.
-        delta: Number of positions by which the keys must be rotated: this prompt's position minus the cached one.
-        targets: Slots of this request to copy the KV to, [end - start] int64.
-
-    Examples:
-        >>> manager = pc.CacheManager(num_blocks=16, block_size=4)
-        >>> text = list(range(100, 112))
-        >>> for request in ("a", "b"):
-        ...     allocation = manager.allocate(request, [*range(7 if request == "b" else 4), *text, 1], reuse="anywhere")
-        ...     merged = manager.commit(request, 17)
-        >>> span = allocation.moved[0]
-        >>> span.start, span.end, span.delta, span.slots[:4].tolist()
-        (7, 19, 3, [4, 5, 6, 7])
-    """
-
-    start: int
-    end: int
-    slots: Slots
-    delta: int
-    targets: Slots
 
 
 @dataclass(slots=True, eq=False, repr=False)

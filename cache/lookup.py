@@ -7,12 +7,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from .allocation import MovedSpan
 from .groups import Group, Mask
 from .hashing import Words
 from .pool import EMPTY
 from .request import Request
-from .runs import Span, find_runs
+from .runs import MovedSpan, Span, find_runs
 from .table import Ids
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,34 @@ Slots = npt.NDArray[np.int64]
 
 Span = tuple[int, int]
 """A range [start, end)."""
+
+
+class MovedSpan(NamedTuple):
+    """Tokens of a prompt that are cached at another position or behind other text; see `Allocation.moved`.
+
+    Attributes:
+        start: Position of the first token in this prompt.
+        end: Position after the last token.
+        slots: Slots of the cached KV, [end - start] int64. They need not start at a block boundary.
+        delta: Number of positions by which the keys must be rotated: this prompt's position minus the cached one.
+        targets: Slots of this request to copy the KV to, [end - start] int64.
+
+    Examples:
+        >>> manager = pc.CacheManager(num_blocks=16, block_size=4)
+        >>> text = list(range(100, 112))
+        >>> for request in ("a", "b"):
+        ...     allocation = manager.allocate(request, [*range(7 if request == "b" else 4), *text, 1], reuse="anywhere")
+        ...     merged = manager.commit(request, 17)
+        >>> span = allocation.moved[0]
+        >>> span.start, span.end, span.delta, span.slots[:4].tolist()
+        (7, 19, 3, [4, 5, 6, 7])
+    """
+
+    start: int
+    end: int
+    slots: Slots
+    delta: int
+    targets: Slots
 
 
 def slot_runs(blocks: npt.NDArray[Any] | list[int], block_size: int, begin: int, count: int) -> list[Run]:

@@ -21,9 +21,9 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from ..allocation import MovedSpan
 from ..hashing import BIG_ENDIAN
 from ..pool import BlockPool
+from ..runs import MovedSpan
 from ..table import Ids
 
 Tokens = npt.NDArray[np.uint32]

@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 
 from ...triton_ops._core.checks import check_integer, check_share
-from ..allocation import MovedSpan
 from ..hashing import Chain, Words
 from ..keys import MOVED, EncodedKeys, KeyAt, approximate_from
 from ..lookup import Hit, find_prefix
 from ..pool import BlockPool
 from ..request import Request
-from ..runs import Slots, Span
+from ..runs import MovedSpan, Slots, Span
 from ..table import Ids
 from .content import ContentIndex
 

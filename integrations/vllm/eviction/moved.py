@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ....cache.allocation import MovedSpan
 from ....cache.reuse.content import ContentIndex
+from ....cache.runs import MovedSpan
 from ....cache.table import Ids
 from ...hints import extra_args
 from ..api import FullAttentionSpec, block_hash, token_ids
