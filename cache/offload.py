@@ -84,7 +84,7 @@ def _hold_evicted(state: State, verb: Callable[..., Any], args: tuple[Any, ...])
         return result, None
     victims = []
     for group, pool in enumerate(state.pools):
-        mine = [(ids, split_digests(words)) for of, ids, words, _, _ in gone if of is pool]
+        mine = [(ids, split_digests(words)) for of, ids, words, *_ in gone if of is pool]
         if mine:
             blocks = np.concatenate([ids for ids, _ in mine])
             victims.append((group, blocks, [block_hash for _, hashes in mine for block_hash in hashes]))

@@ -25,8 +25,8 @@ EMPTY: Ids = np.empty(0, np.int32)
 # Blocks as an index of the fields. A slice is several times faster; it is used if blocks are consecutive.
 Index = slice | npt.NDArray[np.intp]
 
-# A pool, the blocks that it evicted, their hashes, the tick, and the ticks at which they were allocated.
-Eviction = tuple["BlockPool", Ids, Words, int, Ticks]
+# A pool, the blocks that it evicted, their hashes, the tick, and their `taken_at` and `prefix_length` until then.
+Eviction = tuple["BlockPool", Ids, Words, int, Ticks, Ids]
 
 log = logging.getLogger("pc.cache")
 
@@ -85,8 +85,8 @@ class BlockPool:
     (`Log.in_policy`). Its exceptions are logged (logger "pc.cache"). If it names no valid victims, the pool evicts the
     least recently used blocks.
 
-    `words` and the references of requests determine all other fields: `rebuild` derives them after an interrupted verb.
-    The pool logs each change of `words` before it makes the change (`Log`).
+    After an interrupted verb, `rebuild` derives the other fields from `words` and the references of requests. The pool
+    logs each change of `words` before it makes the change (`Log`), for an evicted block with its place in its sequence.
 
     Attributes:
         last_access: Tick of each block's last access or release.
@@ -233,7 +233,8 @@ class BlockPool:
         ids = victims[::-1]  # tails are chosen first, so neighbours in memory stay neighbours
         index, words = self.index_of(ids), self.words
         before = words[index][::-1].copy()
-        self.log.evicted.append((self, victims, before, self.clock, self.taken_at.take(victims)))
+        taken_at, lengths = self.taken_at.take(victims), self.prefix_length.take(victims)
+        self.log.evicted.append((self, victims, before, self.clock, taken_at, lengths))
         self.table.remove(index)
         words[index] = 0
         self.num_cached -= count

@@ -2,8 +2,8 @@
 
 Verbs are atomic. A verb is a function of a `ManagerState`. It looks and computes first, and raises all its errors. Then
 it calls `ManagerState.begin` with the requests that it will change, and applies the changes. `begin` takes one
-snapshot; pools log the hashes that they overwrite. If an exception comes before the end, `ManagerState.undo` restores
-the snapshot and the hashes. It rebuilds the rest from them: reference counts, tables, free lists, writers,
+snapshot; pools log what they overwrite of evicted blocks. If an exception comes before the end, `ManagerState.undo`
+restores the snapshot and these blocks. It rebuilds the rest from them: reference counts, tables, free lists, writers,
 and the policy's knowledge. An interrupt (`KeyboardInterrupt`, or an exception that another thread raises in this one)
 is such an exception, and may come between any two instructions. The time of a rebuild is proportional to the number of
 blocks.
@@ -179,8 +179,8 @@ class ManagerState:
             self.counts, self.reuses, self.offloading = fields
             for pool, ids in self.log.published:
                 pool.words[ids] = 0
-            for pool, ids, words, _, _ in self.log.evicted:
-                pool.words[ids] = words
+            for pool, ids, words, _, taken_at, lengths in self.log.evicted:
+                pool.words[ids], pool.taken_at[ids], pool.prefix_length[ids] = words, taken_at, lengths
             self.log.later.clear()
             self.log.evicted.clear()
         self._rebuild()
@@ -213,7 +213,7 @@ class ManagerState:
         """Run the tasks that a complete verb has queued. After an interrupt, the next verb runs the rest."""
         evicted, later = self.log.evicted, self.log.later
         while evicted:
-            pool, _, words, now, then = evicted[0]
+            pool, _, words, now, then, _ = evicted[0]
             pool.residency.add(now, then)
             if not self.history.evicted:  # from its first choice of victims on, a policy may use more memory
                 self.fit_hashes()

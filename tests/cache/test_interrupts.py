@@ -315,6 +315,37 @@ def test_an_interrupt_behind_the_last_change_of_a_verb(name, monkeypatch):
     assert (seen(manager), goes_on(manager)) == expected
 
 
+@pytest.mark.parametrize("meanwhile", ["nothing", "merged"])
+def test_blocks_that_an_undone_verb_took_keep_their_place_in_their_text(meanwhile, monkeypatch):
+    """The interrupted verb evicted the blocks and took them as later blocks of another text."""
+    manager = pc.CacheManager(10, block_size=2, policy="lru")
+    (pool,) = manager.pools
+    manager.allocate("first", [0], reuse="anywhere")  # from now on published blocks are indexed
+    manager.free("first")
+    text = [10, 11, 12, 13, 14, 15]
+    manager.allocate("a", text)
+    manager.allocate("b", text)  # computes the same text, and will be given the blocks of "a"
+    manager.commit("a", 6)
+    manager.free("a")
+    before = pool.prefix_length[pool.complete].tolist(), pool.taken_at[pool.complete].tolist()
+    honest = pool.take
+
+    def interrupted(*arguments, **options):
+        honest(*arguments, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pool, "take", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        manager.allocate("c", range(50, 64))
+    monkeypatch.undo()
+    assert (pool.prefix_length[pool.complete].tolist(), pool.taken_at[pool.complete].tolist()) == before
+    if meanwhile == "merged":
+        assert manager.commit("b", 6)
+    (span,) = manager.allocate("n", [50, *text, 9], reuse="anywhere").moved
+    assert (span.start, span.end, span.delta) == (1, 7, 1)
+    manager.check()
+
+
 AGAIN = [(one_group, "allocate"), (with_a_tier, "append_each"), (several_groups, "commit"), (one_group, "preempt")]
 
 
