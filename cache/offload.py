@@ -8,8 +8,8 @@ being reused if the request ends meanwhile.
 from __future__ import annotations
 
 import logging
-import sys
 import threading
+import weakref
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -25,6 +25,20 @@ OnEvict = Callable[[int, Ids, list[bytes]], "Collection[bytes] | object | None"]
 log = logging.getLogger("pc.cache")
 
 
+class _Thread(threading.local):
+    """An object of each thread, which ends with it.
+
+    `sys._current_frames` would also tell which threads have ended. But it may collect garbage while it holds a lock of
+    the interpreter, and two threads that call it can then wait for each other forever (CPython 3.11).
+    """
+
+    def __init__(self) -> None:
+        self.mark: set[None] = set()
+
+
+_current = _Thread()
+
+
 class Evicted:
     """A hidden holder of evicted blocks during the call of `on_evict`.
 
@@ -37,14 +51,14 @@ class Evicted:
     def __init__(self, victims: list[tuple[int, Ids, list[bytes]]]) -> None:
         self.victims = victims
         self.taken = self.failed = 0
-        self._thread, self._inside = threading.get_ident(), threading.Lock()
+        self._thread, self._inside = weakref.ref(_current.mark), threading.Lock()
 
     @property
     def is_over(self) -> bool:
         """Whether no thread passes these blocks to a tier: theirs has ended, or calls this outside of `on_evict`."""
-        if self._thread == threading.get_ident():
+        if self._thread() is _current.mark:
             return not self._inside.locked()
-        return self._thread not in sys._current_frames()
+        return self._thread() is None
 
     def hand_over(self, state: State) -> None:
         """Call `on_evict` with the blocks of each group."""

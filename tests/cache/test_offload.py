@@ -185,6 +185,27 @@ def test_blocks_of_an_interrupted_handover_go_back_when_its_thread_or_another_go
     manager.reset()
 
 
+def test_no_verb_beside_a_tier_asks_for_the_frames_of_all_threads(monkeypatch):
+    """In CPython 3.11 this may collect garbage under a lock of the interpreter, and all threads may hang."""
+    manager, inside, done = full(), threading.Event(), threading.Event()
+
+    def save(*arguments):
+        inside.set()
+        assert done.wait(20)
+
+    manager.on_evict = save
+    thread = threading.Thread(target=manager.allocate, args=("b", [9] * 8))
+    thread.start()
+    assert inside.wait(20)
+    monkeypatch.setattr(sys, "_current_frames", broken)
+    manager.free("b")
+    assert manager.stats().held_blocks == 2, "they are held for the tier"
+    done.set()
+    thread.join()
+    assert manager.stats().held_blocks == 0
+    manager.check()
+
+
 def test_requests_from_many_threads_beside_a_tier():
     """Verbs run while a tier saves. The counters are right, and each block has the content of its hash."""
     interval, failures = sys.getswitchinterval(), []
