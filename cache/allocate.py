@@ -63,7 +63,7 @@ def allocate(
 
 
 def check_available(state: ManagerState, hit: Hit) -> None:
-    """Raise OutOfBlocks if there are too few blocks for those a hit does not cover."""
+    """Raise OutOfBlocks if there are too few blocks for the tokens that a hit does not cover."""
     for pool, part in zip(state.pools, hit.groups, strict=True):
         if part.prefix_lengths.size > pool.num_free:
             held = np.union1d(part.held, hit.borrowed) if hit.borrowed.size else part.held

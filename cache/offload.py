@@ -26,10 +26,10 @@ log = logging.getLogger("pc.cache")
 
 
 class _Thread(threading.local):
-    """An object of each thread, which ends with it.
+    """A thread-local object, whose `mark` lives exactly as long as its thread.
 
     `sys._current_frames` would also tell which threads have ended. But it may collect garbage while it holds a lock of
-    the interpreter, and two threads that call it can then wait for each other forever (CPython 3.11).
+    the interpreter. Two threads that call it can then wait for each other forever (CPython 3.11).
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,10 @@ class Evicted:
 
     @property
     def is_over(self) -> bool:
-        """Whether no thread passes these blocks to a tier: theirs has ended, or calls this outside of `on_evict`."""
+        """Whether no thread passes these blocks to a tier.
+
+        The thread that evicted them has ended, or it reads this property outside of `on_evict`.
+        """
         if self._thread() is _current.mark:
             return not self._inside.locked()
         return self._thread() is None

@@ -86,7 +86,8 @@ class BlockPool:
     least recently used blocks.
 
     After an interrupted verb, `rebuild` derives the other fields from `words` and the references of requests. The pool
-    logs each change of `words` before it makes the change (`Log`), for an evicted block with its place in its sequence.
+    logs each change of `words` before it makes the change (`Log`). For an evicted block it also logs `taken_at` and
+    `prefix_length`.
 
     Attributes:
         last_access: Tick of each block's last access or release.
@@ -96,7 +97,7 @@ class BlockPool:
         words: Hash of each published block, `[num_blocks, words]`; 0 for other blocks.
         num_free: Number of blocks without content.
         num_cached: Number of complete blocks with a reference count of 0. They stay published until evicted.
-        watchers: Notified of slots that take other tokens in a block that stays in use; see `Watcher`.
+        watchers: Caches to notify when slots of a block in use get other contents; see `Watcher`.
         log: Changes and tasks of the running verb, shared by the pools of a manager.
     """
 

@@ -2,13 +2,13 @@
 
 Verbs are atomic. A verb is a function of a `ManagerState`. It looks and computes first, and raises all its errors. Then
 it calls `ManagerState.begin` with the requests that it will change, and applies the changes. `begin` takes one
-snapshot; pools log what they overwrite of evicted blocks. If an exception comes before the end, `ManagerState.undo`
-restores the snapshot and these blocks. It rebuilds the rest from them: reference counts, tables, free lists, writers,
-and the policy's knowledge. An interrupt (`KeyboardInterrupt`, or an exception that another thread raises in this one)
-is such an exception, and may come between any two instructions. The time of a rebuild is proportional to the number of
-blocks.
+snapshot. Pools log the fields of evicted blocks before they overwrite them. If an exception comes before the end,
+`ManagerState.undo` restores the snapshot and the logged fields. It rebuilds the rest from them: reference counts,
+tables, free lists, writers, and the policy's knowledge. An interrupt (`KeyboardInterrupt`, or an exception that another
+thread raises in this one) is such an exception, and may come between any two instructions. The time of a rebuild is
+proportional to the number of blocks.
 
-Three rules free verbs of this work:
+With three rules, a verb needs no code of its own to undo its changes:
 
 - A verb grows a request's tokens and tables in place, and replaces every other value (`Request`).
 - A verb that removes a request, or tokens of one, removes them in one step. From that step on it is complete, and its
@@ -103,7 +103,7 @@ class ManagerState:
         self.counts: Counts = dict.fromkeys(COUNTS, 0)
 
     def fit_hashes(self) -> None:
-        """Give remembered hashes the bytes of bookkeeping that pools and policies leave."""
+        """Set the capacity for remembered hashes to the bytes of bookkeeping that pools and policies do not use."""
         self.memory.fit(sum(pool.num_blocks for pool in self.pools), self.nbytes - self.memory.nbytes)
 
     def with_reuse(self, name: str) -> dict[str, Reuse]:

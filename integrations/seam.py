@@ -82,7 +82,7 @@ def names(table: Mapping[str, str]) -> Iterator[Name]:
 def paths(tables: Collection[Mapping[str, str]]) -> dict[str, str]:
     """Return the paths, `module:name`, of the classes and functions that tables declare, by name.
 
-    A name that several modules have stands for its first declaration.
+    If tables declare a name in several modules, the first declaration counts.
     """
     found: dict[str, str] = {}
     for table in tables:
@@ -283,7 +283,7 @@ def why_not(
 
 
 def check_served(package: str, reason: str) -> None:
-    """Raise UnsupportedVersionError if there is a reason not to serve a feature; else log that a release is untested.
+    """Raise UnsupportedVersionError if there is a reason not to serve a feature; else log if the release is untested.
 
     Args:
         package: The distribution of the framework.

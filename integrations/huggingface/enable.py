@@ -66,8 +66,8 @@ def enable_prefix_caching(
         host_blocks: Number of evicted blocks to keep in host memory, from where later calls read them.
         cuda_graphs: Whether to capture decode steps in CUDA graphs and replay them. None: if possible, see
             `docs/huggingface_options.md`. Steps that cannot be captured run eagerly.
-        disk: A directory for evicted blocks, and for all blocks when caching is disabled. Later processes with the same
-            model, weights and block size read them. None: write no blocks.
+        disk: A directory to which evicted blocks are written, and all other blocks when `disable` is called. Later
+            processes with the same model, weights and block size read them. None: write no blocks.
         disk_bytes: Maximum number of bytes in `disk`; the least recently used blocks are deleted first. None: no limit.
         window_blocks: Number of blocks for layers with a sliding window. These layers need blocks for the window and
             for the tokens of a step, however long a prompt is. More blocks give more hits. None: as many as other

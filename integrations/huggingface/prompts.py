@@ -131,7 +131,7 @@ class RowImages:
     def _check(self, input_ids: torch.Tensor, mask: Any) -> None:
         """Check that types outside of images and positions before the first image are those of text.
 
-        Prompts of text share these blocks.
+        Blocks outside of images may be shared with prompts that have no images.
         """
         inside = torch.zeros(input_ids.shape, dtype=torch.bool)
         before = torch.ones(input_ids.shape, dtype=torch.bool)
@@ -174,7 +174,7 @@ class RowImages:
 
 
 def runs(items: list[Item]) -> list[list[Item]]:
-    """Return the images in groups without a token between them. In some models, a group attends to all of itself."""
+    """Return the images in groups without a token between them. In some models, each token sees its whole group."""
     found: list[list[Item]] = []
     for item in items:
         if found and found[-1][-1].end == item.first:
@@ -185,7 +185,7 @@ def runs(items: list[Item]) -> list[list[Item]]:
 
 
 def clear_of(items: list[Item], column: int) -> int:
-    """Return the column, or the first column of the group of images that it would cut."""
+    """Return `column`; if a cut there would split a group of images, return the first column of the group instead."""
     for run in runs(items):
         if run[0].first < column < run[-1].end:
             return run[0].first
@@ -228,7 +228,7 @@ class Prompt:
     blocks: RequestBlocks = field(init=False)  # the blocks of its request
     branches: dict[int, RequestBlocks] = field(default_factory=dict)  # by row: forks for different answers
     hit: Hit = field(default_factory=Hit)
-    hidden: Sequence[torch.Tensor] = ()  # by layer: those of its first tokens, if asked for
+    hidden: Sequence[torch.Tensor] = ()  # for each layer, hidden states of its first tokens, if the caller wants them
 
     @property
     def waits(self) -> bool:

@@ -3,11 +3,11 @@
 A feature is served if the installed SGLang has what the tables here declare for it. See `seam` for their format.
 
 - `NAMES`: functions, methods with the parameters we use, fields and attributes of SGLang's classes.
-- `REGISTRATION`: functions that make our names known to SGLang's options. Every feature needs its own part.
+- `REGISTRATION`: functions that add our names to SGLang's options. A feature needs only the functions under its key.
 - `ATTRIBUTES`: attributes of objects that the engine makes. Code that receives such an object calls `why_not(feature,
   runner=runner)`.
-- `BODIES`: methods that this adapter replaces as a whole, with a digest for each release that was read. An unknown body
-  refuses the feature.
+- `BODIES`: methods that this adapter replaces as a whole, with a digest for each release that was read. A feature is
+  refused if an installed body has another digest.
 
 To use another name of SGLang, add it to `NAMES` or `ATTRIBUTES` under the feature that needs it. Other files can then
 import it from here. `python -m pc.integrations.sglang.api` checks the tables against the installed SGLang.
@@ -48,7 +48,7 @@ logger = logging.getLogger("sglang.pc")
 """SGLang shows the messages of loggers below its own."""
 
 PREFIX, CORE = "pc_", "pc"
-"""The prefix of our policies in `--radix-eviction-policy`, and the name of the tree's core under them."""
+"""The prefix of our policies' names in `--radix-eviction-policy`, and the name of the tree core that they use."""
 
 REGISTRATION: dict[str, dict[str, str]] = {
     "attention": {
@@ -254,7 +254,8 @@ def register_policies(
     Args:
         names: Names of policies. The first selects SGLang's own lru.
         make_cache: Takes the context of an engine and SGLang's own factory; returns the engine's radix cache.
-        refuse: Called if SGLang asks another policy for single leaves. None: SGLang's lru answers.
+        refuse: Takes the name of a policy other than the first. Returns a function that raises an error; SGLang calls
+            that function to rank single leaves by the policy. None: SGLang's lru ranks them.
     """
     from sglang.srt.arg_groups import choices
     from sglang.srt.mem_cache import registry, utils

@@ -39,12 +39,13 @@ class LayerCall(NamedTuple):
 class PagedAttnBackend(AttentionBackend):
     """Decoder attention through `pc`, for prefill with prefix hits, chunks, mixed steps, decode and draft verification.
 
-    It supports page sizes from 1, head sizes up to `MAX_HEAD_DIM`, sliding windows (in SGLang's pool for them or in the
-    common pool), learned sinks, tanh softcap and grouped queries. It supports float8 e4m3 caches with the layers'
-    scales, and decode and verification in graphs.
+    It supports page sizes from 1, head sizes up to `MAX_HEAD_DIM`, learned sinks, tanh softcap and grouped queries.
+    Sliding windows may be in SGLang's pool for windows or in the common pool. Caches may be float8 e4m3 with the
+    layers' scales. Decode and verification may run in graphs.
 
-    It refuses by name: MLA, encoders and cross attention, bidirectional spans, ALiBi (SGLang passes no slopes), local
-    attention in chunks, diffusion models, context parallelism, translated pools, other cache dtypes.
+    It refuses these by name: MLA, encoders and cross attention, bidirectional spans, ALiBi (SGLang passes no slopes),
+    local attention in chunks. It also refuses diffusion models, context parallelism, translated pools and other cache
+    dtypes.
     """
 
     needs_cpu_seq_lens = False  # lengths on the host are used if present, but never copied from the device
@@ -132,7 +133,7 @@ class PagedAttnBackend(AttentionBackend):
         self.forward_metadata = step
 
     def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
-        """Set the masks once the drafts exist, if the step was prepared while they were computed."""
+        """Set the masks of a step that was prepared before its drafts existed."""
         step = self.forward_metadata
         if step is None or spec_info.custom_mask is None:
             return

@@ -7,7 +7,7 @@ part of a feature, such as `eviction.gap`, needs its feature too.
 - `ATTRIBUTES`: attributes of objects that exist once the engine has made them. Code that receives such an object
   calls `available(feature, scheduler=scheduler)`.
 - `BODIES`: functions and classes of vLLM that this adapter reimplements or imitates, with a digest of the source for
-  each release that was read. An unknown source refuses the feature.
+  each release that was read. A feature is refused if the installed source has another digest.
 
 To use another name of vLLM:
 
@@ -444,13 +444,13 @@ BY_PLATFORM: dict[str, tuple[str, str]] = {
     ),
     "PlatformWorker": ("vllm.v1.worker.cpu_worker:CPUWorker", "vllm.v1.worker.gpu_worker:Worker"),
 }
-"""Names that stand for one class on vLLM's CPU platform and for another one elsewhere."""
+"""For each of these names, the path of the class on vLLM's CPU platform, and that of the class elsewhere."""
 
 VLLMS_WORKERS = ("auto", *(path.replace(":", ".") for path in BY_PLATFORM["PlatformWorker"]))
 """The values of an engine's `worker_cls` if the user has not named one."""
 
 
-def __getattr__(name):  # type: ignore[no-untyped-def]  # else mypy takes what is imported for no class
+def __getattr__(name):  # type: ignore[no-untyped-def]  # untyped, so that mypy accepts imported names as classes
     """Return the class or function of `PATHS` with this name, or an empty class if the installed vLLM lacks it."""
     if name == "logger":
         return make_logger()
@@ -847,7 +847,7 @@ def give_hashes(
 
 
 def ask_workers(ask_all: Callable[[Any, Callable[[Callable[[Any], str]], str]], None]) -> None:
-    """Let each engine of this process ask its workers questions, after they have caches and before it has a scheduler.
+    """Have `ask_all` called for each engine of this process, when its workers have caches and it has no scheduler yet.
 
     Args:
         ask_all: Called with the engine's configuration and a function `ask(question)`. `ask` calls `question(worker)`
@@ -917,7 +917,7 @@ def replace_pooling(runner: Any, pool: Callable[..., Any]) -> Callable[..., Any]
 
 
 def pool_prefix_hits(decide: Callable[[Any], bool]) -> None:
-    """Let requests for a row of each token read prefix hits, which vLLM disables for them.
+    """Let pooling requests that return a row for each token read prefix hits, which vLLM disables for such requests.
 
     Args:
         decide: Called with the model's configuration. Returns whether its requests may read hits.

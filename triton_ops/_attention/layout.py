@@ -27,8 +27,8 @@ ITEM_ROW, ITEM_BEGIN, ITEM_END, ITEM_COUNT = range(4)
 DEAD_TILES, PARTIAL_TILES = 1, 2
 # Sequences with at most this many queries are decoded from the work list. Longer ones are tiled over their queries.
 DECODE_QUERIES = 8
-# Room for splits beyond one item per row: two for each of 128 processors. With more, the sum of the splits would take
-# more than a tenth of the attention, because few programs compute it if there is one KV head.
+# Room for splits beyond one item per row: two for each of 128 processors. With more splits, the merge would take more
+# than a tenth of the attention's time, because few programs compute the merge if there is one KV head.
 EXTRA_ITEMS = 256
 # The merge of a split below 4 tiles (256 keys) costs more than the split saves.
 MIN_SPLIT_TILES = 4

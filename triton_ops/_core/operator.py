@@ -81,12 +81,13 @@ def operator(
 
     Args:
         cpu: Runs on CPU tensors, unless kernels do (`runtime.KERNELS_ON_CPU`).
-        launch: Runs where kernels do.
+        launch: Runs on GPU tensors, and on CPU tensors if kernels run there.
         build: Takes the place of `launch`: it returns the launch for all calls with the same options and metadata.
         check: Checks metadata, before `cpu`, `launch`, `build` and the fake.
-        check_values: Checks values before a launch that was built, where they may be read; `cpu` checks its own.
+        check_values: Checks values before a launch that `build` returned, if they may be read. `cpu` must check values
+            itself.
         mutates: The parameters that are written to.
-        arguments: Takes the decorated function and returns what makes the named tuple; None: `record_of`.
+        arguments: Takes the decorated function; returns the function that makes the named tuple. None: `record_of`.
         docs_from: Operators whose docstrings complete the function's own: see `inherited_doc`.
     """
 
@@ -269,7 +270,7 @@ def _without_autocast(call: Any, key: str) -> Callable[..., Any]:
 
 
 def _resolving_bits(call: Any, names: tuple[str, ...], mutates: tuple[str, ...]) -> Callable[..., Any]:
-    """Return the kernel of an operator that writes for tensors that are lazily negated or conjugated."""
+    """Return the kernel for lazily negated or conjugated tensors, for an operator that writes."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False), **kwargs)
@@ -292,11 +293,11 @@ def _resolved(value: Any) -> Any:
 
 
 def _writing(run: Callable[..., Any], names: tuple[str, ...], mutates: tuple[str, ...]) -> Callable[..., Any]:
-    """Return `run` with what an operator that writes owes to compilers and to autograd.
+    """Return `run` between the two steps that compilers and autograd need of an operator that writes.
 
-    It first copies inputs that may share memory with a written tensor. A compiler may remove the caller's own copy,
-    because it knows only the operator's schema. It then raises the versions of written tensors, so that autograd
-    notices a write to a tensor that it has saved.
+    The first step copies inputs that may share memory with a written tensor. A compiler knows only the operator's
+    schema, so it may remove the caller's own copy. The last step raises the versions of written tensors, so that
+    autograd notices a write to a tensor that it has saved.
     """
     if not mutates:
         return run
@@ -342,7 +343,10 @@ def _reach(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _refusing_meta(fake: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
-    """Return `fake`, which torch also runs when one tensor of several is on meta: that call is refused."""
+    """Return `fake`, preceded by a check that refuses a call with some tensors on meta and others on a device.
+
+    Without the check, torch would run the fake for such a call.
+    """
 
     @functools.wraps(fake)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -360,9 +364,9 @@ def _refusing_meta(fake: Callable[..., Any], names: tuple[str, ...]) -> Callable
 
 
 def _on_own_device(launch: Callable[[Any], R], bind: Callable[..., Any]) -> Callable[..., R]:
-    """Return `_bound` of `launch`, with the device of the first tensor on one made current.
+    """Return `_bound` of `launch`, run with the device of the first CUDA tensor as the current device.
 
-    That may be the device of an index: the cache before it may be in pinned host memory.
+    That tensor may be an index, since the cache, an earlier argument, may be in pinned host memory.
     """
 
     def run(*values: Any, **named: Any) -> R:

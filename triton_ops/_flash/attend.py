@@ -1,8 +1,8 @@
 """Attention of FlashAttention's functions: masks, biases and scales as operators take them, and the calls themselves.
 
 A window (left, right) around position p holds the keys p - left to p + right. A side of -1 is unbounded, and so is a
-side wider than the sequence. Operators have one window. If the two sides differ, their queries are passed with
-positions increased by `right`: t <= p + right and t > p + right - window.
+side wider than the sequence. Operators have one window, which ends at the query. If the two sides differ, the positions
+of queries are increased by `right`. Operators then attend to t <= p + right and t > p + right - window.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _scale_of(args: FlashArgs, head_dim: int) -> float:
 
 
 def _needs_holes(keys: PagedKV, query: torch.Tensor) -> bool:
-    """Return whether operators, which refuse more queries than keys, would notice them."""
+    """Return whether operators would find a sequence with more queries than keys, which they refuse."""
     return keys.fewer_keys and reads_values(query) and not known(keys.max_queries <= 1)
 
 
@@ -55,7 +55,7 @@ def _build_window(keys: PagedKV, args: FlashArgs, head_dim: int, left: int, righ
     """Return a function of (query, keys, args, scales) that attends to a window around each query."""
     before: tuple[float, ...] = (_scale_of(args, head_dim),)
     operators: tuple[Callable[..., Any], Callable[..., Any]] = (paged_attention, paged_attention_with_lse)
-    ahead = 0  # how far ahead of their places queries are said to stand
+    ahead = 0  # number by which positions of queries are increased
     if right and left != right:
         ahead = right if right > 0 else keys.max_queries
         before = (*before, left + ahead + 1 if left >= 0 else 0, 0)

@@ -14,8 +14,8 @@ from .victims import FINISHED_SCORE
 add_reduce = np.add.reduce  # without the Python call of `sum`
 
 HALF_LIFE = 1000  # number of requests after which a hit counts half
-SHARE = 0.125  # share of the capacity: hits by which an order may lag; changing the order costs blocks
-LEAST, MOST = 3.0, 10.0  # bounds of the same in mean requests, for small and for large caches
+SHARE = 0.125  # the order in force may lag by this share of the capacity, in hits, since changing it costs blocks
+LEAST, MOST = 3.0, 10.0  # bounds of this lag, in blocks of a mean request, for small and for large caches
 UNTRIED = 16  # number of requests after which the learned order is tried if lru has hit nothing
 
 
@@ -23,8 +23,8 @@ class ShadowGuard:
     """A guard that simulates lru in a shadow cache and decides whether lru or the learned order is in force.
 
     While lru is in force, it simulates the learned order too. The order with more hits wins. lru is in force first,
-    because a model that has seen no reuse evicts blocks too early. Simulating lru needs no second cache, because it
-    would hold the most recently used blocks, evicted ones included, as many as fill the capacity.
+    because a model that has seen no reuse evicts blocks too early. Simulating lru needs no second cache: lru would hold
+    the most recently used blocks, including evicted ones, up to the capacity.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -107,7 +107,7 @@ class ShadowGuard:
         self._inside -= int(np.count_nonzero(runs.serial[rows] >= self._edge))
 
     def judge(self, number: int, runs: RunTable) -> None:
-        """Decide which order is in force, after `number` requests.
+        """Decide which order is in force, `number` requests after the last decision.
 
         A lead is bounded by the cost of a change. So old hits do not outweigh current losses, and old losses do not
         exclude the better order.

@@ -1,15 +1,17 @@
 """The hazard model, which estimates how likely the next request uses a block that has been idle for some requests.
 
-It is survival analysis with proportional hazards. The hazard rate of a block is piecewise constant in its idle time,
-which is the number of requests since its last use: `rate[stratum][idle time] * factor[new blocks] * factor[output] *
-factor[tail]`. Strata are the uses of a block, the output length of the request that used it last, and the caller's
-hint. Rates are occurrences over exposure: the number of reuses, divided by the idle time during which blocks were at
-risk of reuse. Evicted blocks (ghosts) are included, because otherwise evictions would bias the rates. Rates and factors
-are shrunk towards a prior.
+It is survival analysis with proportional hazards. A block's idle time is the number of requests since its last use. The
+block's hazard rate is piecewise constant in the idle time:
+`rate[stratum][idle time] * factor[new blocks] * factor[output] * factor[tail]`.
 
-The rates give a Gittins index for each stratum and idle time. It is a block's expected number of hits until a later
-time, divided by the expected time that the block stays until then, at the later time with the highest quotient.
-Eviction compares these indices.
+Strata are the uses of a block, the output length of the request that used it last, and the caller's hint. Rates are
+occurrences over exposure: the number of reuses, divided by the idle time during which blocks were at risk of reuse.
+Evicted blocks (ghosts) are included, because otherwise evictions would bias the rates. Rates and factors are shrunk
+towards a prior.
+
+The rates give a Gittins index for each stratum and idle time. For a later time, consider a block's expected number of
+hits until then, divided by the expected time that the block stays until then. The index is the maximum of this
+quotient over all later times. Eviction compares these indices.
 
 To save time, factors are rounded to levels, so that indices are computed once for each fit and looked up. `score` is
 a faster `scores` for one block. All blocks of a request are counted together.

@@ -206,8 +206,8 @@ def layer_windows(config: Any) -> dict[int, int]:
 def probe_packed(model: Any, block_size: int, specs: Specs) -> None:
     """Compute two short sequences over blocks and compare their logits with the model's own.
 
-    The comparison finds what no attribute shows: attention outside the interface, keys that change after they are
-    cached, and positions that are counted instead of passed.
+    The comparison finds properties that no attribute shows. Examples are attention outside the interface, keys that
+    change after they are cached, and positions that the model counts itself.
 
     Args:
         model: A model on its device.

@@ -1,4 +1,4 @@
-"""Explanations, in vLLM's log, why the prompt of a request with `pc_explain` is cached no further.
+"""Explanations in vLLM's log: how far the prompt of a request with `pc_explain` is cached, and why no further.
 
 `pc.cache.observe.explain` uses the blocks that have hashes, and the texts of running and waiting requests. It also uses
 the texts of requests that have ended since the first request with `pc_explain`.
@@ -58,8 +58,8 @@ def why_not_explained(scheduler: Any) -> str:
 class GroupBlocks:
     """The cached blocks of one of vLLM's groups.
 
-    `names` are vLLM's own hashes by ours. vLLM's hashes of other texts are unknown: their blocks count as cached, with
-    block number 0.
+    `names` maps our hashes of the explained prompt to vLLM's own. vLLM's hashes of other texts are unknown. `find`
+    reports blocks of other texts as cached, with block number 0.
     """
 
     def __init__(self, pool: Any, group: int, names: dict[bytes, bytes]) -> None:
@@ -102,7 +102,7 @@ class Misses:
         return found
 
     def _text_of(self, request: Any) -> Ended:
-        """Return the tokens of a request whose KV is exact, and how many of them are written."""
+        """Return a request's keys, those of its tokens with exact KV, and how many of these tokens are written."""
         compression, exact = self._scheduler.compression, moved_from(request) * self._size
         if compression is not None:
             exact = min(exact, compression.exact_tokens(request))

@@ -26,8 +26,9 @@ PEEKING = ("SimpleCPUOffloadConnector",)
 class PolicyScheduler(HookedScheduler):
     """vLLM's scheduler with a policy of `pc.cache` (`scheduler_cls`, with `async_scheduling=False`).
 
-    If the installed vLLM lacks what the policy needs, the scheduler becomes vLLM's own and logs why. Jumps over
-    gaps, moved text, fixed chunks and explanations are disabled singly, and logged, if vLLM lacks what they need.
+    If the installed vLLM lacks what the policy needs, the scheduler becomes vLLM's own and logs why. Reuse behind gaps,
+    reuse of moved text, fixed chunks and explanations need more of vLLM. The scheduler disables each of them that vLLM
+    cannot serve, and logs why.
     """
 
     block_pool: PolicyBlockPool
@@ -45,7 +46,7 @@ class PolicyScheduler(HookedScheduler):
         self._awaited = WaitingPrefixes(lambda: self.waiting)
         if not self.block_pool.policy_state.is_lru:  # lru keeps vLLM's own order
             self.block_pool.free_block_queue.waiting = self._awaited
-        # A KV connector fills new blocks without the workers, which must then drop hidden states of these blocks.
+        # Workers do not see which new blocks a KV connector fills. So they drop the hidden states of all new blocks.
         self._sends_fresh = transfer is not None
         self.block_pool.handed_out = [] if self._sends_fresh else None
         self._hints: dict[str, Hint] = {}
@@ -218,11 +219,11 @@ class PolicyScheduler(HookedScheduler):
         return stats
 
     def before_preemption(self, request: Any) -> None:
-        """Let the hint of a request count for all of its blocks again when it resumes."""
+        """Forget which blocks have a request's hint, so that its hint is passed for all its blocks when it resumes."""
         self._hinted.pop(request.request_id, None)
 
     def before_release(self, request: Any) -> None:
-        """Unpin the blocks over which a request would have jumped."""
+        """Unpin the cached blocks that a request has not reached yet, and record that it holds no blocks."""
         for part in reversed(self._parts):
             part.release(request)
 
