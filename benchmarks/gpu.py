@@ -166,6 +166,8 @@ def run_job(job: Job, seconds: float) -> int:
     started, end = [], time.monotonic() + seconds
     for share in range(job.shares):
         environment = {**os.environ, **job.environment, "PC_SHARE": f"{share}/{job.shares}"}
+        if job.shares > 1:  # otherwise each process computes its expected results with as many threads as there are cores
+            environment["OMP_NUM_THREADS"] = "1"
         command = [sys.executable, *job.arguments]
         started.append(subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True))
     codes = [_wait(process, end) for process in started]
@@ -247,11 +249,10 @@ def _first_calls(names: list[str], options: Options) -> Iterator[Callable[[], ob
         return
     (benchmark,) = discover(names[:1])
     for case in benchmark.of(options.kind, False):
-        if case.name in names[1:]:
-            call = case.build(device, 0).calls[0]
-            for provider in benchmark.providers:
-                if provider.device in (None, options.kind):
-                    yield lambda call=call, provider=provider: provider.prepare(call)()
+        for provider in benchmark.providers if case.name in names[1:] else ():
+            if provider.device in (None, options.kind):
+                # Inputs are made for one call at a time: those of all cases, in each process, fill a GPU.
+                yield lambda case=case, provider=provider: provider.prepare(case.build(device, 0).calls[0])()
 
 
 def run_sweep(key: str, options: Options) -> int:

@@ -798,7 +798,7 @@ def test_default_size_of_the_cache(model: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_same_tokens_on_a_gpu(dtype: torch.dtype) -> None:
-    from pc.demo._run import compare_tokens
+    from pc.demo._measure import compare_tokens
 
     model = LLAMA.build().to("cuda", dtype)
     with enable_prefix_caching(model) as handle:
@@ -809,4 +809,4 @@ def test_same_tokens_on_a_gpu(dtype: torch.dtype) -> None:
             answers = (want.sequences[0, 300:].tolist(), got[0, 300:].tolist())
             _, ok = compare_tokens(*answers, lambda i: want.logits[i][0].to(dtype))  # noqa: B023
             assert ok
-        assert handle.last_requests[0].cached_tokens == 288
+        assert handle.last_requests[0].cached_tokens >= 288  # whole blocks; one store also keeps part of a block
