@@ -166,7 +166,9 @@ def run_job(job: Job, seconds: float) -> int:
     started, end = [], time.monotonic() + seconds
     for share in range(job.shares):
         environment = {**os.environ, **job.environment, "PC_SHARE": f"{share}/{job.shares}"}
-        if job.shares > 1:  # otherwise each process computes its expected results with as many threads as there are cores
+        if (
+            job.shares > 1
+        ):  # otherwise each process computes its expected results with as many threads as there are cores
             environment["OMP_NUM_THREADS"] = "1"
         command = [sys.executable, *job.arguments]
         started.append(subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True))

@@ -156,6 +156,8 @@ def _two_devices() -> Iterator[list[torch.device]]:
 
     with (
         FakeTensorMode(),
+        # On a machine with one GPU, no context can be made on the second device.
+        mock.patch("torch._subclasses.fake_tensor.init_gpu_context"),
         mock.patch("torch.cuda.current_device", return_value=0),
         mock.patch("torch.cuda.device", enter),
     ):

@@ -303,12 +303,14 @@ def test_misuse_is_refused_while_tracing():
 def test_captured_graph_replays_with_other_lengths_and_holes(device):
     case = Case(lens=(300, 200), queries=(1, 1), holes=0.3)
     batch = build(case).to(device)
+    other = build(Case(lens=(17, 310), queries=(1, 1), holes=0.6, seed=5)).to(device)
     query, key, value, tables, lens, starts = (t.clone() for t in batch.tensors)
+    spare = max(0, other.key_cache.shape[0] - key.shape[0])  # the caches have room for the blocks of both
+    key, value = (torch.cat((cache, cache.new_zeros(spare, *cache.shape[1:]))) for cache in (key, value))
     pc.paged_attention(query, key, value, tables, lens, starts, batch.scale, max_query_len=1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = pc.paged_attention(query, key, value, tables, lens, starts, batch.scale, max_query_len=1)
-    other = build(Case(lens=(17, 310), queries=(1, 1), holes=0.6, seed=5)).to(device)
     width = min(tables.shape[1], other.block_tables.shape[1])
     key[: other.key_cache.shape[0]], value[: other.key_cache.shape[0]] = other.key_cache, other.value_cache
     tables.fill_(-1)

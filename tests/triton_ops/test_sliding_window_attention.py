@@ -83,7 +83,7 @@ def test_decode_within_a_short_window_is_not_split(window, programs, device, cho
 @pytest.mark.interpreter
 def test_a_plan_without_the_window_writes_nothing_outside(device, monkeypatch):
     """Devices do not check values. Here such a plan has splits for which the call has no room."""
-    batch = build(Case(lens=(1500,), queries=(1,), heads=(2, 1), window=70))
+    batch = build(Case(lens=(1500,), queries=(1,), heads=(2, 1), window=70)).to(device)
     plan = plan_of(dataclasses.replace(batch, case=dataclasses.replace(batch.case, window=0)))
     assert int(plan[0]) > 1
     monkeypatch.setattr(checks, "check_plan", lambda call, options: None)

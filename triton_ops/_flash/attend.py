@@ -64,7 +64,8 @@ def _build_window(keys: PagedKV, args: FlashArgs, head_dim: int, left: int, righ
         before = (*before, left + 1, 0)
         operators = (sliding_window_attention, sliding_window_attention_with_lse)
     before = (*before, ahead > 0 or right == 0, args.softcap)
-    operator, after = operators[args.with_lse], (keys.max_queries, keys.max_keys)
+    # torch.compile of torch 2.11 takes no bool as an index.
+    operator, after = operators[1 if args.with_lse else 0], (keys.max_queries, keys.max_keys)
 
     # Arguments go by position, as the dispatcher takes them fastest.
     def attend(query: torch.Tensor, keys: PagedKV, args: FlashArgs, scales: Scales = (None, None)) -> Any:
@@ -187,7 +188,7 @@ def _attend_latent(query: torch.Tensor, qv: torch.Tensor, keys: PagedKV, args: F
         keys = in_chunks(keys, args.attention_chunk, args.causal)
     if _needs_holes(keys, query):
         keys = with_holes(keys)
-    operator: Callable[..., Any] = (latent_attention, latent_attention_with_lse)[args.with_lse]
+    operator: Callable[..., Any] = latent_attention_with_lse if args.with_lse else latent_attention
     return operator(
         torch.cat((qv, query), 2), keys.key_cache, keys.tables, keys.lens, keys.starts, _scale_of(args, width),
         value_dim, right == 0, args.softcap, None, keys.max_queries, keys.max_keys, keys.plan,
