@@ -105,7 +105,7 @@ def _make_room(
     growths: Sequence[tuple[Request, int]],
     growing: tuple[Sequence[Request], Sequence[int]] = ((), ()),
 ) -> None:
-    """Take a snapshot of requests that grow to so many tokens each, and release the blocks behind their windows.
+    """Take a snapshot of requests that grow to these numbers of tokens, and release blocks behind their windows.
 
     Raises:
         OutOfBlocks: There are too few blocks for all of them together. Nothing has changed.

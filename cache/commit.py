@@ -19,7 +19,7 @@ def commit(state: ManagerState, request_id: Hashable, num_tokens: int) -> Any:
     """Publish the complete blocks before a position; see `CacheManager.commit`."""
     request = state.running.get(request_id) or state.get(request_id)
     if not 0 <= num_tokens <= len(request.tokens):
-        raise ValueError(f"num_tokens: got {num_tokens}, needs 0 to {len(request.tokens)}, its tokens")
+        raise ValueError(f"num_tokens: got {num_tokens}, needs 0 to {len(request.tokens)}, the request's tokens")
     first, last = request.published, num_tokens // state.block_size
     if state.prefix_only and last <= first and request.replaced is None and not request.loading:
         if num_tokens > request.committed:
@@ -131,7 +131,7 @@ def _publish(state: ManagerState, request: Request, group: int, first: int, last
 
 
 def _publish_states(state: ManagerState, request: Request, replaced: list[Pairs]) -> None:
-    """Publish the states of `checkpoint` that are before the committed position."""
+    """Publish the states that `checkpoint` allocated, up to the committed position."""
     size = state.block_size
     ready = [(group, block) for group, block in request.new_states if (block + 1) * size <= request.committed]
     request.new_states = [pair for pair in request.new_states if pair not in ready]

@@ -31,7 +31,7 @@ def rollback(state: ManagerState, request_id: Hashable, num_tokens: int) -> None
     """Remove the last tokens of a request; see `CacheManager.rollback`."""
     request, size = state.get(request_id), state.block_size
     if not 0 <= num_tokens <= len(request.tokens):
-        raise ValueError(f"num_tokens: got {num_tokens}, needs 0 to {len(request.tokens)}, its tokens")
+        raise ValueError(f"num_tokens: got {num_tokens}, needs 0 to {len(request.tokens)}, the request's tokens")
     if not num_tokens:
         return
     length = len(request.tokens) - num_tokens

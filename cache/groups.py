@@ -90,19 +90,19 @@ class Tensors(Group):
     Examples:
         >>> manager = pc.CacheManager(16, block_size=4, groups=[pc.SlidingWindow(window=8), pc.Tensors()])
         >>> allocation, pairs = manager.allocate("a", range(40)), manager.commit("a", 40)
-        >>> [int((manager.block_table("a", group) >= 0).sum()) for group in range(2)]  # the window's, and all
+        >>> [int((manager.block_table("a", group) >= 0).sum()) for group in range(2)]  # of the window, and all
         [2, 10]
     """
 
 
 @dataclass(frozen=True)
 class SlidingWindow(Group):
-    """Layers in which a query at p reads t > p - window and t < num_sink_tokens.
+    """Layers in which a query at p reads keys at t > p - window, and the first num_sink_tokens keys.
 
     Blocks behind the window are released.
 
     Args:
-        window: Number of tokens that a query reads, with its own.
+        window: Number of tokens that a query reads, its own included.
         num_sink_tokens: Number of leading tokens that are always read.
 
     Examples:

@@ -14,12 +14,13 @@ its own tokens. If a `KeyAt` has its position in block i, the chain restarts at 
 with the n keys of that block ordered by position, then by bytes. `pc.cache.keys` defines key(...). The chain
 also restarts at the first block with moved KV, with the key b"m". No other key has this encoding, so no request with
 exact KV has the hashes of this block and of later ones. Hashes do not depend on the process or the machine. Every
-record carries its length, so two different inputs never give the same bytes.
+record carries its length. So two different inputs never give the same bytes.
 
-sha256 and blake2b (32 bytes) are collision resistant: among 2**40 blocks the chance that any two share a hash is below
-2**-176. No input is known that makes them collide, so blocks with equal hashes are treated as equal. xxh3_128 is not
-cryptographic: 2**40 random blocks collide with a chance below 2**-48, but a tenant who chooses tokens on purpose may
-construct a collision. Use it only if all tenants trust each other, or give each tenant its own secret salt.
+Hashes of sha256 and blake2b have 32 bytes and are collision resistant. Among 2**40 blocks the chance that any two share
+a hash is below 2**-176. No input is known that makes them collide, so blocks with equal hashes are treated as equal.
+Hashes of xxh3_128 are not cryptographic. 2**40 random blocks collide with a chance below 2**-48, but a tenant who
+chooses tokens on purpose may construct a collision. Use xxh3_128 only if all tenants trust each other, or give each
+tenant its own secret salt.
 """
 
 from __future__ import annotations

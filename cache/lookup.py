@@ -42,7 +42,7 @@ class Hit(NamedTuple):
         cached: All token ranges that need not be computed.
         groups: The blocks that each group gets.
         committed: Number of tokens of the prefix whose KV is cached.
-        published: Number of leading blocks whose held blocks are all published in the prefix cache.
+        published: Number of leading logical blocks that are published in the prefix cache in all groups.
         num_tokens: Number of tokens that get blocks.
         written: Whether the last token is computed again although its KV is cached.
         attention_hit: See `Allocation.junction`.
@@ -51,7 +51,7 @@ class Hit(NamedTuple):
             are held until the next commit.
         copied: Number of first tokens of the first borrowed block that are copied to the first fresh block. `position`
             includes them.
-        moved: Runs of tokens that are cached in borrowed blocks, still without their targets.
+        moved: Runs of tokens that are cached in borrowed blocks. Their target slots are not known yet.
     """
 
     blocks: int

@@ -1,4 +1,7 @@
-"""The manager as callers see it. It checks every argument and runs every verb under one lock."""
+"""The manager as callers see it. It checks arguments, and runs every verb under one lock.
+
+A verb is a function that changes the manager's state, such as `allocate` or `free`.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
     All methods are thread-safe and atomic. A method that raises has changed nothing. This includes interrupts
     (`KeyboardInterrupt`, or an exception that another thread raises in this one), unless the method was already
-    complete. An interrupt that is undone may cost the eviction policy what it had learned, and listeners may be
+    complete. If an interrupt undoes a method, the eviction policy may forget what it has learned, and listeners may be
     notified twice. After `os.fork()` the child has its own manager, in the state before any verb that another thread
     was running.
 
@@ -61,7 +64,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         host_blocks: Number of block-sized slots of host memory in each group for `preempt(mode="swap")`.
 
     Examples:
-        Those of its methods begin with `manager = pc.CacheManager(num_blocks=8, block_size=4)`.
+        The examples of the methods begin with `manager = pc.CacheManager(num_blocks=8, block_size=4)`.
 
         >>> manager = pc.CacheManager(num_blocks=64, block_size=4)
         >>> document = list(range(100, 130))
@@ -174,7 +177,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         """Run a verb under the lock, and pass the blocks it has evicted to a tier, if there is one."""
         if self._state.on_evict is not None:
             return offload.run(self._state, self._lock, verb, args)
-        with self._lock: return self._state.run(verb, args)  # fmt: skip  # noqa: E701  in one line no interrupt is between
+        with self._lock: return self._state.run(verb, args)  # fmt: skip  # noqa: E701  see `Evicted.hand_over`
 
     def allocate(
         self,
@@ -198,16 +201,17 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             salt: Requests with different salts never share a block.
             reuse: "prefix": reuse the leading run of cached blocks. "gap": also reuse cached blocks behind a missing
                 one. "anywhere": also reuse text behind the prefix that is cached at another position or behind other
-                text, with the same keys and salt (`Allocation.moved`). Such KV is approximate: blocks from there on
-                have hashes of their own, which no request with "prefix" or "gap" ever finds. It needs one group of full
-                attention. It finds only blocks that were published after the first such request, and no blocks of a
-                prompt with a `KeyAt`.
+                text, with the same keys and salt (`Allocation.moved`). Such KV is approximate. From there on, blocks
+                get different hashes, so that no request with "prefix" or "gap" ever finds them. "anywhere" needs one
+                group of full attention. It finds only blocks that were published after the first such request, and no
+                blocks of a prompt with a `KeyAt`.
             priority: Policies that use priorities keep blocks with a priority above 0 longer, generated ones too.
             ttl: Seconds for which the priority holds. None: until evicted.
             num_tokens: Allocate blocks for only this many tokens of the prompt, or for the cached tokens if these are
                 more. `append` allocates blocks for the next tokens. None: for all.
-            segments: With "anywhere", the spans (start, end) of tokens in which to look for text, ascending. A match
-                never crosses a span, such as a document or a tool result. None: the whole prompt.
+            segments: With "anywhere", the spans (start, end) of tokens in which to look for text, ascending. A span is
+                a document or a tool result, for example. A match never crosses the end of a span. None: the whole
+                prompt.
 
         Returns:
             The allocation of the prompt or of its part. At least the last token of a whole prompt must be computed. Its
@@ -318,7 +322,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             >>> both = [manager.allocate(request, range(5)) for request in ("a", "b")]  # compute the same prompt
             >>> manager.commit("a", 5)
             []
-            >>> manager.commit("b", 5)  # block 0 of the first takes the place of its block 2
+            >>> manager.commit("b", 5)  # block 0 of "a" replaces block 2 of "b"
             [(2, 0)]
         """
         if type(num_tokens) is not int:
@@ -348,7 +352,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         Examples:
             >>> manager = pc.CacheManager(8, block_size=4, groups=[pc.FullAttention(), pc.Recurrent(num_blocks=4)])
             >>> allocation = manager.allocate("a", range(10))
-            >>> block = manager.checkpoint("a", 8)  # where the state behind token 8 is to be written
+            >>> block = manager.checkpoint("a", 8)  # write the state behind token 8 to this block
             >>> merged = manager.commit("a", 10)
             >>> manager.allocate("b", range(10)).num_cached_tokens
             8
@@ -392,7 +396,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         Examples:
             >>> allocation, merged = manager.allocate("a", range(6)), manager.commit("a", 6)
             >>> manager.fork("a", "b")
-            >>> manager.append("b", [9]).copies  # its own copy of the block they share
+            >>> manager.append("b", [9]).copies  # "b" gets a copy of the block that both share
             [(1, 2)]
         """
         self._run(fork.fork, request_id, new_request_id)
@@ -403,7 +407,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         Args:
             request_id: The request.
             returns: Probability that the conversation resumes soon, 0 to 1, if the caller knows something: a tool call
-                is pending, the window was closed. With 0, the policies that use hints (`hazard`, `priority`) evict
+                is pending, the window was closed. With 0, the policies that use hints (`default`, `priority`) evict
                 first the blocks that only this conversation used. None: unknown.
 
         Raises:
@@ -428,8 +432,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             request_id: A running request.
             mode: "recompute": KV that is no longer cached at `resume` is computed again. "swap": the KV that later
                 queries read goes to host memory. If a group has too few slots, the KV up to the last block boundary
-                that fits goes there, and the rest is treated as with "recompute". With a recurrent group, up to the
-                last boundary with a state.
+                that fits goes there, and the rest is treated as with "recompute". With a recurrent group, this is
+                the last boundary that has a state.
 
         Returns:
             Pairs (block, host slot) to copy before anything is written. With several groups, one list for each group,
@@ -478,7 +482,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             >>> manager = pc.CacheManager(num_blocks=2, block_size=4, host_blocks=4)
             >>> allocation, merged = manager.allocate("a", range(8)), manager.commit("a", 8)
             >>> pairs = manager.preempt("a", "swap")
-            >>> other = manager.allocate("b", range(50, 58))  # takes the blocks
+            >>> other = manager.allocate("b", range(50, 58))  # evicts the blocks of "a"
             >>> manager.free("b")
             >>> manager.resume("a").loads  # copy these host slots back to these blocks
             [(0, 0), (1, 1)]
@@ -544,14 +548,14 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
     ) -> Explanation:
         """Explain how far a prompt is cached, why no further, and what other kinds of reuse would save. Change nothing.
 
-        The time is proportional to the remembered tokens and evictions. The latest tokens are remembered, as many as
-        the pool would hold in blocks of 16, and the latest evictions. Text of another salt is never shown.
+        The time is proportional to the number of remembered tokens and evictions. The manager remembers the latest
+        evictions, and the latest 16 tokens for each block of the pool. It never shows text of another salt.
 
         Args:
             token_ids: The prompt, as for `allocate`.
             extra_keys: Its keys, as for `allocate`.
             salt: Its salt.
-            below: Returns whether a lower tier has the block with a hash. Such blocks count as cached.
+            below: A function that returns whether a lower tier has the block with a hash. Such blocks count as cached.
 
         Raises:
             ValueError: A token id is out of range.

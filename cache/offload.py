@@ -65,7 +65,7 @@ class Evicted:
 
     def hand_over(self, state: State) -> None:
         """Call `on_evict` with the blocks of each group."""
-        with self._inside: self._hand_over(state)  # fmt: skip  # noqa: E701  in one line no interrupt is between
+        with self._inside: self._hand_over(state)  # fmt: skip  # noqa: E701  on one line, so no interrupt comes between
 
     def _hand_over(self, state: State) -> None:
         for group, blocks, hashes in self.victims:

@@ -14,7 +14,7 @@ Ids = npt.NDArray[np.int32]
 Places = npt.NDArray[np.int64]
 """Slots of the table."""
 
-# Without the two Python calls of the public function. The methods `any` and `all` take several times as long.
+# numpy's C function, without the two Python calls of `np.count_nonzero`. `any` and `all` take several times as long.
 count_nonzero = np._core.multiarray.count_nonzero if hasattr(np, "_core") else np.count_nonzero
 
 # Up to this many blocks are handled one by one, because a round of vector operations costs as much.
@@ -144,7 +144,7 @@ class HashTable:
             at = (at + ((key >> 40) | 1)) & mask
 
     def put(self, ids: Ids, digests: Words) -> Ids | None:
-        """Add blocks, none of which is in the table, under their words, which are all different.
+        """Add blocks under their hash words. No block may be in the table, and all hashes must differ.
 
         A block whose hash another block already has is not added. For each block, return that other block, or -1 if
         there is none. Return None if all are -1.
@@ -178,7 +178,7 @@ class HashTable:
         return self._put_rest(ids, digests, rest.tolist())
 
     def _put_rest(self, ids: Ids, digests: Words, rows: list[int]) -> Ids | None:
-        """Add the blocks whose first slot was taken, a tenth of a full pool's, one by one."""
+        """Add blocks whose first slot was taken, one by one. In a full pool this is a tenth of the blocks."""
         slots, slot_of, mask = self._slots_view, self._slot_of_view, self._mask
         first_word, width = self._words_view, self._width
         duplicates: dict[int, int] = {}
@@ -220,7 +220,7 @@ class HashTable:
         self.slot_of[ids] = -1
 
     def renew(self, live: Ids) -> None:
-        """Replace the content of the table by these blocks under their words."""
+        """Replace the content of the table by these blocks under their hash words."""
         self._slots.fill(self._words.shape[0])
         self._num_passed = 0
         self.slot_of.fill(-1)

@@ -1,4 +1,4 @@
-"""Retention hints, which pass a caller's knowledge of a prompt's future through an engine to an eviction policy.
+"""Retention hints. They tell an eviction policy, through an engine, what a caller knows about a prompt's future.
 
 vLLM and SGLang carry such hints in an envelope, `kv_hints`. The arguments of `retention_hints` become the payload of
 an action of the type `retention`, version 1.

@@ -37,7 +37,7 @@ def latent_attention(
 ) -> torch.Tensor:
     """Attend over a paged cache of latent rows. All heads share a token's row: it is the key, and its start the value.
 
-    The query at position p = seq_len - q_len + i attends to key position t if t < seq_len and the block of t is
+    The query at position p = seq_len - q_len + i attends to key position t if t < seq_len. The block of t must be
     present. With `causal`, t <= p must also be true. One call takes decodes, several queries of a sequence, chunks, and
     mixes of them.
 

@@ -1,6 +1,7 @@
 """The operator that merges two attention results over disjoint keys into the result over all keys.
 
-    lse = log(exp(lse_a) + exp(lse_b));  out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse)
+    lse = log(exp(lse_a) + exp(lse_b))
+    out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse)
 
 It reads two results and writes one, and computes in float32. See https://arxiv.org/abs/2501.01005, section 2.2.
 """

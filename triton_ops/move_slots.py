@@ -2,7 +2,8 @@
 
 A key's features are rotated in pairs (a, b). For a token that moves by delta and a pair with inverse frequency w:
 
-    a' = a * cos(delta * w) - b * sin(delta * w);  b' = b * cos(delta * w) + a * sin(delta * w)
+    a' = a * cos(delta * w) - b * sin(delta * w)
+    b' = b * cos(delta * w) + a * sin(delta * w)
 
 Unlike `pc.rotate_keys` it takes tokens, so text may begin anywhere in a block. It reads and writes keys and values
 once. It rotates in float32 and computes angles in float64. See https://arxiv.org/abs/2104.09864.

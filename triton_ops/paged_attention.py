@@ -37,8 +37,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attend with packed queries over a paged key-value cache: decodes, prefills, chunks and mixes in one call.
 
-    The query at position p = seq_len - q_len + i attends to key position t if t < seq_len and the block of t is
-    present. With `causal`, t <= p must also be true.
+    The query at position p = seq_len - q_len + i attends to key position t if t < seq_len. The block of t must
+    be present. With `causal`, t <= p must also be true.
 
     Args:
         query: `[num_tokens, num_heads, head_dim]`, float16, bfloat16 or float32, with a contiguous last dimension.

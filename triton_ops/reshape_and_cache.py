@@ -1,7 +1,8 @@
 """The operator that writes new keys and values into their cache slots, quantized if the cache is.
 
-cache[slot // block_size, slot % block_size] = key[token], or round(key[token] / scale) clamped to the range of the
-cache's type. It reads and writes 2 * num_tokens * num_kv_heads * head_dim elements. Slot -1 writes nothing.
+The operator sets cache[slot // block_size, slot % block_size] = key[token]. A quantized cache gets round(key[token] /
+scale), clamped to the range of the cache's type. The operator reads and writes 2 * num_tokens * num_kv_heads * head_dim
+elements. Slot -1 writes nothing.
 """
 
 from __future__ import annotations

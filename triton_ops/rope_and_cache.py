@@ -2,7 +2,8 @@
 
 A head's features are rotated in pairs (a, b), with cos and sin from row p of cos_sin for position p:
 
-    a' = a * cos - b * sin;  b' = b * cos + a * sin
+    a' = a * cos - b * sin
+    b' = b * cos + a * sin
 
 Pairs are (i, i + rotary_dim / 2), as in GPT-NeoX and Llama, or (2i, 2i + 1) if interleaved, as in GPT-J. Features from
 rotary_dim on are unchanged. One kernel reads query, key and value once and writes each once, and computes in float32.

@@ -2,7 +2,8 @@
 
 A key's features are rotated in pairs (a, b). For a block that moves by delta and a pair with inverse frequency w:
 
-    a' = a * cos(delta * w) - b * sin(delta * w);  b' = b * cos(delta * w) + a * sin(delta * w)
+    a' = a * cos(delta * w) - b * sin(delta * w)
+    b' = b * cos(delta * w) + a * sin(delta * w)
 
 Rotations add up, so a key for position p becomes the key for p + delta. The operator reads and writes the bytes of n
 blocks once and rotates in float32. Angles are float64, because at 128k positions float32 angles are wrong by 0.01. See

@@ -1,14 +1,13 @@
 """CacheManager against the managers of vLLM and SGLang, alternating in one process, on equal requests.
 
-Run with the peer's own Python (see benchmarks/install_peers.sh and `make bench-manager`):
-
-    python -m benchmarks manager --peer vllm --source .peers/vllm-src --hash sha256
-    python -m benchmarks manager --peer sglang --source .peers/sglang-src --hash xxh3_128
-
 A request is a new list of tokens; three quarters of it are one of four shared prefixes. Blocks have 16 tokens, five
 requests run at once, and both managers use lru. The times are CPU time of the thread for hash, lookup, allocate, commit
 and free. SGLang's slot allocator is timed apart (column peer_alloc_us) and not counted, although ours allocates too.
 The placement of a process's memory changes a time by up to a third. So a row is the median of several processes.
+
+Examples:
+    python -m benchmarks manager --peer vllm --source .peers/vllm-src --hash sha256
+    python -m benchmarks manager --peer sglang --source .peers/sglang-src --hash xxh3_128
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """Generated traffic of many kinds, on which an eviction policy is compared with lru, also in its worst window.
 
-Usage:
-
-    PYTHONPATH=src python -m benchmarks traffic --policy default
-    PYTHONPATH=src python -m benchmarks traffic --kinds law_flips,concatenated --capacity 3%,10%
-    PYTHONPATH=src python -m benchmarks traffic --traces a.jsonl.gz b.jsonl.gz    # one after the other
-
 The rules are those of `python -m pc replay`. The worst window is the lowest ratio to
 lru over a fixed number of requests. Windows in which lru hits less than a fiftieth of its share do not count. `KINDS`
 are common traffic; `STRESS` changes in ways that no policy can foresee.
+
+Examples:
+    PYTHONPATH=src python -m benchmarks traffic --policy default
+    PYTHONPATH=src python -m benchmarks traffic --kinds law_flips,concatenated --capacity 3%,10%
+    PYTHONPATH=src python -m benchmarks traffic --traces a.jsonl.gz b.jsonl.gz    # one after the other
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """A request trace through SGLang's radix cache without a model: hit rates, and CPU time with each policy.
 
-Usage:
-
-    PYTHONPATH=tests/support/sglang_site .peers/sglang-cpu/bin/python -m benchmarks sglang_radix TRACE
-
 The benchmark makes the calls that SGLang's scheduler makes for a request: match, lock, allocate pages, insert after the
 prompt and at the end, release. Hit rates are measured with single requests, CPU time with several. SGLang's lru, with
 its cores of the tree in Rust and in Python, and our policies alternate in one process.
+
+Examples:
+    PYTHONPATH=tests/support/sglang_site .peers/sglang-cpu/bin/python -m benchmarks sglang_radix TRACE
 """
 
 from __future__ import annotations

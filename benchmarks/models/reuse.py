@@ -1,15 +1,14 @@
 """Generation on the CPU: transformers' own generate, generate over the prefix cache, and a cache kept by hand.
 
-Usage:
-
-    python -m benchmarks reuse [25M ...] [--prompts 8 256 2048 10240]
-    python -m benchmarks reuse SmolLM2 --prompts 512 2048 6144     (trained, over the Constitution of the United States)
-
 All ways alternate in one process: call by call for the first token, token by token after it. Times are CPU time. "by
 hand" keeps a DynamicCache of the document. It is either copied for each question, as in transformers' documentation,
 or cropped after each question. Each prompt ends in a new question; in a cold call the document is new too. An answer of
 64 tokens is the beginning of an answer of 256, plus the time after the last token.
 OMP_NUM_THREADS threads (1).
+
+Examples:
+    python -m benchmarks reuse [25M ...] [--prompts 8 256 2048 10240]
+    python -m benchmarks reuse SmolLM2 --prompts 512 2048 6144     (trained, over the Constitution of the United States)
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
 """Text that moved, with a trained model: time to the first token and loss, by the share that is computed again.
 
-Usage:
-
-    python -m benchmarks reuse_anywhere [order agent edit] [--size 2048] [--shares 0 .05 .1 .2 1]
-
 Three workloads of SmolLM2-135M-Instruct (`pc.demo.trained_model_folder`), each a row of prompts through `generate`:
 
     order   six questions over the same five documents, each time in another order
@@ -13,6 +9,9 @@ Three workloads of SmolLM2-135M-Instruct (`pc.demo.trained_model_folder`), each 
 The reference is exact prefix caching with greedy answers of eight tokens. Every other way is forced to produce these
 answers. The rows compare its next-token distributions: KL divergence, equal most likely tokens, and answers whose
 tokens are all the most likely ones. Prompts from before anything moved do not count.
+
+Examples:
+    python -m benchmarks reuse_anywhere [order agent edit] [--size 2048] [--shares 0 .05 .1 .2 1]
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ class EventPublisher:
 
 
 def _listed(extra_keys: Any) -> list[Any]:
-    """Return a request's extra keys in a form that msgpack can carry; a placed key as (key, position)."""
+    """Return a request's extra keys in a form that msgpack can carry. A `KeyAt` becomes (key, position)."""
     keys = [extra_keys] if isinstance(extra_keys, str | bytes | int | KeyAt) else list(extra_keys)
     return [_publishable((key.key, key.position) if isinstance(key, KeyAt) else key) for key in keys]
 

@@ -71,8 +71,7 @@ class History:
         """Remember the written text of a request that has published blocks."""
         if request.published:
             size, tokens, committed = self._block_size, request.tokens, request.committed
-            # A block that was not written to its end was never published. The rest of an unfinished block explains a
-            # miss.
+            # If the tokens end inside the first block that is not published, keep all of them: they may explain a miss.
             end = len(tokens) if len(tokens) < (committed // size + 1) * size else committed
             hit = request.hit if request.hit <= min(len(request.digests), committed // size) else 0
             before = request.digests[hit - 1].tobytes() if hit else None

@@ -17,7 +17,7 @@ HALF, LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
 
 
 class Ghosts:
-    """A memory of a number for each recently evicted block, by the first word of its hash.
+    """A memory of one number for each recently evicted block, found by the first word of its hash.
 
     It is a direct-mapped table of 8 bytes an entry: a newer ghost overwrites an older one. Two blocks are confused with
     a probability of 2**-32, which only costs a wrong guess.
@@ -49,7 +49,7 @@ class Ghosts:
         return slots
 
     def remember(self, keys: Keys, values: Values) -> Values:
-        """Store a number of at least 0 for each key; return the numbers that are lost for it."""
+        """Store a number of at least 0 for each key; return the numbers that this overwrites."""
         slots = self._slots(keys)
         tags = (keys >> HALF).astype(np.uint32)
         old = self._values.take(slots)
@@ -78,8 +78,8 @@ class Ghosts:
 WAYS = 8
 """Number of places in which a block may be. The ghost of the oldest request there is overwritten.
 
-With one place the loss is random, and a prefix with holes is not recognized: Mooncake's synthetic trace falls from 1.26
-to 1.05 times lru.
+With one place, random ghosts are lost, and a prefix with holes is not recognized. Then hits on Mooncake's synthetic
+trace fall from 1.26 to 1.05 times those of lru.
 """
 SERIAL_BITS = 28
 
@@ -93,7 +93,7 @@ class GhostRecord(NamedTuple):
 
 
 def _halves(places: Keys) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-    """Return the high and the low halves."""
+    """Return the high and the low 32 bits of places."""
     halves = places.view(np.uint32)
     low = int(sys.byteorder == "big")
     return halves[:, 1 - low :: 2], halves[:, low::2]

@@ -247,7 +247,7 @@ class TensorCache:
             raise TypeError(f"outputs: got {type(outputs).__name__}, needs a mapping by name")
         mine: Named = {}
         others: dict[str, object] = {}
-        if type(outputs) is dict and num_tokens:  # of known names alone, as a step mostly is
+        if type(outputs) is dict and num_tokens:  # the common case: known names only
             for name, value in outputs.items():
                 entry = self._entries.get(name)
                 if entry is None or type(value) is not torch.Tensor or value.shape != (num_tokens, *entry.features):
@@ -327,7 +327,7 @@ class TensorCache:
 
         Examples:
             >>> manager.fork("a", "c")
-            >>> own = manager.append("c", [7])  # has copies: the block that both share in part
+            >>> own = manager.append("c", [7])  # has a copy of the block that both share
             >>> cache.prepare(own)
             >>> others = cache.store(pc.Step.of({"c": own}, {"hidden": torch.randn(1, 32)}))
             >>> cache.load("c")["hidden"].shape

@@ -15,7 +15,7 @@ from ...cache import CacheManager, OutOfBlocks
 from ...cache.observe.stats import CacheStats
 
 _BETWEEN = (str(Path(__file__).parent), str(Path(warnings.__file__).parent / "contextlib.py"))
-"""Files that lie between a caller's line and a warning, besides those of the packages below."""
+"""Files whose frames may lie between the caller and a warning, besides files of `_PACKAGES`."""
 _PACKAGES = ("torch", "transformers", "peft")
 
 
@@ -189,7 +189,7 @@ class Calls:
             raise unsupported from (None if unsupported is error else error)
 
     def warn_of_fallback(self, error: UnsupportedError) -> None:
-        """Warn once for each reason why calls fall back to the model's own generate, or raise."""
+        """Warn once for each reason why calls fall back to the model's own generate, or why they raise."""
         does = "a call raises UnsupportedError" if self.raises else f"falls back to {self._own}"
         self.warn(error.reason, f"{does}: {error}")
 

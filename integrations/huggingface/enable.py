@@ -380,7 +380,7 @@ class PrefixCaching:
 
         Args:
             returns: Probability that the conversation of a call resumes soon, 0 to 1. None: unknown. With 0, the
-                policies that use hints (`hazard`, `priority`) evict first the blocks that no other request used.
+                policies that use hints (`default`, `priority`) evict first the blocks that no other request used.
 
         Raises:
             TypeError: `returns` is neither a number nor None.
@@ -399,7 +399,7 @@ class PrefixCaching:
 
         Examples:
             >>> handle.disable()
-            >>> "generate" in vars(model)  # its class's own again
+            >>> "generate" in vars(model)  # the class's method runs again
             False
         """
         self._serving.disable()

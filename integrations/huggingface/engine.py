@@ -146,7 +146,8 @@ class Engine:
     def run(self, loop: Loop, calls: Calls, content: Content | None = None) -> tuple[Any, list[RequestReport]]:
         """Run a loop over the cache and return its result and a report for each row.
 
-        With the `content` of a compressed document, the loop reads the document, and `check` must have accepted it.
+        With the `content` of a compressed document, the loop reads the document. The caller must have passed the loop
+        to `check`.
 
         Warnings about tokens that could not be kept or read go to `calls`.
 

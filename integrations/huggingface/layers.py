@@ -2,7 +2,7 @@
 
 Recurrent states are restored too. Mamba-1 needs a correction for this: transformers' scan of several tokens begins with
 zeros even if the cache has a state. A scan is linear in its initial state h_0. With the decay a_t of each token, the
-state h_t lacks (a_1 ... a_t) h_0, and the output lacks C_t times that (Gu and Dao, arXiv:2312.00752, section 2).
+state h_t lacks (a_1 ... a_t) h_0. The output lacks C_t times that (Gu and Dao, arXiv:2312.00752, section 2).
 `install_scan` replaces the scan of a modeling file, once, by one that adds these terms. It adds them only within
 `from_states`, where a `StateLayer` sets the initial state of the next scan.
 """

@@ -1,4 +1,4 @@
-"""The user's options, which are set once when caching is enabled, and settings for the calls within a block."""
+"""The user's options, set once when caching is enabled, and settings for the calls within a `with` block."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_number(name: str, value: Any, least: int, optional: bool = False) -> N
 
 
 def check_fallback(fallback: Any) -> None:
-    """Raise ValueError for an unknown way to treat what cannot be served."""
+    """Raise ValueError unless `fallback` is "warn" or "raise"."""
     if not isinstance(fallback, str) or fallback not in ("warn", "raise"):
         raise ValueError(f"fallback: got {fallback!r}, needs 'warn' or 'raise'")
 
@@ -63,7 +63,7 @@ def memory_budget(model: Any) -> int:
 
 
 def default_num_blocks(model: Any, bytes_per_block: int, block_size: int, taken: int = 0) -> int:
-    """Return the number of blocks for the memory budget less `taken` bytes, at most for 32 of the longest sequences."""
+    """Return how many blocks fit into the memory budget less `taken` bytes, at most 32 of the longest sequences."""
     config = model.config.get_text_config(decoder=True)
     longest = getattr(config, "max_position_embeddings", None) or 4096
     return max(1, min((memory_budget(model) - taken) // max(bytes_per_block, 1), 32 * -(-longest // block_size)))

@@ -30,9 +30,9 @@ def check_model(model: Any) -> None:
 def rope_keys(config: Any, prompt_lens: list[int], max_length: int) -> tuple[str, ...]:
     """Return extra keys for rotary embeddings whose frequencies depend on the sequence length.
 
-    "longrope" has one set of frequencies up to the length of the model's original training, and another beyond.
-    "dynamic" changes the frequencies with every length beyond it (transformers,
-    modeling_rope_utils.dynamic_rope_update). Keys rotated under one set must not be read under another.
+    The type "longrope" has one set of frequencies up to the length of the model's original training, and another
+    beyond. The type "dynamic" changes the frequencies with every length beyond it. See transformers'
+    modeling_rope_utils.dynamic_rope_update. Keys rotated under one set must not be read under another.
 
     Raises:
         UnsupportedError: The frequencies would change during this call.

@@ -268,9 +268,10 @@ class HiddenStatesWorker(Base):
     If the installed vLLM lacks what the rows need, the worker runs as vLLM's own and logs why.
 
     Raises:
-        ValueError: At start-up, for one of these: an option out of range; asynchronous speculation, whose positions the
-            host does not know; a KV connector without `pc`'s scheduler or with a pooling model; pooling without chunked
-            prefill, under runner V2, or with a pooler that joins chunks itself; a model without full attention.
+        ValueError: At start-up. An option is out of range. Speculation is asynchronous, so the host does not know its
+            positions. There is a KV connector with a pooling model, or without `pc`'s scheduler. The model pools
+            without chunked prefill, under runner V2, or with a pooler that joins chunks itself. The model has no full
+            attention.
         UnsupportedVersionError: The model pools each token, and vLLM lacks what adds the rows of prefix hits.
     """
 

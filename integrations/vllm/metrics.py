@@ -1,6 +1,6 @@
 """Counters of the eviction policy in the server's /metrics.
 
-The scheduler runs in a process of its own, which writes its counters into files of Prometheus' client library. The
+The scheduler runs in a separate process, which writes its counters into files of Prometheus' client library. The
 process that serves /metrics reads the files of all schedulers that it started, on one machine. A server with several
 API processes names a folder for such files (PROMETHEUS_MULTIPROC_DIR), and the scheduler then writes there.
 """
@@ -39,7 +39,7 @@ LABELS = ("model_name", "engine")
 SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 """The environment variable with which vLLM names the folder of the files of several API processes."""
 FOLDER = "_PC_VLLM_COUNTS"
-"""The environment variable that names the folder otherwise. Processes that a server starts inherit it."""
+"""The environment variable that names the folder of one API process. Processes that a server starts inherit it."""
 
 
 class PolicyCounts:

@@ -13,8 +13,8 @@ import torch
 from .arguments import AttentionArgs
 from .predicate import Mask
 
-# Maximum bytes of the keys, or of the values, of a gather, in the dtype of the computation. Larger tensors are fresh
-# pages from the system on every call, which cost several times as much as the copy.
+# Maximum bytes that one gather copies of keys, and of values, counted in the dtype of the computation. For larger
+# tensors the system maps fresh pages on every call, which cost several times as much as the copy.
 GATHER_BYTES = 4 << 20
 _SUMMED = (torch.float32, torch.float16, torch.bfloat16)
 Strides = tuple[int, ...]

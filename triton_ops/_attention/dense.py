@@ -126,7 +126,7 @@ def build_packed_tables(
 ) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """Return a function from cu_seqlens to block tables `[num_seqs, num_columns]` and lengths, for blocks of one key.
 
-    On a device one kernel makes both. If a compiler watches, PyTorch does, and the compiler makes a kernel of it.
+    On a device, one kernel makes both. Under a compiler, PyTorch operators make them, and the compiler fuses these.
     """
     batch, device, (stride,) = starts.shape[0] - 1, starts.device, starts.stride()
     columns = arange_i32(device, num_columns, 1)

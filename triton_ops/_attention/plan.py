@@ -116,7 +116,7 @@ class Cached:
     `is_captured` is set, so a refresh of the plan fills them in place.
     """
 
-    parts: dict[object, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # memory, by what it is for
+    parts: dict[object, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # memory, by its purpose
     derived: dict[object, Any] = field(default_factory=dict)
 
 

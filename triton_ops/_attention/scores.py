@@ -1,4 +1,4 @@
-"""Modifiers of a score besides scale * q.k, on the CPU. `kernels/scores.py` has them in kernels."""
+"""Modifiers of a score besides scale * q.k, on the CPU. `kernels/scores.py` is their counterpart in kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Terms(NamedTuple):
     def apply(self, score: torch.Tensor, distance: torch.Tensor, alibi_slopes: torch.Tensor | None) -> torch.Tensor:
         """Modify scores `[num_heads, queries, keys]`, scale * q.k, in place.
 
-        Distance: key position minus query position.
+        `distance` is the key's position minus the query's.
         """
         if self.SOFTCAP:
             score = score.div_(self.softcap).tanh_().mul_(self.softcap)

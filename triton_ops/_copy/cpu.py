@@ -1,4 +1,4 @@
-"""Moves of rows with PyTorch on CPU tensors, in one parallel call for each tensor, by 16 bytes if rows allow it."""
+"""Moves of rows with PyTorch on CPU tensors, in one parallel call for each tensor, in units of up to 16 bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SLAB_BYTES = 1 << 20
 _ROWS_A_RUN = 16
 _COPY_BYTES = (1 << 20, 1 << 24)
 _FEW_BYTES, _FEW_ROWS = 1 << 14, 32  # up to here, copying all is faster than making views or bounds
-# None has no attributes, and the dispatcher lets it pass. An empty index has no bounds.
+# Errors after which the general path takes over. An argument may be None, and an empty index has no bounds.
 _REFUSALS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 QUICK_BYTES = 32 << 20
@@ -96,7 +96,7 @@ def quick_gather(cache: torch.Tensor, leading: int, index: torch.Tensor) -> torc
 
     The work before the copy matters. Between two calls a model runs, which evicts the last call's code and objects from
     the processor's caches. `index_select` checks the range of an index. If it refuses the index, the general path
-    computes the result or raises an error with names.
+    computes the result, or raises an error that names the argument.
     """
     try:
         if cache.requires_grad or not cache.is_contiguous() or cache.dim() < 2 or index.dim() != 1:

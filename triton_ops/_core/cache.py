@@ -19,7 +19,7 @@ from .runtime import KERNELS_ON_CPU
 
 try:
     from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # not a promise of torch's: it saves time, nothing else
+except ImportError:  # private in torch, and only saves time
     TensorGuards = None  # type: ignore[misc, assignment]
 
 R = TypeVar("R")
@@ -45,8 +45,8 @@ _is_traced = torch.compiler.is_dynamo_compiling
 def needs_dispatcher() -> bool:
     """Return whether a tracer, mode, transform or profiler must see the operators of a function outside of them.
 
-    Such a function then uses PyTorch's operators, and neither keeps tensors nor launches kernels of its own. A tracer
-    of Python code comes first, since it traces this too; those of exports and fake tensors are modes.
+    Such a function then uses PyTorch's operators, and neither keeps tensors nor launches kernels of its own. Dynamo
+    traces this function too, so it is asked first. Export and fake tensors are modes.
     """
     if _is_traced() or not _CAN_TELL:
         return True
@@ -88,7 +88,7 @@ def _guard(tensors: Tensors) -> Any:
 
 
 def _remember(memory: dict[object, T], key: object, value: T) -> T:
-    """Keep a value, in place of all others once they are too many."""
+    """Store a value. If there are too many, forget all others first."""
     if len(memory) >= MAX_REMEMBERED:
         memory.clear()
     memory[key] = value
@@ -168,7 +168,7 @@ def cached_launch(
             found = _remember(pickers, types, _pickers(types))
         options_of, tensors_of = found
         tensors = tensors_of(args)
-        options = (tensors_of, *options_of(args))  # types have one picker, which tells them apart
+        options = (tensors_of, *options_of(args))  # `tensors_of` identifies the types
         launch = launches.get_or(options, tensors, lambda: build(args))
         if check_values is not None and reads_values(tensors[0]):
             check_values(args)

@@ -36,7 +36,7 @@ class Rotary(NamedTuple):
 
     cos: torch.Tensor
     sin: torch.Tensor
-    first: torch.Tensor  # [batch], positions of the first
+    first: torch.Tensor  # [batch], position of the first new token
     interleaved: bool
 
     def angles(self, sequence: torch.Tensor, nth: torch.Tensor | int) -> torch.Tensor:
@@ -69,8 +69,8 @@ def build_append_places(
 ) -> Callable[[torch.Tensor, torch.Tensor, Rotary | None], Appended] | None:
     """Return a function that gives slots and lengths of new keys, and their angles `[batch * count, rotary_dim]`.
 
-    It takes lens `[batch]`, tables `[batch, max_blocks]` and a rotation with the metadata of these. Return None if
-    PyTorch must compute them.
+    It takes lens `[batch]`, tables `[batch, max_blocks]` and a rotation, with the same metadata as the arguments here.
+    Return None if PyTorch must compute these values.
     """
     given = [lens, tables, *(rotary or ())[:3]]
     half, num_tokens = 0 if rotary is None else rotary.cos.shape[1], lens.shape[0] * count
@@ -135,7 +135,7 @@ def build_append(
 
     Args:
         query: `[num_tokens, num_heads, head_dim]`.
-        keys: The cache before.
+        keys: The cache before the call.
         args: The call; k is `[batch, count, num_kv_heads, head_dim]`, or `[total, num_kv_heads, head_dim]` with
             cu_seqlens_k_new.
         rotary: None: no rotation.

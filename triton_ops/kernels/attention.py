@@ -222,10 +222,10 @@ def _merge_splits_kernel(
     TABLE_HEADS: tl.constexpr, SINKS: tl.constexpr, WITH_LSE: tl.constexpr, NUM_HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Merge splits. Grid (rows, heads, parts of a head): BLOCK_S splits at once, in the order of their keys.
+    """Merge splits. The grid is (rows, heads, parts of a head).
 
-    by_sequence: rows are max_q queries of each sequence, of which only decodes have splits. Otherwise rows are all
-    tokens.
+    A program merges BLOCK_S splits at once, in the order of their keys. With by_sequence, rows are max_q queries of
+    each sequence, and only decodes have splits. Otherwise rows are all tokens.
     """
     head = tl.program_id(1)
     first_v = tl.program_id(2) * BLOCK_V

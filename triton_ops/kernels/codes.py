@@ -1,7 +1,7 @@
 """Codes of quantized caches in kernels, bit for bit those of `_core/quantize.py`.
 
-Kernels see float8 as uint8 and convert it with bit operations, because sm_80 has no instruction for it and triton's
-interpreter has no type. On newer devices the attention kernel uses the device's conversion.
+Kernels see float8 as uint8 and convert it with bit operations, because sm_80 has no instruction for it, and triton's
+interpreter lacks the type. On newer devices the attention kernel uses the device's conversion.
 """
 
 from __future__ import annotations

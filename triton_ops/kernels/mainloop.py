@@ -51,9 +51,8 @@ class Queries(NamedTuple):
 class CachedHead(NamedTuple):
     """Keys and values of a KV head in the cache.
 
-    With REST, key_ptr points at a part of the value, which is also its key.
-
-    other, behind: columns from there to the other part, and to the rest.
+    With REST, key_ptr points at a part of the value, which is also a part of the key. Then `other` is the number of
+    columns from there to the key's other part, and `behind` the number of columns to its rest.
     """
 
     key_ptr: Any
@@ -218,7 +217,7 @@ def _products(q, k, score, UPCAST: tl.constexpr):
 def _accumulate(m, total, acc, k, other, rest, v, t, live, queries, terms, MASKED: tl.constexpr):
     """Add keys at positions t to an online softmax. With MASKED, `live` says which rows attend to which keys.
 
-    m and total are None for the first keys. other and rest are parts of latent rows besides k.
+    For the first keys, m and total are None. `other` and `rest` are parts of latent rows besides k.
     """
     q = queries.q
     score = _products(q, k, None, queries.UPCAST)

@@ -23,7 +23,7 @@ def _tanh(x):
 
 @triton.jit
 def _product_factor(factor, terms):
-    """Return the first factor of products q.k, given the scale in `factor`. Without terms it is in base 2."""
+    """Return the factor of products q.k, given the scale. Without softcap it includes log2(e), for base 2."""
     if terms.SOFTCAP:
         factor /= terms.softcap
     else:

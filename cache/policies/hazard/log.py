@@ -19,8 +19,8 @@ class EventLog:
     """A log of hits and releases.
 
     `owner` has for each block the serial of its last user and, in the low `place_bits`, the place in its chain; -1 for
-    none. Draining the log updates it. Blocks and counts are int32 as bytes, because arrays would keep more memory from
-    being reused at once.
+    none. Draining the log updates it. Blocks and counts are int32 values stored as bytes, whose memory is
+    reused sooner than that of arrays.
     """
 
     def __init__(self, owner: Numbers, place_bits: int) -> None:
@@ -31,7 +31,7 @@ class EventLog:
         self.chains: list[bytes] = []  # blocks of each request that has ended
         self.counts: list[bytes] = []  # number of uses of each block in a chain
         self.endings: list[Ending] = []
-        self.num_hits = self.num_blocks = 0  # number of hit blocks that are in `owner`; of blocks in all events
+        self.num_hits = self.num_blocks = 0  # drained hit blocks; blocks of all events
 
     @property
     def nbytes(self) -> int:

@@ -18,8 +18,8 @@ from .victims import VictimChooser
 EVERY = 50  # requests between fits of the model; 100 gives 1 to 4 % fewer hits in small caches
 IDLE = 1024  # requests after which the model is fitted even if nothing is evicted
 FIRST = 16  # requests before the first fit; fewer teach nothing
-EARLY = 5  # an early fit waits for a fifth of all requests so far; a quarter to a tenth give as many hits
-MEMORY = 8192  # latest requests to learn from; with 4096, lru hits more in the conversation trace at 30 %
+EARLY = 5  # early, a fit waits until a fifth of all requests are new; a quarter to a tenth give as many hits
+MEMORY = 8192  # latest requests to learn from; with 4096, lru gets more hits on the conversation trace at 30 %
 GHOSTS, GHOST_FLOOR = 4, 65_536  # ghosts for each block, and the minimum, because small caches see late returns too
 LOG_REQUESTS, LOG_BLOCKS = 512, 1 << 16  # maximum drained at once; more took 70 ms for a million blocks
 LEAST_USES = USE_BOUNDS.astype(np.int32)[:, None]
@@ -68,7 +68,7 @@ class Hazard(EvictionPolicy):
     def accessed(self, ids: Ids, hit: bool) -> None:
         if hit:
             self._last_hit = ids.item(-1)
-            if self._log.num_blocks > self._log_limit:  # hits alone may fill the log, if others hold the blocks
+            if self._log.num_blocks > self._log_limit:  # without releases, hits alone may fill the log
                 self._drain()
             self._log.hit(ids, self._now)
             return
@@ -99,7 +99,7 @@ class Hazard(EvictionPolicy):
                 self._learn()
 
     def _drain(self) -> None:
-        """Apply the log to rows and the guard."""
+        """Apply the log to the rows of `runs` and to the guard."""
         log = self._log
         log.drain()
         self._drained_at = self._now
@@ -119,7 +119,7 @@ class Hazard(EvictionPolicy):
             self._claim_reused(*log.reused())
         if ended:
             self._mark_shared(rows)
-        if ended > 1:  # after the claims: later requests may have continued earlier ones
+        if ended > 1:  # after `_claim_reused`, since these requests may have reused each other's blocks
             guard.fill(runs, room)
         runs.trim_all()
         if runs.count:

@@ -1,7 +1,7 @@
-"""State of each request: the blocks that it used last form one run of its chain.
+"""State of each request: its chain, and the run of it that no later request has used.
 
-The state is a table of columns, because a fit reads thousands of requests at once. Chains are bytes only to save time,
-since cutting bytes is cheap.
+A chain is the blocks of a request in order. The state is a table of columns, because a fit reads thousands of requests
+at once. Chains are bytes only to save time, since cutting bytes is cheap.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RunTable:
     last: Numbers  # the block at `end - 1`
     parent: Numbers  # the block before `start`; -1: none
     shared: Numbers  # other requests continued behind blocks before this place; known if `final`
-    owned: Numbers  # number of blocks that no other request used since, with evicted ones
+    owned: Numbers  # number of blocks that no other request has used since, evicted ones included
     stratum: Numbers  # with covariates, the class of the block at `end - 1`; see `HazardModel.scores`
     covariates: Numbers
     final: Numbers  # whether the caller said that the conversation is over
@@ -132,7 +132,7 @@ class RunTable:
         return USES * self.groups_of(rows) + uses, self.covariates_of(rows) + COVARIATES * tail
 
     def advance_starts(self, rows: Numbers, first: Numbers, last: Numbers) -> list[int]:
-        """Start runs behind places `first` to `last`, from which requests continued; return the changed rows."""
+        """Move the starts of runs behind places `first` to `last`, which were reused; return the changed rows."""
         start_of, moved = self.views.start, set()
         for row, begins, ends in zip(rows.tolist(), first.tolist(), last.tolist(), strict=True):
             if begins <= start_of[row] < ends:  # one by one, because several requests may continue one run
@@ -186,12 +186,12 @@ class RunTable:
         self.chains[row] = left
 
     def piece_start(self, row: int, start: int, end: int) -> int:
-        """Return the first place of the blocks that have the same worth as the block at `end - 1`."""
+        """Return the first place of the blocks that have the same score as the block at `end - 1`."""
         views = self.views
         if end == views.size[row]:
             return end - 1
         at = 3 * row
-        for bound in views.bounds[at : at + 3]:  # falling
+        for bound in views.bounds[at : at + 3]:  # in descending order
             if bound < end:
                 start = max(start, bound)
                 break

@@ -43,7 +43,7 @@ class CompressedDocument:
             which are not compressed.
         kept_tokens: The positions of these tokens, `[layers][heads]` tensors `[kept]` int64. None for a layer that an
             object of kvpress has shortened, because its positions are unknown.
-        peak_nbytes: The most bytes of keys and values at one time while the text was computed.
+        peak_nbytes: Peak size of the keys and values, in bytes, while the text was computed.
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM

@@ -72,7 +72,7 @@ def _inputs(model: Any, tokens: torch.Tensor, cache: DynamicCache) -> dict[str, 
 
 
 class Peak:
-    """The most bytes of keys and values at one time, of whole layers and compressed ones together."""
+    """The peak size of keys and values in bytes, of whole and compressed layers together."""
 
     def __init__(self, cache: DynamicCache, kept: dict[int, Any]) -> None:
         self._cache, self._kept, self.nbytes = cache, kept, 0
@@ -86,7 +86,7 @@ class Peak:
 
 
 class _ReadLayer(CachedPass, DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
-    """A layer that computes its own attention, to which its marked keys lead, and is compressed right after."""
+    """A layer of the cache whose marked keys send attention to `attend`, which then compresses the layer."""
 
     keys: torch.Tensor | None
     values: torch.Tensor | None
@@ -103,7 +103,7 @@ class _ReadLayer(CachedPass, DynamicLayer):  # type: ignore[misc]  # transformer
         return mark(key_states.view_as(key_states), self), value_states
 
     def attend(self, call: MarkedCall) -> torch.Tensor:
-        """Return attention over the whole text, `[1, tokens, num_heads, head_dim]`, and keep the press's tokens."""
+        """Keep the tokens that the press chooses. Return attention over the text `[1, tokens, num_heads, head_dim]`."""
         refuse_if(call.window is not None, "a layer without a window in its cache has one in its attention")
         query, key, value, scale = call[:4]
         length = query.shape[2]
@@ -152,7 +152,7 @@ def _read_by_hooks(
             kwargs.setdefault(name, cache)
 
     for index in full:
-        modules[index].register_forward_hook(under_every_name, with_kwargs=True)  # for other versions' names
+        modules[index].register_forward_hook(under_every_name, with_kwargs=True)  # some versions use another name
     with press(twin):
         for index in full:
             modules[index].register_forward_hook(behind)  # runs after the press's hook; deleted with the twin

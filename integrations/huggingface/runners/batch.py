@@ -1,4 +1,7 @@
-"""The batch of one call. Its cache holds everything before the first pass of the loop, from blocks or computed."""
+"""The batch of one call. Its cache holds all tokens before the first pass of the loop, read from blocks or computed.
+
+A column is a position in the padded batch.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +148,7 @@ class Batch:
         return not together and all(p.computable(self._end(p)) for p in self.prompts)
 
     def _end(self, prompt: Prompt) -> int:
-        """Return the tokens of a prompt before the last columns of the batch, which rows compute together."""
+        """Return the number of a prompt's tokens before the last columns of the batch, which rows compute together."""
         behind = 1 if self.store.states is None else 2
         return min(len(prompt.tokens), self.length - behind - prompt.pad)
 
@@ -252,7 +255,7 @@ class Batch:
         return cache
 
     def unwritten(self, prompt: Prompt) -> int:
-        """Return how many leading tokens of a prompt and its answers layers may drop: in blocks, or never written."""
+        """Return how many leading tokens layers may drop, because they are in blocks or will never be written."""
         if prompt.blocks.closed:
             return sys.maxsize
         branches = [prompt.branches.get(row, prompt.blocks) for row in prompt.rows]

@@ -68,7 +68,7 @@ class WatchedModel(ModelInLoop):
         prepare = self._model.prepare_inputs_for_generation
         inputs = prepare(input_ids, next_sequence_length=behind or next_sequence_length, **kwargs)
         if batch.cache is not None and all(value is not batch.cache for value in inputs.values()):
-            refuse_if(batch.over_document, "the model leaves its cache out over a compressed document")
+            refuse_if(batch.over_document, "the model does not use its cache in a call over a compressed document")
             self._due, self._published = False, True  # the model computes all tokens, without the cache
             batch.read_nothing(None)
             if batch.images is not None:
@@ -275,7 +275,7 @@ def images_of(loop: Loop, store: Store) -> RowImages | None:
     """Return the images of a loop; None if it has none.
 
     Raises:
-        UnsupportedError: The model does not continue from a cached prefix beside them.
+        UnsupportedError: The model cannot continue from a cached prefix in a call with these images.
     """
     if loop.images is None:
         return None

@@ -1,6 +1,6 @@
 """Decode steps and their CUDA graphs, one for each batch size and width of block tables, in powers of two.
 
-A graph replays the captured kernels of a step on the same memory and with the same numbers from the host. Therefore
+A graph replays the captured kernels of a step on the same memory and with the same scalar arguments. Therefore
 everything that changes between steps is in the buffers of a `DecodeBatch`. Everything else that a step
 depends on (weights, adapters, settings) is compared before each call of generate. If it has changed, the graphs are
 dropped.
@@ -25,7 +25,7 @@ from ..support import changing_rope, float32_precision
 from .packed import PackedModel
 from .passes import DecodeBatch
 
-WARM_STEPS = 3  # eager steps of a bucket before its capture, in which kernels are compiled and libraries choose theirs
+WARM_STEPS = 3  # eager steps of a bucket before its capture, which compile and choose kernels
 MAX_ROWS = 256  # rows of the largest graph; a larger batch keeps a GPU busy without one
 MIN_WIDTH = 16  # columns of the narrowest block tables, so that short sequences share a graph
 
@@ -63,7 +63,7 @@ class GraphReport:
 
 
 class CudaCapturer:
-    """A maker of CUDA graphs, with a stream of its own and one memory pool for all graphs."""
+    """A maker of CUDA graphs. It has its own stream, and one memory pool for all graphs."""
 
     # Graphs of one pool overwrite each other's results, so each must be copied before the next replay
     # ("CUDA semantics" in torch's documentation).

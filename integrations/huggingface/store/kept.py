@@ -67,7 +67,7 @@ class Store:
                 self.running.pop(owner, None)  # another thread may have removed it too
 
     def make_cache(self, room: int) -> DynamicCache:
-        """Return an empty cache for a call. Its buffers grow by at least `room` tokens at a time."""
+        """Return an empty cache for a call. Its buffers grow in steps of at least `room` tokens."""
         cache = like(self.empty_cache)
         for layer in attention_layers(cache).values():
             if isinstance(layer, GrowingLayer | GrowingWindowLayer):

@@ -166,7 +166,7 @@ class SavedBlocks:
         """
         with open(path, "rb") as file:
             if file.readline(len(FORMAT) + 1) != f"{FORMAT}\n".encode():
-                raise ValueError("path: got a file of another kind, needs one of save()")
+                raise ValueError("path: got a file of another format, needs a file that save() wrote")
             try:
                 header = json.loads(file.readline())
                 identity = {name: header[name] for name in self._identity}
@@ -175,7 +175,7 @@ class SavedBlocks:
                 raise _damaged(error) from error
             for name, value in self._identity.items():
                 if identity[name] != value:
-                    raise ValueError(f"path: got KV of another {name}, needs that of this model as it is")
+                    raise ValueError(f"path: got KV of another {name}, needs KV of this model in its current state")
             try:
                 return [
                     {digest: unpack(_next(file, layout), digest, layout) for digest in group}
@@ -194,7 +194,8 @@ def _next(file: IO[bytes], layout: Layout) -> bytes:
 
 
 def _damaged(error: Exception) -> ValueError:
-    return ValueError(f"path: got a file that cannot be read ({type(error).__name__}: {error}), needs one of save()")
+    got = f"a file that cannot be read ({type(error).__name__}: {error})"
+    return ValueError(f"path: got {got}, needs a file that save() wrote")
 
 
 def fingerprint(model: Any) -> str:

@@ -1,4 +1,4 @@
-"""Attention of vLLM's layers through `pc`: the backend with its refusals by name, and the attention of one layer."""
+"""Attention of vLLM's layers through `pc`: the backend, which names what it refuses, and one layer's attention."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from .builder import PagedMetadata, PagedMetadataBuilder
 class PagedAttentionBackend(AttentionBackend):
     """Decoder attention through `pc`, on any platform of vLLM.
 
-    It serves any block size, head sizes up to `MAX_HEAD_DIM`, any layout of the cache, windows, softcap, ALiBi, learned
-    sinks, grouped queries, float8 e4m3 caches and batch-invariant mode. It refuses MLA, encoder and cross attention,
-    R-SWA, bidirectional spans of multimodal prompts, context parallelism, and quantized caches other than e4m3.
+    It serves any block size, head sizes up to `MAX_HEAD_DIM` and any layout of the cache. It also serves windows,
+    softcap, ALiBi, learned sinks, grouped queries, float8 e4m3 caches and batch-invariant mode. It refuses MLA, encoder
+    and cross attention, R-SWA, bidirectional spans of multimodal prompts, context parallelism, and quantized caches
+    other than e4m3.
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(FLOATS)
@@ -51,7 +52,7 @@ class PagedAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Return one entry, which stands for any size."""
+        """Return one entry, which accepts any block size."""
         return [MultipleOf(1)]
 
     @classmethod

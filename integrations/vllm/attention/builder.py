@@ -33,7 +33,7 @@ NULL_BLOCK = 0
 """The number of vLLM's block for positions without KV, in every pool."""
 
 SHARED_TOKENS, SHARED_REQUESTS = 256, 8
-"""The least tokens and requests for which a common prefix is read once. Below, the second launch costs more."""
+"""The least tokens and requests for which a common prefix is read once. With fewer, the second launch costs more."""
 
 
 @dataclass
@@ -44,8 +44,8 @@ class PagedMetadata(AttentionMetadata):
     block_tables: torch.Tensor  # `[num_seqs, max_blocks]` int32, -1 where vLLM has its null block
     seq_lens: torch.Tensor  # `[num_seqs]` int32
     query_start_loc: torch.Tensor  # `[num_seqs + 1]` int32
-    max_query_len: int  # upper bounds of a sequence
-    max_seq_len: int | None  # None: what the tables can hold
+    max_query_len: int  # upper bound of the queries of a sequence
+    max_seq_len: int | None  # upper bound of its tokens; None: as many as the tables can hold
     causal: bool = True
     batch_invariant: bool = False
     num_shared_blocks: int = 0  # leading blocks of all sequences that are read once
@@ -175,7 +175,7 @@ def follow_common_prefixes() -> None:
 
 
 def _count_shared(runner: Any, count: int) -> Callable[[], None]:
-    """Count the shared blocks of the first `count` requests for each builder; return what resets the builders."""
+    """Count the shared blocks of the first `count` requests for each builder; return a function that resets them."""
     if not hasattr(runner, "pc_shares_prefixes"):  # once for each runner
         runner.pc_shares_prefixes = available("attention.shared_prefix", runner=runner)
     builders = _builders(runner) if runner.pc_shares_prefixes else []

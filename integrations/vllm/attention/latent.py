@@ -1,6 +1,7 @@
 """Multi-head latent attention for vLLM's layers. Decodes use `pc.latent_attention`, and prefills use vLLM's code.
 
-vLLM's code also writes latent rows, absorbs the projections of a decode, and expands those of a prefill.
+vLLM's code also writes latent rows. It applies the projections to the queries of a decode, and to the latent rows of a
+prefill.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class LatentAttentionBackend(LatentBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Return one entry, which stands for any size."""
+        """Return one entry, which accepts any block size."""
         return [MultipleOf(1)]
 
     @classmethod

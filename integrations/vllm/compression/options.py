@@ -25,7 +25,7 @@ class CompressionOptions:
         budget: The share of the prompt's whole blocks that stays, above 0 and at most 1, rounded up to a block.
         press: The name of a press, as for `handle.compress`.
         heads: One of `HEADS`.
-        until: The prompt's first tokens that are compressed, rounded down to a block; None: the whole prompt.
+        until: How many first tokens of the prompt are compressed, rounded down to a block. None: the whole prompt.
         share: Whether later requests with the same tokens up to `until` and the same options find the packed blocks.
             None: they do if `until` is given.
     """

@@ -40,7 +40,7 @@ class FixedChunks:
         return found
 
     def publish(self, request: Any, num_computed_tokens: int) -> None:
-        """Publish whole chunks of a prompt only. A shorter last chunk and an answer have other bits."""
+        """Publish whole chunks of a prompt only. The bits of a shorter last chunk and of an answer may differ."""
         self._publish(request, min(num_computed_tokens, self._down(request.num_prompt_tokens)))
 
     def _down(self, tokens: int) -> int:
@@ -61,7 +61,7 @@ def make_chunks(scheduler: Any, asked: str) -> FixedChunks | None:
     if asked and (not asked.isdecimal() or int(asked) % size):
         raise ValueError(f"pc_chunk: got {asked!r}, needs a multiple of block_size={size}, or 0 for none")
     chunk = int(asked or is_batch_invariant() * -(-CHUNK // size) * size)
-    message = "answers may depend on what is cached: prompts are not kept to chunks"
+    message = "answers may depend on the cached tokens: prompts are not computed in fixed chunks"
     if not chunk or not can_serve("eviction.chunks", scheduler, lambda each: why_no_chunks(each, chunk), message):
         return None
     logger.info_once("prompts are computed in chunks of %d tokens, and hits end where chunks do", chunk)

@@ -102,7 +102,7 @@ class Misses:
         return found
 
     def _text_of(self, request: Any) -> Ended:
-        """Return a request's keys, those of its tokens with exact KV, and how many of these tokens are written."""
+        """Return a request as an `Ended` text: its keys, its tokens with exact KV, and how many of them are written."""
         compression, exact = self._scheduler.compression, moved_from(request) * self._size
         if compression is not None:
             exact = min(exact, compression.exact_tokens(request))

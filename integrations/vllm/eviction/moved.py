@@ -1,9 +1,9 @@
 """Text that moved, in vLLM: KV cached at another position or behind other text, copied to a request's own blocks.
 
-The result is approximate, so requests must ask for it. A prompt's pieces behind the leading hit and exact gaps are
-found by content. The first tokens of a piece are computed. Their chunk ends there, and the request continues behind the
-piece. vLLM allocates blocks for the skipped tokens. The step names the slots that workers copy and rotate before its
-forward pass (`..moves`). The source blocks stay pinned until the step is sent.
+The result is approximate, so requests must ask for it. Behind the leading hit, and between exact later hits, pieces of
+a prompt are found by content. The first tokens of a piece are computed. Their chunk ends there, and the request
+continues behind the piece. vLLM allocates blocks for the skipped tokens. The step names the slots that workers copy and
+rotate before its forward pass (`..moves`). The source blocks stay pinned until the step is sent.
 
 From the block with the first moved KV on, a request's blocks get hashes that no prompt has. Requests for prefixes and
 gaps therefore never read approximate KV. It stays cached and can be found by content again.
@@ -28,12 +28,12 @@ from ..api import FullAttentionSpec, block_hash, token_ids
 from .jumps import MIN_TOKENS, GapJumps
 
 LEAD = 16
-"""Tokens at the beginning of a piece that are computed, since they depend most on the text before them. With 32 tokens
-SmolLM2's answers behind a changed beginning diverge as much."""
+"""Tokens at the beginning of a piece that are computed, since they depend most on the text before them. With 32 tokens,
+SmolLM2's answers after a changed beginning diverged no less."""
 
 
 class Contents:
-    """vLLM's blocks with a hash, as a `ContentIndex` reads a pool.
+    """vLLM's blocks that have a hash, in the form of a pool that a `ContentIndex` can read.
 
     An entry is valid while its block has the hash that the block had when it was entered.
     """
@@ -48,7 +48,7 @@ class Contents:
         self._keys: list[bytes | None] = [None] * self.num_blocks
 
     def index_of(self, ids: Ids) -> Ids:
-        """Return the rows of blocks in the fields, which are their numbers."""
+        """Return the indices of blocks in the arrays, which are their numbers."""
         return ids
 
     def lists(self, block: int) -> bool:
@@ -57,7 +57,7 @@ class Contents:
         return key is not None and block_hash(self._blocks[block]) == key
 
     def contains(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        """Return the same for each of several blocks."""
+        """Return, for each of several blocks, whether it still holds the text that was entered."""
         return np.fromiter(map(self.lists, ids.tolist()), np.bool_, ids.size)
 
     def enter(self, ids: Ids, keys: list[bytes | None], first: int) -> None:

@@ -144,7 +144,7 @@ class PolicyScheduler(HookedScheduler):
     def _will_explain(self, request_id: str) -> None:
         """Plan to explain a request's miss when it is admitted, and record requests that end from now on."""
         if self._misses is None:
-            message = f"{ASKED}: what is not cached is not explained"
+            message = f"{ASKED}: misses are not explained"
             if not can_serve("eviction.explain", self, why_not_explained, message):
                 return
             self._misses = Misses(self)

@@ -1,8 +1,8 @@
 """An eviction policy of `pc.cache` for vLLM's tier of chunks in host memory.
 
 vLLM notifies its own policies of single chunks that are stored, read and released. Policies of `pc.cache` work with
-requests: the chunks that a request finds, fills and, at its end, releases, in the order of its sequence. They ignore
-transfers that hold a chunk briefly. A chunk that they choose during a transfer is put back.
+requests. A request finds chunks, fills others, and releases all of them when it ends, in the order of its sequence.
+These policies ignore transfers that hold a chunk briefly. A chunk that they choose during a transfer is put back.
 """
 
 from __future__ import annotations

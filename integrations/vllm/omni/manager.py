@@ -19,12 +19,12 @@ _NOTHING = Leftover({})
 
 
 class OmniPrefixCacheManager:
-    """A replacement for vLLM-Omni's manager, without threads and without copies between stages of memory.
+    """A replacement for vLLM-Omni's manager, without threads and without staging copies.
 
     A step's rows are written once, into the slots of their tokens in host memory, which is pinned beside a GPU. They
     are read once, by `materialize` or before the next step writes. In addition to vLLM-Omni it supports several groups
-    of layers, hits below a block, and blocks that kernels split. A request that resumes behind a longer hit gets the
-    rows that it has not had. `eager` is ignored, because nothing runs in the background.
+    of layers, hits shorter than a block, and blocks that kernels split. A request that resumes behind a longer hit gets
+    only the rows that it did not get before. `eager` is ignored, because nothing runs in the background.
 
     Thread-safe: threads take turns. Rows are never wrong. If a row of the hidden states is missing, `materialize`
     raises OmniPrefixCacheUnmatchError. Missing rows of other names are zero, as in vLLM-Omni.
@@ -50,7 +50,7 @@ class OmniPrefixCacheManager:
         self._next_step_id = 1
 
     def register_policy(self, policy: Any) -> None:
-        """Set what is kept of a model's outputs."""
+        """Set which outputs of a model are kept."""
         self._hidden_key = policy.hidden_key
 
     def new_step_starts(self, scheduler_output: Any) -> None:

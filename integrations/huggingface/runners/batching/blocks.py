@@ -30,7 +30,7 @@ NAME = "full_attention"  # the kind of layer that transformers sees, for blocks 
 
 
 class SharedStore(Store):
-    """The store that the sessions of one model share, and counts."""
+    """The store and the counts that all sessions of one model share."""
 
     def __init__(self, model: Any, options: CacheOptions, probed: Probed) -> None:
         super().__init__(model, options, probed, scheduled=True)
@@ -105,7 +105,7 @@ class ScheduledBlocks:
         self.use_prefix_sharing = self.allow_block_sharing = sharing
         self.cache_allocators = {NAME: Allocator(self)}
         self.pool = SimpleNamespace(try_to_free_sectors=lambda: None)  # transformers' sectors do not exist here
-        self.waiting: dict[str, Any] = {}  # the scheduler's
+        self.waiting: dict[str, Any] = {}  # waiting requests of transformers' scheduler
         # Requests of the current schedule: without room, with room, and new ones.
         self.refused: list[Any] = []
         self.scheduled: set[Hashable] = set()
@@ -256,7 +256,7 @@ class ScheduledBlocks:
     # How full the cache is.
 
     def blocks_needed(self, request_id: str, past_length: int, query_length: int) -> int:
-        """Return the most blocks per group that a request's next tokens need, with one for a copy of its last block."""
+        """Return the most blocks per group that a request's next tokens need, one more included for a copy."""
         held = self._held.get(request_id)
         size = self.manager.block_size
         have = 0 if held is None else -(-held.prompt.blocks.held // size)
