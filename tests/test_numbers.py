@@ -227,11 +227,3 @@ def test_rows_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "| a | 4 hits | 5 hits | 5 |",
         "| b | 8 hits |  |  |",
     ]
-    section = {"@rows": "rows.csv", "@said": "nowhere", "@base": "size / name=a", "@needs": "hits"}
-    table = pages_tables.Table.of(
-        section | {"name": "name", "over a": "{hits / base.hits:.1f}", "nothing": "{base.none}"}
-    )
-    with pytest.raises(KeyError, match=r"base\.none"):
-        table.render(Path())
-    table = pages_tables.Table.of(section | {"name": "name", "over a": "{hits / base.hits:.1f}"})
-    assert table.render(Path()).splitlines()[2:] == ["| a | 1.0 |", "| a | 1.0 |", "| b | 2.0 |"]

@@ -18,7 +18,6 @@ WHOLE = {m.name: m for m in quality.methods([1.0])}
 EXACT = {
     *("last tokens", "last and 4 first tokens", "H2O", "SnapKV", "Quest-like pages", "best blocks"),
     *presses.SCORES,
-    "middle computed again",
 }
 
 
@@ -58,7 +57,7 @@ def test_what_leaves_nothing_out_loses_nothing(name: str, readings: list[Any]) -
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", sorted(EXACT - {"middle computed again"}))
+@pytest.mark.parametrize("name", sorted(EXACT))
 def test_what_leaves_out_most_loses_something(name: str, readings: list[Any]) -> None:
     (method,) = (m for m in quality.methods([0.15]) if m.name == name)
     assert float(quality.measure(readings, method, ())["kl"]) > 1e-4

@@ -24,8 +24,6 @@ class Run(NamedTuple):
     """Steps of a scheduler, or requests."""
     seconds: float
     """CPU time of the engine's code."""
-    computed: int = 0
-    """Tokens that a scheduler's steps computed."""
 
 
 Way = Any

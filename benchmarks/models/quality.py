@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-import pc
 from pc.integrations import presses
 
 from ..harness.experiment import Experiment, option
@@ -92,7 +91,7 @@ class Reading:
     """A prompt that was read with full attention: its keys and values, and how much each of its tokens was attended to.
 
     Args:
-        llama: With blocks for twice the prompt, and for what follows.
+        llama: With blocks for the prompt, and for what follows.
         prompt: As many tokens as fill blocks.
         parts: Texts behind the prompt: tokens, and the index of the first token that counts.
     """
@@ -127,17 +126,6 @@ class Reading:
             hidden = self.read(torch.tensor(tokens), at, attend)
             yield self.llama.head(hidden[first - 1 : -1]).log_softmax(-1)
 
-    @functools.cached_property
-    def moved(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each block's place when the quarters were read in another order, and the keys and values then.
-
-        The first block stays first: what every text begins with.
-        """
-        quarters = torch.arange(1, self.blocks).tensor_split(4)
-        order = torch.cat([torch.tensor([0]), *(quarters[i] for i in (2, 0, 3, 1))])
-        self.read(self.prompt.view(-1, BLOCK)[order].flatten(), torch.arange(len(self.prompt)), full)
-        return order.argsort(), self.llama.cache[:, :, : self.blocks].clone()
-
 
 @dataclass(frozen=True)
 class Method:
@@ -146,7 +134,7 @@ class Method:
     Attributes:
         kind: The table that has the method.
         name: Name of the method.
-        budget: Share of the prompt that it reads, recomputes or loses.
+        budget: Share of the prompt that it reads.
         begin: Changes a reading's cache as the method does, and returns the attention over it.
     """
 
@@ -259,68 +247,6 @@ def quantize(reading: Reading, dtype: torch.dtype) -> Attend:
     return attend
 
 
-def stream(reading: Reading, budget: float, first: int) -> Attend:
-    """Let every token, also of the prompt, read a window and the first tokens."""
-    window = round(budget * len(reading.prompt)) - first
-
-    def attend(step: Step, layer: int, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:
-        call = (q, *cache, step.table, step.lens, step.starts, q.shape[-1] ** -0.5)
-        return torch.ops.pc.sliding_window_attention(*call, window=window, num_sink_tokens=first)
-
-    reading.read(reading.prompt, torch.arange(len(reading.prompt)), attend)
-    return attend
-
-
-def evict_middle(reading: Reading, share: float, again: bool) -> Attend:
-    """Evict the middle of the prompt; with `again`, compute it again alone, with the cached tokens around it."""
-    gone = round(share * reading.blocks)
-    holes = torch.arange(gone) + (reading.blocks - gone) // 2
-    reading.llama.cache[:, :, holes] = math.nan
-    if again:
-        positions = (holes[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
-        reading.read(reading.prompt[positions], positions, scattered)
-        return full
-
-    def attend(step: Step, layer: int, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:
-        table = step.table.clone()
-        table[0, holes] = -1
-        return scattered(step, layer, q, *cache, table=table)
-
-    return attend
-
-
-def forget(reading: Reading) -> Attend:
-    """Keep nothing of the prompt but the first block."""
-    return keep(reading, (torch.arange(len(reading.prompt)) < BLOCK)[None, None])
-
-
-def move(reading: Reading, again: float, turned: bool = True, most: bool = False) -> Attend:
-    """Use blocks that were computed in another order: rotate their keys, and compute some tokens again."""
-    llama, (stood, cache) = reading.llama, reading.moved
-    llama.cache[:, :, reading.blocks : 2 * reading.blocks] = cache
-    source, target = _ints(stood + reading.blocks), _ints(range(reading.blocks))
-    deltas = _ints((torch.arange(reading.blocks) - stood) * BLOCK * turned)
-    for keys, values in llama.cache:
-        pc.rotate_keys(keys, source, target, deltas, llama.body.rotary_emb.inv_freq)
-        pc.copy_blocks(values, source, target)
-    if again:
-        positions = _changed_most(reading, again) if most else _firsts(reading, again)
-        reading.read(reading.prompt[positions], positions, scattered)
-    return full
-
-
-def _changed_most(reading: Reading, share: float) -> torch.Tensor:
-    """Return the tokens that CacheBlend computes again: those whose keys and values in early layers differ most."""
-    off = (reading.llama.cache[1:3, :, : reading.blocks] - reading.exact[1:3]).pow(2).sum((0, 1, 4, 5)).flatten()
-    return off.topk(round(share * len(reading.prompt))).indices.sort().values
-
-
-def _firsts(reading: Reading, share: float) -> torch.Tensor:
-    """Return the tokens that EPIC computes again: the first ones of each piece."""
-    pieces = torch.arange(BLOCK, len(reading.prompt)).unflatten(0, (-1, BLOCK)).tensor_split(4)
-    return torch.cat([piece.flatten()[: round(share * piece.numel())] for piece in pieces])
-
-
 def methods(budgets: Sequence[float]) -> Iterator[Method]:
     """Yield all methods, the cheapest first."""
     for name in ("float8_e4m3fn", "int8"):
@@ -338,20 +264,6 @@ def methods(budgets: Sequence[float]) -> Iterator[Method]:
     for (kind, name), begin in by_budget.items():
         for budget in budgets:
             yield Method(kind, name, budget, functools.partial(begin, budget=budget))
-    for again, name in ((False, "middle gone"), (True, "middle computed again")):
-        for share in (0.25, 0.5):
-            yield Method("gap", name, share, functools.partial(evict_middle, share=share, again=again))
-    yield Method("moved", "without the text", 0, forget)
-    for name, share, options in (
-        ("keys not rotated", 0.0, {"turned": False}),
-        ("keys rotated", 0.0, {}),
-        ("first tokens computed again", 0.06, {}),
-        ("what differs most computed again", 0.1, {"most": True}),
-    ):
-        yield Method("moved", name, share, functools.partial(move, again=share, **options))
-    for first, name in ((0, "window"), (FIRST, "window and 4 first tokens")):
-        for budget in (0.1, 0.5):
-            yield Method("window", name, budget, functools.partial(stream, budget=budget, first=first))
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ from ..harness.tables import Row
 
 RESULTS = ROOT / "benchmarks" / "results"
 CHARTS = ROOT / "docs" / "images"
-OF_CACHE = ("agents", "manager", "traffic", "hidden_states", "lookup_anywhere", "vllm_omni")
+OF_CACHE = ("agents", "manager", "traffic")
 """Files of rows that measure the cache alone; operators measure theirs, and others the package."""
 
 

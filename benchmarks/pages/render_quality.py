@@ -1,4 +1,4 @@
-"""Tables of what a trained model loses to caches that hold less, and what of that is as published."""
+"""Tables of what a trained model loses to caches that hold less."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ KINDS = {
     "evicted": "what of the prompt is kept",
     "pressed": "press",
     "chosen": "which blocks a query reads",
-    "window": "what every token reads",
-    "gap": "what became of the middle",
-    "moved": "quarters of the prompt from another order",
 }
 
 ROUNDING = 1e-7
@@ -86,7 +83,6 @@ def render_quality_summary(page: Path) -> str:
     fp8, int8 = (found["cache", name, 1.0] for name in ("float8_e4m3fn", "int8"))
     least = min(budget for kind, _, budget in found if kind == "chosen")
     kept = {name: found[kind, name, budget] for kind, name, budget in found if budget == least}
-    exact = max(loss["kl"] for (_, name, _), loss in found.items() if name == "middle computed again")
     pages, heavy, last, first = (
         f"{kept[name]['perplexity']:.1f}"
         for name in ("Quest-like pages", "H2O", "last tokens", "last and 4 first tokens")
@@ -94,57 +90,5 @@ def render_quality_summary(page: Path) -> str:
     return (
         f"perplexity {full['perplexity']:.1f} with full attention, {fp8['perplexity']:.1f} from a float8 and "
         f"{int8['perplexity']:.1f} from an int8 cache; with {least:.0%} of the prompt {pages} by pages each query "
-        f"chooses, {heavy} by H2O, {last} by the last tokens alone and {first} with the 4 first; an evicted middle "
-        f"computed again is exact (KL {_nats(exact)})."
+        f"chooses, {heavy} by H2O, {last} by the last tokens alone and {first} with the 4 first."
     )
-
-
-def _claims(found: dict[tuple[str, str, float], Loss]) -> list[tuple[str, str, list[tuple[float, float, float]]]]:
-    """Return published claims: text, source, and for each budget the loss that must be lower and the other loss."""
-
-    def less(kind: str, name: str, than_kind: str, than: str) -> list[tuple[float, float, float]]:
-        return [
-            (budget, loss["kl"], found[than_kind, than, budget]["kl"])
-            for (of, method, budget), loss in found.items()
-            if (of, method) == (kind, name) and (than_kind, than, budget) in found
-        ]
-
-    moved = [found["moved", name, share]["kl"] for name, share in (("keys rotated", 0.0), ("keys not rotated", 0.0))]
-    first, most = (
-        next(loss["kl"] for (_, name, _), loss in found.items() if name == f"{which} computed again")
-        for which in ("first tokens", "what differs most")
-    )
-    return [
-        ("windows need the first tokens", "StreamingLLM", less(*STREAM, "window", "window")),
-        ("so does a cache that keeps the last tokens", "StreamingLLM", less(*SINKS, "evicted", "last tokens")),
-        ("what was attended to says more than what is near", "H2O", less("evicted", "H2O", *SINKS)),
-        ("the last queries say best what to keep", "SnapKV", less("evicted", "SnapKV", "evicted", "H2O")),
-        ("what each query chooses beats what is kept for all", "Quest", less(*QUEST, "evicted", "H2O")),
-        ("bounds by page choose nearly the best blocks (within twice the KL)", "Quest", _within_twice(found)),
-        ("keys have to be turned", "CacheBlend, EPIC", [(0, *moved)]),
-        ("computing the first tokens again helps further", "EPIC", [(0.06, first, moved[0])]),
-        ("so does computing again what differs most", "CacheBlend", [(0.1, most, moved[0])]),
-    ]
-
-
-STREAM = ("window", "window and 4 first tokens")
-SINKS = ("evicted", "last and 4 first tokens")
-QUEST = ("chosen", "Quest-like pages")
-
-
-def _within_twice(found: dict[tuple[str, str, float], Loss]) -> list[tuple[float, float, float]]:
-    return [
-        (budget, loss["kl"], 2 * found["chosen", "best blocks", budget]["kl"])
-        for (kind, name, budget), loss in found.items()
-        if (kind, name) == QUEST
-    ]
-
-
-def render_quality_order(page: Path) -> str:
-    """Render whether the order of methods is the published one."""
-    lines = []
-    for claim, paper, pairs in _claims(losses(quality_rows())):
-        yes, no = ([f"{budget:.0%}" for budget, a, b in pairs if (a < b) == met] for met in (True, False))
-        found = "yes" if not no else "no" if not yes else f"at {', '.join(yes)}; not at {', '.join(no)}"
-        lines.append((claim, paper, found))
-    return "\n".join(table(("published", "by", "found here"), "lll", lines))

@@ -91,10 +91,8 @@ class Table:
     said: str = "rows"
     before: str = ""
     more: str = ""
-    each: str = ""
     packages: str = "torch"
     beside: str = ""
-    base: str = ""
     needs: str = ""
 
     @classmethod
@@ -110,8 +108,6 @@ class Table:
         if not rows:
             return f"Not measured yet: {source.name}."
         found, columns = rows, list(self.columns)
-        if self.base:
-            found = _with_base(rows, *self.base.split(" / "))
         if self.beside:
             found, columns = _beside(rows, *self.beside.split(" / "), columns)
         found = [row for row in found if not self.needs or row[self.needs]]
@@ -121,8 +117,7 @@ class Table:
         sides = "".join("r" if sign else "l" for _, sign, _ in heads)
         names = [fill(head, rows[0]) if "{" in head else head for head, _, _ in heads]
         lines = table(names, sides, [[line[at] for at in used] for line in cells]) if used else []
-        each = ", ".join(dict.fromkeys(fill(self.each, row) for row in rows)) if self.each else ""
-        facts = rows[0] | {"each": each} | ({"commits": commits(source, rows)} if "{commits}" in self.more else {})
+        facts = rows[0] | ({"commits": commits(source, rows)} if "{commits}" in self.more else {})
         before, more = (fill(text, facts, keep_empty=True) if text else "" for text in (self.before, self.more))
         if self.said == "rows":
             return with_rows(lines, page, source, more and f"{more} ")
@@ -131,21 +126,6 @@ class Table:
         conditions = f"{before} {measured(page, source, rows, self.packages.split(), more)}".lstrip()
         parts = [conditions, "", *lines] if self.said == "above" else [*lines, "", conditions]
         return "\n".join(parts) if lines else conditions
-
-
-def _with_base(rows: list[Row], same: str, wanted: str) -> list[Row]:
-    """Return rows that also have the columns of one of them, "base.column"."""
-    chosen = dict(each.split("=") for each in wanted.split())
-
-    def place(row: Row) -> tuple[str, ...]:
-        return tuple(row[name] for name in same.split())
-
-    bases = {
-        place(row): {f"base.{name}": value for name, value in row.items()}
-        for row in rows
-        if chosen.items() <= row.items()
-    }
-    return [row | bases[place(row)] for row in rows]
 
 
 def _beside(

@@ -22,8 +22,8 @@ from ..api import (
 from ..reasons import chain_reasons, clipping_reasons, first_reason
 
 MIN_TOKENS = 64
-"""The shortest run worth jumping over. A jump ends a chunk, so it may cost a step, which takes as long as 38 tokens of
-prefill for SmolLM2 on a CPU (results/cpu/vllm_cpu.csv). Beside steps of other requests it costs nothing."""
+"""The shortest run worth jumping over. A jump ends a chunk and may cost an extra step of a fixed cost. If other requests
+run, they share that step."""
 
 
 class GapJumps:

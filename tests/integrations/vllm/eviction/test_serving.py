@@ -74,13 +74,3 @@ def test_a_pool_smaller_than_a_request_is_refused():
     with pytest.raises(ValueError, match="capacity: got 6 blocks of vLLM, needs more than the 11 of one request"):
         last(scheduler.passing(trace, None, 4, 1, 1, 20))
     assert last(scheduler.passing(trace, None, 10, 1, 1, 20)).hit_rate == 0
-
-
-def test_gaps_that_a_policy_makes_are_counted():
-    """fifo evicts the beginning of conversations that continued; lru leaves no gaps."""
-    growing = [np.arange(5), np.arange(100, 103), np.arange(9), np.arange(200, 203), np.arange(9)]
-    trace = Trace("t", 512, growing, [1] * 5, [0.0] * 5)
-    rows = list(scheduler.count_gaps(trace, ["fifo", "lru"], [12 / trace.unique_blocks]))
-    computed = {(row["policy"], row["reuse"]): round(float(row["computed"]) * trace.num_blocks) for row in rows}
-    assert computed["lru", "gap"] == computed["lru", "prefix"]
-    assert computed["fifo", "gap"] < computed["fifo", "prefix"]
