@@ -14,19 +14,7 @@ from ..harness.registry import ROOT, operators
 from ..harness.tables import read_rows
 from . import render_judges, render_models, render_operators, render_quality
 from .markdown import CHARTS, devices, results
-from .plots import (
-    digest,
-    drawn_from,
-    plot_anywhere,
-    plot_demo,
-    plot_hints,
-    plot_operator,
-    plot_quality,
-    plot_replay,
-    plot_reuse,
-    plot_vllm_compression,
-    plot_work,
-)
+from .plots import digest, drawn_from, plot_demo, plot_operator, plot_quality, plot_replay
 from .tables import TABLES
 
 MARKED = re.compile(r"(<!-- render: ([^>]*?) -->)(.*?)(<!-- /render -->)", re.DOTALL)
@@ -79,16 +67,9 @@ def charts() -> dict[Path, tuple[Path, Callable[[Path, Path], None]]]:
             if (source := results(device, f"{op}.csv")).exists():
                 found[CHARTS / f"{op}-{device}.svg"] = (source, plot_operator)
     for source, draw in (
-        (results("work.csv"), plot_work),
-        (results("cpu", "reuse.csv"), plot_reuse),
         (results("cpu", "quality.csv"), plot_quality),
-        (results("cpu", "reuse_anywhere.csv"), plot_anywhere),
         (results("cpu", "demo.csv"), plot_demo),
-        (results("cpu", "vllm_compression.csv"), plot_vllm_compression),
         (results("cpu", "replay_conversation.csv"), plot_replay),
-        (results("cpu", "replay_agents_miniswe.csv"), plot_replay),
-        (results("cpu", "replay_agents_taubench.csv"), plot_replay),
-        (results("cpu", "replay_conversation_hints.csv"), plot_hints),
     ):
         if read_rows(source):
             found[CHARTS / f"{source.stem}.svg"] = (source, draw)

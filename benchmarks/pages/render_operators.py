@@ -146,8 +146,6 @@ def render_work(page: Path) -> str:
         lines.append([ours["case"], ours["architecture"], *found, f"{ours['launches']}, {theirs['launches']}"])
     return "\n".join(
         [
-            f"![Warp instructions of attention steps, ours and vLLM's]({chart(page, 'work.svg')})",
-            "",
             f"triton {first['triton']}, {first['date']}, commit {first['commit']}, vLLM {rival['version']}; "
             f"[rows, with instructions by kind]({link(page, results('work.csv'))}).",
             "",
