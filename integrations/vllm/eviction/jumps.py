@@ -22,8 +22,8 @@ from ..api import (
 from ..reasons import chain_reasons, clipping_reasons, first_reason
 
 MIN_TOKENS = 64
-"""The shortest run worth jumping over. A jump ends a chunk and may cost an extra step of a fixed cost. If other requests
-run, they share that step."""
+"""The shortest run worth jumping over. A jump ends a chunk and may cost an extra step. Other running requests
+share that step."""
 
 
 class GapJumps:
