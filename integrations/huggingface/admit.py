@@ -17,13 +17,13 @@ import numpy as np
 
 from ...cache import OutOfBlocks
 from .layers import States
-from .prompts import Hit, Prompt
+from .prompts import Prompt, PromptHit
 from .store.blocks import RequestBlocks, free
-from .store.kept import Store
+from .store.kept import PromptStore
 from .store.storage import Content
 
 
-def extra_keys(store: Store, keys: tuple[Any, ...], prompt: Prompt) -> list[Any]:
+def extra_keys(store: PromptStore, keys: tuple[Any, ...], prompt: Prompt) -> list[Any]:
     """Return everything that a prompt's KV depends on besides its tokens. `keys` is the part that its call sets."""
     if store.counts_padding and prompt.pad:
         keys = (*keys, "columns before it", str(prompt.pad))
@@ -47,7 +47,7 @@ class PromptRequests:
 
     def __init__(
         self,
-        store: Store,
+        store: PromptStore,
         keys: tuple[Any, ...],
         salt: Any = None,
         returns: float | None = None,
@@ -121,11 +121,11 @@ class PromptRequests:
             cached, states = self._bring_back(prompt, cached, states)
             cached = prompt.readable(cached)
         if not read_cached:
-            prompt.hit = Hit()
+            prompt.hit = PromptHit()
             return
         moved = [(span.start, span.end) for span in allocation.moved]
         repaired = allocation.recompute_moved(store.recompute)
-        prompt.hit = Hit(cached, later, moved, repaired, states, max(cached, kv_hit))
+        prompt.hit = PromptHit(cached, later, moved, repaired, states, max(cached, kv_hit))
 
     def _allocate(self, prompt: Prompt, limit: int, anywhere: bool) -> tuple[Any, int, int]:
         """Start a request for up to `limit` tokens of a prompt, whose hit is shortened until the prompt can continue.

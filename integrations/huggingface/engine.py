@@ -25,7 +25,7 @@ from .runners.graphs import CAPTURERS, DecodeSteps
 from .runners.moved import probe_moved
 from .runners.packed import probe_packed
 from .settings import CacheOptions
-from .store.kept import Store
+from .store.kept import PromptStore
 from .store.tiers import LowerTiers, SavedBlocks, disk_writers
 
 LOOPS = (*BY_TOKEN, "beam_search", "beam_sample", "assisted_generation")
@@ -55,7 +55,7 @@ class Engine:
         self._probed = probed
         self._window_problem: UnsupportedError | None = None
         self._proven_window = min(probed.window, LONG)
-        self.store = store = Store(model, self._options, probed, self._moving)
+        self.store = store = PromptStore(model, self._options, probed, self._moving)
         indexed = any(isinstance(layer, GrowingIndexedLayer) for layer in store.empty_cache.layers)
         self._reach = index_reach(model.config) if indexed else None  # longest sequence of a sparse model
         options = self._options

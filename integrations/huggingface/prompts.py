@@ -192,7 +192,7 @@ def clear_of(items: list[Item], column: int) -> int:
     return column
 
 
-class Hit(NamedTuple):
+class PromptHit(NamedTuple):
     """The tokens of a prompt that are read from the cache instead of computed."""
 
     cached: int = 0  # number of leading tokens
@@ -227,7 +227,7 @@ class Prompt:
     allocation: BaseAllocation | None = None  # from the manager; None if the prompt has no tokens
     blocks: RequestBlocks = field(init=False)  # the blocks of its request
     branches: dict[int, RequestBlocks] = field(default_factory=dict)  # by row: forks for different answers
-    hit: Hit = field(default_factory=Hit)
+    hit: PromptHit = field(default_factory=PromptHit)
     hidden: Sequence[torch.Tensor] = ()  # for each layer, hidden states of its first tokens, if the caller wants them
 
     @property

@@ -26,7 +26,7 @@ from .loop import Loop, ask_for_cache, check_arguments, check_loop, check_mode, 
 from .runners.document import check_arguments_over_document
 from .runners.graphs import DecodeSteps
 from .settings import CacheOptions, ScopedSetting, check_returns, check_salt
-from .store.kept import Store
+from .store.kept import PromptStore
 from .support import check_model, rope_keys
 from .visits import apart
 
@@ -349,7 +349,7 @@ class Serving:
         return self._model()
 
     @property
-    def store(self) -> Store | None:
+    def store(self) -> PromptStore | None:
         """The store of the cache; None if the model cannot be served."""
         return None if self._engine is None else self._engine.store
 

@@ -13,7 +13,7 @@ from ..admit import PromptRequests
 from ..api import DynamicCache
 from ..layers import States, mark_written, num_tokens, take_states
 from ..loop import Loop
-from ..prompts import Hit, Prompt, RowImages, prompts_of
+from ..prompts import Prompt, PromptHit, RowImages, prompts_of
 from ..store.kept import HiddenStates
 from ..store.storage import CHUNK
 from .layout import forward, lay_out, read, read_behind
@@ -89,7 +89,7 @@ class Batch:
         """Continue with another cache that is empty, or None, because the model computes every token of the prompts."""
         self.cache, self.start = cache, 0
         for prompt in self.prompts:
-            prompt.hit = Hit()
+            prompt.hit = PromptHit()
 
     @property
     def by_token(self) -> bool:
@@ -106,7 +106,7 @@ class Batch:
     def _reads_to(self, column: int) -> None:
         """Read only the cached tokens before `column`."""
         for prompt in self.prompts:
-            prompt.hit = Hit(min(max(column - prompt.pad, 0), len(prompt.tokens)))
+            prompt.hit = PromptHit(min(max(column - prompt.pad, 0), len(prompt.tokens)))
 
     def _limit_to_hidden(self, prompt: Prompt) -> None:
         """Shorten a prompt's hit to tokens with hidden states, if the result needs them."""

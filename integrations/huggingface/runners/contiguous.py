@@ -18,7 +18,7 @@ from ..layers import States, columns, from_states, mark_written, num_tokens, tak
 from ..loop import BY_TOKEN, CONTINUED, OWN_CACHE, Loop
 from ..probe import probe_images
 from ..prompts import Prompt, RowImages
-from ..store.kept import Store, continues, of_steps, record_of
+from ..store.kept import PromptStore, continues, of_steps, record_of
 from .batch import Batch
 
 
@@ -245,7 +245,7 @@ def _up_to_eos(tokens: np.ndarray, eos: list[int]) -> np.ndarray:
     return tokens[: int(ends[0]) + 1] if ends.size else tokens
 
 
-def run(loop: Loop, store: Store, windows: Mapping[int, int], calls: Calls) -> tuple[Any, list[Prompt]]:
+def run(loop: Loop, store: PromptStore, windows: Mapping[int, int], calls: Calls) -> tuple[Any, list[Prompt]]:
     """Run a loop over copies of blocks and return its result and its prompts.
 
     Args:
@@ -271,7 +271,7 @@ def run(loop: Loop, store: Store, windows: Mapping[int, int], calls: Calls) -> t
     return result, batch.prompts
 
 
-def images_of(loop: Loop, store: Store) -> RowImages | None:
+def images_of(loop: Loop, store: PromptStore) -> RowImages | None:
     """Return the images of a loop; None if it has none.
 
     Raises:
@@ -300,7 +300,7 @@ def _batch(loop: Loop, requests: PromptRequests, windows: Mapping[int, int]) -> 
     return Batch(requests, loop, images, hidden, read_cached)
 
 
-def _keeps_hidden(loop: Loop, store: Store) -> bool:
+def _keeps_hidden(loop: Loop, store: PromptStore) -> bool:
     """Return whether a call's hidden states can be stored by block: each token has a block and nothing is masked."""
     mask = loop.mask
     return (

@@ -22,8 +22,8 @@ from ..api import CausalLMOutputWithPast, DynamicCache, ModelInLoop, attention_i
 from ..calls import Calls, refuse_if
 from ..layers import columns, mark_written, take_states
 from ..loop import BY_TOKEN, Loop, RecordedCriteria
-from ..prompts import Hit, Prompt, prompts_of
-from ..store.kept import Store
+from ..prompts import Prompt, PromptHit, prompts_of
+from ..store.kept import PromptStore
 from ..support import float32_precision
 from .layout import forward, read, read_behind
 
@@ -118,7 +118,7 @@ class RowByRow(ModelInLoop):
                 self._requests.readmit(prompt, whole)  # a shorter hit needs other blocks or states
         except OutOfBlocks as error:  # computed in the same way, without blocks
             prompt.blocks = self._requests.blocks(prompt)
-            prompt.blocks.full, prompt.blocks.closed, prompt.hit = error, True, Hit()
+            prompt.blocks.full, prompt.blocks.closed, prompt.hit = error, True, PromptHit()
             return
         spans = [(-_down(-start, chunk), _down(min(end, last), chunk)) for start, end in prompt.hit.later]
         later = [(start, end) for start, end in spans if start < end and (any_prefix or prompt.blocks.serves(end))]
@@ -146,7 +146,7 @@ class RowByRow(ModelInLoop):
 
 
 def run(
-    loop: Loop, store: Store, chunk: int, calls: Calls, make: Callable[..., RowByRow] = RowByRow
+    loop: Loop, store: PromptStore, chunk: int, calls: Calls, make: Callable[..., RowByRow] = RowByRow
 ) -> tuple[Any, list[Prompt]]:
     """Run a loop row by row, in chunks of `chunk` tokens, and return its result and its prompts.
 

@@ -20,8 +20,8 @@ from ..calls import Calls, RequestReport, UnsupportedError, refuse_if
 from ..compression.kept import Content
 from ..compression.layers import Questions
 from ..loop import BY_TOKEN, Loop
-from ..prompts import Hit, Prompt, prompts_of
-from ..store.kept import Store
+from ..prompts import Prompt, PromptHit, prompts_of
+from ..store.kept import PromptStore
 from ..store.storage import block_index
 from ..support import is_compiled
 from . import deterministic
@@ -87,7 +87,9 @@ def _check_begins(loop: Loop, content: Content) -> None:
         raise ValueError(f"input_ids: {needs}")
 
 
-def run(loop: Loop, store: Store, content: Content, chunk: int | None, calls: Calls) -> tuple[Any, list[RequestReport]]:
+def run(
+    loop: Loop, store: PromptStore, content: Content, chunk: int | None, calls: Calls
+) -> tuple[Any, list[RequestReport]]:
     """Run a loop over a document. Return its result and a report for each of the caller's rows.
 
     Args:
@@ -147,7 +149,7 @@ class QuestionBatch(Batch):
         cached = min(prompt.hit.cached for prompt in self.prompts) // size * size
         self.start += cached
         for prompt in self.prompts:
-            prompt.hit = Hit(cached, prompt.hit.later)
+            prompt.hit = PromptHit(cached, prompt.hit.later)
         for index, layer in enumerate(self.cache.layers) if cached else ():
             layer.tokens, layer.begin = cached, (self, index)
 

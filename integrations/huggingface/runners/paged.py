@@ -21,7 +21,7 @@ from ..calls import Calls
 from ..loop import BY_TOKEN, Loop, RecordedCriteria
 from ..prompts import Prompt, numbered
 from ..store.blocks import RequestBlocks
-from ..store.kept import Store
+from ..store.kept import PromptStore
 from .graphs import DecodeSteps
 from .packed import PackedModel, Span
 
@@ -241,7 +241,7 @@ class PackedRows(ModelInLoop):
             blocks.look()
 
 
-def run(loop: Loop, store: Store, steps: DecodeSteps, calls: Calls) -> tuple[Any, list[Prompt]]:
+def run(loop: Loop, store: PromptStore, steps: DecodeSteps, calls: Calls) -> tuple[Any, list[Prompt]]:
     """Run a loop by packed passes and return its result and the prompt of each row."""
     steps.prepare(loop.model, (id(store), loop.extra_keys))
     prompts = row_prompts(loop)

@@ -27,7 +27,7 @@ from .tiers import LowerTiers
 Layers = Sequence[torch.Tensor]  # hidden states by layer, the embeddings first, `[num_tokens, width]` each
 
 
-class Store:
+class PromptStore:
     """The manager of one model, the memory of its blocks, and the caches beside the blocks."""
 
     def __init__(
@@ -83,7 +83,7 @@ class Store:
 class CacheRecord:
     """A record of the content of a call's cache, with which a later call can continue from the cache."""
 
-    store: weakref.ref[Store]
+    store: weakref.ref[PromptStore]
     tokens: np.ndarray  # [batch, length]
     mask: np.ndarray  # [batch, length] bool
     identity: tuple[Any, ...]  # all that their KV depends on besides the tokens
@@ -107,7 +107,7 @@ def _identity(loop: Loop) -> tuple[Any, ...]:
 
 
 def record_of(
-    cache: Any, store: Store, sequences: np.ndarray, loop: Loop, mask: torch.Tensor | None = None
+    cache: Any, store: PromptStore, sequences: np.ndarray, loop: Loop, mask: torch.Tensor | None = None
 ) -> CacheRecord | None:
     """Return a record of a cache, which holds the first tokens of `sequences [batch, length]`, prompts and answers.
 
@@ -123,7 +123,7 @@ def record_of(
     return CacheRecord(weakref.ref(store), tokens, whole, _identity(loop), buffers)
 
 
-def continues(cache: Any, store: Store, loop: Loop) -> bool:
+def continues(cache: Any, store: PromptStore, loop: Loop) -> bool:
     """Return whether a call's inputs begin with the recorded content of a cache, which is still unchanged."""
     own, length = getattr(cache, CONTINUED, None), num_tokens(cache)
     if not isinstance(own, CacheRecord) or own.store() is not store or buffers_of(cache) != own.buffers:
@@ -158,7 +158,7 @@ class KeptCaches:
         self._rows: list[tuple[DynamicCache, CacheRecord, int]] = []  # with the bytes of each, the latest first
         self._lock = threading.Lock()
 
-    def put(self, cache: DynamicCache, store: Store, sequence: np.ndarray, loop: Loop) -> None:
+    def put(self, cache: DynamicCache, store: PromptStore, sequence: np.ndarray, loop: Loop) -> None:
         """Keep a call's cache, which holds the first tokens of `sequence`, and drop the least recent caches."""
         record, layers = record_of(cache, store, sequence[None], loop), attention_layers(cache).values()
         if record is None or not record.buffers or any(layer.keys.requires_grad for layer in layers):

@@ -32,7 +32,7 @@ from pc.integrations.huggingface.identity import Identity  # noqa: E402
 from pc.integrations.huggingface.probe import probe  # noqa: E402
 from pc.integrations.huggingface.prompts import Prompt  # noqa: E402
 from pc.integrations.huggingface.settings import CacheOptions  # noqa: E402
-from pc.integrations.huggingface.store.kept import Store  # noqa: E402
+from pc.integrations.huggingface.store.kept import PromptStore  # noqa: E402
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_an_interrupt_that_leaves_gradients_off_is_mended(model: Any, monkeypatc
 
 
 def test_requests_of_an_interrupted_call_run_no_code_in_which_an_interrupt_would_be_swallowed(model: Any) -> None:
-    store, ran = Store(model, CacheOptions(8, 4), probe(model)), []
+    store, ran = PromptStore(model, CacheOptions(8, 4), probe(model)), []
     requests = PromptRequests(store, ())
     requests.admit(Prompt("a", np.arange(6), 0, [0]))
     sys.setprofile(lambda frame, event, _: ran.append(frame.f_code.co_name) if event == "call" else None)

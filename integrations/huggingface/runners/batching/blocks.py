@@ -23,13 +23,13 @@ from ...admit import PromptRequests
 from ...probe import Probed
 from ...prompts import Prompt
 from ...settings import CacheOptions
-from ...store.kept import Store
+from ...store.kept import PromptStore
 from ..packed import Span
 
 NAME = "full_attention"  # the kind of layer that transformers sees, for blocks of all layers
 
 
-class SharedStore(Store):
+class SharedStore(PromptStore):
     """The store and the counts that all sessions of one model share."""
 
     def __init__(self, model: Any, options: CacheOptions, probed: Probed) -> None:

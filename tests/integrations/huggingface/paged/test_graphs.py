@@ -44,7 +44,7 @@ from pc.integrations.huggingface.runners.packed import PackedModel, layer_window
 from pc.integrations.huggingface.runners.paged import PackedRows  # noqa: E402
 from pc.integrations.huggingface.runners.passes import DecodeBatch  # noqa: E402
 from pc.integrations.huggingface.settings import CacheOptions  # noqa: E402
-from pc.integrations.huggingface.store.kept import Store  # noqa: E402
+from pc.integrations.huggingface.store.kept import PromptStore  # noqa: E402
 from pc.integrations.huggingface.store.storage import model_storage  # noqa: E402
 
 
@@ -336,7 +336,7 @@ def test_rehearsal_lets_scalars_of_the_host_pass() -> None:
 def started(model: Any, block_size: int, *prompts: torch.Tensor) -> Iterator[tuple[CacheManager, PackedRows]]:
     """Yield the rows of a call after prefill, and check at the end that no block is held."""
     install(model)
-    store = Store(model, CacheOptions(64, block_size), probe(model))
+    store = PromptStore(model, CacheOptions(64, block_size), probe(model))
     manager = store.manager
     admitted, config = PromptRequests(store, ()), transformers.GenerationConfig()
     loop = Loop(model.generate, "sample", model, prompts[0], config, {"stopping_criteria": []}, {}, False)
