@@ -140,28 +140,11 @@ class Moving(NamedTuple):
     by_operator: bool  # True: attention by `pc.sparse_gap_attention`; False: by the model, with a mask
 
 
-class ScatteredPass(PagedPass):
-    """Attention of tokens at the ascending positions `at` over all keys and values of a row, in one layer."""
+class PlacedLayer(PagedPass, DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
+    """A layer that holds all tokens of a row, `[1, heads, tokens, width]`, and writes new ones at their positions.
 
-    def __init__(self, at: torch.Tensor, window: int) -> None:
-        self._at, self._window = at, window
-
-    def attend(self, call: MarkedCall) -> torch.Tensor:
-        """See `PagedPass`."""
-        query, window, length = call.query, call.window, call.key.shape[2]
-        refuse_if((window or 0) != self._window, f"a layer attends over a window of {window}, not {self._window}")
-        blocks, device = as_blocks(call.key.transpose(1, 2), call.value.transpose(1, 2)), query.device
-        tables = strided_block_table(device, 1, length // blocks.size, blocks.per_sequence, blocks.per_block)
-        batch = (tables, full_i32(device, 1, length), arange_i32(device, 2, query.shape[2]))
-        out: torch.Tensor = sparse_gap_attention(
-            query[0].transpose(0, 1), *blocks[:2], *batch, self._at.to(torch.int32), call.scale, self._window,
-            softcap=call.softcap, sinks=call.sinks, max_query_len=query.shape[2], max_seq_len=length,
-        )  # fmt: skip
-        return out.unsqueeze(0)
-
-
-class PlacedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
-    """A layer that holds all tokens of a row, `[1, heads, tokens, width]`, and writes new ones at their positions."""
+    `by_operator`: whether marked keys send attention here, where the new tokens attend to all keys and values.
+    """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, window: int, by_operator: bool) -> None:
         super().__init__()
@@ -179,7 +162,20 @@ class PlacedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untype
         self.values.index_copy_(2, self._at, value_states)
         if not self._by_operator:
             return self.keys, self.values
-        return mark(self.keys.view(self.keys.shape), ScatteredPass(self._at, self._window)), self.values
+        return mark(self.keys.view(self.keys.shape), self), self.values
+
+    def attend(self, call: MarkedCall) -> torch.Tensor:
+        """See `PagedPass`."""
+        query, window, length = call.query, call.window, call.key.shape[2]
+        refuse_if((window or 0) != self._window, f"a layer attends over a window of {window}, not {self._window}")
+        blocks, device = as_blocks(call.key.transpose(1, 2), call.value.transpose(1, 2)), query.device
+        tables = strided_block_table(device, 1, length // blocks.size, blocks.per_sequence, blocks.per_block)
+        batch = (tables, full_i32(device, 1, length), arange_i32(device, 2, query.shape[2]))
+        out: torch.Tensor = sparse_gap_attention(
+            query[0].transpose(0, 1), *blocks[:2], *batch, self._at.to(torch.int32), call.scale, self._window,
+            softcap=call.softcap, sinks=call.sinks, max_query_len=query.shape[2], max_seq_len=length,
+        )  # fmt: skip
+        return out.unsqueeze(0)
 
 
 @torch.no_grad()
