@@ -10,6 +10,7 @@ import copy
 import functools
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 
@@ -19,7 +20,7 @@ from ....triton_ops._core.runtime import KERNELS_ON_CPU
 from ..api import Cache, DynamicLayer, DynamicSlidingWindowLayer, length_behind_crop
 from ..calls import refuse_if
 from ..runners.dispatch import MarkedCall, PagedPass, mark
-from ..runners.passes import needs_plan
+from ..runners.passes import PackedBatch, needs_plan
 from .kept import BLOCK, Content, KeptLayer, WindowLayer
 
 
@@ -32,47 +33,25 @@ class Questions(Cache):  # type: ignore[misc]  # transformers is untyped here
         super().__init__(
             layers=[OwnLayer(self, x) if isinstance(x, KeptLayer) else _WindowOfDocument(x, self.length) for x in kept]
         )
-        self._step: SharedTables | None = None
+        self._key: tuple[int, ...] = ()
+        self._step: PackedBatch
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Questions:
         """Return a copy with copied own tokens and the same document."""
         own: Questions = copy.copy(self)
-        memo[id(self)], own._step = own, None
+        memo[id(self)], own._key = own, ()
         own.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
         return own
 
-    def step(self, layer: OwnLayer, tokens: int) -> SharedTables:
-        """Return the tables of the current pass, which its first layer makes."""
-        key = (*layer.buffers[0].shape[:2], layer.tokens, tokens)
-        if self._step is None or self._step.key != key:
-            self._step = SharedTables(key, layer.buffers[0].device)
+    def step(self, layer: OwnLayer, tokens: int) -> PackedBatch:
+        """Return the metadata of the own tokens in the current pass, which its first layer makes."""
+        batch, room = layer.buffers[0].shape[:2]
+        key = (batch, room, layer.tokens, tokens)
+        if self._key != key:
+            tables = np.arange(batch * room // BLOCK, dtype=np.int32).reshape(batch, -1)
+            lens, queries = (np.full(batch, count, np.int32) for count in (layer.tokens, tokens))
+            self._key, self._step = key, PackedBatch(np.empty(0, np.int64), tables, lens, queries)
         return self._step
-
-
-class SharedTables:
-    """Tables that the layers of one pass share. Each row has `total` own tokens, of which `queries` are new."""
-
-    def __init__(self, key: tuple[int, ...], device: torch.device) -> None:
-        self.key, self.device = key, device
-        batch, room, self.total, self.queries = key
-        self.tables = self._range(batch * room // BLOCK).view(batch, -1)
-        self.seq_lens = torch.full((batch,), self.total, dtype=torch.int32, device=device)
-        self.starts = self._range(batch + 1) * self.queries
-        self._of_heads: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-
-    def _range(self, end: int) -> torch.Tensor:
-        return torch.arange(end, dtype=torch.int32, device=self.device)
-
-    def of_heads(self, heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the start of each head's queries, with all rows one after another, and a plan for the own tokens."""
-        if heads not in self._of_heads:
-            starts = self._range(heads + 1) * (self.queries * self.key[0])
-            self._of_heads[heads] = starts, _plan(self.tables, self.seq_lens, self.starts, num_kv_heads=heads)
-        return self._of_heads[heads]
-
-
-def _plan(tables: torch.Tensor, lens: torch.Tensor, starts: torch.Tensor, **options: Any) -> torch.Tensor | None:
-    return attention_plan(tables, lens, starts, BLOCK, **options) if needs_plan(tables.device) else None
 
 
 class CachedPass(PagedPass):
@@ -115,7 +94,7 @@ class OwnLayer(CachedPass, DynamicLayer):  # type: ignore[misc]
         self.questions, self.document, self.tokens, self.first = questions, document, 0, questions.length
         self.buffers: tuple[torch.Tensor, ...] = ()  # until the first tokens
         self.begin: tuple[Any, int] = (None, 0)  # the source of cached own tokens, and the layer's number there
-        self._laid_out: tuple[int, torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+        self._laid_out: tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnLayer:
         own = copy.copy(self)
@@ -133,13 +112,20 @@ class OwnLayer(CachedPass, DynamicLayer):  # type: ignore[misc]
         flat = [side.flatten(0, 1).transpose(0, 1)[None] for side in (keys, values)]
         return [(flat[0][:, :, span], flat[1][:, :, span]) for span in spans]
 
-    def laid_out(self, count: int, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the document's tables, lengths and plan for `count` queries per head, cached for the same count."""
+    def laid_out(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return the document's tables, lengths, starts and plan for `count` queries per head.
+
+        They are cached for the same count.
+        """
         if self._laid_out is None or self._laid_out[0] != count:
             # Operators need lengths that include the queries. A hole before a head's tokens makes up for them.
-            hole = -(-count // BLOCK) if count > 1 else 0
-            tables, lens = pad(self.document.tables, (hole, 0), value=-1), self.document.kept + hole * BLOCK
-            self._laid_out = count, tables, lens, _plan(tables, lens, starts, causal=False, num_kv_heads=1)
+            hole, kept = -(-count // BLOCK) if count > 1 else 0, self.document.kept
+            tables, lens = pad(self.document.tables, (hole, 0), value=-1), kept + hole * BLOCK
+            starts = torch.arange(len(kept) + 1, dtype=torch.int32, device=kept.device) * count
+            plan = None
+            if needs_plan(kept.device):
+                plan = attention_plan(tables, lens, starts, BLOCK, causal=False, num_kv_heads=1)
+            self._laid_out = count, tables, lens, starts, plan
         return self._laid_out[1:]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -213,16 +199,16 @@ class OwnLayer(CachedPass, DynamicLayer):  # type: ignore[misc]
         if tokens == 1 and not softcap and sinks is None and self.rows:
             return self._decode(query, scale)
         kv_heads, step = len(document.kept), self.questions.step(self, tokens)
-        starts, plan = step.of_heads(kv_heads)
         own_keys, own_values = (buffer.view(-1, BLOCK, *buffer.shape[2:]) for buffer in self.buffers)
         rows = query.transpose(1, 2).flatten(0, 1)
-        batch_of_own = (own_keys, own_values, step.tables, step.seq_lens, step.starts, scale)
-        bounds: dict[str, Any] = {"max_query_len": tokens, "max_seq_len": step.total, "plan": plan}
+        batch_of_own = (own_keys, own_values, *step.on(query.device)[1:], scale)
+        bounds: dict[str, Any] = {"max_query_len": tokens, "max_seq_len": step.max_seq_len}
+        bounds["plan"] = step.plan(query.device, BLOCK, 0, kv_heads)
         own = paged_attention_with_lse(rows, *batch_of_own, softcap=softcap, sinks=sinks, **bounds)
         # Queries of one KV head follow each other over all rows, because they read the same kept tokens.
         of_heads = query.unflatten(1, (kv_heads, -1)).permute(1, 0, 3, 2, 4).flatten(0, 2)
         count = batch * tokens
-        tables, kept, plan = self.laid_out(count, starts)
+        tables, kept, starts, plan = self.laid_out(count)
         batch_of_heads = (document.keys, document.values, tables, kept, starts, None, scale)
         bounds = {"max_query_len": count, "max_seq_len": tables.shape[1] * BLOCK, "plan": plan}
         read = sparse_gap_attention_with_lse(of_heads, *batch_of_heads, causal=False, softcap=softcap, **bounds)
