@@ -20,7 +20,7 @@ from .layers import States
 from .prompts import Prompt, PromptHit
 from .store.blocks import RequestBlocks, free
 from .store.kept import PromptStore
-from .store.storage import Content
+from .store.storage import BlockContent
 
 
 def extra_keys(store: PromptStore, keys: tuple[Any, ...], prompt: Prompt) -> list[Any]:
@@ -198,7 +198,7 @@ class PromptRequests:
             blocks.commit(blocks.written * size)
         return (min(blocks.written * size, len(prompt.tokens) - 1) if found else cached), states
 
-    def _found_below(self, prompt: Prompt, first: int) -> tuple[list[list[Content]], Content | None]:
+    def _found_below(self, prompt: Prompt, first: int) -> tuple[list[list[BlockContent]], BlockContent | None]:
         """Return the KV of blocks from `first` on, up to one that is nowhere, and the states after the last block.
 
         If the model has states, the last block is one whose states are kept too.
@@ -208,8 +208,8 @@ class PromptRequests:
         groups = [group for group, _ in store.storage.kv]
         digests = store.manager.block_hashes(prompt.request_id)[first:]
         has, content = partial(evicted.has, store.manager), partial(evicted.content, store.manager)
-        found: list[list[Content]] = []
-        kept: Content | None = None
+        found: list[list[BlockContent]] = []
+        kept: BlockContent | None = None
         count = len(digests)
         if store.states is not None:
             there = (all(has(group, digest) for group in groups) for digest in digests)

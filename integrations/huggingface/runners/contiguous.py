@@ -302,7 +302,6 @@ def _batch(loop: Loop, requests: PromptRequests, windows: Mapping[int, int]) -> 
 
 def _keeps_hidden(loop: Loop, store: PromptStore) -> bool:
     """Return whether a call's hidden states can be stored by block: each token has a block and nothing is masked."""
-    mask = loop.mask
     return (
         loop.requested_outputs == {"output_hidden_states": True}  # all layers, and no attention weights
         and isinstance(store.manager.groups[0], FullAttention)
@@ -311,7 +310,7 @@ def _keeps_hidden(loop: Loop, store: PromptStore) -> bool:
         and loop.images is None
         and loop.adapters is None
         and not loop.generation_config.prefill_chunk_size
-        and (mask is None or bool(mask.all()))
+        and loop.mask is None
     )
 
 

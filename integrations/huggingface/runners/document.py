@@ -19,7 +19,7 @@ from ..api import CACHE_NAMES, attention_implementation, drop_cache, positions
 from ..calls import Calls, RequestReport, UnsupportedError, refuse_if
 from ..compression.kept import Content
 from ..compression.layers import Questions
-from ..loop import BY_TOKEN, Loop
+from ..loop import Loop
 from ..prompts import Prompt, PromptHit, prompts_of
 from ..store.kept import PromptStore
 from ..store.storage import block_index
@@ -30,7 +30,6 @@ from .contiguous import WatchedModel
 from .deterministic import RowByRow
 from .layout import forward
 
-LOOPS = (*BY_TOKEN, "beam_search", "beam_sample", "assisted_generation")
 _OVER = "over a compressed document"
 
 
@@ -41,9 +40,11 @@ def check_arguments_over_document(arguments: dict[str, Any]) -> None:
 
 
 def check_loop_over_document(loop: Loop, content: Content) -> None:
-    """Raise UnsupportedError for a loop that cannot read a document, or whose result might be wrong."""
+    """Raise UnsupportedError for a loop that cannot read a document, or whose result might be wrong.
+
+    `Engine.check` has accepted the loop.
+    """
     config, model = loop.generation_config, loop.model
-    refuse_if(loop.mode not in LOOPS, f"generation mode {loop.mode} {_OVER}")
     refuse_if(getattr(config, "is_assistant", None), f"is_assistant {_OVER}: the model drafts for another one")
     if loop.mode == "assisted_generation":
         lookup = config.prompt_lookup_num_tokens is not None and config.assistant_early_exit is None
@@ -55,7 +56,7 @@ def check_loop_over_document(loop: Loop, content: Content) -> None:
     wants_weights = getattr(config, "output_attentions", False) or loop.model_kwargs.get("output_attentions")
     if wants_weights and attention_implementation(model.config.get_text_config(decoder=True)) == "eager":
         raise UnsupportedError(f"output_attentions {_OVER}, whose tokens have no weights")
-    if loop.mask is not None and not bool(loop.mask.all()):
+    if loop.mask is not None:
         raise UnsupportedError(
             f"attention_mask: got padded rows, needs questions of one length for a call {_OVER}; ask them one "
             "by one, or give a mask of ones if these tokens are no padding"

@@ -33,7 +33,7 @@ from .dispatch import MarkedCall, PagedPass, install, mark, no_mask
 from .passes import DecodeBatch, PackedBatch, Pass
 
 
-class Span(NamedTuple):
+class PackedSpan(NamedTuple):
     """The tokens of one request in a packed pass: `length` tokens, the first at position `start`."""
 
     key: Any  # the request in the manager
@@ -43,7 +43,7 @@ class Span(NamedTuple):
     written: int  # number of leading tokens whose KV is in blocks already
 
 
-def pack(spans: Sequence[Span], block_size: int) -> list[PackedBatch]:
+def pack(spans: Sequence[PackedSpan], block_size: int) -> list[PackedBatch]:
     """Return the metadata of a packed pass for each group. A pass without tokens gets one token of padding.
 
     Raises:
@@ -156,7 +156,7 @@ class PackedModel:
     def __init__(self, model: Any, storage: ModelStorage) -> None:
         self.model, self.storage = model, storage
 
-    def forward(self, spans: Sequence[Span], tokens: Sequence[np.ndarray]) -> torch.Tensor:
+    def forward(self, spans: Sequence[PackedSpan], tokens: Sequence[np.ndarray]) -> torch.Tensor:
         """Compute all spans in one pass and return the logits of each span's last token, `[len(spans), vocabulary]`.
 
         `tokens` has an int64 array for each span. Raise like `run`.
@@ -235,7 +235,7 @@ def probe_packed(model: Any, block_size: int, specs: Specs) -> None:
 
     def forward(*pieces: tuple[int, int, int]) -> None:
         """Compute tokens `start` to `end` of some rows."""
-        spans = [Span(row, [tables[row]] * groups, start, end - start, 0) for row, start, end in pieces]
+        spans = [PackedSpan(row, [tables[row]] * groups, start, end - start, 0) for row, start, end in pieces]
         packed.forward(spans, [tokens[row][start:end] for row, start, end in pieces])
 
     cut, tolerance = block_size + 1, 1e-3 if model.dtype == torch.float32 else 5e-2

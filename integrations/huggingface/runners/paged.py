@@ -23,7 +23,7 @@ from ..prompts import Prompt, numbered
 from ..store.blocks import RequestBlocks
 from ..store.kept import PromptStore
 from .graphs import DecodeSteps
-from .packed import PackedModel, Span
+from .packed import PackedModel, PackedSpan
 
 
 class PackedRows(ModelInLoop):
@@ -222,7 +222,9 @@ class PackedRows(ModelInLoop):
             spans, tokens = [], []
             for row in left:
                 blocks, end = row.blocks, self._hold(row)
-                spans.append(Span(row.request_id, blocks.tables, blocks.length, end - blocks.length, blocks.known))
+                spans.append(
+                    PackedSpan(row.request_id, blocks.tables, blocks.length, end - blocks.length, blocks.known)
+                )
                 tokens.append(row.tokens[blocks.length : end])
             with self._steps.lock:
                 computed = self._packed.forward(spans, tokens)

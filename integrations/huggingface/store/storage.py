@@ -18,7 +18,7 @@ from ..settings import CacheOptions, default_num_blocks, memory_budget
 CHUNK = 1024  # tokens computed between two writes to blocks, if layers have windows
 SIDES = ("keys", "values")
 
-Content = dict[str, torch.Tensor]  # one block: "3 keys", "3 values" of layer 3, or `States`
+BlockContent = dict[str, torch.Tensor]  # one block: "3 keys", "3 values" of layer 3, or `States`
 
 
 class TensorSpec(NamedTuple):
@@ -78,16 +78,16 @@ class BlockTensors:
             found = self.tensors.setdefault(name, made)  # another thread may have allocated it first
         return found
 
-    def content(self, block: int) -> Content:
+    def content(self, block: int) -> BlockContent:
         """Return views of a block's content, which tiers copy."""
         return {name: tensor[block] for name, tensor in self.tensors.items()}
 
-    def put(self, block: int, content: Content) -> None:
+    def put(self, block: int, content: BlockContent) -> None:
         """Fill a block with what `content` returned."""
         for name in self._specs:
             self.tensor(name)[block].copy_(content[name])
 
-    def states_of(self, content: Content) -> States:
+    def states_of(self, content: BlockContent) -> States:
         """Return the recurrent states of a row, `[1, ...]`, from a block's content, on their devices."""
         return {name: content[name][None].to(spec.device) for name, spec in self._specs.items()}
 

@@ -26,7 +26,7 @@ from ....cache.tiers.writer import TierWriter
 from ..api import SILENT_ENTRIES
 from ..functions import Functions, code_digest
 from ..identity import changes_itself, is_harmless
-from .storage import AnyManager, Content, ModelStorage
+from .storage import AnyManager, BlockContent, ModelStorage
 
 FORMAT = "pc blocks 3"  # first line of a file of `save`; its number changes with the format
 _SIZE = struct.Struct("<Q")
@@ -42,7 +42,7 @@ class LowerTiers:
         below: Sequence[Sequence[Tier]] = [(writer,) for writer in self._disk] or [()] * len(self.memory)
         self._tiers: list[list[Tier]] = [[memory, *more] for memory, more in zip(self.memory, below, strict=True)]
 
-    def content(self, manager: AnyManager, group: int, digest: bytes) -> Content | None:
+    def content(self, manager: AnyManager, group: int, digest: bytes) -> BlockContent | None:
         """Return the content of a block from the cache, unless it is overwritten during the copy, or from a tier."""
         pool, words = manager.pools[group], np.frombuffer(digest, np.uint64)[None]
         block = int(pool.table.find(words)[0])
@@ -64,7 +64,7 @@ class LowerTiers:
         kept = set().union(*[tier.put_many(contents) for tier in self._tiers[group]])
         return [digest for digest in digests if digest in kept]
 
-    def add(self, group: int, blocks: Mapping[bytes, Content]) -> None:
+    def add(self, group: int, blocks: Mapping[bytes, BlockContent]) -> None:
         """Add blocks to host memory."""
         memory = self.memory[group]
         memory.max_blocks = max(memory.max_blocks, len(memory) + len(blocks))
@@ -143,7 +143,7 @@ class SavedBlocks:
             return self._write(file, evicted)
 
     def _write(self, file: IO[bytes], evicted: LowerTiers | None) -> int:
-        groups: list[dict[bytes, int | Content]] = []
+        groups: list[dict[bytes, int | BlockContent]] = []
         for group in range(len(self._storage.parts)):
             memory = None if evicted is None else evicted.memory[group]
             below = {} if memory is None else {key: memory.get(key) for key in memory.keys()}  # noqa: SIM118
@@ -158,7 +158,7 @@ class SavedBlocks:
                 file.write(data)
         return sum(map(len, groups))
 
-    def read(self, path: str | os.PathLike[str]) -> list[dict[bytes, Content]]:
+    def read(self, path: str | os.PathLike[str]) -> list[dict[bytes, BlockContent]]:
         """Return a file's blocks by group and hash.
 
         Raises:

@@ -24,7 +24,7 @@ from ...probe import Probed
 from ...prompts import Prompt
 from ...settings import CacheOptions
 from ...store.kept import PromptStore
-from ..packed import Span
+from ..packed import PackedSpan
 
 NAME = "full_attention"  # the kind of layer that transformers sees, for blocks of all layers
 
@@ -138,12 +138,12 @@ class ScheduledBlocks:
         self._deferred.clear()
         self._rows = []
 
-    def take_step(self) -> tuple[list[Span], list[tuple[int, Pairs]]]:
+    def take_step(self) -> tuple[list[PackedSpan], list[tuple[int, Pairs]]]:
         """Return the spans of the prepared batch, and the block copies that must run before it."""
         rows, copies = self._rows, self._copies
         self._rows, self._copies = [], []
         spans = [
-            Span(prompt.request_id, prompt.blocks.tables, start, length, prompt.blocks.known)
+            PackedSpan(prompt.request_id, prompt.blocks.tables, start, length, prompt.blocks.known)
             for prompt, start, length in rows
         ]
         return spans, copies
