@@ -252,7 +252,7 @@ def _first_calls(names: list[str], options: Options) -> Iterator[Callable[[], ob
     (benchmark,) = discover(names[:1])
     for case in benchmark.of(options.kind, False):
         for provider in benchmark.providers if case.name in names[1:] else ():
-            if provider.device in (None, options.kind):
+            if provider.device in (None, options.kind) and not (options.without and options.without in provider.name):
                 # Inputs are made for one call at a time: those of all cases, in each process, fill a GPU.
                 yield lambda case=case, provider=provider: provider.prepare(case.build(device, 0).calls[0])()
 

@@ -127,7 +127,7 @@ def flash_attn_3_version() -> str:
     try:
         return version("flash-attn-3")
     except ImportError:
-        return f"vLLM {version('vllm')}"
+        return f"vLLM {vllm_version()}"
 
 
 def run_vllm_triton(call: AttentionCall) -> Run:

@@ -120,20 +120,24 @@ def check_tensor(
 
 def refuse_grad(operator: object, names: Iterable[str], values: Iterable[object]) -> None:
     """Raise RuntimeError for a tensor, also in a list, that needs a gradient, because no operator has a derivative."""
-    has_tangents = forward_ad._current_level >= 0
-    if not (has_tangents or torch.is_grad_enabled()):
+    has_grad, has_tangents = torch.is_grad_enabled(), forward_ad._current_level >= 0
+    if not (has_grad or has_tangents):
         return
     for name, value in zip(names, values, strict=False):
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
             if not isinstance(tensor, torch.Tensor):
                 continue
-            of = str(operator).removesuffix(".default")
-            if tensor.requires_grad and torch.is_grad_enabled():
-                needs = f"torch.no_grad() or .detach(), there is no backward of {of}"
+            if has_grad and tensor.requires_grad:
+                needs = f"torch.no_grad() or .detach(), there is no backward of {_short(operator)}"
                 raise bad_argument(name, "a tensor that requires grad", needs, RuntimeError)
             if has_tangents and forward_ad.unpack_dual(tensor).tangent is not None:
-                needs = f".detach(), there is no derivative of {of}"
+                needs = f".detach(), there is no derivative of {_short(operator)}"
                 raise bad_argument(name, "a tensor with a forward-mode tangent", needs, RuntimeError)
+
+
+def _short(operator: object) -> str:
+    """Return the name of an operator, for an error. Making it takes time that calls without an error save."""
+    return str(operator).removesuffix(".default")
 
 
 def check_last_dim(name: str, tensor: torch.Tensor) -> None:
