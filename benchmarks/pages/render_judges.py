@@ -43,4 +43,5 @@ def render_judges(page: Path) -> str:
 def render_judges_summary(page: Path) -> str:
     """Render the number of cases that passed, in a sentence."""
     rows = read_rows(results(*SOURCE))
-    return f"{_count(rows, 'passed'):,} cases of others' tests pass over ours and {_count(rows, 'failed'):,} fail"
+    passed, failed = _count(rows, "passed"), _count(rows, "failed")
+    return f"{passed:,} cases of other projects' tests pass with our functions, and {failed:,} fail"

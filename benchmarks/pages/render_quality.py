@@ -11,7 +11,7 @@ from .markdown import measured, results, table
 Loss = dict[str, float]
 KINDS = {
     "cache": "stored in",
-    "evicted": "what of the prompt is kept",
+    "evicted": "kept part of the prompt",
     "pressed": "press",
     "chosen": "which blocks a query reads",
 }

@@ -110,7 +110,7 @@ def sampled(names: Sequence[str], count: int, seed: int) -> list[str]:
                 print(f"{kind}, not noticed: {mutant.case}, {mutant.kernel.place(mutant.index)}{cause}", flush=True)
         rows.append(f"| {kind} | {len(pool):,} | {len(drawn)} | {len(drawn) - missed} | {missed} |")
     causes = "; ".join(f"{count}{cause}" for cause, count in why.items() if cause)
-    return [*rows, "", f"Barriers that are not missed, each tried: {causes}."] if causes else rows
+    return [*rows, "", f"Barriers without which the case passed, by the reason found: {causes}."] if causes else rows
 
 
 def dispensable(mutant: Mutant, pool: Sequence[Mutant]) -> str:
@@ -127,13 +127,13 @@ def dispensable(mutant: Mutant, pool: Sequence[Mutant]) -> str:
         return "another barrier beside it, with no access to shared memory between"
     same = [other for other in pool if other.kernel is mutant.kernel and other.index == mutant.index]
     if any(noticed(other) for other in same if other.case != mutant.case):
-        return "a longer case, whose buffers are written again, misses it"
+        return "only a longer case, which writes its buffers again, fails without it"
     others = {other.index: other for other in pool if other.kernel is mutant.kernel and other.index != mutant.index}
     for other in sorted(others.values(), key=lambda other: abs(other.index - mutant.index))[:NEIGHBOURS]:
         (first, until), (behind_first, last) = sorted([mutant.span, other.span])
         both = ptx[:first] + ptx[until:behind_first] + ptx[last:]
         if noticed(mutant, both) and not noticed(dataclasses.replace(other, case=mutant.case)):
-            return "another one stands in for it, and it for the other: without both the case fails"
+            return "another barrier suffices without it, and it suffices without the other; without both the case fails"
     return "no two warps touch the same bytes between the barriers on its sides, one of them writing"
 
 
@@ -156,11 +156,11 @@ def compared(names: Sequence[str], count: int, seed: int) -> tuple[str, list[str
     copies = sum(total.values())
     tried = total[NOTICED] + total[NO_EFFECT]
     text = (
-        f"{sum(kinds.values())} comparisons of the sources, which are {copies:,} in the compiled kernels. "
-        f"{kinds['noticed']} were noticed wherever they were tried, {kinds['explained']} change no result in a kernel "
-        f"or in all, and {kinds['neither']} are neither noticed nor explained. Of the compiled ones {tried:,} were "
-        f"tried and {total[NOTICED]:,} noticed; {total[NOT_MET]:,} never had equal operands: copies for elements and "
-        "turns of loops that no case of that very kernel ends at."
+        f"{sum(kinds.values())} comparisons of the sources became {copies:,} in the compiled kernels. "
+        f"{kinds['noticed']} were noticed wherever they were broken. {kinds['explained']} change no result, in one "
+        f"kernel or in all. {kinds['neither']} are neither noticed nor explained. Of the compiled comparisons, "
+        f"{tried:,} were broken and {total[NOTICED]:,} of these noticed. {total[NOT_MET]:,} never had equal operands, "
+        "because no case of their kernel ends at the element or loop iteration that they are for."
     )
     # With few copies, none may be the one that the reason is for.
     return text, wrong + ([f"explained without need: {place}" for place in sorted(unneeded)] if not count else [])
