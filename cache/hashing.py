@@ -18,9 +18,9 @@ record carries its length. So two different inputs never give the same bytes.
 
 Hashes of sha256 and blake2b have 32 bytes and are collision resistant. Among 2**40 blocks the chance that any two share
 a hash is below 2**-176. No input is known that makes them collide, so blocks with equal hashes are treated as equal.
-Hashes of xxh3_128 are not cryptographic. 2**40 random blocks collide with a chance below 2**-48, but a tenant who
-chooses tokens on purpose may construct a collision. Use xxh3_128 only if all tenants trust each other, or give each
-tenant its own secret salt.
+Hashes of xxh3_128 are not cryptographic. Among 2**40 random blocks, the chance of a collision is below 2**-48. But a
+tenant who chooses tokens on purpose may construct a collision. Use xxh3_128 only if all tenants trust each other, or
+give each tenant its own secret salt.
 """
 
 from __future__ import annotations

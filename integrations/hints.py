@@ -1,7 +1,7 @@
 """Retention hints. They tell an eviction policy, through an engine, what a caller knows about a prompt's future.
 
-vLLM and SGLang carry such hints in an envelope, `kv_hints`. The arguments of `retention_hints` become the payload of
-an action of the type `retention`, version 1.
+Both vLLM and SGLang carry such hints in an envelope, `kv_hints`. The arguments of `retention_hints` become the payload
+of an action of the type `retention`, version 1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Work of attention steps, counted on compiled kernels without a GPU: `make work`.
 
 The emulator (tests/emulator) runs kernels compiled for an architecture. It counts warp instructions by kind, the bytes
-of 32-byte sectors that loads and stores touch, and launches. Our steps include their plan. vLLM's Triton kernel
+of 32-byte sectors that loads and stores touch, and launches. Our steps include their plan. The Triton kernel of vLLM
 (--vllm is the folder of the wheel's sources) runs on the same tensors, and the results are compared. The figures count
 work; they are not times. A row has the digest of the launches that it was counted on (`sources`). It is counted again
 when the tree launches something else; --all counts every row.

@@ -74,7 +74,7 @@ class MooncakeTier(Tier):
         >>> import ctypes
         >>> from pc.cache.tiers.mooncake import MooncakeTier
         >>> from pc.cache.tiers.tier import Layout
-        >>> class Memory(dict):  # stands in for MooncakeDistributedStore, in one process
+        >>> class Memory(dict):  # replaces MooncakeDistributedStore, in one process
         ...     def register_buffer(self, address, size):
         ...         return 0
         ...     def batch_is_exist(self, keys):

@@ -289,8 +289,8 @@ class PrefixCaching:
     def compress(self, context_ids: Any, press: Any = "snapkv", budget: float = 0.5) -> CompressedDocument:
         """Compute a text's keys and values once and keep those of the tokens that each head needs most.
 
-        **Approximate.** Only calls within `with document:` read the compressed keys and values. All other calls stay
-        exact.
+        This is **approximate**. Only calls within `with document:` read the compressed keys and values. All other calls
+        stay exact.
 
         Args:
             context_ids: Token ids of the text, `[1, length]` or `[length]`.

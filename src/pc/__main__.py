@@ -204,9 +204,9 @@ def completion(
 ) -> None:
     """Print a shell script that completes commands and options of `pc`.
 
-    bash: put `eval "$(pc completion bash)"` into ~/.bashrc.
-    zsh: put `eval "$(pc completion zsh)"` into ~/.zshrc, after compinit.
-    fish: pc completion fish > ~/.config/fish/completions/pc.fish
+    For bash, put `eval "$(pc completion bash)"` into ~/.bashrc.
+    For zsh, put `eval "$(pc completion zsh)"` into ~/.zshrc, after compinit.
+    For fish, run `pc completion fish > ~/.config/fish/completions/pc.fish`.
     """
     from typer.completion import get_completion_script  # type: ignore[attr-defined]
 

@@ -1,4 +1,6 @@
-"""Operators from typed functions, whose signature gives the schema, the public function, the fake and the errors.
+"""Operators from typed functions. Schema, public function, fake and errors follow from a function's signature.
+
+A registration looks like this:
 
     @operator(check=_check, cpu=_cpu, build=_build, mutates=("cache",))
     def scatter_blocks(source: torch.Tensor, cache: torch.Tensor, block_ids: torch.Tensor) -> None: ...

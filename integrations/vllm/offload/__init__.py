@@ -1,7 +1,7 @@
 """Eviction policies of `pc.cache` for vLLM's offloading to host memory, and a tier on disk behind it.
 
-vLLM loads both by the name of this module; see docs/vllm_tiers.md. The class for a policy is `pc_` and the policy's
-name.
+Both are loaded by the name of this module; see docs/vllm_tiers.md. The name of a policy's class is `pc_` and the
+policy's name.
 """
 
 from typing import Any

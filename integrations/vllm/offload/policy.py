@@ -1,6 +1,6 @@
 """An eviction policy of `pc.cache` for vLLM's tier of chunks in host memory.
 
-vLLM notifies its own policies of single chunks that are stored, read and released. Policies of `pc.cache` work with
+The policies of vLLM are notified of single chunks that are stored, read and released. Policies of `pc.cache` work with
 requests. A request finds chunks, fills others, and releases all of them when it ends, in the order of its sequence.
 These policies ignore transfers that hold a chunk briefly. A chunk that they choose during a transfer is put back.
 """
