@@ -49,8 +49,8 @@ def run_replay(
     loaded = _part(part, loaded)
     console.print(
         f"{loaded.name}: {len(loaded.requests)} requests, {loaded.num_blocks} blocks of {loaded.block_size} tokens, "
-        f"{loaded.unique_blocks} of them unique.\nRequests run one after another, and their blocks are pinned until they end. The "
-        "cache starts empty, and cold misses count."
+        f"{loaded.unique_blocks} of them unique.\nRequests run one after another, and their blocks are pinned until "
+        "they end. The cache starts empty, and cold misses count."
     )
     with new_progress(console) as bar:
         task = bar.add_task("requests", total=None)
