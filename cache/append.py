@@ -21,7 +21,7 @@ def append(state: ManagerState, request_id: Hashable, new: array[int]) -> BaseAl
     request, size = state.running.get(request_id) or state.get(request_id), state.block_size
     pending, start, old_blocks = request.pending, len(request.tokens), request.num_blocks
     if pending and new[: len(pending)] != pending[: len(new)]:
-        raise ValueError("token_ids: got tokens that are not the next ones of the prompt, needs those")
+        raise ValueError("token_ids: got tokens that are not the next ones of the prompt, needs its next tokens")
     end, copies = start + len(new), None
     if -(-end // size) > old_blocks or pending or (request.check_tail and end > start):
         _make_room(state, [(request, end)])
@@ -48,7 +48,7 @@ def append_each(state: ManagerState, request_ids: Sequence[Hashable], new: array
     slow = [r for r, at in zip(requests, positions, strict=True) if at % size == 0 or r.check_tail or r.pending]
     if slow:
         if any(request.pending and request.pending[0] != token for request, token in zip(requests, new, strict=True)):
-            raise ValueError("token_ids: got a token that is not the next one of its prompt, needs that")
+            raise ValueError("token_ids: got a token that is not the next one of its prompt, needs its next token")
         copies = _grow_each(state, slow, (requests, positions))
     else:
         state.begin(growing=(requests, positions))
@@ -123,7 +123,7 @@ def _make_room(
         for tail, holders in Counter([_seen_tail(state, request, group) for request in seen]).items() if seen else ():
             if tail >= 0:
                 others = pool.ref_count.item(tail) - 1
-                # The last holder to append keeps the block, unless it is published, or held on (`_replace_shared`).
+                # The last holder to append keeps the block, unless it is published, or kept (`_replace_shared`).
                 copied = pool.table.lists(tail) or (others and state.offloading)
                 count += holders if copied else min(holders, others)
         if positions and count > available:
@@ -181,6 +181,6 @@ def _replace_shared(state: ManagerState, request: Request, group: int, block: in
     number = old.item(0)
     if pool.ref_count.item(number) > 1 and not pool.table.lists(number) and not state.offloading:
         pool.release(old)  # a fork continues in it
-    else:  # keep the block from reuse until the copy is made: its other holders, also of other threads, may end
+    else:  # keep the block until the copy is made: its other holders may end, in other threads too
         request.keep_replaced(group, old)
     return fresh.item(0)

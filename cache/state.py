@@ -8,7 +8,7 @@ tables, free lists, writers, and the policy's knowledge. An interrupt (`Keyboard
 thread raises in this one) is such an exception, and may come between any two instructions. The time of a rebuild is
 proportional to the number of blocks.
 
-With three rules, a verb needs no code of its own to undo its changes:
+With three rules, a verb needs no code to undo its changes:
 
 - A verb grows a request's tokens and tables in place, and replaces every other value (`Request`).
 - A verb that removes a request, or tokens of one, removes them in one step. From that step on it is complete, and its

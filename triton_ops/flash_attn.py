@@ -113,7 +113,7 @@ def flash_attn_func(
         window_size: Number of keys before and after its position that a query attends to.
         softcap: If positive, a score becomes softcap * tanh(score / softcap).
         alibi_slopes: `[num_heads]`, or `[batch, num_heads]` with slopes for each sequence; then each sequence takes a
-            call of its own. Adds -slope * abs(t - p) to the score of key t. If queries attend to later keys, this takes
+            separate call. Adds -slope * abs(t - p) to the score of key t. If queries attend to later keys, this takes
             two passes.
         deterministic: No effect: the same call always gives the same bits.
         return_attn_probs: Whether to return (out, lse, an empty tensor), like FlashAttention 2 without dropout.

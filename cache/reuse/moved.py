@@ -90,7 +90,7 @@ class MovedText:
         return find_prefix(held, len(request.tokens), hit.num_tokens, self._block_size)
 
     def _set_identity(self, request: Request, block: int, end: int | None = None) -> None:
-        """Give a request's blocks from `block` to `end` hashes of their own. Earlier blocks keep their hashes."""
+        """Give a request's blocks from `block` to `end` other hashes. Earlier blocks keep their hashes."""
         if request.keys.placed:  # set by an earlier, shorter call
             keys: EncodedKeys = request.keys
         else:

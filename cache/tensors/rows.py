@@ -87,7 +87,7 @@ class RowStore:
     def there(self, names: Sequence[str] | None, table: Ids, count: int) -> dict[str, Mask]:
         """Return for each name which of the first tokens of a block table have a row.
 
-        Without names, for all with any row.
+        Without `names`, do so for all names that have a row.
         """
         self.require(names or ())
         blocks = table[: -(-count // self.valid.block_size)]

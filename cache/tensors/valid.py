@@ -26,8 +26,8 @@ class _PlannedCopy(NamedTuple):
 class ValidRows:
     """A flag for each name and slot, which is void once the block has been allocated again.
 
-    The pool reports that, and slots of a block in use that get other tokens. Without a pool, a block counts as
-    allocated again when its first slot is written.
+    The pool reports such allocations, and slots of a block in use that get other tokens. Without a pool, a block counts
+    as allocated again when its first slot is written.
     """
 
     def __init__(self, num_blocks: int, block_size: int, pool: BlockPool | None) -> None:
@@ -130,7 +130,10 @@ class ValidRows:
             bits.reshape(self.num_blocks, self.block_size)[index] = False
 
     def refill(self, block: int, first: int, source: int) -> None:
-        """Record that slots of a block from `first` on get new contents, except for a copy's. The pool calls this."""
+        """Record that slots of a block from `first` on get new contents, except those that a copy fills.
+
+        The pool calls this.
+        """
         for bits in self._bits.values():
             bits[block * self.block_size + first : (block + 1) * self.block_size] = False
         assert self._pool is not None

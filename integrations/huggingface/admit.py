@@ -199,7 +199,7 @@ class PromptRequests:
         return (min(blocks.written * size, len(prompt.tokens) - 1) if found else cached), states
 
     def _found_below(self, prompt: Prompt, first: int) -> tuple[list[list[BlockContent]], BlockContent | None]:
-        """Return the KV of blocks from `first` on, up to one that is nowhere, and the states after the last block.
+        """Return the KV of blocks from `first` on, up to one that is in no tier, and the states after the last block.
 
         If the model has states, the last block is one whose states are kept too.
         """

@@ -54,7 +54,7 @@ def probe(model: Any) -> Probed:
     Raises:
         UnsupportedError: The model fails, or the results differ.
     """
-    # Logits alone are not enough: untrained models hardly use their states, so wrong ones leave the logits alike.
+    # Logits alone are not enough: untrained models hardly use their states, so wrong states hardly change the logits.
     install_scan(model)
     with eval_mode(model):
         whole = _in_parts(model, TOKENS, CUT)
@@ -135,7 +135,7 @@ def _in_parts(model: Any, length: int, cut: int) -> DynamicCache:
 
 
 def _kept(cache: DynamicCache) -> dict[int, Any]:
-    """Return the layers that have keys of their own; the other layers read keys of these."""
+    """Return the layers that have their own keys. All other layers read the keys of these layers."""
     return {i: layer for i, layer in attention_layers(cache).items() if layer.keys is not None}
 
 

@@ -22,7 +22,7 @@ class Kind(NamedTuple):
     """A kind of layer. Layers of equal kind share a plan; layers with the same `in_window_pool` share a block table."""
 
     in_window_pool: bool  # keys are in SGLang's smaller pool for windowed layers
-    window: int  # number of keys a query attends to, with its own; 0: all
+    window: int  # number of keys a query attends to, its own included; 0: all
 
 
 @dataclass

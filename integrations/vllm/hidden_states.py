@@ -109,7 +109,7 @@ class PromptHiddenStates:
         self._followed: dict[str, FollowedPrompt] = {}
         self.waiting_bytes = waiting_bytes
         self.waiting: dict[str, WaitingRows] = {}
-        self._nbytes = 0  # of these
+        self._nbytes = 0  # bytes of the waiting rows
         self.folder = folder
         self._warned = False
         self.runner = runner

@@ -98,7 +98,7 @@ class AttentionArgs(NamedTuple):
 
     @property
     def table_heads(self) -> int:
-        """KV heads that have a table of their own; 1 where all share one."""
+        """Number of KV heads with separate block tables; 1 if all heads share a table."""
         return self.block_tables.shape[1] if self.block_tables.dim() == 3 else 1
 
     @property
@@ -139,7 +139,7 @@ class AttentionArgs(NamedTuple):
         return Terms(self.softcap, has_softcap, has_alibi, PLAIN=plain, NEGATIVE=self.scale < 0)
 
     def with_rows(self) -> AttentionArgs:
-        """Return the arguments with latent rows seen as keys of one head and as values; others as they are."""
+        """Return the arguments with latent rows seen as keys of one head and as values. Others are unchanged."""
         cache, value_dim = self.key_cache, self.value_dim
         if value_dim is None or self.value_cache is not None:
             return self
@@ -175,7 +175,7 @@ def binding(function: Callable[..., object], with_lse: bool) -> Callable[..., At
     def bind(*values: Any, **named: Any) -> AttentionArgs:
         if named:
             values += tuple([named.get(name, p.default) for name, p in [*parameters.items()][len(values) :]])
-        # As `_make` does, but it counts again, in Python.
+        # Like `_make`, which would also count the fields again, in Python.
         return tuple.__new__(AttentionArgs, pick(values + behind[len(values)]))
 
     return bind

@@ -228,7 +228,7 @@ def _tiles(args: AttentionArgs, arch: Architecture, longest: int) -> tuple[Tiles
 
 
 def _has_segments(args: AttentionArgs) -> bool:
-    """Return whether a tile's scattered queries have windows of their own, which are then united."""
+    """Return whether a tile's scattered queries have separate windows, which are then united."""
     return args.query_positions is not None and args.mask.BOUNDED and args.tree_mask is None
 
 

@@ -37,7 +37,7 @@ def check_cache(
     v_scale: torch.Tensor | None,
     value_dim: int | None = None,
 ) -> None:
-    """Check caches and scales against `like`, which is written to them or attends over them, and the sizes given."""
+    """Check caches and scales: against `like`, which is written to the caches or attends over them, and given sizes."""
     head_dim = like.shape[2]
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         _check_blocks(name, cache, like)
@@ -75,7 +75,7 @@ def _check_scales(key_cache: torch.Tensor, device: torch.device, **scales: torch
 
 
 def _check_latent(args: AttentionArgs) -> None:
-    """Check the cache of latent rows, whose sizes are known to hold the values."""
+    """Check the cache of latent rows. `AttentionArgs.with_rows` has checked value_dim."""
     rows, query = args.key_cache, args.query
     _check_blocks("cache", rows, query)
     if rows.shape[3] != query.shape[2] or rows.shape[3] % 16:
@@ -183,7 +183,7 @@ def check_attention(args: AttentionArgs) -> None:
 
 
 def check_lengths(args: Any, lens: list[int], starts: list[int], max_seq_len: int | None = None) -> None:
-    """Check that the tables hold every sequence, and every sequence its queries; the call's tensors read as lists."""
+    """Check that tables hold every sequence, and sequences their queries. `lens` and `starts` are the values read."""
     capacity = args.block_tables.shape[-1] * args.block_size
     bound = capacity if max_seq_len is None else min(capacity, max_seq_len)
     shortest, longest = min(lens, default=0), max(lens, default=0)
@@ -254,7 +254,7 @@ def _check_lists(lists: torch.Tensor, args: AttentionArgs, lens: list[int], star
     if not own.size:
         return
     blocks = [-(-length // args.block_size) for length in lens]
-    # Without a sign -1 is above all others.
+    # As an unsigned number, -1 is above all others.
     unsigned = own.view(np.uint32)
     if unsigned.max() >= min(blocks) and (own.min() < -1 or own.max() >= min(blocks)):
         bounds = np.repeat(blocks, np.diff(starts))[:, None, None]

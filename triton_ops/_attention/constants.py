@@ -138,8 +138,8 @@ def decode_tiles(
     if arch == "sm_90" and head_dim <= 128 and block_m == 16 and not quantized and not costly_scores:
         # Between .95 and 1.17 times as fast on an H100, over 16 decodes, as tiles of 32 keys with 2 warps and 4 stages.
         return Tiles(block_m, 64, 4, 3, True, max_registers=DECODE_REGISTERS[4])
-    # 16 rows are few for a warp: two of them take a third fewer instructions for the same keys than four do. From
-    # head_dim 257 on 4 warps spill, and with codes for 64 rows.
+    # 16 rows are few for a warp: two warps take a third fewer instructions for the same keys than four do. Four warps
+    # spill from head_dim 257 on, and with codes for 64 rows.
     num_warps = 2 if head_dim <= 128 and block_m == 16 else 4
     if head_dim > 256 or (head_dim > 128 and block_m > 16) or (quantized and block_m == 64):
         num_warps = 8
@@ -162,9 +162,9 @@ def latent_tiles(
         # Splits in the interpreter too, so that they are tested.
         splits = 2 if rows > 16 and narrow and value_dim == block_v >= 32 else 1
         return Tiles(16 if rows <= 16 else 32, 32, 4, 1, True, value_splits=splits)
-    if itemsize == 4 or row_bytes > 1152:  # the 576 columns of DeepSeek's models; of more, larger tiles have no room
+    if itemsize == 4 or row_bytes > 1152:  # more than DeepSeek's 576 columns leave no room for larger tiles
         return Tiles(16, 16, 4 if arch.startswith("gfx") else 8, 1, False)
-    # Programs that have half of the value's columns each have rows enough: all 512 of 64 rows would spill.
+    # Each program has half of the value's columns, and so may have more rows: 64 rows of all 512 would spill.
     splits_values = rows > 16 and narrow and value_dim == 512 and not quantized
     if arch.startswith("gfx") and splits_values:
         return Tiles(32, 32 if decoding else 16, 4, 1, False, value_splits=2)
@@ -177,8 +177,8 @@ def latent_tiles(
         return Tiles(32, 32, 4, 2, True, value_splits=2)
     import triton
 
-    # wgmma takes 64 rows. In a prefill, which also finds its rows and their splits, they spill; with tcgen05 too, and
-    # where triton 3.6 compiles.
+    # wgmma takes at least 64 rows. They spill in a prefill, which also finds its rows and their splits, with tcgen05,
+    # and if triton 3.6 compiles.
     block_m = 64 if arch == "sm_90" and decoding and not triton.__version__.startswith("3.6.") else 32
     return Tiles(block_m, 64, 4, 2, True, value_splits=2)
 
@@ -204,8 +204,8 @@ def prefill_tiles(
     if arch == "interpreter":
         return Tiles(64, 32, 4, 1, True)
     if head_dim > 256:
-        # The queries alone take 64 KB in 64 rows of 16 bits. On sm_90 their sums take half of a thread's registers and
-        # spill with wgmma, whose least rows they are; tcgen05 keeps them elsewhere.
+        # 64 rows of 16-bit queries alone take 64 KB. On sm_90 wgmma takes at least 64 rows. Their sums take half of a
+        # thread's registers, so it spills. tcgen05 keeps sums outside of the registers.
         if arch == "sm_90" and itemsize == 2:
             return Tiles(32, 32, 8, 2, False)
         rows = 64 if arch == "sm_100" and itemsize == 2 else 32 if arch in _LARGE_SHARED or itemsize == 2 else 16
@@ -213,7 +213,7 @@ def prefill_tiles(
     if itemsize == 4:
         if arch.startswith("gfx"):
             return Tiles(32, 16, 4, 1, False)
-        # Left to itself triton 3.6's compiler takes 64 registers there, and spills.
+        # Without a limit, triton 3.6 uses 64 registers here, and spills.
         cap = 80 if arch == "sm_90" and 64 < head_dim <= 128 else 0
         return Tiles(32, 16, 8, 3 if wide and arch in _LARGE_SHARED else 2, False, max_registers=cap)
     if arch.startswith("gfx"):
@@ -221,7 +221,7 @@ def prefill_tiles(
         return Tiles(64, 32, 4, 2, not wide)
     if wide:
         if arch in _ASYNC_MATRIX and not costly_scores:
-            # Codes take more registers, and so does tcgen05, which has sums elsewhere and brings them to be scaled.
+            # Codes take more registers. So does tcgen05, which loads its sums into registers to scale them.
             is_narrow = quantized or arch == "sm_100"
             return Tiles(64 if is_narrow else 128, 64, 8, 3 if quantized else 2, True)
         # Codes of 64 rows spill with mma.sync.

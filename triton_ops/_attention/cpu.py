@@ -104,7 +104,7 @@ def _of_head(args: AttentionArgs, head: int) -> tuple[slice, AttentionArgs]:
 
 
 def _blocks(args: AttentionArgs, run: Run) -> np.ndarray:
-    """Return the run's blocks by their places in the sequence, a row for each KV head with its own; -1 for none."""
+    """Return the run's block numbers by logical block, -1 if absent; a row for each KV head that has its own blocks."""
     tables = args.block_tables.numpy()[run.sequence, ..., : -(-int(args.seq_lens[run.sequence]) // args.block_size)]
     if args.query_blocks is None:
         return tables
@@ -167,7 +167,7 @@ def _attend_chunk(
         before = full_parts(query, cache, table, 0, position, args.scale)
         return merge_parts([flash(query, keys, values, args.scale, True), *before], query, width)
     reached = sink_end + end - begin
-    # If a slice has as many queries as one of them has keys, it reads twice as many keys.
+    # A slice with as many queries as each query has keys reads twice as many keys as one query.
     step = max(1, min(count, max(16, reached), MAX_SCORES // max(1, min(seq_len, 2 * reached) * query.shape[1])))
 
     cuts = (slice(begin, begin + step) for begin in range(0, count, step))

@@ -71,7 +71,7 @@ def full_parts(
 
 
 def merge_parts(parts: Iterable[Result], query: torch.Tensor, width: int) -> Result:
-    """Merge parts over disjoint keys into one of `width` features, maybe in the first's memory; 0, -inf without one."""
+    """Merge parts over disjoint keys, perhaps in the memory of the first. Without parts: 0 `[..., width]` and -inf."""
     merged: Result | None = None
     for other, other_lse in parts:
         if merged is None:

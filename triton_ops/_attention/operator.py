@@ -26,7 +26,7 @@ _LSE = """and lse `[num_tokens, num_heads]` float32. lse is the natural logarith
 def attention_operator(
     build: Build = build_attention, docs_from: tuple[Callable[..., torch.Tensor], ...] = ()
 ) -> Callable[[Callable[P, torch.Tensor]], Callable[P, torch.Tensor]]:
-    """Register `torch.ops.pc.<name>` and return the public function of a function whose body gives an empty result."""
+    """Register the decorated function as `torch.ops.pc.<name>`, and return its public function."""
 
     def decorate(function: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
         return _register(function, build, with_lse=False, docs_from=docs_from)

@@ -37,7 +37,7 @@ from .cache import cached_launch
 from .checks import INDEX_DTYPES, bad_argument, describe, refuse_grad
 from .runtime import KERNELS_ON_CPU
 
-# "pc", or what a copy of the package is imported as: their operators do not meet.
+# "pc", or the name under which a copy of the package is imported, so that the operators of both do not collide.
 NAMESPACE = __name__.partition(".")[0]
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 

@@ -1,4 +1,4 @@
-"""The arguments of FlashAttention's functions, their checks, and the run of a call with errors in its own names."""
+"""The arguments of FlashAttention's functions, their checks, and calls whose errors use FlashAttention's names."""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ def rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def _in_order(keys: PagedKV, size: int, first: torch.Tensor, count: int, step: int = 1) -> PagedKV:
     """Return the keys with tables `[batch * n, count]` of blocks of `size` tokens: first, first + step, ...
 
-    Blocks before a sequence's first or behind its table's last are absent. Lengths, and where queries begin, are the
-    caller's to change.
+    Blocks before a sequence's first or behind its table's last are absent. The caller must change the
+    lengths and the starts of queries.
     """
     blocks, per_block = as_blocks(keys.key_cache, keys.value_cache, size), keys.key_cache.shape[1] // size
     unit = first.unsqueeze(2) + arange_i32(first.device, count, step)
@@ -113,7 +113,7 @@ def without_leftpad(keys: PagedKV, leftpad: torch.Tensor) -> PagedKV:
 def in_chunks(keys: PagedKV, chunk: int, causal: bool) -> PagedKV:
     """Return each chunk of keys as a sequence, to which only the chunk's own queries attend.
 
-    Positions are divided by `chunk`; a query at a negative one attends to nothing.
+    Positions are divided by `chunk`. A query at a negative position attends to nothing.
     """
     if (causal or not keys.fewer_keys) and known(chunk >= keys.longest):
         return keys
@@ -138,8 +138,8 @@ def in_chunks(keys: PagedKV, chunk: int, causal: bool) -> PagedKV:
 def mirrored(keys: PagedKV, count: int) -> tuple[PagedKV, torch.Tensor]:
     """Return the keys behind their queries in reverse order, and the place of each of `count` queries.
 
-    In this order, t' = length - t, keys t > p come before p, so the query sees them causally. Each key is a block of
-    its own; the first block is absent.
+    In this order, t' = length - t, keys t > p come before p, so the query sees them causally. Each key is a separate
+    block; the first block is absent.
     """
     check_lens(keys)
     token, sequence = sequence_of_token(keys.starts, count)

@@ -1,4 +1,4 @@
-"""Attention for queries that have lists of blocks of their own. There is no plan, because lists differ by layer.
+"""Attention for queries with their own lists of blocks. There is no plan, because lists differ by layer.
 
 `_list_blocks_kernel` unites the lists of a few neighbouring queries, with a bit for each query that has a block in its
 list. `_list_attention_kernel` walks over the union, so a block that several queries chose is read once.

@@ -152,7 +152,7 @@ class VictimChooser:
         start, end, serial = views.start[row], views.end[row], views.serial[row]
         owner = serial << self._place_bits
         tail = end == views.size[row]
-        if tail and by_score:  # the tail is a piece of its own and has no children
+        if tail and by_score:  # the tail is a separate piece and has no children
             chosen, looked = runs.blocks(row, end - 1, end), 1
             if self._owner_of[views.last[row]] == owner + end - 1:
                 self._owner_of[views.last[row]] = -1

@@ -148,7 +148,7 @@ class CompressedDocument:
         except ValueError as error:
             raise ValueError(f"path: got a file that cannot be used ({error}), needs one of this model") from error
         if content.adapters != digest_of(content.key, identity[1:] or None):
-            raise ValueError("path: got a document that other adapters read, needs those that are active now")
+            raise ValueError("path: got a document of other adapters, needs one of the adapters that are active now")
         documents.check_salt("path", content)
         return cls(documents, content, identity)
 
@@ -296,7 +296,7 @@ class Documents:
         """Raise ValueError for a document of another salt than the current one. No salt allows every caller."""
         if content.salt and content.salt != digest_of(content.key, self._serving.salt.current):
             raise ValueError(
-                f"{name}: got a document of another salt; use it within `with handle.salt(...)` of its own"
+                f"{name}: got a document of another salt; use it within `with handle.salt(...)` with that salt"
             )
 
     def check(self, document: CompressedDocument, loop: Loop) -> Content:

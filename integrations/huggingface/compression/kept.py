@@ -1,4 +1,4 @@
-"""The kept keys and values of a compressed document. Each KV head is a sequence of its own, over blocks of one head.
+"""The kept keys and values of a compressed document. Each KV head is a separate sequence, over blocks of one head.
 
 So heads can keep different numbers of tokens, and dropped tokens take no memory. No request writes to these blocks.
 """

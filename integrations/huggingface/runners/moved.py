@@ -113,7 +113,7 @@ def _rotation_of(rows: torch.Tensor, known: list[torch.Tensor]) -> Rotation | No
 
 
 def _candidates(width: int, known: list[torch.Tensor]) -> list[Rotation]:
-    """Return the rotations that fit a row of this width, with no rotation first."""
+    """Return the rotations that fit a row of this width. The first candidate rotates nothing."""
     fitting = [values for values in known if 2 * len(values) <= width]
     rotations = [
         Rotation(values, is_neox, first)

@@ -96,7 +96,7 @@ class CacheRecord:
         return same and self.identity == _identity(loop)
 
     def __deepcopy__(self, memo: Any) -> None:
-        """Return None: a copy has buffers of its own, whose content is unknown."""
+        """Return None: a copy has other buffers, whose content is unknown."""
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -174,7 +174,7 @@ class KeptCaches:
                 self._rows = rows
 
     def take(self, tokens: np.ndarray, loop: Loop) -> DynamicCache | None:
-        """Return a cache cropped to exactly these tokens, which then belongs to the caller; None if none begins so."""
+        """Return a cache cropped to exactly these tokens, which then belongs to the caller. None if there is none."""
         mask, length = np.ones((1, len(tokens)), np.bool_), len(tokens)
         with self._lock:
             rows = (row for row in self._rows if row[1].begins(tokens[None], mask, loop))
@@ -199,7 +199,7 @@ def _can_crop(cache: DynamicCache, length: int) -> bool:
 class HiddenStates:
     """Hidden states of whole blocks of a manager's first group, dropped in least-recently-used order.
 
-    Those of a block are valid until the block is allocated again.
+    The hidden states of a block are valid until the block is allocated again.
     """
 
     def __init__(self, manager: AnyManager, max_bytes: int) -> None:

@@ -227,7 +227,7 @@ class Compression:
         return next((name for name, peer in self._peers[plan.name].items() if peer.state == "compressed"), None)
 
     def _held_alone(self, plan: PromptPlan, blocks: list[Any]) -> list[Any]:
-        """Return the blocks of a prompt that only requests with the same plan hold, and these still wait."""
+        """Return the blocks of a prompt that are held only by requests with the same plan that still wait."""
         peers = self._peers[plan.name].items()
         tables = [self._manager.req_to_blocks.get(name, ()) for name, peer in peers if peer.state == "waiting"]
         holders = [sum(len(table) > at and table[at] is block for table in tables) for at, block in enumerate(blocks)]

@@ -58,7 +58,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, options: Mapping[str, Any])
         "spec": str(group.kv_cache_spec),
         "layers": sorted(group.layer_names),
         "ranks": vllm_config.parallel_config.tensor_parallel_size,
-        # Kernels of some backends keep keys in an order of their own.
+        # Kernels of some backends keep keys in their own order.
         "backends": [str(backend), *(registered_attention(each) for each in ("CPU_ATTN", "CUSTOM"))],
         "device": _device(str(vllm_config.device_config.device_type)),
         "hashes": [str(cache.prefix_caching_hash_algo), os.environ.get("PYTHONHASHSEED")],
