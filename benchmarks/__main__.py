@@ -29,8 +29,7 @@ NAMES = {
     "families": ("models.families", "every class of transformers, small, with and without the cache"),
     "vllm_replay": ("engines.vllm_replay", "a trace through vLLM's tier in host memory"),
     "vllm_scheduler": ("engines.vllm_scheduler", "a trace through vLLM's scheduler"),
-    "vllm_serving": ("engines.vllm_serving", "a trace through vLLM's server"),
-    "vllm_compression": ("engines.vllm_compression", "compressed prompts behind vLLM's server: requests a minute"),
+    "vllm_serving": ("engines.vllm_serving", "conversations and compressed prompts behind vLLM's server"),
     "sglang_radix": ("engines.sglang_radix", "a trace through SGLang's radix cache"),
 }
 """Module and subject of each benchmark; `NAME --help` says more."""

