@@ -10,7 +10,6 @@ NAMES = {
     "kernels": ("kernels.kernel_resources", "registers, spills and shared memory of every kernel: make kernels"),
     "launches": ("kernels.steps", "a digest of what each step of `work` launches"),
     "life": ("kernels.life", "how many kernels the life of a layer compiles"),
-    "graphs": ("kernels.graphs", "how many graphs torch.compile makes of a decode loop"),
     "work": ("kernels.work", "executed instructions and bytes of attention steps: make work"),
     "host": ("kernels.host", "what a call costs the host: make host"),
     "gpu": ("gpu", "checks and measures the kernels on a GPU: make gpu"),

@@ -6,7 +6,6 @@ kernels. `tests/test_reports.py` has the cases of the manager.
 
 from __future__ import annotations
 
-import importlib
 import math
 import sys
 from collections.abc import Callable
@@ -17,7 +16,6 @@ import torch
 from torch.autograd import forward_ad
 
 import pc
-from benchmarks.harness import tables
 from pc.flash_attn import flash_attn_combine, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 Tensor = torch.Tensor
@@ -450,24 +448,6 @@ def _jagged() -> Tensor:
     return torch.nested.nested_tensor(parts, layout=torch.jagged)
 
 
-# vLLM, transformers: "recompiles for every sequence length".
-GRAPHS = importlib.import_module("benchmarks.kernels.graphs")
-
-
-@pytest.mark.parametrize("name", GRAPHS.CASES)
-def test_compiles_a_decode_loop_twice_at_most(name: str) -> None:
-    """`python -m benchmarks graphs` counts compilations for more lengths; rows of the tree have the results."""
-    assert GRAPHS.count(name, (6, 9, 14), (17, 18, 40, 66)) <= 2
-    (row,) = [row for row in tables.read_rows(GRAPHS.TABLE) if row["case"] == name]
-    assert int(row["graphs"]) <= 2
-
-
-def test_rows_of_graphs_are_of_the_cases() -> None:
-    rows = tables.read_rows(GRAPHS.TABLE)
-    assert [row["case"] for row in rows] == list(GRAPHS.CASES)
-    assert {(row["lengths"], row["batches"]) for row in rows} == {(str(len(GRAPHS.LENGTHS)), str(len(GRAPHS.BATCHES)))}
-
-
 class _Step(torch.nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, new: Tensor, lens: Tensor, cos: Tensor) -> Tensor:
         return flash_attn_with_kvcache(q, k, v, new, new, cos, cos, lens, causal=True)
@@ -499,20 +479,3 @@ def test_exports_take_any_batch_and_number_of_new_tokens(strict: bool, rotates: 
 class _Plain(torch.nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, new: Tensor, lens: Tensor) -> Tensor:
         return flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=lens, causal=True, window_size=(4, 0))
-
-
-@pytest.mark.parametrize("length", [3, 17, 31])
-def test_compiled_loops_give_what_the_functions_give(length: int) -> None:
-    names = "flash_attn_varlen_func, max_seqlen read from lengths", "flash_attn_with_kvcache, new keys and rotary"
-    for name in names:
-        function, make = GRAPHS.CASES[name]
-        with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.no_grad():
-            step = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
-            for batch in (2, 5):
-                given = [torch.randn_like(x) if _is_float(x) else x for x in make(batch, length)]
-                copies = [x.clone() if isinstance(x, Tensor) else x for x in given]
-                torch.testing.assert_close(step(*given), function(*copies))
-
-
-def _is_float(x: object) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
