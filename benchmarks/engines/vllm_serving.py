@@ -292,7 +292,7 @@ def make_row(work: Workload, name: str, rounds: Mapping[str, Sequence[Mapping[st
     own, first = rounds[name], rounds[next(iter(rounds))]
     medians = {column: statistics.median(each[column] for each in own) for column in own[0]}
     row: dict[str, object] = {work.key: name, "rounds": len(own)}
-    row |= {column: value if value == int(value) else f"{value:.4g}" for column, value in medians.items()}
+    row |= {column: int(value) if value == int(value) else f"{value:.4g}" for column, value in medians.items()}
     for column in RATIOS:
         ratio = over(*([each[column] for each in both] for both in (own, first)))
         row[f"{column}_over_{work.base}"] = f"{ratio:.3f}"

@@ -1,4 +1,4 @@
-"""The tokens that agents' changes of their prompts make a cache compute, and the loss and savings of each reuse.
+"""The tokens that agents' changes of their prompts make a cache compute with each reuse.
 
 A trace has one line for each request: `session`, `timestamp` (microseconds), `input` (the prompt), `output`. If the
 inputs of a session only grow, they hold what users and tools said, and the outputs are inserted between them. Eight
@@ -10,13 +10,11 @@ sessions run side by side; when one ends, the next begins. Prompts are cut to th
     cleared     all tool results but the latest three are removed
 
 Counts come from a `CacheManager` with blocks of 16 tokens. One cache holds everything, another a tenth of the untouched
-trace. A tenth of moved text is computed again and counts as computed. With `--sample N`, the first N turns of the first
-session also go through generate with SmolLM2-135M-Instruct, exactly and with reuse="anywhere". This gives the
-divergence of the next-token distributions and the share of equal first tokens. With `--hashed FOLDER` the command
-writes traces for `pc replay` and counts nothing.
+trace. A tenth of moved text is computed again and counts as computed. With `--hashed FOLDER` the command writes traces
+for `pc replay` and counts nothing.
 
 Examples:
-    python -m benchmarks agents TRACE.jsonl.gz ... [--sample 6]
+    python -m benchmarks agents TRACE.jsonl.gz ...
 """
 
 from __future__ import annotations
@@ -26,24 +24,23 @@ import gzip
 import heapq
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import pc
-from pc.cache.replay.traces import prefix_ids
 
 from ..harness.experiment import Experiment, option
-from .load import NAME, trained_model, trained_tokenizer
+from .load import NAME, trained_tokenizer
 
-BLOCK, BESIDE, KEPT, ANSWER, RECOMPUTE = 16, 8, 3, 8, 0.1
+BLOCK, BESIDE, KEPT, RECOMPUTE = 16, 8, 3, 0.1
 POSITIONS = 8192
 WAYS = ("prefix", "gap", "anywhere")
 
 Turn = tuple[list[str], str]
 """The parts of a prompt, those of users and tools at even places and the model's between them, and its output."""
+Request = tuple[list[int], list[int]]
+"""Token ids of a prompt and of its answer."""
 
 
 def sessions_of(path: Path) -> list[list[tuple[float, Turn]]]:
@@ -116,28 +113,27 @@ def interleaved(sessions: list[list[tuple[float, Turn]]]) -> Iterator[tuple[int,
             heapq.heappush(running, (sessions[session][turn + 1][0] + shift, session, turn + 1, shift))
 
 
-def requests_of(
-    tokenizer: Any, sessions: list[list[tuple[float, Turn]]], variant: str
-) -> tuple[list[tuple[int, int]], list[tuple[list[int], list[int]]]]:
-    """Return sessions and turns in order, and token ids of prompts and answers; nothing if no prompt changes.
+def requests_of(tokenizer: Any, sessions: list[list[tuple[float, Turn]]], variant: str) -> list[Request]:
+    """Return token ids of prompts and answers in order; nothing if no prompt changes.
 
     A prompt and its answer fit into the model's positions together.
     """
     order = list(interleaved(sessions))
     texts = [VARIANTS[variant](parts, turn) for _, turn, (parts, _) in order]
     if variant != "untouched" and texts == [untouched(parts, 0) for _, _, (parts, _) in order]:
-        return [], []
+        return []
 
     def encode(text: str, most: int) -> list[int]:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)[:most]
         return ids
 
-    prompts = [encode(text, POSITIONS - 512) for text in texts]
-    answers = [encode(output, 512) for _, _, (_, output) in order]
-    return [(session, turn) for session, turn, _ in order], list(zip(prompts, answers, strict=True))
+    return [
+        (encode(text, POSITIONS - 512), encode(output, 512))
+        for text, (_, _, (_, output)) in zip(texts, order, strict=True)
+    ]
 
 
-def count(requests: list[tuple[list[int], list[int]]], way: str, num_blocks: int) -> tuple[int, int, int]:
+def count(requests: list[Request], way: str, num_blocks: int) -> tuple[int, int, int]:
     """Return the numbers of tokens of prompts, of computed tokens and of moved tokens over all requests."""
     manager, asked, computed, moved = pc.CacheManager(num_blocks, BLOCK), 0, 0, 0
     for number, (prompt, answer) in enumerate(requests):
@@ -153,23 +149,18 @@ def count(requests: list[tuple[list[int], list[int]]], way: str, num_blocks: int
     return asked, computed, moved
 
 
-def block_ids(prompts: Iterable[list[int]], size: int) -> list[np.ndarray]:
-    """Return, for each prompt, an id for each prefix of blocks of `size` tokens; the last block may be shorter."""
+def write_hashed(path: Path, requests: list[Request]) -> None:
+    """Write the requests for `pc replay`, a second apart, with an id for each different block."""
     known: dict[tuple[int, ...], int] = {}
-    blocks = [[tuple(tokens[at : at + size]) for at in range(0, len(tokens), size)] for tokens in prompts]
-    return prefix_ids([np.array([known.setdefault(block, len(known)) for block in row], np.int64) for row in blocks])
-
-
-def write_hashed(path: Path, requests: list[tuple[list[int], list[int]]]) -> None:
-    """Write the requests for `pc replay`, a second apart, with an id for each prefix of blocks."""
-    hashed = block_ids((prompt for prompt, _ in requests), BLOCK)
     with path.open("w", encoding="utf-8") as file:
-        for second, ((prompt, answer), ids) in enumerate(zip(requests, hashed, strict=True)):
+        for second, (prompt, answer) in enumerate(requests):
+            blocks = [tuple(prompt[at : at + BLOCK]) for at in range(0, len(prompt), BLOCK)]
             row = {"timestamp": 1000 * second, "input_length": len(prompt), "output_length": max(len(answer), 1)}
-            file.write(json.dumps(row | {"hash_ids": ids.tolist()}) + "\n")
+            row["hash_ids"] = [known.setdefault(block, len(known)) for block in blocks]
+            file.write(json.dumps(row) + "\n")
 
 
-def count_unique(requests: list[tuple[list[int], list[int]]], num_blocks: int) -> int:
+def count_unique(requests: list[Request], num_blocks: int) -> int:
     """Return how many blocks a cache that never evicts holds in the end."""
     manager = pc.CacheManager(num_blocks, BLOCK)
     for number, (prompt, answer) in enumerate(requests):
@@ -179,25 +170,13 @@ def count_unique(requests: list[tuple[list[int], list[int]]], num_blocks: int) -
     return manager.stats().cached_blocks
 
 
-def lost(model: Any, prompts: list[list[int]]) -> dict[str, str]:
-    """Return the loss of `reuse="anywhere"` against exact prefix caching, over turns of a session but the first."""
-    from .reuse_anywhere import Workload, row, run
-
-    workload = Workload("agents", 4 * max(map(len, prompts)), (lambda turn, answers: prompts[turn], len(prompts)))
-    exact = run(model, workload, None, None)
-    moved = run(model, workload, RECOMPUTE, exact)
-    first = [one.logits[0].argmax() == want.logits[0].argmax() for one, want in zip(moved, exact, strict=True)][1:]
-    found = row(workload, moved, exact, "anywhere", "")
-    return {"sampled_prompts": str(len(first)), "kl": found["kl"], "first_equal": f"{np.mean(first):.3f}"}
-
-
 def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a row for each trace, change, cache and way; with `--hashed`, write traces and yield nothing."""
-    tokenizer, model = trained_tokenizer(), trained_model() if given.sample else None
+    tokenizer = trained_tokenizer()
     for path in given.traces:
         trace, sessions, tenth = path.name.split(".")[0], sessions_of(path), 0
         for name in dict.fromkeys(("untouched", *given.variants)):
-            order, requests = requests_of(tokenizer, sessions, name)
+            requests = requests_of(tokenizer, sessions, name)
             if not requests:
                 continue  # the trace has nothing that this changes
             whole = sum(len(prompt) + len(answer) for prompt, answer in requests) // BLOCK + 2 * len(requests)
@@ -207,10 +186,6 @@ def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             tenth = tenth or count_unique(requests, whole) // 10
             if name not in given.variants:
                 continue
-            loss = {}
-            if model is not None:
-                turns = [prompt for (session, _), (prompt, _) in zip(order, requests, strict=True) if session == 0]
-                loss = lost(model, turns[: given.sample])
             longest = max(-(-(len(prompt) + len(answer)) // BLOCK) for prompt, answer in requests)
             for cache, num_blocks in (("all", max(whole, 2 * longest)), ("10%", max(tenth, 2 * longest))):
                 for way in WAYS:
@@ -218,7 +193,6 @@ def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     row = {"trace": trace, "variant": name, "cache": cache, "way": way, "blocks": num_blocks}
                     row |= {"prompts": len(requests), "prompt_tokens": asked, "computed_tokens": computed}
                     row |= {"hit_rate": f"{1 - computed / asked:.4f}", "moved_tokens": moved}
-                    row |= {"sampled_prompts": "", "kl": "", "first_equal": ""} | (loss if way == "anywhere" else {})
                     yield row | {"model": NAME}
 
 
@@ -228,7 +202,6 @@ main = Experiment(
     {
         "traces": option(nargs="+", type=Path),
         "--variants": option(list(VARIANTS), choices=list(VARIANTS)),
-        "--sample": option(0, "turns of the first session through the model"),
         "--hashed": option(type=Path, help="write TRACE.jsonl for `pc replay` into this folder instead"),
     },
     ("trace", "variant", "cache", "way"),

@@ -1,4 +1,4 @@
-"""The demo in a sentence, generate_batch over the cache, and the families of models that are served."""
+"""The demo in a sentence, and the families of models that are served."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import statistics
 from collections import Counter
 from pathlib import Path
 
-from ..harness.registry import OURS
 from ..harness.tables import RESULTS, Row, read_rows
-from .markdown import by_version, commits, link, measured, results, short_time, table
+from .markdown import by_version, commits, link, results, table
 
 
 def demo_rows() -> list[Row]:
@@ -32,28 +31,6 @@ def render_demo_conditions(page: Path) -> str:
         f"{rows[0]['dtype']}, {rows[0]['model']}, {rows[0]['threads']} threads, torch {rows[0]['torch']}, "
         f"{commits(source, rows)}). {same}; [rows]({link(page, source)})."
     )
-
-
-def render_batching(page: Path) -> str:
-    """Render CPU time of generate_batch calls, ours and transformers' own."""
-    source = results("cpu", "batching.csv")
-    rows = read_rows(source)
-    first = rows[0]
-    others = [way for way in dict.fromkeys(row["way"] for row in rows) if way != OURS]
-    lines = []
-    for model, work in dict.fromkeys((row["model"], row["workload"]) for row in rows):
-        here = {row["way"]: row for row in rows if (row["model"], row["workload"]) == (model, work)}
-        times = {way: float(row["cpu_s"]) for way, row in here.items()}
-        cells = [model, work, *(short_time(times[way] * 1e6) for way in (OURS, *others))]
-        cells += [f"{min(times[way] for way in others) / times[OURS]:.2f}", here[OURS]["hit_tokens"]]
-        lines.append([*cells, "yes" if all(row["same_tokens"] == "True" for row in here.values()) else "no"])
-    heads = ("model", "prompts", "pc", *others, "best of theirs / pc", "tokens found", "same tokens")
-    said = (
-        f"{first['requests']} prompts in a call, {first['new_tokens']} new tokens each; shared, again: about one "
-        f"document of {first['document']} tokens, {first['own']} of their own; "
-        f"own: {int(first['document']) // 4} of their own. {measured(page, source, rows, ('torch', 'transformers'))}"
-    )
-    return "\n".join([said, "", *table(heads, f"ll{'r' * (3 + len(others))}l", lines)])
 
 
 KINDS = {
