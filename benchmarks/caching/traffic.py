@@ -1,13 +1,12 @@
 """Generated traffic of many kinds, on which an eviction policy is compared with lru, also in its worst window.
 
-The rules are those of `python -m pc replay`. The worst window is the lowest ratio to
-lru over a fixed number of requests. Windows in which lru hits less than a fiftieth of its share do not count. `KINDS`
-are common traffic; `STRESS` changes in ways that no policy can foresee.
+The rules are those of `python -m pc replay`. The worst window is the lowest ratio to lru over a fixed number of
+requests. Windows in which lru hits less than a fiftieth of its share do not count. `KINDS` are common traffic; `STRESS`
+changes in ways that no policy can foresee.
 
 Examples:
     PYTHONPATH=src python -m benchmarks traffic --policy default
     PYTHONPATH=src python -m benchmarks traffic --kinds law_flips,concatenated --capacity 3%,10%
-    PYTHONPATH=src python -m benchmarks traffic --traces a.jsonl.gz b.jsonl.gz    # one after the other
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from pc.cache.replay import Trace, load_trace, replay
+from pc.cache.replay import Trace, replay
 
 from ..harness.experiment import Experiment, option
 
@@ -303,14 +302,6 @@ def generate(kind: str, number: int = 3000, seed: int = 0) -> Trace:
     return Trace(kind, 16, requests, [output for _, output in rows], [0.0] * number)
 
 
-def one_after_the_other(traces: list[Trace]) -> Trace:
-    """Return one trace of several, with different names of blocks."""
-    requests = [(ids << 3) + place for place, trace in enumerate(traces) for ids in trace.requests]
-    outputs = [output for trace in traces for output in trace.outputs]
-    name = " + ".join(trace.name for trace in traces)
-    return Trace(name, traces[0].block_size, requests, outputs, [0.0] * len(requests))
-
-
 def worst_window(hits: list[int], lru: list[int], window: int) -> float:
     """Return the lowest ratio of hits over `window` requests; 1 if lru hits next to nothing anywhere."""
     ours, base = np.cumsum([0, *hits]), np.cumsum([0, *lru])
@@ -330,14 +321,8 @@ def against_lru(trace: Trace, policy: str, capacity: int, window: int) -> tuple[
 
 def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a row for each traffic and capacity."""
-    if given.traces:
-        parts = [load_trace(path) for path in given.traces]
-        if given.first is not None:
-            parts = [trace.part(0, min(given.first / len(trace.requests), 1)) for trace in parts]
-        traces = iter([one_after_the_other(parts)])
-    else:
-        traces = (generate(kind, given.requests, given.seed) for kind in given.kinds.split(","))
-    for trace in traces:
+    for kind in given.kinds.split(","):
+        trace = generate(kind, given.requests, given.seed)
         for share in given.capacity.split(","):
             capacity = max(1, round(float(share.rstrip("%")) / 100 * trace.unique_blocks))
             lru, ours, worst = against_lru(trace, given.policy, capacity, given.window)
@@ -357,8 +342,6 @@ main = Experiment(
         "--requests": option(3000),
         "--window": option(500, "requests"),
         "--seed": option(0),
-        "--traces": option([], "files, replayed as one instead of generated traffic"),
-        "--first": option(type=int, help="how many requests of each file; all unless given"),
     },
     ("traffic", "requests", "capacity_share", "policy"),
 ).main

@@ -7,7 +7,7 @@ also have the share of equal most likely tokens, and the share of answers that a
 share of the prompt's tokens; tokens behind the prompt are always read. About 15 minutes on one core.
 
 Examples:
-    python -m benchmarks quality [alice constitution questions] [--methods H2O Quest] [--budgets .05 .1 .2 .5]
+    python -m benchmarks quality [alice constitution questions] [--methods snapkv Quest] [--budgets .05 .1 .2 .5]
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 from pc.integrations import presses
 
@@ -34,10 +33,6 @@ from .load import NAME, alice, trained_model, trained_tokenizer
 sys.path.insert(0, str(ROOT / "examples"))
 from custom_model import BLOCK, Llama
 
-FIRST = 4
-"""Tokens that StreamingLLM keeps as sinks."""
-OBSERVED = 32
-"""Last queries of a prompt, by which SnapKV chooses."""
 ANSWERS = ("Vice President", "President", "two", "Congress", "Congress", "Constitution")
 """What a right answer to each of the demo's questions says."""
 
@@ -88,7 +83,7 @@ def weights(q: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> tor
 
 
 class Reading:
-    """A prompt that was read with full attention: its keys and values, and how much each of its tokens was attended to.
+    """A prompt that was read with full attention: its keys and values, and its last queries.
 
     Args:
         llama: With blocks for the prompt, and for what follows.
@@ -99,20 +94,13 @@ class Reading:
     def __init__(self, llama: Llama, prompt: list[int], parts: Sequence[tuple[list[int], int]]) -> None:
         self.llama, self.prompt, self.parts = llama, torch.tensor(prompt), parts
         self.blocks = len(prompt) // BLOCK
-        shape = (len(llama.cache), llama.kv_heads, len(prompt))
-        self.mass, self.observed = torch.zeros(shape), torch.zeros(shape)
         self.queries: list[torch.Tensor] = []  # of each layer the last, as presses take them
-        self.read(self.prompt, torch.arange(len(prompt)), self._attend_and_watch)
+        self.read(self.prompt, torch.arange(len(prompt)), self._attend_and_note)
         self.exact = llama.cache[:, :, : self.blocks].clone()
         self.expected: list[torch.Tensor] = []
 
-    def _attend_and_watch(self, step: Step, layer: int, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:
-        for begin in range(0, len(q), 256):
-            of = slice(begin, begin + 256)
-            mass = weights(q[of], cache[0], step.positions[of]).sum((1, 2))
-            self.mass[layer, :, : mass.shape[1]] += mass
+    def _attend_and_note(self, step: Step, layer: int, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:
         self.queries.append(q[-presses.EXPECTED :].transpose(0, 1))
-        self.observed[layer] = weights(q[-OBSERVED:], cache[0], step.positions[-OBSERVED:]).sum((1, 2))
         return full(step, layer, q, *cache)
 
     def read(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
@@ -144,50 +132,21 @@ class Method:
     begin: Callable[[Reading], Attend]
 
 
-def keep(reading: Reading, chosen: torch.Tensor) -> Attend:
-    """Keep only some tokens of the prompt, `[layers or 1, kv_heads or 1, tokens]`, different ones for each head."""
-    chosen = chosen.expand(len(reading.exact), reading.llama.kv_heads, -1)
-    slots = _ints(range(reading.llama.cache[0, 0].shape[:2].numel())).expand(*chosen.shape[:2], -1).clone()
-    slots[..., : chosen.shape[2]][~chosen] = -1
-
-    def attend(step: Step, layer: int, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:
-        tokens = (part.view(-1, 1, *part.shape[2:]) for part in cache)  # blocks of one token
-        return scattered(step, layer, q, *tokens, table=slots[layer : layer + 1, :, : step.length])
-
-    return attend
-
-
-def _top(scores: torch.Tensor, count: int) -> torch.Tensor:
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(count).indices, True)
-
-
-def keep_last(reading: Reading, budget: float, first: int = 0) -> Attend:
-    """Keep the last tokens of the prompt, and its first ones."""
-    at, total = torch.arange(len(reading.prompt)), len(reading.prompt)
-    return keep(reading, ((at < first) | (at >= total - round(budget * total) + first))[None, None])
-
-
-def keep_heavy(reading: Reading, budget: float) -> Attend:
-    """Keep, like H2O, the most attended tokens for half of the budget, and the last tokens for the other half."""
-    half, mass = round(budget * len(reading.prompt) / 2), reading.mass.clone()
-    mass[..., -half:] = math.inf
-    return keep(reading, _top(mass, 2 * half))
-
-
-def keep_observed(reading: Reading, budget: float) -> Attend:
-    """Keep, like SnapKV, what the last tokens attended to, with neighbours, and these last tokens."""
-    votes = F.max_pool1d(reading.observed, 7, 1, 3)
-    votes[..., -OBSERVED:] = math.inf
-    return keep(reading, _top(votes, round(budget * len(reading.prompt))))
-
-
 def keep_pressed(reading: Reading, budget: float, press: str) -> Attend:
     """Keep what `handle.compress` keeps: tokens by a press's scores, with budgets over the heads of a layer."""
     chosen = []
     for query, cache in zip(reading.queries, reading.exact, strict=True):
         keys, values = (part.flatten(0, 1).transpose(0, 1) for part in cache)
         chosen.append(presses.kept_tokens(press, query, keys, values, query.shape[-1] ** -0.5, budget))
-    return keep(reading, torch.stack(chosen))
+    kept = torch.stack(chosen)  # [layers, kv_heads, tokens]
+    slots = _ints(range(reading.llama.cache[0, 0].shape[:2].numel())).expand(*kept.shape[:2], -1).clone()
+    slots[..., : kept.shape[2]][~kept] = -1
+
+    def attend(step: Step, layer: int, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:
+        tokens = (part.view(-1, 1, *part.shape[2:]) for part in cache)  # blocks of one token
+        return scattered(step, layer, q, *tokens, table=slots[layer : layer + 1, :, : step.length])
+
+    return attend
 
 
 def choose(reading: Reading, budget: float, score: Callable[..., torch.Tensor], whole: int = 0) -> Attend:
@@ -252,10 +211,6 @@ def methods(budgets: Sequence[float]) -> Iterator[Method]:
     for name in ("float8_e4m3fn", "int8"):
         yield Method("cache", name, 1, functools.partial(quantize, dtype=getattr(torch, name)))
     by_budget: dict[tuple[str, str], Callable[..., Attend]] = {
-        ("evicted", "last tokens"): keep_last,
-        ("evicted", "last and 4 first tokens"): functools.partial(keep_last, first=FIRST),
-        ("evicted", "H2O"): keep_heavy,
-        ("evicted", "SnapKV"): keep_observed,
         ("chosen", "Quest-like pages"): choose_pages,
         ("chosen", "best blocks"): choose_best,
     }

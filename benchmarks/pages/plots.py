@@ -183,7 +183,7 @@ def plot_quality(source: Path, target: Path) -> None:
     """Draw KL divergence from full attention against the budget, a line for each method that has several."""
     lines: Lines = {}
     for (kind, name, budget), loss in losses(read_rows(source)).items():
-        if kind in ("evicted", "chosen"):
+        if kind in ("pressed", "chosen"):
             lines.setdefault(name, []).append((budget, loss["kl"]))
     colors = (RIVALS[4], *RIVALS[1:4], OURS_COLOR, RIVALS[0])
     styles = {name: {"color": color} for name, color in zip(lines, colors, strict=True)}

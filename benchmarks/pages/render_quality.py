@@ -11,7 +11,6 @@ from .markdown import measured, results, table
 Loss = dict[str, float]
 KINDS = {
     "cache": "stored in",
-    "evicted": "kept part of the prompt",
     "pressed": "press",
     "chosen": "which blocks a query reads",
 }
@@ -81,14 +80,12 @@ def render_quality_summary(page: Path) -> str:
     found = losses(quality_rows())
     full = found["full", "full", 1.0]
     fp8, int8 = (found["cache", name, 1.0] for name in ("float8_e4m3fn", "int8"))
-    least = min(budget for kind, _, budget in found if kind == "chosen")
-    kept = {name: found[kind, name, budget] for kind, name, budget in found if budget == least}
-    pages, heavy, last, first = (
-        f"{kept[name]['perplexity']:.1f}"
-        for name in ("Quest-like pages", "H2O", "last tokens", "last and 4 first tokens")
+    snapkv, streaming, pages = (
+        f"{found[kind, name, 0.1]['perplexity']:.1f}"
+        for kind, name in (("pressed", "snapkv"), ("pressed", "streaming"), ("chosen", "Quest-like pages"))
     )
     return (
         f"perplexity {full['perplexity']:.1f} with full attention, {fp8['perplexity']:.1f} from a float8 and "
-        f"{int8['perplexity']:.1f} from an int8 cache; with {least:.0%} of the prompt {pages} by pages each query "
-        f"chooses, {heavy} by H2O, {last} by the last tokens alone and {first} with the 4 first."
+        f"{int8['perplexity']:.1f} from an int8 cache; with 10% of the prompt {snapkv} by snapkv, {streaming} by the "
+        f"first and last tokens, and {pages} by pages that each query chooses."
     )

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import numpy as np
 import pytest
 
 from benchmarks.caching import traffic
-from pc.cache.replay import Trace
 
 ALL = {**traffic.KINDS, **traffic.STRESS}
 
@@ -71,10 +69,3 @@ def test_the_worst_window_is_found():
     assert traffic.worst_window(ours, lru, 10) == 0.25
     assert traffic.worst_window(lru, ours, 40) > 1
     assert traffic.worst_window([1] * 8, [0] * 8, 4) == 1
-
-
-def test_traces_one_after_the_other_share_nothing():
-    first = Trace("a", 16, [np.array([1, 2]), np.array([1, 3])], [5, 6], [0.0, 1.0])
-    both = traffic.one_after_the_other([first, first])
-    assert both.unique_blocks == 2 * first.unique_blocks
-    assert both.outputs == [5, 6, 5, 6]
