@@ -185,8 +185,7 @@ def plot_quality(source: Path, target: Path) -> None:
     for (kind, name, budget), loss in losses(read_rows(source)).items():
         if kind in ("pressed", "chosen"):
             lines.setdefault(name, []).append((budget, loss["kl"]))
-    colors = (RIVALS[4], *RIVALS[1:4], OURS_COLOR, RIVALS[0])
-    styles = {name: {"color": color} for name, color in zip(lines, colors, strict=True)}
+    styles = {name: {"color": color} for name, color in zip(lines, (OURS_COLOR, *RIVALS), strict=False)}
     labels = {"xlabel": "share of the prompt that is read", "ylabel": "KL divergence, nats"}
     _plot_lines(source, target, lines, styles, 4.4, yscale="log", **labels)
 
