@@ -11,7 +11,6 @@ from ..harness.tables import Row, read_rows
 from ..kernels import steps
 from .markdown import (
     all_of,
-    by_version,
     chart,
     commits,
     devices,
@@ -165,19 +164,6 @@ def render_work_summary(page: Path) -> str:
         f"Triton kernel on the same tensors, results compared ({targets}, triton {ours['triton']}); "
         f"[rows]({link(page, results('work.csv'))})."
     )
-
-
-def render_work_versions(page: Path) -> str:
-    """Render the counted work by version of triton."""
-    rows = [row for row in work_rows() if row["provider"] == OURS]
-    versions = sorted({row["triton"] for row in rows}, key=by_version)
-    counts = {(r["architecture"], r["case"], r["triton"]): int(r["instructions"]) for r in rows}
-    lines = []
-    for arch, case in dict.fromkeys((row["architecture"], row["case"]) for row in rows):
-        own = [counts.get((arch, case, version), 0) for version in versions]
-        lines.append([case, arch, *(f"{count:,} ({count / own[-1]:.2f})" if count else "" for count in own)])
-    heads = ("step", "target", *(f"triton {version}" for version in versions))
-    return with_rows(table(heads, "ll" + "r" * len(versions), lines), page, results("work.csv"))
 
 
 def render_work_compressed(page: Path) -> str:
