@@ -495,6 +495,9 @@ def is_own_hook(hook: Any) -> bool:
 KEPT_MANAGER = "_cached_continuous_batching_manager"
 """The attribute in which transformers keeps a model's manager between calls."""
 
+COMPILED = ("_cache", "_compiled_call", "_last_compile_config", "_previous_max_cache_length")
+"""Attributes that transformers sets on a model when it generates with a static cache."""
+
 
 def check_batching(cache: type) -> None:
     """Raise UnsupportedError unless transformers is recent enough and has every interface of continuous batching.

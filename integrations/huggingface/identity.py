@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .api import KEPT_MANAGER, RECORDING, is_own_hook
+from .api import COMPILED, KEPT_MANAGER, RECORDING, is_own_hook
 from .functions import Functions
 from .support import CHANGING_ROPE
 
@@ -32,7 +32,7 @@ _INTERNAL = frozenset(vars(torch.nn.Module()))
 """Attributes of every torch module. Only the tables below affect what a forward pass computes."""
 _TABLES = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-ATTACHED = frozenset({"generate", "init_continuous_batching", KEPT_MANAGER, RECORDING, "_is_torch_compile"})
+ATTACHED = frozenset({"generate", "init_continuous_batching", KEPT_MANAGER, RECORDING, "_is_torch_compile", *COMPILED})
 """Attributes of a model that this package, transformers or torch.compile adds. They do not change keys and values."""
 ROW_HOOKS = ("adapter_names", "alora_offsets")
 """Names of the settings that PEFT gives its layers for each row, through hooks that it adds for one call."""

@@ -63,6 +63,20 @@ def test_forward_passes_change_nothing(model: Any) -> None:
     assert not identity.changed(model)
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_static_cache_of_transformers_changes_nothing(model: Any, compiles: bool) -> None:
+    """On a GPU, generate compiles with such a cache. What it keeps in the model for later once emptied our cache."""
+    identity = Identity(model)
+    given = {"cache_implementation": "static", "do_sample": False, "max_new_tokens": 4}
+    if compiles:
+        given["compile_config"] = transformers.CompileConfig(backend="eager", mode=None)
+        given["compile_config"]._compile_all_devices = True
+    for _ in range(2):  # 304 tokens: the length that it keeps is another object each time
+        type(model).generate(model, torch.ones(1, 300, dtype=torch.long), **given)
+        assert hasattr(model, "_compiled_call") == compiles
+        assert not identity.changed(model)
+
+
 def test_attributes_that_a_forward_pass_sets_are_no_change(model: Any) -> None:
     def count(module: Any, *_: Any) -> None:
         module.calls = getattr(module, "calls", 0) + 1
