@@ -215,7 +215,7 @@ def _tiles(args: AttentionArgs, arch: Architecture, longest: int) -> tuple[Tiles
     kind = (max(query.shape[2], args.value_cache.shape[3]), query.element_size())
     decode = decode_tiles(arch.name, *kind, rows, quantized, group, args.block_size, is_modified)
     # A step over two tiles needs eight blocks at most, rows found by shifts, and positions that follow from lengths.
-    two_tiles = args.block_size in (16, 64) and group == next_power_of_2(group)
+    two_tiles = args.block_size == 16 and group == next_power_of_2(group)
     two_tiles = two_tiles and args.query_positions is None and not args.batch_invariant
     prefill = prefill_tiles(arch.name, *kind, costly_scores, group, args.block_size, quantized, two_tiles)
     if has_tree:
