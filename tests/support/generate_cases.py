@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -207,20 +206,6 @@ def assert_same(model: Any, seed: int = 0, **kwargs: Any) -> torch.Tensor:
     return got
 
 
-def assert_same_in_threads(model: Any, prompts: list[torch.Tensor], want: list[torch.Tensor], new_tokens: int) -> None:
-    """Ask all prompts in three threads, each from another prompt on.
-
-    Check the answers and raise what a thread raises.
-    """
-
-    def ask(first: int) -> None:
-        for number in [*range(first, len(prompts)), *range(first)]:
-            assert torch.equal(model.generate(prompts[number], max_new_tokens=new_tokens), want[number]), number
-
-    with ThreadPoolExecutor(3) as threads:
-        list(threads.map(ask, range(3)))
-
-
 @contextlib.contextmanager
 def interrupts() -> Iterator[Callable[[float, Callable[[], Any]], Any]]:
     """Yield a function that interrupts a call after some seconds.
@@ -256,8 +241,9 @@ def assert_nothing_held(handle: PrefixCaching) -> None:
     assert handle.stats().num_requests == 0
 
 
-def count_computed(model: Any, **kwargs: Any) -> int:
-    """Return how many tokens pass through the model's embedding during a call."""
+@contextlib.contextmanager
+def counting(model: Any) -> Iterator[list[int]]:
+    """Yield a list that gets how many tokens pass through the model's embedding in each pass."""
     seen: list[int] = []
     embedding = model.get_input_embeddings()
 
@@ -267,7 +253,13 @@ def count_computed(model: Any, **kwargs: Any) -> int:
 
     hook = register_module_forward_pre_hook(count)  # a hook of the model itself would empty the cache
     try:
-        model.generate(**kwargs)
+        yield seen
     finally:
         hook.remove()
+
+
+def count_computed(model: Any, **kwargs: Any) -> int:
+    """Return how many tokens a call of generate computes."""
+    with counting(model) as seen:
+        model.generate(**kwargs)
     return sum(seen)

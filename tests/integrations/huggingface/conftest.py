@@ -19,6 +19,7 @@ from pc.integrations.tested import release
 BATCHING = "continuous batching"
 NEEDS = {
     "batching/": BATCHING,
+    "[batching-": BATCHING,
     "test_batching_is_refused": BATCHING,
     "test_each_name_of_continuous_batching": BATCHING,
     "[sparse attention": api.SPARSE,

@@ -226,18 +226,6 @@ def test_questions_and_answers_are_read_by_the_next(model: Any, handle: PrefixCa
         assert torch.equal(fresh.sequences, result.sequences)
 
 
-def test_no_block_for_a_question(model: Any) -> None:
-    with enable_prefix_caching(model, num_blocks=2) as handle:
-        document = handle.compress(CONTEXT, budget=0.3)
-        first = ask(model, document, torch.cat([CONTEXT, prompt(70, 6)], 1)).sequences
-        assert torch.equal(ask(model, document, first[:, :-6]).sequences, first)
-        assert handle.stats().free_blocks == 2
-        short = torch.cat([CONTEXT, prompt(30, 6)], 1)  # its answer completes no block
-        assert torch.equal(ask(model, document, short).sequences, ask(model, document, short).sequences)
-        assert handle.last_requests[0].cached_spans == ((0, 216),)
-        handle.manager.check()
-
-
 def test_evicted_documents_come_back_whole(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"num_blocks": 64, "host_blocks": 16, "disk": tmp_path}
     with enable_prefix_caching(model, **sizes) as handle:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from compression_cases import ask  # noqa: E402
-from generate_cases import LLAMA, assert_nothing_held, interrupts, plain, prompt  # noqa: E402
+from generate_cases import LLAMA, assert_nothing_held, plain, prompt  # noqa: E402
 
 from pc.integrations.huggingface import CompressedDocument, PrefixCaching, enable_prefix_caching  # noqa: E402
 from pc.integrations.huggingface.compression import document as document_module  # noqa: E402
@@ -109,24 +107,3 @@ def test_tokens_are_those_of_each_alone(tmp_path: Path, monkeypatch: pytest.Monk
         stats = handle.stats()
         assert stats.evictions > 0
         assert stats.hit_tokens > 0
-
-
-def test_calls_that_are_interrupted_anywhere() -> None:
-    model, chance, count = LLAMA.build(), random.Random(0), 0
-    (alone,) = conversations(model, 1)
-    with enable_prefix_caching(model, num_blocks=40) as handle:
-        document, times = compress(handle, 0), []
-        for _ in range(3):
-            begin = time.perf_counter()
-            ask(model, document, alone[0][0], max_new_tokens=NEW)
-            times.append(time.perf_counter() - begin)
-        with interrupts() as attempt:
-            for number in range(60):
-                ids, expected = chance.choice(alone)
-                asked = functools.partial(ask, model, document, ids, max_new_tokens=NEW)
-                count += attempt(chance.uniform(1e-5, min(times)), asked) is None
-                assert_nothing_held(handle)
-                if number % 4 == 0:
-                    assert torch.equal(asked().sequences, expected)
-                    assert handle.last_requests[0].cached_spans[0][0] == 0
-    assert count > 15

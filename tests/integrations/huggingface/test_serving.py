@@ -19,7 +19,6 @@ from generate_cases import (  # noqa: E402
     CACHE,
     DEEPSEEK,
     EOS,
-    FAMILIES,
     LLAMA,
     REFUSED,
     SMALL,
@@ -47,30 +46,6 @@ def handle(model: Any) -> Iterator[PrefixCaching]:
         yield handle
 
 
-@pytest.mark.parametrize("family", first_quick(FAMILIES), ids=lambda f: f.name)
-def test_same_tokens_cold_warm_pressed_and_disabled(family: Family) -> None:
-    model = family.build()
-    shared = prompt(70)
-    calls = [
-        {"input_ids": shared},
-        left_padded(torch.cat([shared, prompt(9, 1)], 1), prompt(33, 2), shared[:, :40], prompt(1, 3)),
-        {"input_ids": prompt(64, 4)},  # a whole number of blocks: a hit computes one token
-    ]
-    for num_blocks in (None, 24):  # 24 blocks are too few for all calls
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            with enable_prefix_caching(model, num_blocks=num_blocks) as handle:
-                for _ in range(2):
-                    for call in calls:
-                        assert_same(model, **call)
-                        assert_same(model, **call, do_sample=True, top_k=50)
-                assert handle.stats().hit_tokens > 0
-                assert (handle.stats().evictions > 0) == (num_blocks is not None)
-                assert_nothing_held(handle)
-        for call in calls:
-            assert torch.equal(plain(model, **call), model.generate(max_new_tokens=20, **call))
-
-
 def test_second_call_computes_one_token_of_a_whole_hit(model: Any, handle: PrefixCaching) -> None:
     for expected in (0, 63):
         assert_same(model, input_ids=prompt(64))
@@ -86,17 +61,7 @@ def test_conversation_reuses_what_was_generated(model: Any, handle: PrefixCachin
             assert handle.last_requests[0].cached_tokens >= handle.last_requests[0].prompt_tokens - 5 - 16
 
 
-def test_batch_computes_neither_padding_nor_cached_tokens(model: Any, handle: PrefixCaching) -> None:
-    batch = left_padded(prompt(100), prompt(30, 1), prompt(5, 2))
-    assert count_computed(model, **batch, max_new_tokens=1) == 135
-    # 96 of 100, 16 of 30 and nothing of 5 are cached. Three short rows take less time in one padded pass.
-    assert count_computed(model, **batch, max_new_tokens=1) == 3 * 14
-
-
-def test_rows_with_a_common_prefix_compute_it_once(model: Any, handle: PrefixCaching) -> None:
-    shared = prompt(64)
-    batch = left_padded(*(torch.cat([shared, prompt(n, n)], 1) for n in (3, 7, 20)))
-    assert count_computed(model, **batch, max_new_tokens=1) == 64 + 3 + 7 + 20
+def test_rows_of_one_prompt_compute_it_once(model: Any, handle: PrefixCaching) -> None:
     assert count_computed(model, input_ids=prompt(50, 9), num_return_sequences=4, do_sample=True, max_new_tokens=1) == (
         49 + 4  # the last token is computed in every row
     )
@@ -358,33 +323,6 @@ def test_what_is_not_served_goes_to_the_model_with_one_warning(model: Any, handl
     assert_nothing_held(handle)
 
 
-SERVED_MODES = {
-    "beams": {"num_beams": 3},
-    "several beams": {"num_beams": 4, "num_return_sequences": 3},
-    "sampled beams": {"num_beams": 3, "do_sample": True},
-    "several answers": {"num_return_sequences": 3, "do_sample": True},
-    "prompt lookup": {"prompt_lookup_num_tokens": 3},
-}
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2", "gpt2"])
-@pytest.mark.parametrize("options", SERVED_MODES.values(), ids=SERVED_MODES.keys())
-def test_modes(family: str, options: dict[str, Any]) -> None:
-    model = BY_NAME[family].build()
-    ids = torch.cat([prompt(30), prompt(30), prompt(7, 1)], 1)  # something to look up
-    calls = [{"input_ids": ids}]
-    if "prompt_lookup_num_tokens" not in options:
-        calls.append(left_padded(prompt(40), prompt(9, 1), prompt(40)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with enable_prefix_caching(model, num_blocks=64) as handle:
-            for _ in range(2):
-                for call in calls:
-                    assert_same(model, **call, **options)
-            assert handle.last_requests[0].cached_tokens
-            assert_nothing_held(handle)
-
-
 def test_assisted_decoding_with_either_model_cached(model: Any) -> None:
     draft = transformers.LlamaForCausalLM(model.config).eval()
     draft.load_state_dict(model.state_dict())
@@ -493,31 +431,6 @@ def test_input_embeddings_go_to_the_model(model: Any, handle: PrefixCaching) -> 
         assert_same(model, inputs_embeds=embeds, attention_mask=torch.ones(1, 20, dtype=torch.long))
 
 
-MORE_FAMILIES = [
-    Family("bloom", "BloomConfig", "BloomForCausalLM", {"n_layer": 2, "n_head": 4}),
-    Family("falcon", "FalconConfig", "FalconForCausalLM", {"alibi": True}),
-    Family("diff-llama", "DiffLlamaConfig", "DiffLlamaForCausalLM"),
-    DEEPSEEK,
-    Family("wide heads", "LlamaConfig", "LlamaForCausalLM", {"head_dim": 512}),
-    Family("phimoe", "PhimoeConfig", "PhimoeForCausalLM", {"num_local_experts": 2, "sliding_window": 16}),
-    Family("lfm2", "Lfm2Config", "Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}),
-]
-
-
-@pytest.mark.parametrize("family", first_quick(MORE_FAMILIES), ids=lambda f: f.name)
-def test_families_that_attend_in_their_own_way(family: Family) -> None:
-    model = family.build()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with enable_prefix_caching(model, num_blocks=24) as handle:
-            for _ in range(2):
-                assert_same(model, input_ids=prompt(70))
-                assert handle.last_requests
-                assert_same(model, **left_padded(prompt(79), prompt(33, 2)))
-            assert handle.last_requests[0].cached_tokens
-            assert_nothing_held(handle)
-
-
 def test_latent_rows_are_kept_as_they_are(storages: list[Any]) -> None:
     """With DeepSeek-V3's attention, they take less than a tenth of the keys and values of all heads."""
     sizes = {"num_attention_heads": 128, "num_key_value_heads": 128, "kv_lora_rank": 512, "num_hidden_layers": 1}
@@ -565,25 +478,6 @@ def test_cache_that_a_config_leaves_out_is_asked_for() -> None:
         assert handle.stats().calls_handed_back == {}
         with pytest.warns(UserWarning, match="use_cache=False asks for no cache"):
             assert_same(model, input_ids=prompt(40), use_cache=False)  # the caller's argument
-
-
-@pytest.mark.parametrize(("num_blocks", "lengths"), [(2, (60,)), (6, (60, 50))], ids=["prompt", "batch"])
-def test_what_does_not_fit_goes_to_the_model(model: Any, num_blocks: int, lengths: tuple[int, ...]) -> None:
-    with enable_prefix_caching(model, num_blocks=num_blocks) as handle:
-        with pytest.warns(UserWarning, match="num_blocks"):
-            assert_same(model, **left_padded(*(prompt(length, length) for length in lengths)))
-        assert_nothing_held(handle)
-        assert_same(model, input_ids=prompt(20), max_new_tokens=5)
-        assert handle.last_requests
-
-
-@pytest.mark.parametrize("options", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
-def test_running_out_of_blocks_while_decoding(model: Any, options: dict[str, Any]) -> None:
-    batch = left_padded(prompt(30), prompt(20, 1))
-    with enable_prefix_caching(model, num_blocks=5) as handle:
-        with pytest.warns(UserWarning, match="without the cache"):
-            assert_same(model, **batch, **options, max_new_tokens=40)
-        assert_nothing_held(handle)
 
 
 def test_failed_forward_leaves_nothing_findable(model: Any, handle: PrefixCaching) -> None:

@@ -6,11 +6,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import random
 import sys
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from generate_cases import BY_NAME, assert_nothing_held, interrupts, left_padded, plain, prompt  # noqa: E402
+from generate_cases import BY_NAME, assert_nothing_held, left_padded, plain, prompt  # noqa: E402
+from runner_cases import RUNNERS, interrupted  # noqa: E402
 
 from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching  # noqa: E402
 
@@ -113,28 +112,6 @@ def soak(handle: PrefixCaching, model: Any, requests: int, seed: int = 0) -> dic
     return counts
 
 
-def interrupted(handle: PrefixCaching, model: Any, calls: int, seed: int = 0) -> int:
-    """Run calls with a KeyboardInterrupt at a random moment; return how many had one. After each, nothing is held."""
-    chance, count = random.Random(seed), 0
-    batch = left_padded(prompt(64), prompt(30, 1))
-    want = plain(model, **batch, max_new_tokens=4)
-    times = []
-    for _ in range(4):  # the first call, and one on a busy machine, takes much longer
-        begin = time.perf_counter()
-        model.generate(**batch, max_new_tokens=4)
-        times.append(time.perf_counter() - begin)
-    usual = min(times)
-    with interrupts() as attempt:
-        for number in range(calls):
-            rows = left_padded(prompt(64, number % 5), prompt(30, number % 7))
-            call = functools.partial(model.generate, **rows, max_new_tokens=4)
-            count += attempt(chance.uniform(1e-5, usual), call) is None
-            assert_nothing_held(handle)
-            if number % 10 == 0:
-                assert torch.equal(model.generate(**batch, max_new_tokens=4), want)
-    return count
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [("llama", {"reuse": "gap"}), ("gemma2", {"reuse": "gap"}), ("gemma2", {"window_blocks": 7}), ("lfm2", {})],
@@ -150,16 +127,6 @@ def test_random_requests(name: str, options: dict[str, Any]) -> None:
             assert handle.stats().hit_tokens > 0
 
 
-@pytest.mark.parametrize(
-    ("name", "options"), [("mistral-window", {}), ("gemma2", {"window_blocks": 6}), ("lfm2", {"host_blocks": 8})]
-)
-def test_interrupted_calls(name: str, options: dict[str, Any]) -> None:
-    model = BY_NAME[name].build()
-    with warnings.catch_warnings(), enable_prefix_caching(model, num_blocks=40, **options) as handle:
-        warnings.simplefilter("ignore")
-        assert interrupted(handle, model, 40 if name == "mistral-window" else 20) > 5
-
-
 def main(number: int) -> None:
     """Print the outcomes of `number` requests and of `number` interrupted calls."""
     warnings.simplefilter("ignore")
@@ -168,9 +135,8 @@ def main(number: int) -> None:
         model = BY_NAME[name].build()
         with enable_prefix_caching(model, num_blocks=30, reuse="gap", host_blocks=8, **options) as handle:
             print(name, soak(handle, model, number // 4), handle.stats(), flush=True)
-    model = BY_NAME["mistral-window"].build()
-    with enable_prefix_caching(model, num_blocks=40) as handle:
-        print("interrupted", interrupted(handle, model, number), handle.stats(), flush=True)
+    with RUNNERS[0].enable(BY_NAME["mistral-window"].build(), num_blocks=40) as caching:
+        print("interrupted", interrupted(caching, number), caching.handle.stats(), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 transformers = pytest.importorskip("transformers")
 
@@ -88,19 +87,6 @@ def test_an_answer_is_read_again_as_a_prompt() -> None:
             for call in (left_padded(prompt(5), more), {"input_ids": more}):  # in a batch and alone
                 assert_bits(logits_of(model, 3, **call)[-1], want, length)
             assert handle.last_requests[0].cached_tokens == (length + 66) // CHUNK * CHUNK
-
-
-def test_a_finished_row_is_not_computed() -> None:
-    model = build("llama")
-    rows = left_padded(prompt(40), prompt(50, 1))
-    said = model.generate(**rows, max_new_tokens=6)[0, -6:].tolist()
-    plain = model.generate(**rows, max_new_tokens=6, eos_token_id=said[1])
-    with enable(model):
-        seen: list[int] = []
-        hook = register_module_forward_pre_hook(lambda module, _: seen.append(1) if module is model.model else None)
-        assert torch.equal(model.generate(**rows, max_new_tokens=6, eos_token_id=said[1]), plain)
-        hook.remove()
-    assert len(seen) == 4 + 2 * 1 + 4
 
 
 @pytest.mark.parametrize("name", QUICK[:2])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from generate_cases import (  # noqa: E402
     Family,
     assert_nothing_held,
     assert_same,
-    assert_same_in_threads,
     both,
     count_computed,
     first_quick,
@@ -143,23 +141,6 @@ def test_more_rows_than_states(monkeypatch: pytest.MonkeyPatch) -> None:
         assert handle.stats().calls_served == 2
 
 
-@pytest.mark.parametrize("tier", ["host", "disk"])
-def test_evicted_states_come_back(tmp_path: Path, tier: str) -> None:
-    model = remembering(LFM2)
-    options: dict[str, Any] = {"host_blocks": 64} if tier == "host" else {"disk": tmp_path}
-    with enable_prefix_caching(model, num_blocks=8, **options) as handle:
-        for seed in range(4):
-            assert cached(model, handle, prompt(70, seed)) == 0
-        for seed in range(4):
-            assert cached(model, handle, prompt(70, seed)) == 64
-        assert handle.manager.pools[0].residency.evictions > 0
-        assert_nothing_held(handle)
-    if tier == "disk":
-        model = remembering(LFM2)
-        with enable_prefix_caching(model, **options) as handle:  # another process, later
-            assert cached(model, handle, prompt(70)) == 64
-
-
 def test_states_come_back_past_blocks_that_are_cached() -> None:
     model = remembering(LFM2)
     with enable_prefix_caching(model, num_blocks=16, host_blocks=64, policy="arc") as handle:
@@ -188,16 +169,6 @@ def test_states_outlast_their_keys_and_values(monkeypatch: pytest.MonkeyPatch) -
         assert_nothing_held(handle)
 
 
-def test_saved_states_are_loaded(tmp_path: Path) -> None:
-    with enable_prefix_caching(model := remembering(LFM2), num_blocks=64) as handle:
-        cached(model, handle, prompt(70))
-        assert handle.save(tmp_path / "blocks") == handle.stats().cached_blocks == 5
-    with enable_prefix_caching(model := remembering(LFM2), num_blocks=64) as handle:
-        assert handle.load(tmp_path / "blocks") == 5
-        assert cached(model, handle, torch.cat([prompt(70), prompt(9, 1)], 1)) == 64
-        assert handle.manager.pools[1].num_cached == 2
-
-
 def test_answers_of_several_rows_leave_their_states() -> None:
     model = remembering(LFM2)
     with enable_prefix_caching(model, num_blocks=64) as handle:
@@ -207,15 +178,4 @@ def test_answers_of_several_rows_leave_their_states() -> None:
         assert not torch.equal(*rows)
         for row in rows:
             assert cached(model, handle, torch.cat([row[None], prompt(5, 1)], 1)) == 64
-        assert_nothing_held(handle)
-
-
-@pytest.mark.slow
-def test_threads_share_states() -> None:
-    model = remembering(LFM2)
-    ids = [torch.cat([prompt(70), prompt(9 + seed, seed)], 1) for seed in range(6)]
-    want = [type(model).generate(model, row, max_new_tokens=8) for row in ids]
-    with enable_prefix_caching(model, num_blocks=12) as handle:
-        assert_same_in_threads(model, ids, want, 8)
-        assert handle.stats().hit_tokens > 0
         assert_nothing_held(handle)

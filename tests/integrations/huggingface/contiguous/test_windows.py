@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from generate_cases import (  # noqa: E402
     CACHE,
     assert_nothing_held,
     assert_same,
-    assert_same_in_threads,
     cache_of,
     left_padded,
     plain,
@@ -79,31 +76,6 @@ def test_few_blocks_serve_long_prompts_and_answers(name: str, longest: list[int]
         assert_nothing_held(handle)
 
 
-MODES: dict[str, dict[str, Any]] = {
-    "beams": {"num_beams": 2},
-    "rows": {"num_return_sequences": 2, "do_sample": True},
-    "lookup": {"prompt_lookup_num_tokens": 3},
-    "batch": {},
-}
-
-
-@pytest.mark.parametrize("name", ["mistral-window", "gemma2"])
-@pytest.mark.parametrize("mode", MODES)
-def test_modes_over_few_blocks(name: str, mode: str) -> None:
-    model = BY_NAME[name].build()
-    document = prompt(130)
-    with warnings.catch_warnings(), enable_prefix_caching(model, num_blocks=128, window_blocks=FEW) as handle:
-        warnings.simplefilter("ignore")  # there may be too few blocks for all rows
-        for seed in range(3):
-            rows = [torch.cat([document, prompt(9 + seed, seed)], 1)]
-            if mode == "batch":
-                rows += [prompt(30, 9), document[:, :70]]
-            assert_same(model, seed, **left_padded(*rows), **MODES[mode], max_new_tokens=40)
-            assert_nothing_held(handle)
-        assert handle.stats().hit_tokens > 0
-        assert handle.stats().calls_handed_back == {}
-
-
 def test_rows_whose_hits_end_apart() -> None:
     model = BY_NAME["gemma2"].build()
     document = prompt(96)
@@ -124,29 +96,6 @@ def test_prompt_that_does_not_fit_is_served_and_not_kept() -> None:
         assert_same(model, input_ids=prompt(130), max_new_tokens=30)
         assert handle.last_requests[0].cached_tokens > 0  # as many tokens as had room
         assert_nothing_held(handle)
-
-
-@pytest.mark.parametrize("tier", ["host", "disk", "file"])
-@pytest.mark.parametrize("name", ["mistral-window", "gemma2"])
-def test_tiers_bring_windows_back(tmp_path: Path, name: str, tier: str) -> None:
-    model = BY_NAME[name].build()
-    tiers: dict[str, Any] = {"host": {"host_blocks": 64}, "disk": {"disk": tmp_path}, "file": {}}[tier]
-    with enable_prefix_caching(model, num_blocks=12, window_blocks=FEW if tier != "file" else 12, **tiers) as handle:
-        for turn in range(2):
-            for seed in range(1 if tier == "file" else 3):
-                assert_same(model, input_ids=prompt(150, seed), max_new_tokens=4)
-                assert handle.last_requests[0].cached_tokens == 144 * turn
-                assert_nothing_held(handle)
-        if tier == "file":
-            handle.save(tmp_path / "blocks")
-    if tier != "host":
-        model = BY_NAME[name].build()
-        with enable_prefix_caching(model, num_blocks=12, window_blocks=FEW, **tiers) as handle:
-            if tier == "file":
-                handle.load(tmp_path / "blocks")
-            assert_same(model, input_ids=prompt(150), max_new_tokens=4)
-            assert handle.last_requests[0].cached_tokens == 144
-            assert_nothing_held(handle)
 
 
 @pytest.mark.parametrize("policy", ["arc", "hazard", MiddleFirst, *OLDEST_FIRST])
@@ -190,18 +139,6 @@ def test_cache_of_a_result_that_was_cropped() -> None:
         ids = torch.cat([result.sequences, prompt(5, 1)], 1)
         want = plain(model, input_ids=ids, max_new_tokens=40)
         assert torch.equal(model.generate(ids, **{CACHE: cache_of(result)}, max_new_tokens=40), want)
-        assert_nothing_held(handle)
-
-
-@pytest.mark.slow
-def test_threads_with_few_blocks() -> None:
-    model = BY_NAME["gemma2"].build()
-    ids = [torch.cat([prompt(100), prompt(9 + seed, seed)], 1) for seed in range(6)]
-    want = [plain(model, input_ids=row, max_new_tokens=24) for row in ids]
-    with warnings.catch_warnings(), enable_prefix_caching(model, num_blocks=40, window_blocks=FEW) as handle:
-        warnings.simplefilter("ignore")
-        assert_same_in_threads(model, ids, want, 24)
-        assert handle.stats().hit_tokens > 0
         assert_nothing_held(handle)
 
 

@@ -55,28 +55,6 @@ def cached(model: Any, handle: PrefixCaching, ids: torch.Tensor, **options: Any)
     return int(handle.last_requests[0].cached_tokens)
 
 
-TIERS = {"host memory": {"host_blocks": 64}, "disk": {"disk": "."}, "both": {"host_blocks": 2, "disk": "."}}
-
-
-@pytest.mark.parametrize("tiers", TIERS.values(), ids=TIERS.keys())
-@pytest.mark.parametrize("name", NAMES)
-def test_evicted_blocks_come_back(runner: str, tmp_path: Path, name: str, tiers: dict[str, Any]) -> None:
-    model = BY_NAME[name].build()
-    options = tiers | ({"disk": tmp_path} if "disk" in tiers else {})
-    with enable_prefix_caching(model, num_blocks=8, **options) as handle:
-        for expected in (0, 63):
-            for seed in range(4):
-                assert cached(model, handle, prompt(64, seed)) == expected
-            assert handle.stats().evictions > 0
-        assert handle.stats().offloaded_blocks == handle.stats().evictions
-        assert cached(model, handle, torch.cat([prompt(64), prompt(20, 9)], 1)) == 64
-        with handle.salt("tenant"):
-            assert cached(model, handle, prompt(64)) == 0
-        assert_nothing_held(handle)
-        handle.reset()  # empties memory but not the disk
-        assert cached(model, handle, prompt(64)) == (63 if "disk" in tiers else 0)
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("order", [("packed", "copies"), ("copies", "packed"), ("packed", "packed")])
 def test_a_file_serves_either_runner(

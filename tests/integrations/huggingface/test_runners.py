@@ -1,0 +1,197 @@
+"""The promises that every runner keeps: right tokens, no token computed twice, tiers, files, threads, interrupts."""
+
+from __future__ import annotations
+
+import signal
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from generate_cases import plain, prompt  # noqa: E402
+from runner_cases import LFM2, Runner, build, cases, interrupted  # noqa: E402
+
+from pc.integrations.huggingface import api, layers  # noqa: E402
+from pc.integrations.huggingface.runners import batch  # noqa: E402
+from pc.integrations.huggingface.store import storage  # noqa: E402
+
+SHARED = prompt(70)
+CALLS = [
+    (SHARED,),
+    (torch.cat([SHARED, prompt(9, 1)], 1), prompt(33, 2), SHARED[:, :40], prompt(1, 3)),
+    (prompt(64, 4),),  # a whole number of blocks: a hit computes one token
+]
+
+
+def windows_of(family: Any) -> dict[str, Any]:
+    """Return options with fewer blocks for windows than a prompt of 150 tokens has; {} for a family without windows."""
+    return {"window_blocks": 8} if getattr(family, "name", "") in ("mistral-window", "gemma2") else {}
+
+
+@pytest.fixture
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the steps of models with windows small, so that short prompts behave like long ones."""
+    monkeypatch.setattr(batch, "CHUNK", 32)
+    monkeypatch.setattr(storage, "CHUNK", 32)
+    monkeypatch.setattr(batch, "ROOM", 16)
+    monkeypatch.setattr(layers.GrowingWindowLayer, "slack", 16)
+
+
+@cases()
+def test_same_tokens_cold_warm_pressed_and_disabled(runner: Runner, family: Any) -> None:
+    model = build(family)
+    for num_blocks in (None, runner.few):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with runner.enable(model, **({} if num_blocks is None else {"num_blocks": num_blocks})) as caching:
+                for _ in range(2):
+                    for call in CALLS:
+                        caching.check(*call)
+                        if runner.sampled:
+                            caching.check(*call, do_sample=True, top_k=50)
+                assert caching.handle.stats().hit_tokens > 0
+                assert (caching.handle.stats().evictions > 0) == (num_blocks is not None)
+    ids = SHARED[:, :40]
+    assert torch.equal(model.generate(ids, max_new_tokens=20), plain(model, input_ids=ids))
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "beams": {"num_beams": 3},
+    "several beams": {"num_beams": 4, "num_return_sequences": 3},
+    "sampled beams": {"num_beams": 3, "do_sample": True},
+    "several answers": {"num_return_sequences": 3, "do_sample": True},
+}
+if api.ASSISTED not in api.look().disabled:
+    MODES["prompt lookup"] = {"prompt_lookup_num_tokens": 3}
+
+
+@cases("llama", "mistral-window", "gemma2", "gpt2", without=("packed, captured", "batching"))
+@pytest.mark.usefixtures("short_steps")
+def test_modes(runner: Runner, family: Any) -> None:
+    for windows in ({}, windows_of(family)) if windows_of(family) else ({},):
+        with warnings.catch_warnings(), runner.enable(build(family), num_blocks=256, **windows) as caching:
+            warnings.simplefilter("ignore" if windows else "error")  # there may be too few blocks for all rows
+            for seed, (name, options) in enumerate(MODES.items()):
+                ids = torch.cat([prompt(30, seed), prompt(30, seed), prompt(7, seed + 9)], 1)  # something to look up
+                if name == "several answers" or runner.name != "deterministic":
+                    for _ in range(2):
+                        cached = caching.check(ids, **options, max_new_tokens=8)
+                        if name != "prompt lookup":
+                            caching.check(prompt(40), prompt(9, 1), prompt(40), **options, max_new_tokens=8)
+                    assert cached >= 64 or windows
+                caching.check(ids, max_new_tokens=8)  # reads what the mode has published
+            assert caching.handle.stats().calls_handed_back == {}
+
+
+@cases("llama", without=("packed, captured",))
+def test_neither_padding_nor_cached_tokens_are_computed(runner: Runner, family: Any) -> None:
+    with runner.enable(build(family)) as caching:
+        rows = prompt(100), prompt(30, 1), prompt(5, 2)
+        assert caching.computed(*rows, max_new_tokens=1) == 135
+        assert caching.computed(*rows, max_new_tokens=1) == runner.warm  # 96 of 100 and 16 of 30 are cached
+        sharing = [torch.cat([prompt(64, 9), prompt(n, n)], 1) for n in (3, 7, 20)]
+        assert caching.computed(*sharing, max_new_tokens=1) == 64 + 3 + 7 + 20
+        caching.check(*rows)
+
+
+@cases("llama", without=("copies", "packed, captured", "documents", "batching"))
+def test_finished_rows_are_not_computed(runner: Runner, family: Any) -> None:
+    with runner.enable(build(family)) as caching:
+        rows = [prompt(n, n) for n in (40, 30, 20, 10)]
+        generated = torch.tensor(caching.ask(*rows, alone=True, eos_token_id=None, max_new_tokens=30)[0][0])[:, 40:]
+        eos = generated[1, 2].item()  # the second row's third token, which then ends each answer
+        lengths = [(row == eos).nonzero()[0].item() + 1 if (row == eos).any() else 30 for row in generated]
+        assert min(lengths) < 30
+        options = {"eos_token_id": eos, "max_new_tokens": 30}
+        assert caching.computed(*rows, **options) == 100 + sum(n - 1 for n in lengths)
+        caching.check(*rows, **options)
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
+@cases("llama", without=("batching",))
+def test_prompts_that_do_not_fit(runner: Runner, family: Any, together: bool) -> None:
+    with warnings.catch_warnings(record=True) as said, runner.enable(build(family), num_blocks=6) as caching:
+        warnings.simplefilter("always")
+        caching.check(*([prompt(60, 60), prompt(50, 50)] if together else [prompt(130)]))
+        assert together or ["give a larger num_blocks" in str(w.message) for w in said] == [True]
+        caching.check(prompt(40), max_new_tokens=8)
+        assert caching.check(prompt(40), max_new_tokens=8) == 32
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
+@cases("llama", without=("deterministic", "documents", "batching"))
+def test_answers_that_outgrow_the_blocks(runner: Runner, family: Any, options: dict[str, Any]) -> None:
+    expected = pytest.warns(UserWarning, match="generated without the cache")
+    with runner.enable(build(family), num_blocks=5) as caching, expected:
+        caching.check(prompt(30), prompt(20, 1), **options, max_new_tokens=40)
+
+
+TIERS: dict[str, dict[str, Any]] = {
+    "both": {"host_blocks": 2, "disk": "."},
+    "file": {},
+    "host memory": {"host_blocks": 64},
+    "disk": {"disk": "."},
+}
+
+
+@pytest.mark.parametrize(
+    "tier", [pytest.param(t, marks=[pytest.mark.slow] if t in ("host memory", "disk") else []) for t in TIERS]
+)
+@cases("llama", "mistral-window", "gemma2", "gpt2", "lfm2", without=("packed, captured", "batching"))
+@pytest.mark.usefixtures("short_steps")
+def test_evicted_and_saved_blocks_come_back(runner: Runner, family: Any, tier: str, tmp_path: Path) -> None:
+    options = {"num_blocks": 24} if tier == "file" else {"num_blocks": 12, **TIERS[tier], **windows_of(family)}
+    if "disk" in options:
+        options["disk"] = tmp_path
+    with runner.enable(build(family), **options) as caching:
+        handle = caching.handle
+        for expected in (0, 144):
+            for seed in range(1 if tier == "file" else 3):
+                assert caching.check(prompt(150, seed), max_new_tokens=4) == expected
+        with handle.salt("tenant"):
+            assert caching.check(prompt(150), max_new_tokens=4) == 0
+        assert (handle.stats().evictions > 0) or tier == "file"
+        if tier == "file":
+            assert handle.save(tmp_path / "blocks") == handle.stats().cached_blocks
+        elif caching.document is None and family is not LFM2:  # some of its states were not evicted yet
+            handle.reset()  # empties memory but not the disk
+            assert caching.check(prompt(150), max_new_tokens=4) == (144 if "disk" in options else 0)
+    if tier == "host memory":
+        return
+    with runner.enable(build(family), **options) as caching:  # another process
+        if tier == "file":
+            assert caching.handle.load(tmp_path / "blocks") > 0
+            with caching.handle.salt("tenant"):
+                assert caching.check(prompt(150), max_new_tokens=4) == 144
+        longer = torch.cat([prompt(150), prompt(9, 1)], 1)
+        assert caching.check(longer, max_new_tokens=4) == 144
+
+
+@cases("llama", "gemma2", "lfm2")
+@pytest.mark.usefixtures("short_steps")
+def test_threads(runner: Runner, family: Any) -> None:
+    prompts = [torch.cat([SHARED, prompt(9 + seed, seed)], 1) for seed in range(6)]
+    with warnings.catch_warnings(), runner.enable(build(family), num_blocks=24, **windows_of(family)) as caching:
+        warnings.simplefilter("ignore")  # there may be too few blocks for all
+        want = [caching.ask(ids, alone=True, max_new_tokens=8)[0] for ids in prompts]
+
+        def ask(first: int) -> None:
+            for number in [*range(first, 6), *range(first)]:
+                assert caching.ask(prompts[number], max_new_tokens=8)[0] == want[number]
+
+        with ThreadPoolExecutor(3) as threads:
+            list(threads.map(ask, range(3)))
+        assert caching.handle.stats().hit_tokens > 0
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers")
+@cases("llama", "mistral-window", "gemma2", "lfm2", without=("batching",))
+def test_interrupted_calls_hold_nothing(runner: Runner, family: Any) -> None:
+    with warnings.catch_warnings(), runner.enable(build(family), num_blocks=40, **windows_of(family)) as caching:
+        warnings.simplefilter("ignore")
+        assert interrupted(caching, 30) > 8
