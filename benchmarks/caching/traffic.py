@@ -295,7 +295,7 @@ STRESS: dict[str, Callable[[Rng, int], Requests]] = {
 
 
 def generate(kind: str, number: int = 3000, seed: int = 0) -> Trace:
-    """Return a trace of so many requests of a kind."""
+    """Return a trace of `number` requests of a kind."""
     rng = np.random.default_rng(seed)
     rows = list(islice((KINDS | STRESS)[kind](rng, number), number))
     requests = [np.array(blocks, np.int64) for blocks, _ in rows]

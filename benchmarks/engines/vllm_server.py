@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server as a process of its own: started, asked over HTTP, ended. For benchmarks and tests."""
+"""vLLM's OpenAI server in a separate process, for benchmarks and tests: start it, ask it over HTTP, end it."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def serving(model: str, options: Sequence[str] = (), variables: Mapping[str, str
     port = _free_port()
     own = {name: value for name, value in os.environ.items() if not name.startswith("PC_VLLM")}
     own |= ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | dict(variables or {})
-    # The `vllm` command looks for a distribution of that name, which builds for CPUs by others do not have.
+    # The `vllm` command looks for a distribution of that name. CPU builds by other projects have another name.
     module = "vllm.entrypoints.openai.api_server"
     command = [sys.executable, "-m", module, "--model", model, "--host", "127.0.0.1", "--port", str(port), *options]
     with tempfile.TemporaryDirectory() as folder:

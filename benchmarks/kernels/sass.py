@@ -14,7 +14,10 @@ from .launches import TARGETS
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 RESERVED = 1024
-"""Bytes of shared memory that a program takes besides its own; a processor has as much as one may have, and these."""
+"""Bytes of shared memory that each program takes besides its own.
+
+A processor has these in addition to the most that one program may have.
+"""
 _MATRIX = re.compile(r"\b(?:[HIQD]MMA|[HIQ]GMMA|UTC\w*MMA)\b")
 
 
@@ -30,7 +33,8 @@ def tool(name: str, cubin: bytes, *options: str) -> str:
 def loop_instructions(cubin: bytes) -> int | None:
     """Return the instructions of the innermost loop that multiplies matrices without masks; None if there is none.
 
-    It takes the fewest for a load; steps of the other one may be of fewer keys.
+    If there are several, this is the loop with the fewest instructions for each load. Steps of others may have fewer
+    keys.
     """
     code: list[str] = []
     labels: dict[str, int] = {}

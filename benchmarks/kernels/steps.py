@@ -1,4 +1,4 @@
-"""The attention steps whose work is counted, and a digest of what each launches: `work.csv` holds for that alone."""
+"""The attention steps whose work is counted, and a digest of what each launches. Rows of `work.csv` name it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import pc
 
 from ..harness.inputs import paged_batch
 
-# What is counted for.
+# The targets and versions of triton for which work is counted.
 TARGETS = ("sm_80", "sm_90")
 VERSIONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 16
-# Columns of latent rows, of these those that are values, and tokens of their blocks.
+# Columns of latent rows, the number of them that are values, and tokens of a block of such rows.
 LATENT_DIM, LATENT_VALUE, LATENT_BLOCK = 576, 512, 64
 
 
@@ -28,9 +28,9 @@ LATENT_DIM, LATENT_VALUE, LATENT_BLOCK = 576, 512, 64
 class Step:
     """Lengths of a batch; `q_lens` of one each is a decode. `latent`: heads over latent rows, 0 for a usual cache.
 
-    `top_k`: blocks that each query and KV head attends to; 0: all. `kept`: the share of a compressed document, all of
-    the sequence but its own tokens, that KV heads keep, each another; 0: there is none. `packed`: the share of blocks
-    that vLLM's adapter packs a compressed prompt into; 0: there is none.
+    `top_k`: blocks that each query and KV head attends to; 0: all. `kept`: the share of a compressed document that KV
+    heads keep, each head another part; 0: no document. The document is the sequence before its last block. `packed`:
+    the share of blocks that vLLM's adapter packs a compressed prompt into; 0: there is none.
     """
 
     seq_lens: tuple[int, ...]
@@ -159,7 +159,7 @@ def sources() -> dict[tuple[str, str, str], str]:
     return {tuple(key): value for key, value in json.loads(run_on_cpu("launches"))}
 
 
-_DRAWN: dict[str, Batch] = {}  # of the steps whose batches no kernel makes: what takes longest, here once for all
+_DRAWN: dict[str, Batch] = {}  # batches of steps that need no kernel to make; they take longest, so they are made once
 
 
 def _digests(kind: tuple[str, str]) -> list[tuple[tuple[str, str, str], str]]:

@@ -39,7 +39,7 @@ TRAINED = "SmolLM2"
 PROMPTS = (8, 256, 2048, 10240)
 QUESTION, ANSWERS = 24, (1, 64, 256)
 ROUNDS = {8: 9, 256: 7, 512: 5, 2048: 3, 6144: 3, 10240: 3}
-"""By length of the document."""
+"""Number of rounds, by length of the document."""
 PLAIN, PC, DEEP_COPY, CROPPED = WARM = ("plain", "pc", "by hand, deep copy", "by hand, cropped")
 
 
