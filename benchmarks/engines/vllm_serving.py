@@ -87,7 +87,7 @@ class Way(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """What clients ask, and the ways that are compared.
+    """Requests of clients, and the ways that are compared.
 
     Attributes:
         scripts: Requests of each client.

@@ -44,7 +44,7 @@ class Questions(Cache):  # type: ignore[misc]  # transformers is untyped here
         return own
 
     def step(self, layer: OwnLayer, tokens: int) -> PackedBatch:
-        """Return the metadata of the own tokens in the current pass, which its first layer makes."""
+        """Return the metadata of the current pass over the call's own tokens. The first layer of a pass makes it."""
         batch, room = layer.buffers[0].shape[:2]
         key = (batch, room, layer.tokens, tokens)
         if self._key != key:

@@ -143,7 +143,8 @@ class Moving(NamedTuple):
 class PlacedLayer(PagedPass, DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
     """A layer that holds all tokens of a row, `[1, heads, tokens, width]`, and writes new ones at their positions.
 
-    `by_operator`: whether marked keys send attention here, where the new tokens attend to all keys and values.
+    With `by_operator`, its keys are marked, so the model's attention calls `attend`. Otherwise the model computes the
+    attention, with a mask.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, window: int, by_operator: bool) -> None:
