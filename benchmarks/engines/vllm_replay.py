@@ -1,12 +1,11 @@
 """A request trace through vLLM's tier in host memory, with its own policies and ours: hit rates, and CPU time.
 
-Usage:
-
-    python -m benchmarks vllm_replay TRACE --policy arc pc_default --share 0.03 0.1
-
 This needs an environment with vLLM; `make vllm` creates one. The rules are those of `pc replay`, so hit rates can be
 compared. CPU time is that of the manager of vLLM's tier; policies alternate in one process. vLLM's own policies are lru
 and arc.
+
+Examples:
+    python -m benchmarks vllm_replay TRACE --policy arc pc_default --share 0.03 0.1
 """
 
 from __future__ import annotations

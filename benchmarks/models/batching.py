@@ -1,13 +1,12 @@
 """Continuous batching: transformers' own generate_batch beside the same call over our blocks.
 
-Usage:
-
-    python -m benchmarks batching
-
-CPU time of whole calls on random models, in one process, alternating, medians; tokens are compared in every round.
-`shared`: prompts about one new document. `again`: the same prompts once more. `own`: prompts that share nothing.
+Calls on random models alternate in one process, and their tokens are compared in every round. Times are medians of CPU
+time. `shared`: prompts about one new document. `again`: the same prompts once more. `own`: prompts that share nothing.
 Transformers gets pages of its default size and of 16 tokens, and for `again` a manager that it keeps between calls.
 OMP_NUM_THREADS threads (1).
+
+Examples:
+    python -m benchmarks batching
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """A compressed document beside the whole text: bytes held, peak bytes while it is read, and the time of a decode.
 
-Usage:
-
-    python -m benchmarks compressed [--tokens 1500 6000] [--counts]
-
 SmolLM2-135M reads real text and keeps a share of it (`handle.compress`). It then decodes behind a short question, over
 the document and over transformers' own cache of the whole text, alternating in one process. Rows have medians. Times
 need a quiet machine; --counts leaves them out. About two minutes with OMP_NUM_THREADS threads (1).
+
+Examples:
+    python -m benchmarks compressed --tokens 1500 6000 --counts
 """
 
 from __future__ import annotations
