@@ -9,7 +9,7 @@ import numpy as np
 
 from .allocation import Pairs
 from .groups import Mask
-from .hashing import Chain, Words, split_digests
+from .hashing import Chain, split_digests
 from .request import Request
 from .runs import find_runs
 from .state import ManagerState
@@ -21,12 +21,12 @@ def commit(state: ManagerState, request_id: Hashable, num_tokens: int) -> Any:
     if not 0 <= num_tokens <= len(request.tokens):
         raise ValueError(f"num_tokens: got {num_tokens}, needs 0 to {len(request.tokens)}, the request's tokens")
     first, last = request.published, num_tokens // state.block_size
-    if state.prefix_only and last <= first and request.replaced is None and not request.loading:
+    if state.prefix_only and last <= first and request.replaced is None and not request.host_slots:
         if num_tokens > request.committed:
             request.committed = num_tokens
         return []
     state.begin(request)
-    if request.replaced is not None or request.loading:
+    if request.replaced is not None or request.host_slots:
         state.end_step(request)
     request.committed, request.computed = max(request.committed, num_tokens), max(request.computed, num_tokens)
     replaced: list[Pairs] = []
@@ -48,8 +48,8 @@ def _publish_all(state: ManagerState, request_id: Hashable, request: Request, fi
     """Publish logical blocks [first, last) in all groups; return the replaced blocks of each group."""
     if request.writing is not None:
         state.stop_writing(request)
-    digests = _digests(state, request, first, last)
-    replaced = [_publish(state, request, group, first, last, digests) for group in range(len(state.pools))]
+    _compute_digests(state, request, last)
+    replaced = [_publish(state, request, group, first, last) for group in range(len(state.pools))]
     for user in state.reuses.values():
         state.log.later.append((user.published, request, first, last))
     request.published = last
@@ -82,50 +82,43 @@ def checkpoint(state: ManagerState, request_id: Hashable, num_tokens: int, group
     request.put_blocks(group, block, ids.item(0))
     pool.hinted(ids, request.priority, request.ttl)
     request.new_states = [*request.new_states, (group, block)]
-    request.released = [min(at, block) if of == group else at for of, at in enumerate(request.released)]
     return ids.item(0)
 
 
-def _digests(state: ManagerState, request: Request, first: int, last: int) -> Words:
-    """Return the hashes of blocks [first, last). Compute those that the request lacks."""
-    known, chain = request.digests, request.chain
-    if last <= len(known):
-        return known[first:last]
+def _compute_digests(state: ManagerState, request: Request, last: int) -> None:
+    """Compute the hashes of the first `last` blocks that the request lacks."""
+    if last <= len(request.digests):
+        return
+    chain = request.chain
     if chain is None:
         request.chain = chain = Chain(state.hasher, request.keys)
-    before = chain.hashed
-    fresh = chain.extend(request.tokens, last)
-    if first >= before:
-        return fresh[first - before :]
-    if not before:
-        request.digests = fresh
-        return fresh[first:]
-    return np.concatenate((known[first:before], fresh))
+        request.digests = chain.extend(request.tokens, last)
+    else:
+        request.digests = np.concatenate((request.digests, chain.extend(request.tokens, last)))
 
 
-def _publish(state: ManagerState, request: Request, group: int, first: int, last: int, digests: Words) -> Pairs:
+def _publish(state: ManagerState, request: Request, group: int, first: int, last: int) -> Pairs:
     """Publish logical blocks [first, last). Replace a block that is already published by the published one."""
-    pool, table = state.pools[group], request.tables[group]
-    ids = table[first:last]
+    pool, ids, digests = state.pools[group], request.tables[group][first:last], request.digests[first:last]
     present: Mask | None = None
     if not state.prefix_only:  # some blocks have left a window, or their state was not kept
         present = request.written_table(group, last)[first:] >= 0
         if not present.any():
             return []
         ids, digests = ids[present], digests[present]
-    listed = pool.table.contains(ids) if state.listeners.registered else None
+    listed = pool.table.contains(ids) if state.listeners else None
     old, new = pool.publish(ids, digests)
     if listed is None and not old.size:
         return []
     blocks = np.arange(first, last) if present is None else present.nonzero()[0] + first
     if listed is not None:
         fresh = ~listed & ~np.isin(ids, old)
-        state.log.later.append((_notify_stored, state, group, request, blocks[fresh], digests[fresh]))
+        state.log.later.append((_notify_stored, state, group, request, blocks[fresh]))
     if not old.size:
         return []
     request.put_blocks(group, blocks[np.isin(ids, old)].astype(np.int32), new)
     request.keep_replaced(group, old)
-    state.counts = state.counts | {"merged": state.counts["merged"] + old.size}
+    state.count(merged=old.size)
     pool.hinted(new, request.priority, request.ttl)
     return list(zip(old.tolist(), new.tolist(), strict=True))
 
@@ -136,26 +129,14 @@ def _publish_states(state: ManagerState, request: Request, replaced: list[Pairs]
     ready = [(group, block) for group, block in request.new_states if (block + 1) * size <= request.committed]
     request.new_states = [pair for pair in request.new_states if pair not in ready]
     for group, block in ready:
-        digest = _digest_of(state, request, group, block)
-        replaced[group] += _publish(state, request, group, block, block + 1, digest)
+        replaced[group] += _publish(state, request, group, block, block + 1)
 
 
-def _digest_of(state: ManagerState, request: Request, group: int, block: int) -> Words:
-    """Return the hash of a logical block, `[1, words]`."""
-    if block < len(request.digests):
-        return request.digests[block : block + 1]
-    number, pool = int(request.tables[group][block]), state.pools[group]
-    if number >= 0 and pool.table.lists(number):
-        return pool.words[number : number + 1].copy()
-    size = state.block_size
-    return state.hasher.hash_blocks(request.tokens[: (block + 1) * size], request.keys)[block:]
-
-
-def _notify_stored(state: ManagerState, group: int, request: Request, blocks: Any, digests: Words) -> None:
+def _notify_stored(state: ManagerState, group: int, request: Request, blocks: Any) -> None:
     """Notify listeners of logical blocks that were published."""
     size = state.block_size
-    for at, start, end in find_runs(blocks):
-        hashes = split_digests(digests[at : at + end - start])
-        parent = _digest_of(state, request, group, start - 1).tobytes() if start else None
+    for _, start, end in find_runs(blocks):
+        hashes = split_digests(request.digests[start:end])
+        parent = request.digests[start - 1].tobytes() if start else None
         tokens = request.tokens[start * size : end * size].tolist()
-        state.listeners.add("stored", group, hashes, parent, tokens, request.keys.extra_keys)
+        state.events.append(("stored", group, hashes, parent, tokens, request.keys.extra_keys))

@@ -49,11 +49,10 @@ def rollback(state: ManagerState, request_id: Hashable, num_tokens: int) -> None
             request.put_blocks(group, slice(first, num_blocks), -1)
         pool.release(ids[ids >= 0])
     request.new_states = [(group, block) for group, block in request.new_states if block < complete]
-    request.released = [min(pair) for pair in zip(request.released, needed_from, strict=True)]
     request.pending = None
     request.committed, request.num_blocks = committed, num_blocks
     request.computed = min(request.computed, length)
-    request.published = min(request.published, committed // size)
+    request.hit, request.published = min(request.hit, complete), min(request.published, committed // size)
     request.check_tail = length % size > 0
     request.digests = request.digests[:complete]
     if request.chain is not None and request.chain.hashed > complete:

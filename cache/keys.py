@@ -111,8 +111,8 @@ def encode_keys(extra_keys: ExtraKeys = None, salt: Key = None) -> EncodedKeys:
     items = () if extra_keys is None else extra_keys if type(extra_keys) in (list, tuple) else (extra_keys,)
     try:
         frozen = tuple([_freeze(item) for item in items])  # type: ignore[union-attr]
-        placed = [(_position(item.position), encode_key(item.key)) for item in frozen if isinstance(item, KeyAt)]
-        plain = [encode_key(item) for item in items if not isinstance(item, KeyAt)]  # type: ignore[arg-type, union-attr]
+        placed = [(item.position, encode_key(item.key)) for item in frozen if type(item) is KeyAt]
+        plain = [encode_key(item) for item in frozen if type(item) is not KeyAt]  # type: ignore[arg-type]
         header = encode_key(salt, "salt") + struct.pack("<I", len(plain)) + b"".join(plain)
     except RecursionError:
         raise ValueError("extra_keys, salt: got keys that are nested too deeply, needs a few levels") from None
@@ -121,15 +121,12 @@ def encode_keys(extra_keys: ExtraKeys = None, salt: Key = None) -> EncodedKeys:
 
 
 def _freeze(key: object) -> FrozenKeys:
-    """Return a key with tuples in place of lists, or raise TypeError."""
+    """Return a key with tuples in place of lists. `encode_key` checks other types."""
     if type(key) is KeyAt:
         return KeyAt(_position(key.position), _freeze(key.key))  # type: ignore[arg-type]
     if isinstance(key, (tuple, list)) and type(key) in (tuple, list):
         return tuple([_freeze(item) for item in key])
-    if key is None or type(key) in (str, bytes, int):
-        return key  # type: ignore[return-value]
-    needs = "str, bytes, int, None or KeyAt, or a list or tuple of those"
-    raise TypeError(f"extra_keys: got {type(key).__name__}, needs {needs}")
+    return key  # type: ignore[return-value]
 
 
 def _position(value: object) -> int:

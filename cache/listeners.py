@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from typing import Any, Protocol
+from typing import Protocol
 
 from .keys import FrozenKeys
-
-log = logging.getLogger("pc.cache")
 
 
 class Listener(Protocol):
@@ -35,33 +32,3 @@ class Listener(Protocol):
 
     def cleared(self) -> None:
         """The manager was reset."""
-
-
-class Listeners:
-    """The listeners that callers append to `registered`, and a queue of events for them.
-
-    While listeners are being notified (`busy`), verbs that they call add their events to the queue.
-    """
-
-    def __init__(self) -> None:
-        self.registered: list[Listener] = []
-        self.queue: list[tuple[str, tuple[Any, ...]]] = []
-        self.busy = False
-
-    def add(self, event: str, *args: Any) -> None:
-        """Queue an event of a verb that is complete."""
-        if self.registered:
-            self.queue.append((event, args))
-
-    def notify(self) -> None:
-        """Notify all listeners of all queued events, in order."""
-        self.busy = True  # stays True after an interrupt, until `ManagerState.undo`
-        while self.queue:
-            event, args = self.queue[0]
-            for listener in tuple(self.registered):
-                try:
-                    getattr(listener, event)(*args)
-                except Exception:  # noqa: PERF203
-                    log.exception("%s.%s raised; the manager continues", type(listener).__name__, event)
-            del self.queue[0]
-        self.busy = False

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from .groups import Group, Mask
-from .hashing import Words
 from .pool import EMPTY
-from .request import Request
 from .runs import MovedSpan, Span, find_runs
 from .table import Ids
 
@@ -21,15 +19,13 @@ class GroupHit(NamedTuple):
     Attributes:
         table: Block numbers by logical block. Entries of blocks that are not cached are undefined.
         held: The cached blocks of the table, in order.
-        fresh: Logical blocks to allocate, as an index of the table.
-        prefix_lengths: The numbers of these logical blocks, counted from 1.
+        fresh: Logical blocks to allocate.
         slots: Host slots from which the first of these blocks are loaded.
     """
 
     table: Ids
     held: Ids
-    fresh: slice | Ids
-    prefix_lengths: Ids
+    fresh: Ids
     slots: Sequence[int] = ()
 
 
@@ -46,7 +42,6 @@ class Hit(NamedTuple):
         num_tokens: Number of tokens that get blocks.
         written: Whether the last token is computed again although its KV is cached.
         attention_hit: See `Allocation.junction`.
-        loads: Whether blocks are loaded from the host.
         borrowed: Blocks of other requests that are read before this step computes anything, without duplicates. They
             are held until the next commit.
         copied: Number of first tokens of the first borrowed block that are copied to the first fresh block. `position`
@@ -63,37 +58,9 @@ class Hit(NamedTuple):
     num_tokens: int
     written: bool = False
     attention_hit: int | None = None
-    loads: bool = False
     borrowed: Ids = EMPTY
     copied: int = 0
     moved: Sequence[MovedSpan] = ()
-
-
-class Reuse(Protocol):
-    """A way to reuse more than the leading whole blocks of a prompt. It works with one group that needs all its blocks.
-
-    `extend` runs in the middle of verbs and changes nothing. `published` and `removed` run when a verb is complete,
-    under the manager's lock, and may run twice for the same blocks.
-    """
-
-    def extend(self, request: Request, hit: Hit, reuse: str, segments: Sequence[Span] | None) -> Hit:
-        """Return the hit with `borrowed` blocks and the tokens reused from them. Change nothing but the request.
-
-        `reuse` and `segments` are those of `CacheManager.allocate`.
-        """
-
-    def published(self, request: Request, first: int, last: int) -> None:
-        """Record that logical blocks [first, last) of a request are published."""
-
-    def removed(self, words: Words) -> None:
-        """Record that blocks with these hashes, `[blocks, words]`, were evicted."""
-
-    def clear(self) -> None:
-        """Record that no block is published any more."""
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes of the index."""
 
 
 def find_prefix(held: Ids, num_tokens: int, wanted: int, block_size: int) -> Hit:
@@ -106,11 +73,11 @@ def find_prefix(held: Ids, num_tokens: int, wanted: int, block_size: int) -> Hit
     num_blocks = -(-count // block_size)
     table = np.empty(num_blocks, np.int32)
     table[:hit] = held
-    lengths = np.arange(hit + 1, num_blocks + 1, dtype=np.int32)
-    return prefix_hit(hit, end, num_tokens, [GroupHit(table, held, slice(hit, num_blocks), lengths)], hit, count)
+    fresh = np.arange(hit, num_blocks, dtype=np.int32)
+    return _prefix_hit(hit, end, num_tokens, [GroupHit(table, held, fresh)], hit, count)
 
 
-def prefix_hit(blocks: int, end: int, whole: int, groups: list[GroupHit], published: int, num_tokens: int) -> Hit:
+def _prefix_hit(blocks: int, end: int, whole: int, groups: list[GroupHit], published: int, num_tokens: int) -> Hit:
     """Return a hit of the first `end` of `whole` tokens.
 
     The last token of a prompt is computed again for its logits.
@@ -131,10 +98,30 @@ def longest_hit(
 
 
 def find_in_groups(
-    groups: Sequence[Group], listed: Sequence[Ids], block_size: int, num_tokens: int, wanted: int, gaps: bool
+    groups: Sequence[Group],
+    listed: Sequence[Ids],
+    block_size: int,
+    num_tokens: int,
+    wanted: int,
+    gaps: bool = False,
+    host_end: int = 0,
+    on_host: Sequence[Ids] = (),
 ) -> Hit:
-    """Return the longest prefix that all groups can serve. With `gaps`, also reuse blocks behind it."""
-    resident = [ids >= 0 for ids in listed]
+    """Return the longest prefix that all groups can serve.
+
+    Args:
+        groups: The groups of layers.
+        listed: For each group, the cached blocks of the prompt by logical block, -1 for others.
+        block_size: Number of tokens in a block.
+        num_tokens: Number of tokens in the prompt.
+        wanted: Number of tokens that get blocks, or more if more are cached.
+        gaps: Whether to reuse cached blocks behind the prefix too.
+        host_end: Position at which computing can continue with the KV in host memory; 0: nothing is there.
+        on_host: For each group, the host slots of the blocks before `host_end`, -1 for others.
+    """
+    resident, whole = [ids >= 0 for ids in listed], host_end // block_size
+    for there, slots in zip(resident, on_host, strict=False):
+        there[:whole] |= slots[:whole] >= 0
     hit = longest_hit(groups, resident, num_tokens, block_size)
     attention = [i for i, group in enumerate(groups) if not group.holds_states]
     stateful = len(attention) < len(groups)
@@ -144,23 +131,28 @@ def find_in_groups(
             [groups[i] for i in attention], [resident[i] for i in attention], num_tokens, block_size
         )
     end = hit * block_size
-    count = max(wanted, end)
+    if host_end > end:  # it is inside a block
+        hit, end = whole, host_end
+    count, last = max(wanted, end), -(-end // block_size)
     num_blocks = -(-count // block_size)
-    fresh, reused = np.arange(hit, num_blocks, dtype=np.int32), EMPTY
+    fresh, reused = np.arange(last, num_blocks, dtype=np.int32), EMPTY
     if gaps and not stateful:  # a recurrent state cannot jump a gap
         everywhere: Mask = np.logical_and.reduce([there[hit : count // block_size] for there in resident])
         reused = (everywhere.nonzero()[0] + hit).astype(np.int32)
         fresh = np.setdiff1d(fresh, reused, assume_unique=True)
     position = min(end, max(num_tokens - 1, 0))
-    parts = []
-    for group, ids in zip(groups, listed, strict=True):
+    parts, published = [], hit
+    for group, (spec, ids) in enumerate(zip(groups, listed, strict=True)):
         table = np.full(num_blocks, -1, np.int32)
-        needed = group.needed(position, hit, block_size)
-        table[needed] = ids[needed]
+        needed = spec.needed(position, last, block_size)
+        whole_blocks = needed[needed < hit]
+        table[whole_blocks] = ids[whole_blocks]
         table[reused] = ids[reused]
-        mine = EMPTY if group.holds_states else fresh
-        parts.append(GroupHit(table, table[table >= 0], mine, mine + 1))
-    found = prefix_hit(hit, end, num_tokens, parts, hit, count)
+        loaded = needed[table[needed] < 0]
+        mine = loaded if spec.holds_states else np.concatenate((loaded, fresh))
+        parts.append(GroupHit(table, table[table >= 0], mine, on_host[group][loaded].tolist() if on_host else ()))
+        published = min([published, *loaded[:1].tolist()])
+    found = _prefix_hit(hit, end, num_tokens, parts, published, count)
     if reused.size:
         cached, written = cached_spans(hit, reused, num_tokens, block_size)
         return found._replace(cached=cached, written=written)

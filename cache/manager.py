@@ -18,7 +18,7 @@ from ..triton_ops._core.checks import check_integer, check_share
 from . import allocate, append, commit, fork, offload, swap
 from .allocation import Allocation, AppendedTokens, BaseAllocation, GroupedAllocation, Pairs, PairsT, SlotsT
 from .groups import FullAttention, Group
-from .hashing import BlockHasher, TokenIds, encode_tokens, split_digests
+from .hashing import BlockHasher, TokenIds, encode_tokens
 from .keys import NO_KEYS, ExtraKeys, Key, encode_keys
 from .listeners import Listener
 from .offload import OnEvict
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 REUSES = ("prefix", "gap", "anywhere")
 MODES = ("recompute", "swap")
 
+T = TypeVar("T")
 AllocationT = TypeVar("AllocationT", bound=BaseAllocation, default=Allocation)
 
 
@@ -140,7 +141,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
         See `Listener` for the rules.
         """
-        return self._state.listeners.registered
+        return self._state.listeners
 
     @property
     def on_evict(self) -> OnEvict | None:
@@ -178,6 +179,12 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         if self._state.on_evict is not None:
             return offload.run(self._state, self._lock, verb, args)
         with self._lock: return self._state.run(verb, args)  # fmt: skip  # noqa: E701  see `Evicted.hand_over`
+
+    def _read(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function of the state, which changes nothing, under the lock. A policy's hook may do so too."""
+        with self._lock:
+            self._state.settle()
+            return function(self._state, *args)
 
     def allocate(
         self,
@@ -461,10 +468,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             >>> manager.victim()
             'a'
         """
-        with self._lock:
-            self._state.settle()
-            order = [(r.priority, -i, request_id) for i, (request_id, r) in enumerate(self._state.running.items())]
-            return min(order, key=lambda row: row[:2])[2] if order else None
+        return self._read(ManagerState.victim)
 
     def resume(self, request_id: Hashable) -> AllocationT:
         """Give a preempted request blocks again.
@@ -501,13 +505,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             >>> manager.block_table("a")
             array([0, 1, 2], dtype=int32)
         """
-        group = check_integer("group", group)
-        with self._lock:
-            self._state.settle()
-            request = self._state.get(request_id)
-            if not 0 <= group < len(self.groups):
-                raise IndexError(f"group: got {group}, needs 0 to {len(self.groups) - 1}")
-            return request.tables[group][: request.num_blocks].copy()
+        return self._read(ManagerState.table, request_id, check_integer("group", group))
 
     def num_tokens(self, request_id: Hashable) -> int:
         """Return how many tokens of a running request have blocks, computed or not.
@@ -520,9 +518,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             >>> manager.num_tokens("a")
             10
         """
-        with self._lock:
-            self._state.settle()
-            return len(self._state.get(request_id).tokens)
+        return len(self._read(ManagerState.get, request_id).tokens)
 
     def block_hashes(self, request_id: Hashable) -> list[bytes]:
         """Return the hashes of a running request's full blocks, in order, written or not, for a lookup in a lower tier.
@@ -537,11 +533,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             >>> [key.hex()[:8] for key in manager.block_hashes("a")]
             ['f2ca9d08', 'da4290a1']
         """
-        with self._lock:
-            self._state.settle()
-            request, hasher = self._state.get(request_id), self._state.hasher
-            tokens = request.tokens + request.pending if request.pending else request.tokens
-            return split_digests(hasher.hash_blocks(tokens, request.keys))
+        return self._read(ManagerState.block_hashes, request_id)
 
     def explain(
         self, token_ids: TokenIds, extra_keys: ExtraKeys = None, salt: Key = None, below: Any = None
@@ -581,9 +573,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         """
         from .observe.stats import stats
 
-        with self._lock:
-            self._state.settle()
-            return stats(self._state)
+        return self._read(stats)
 
     def reset(self) -> None:
         """Forget all cached blocks and counters.
@@ -609,9 +599,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         """
         from .observe.check import check
 
-        with self._lock:
-            self._state.settle()
-            check(self._state)
+        self._read(check)
 
 
 _MANAGERS: WeakSet[CacheManager[Any, Any, Any]] = WeakSet()

@@ -25,18 +25,17 @@ OnEvict = Callable[[int, Ids, list[bytes]], "Collection[bytes] | object | None"]
 log = logging.getLogger("pc.cache")
 
 
-class _Thread(threading.local):
-    """A thread-local object, whose `mark` lives exactly as long as its thread.
+_current = threading.local()
+
+
+def _mark() -> set[None]:
+    """Return an object that lives exactly as long as the current thread.
 
     `sys._current_frames` would also tell which threads have ended. But it may collect garbage while it holds a lock of
     the interpreter. Two threads that call it can then wait for each other forever (CPython 3.11).
     """
-
-    def __init__(self) -> None:
-        self.mark: set[None] = set()
-
-
-_current = _Thread()
+    mark: set[None] = _current.__dict__.setdefault("mark", set())
+    return mark
 
 
 class Evicted:
@@ -51,7 +50,7 @@ class Evicted:
     def __init__(self, victims: list[tuple[int, Ids, list[bytes]]]) -> None:
         self.victims = victims
         self.taken = self.failed = 0
-        self._thread, self._inside = weakref.ref(_current.mark), threading.Lock()
+        self._thread, self._inside = weakref.ref(_mark()), threading.Lock()
 
     @property
     def is_over(self) -> bool:
@@ -59,7 +58,7 @@ class Evicted:
 
         The thread that evicted them has ended, or it reads this property outside of `on_evict`.
         """
-        if self._thread() is _current.mark:
+        if self._thread() is _mark():
             return not self._inside.locked()
         return self._thread() is None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -29,13 +29,6 @@ Index = slice | npt.NDArray[np.intp]
 Eviction = tuple["BlockPool", Ids, Words, int, Ticks, Ids]
 
 log = logging.getLogger("pc.cache")
-
-
-class Watcher(Protocol):
-    """A cache that mirrors the slots of a pool."""
-
-    def refill(self, block: int, first: int, source: int) -> None:
-        """See `BlockPool.refill`; called under the manager's lock."""
 
 
 class Log:
@@ -97,7 +90,8 @@ class BlockPool:
         words: Hash of each published block, `[num_blocks, words]`; 0 for other blocks.
         num_free: Number of blocks without content.
         num_cached: Number of complete blocks with a reference count of 0. They stay published until evicted.
-        watchers: Caches to notify when slots of a block in use get other contents; see `Watcher`.
+        watchers: Caches of tensors, whose `refill` is called, with the arguments of `BlockPool.refill` and under the
+            manager's lock, when slots of a block in use get other contents.
         log: Changes and tasks of the running verb, shared by the pools of a manager.
     """
 
@@ -112,7 +106,7 @@ class BlockPool:
         self.words: Words = np.zeros((num_blocks, hasher.words), np.uint64)
         self.table = HashTable(self.words)
         self.clock = 0
-        self.watchers: WeakSet[Watcher] = WeakSet()
+        self.watchers: WeakSet[Any] = WeakSet()
         self._managed = log is not None
         self.log = Log() if log is None else log
         self.residency = Residency()
@@ -166,7 +160,7 @@ class BlockPool:
 
         `held` are cached blocks that will be held first.
         """
-        available = self.available
+        available = self.num_free + self.num_cached
         if held.size and count + held.size > available:
             available -= self.unreferenced(held)
         if count > available:
@@ -390,20 +384,3 @@ class BlockPool:
             for hook, chosen in (("completed", listed[ids]), ("released", (listed & unheld)[ids])):
                 if chosen.any():
                     self._call(hook, ids[chosen])
-
-    def check(self, held: Ids) -> None:
-        """Assert every invariant of the pool. `held` are all block references, with repetition."""
-        refs = np.bincount(held, minlength=self.num_blocks) if held.size else np.zeros(self.num_blocks, np.int64)
-        assert np.array_equal(refs, self.ref_count), "reference counts differ from what requests hold"
-        free = self._free[: self.num_free]
-        assert np.unique(free).size == free.size, "a block is free twice"
-        assert not self.ref_count[free].any(), "a free block is held"
-        listed = self.table.listed
-        assert not listed[free].any(), "a free block is published"
-        assert not self.words[~listed].any(), "a block that is not published has a hash"
-        cached = (self.ref_count == 0) & listed
-        assert int(cached.sum()) == self.num_cached, "the count of cached blocks is wrong"
-        in_use = int(np.count_nonzero(self.ref_count))
-        assert free.size + self.num_cached + in_use == self.num_blocks, "free + cached + held differs from all"
-        self.table.check()
-        self.policy.check()

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,15 +16,15 @@ from .table import Ids
 
 # Attributes of a request that verbs change. They grow `tokens` and the room of `tables` in place as well.
 CHANGING = (
-    *("pending", "tables", "num_blocks", "chain", "committed", "computed", "published", "digests", "released"),
-    *("replaced", "check_tail", "writing", "loading", "new_states"),
+    *("pending", "tables", "num_blocks", "hit", "chain", "committed", "computed", "published", "digests"),
+    *("replaced", "check_tail", "writing", "new_states", "host_end", "host_blocks", "host_slots"),
 )
 _changing = attrgetter(*CHANGING)
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A running request.
+    """A running or preempted request. A preempted one has no blocks.
 
     A verb may grow `tokens` and the room of `tables` in place. It replaces all other values, because
     `ManagerState.begin` keeps references to the old ones.
@@ -38,16 +38,19 @@ class Request:
         published: Logical blocks before this one that the request holds are published in the prefix cache.
         tables: For each group, block numbers by logical block, with room to grow; -1 is a hole.
         num_blocks: Number of logical blocks. The rest of each table is room.
-        chain: Running hash after `chain.hashed` blocks; None if it must be built again.
-        digests: Hashes of the complete blocks of the prompt, as far as they are still valid.
-        hit: Number of leading blocks that were cached when the request started.
-        released: For each group, logical blocks before this one, apart from sinks, were released.
+        chain: Running hash after the blocks of `digests`; None if it must be built again.
+        digests: Hashes of the first complete blocks: those of the prompt, and every block before `committed`.
+        hit: Number of leading blocks that were cached when the request started, as far as they are left.
         replaced: For each group, blocks that were replaced in the table, held until the next commit or free.
         check_tail: Whether the next append must check if other requests see the last, partly filled block.
-        loading: For each group, host slots that the KV is copied from, held until the next commit or free.
         new_states: (group, logical block) of states of `checkpoint` that no commit has published yet.
         prompt_tokens: Number of tokens with which the request started.
         writing: Hash of the block that this request computes and others may wait for, or None.
+        host_end: While it is preempted, computing can continue here with the KV in host memory, or one token earlier if
+            this is the end.
+        host_blocks: For each group, the logical blocks in host memory, while the request is preempted.
+        host_slots: For each group, the host slots of these blocks. `resume` loads them, and the next commit or free
+            releases them.
     """
 
     tokens: array[int]
@@ -64,12 +67,13 @@ class Request:
     committed: int = 0
     computed: int = 0
     published: int = 0
-    released: list[int] = field(default_factory=list)
     replaced: list[Ids] | None = None
     check_tail: bool = False
     writing: bytes | None = None
-    loading: Sequence[list[int]] = ()
     new_states: Sequence[tuple[int, int]] = ()
+    host_end: int = 0
+    host_blocks: Sequence[Ids] = ()
+    host_slots: Sequence[list[int]] = ()
 
     @property
     def namespace(self) -> bytes | None:
@@ -101,7 +105,6 @@ class Request:
         other.tables = [self.written_table(group, self.num_blocks) for group in range(len(self.tables))]
         other.num_blocks = self.num_blocks
         other.committed, other.computed, other.published = self.committed, self.computed, self.published
-        other.released = list(self.released)
         return other
 
     def keep_replaced(self, group: int, ids: Ids) -> None:
@@ -136,19 +139,3 @@ class Request:
             larger[: table.size] = table
             self.tables[group] = table = larger
         return table
-
-
-class Preempted(NamedTuple):
-    """A preempted request, without blocks.
-
-    Attributes:
-        request: Its tokens, keys, priority and ttl stay.
-        position: Computing can continue here with the KV in host memory, or one token earlier if it is the end.
-        blocks: For each group, the logical blocks in host memory.
-        slots: For each group, the host slots of these blocks.
-    """
-
-    request: Request
-    position: int = 0
-    blocks: Sequence[Ids] = ()
-    slots: Sequence[list[int]] = ()

@@ -20,22 +20,25 @@ With three rules, a verb needs no code to undo its changes:
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from .allocation import Allocation, BaseAllocation, GroupedAllocation
 from .groups import FullAttention, Group, Tensors
 from .hashing import BlockHasher, split_digests
-from .listeners import Listeners
-from .lookup import Hit, Reuse
+from .listeners import Listener
+from .lookup import Hit
 from .observe.history import History
 from .offload import Evicted, OnEvict
 from .policies import PolicyLike, make_policy
-from .pool import EMPTY, BlockPool, Log
+from .pool import EMPTY, BlockPool, Log, log
 from .remembered import RememberedHashes
-from .request import Preempted, Request
+from .request import Request
 from .table import Ids
+
+if TYPE_CHECKING:
+    from .reuse import Reuse
 
 # Number of requests between two adjustments of the capacity for remembered hashes
 FIT_EVERY = 256
@@ -73,6 +76,9 @@ class ManagerState:
         snapshot: The values that the running verb may change; None while it only reads.
         offloading: Holders of the blocks with which `on_evict` is being called.
         writers: The request that computes the block of each hash.
+        listeners: See `CacheManager.listeners`.
+        events: Events of complete verbs for the listeners, each a method of `Listener` and its arguments.
+        notifying: Whether listeners are being notified. Verbs that they call add their events to `events`.
         history: Memory of `CacheManager.explain`.
         counts: The counters of `CacheManager.stats`.
     """
@@ -89,13 +95,15 @@ class ManagerState:
         self.allocation: type[BaseAllocation] = Allocation if len(groups) == 1 else GroupedAllocation
         self.log = Log()
         self.snapshot: Snapshot | None = None
-        self.listeners = Listeners()
+        self.listeners: list[Listener] = []
+        self.events: list[tuple[Any, ...]] = []
+        self.notifying = False
         self.reuses: dict[str, Reuse] = {}
         self.on_evict: OnEvict | None = None
         self.pools = [BlockPool(g.num_blocks or num_blocks, hasher, make_policy(policy), self.log) for g in groups]
         self.fit_hashes()
         self.running: dict[Hashable, Request] = {}
-        self.preempted: dict[Hashable, Preempted] = {}
+        self.preempted: dict[Hashable, Request] = {}
         self.host_blocks = host_blocks
         self.offloading: list[Evicted] = []
         self.writers: dict[bytes, Hashable] = {}
@@ -108,9 +116,9 @@ class ManagerState:
 
     def with_reuse(self, name: str) -> dict[str, Reuse]:
         """Return `reuses` with one more index of `pc.cache.reuse`, which is imported on first use."""
-        from .reuse import make_reuse
+        from .reuse import REUSES
 
-        return {**self.reuses, name: make_reuse(name, self.pools[0])}
+        return {**self.reuses, name: REUSES[name](self.pools[0])}
 
     def extended(self, request: Request, hit: Hit, reuse: str = "prefix", segments: Any = None) -> Hit:
         """Return a hit with everything else that can be reused."""
@@ -120,10 +128,9 @@ class ManagerState:
 
     def run(self, verb: Callable[..., T], args: tuple[Any, ...]) -> T:
         """Call a verb with this state and `args`, then notify listeners. A verb that raises has changed nothing."""
-        log, listeners = self.log, self.listeners
+        log, nested = self.log, self.notifying
         if log.in_policy:
             raise RuntimeError("the manager was called from within a hook of its eviction policy")
-        nested = listeners.busy
         try:
             if self.snapshot is not None or log.evicted or log.later or self.offloading:
                 self._settle()  # finish after earlier interrupts
@@ -132,8 +139,8 @@ class ManagerState:
                 self.snapshot = None  # from here on the verb is complete
                 if log.evicted or log.later:
                     self._finish()
-            if listeners.queue and not nested:
-                listeners.notify()
+            if self.events and not nested:
+                self._notify()
             return result
         except BaseException:
             attempts = 0
@@ -163,7 +170,7 @@ class ManagerState:
 
         `nested`: whether a listener called the verb.
         """
-        self.log.in_policy, self.listeners.busy = False, nested
+        self.log.in_policy, self.notifying = False, nested
         if self.snapshot is None:
             return
         requests, growing, fields, num_running, num_preempted = self.snapshot
@@ -194,17 +201,14 @@ class ManagerState:
 
     def _settle(self) -> None:
         if self.snapshot is not None:
-            self.undo(self.listeners.busy)
+            self.undo(self.notifying)
         self._finish()
         ended = [evicted for evicted in self.offloading if evicted.is_over]
         if ended:
             self.begin()
-            taken, failed = sum([evicted.taken for evicted in ended]), sum([evicted.failed for evicted in ended])
             self.offloading = [evicted for evicted in self.offloading if evicted not in ended]
-            counts = self.counts
-            more = {"offloaded": counts["offloaded"] + taken, "failed_offloads": counts["failed_offloads"] + failed}
-            self.counts = counts | more
             for evicted in ended:
+                self.count(offloaded=evicted.taken, failed_offloads=evicted.failed)
                 for group, blocks, _ in evicted.victims:
                     self.pools[group].release(blocks)
             self.snapshot = None
@@ -221,13 +225,26 @@ class ManagerState:
             self.history.blocks_evicted(words, group)
             for user in self.reuses.values():
                 user.removed(words)
-            if self.listeners.registered:
-                self.listeners.add("removed", group, split_digests(words))
+            if self.listeners:
+                self.events.append(("removed", group, split_digests(words)))
             del evicted[0]
         while later:
             function, *args = later[0]
             function(*args)
             del later[0]
+
+    def _notify(self) -> None:
+        """Notify all listeners of all events, in order."""
+        self.notifying = True  # stays True after an interrupt, until `undo`
+        while self.events:
+            event, *args = self.events[0]
+            for listener in tuple(self.listeners):
+                try:
+                    getattr(listener, event)(*args)
+                except Exception:  # noqa: PERF203
+                    log.exception("%s.%s raised; the manager continues", type(listener).__name__, event)
+            del self.events[0]
+        self.notifying = False
 
     def _rebuild(self) -> None:
         """Derive all state that follows from requests and hashes."""
@@ -247,9 +264,8 @@ class ManagerState:
 
     def host_slots(self, group: int) -> list[int]:
         """Return the host slots that a group uses, for preempted requests and for blocks that are being loaded."""
-        slots = [saved.slots[group] for saved in self.preempted.values() if saved.slots]
-        slots += [request.loading[group] for request in self.running.values() if request.loading]
-        return [slot for some in slots for slot in some]
+        requests = (*self.preempted.values(), *self.running.values())
+        return [slot for request in requests if request.host_slots for slot in request.host_slots[group]]
 
     @property
     def nbytes(self) -> int:
@@ -260,6 +276,12 @@ class ManagerState:
     def index_bytes(self) -> int:
         """Bytes of the indexes that find more than whole blocks of a prefix."""
         return sum(user.nbytes for user in self.reuses.values())
+
+    def count(self, **more: int) -> None:
+        """Add to counters. The dictionary is replaced, because the snapshot has the old one."""
+        self.counts = dict(self.counts)
+        for name, number in more.items():
+            self.counts[name] += number
 
     def per_group(self, values: list[T]) -> Any:
         """Return one value for each group as callers see it: a list, or the value itself if there is one group."""
@@ -274,6 +296,24 @@ class ManagerState:
         if (request := self.running.get(request_id)) is None:
             raise KeyError(f"request_id: got {request_id!r}, needs a running request")
         return request
+
+    def table(self, request_id: Hashable, group: int) -> Ids:
+        """See `CacheManager.block_table`."""
+        request = self.get(request_id)
+        if not 0 <= group < len(self.groups):
+            raise IndexError(f"group: got {group}, needs 0 to {len(self.groups) - 1}")
+        return request.tables[group][: request.num_blocks].copy()
+
+    def block_hashes(self, request_id: Hashable) -> list[bytes]:
+        """See `CacheManager.block_hashes`."""
+        request = self.get(request_id)
+        tokens = request.tokens + request.pending if request.pending else request.tokens
+        return split_digests(self.hasher.hash_blocks(tokens, request.keys))
+
+    def victim(self) -> Hashable:
+        """See `CacheManager.victim`."""
+        order = [(r.priority, -i, request_id) for i, (request_id, r) in enumerate(self.running.items())]
+        return min(order, key=lambda row: row[:2])[2] if order else None
 
     def check_new(self, name: str, request_id: Hashable) -> None:
         """Raise ValueError if an id is in use."""
@@ -301,7 +341,7 @@ class ManagerState:
 
     def end_step(self, request: Request) -> None:
         """Release what was held for the last step: replaced blocks, and host slots that were read."""
-        request.loading = ()
+        request.host_slots = ()
         replaced, request.replaced = request.replaced, None
         for pool, ids in zip(self.pools, replaced or (), strict=False):
             pool.release(ids)
@@ -309,7 +349,7 @@ class ManagerState:
     def release(self, request_id: Hashable, request: Request, returns: float | None = None) -> None:
         """End a running request and release all it holds. The caller has called `begin`."""
         del self.running[request_id]
-        if request.replaced is not None or request.loading:
+        if request.replaced is not None:
             self.end_step(request)
         if request.writing is not None:
             self.stop_writing(request)
@@ -325,7 +365,7 @@ class ManagerState:
     def behind_window(self, request: Request, group: int, position: int) -> tuple[slice, Ids]:
         """Return the logical blocks that no query at `position` or later reads, and the blocks held in them."""
         spec, size = self.groups[group], self.block_size
-        first, last = max(request.released[group], spec.sink_blocks(size)), spec.first_needed(position, size)
+        first, last = spec.sink_blocks(size), spec.first_needed(position, size)
         if request.new_states:  # their states must still be written
             last = min([last, *[block for at, block in request.new_states if at == group]])
         blocks = slice(first, max(first, last))
@@ -335,9 +375,8 @@ class ManagerState:
     def leave_window(self, request: Request, group: int, position: int) -> None:
         """Release the blocks that `behind_window` returns."""
         blocks, ids = self.behind_window(request, group, position)
-        if blocks.start < blocks.stop:
+        if ids.size:
             request.put_blocks(group, blocks, -1)
-            request.released = [*request.released[:group], blocks.stop, *request.released[group + 1 :]]
             self.pools[group].release(ids)
 
     def reset(self) -> None:
@@ -356,4 +395,5 @@ class ManagerState:
         self.history.clear()
         for user in self.reuses.values():
             user.clear()
-        self.listeners.add("cleared")
+        if self.listeners:
+            self.events.append(("cleared",))

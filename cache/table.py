@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -152,17 +153,7 @@ class HashTable:
         if self._num_passed > self._size // 16:
             self.renew(self.listed.nonzero()[0].astype(np.int32))
         if ids.size <= FEW:
-            crowded, slots, slot_of, mask = [], self._slots_view, self._slot_of_view, self._mask
-            blocks = ids.tolist()
-            for block, key in zip(blocks, digests[:, 0].tolist(), strict=True):
-                at = key & mask
-                slot = slots[at]
-                if slot < PASSED and slot_of[slot] != at:
-                    slots[at] = block
-                    slot_of[block] = at
-                else:
-                    crowded.append(block)
-            return self._put_rest(ids, digests, [blocks.index(block) for block in crowded]) if crowded else None
+            return self._put_each(ids, digests, range(ids.size))
         at = self._start(digests)
         places = self._slots.take(at)
         taken = places >= PASSED
@@ -175,10 +166,10 @@ class HashTable:
         index = ids.astype(np.intp)
         self.slot_of[index] = at
         self.slot_of[index.take(rest)] = -1
-        return self._put_rest(ids, digests, rest.tolist())
+        return self._put_each(ids, digests, rest.tolist())  # a tenth of the blocks in a full pool
 
-    def _put_rest(self, ids: Ids, digests: Words, rows: list[int]) -> Ids | None:
-        """Add blocks whose first slot was taken, one by one. In a full pool this is a tenth of the blocks."""
+    def _put_each(self, ids: Ids, digests: Words, rows: Iterable[int]) -> Ids | None:
+        """Add the blocks in some rows one by one; see `put`."""
         slots, slot_of, mask = self._slots_view, self._slot_of_view, self._mask
         first_word, width = self._words_view, self._width
         duplicates: dict[int, int] = {}

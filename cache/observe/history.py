@@ -73,9 +73,8 @@ class History:
             size, tokens, committed = self._block_size, request.tokens, request.committed
             # If the tokens end inside the first block that is not published, keep all of them: they may explain a miss.
             end = len(tokens) if len(tokens) < (committed // size + 1) * size else committed
-            hit = request.hit if request.hit <= min(len(request.digests), committed // size) else 0
-            before = request.digests[hit - 1].tobytes() if hit else None
-            own = tokens[hit * size : end]
+            before = request.digests[request.hit - 1].tobytes() if request.hit else None
+            own = tokens[request.hit * size : end]
             self.ended.add((request.keys, before, own, committed), ENTRY_BYTES + 4 * len(own))
 
     def blocks_evicted(self, words: Words, group: int) -> None:

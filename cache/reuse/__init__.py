@@ -1,15 +1,43 @@
-"""Ways to reuse more than the leading whole blocks of a prompt; see `pc.cache.lookup.Reuse`."""
+"""Ways to reuse more than the leading whole blocks of a prompt; see `Reuse`."""
 
 from __future__ import annotations
 
-from ..lookup import Reuse
-from ..pool import BlockPool
+from collections.abc import Sequence
+from typing import Protocol
+
+from ..hashing import Words
+from ..lookup import Hit
+from ..request import Request
+from ..runs import Span
 from .moved import MovedText
 from .partial import PartialBlocks
 
-USERS: dict[str, type[PartialBlocks] | type[MovedText]] = {"partial": PartialBlocks, "anywhere": MovedText}
+REUSES: dict[str, type[PartialBlocks] | type[MovedText]] = {"partial": PartialBlocks, "anywhere": MovedText}
+"""Indexes by name. Each is made for the blocks of a pool."""
 
 
-def make_reuse(name: str, pool: BlockPool) -> Reuse:
-    """Return a new index from `USERS`, by name, for the blocks of a pool."""
-    return USERS[name](pool)
+class Reuse(Protocol):
+    """A way to reuse more than the leading whole blocks of a prompt. It works with one group that needs all its blocks.
+
+    `extend` runs in the middle of verbs and changes nothing. `published` and `removed` run when a verb is complete,
+    under the manager's lock, and may run twice for the same blocks.
+    """
+
+    def extend(self, request: Request, hit: Hit, reuse: str, segments: Sequence[Span] | None) -> Hit:
+        """Return the hit with `borrowed` blocks and the tokens reused from them. Change nothing but the request.
+
+        `reuse` and `segments` are those of `CacheManager.allocate`.
+        """
+
+    def published(self, request: Request, first: int, last: int) -> None:
+        """Record that logical blocks [first, last) of a request are published."""
+
+    def removed(self, words: Words) -> None:
+        """Record that blocks with these hashes, `[blocks, words]`, were evicted."""
+
+    def clear(self) -> None:
+        """Record that no block is published any more."""
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of the index."""

@@ -19,7 +19,7 @@ from .content import ContentIndex
 
 
 class MovedText:
-    """A `pc.cache.lookup.Reuse` that finds text by content."""
+    """A `pc.cache.reuse.Reuse` that finds text by content."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool, self._block_size = pool, pool.hasher.block_size
@@ -107,7 +107,7 @@ class MovedText:
         """Return the first runs whose blocks can be held until commit besides the blocks that the request takes."""
         pool, (part,), kept = self._pool, hit.groups, list[MovedSpan]()
         held: Ids = np.concatenate((part.held, hit.borrowed))
-        room = pool.available - part.prefix_lengths.size
+        room = pool.available - part.fresh.size
         for run in found:
             held = np.union1d(held, run.slots // self._block_size).astype(np.int32)
             if pool.unreferenced(held) > room:

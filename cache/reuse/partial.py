@@ -21,7 +21,7 @@ ENTRY_BYTES = 400
 
 
 class PartialBlocks:
-    """A `pc.cache.lookup.Reuse` that keeps the tokens of published blocks by the prefix before them."""
+    """A `pc.cache.reuse.Reuse` that keeps the tokens of published blocks by the prefix before them."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool, self._block_size = pool, pool.hasher.block_size
@@ -70,7 +70,7 @@ class PartialBlocks:
         """
         (part,), namespace, size, pool = hit.groups, request.namespace, self._block_size, self._pool
         behind_a_gap = hit.cached and hit.cached[-1][1] > hit.position
-        if namespace is None or behind_a_gap or part.slots or not part.prefix_lengths.size:
+        if namespace is None or behind_a_gap or part.slots or not part.fresh.size:
             return hit
         start, whole = hit.blocks * size, len(request.tokens)
         end = min(hit.num_tokens if hit.num_tokens < whole else whole - 1, start + size)
@@ -80,7 +80,7 @@ class PartialBlocks:
             return hit
         source = pool.table.find(np.frombuffer(block_hash, np.uint64)[None])
         available = pool.available - pool.unreferenced(np.concatenate((part.held, source)))
-        if source[0] < 0 or part.prefix_lengths.size > available:
+        if source[0] < 0 or part.fresh.size > available:
             return hit
         reached = start + common
         return hit._replace(position=reached, cached=[(0, reached)], committed=reached, borrowed=source, copied=common)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
 import pytest
 from cache_model import BLOCK, GROUPS, Model
 
@@ -120,12 +121,17 @@ def a_host_slot_in_use_is_given_again(patch):
 
 
 def state_is_published_under_another_hash(patch):
-    honest = commit._digest_of
+    honest = commit._publish
 
-    def digest_of(state, request, group, block):
-        return honest(state, request, group, max(block - state.groups[group].holds_states, 0))
+    def publish(state, request, group, first, last):
+        digests = request.digests
+        if state.groups[group].holds_states:
+            request.digests = np.concatenate((digests[:1], digests[:-1]))
+        pairs = honest(state, request, group, first, last)
+        request.digests = digests
+        return pairs
 
-    patch.setattr(commit, "_digest_of", digest_of)
+    patch.setattr(commit, "_publish", publish)
 
 
 def a_hit_ends_a_block_early(patch):
@@ -133,11 +139,11 @@ def a_hit_ends_a_block_early(patch):
 
 
 def resume_takes_the_wrong_host_slot(patch):
-    class Wrong(swap.GroupHit):
-        def __new__(cls, table, held, fresh, prefix_lengths, slots):
-            return super().__new__(cls, table, held, fresh, prefix_lengths, [max(slots, default=0)] * len(slots))
+    class Wrong(lookup.GroupHit):
+        def __new__(cls, table, held, fresh, slots=()):
+            return super().__new__(cls, table, held, fresh, [max(slots, default=0)] * len(slots))
 
-    patch.setattr(swap, "GroupHit", Wrong)
+    patch.setattr(lookup, "GroupHit", Wrong)
 
 
 def hits_are_not_protected_from_eviction(patch):
@@ -229,12 +235,13 @@ def a_fork_of_moved_text_is_exact(patch):
 
 
 def a_preempted_request_is_exact_again(patch):
-    def forget(request, *rest):
+    def resume(state, request_id):
+        request = state.preempted[request_id]
         request.keys = request.keys._replace(placed=())
-        return honest(request, *rest)
+        return honest(state, request_id)
 
-    honest = swap.Preempted
-    patch.setattr(swap, "Preempted", forget)
+    honest = swap.resume
+    patch.setattr(swap, "resume", resume)
 
 
 def a_chain_built_again_is_exact(patch):

@@ -9,6 +9,7 @@ import pytest
 
 import pc
 from pc.cache.hashing import BlockHasher
+from pc.cache.observe.check import check_pool
 from pc.cache.policies import LRU, POLICIES, make_policy
 from pc.cache.pool import BlockPool
 
@@ -61,13 +62,13 @@ def test_acquire_returns_cached_then_fresh_blocks(name):
     pool.release(ids)
     again = pool.policy.acquire([b.hash for b in first[:2]])
     assert [(b.number, b.cached, b.access_count) for b in again] == [(ids[0], True, 2), (ids[1], True, 2)]
-    pool.check(ids[:2])
+    check_pool(pool, ids[:2])
     pool.release(ids[:2])
     other = pool.policy.acquire([7] * 16)
     assert [b.cached for b in other] == [False] * 4
     with pytest.raises(pc.OutOfBlocks):
         pool.policy.acquire([1])
-    pool.check(np.array([b.number for b in other], np.int32))
+    check_pool(pool, np.array([b.number for b in other], np.int32))
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
