@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -146,20 +146,13 @@ class Explanation:
         return f"{self.matched} of {self.num_tokens} tokens are cached: {why}{groups}{more}"
 
 
-class Table(Protocol):
-    """The cached blocks of a group, found by their hashes."""
-
-    def find(self, digests: Words) -> Ids:
-        """Return the block of each hash, -1 where no block has it."""
-
-
 class Source(NamedTuple):
     """A cache as an explanation reads it: that of a manager, or that of an engine through an adapter.
 
     Attributes:
         hasher: The hash function of blocks.
         groups: The groups of the cache.
-        tables: The cached blocks of each group.
+        find: For each group, a function that returns the cached block of each hash, -1 where no block has it.
         texts: Remembered texts with None, oldest first. Then the texts of running requests with the request's name.
         evicted: Time and group of evicted hashes.
         manager: The state of a manager. It may also reuse parts of blocks, or text at other positions. None for an
@@ -168,7 +161,7 @@ class Source(NamedTuple):
 
     hasher: BlockHasher
     groups: Sequence[Group]
-    tables: Sequence[Table]
+    find: Sequence[Callable[[Words], Ids]]
     texts: Sequence[tuple[Ended, Hashable]]
     evicted: Iterable[tuple[float, Words, int]] = ()
     manager: ManagerState | None = None
@@ -185,9 +178,9 @@ class Source(NamedTuple):
         for name, request in state.running.items():
             tokens = request.tokens + request.pending if request.pending else request.tokens
             texts.append(((request.keys, None, tokens, request.committed), name))
-        tables = [pool.table for pool in state.pools]
+        find = [pool.table.find for pool in state.pools]
         evicted = (entry for entry, _ in state.history.evicted)
-        return cls(state.hasher, state.groups, tables, texts, list(evicted), state)
+        return cls(state.hasher, state.groups, find, texts, list(evicted), state)
 
 
 class Known(NamedTuple):
@@ -231,7 +224,7 @@ def explain_from(
     size, count = source.block_size, len(tokens)
     chain = Chain(hasher, keys)
     digests = chain.extend(tokens, count // size)
-    listed = [table.find(digests) for table in source.tables]
+    listed = [find(digests) for find in source.find]
     hit, over_gaps = (find_in_groups(source.groups, listed, size, count, count, gaps) for gaps in (False, True))
     gap_tokens = sum(end - start for start, end in over_gaps.cached) - hit.position
     blocks = hit.blocks
@@ -282,7 +275,7 @@ def _absent(source: Source, known: list[Known], prompt: Known, block: int) -> Wh
     if block == len(prompt.digests):
         return None
     start, digest = block * source.block_size, prompt.digests[block]
-    there = [bool(table.find(digest[None])[0] >= 0) for table in source.tables]
+    there = [bool(find(digest[None])[0] >= 0) for find in source.find]
     parts = [group.holds_states or bool(group.first_needed(1 << 40, 1)) for group in source.groups]
     if any(there) and all(is_there for is_there, part in zip(there, parts, strict=True) if not part):
         lacking = [i for i, part in enumerate(parts) if part]
@@ -314,7 +307,7 @@ def _by_group(source: Source, known: list[Known], prompt: Known, hit: int) -> tu
     size, count, misses = source.block_size, len(prompt.tokens), []
     if len(source.groups) == 1:
         return ()
-    resident = [table.find(prompt.digests) >= 0 for table in source.tables]
+    resident = [find(prompt.digests) >= 0 for find in source.find]
     own = [longest_hit([g], [there], count, size) for g, there in zip(source.groups, resident, strict=True)]
     attention = [i for i, spec in enumerate(source.groups) if not spec.holds_states]
     reach = longest_hit([source.groups[i] for i in attention], [resident[i] for i in attention], count, size)
@@ -367,7 +360,7 @@ def _different(source: Source, prompt: Known, known: list[Known], hit: Hit) -> W
 def _is_cached(source: Source, text: Known, block: int) -> bool:
     """Return whether a block of a remembered text is still in the cache."""
     digests = text.digests[block : block + 1]
-    return any(table.find(digest[None])[0] >= 0 for table in source.tables for digest in digests)
+    return any(find(digest[None])[0] >= 0 for find in source.find for digest in digests)
 
 
 def _longest(prompt: Known, known: list[Known], block: int) -> tuple[int, str, Known | None]:
@@ -412,7 +405,7 @@ def _moved_tokens(
     namespace, size, manager = chain.namespace, source.block_size, source.manager
     if namespace is None or manager is None or not manager.prefix_only:
         return 0
-    user, table = manager.reuses.get("anywhere"), source.tables[0]
+    user = manager.reuses.get("anywhere")
     if isinstance(user, MovedText):
         content = user.index
     else:  # built from remembered texts
@@ -421,7 +414,7 @@ def _moved_tokens(
             own = Chain(hasher, text.keys).namespace
             if own is None:  # depends on a key placed inside the text
                 continue
-            ids = table.find(text.digests)
+            ids = source.find[0](text.digests)
             for _, first, end in find_runs((ids >= 0).nonzero()[0]):
                 tokens = array("I", text.tokens[first * size : end * size].tobytes())
                 content.add(ids[first:end], int(ids[first - 1]) if first else -1, tokens, own, True)

@@ -7,9 +7,7 @@ import warnings
 from collections import UserDict
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
-
-from ..table import Ids
+from .acquire import choose
 from .base import Block, EvictionPolicy, PoolView
 from .ghosts import Ghosts
 from .lru import LRU
@@ -89,31 +87,6 @@ def make_policy(policy: PolicyLike) -> EvictionPolicy:
             raise ValueError("policy: got an instance that already serves a pool, needs a fresh one")
         return policy
     raise TypeError(f"policy: got {type(policy).__name__}, needs a name, an EvictionPolicy or its class")
-
-
-def choose(policy: EvictionPolicy, count: int) -> Ids:
-    """Return `count` victims of a policy, after a check. For engines that have their own pool.
-
-    Raises:
-        RuntimeError: The policy returned another number of blocks, a block twice, or a block that a request holds.
-
-    Examples:
-        >>> from pc.cache.policies import choose
-        >>> manager = pc.CacheManager(num_blocks=2, block_size=4)
-        >>> allocation = manager.allocate("a", range(4))
-        >>> merged = manager.commit("a", 4)
-        >>> manager.free("a")
-        >>> choose(manager.pools[0].policy, 1).tolist()
-        [0]
-    """
-    ids, name = policy.victims(count), type(policy).__name__
-    if len(ids) != count:
-        raise RuntimeError(f"{name}.victims: got {len(ids)}, needs {count} blocks")
-    if not type(policy).__module__.startswith("pc.cache.") and len(np.unique(ids)) != count:
-        raise RuntimeError(f"{name}.victims: got a block twice")
-    if policy.pool.ref_count[ids].any():
-        raise RuntimeError(f"{name}.victims: got a block that is referenced")
-    return ids
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Allocating the blocks of a sequence with a policy alone, without a manager's requests."""
+"""A policy without a manager: blocks allocated for a sequence, and victims chosen for an engine's own pool."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..hashing import TokenIds, encode_tokens, split_digests
-from .base import Block
+from ..table import Ids
+from .base import Block, EvictionPolicy
 
 
 def acquire(pool: Any, sequence: TokenIds | Sequence[bytes]) -> list[Block]:
@@ -36,3 +37,28 @@ def acquire(pool: Any, sequence: TokenIds | Sequence[bytes]) -> list[Block]:
         Block(block, i < hits.size, hashes[min(i, digests.shape[0])], *(field.item(block) for field in fields))
         for i, block in enumerate(ids.tolist())
     ]
+
+
+def choose(policy: EvictionPolicy, count: int) -> Ids:
+    """Return `count` victims of a policy, after a check. For engines that have their own pool.
+
+    Raises:
+        RuntimeError: The policy returned another number of blocks, a block twice, or a block that a request holds.
+
+    Examples:
+        >>> from pc.cache.policies import choose
+        >>> manager = pc.CacheManager(num_blocks=2, block_size=4)
+        >>> allocation = manager.allocate("a", range(4))
+        >>> merged = manager.commit("a", 4)
+        >>> manager.free("a")
+        >>> choose(manager.pools[0].policy, 1).tolist()
+        [0]
+    """
+    ids, name = policy.victims(count), type(policy).__name__
+    if len(ids) != count:
+        raise RuntimeError(f"{name}.victims: got {len(ids)}, needs {count} blocks")
+    if not type(policy).__module__.startswith("pc.cache.") and len(np.unique(ids)) != count:
+        raise RuntimeError(f"{name}.victims: got a block twice")
+    if policy.pool.ref_count[ids].any():
+        raise RuntimeError(f"{name}.victims: got a block that is referenced")
+    return ids

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,31 +19,6 @@ from .tier import Layout, Tensors, Tier, check_entries, check_key
 _NOT_FOUND, _EXISTS = -704, -705
 _UNREACHABLE = -800
 """At or below this code, a transfer or a call of another process failed. Codes above it concern one object."""
-
-
-class Store(Protocol):
-    """The methods of `mooncake.store.MooncakeDistributedStore` that the tier uses. Negative results are errors."""
-
-    def register_buffer(self, address: int, size: int, /) -> int:
-        """Register memory with the transfer engine."""
-
-    def unregister_buffer(self, address: int, /) -> int:
-        """Unregister memory."""
-
-    def batch_put_from(self, keys: list[str], addresses: list[int], sizes: list[int], /) -> list[int]:
-        """Store memory under keys; return 0 for each success."""
-
-    def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int], /) -> list[int]:
-        """Read values into memory of at most these sizes; return the number of bytes of each."""
-
-    def batch_is_exist(self, keys: list[str], /) -> list[int]:
-        """Return 1 for each key that exists, else 0."""
-
-    def remove(self, key: str, /) -> int:
-        """Remove a key."""
-
-    def close(self) -> int:
-        """Leave the store."""
 
 
 class MooncakeTier(Tier):
@@ -57,7 +32,9 @@ class MooncakeTier(Tier):
     Thread-safe: threads take turns at the buffer.
 
     Args:
-        store: A store that is set up; see `connect` to make one.
+        store: A `mooncake.store.MooncakeDistributedStore` that is set up (see `connect`), or an object with its methods
+            `register_buffer`, `unregister_buffer`, `batch_put_from`, `batch_get_into`, `batch_is_exist`, `remove` and
+            `close`. Negative results are errors.
         layout: Model and tensor shapes of the blocks.
         batch_blocks: Number of blocks in the buffer.
         retry_seconds: Time without calls after the store failed.
@@ -94,7 +71,7 @@ class MooncakeTier(Tier):
         True
     """
 
-    def __init__(self, store: Store, layout: Layout, batch_blocks: int = 64, retry_seconds: float = 30.0) -> None:
+    def __init__(self, store: Any, layout: Layout, batch_blocks: int = 64, retry_seconds: float = 30.0) -> None:
         if not isinstance(layout, Layout):
             raise TypeError(f"layout: got {type(layout).__name__}, needs a pc.cache.tiers.tier.Layout")
         if batch_blocks < 1:

@@ -818,7 +818,7 @@ class Worker:
         names = [*self.running, *self.preempted]
         if names:
             name = self.random.choice(names)
-            self.call(self.manager.free, name, self.random.choice([None, 0, 0.5]))
+            self.call(self.manager.free, name, None if self.model.exact else self.random.choice([None, 0, 0.5]))
             self.forget(name)
 
     def preempt(self):

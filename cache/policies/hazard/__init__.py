@@ -1,8 +1,9 @@
 """Learned eviction, which evicts the blocks that are least likely to be used again soon.
 
-`policy` logs notifications (`log`) and applies them to a table with a row for each request (`runs`). `model` estimates
-hazard rates of reuse, with evicted blocks included (`evicted`), and the worth of a block. `victims` evicts the blocks
-of least worth. A guard (`guard`) simulates lru in a shadow cache, and evicts in lru's order while that gives more hits.
+`policy` logs notifications (`log`) and applies them to a table with a row for each request (`runs`). It remembers
+evicted blocks as ghosts. `model` estimates hazard rates of reuse, with ghosts included, and the worth of a block.
+`victims` evicts the blocks of least worth. A guard (`guard`) simulates lru in a shadow cache, and evicts in lru's order
+while that gives more hits.
 """
 
 from __future__ import annotations

@@ -6,14 +6,13 @@ import numpy as np
 
 from ...table import Ids, count_nonzero
 from ..base import EvictionPolicy, PoolView
-from ..ghosts import RequestGhosts
+from ..ghosts import GhostRecord, Keys, RequestGhosts
 from ..run_queue import too_few
-from .evicted import EvictedBlocks
 from .guard import ShadowGuard
 from .log import NO_OWNER, EventLog
 from .model import DECAY, NEW_BOUNDS, UNKNOWN_ENDING, HazardModel, IntervalsAtRisk, ending_of
 from .runs import USE_BOUNDS, Numbers, RunTable
-from .victims import VictimChooser
+from .victims import Part, VictimChooser
 
 EVERY = 50  # requests between fits of the model; 100 gives 1 to 4 % fewer hits in small caches
 IDLE = 1024  # requests after which the model is fitted even if nothing is evicted
@@ -22,6 +21,7 @@ EARLY = 5  # early, a fit waits until a fifth of all requests are new; a quarter
 MEMORY = 8192  # latest requests to learn from; with 4096, lru gets more hits on the conversation trace at 30 %
 GHOSTS, GHOST_FLOOR = 4, 65_536  # ghosts for each block, and the minimum, because small caches see late returns too
 LOG_REQUESTS, LOG_BLOCKS = 512, 1 << 16  # maximum drained at once; more took 70 ms for a million blocks
+ONE = np.int32(1)
 LEAST_USES = USE_BOUNDS.astype(np.int32)[:, None]
 
 
@@ -62,7 +62,8 @@ class Hazard(EvictionPolicy):
         self.model = HazardModel()
         self.guard = ShadowGuard(self.pool.num_blocks)
         self.intervals = IntervalsAtRisk(self.runs, self.model)
-        self._evicted = EvictedBlocks(self._ghosts, self.runs, self.guard, self.intervals, self._earlier_uses)
+        self._filled: list[tuple[int, Ids, Keys, Ids]] = []  # times, blocks, keys and prefix lengths, not drained yet
+        self._gone: list[tuple[list[Part], Keys, Numbers]] = []  # victims by request, their keys and uses, likewise
         self._chooser = VictimChooser(self.runs, self.model, self._owner, self._child_count, self._place_bits)
 
     def accessed(self, ids: Ids, hit: bool) -> None:
@@ -80,7 +81,7 @@ class Hazard(EvictionPolicy):
             self._previous[ids[0]] = last
 
     def completed(self, ids: Ids) -> None:
-        self._evicted.filled.append((self._now, ids.copy(), self.pool.keys_of(ids), self.pool.prefix_length.take(ids)))
+        self._filled.append((self._now, ids.copy(), self.pool.keys_of(ids), self.pool.prefix_length.take(ids)))
 
     def returning(self, probability: float) -> None:
         self._returns = probability
@@ -104,11 +105,14 @@ class Hazard(EvictionPolicy):
         log.drain()
         self._drained_at = self._now
         ended = len(log.chains)
-        if not (ended or log.num_hits or self._evicted.filled):
+        if not (ended or log.num_hits or self._filled):
             return
         self._log = EventLog(self._owner, self._place_bits)
         runs, guard = self.runs, self.guard
-        self._evicted.drain(self._now)
+        if self._gone:  # first, because a block may return soon after its eviction
+            self._remember_victims()
+        if self._filled:
+            self._recall_filled()
         room = max(1, self.pool.num_blocks - max(0, self.pool.num_held - log.num_hits))
         if ended:
             rows = self._add_rows(log)
@@ -127,6 +131,48 @@ class Hazard(EvictionPolicy):
                 guard.evict_in_shadow(runs, self.model, self._now, self.pool.num_blocks - self.pool.num_held)
             guard.judge(self._now - self._judged, runs)
             self._judged = self._now
+
+    def _remember_victims(self) -> None:
+        """Make ghosts of victims, which show reuses that a larger cache would have hit.
+
+        Without them the model would be biased: the idle time of an evicted block would seem to end at its eviction.
+        """
+        parts = [part for parts, _, _ in self._gone for part in parts]
+        sizes = [ids.size for ids, _, _ in parts]
+        serials = np.repeat(np.array([serial for _, serial, _ in parts], np.int64), sizes)
+        tails = np.zeros(serials.size, np.int64)
+        tails[np.cumsum(sizes) - sizes] = [tail for _, _, tail in parts]
+        keys, uses = (np.concatenate(part) for part in list(zip(*self._gone, strict=True))[1:])
+        uses = np.minimum(uses, USE_BOUNDS[-1]).astype(np.int64)
+        self._gone = []
+        lost = self._ghosts.remember(keys, GhostRecord(serials, uses, tails), self._now)
+        known, rows = self.runs.find(lost.serial)
+        if known.size:
+            self.guard.forgotten(self.runs, rows)
+            np.subtract.at(self.runs.owned, rows, ONE)
+            self.intervals.forgotten(rows, lost.uses[known], lost.tail[known])
+
+    def _recall_filled(self) -> None:
+        """Find filled blocks that were evicted before."""
+        times, parts, keys, lengths = zip(*self._filled, strict=True)
+        self._filled = []
+        ids = np.concatenate(parts)
+        found, records = self._ghosts.recall(np.concatenate(keys), self._now)
+        self._earlier_uses[ids] = 0
+        if not found.size:
+            return
+        self._earlier_uses[ids[found]] = records.uses
+        runs = self.runs
+        known, rows = runs.find(records.serial)
+        if not known.size:
+            return
+        found = found[known]
+        begin = np.array([part.size for part in parts]).cumsum()
+        time = np.array(times)[begin.searchsorted(found, side="right")]
+        place = np.minimum(np.concatenate(lengths)[found] - 1, runs.size[rows] - 1)
+        self.guard.used(runs, rows, place, place + 1, resident=False)
+        np.subtract.at(runs.owned, rows, ONE)
+        self.intervals.recalled(rows, records.uses[known], records.tail[known], time)
 
     def _add_rows(self, log: EventLog) -> slice:
         """Add rows for requests that have ended."""
@@ -216,7 +262,7 @@ class Hazard(EvictionPolicy):
         self._ghosts.expect()
         index = ids.astype(np.intp)
         uses = self.pool.access_count.take(index) + self._earlier_uses.take(index)
-        self._evicted.gone(parts, self.pool.keys_of(ids), uses)
+        self._gone.append((parts, self.pool.keys_of(ids), uses))
         return ids
 
     def _evict(self, count: int) -> int:
@@ -240,6 +286,11 @@ class Hazard(EvictionPolicy):
     def removed(self, ids: Ids) -> None:
         self._log.drain()
         self._owner[ids] = -1
+
+    @property
+    def nbytes(self) -> int:
+        waiting = sum(ids.size for _, ids, _, _ in self._filled) + sum(keys.size for _, keys, _ in self._gone)
+        return super().nbytes + 16 * waiting
 
     def check(self) -> None:
         self._log.drain()

@@ -88,11 +88,11 @@ class Misses:
         tokens, keys = array("I", token_ids(request)), _keys_of(request)
         digests = split_digests(self._hasher.hash_blocks(tokens, keys))
         names = dict(zip(digests, request.block_hashes, strict=False))
-        tables = [GroupBlocks(self._pool, group, names) for group in range(len(self._groups))]
+        find = [GroupBlocks(self._pool, group, names).find for group in range(len(self._groups))]
         others = [other for other in self._scheduler.requests.values() if other.request_id != request.request_id]
         texts: list[tuple[Ended, Hashable]] = [(entry, None) for entry, _ in self._ended]
         texts += [(self._text_of(other), other.request_id) for other in others]
-        found = explain_from(Source(self._hasher, self._groups, tables, texts), tokens, keys)
+        found = explain_from(Source(self._hasher, self._groups, find, texts), tokens, keys)
         compression, block = self._scheduler.compression, found.position // self._size
         if found.reason == "evicted" and compression is not None and request.block_hashes[block] in compression.freed:
             found = replace(found, reason="compressed", there=None)
