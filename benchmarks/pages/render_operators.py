@@ -102,12 +102,38 @@ def render_gpu(page: Path) -> str:
     """Render tables of every measured GPU, or what is missing."""
     found = [name for name in devices() if name != "cpu"]
     if found:
-        return "\n\n".join(f"{render_operators(page, name)}\n\n{_generate(page, name)}".rstrip() for name in found)
-    return (
-        "**Missing.** No GPU has been measured yet, so nothing here says how fast the kernels are: no time of an "
-        "operator, no fraction of the roofline, no comparison with FlashInfer, flash-attn-4, vLLM or FlexAttention, no "
-        "generation on a GPU. `make gpu` measures all of it and writes the rows that this section is rendered from."
-    )
+        parts = [(render_operators(page, name), _eager(name), _generate(page, name)) for name in found]
+        return "\n\n".join("\n\n".join(each).rstrip() for each in parts)
+    return "No GPU has been measured yet: `make gpu`."
+
+
+def _eager(device: str, case: str = "decode 1x1k") -> str:
+    """Render the eager times of a case so short that they are the host's."""
+    rows = [row for row in read_rows(results(device, "paged_attention.csv")) if row["case"] == case]
+    times = {row["provider"]: float(row["p50_us"]) for row in rows if row["mode"] == "eager" and row["p50_us"]}
+    said = ", ".join(f"{short_time(time)} ({name})" for name, time in sorted(times.items(), key=lambda item: item[1]))
+    return f"Without a CUDA graph, {case} takes {said}."
+
+
+KINDS = {"decodes": ("decode",), "prefills and chunks": ("prefill", "chunk")}
+"""How names of cases of paged attention begin, by kind."""
+
+
+def render_gpu_summary(page: Path) -> str:
+    """Render a sentence for each GPU: our time beside that of the fastest rival, for each kind of case."""
+    said = []
+    for name in (name for name in devices() if name != "cpu"):
+        source = results(name, "paged_attention.csv")
+        rows = read_rows(source)
+        parts = []
+        for kind, begins in KINDS.items():
+            ratios = sorted(1 / float(case[-1]) for case in cells(rows) if case[0].startswith(begins) and case[-1])
+            middle = statistics.median(ratios)
+            parts.append(f"{len(ratios)} {kind} take {ratios[0]:.2f} to {ratios[-1]:.2f} of it (median {middle:.2f})")
+        device = rows[0]["device"]
+        said.append(f"Paged attention on {device}, beside the fastest rival's time: {', '.join(parts)}; ")
+        said[-1] += f"[rows]({link(page, source)})."
+    return " ".join(said)
 
 
 def _generate(page: Path, device: str) -> str:
