@@ -38,10 +38,7 @@ def append(state: ManagerState, request_id: Hashable, new: array[int]) -> BaseAl
 def append_each(state: ManagerState, request_ids: Sequence[Hashable], new: array[int]) -> AppendedTokens[Any, Any]:
     """Add a token to each of several requests; see `CacheManager.append_each`."""
     size, running = state.block_size, state.running
-    try:
-        requests = [running[request_id] for request_id in request_ids]
-    except KeyError:
-        requests = [state.get(request_id) for request_id in request_ids]
+    requests = [running.get(request_id) or state.get(request_id) for request_id in request_ids]
     if len(set(request_ids)) < len(requests):
         raise ValueError("request_ids: got a request twice, needs each once")
     positions = [len(request.tokens) for request in requests]

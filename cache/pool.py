@@ -358,7 +358,7 @@ class BlockPool:
         """Empty every block. The caller has checked that none is held."""
         self.words.fill(0)
         self._free[:] = self.table.numbers[::-1]
-        self.residency.clear()
+        self.residency = Residency()
         self.rebuild(EMPTY)
 
     def rebuild(self, held: Ids) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,11 +76,3 @@ def slots_of_runs(runs: list[Run], count: int) -> Slots:
     places = np.arange(int(lengths.sum())) + np.repeat(begins - lengths.cumsum() + lengths, lengths)
     slots[places] = places + np.repeat(firsts - begins, lengths)
     return slots
-
-
-def pad_tables(tables: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]:
-    """Stack block tables and pad them with -1: [len(tables), length of the longest, at least 1]."""
-    padded = np.full((len(tables), max([1, *map(len, tables)])), -1, np.int32)
-    for row, table in zip(padded, tables, strict=True):
-        row[: len(table)] = table
-    return padded

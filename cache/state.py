@@ -115,7 +115,7 @@ class ManagerState:
         self.memory.fit(sum(pool.num_blocks for pool in self.pools), self.nbytes - self.memory.nbytes)
 
     def with_reuse(self, name: str) -> dict[str, Reuse]:
-        """Return `reuses` with one more index of `pc.cache.reuse`, which is imported on first use."""
+        """Return `reuses` with a new index of `pc.cache.reuse`, which is imported on first use."""
         from .reuse import REUSES
 
         return {**self.reuses, name: REUSES[name](self.pools[0])}
@@ -392,8 +392,8 @@ class ManagerState:
         for pool in self.pools:
             pool.reset()
         self.counts = dict.fromkeys(COUNTS, 0)
-        self.history.clear()
-        for user in self.reuses.values():
-            user.clear()
+        self.history = History(self.pools)
+        for name in self.reuses:
+            self.reuses = self.with_reuse(name)
         if self.listeners:
             self.events.append(("cleared",))

@@ -48,11 +48,6 @@ class Latest(deque[tuple[T, int]]):
         while self.nbytes > self.capacity and self:
             self.nbytes -= self.popleft()[1]
 
-    def clear(self) -> None:
-        """Forget all entries."""
-        super().clear()
-        self.nbytes = 0
-
 
 class History:
     """Memory of requests that ended (`ended`), and of blocks that pools evicted, with the time (`evicted`)."""
@@ -80,8 +75,3 @@ class History:
     def blocks_evicted(self, words: Words, group: int) -> None:
         """Remember hashes that a group has evicted, `[blocks, words]`; the array is kept."""
         self.evicted.add((monotonic(), words, group), ENTRY_BYTES + words.nbytes)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self.ended.clear()
-        self.evicted.clear()

@@ -18,8 +18,7 @@ class Residency:
     """
 
     def __init__(self) -> None:
-        self._all: tuple[Ticks, int, dict[int, Ticks]]
-        self.clear()
+        self._all: tuple[Ticks, int, dict[int, Ticks]] = (np.zeros(BOUNDS.size + 1, np.int64), 0, {})
 
     @property
     def evictions(self) -> int:
@@ -43,7 +42,3 @@ class Residency:
             total += int(ages.sum())
             self._all = (counts, total, {})
         return counts, total
-
-    def clear(self) -> None:
-        """Forget all counts."""
-        self._all = (np.zeros(BOUNDS.size + 1, np.int64), 0, {})

@@ -20,7 +20,7 @@ class Reuse(Protocol):
     """A way to reuse more than the leading whole blocks of a prompt. It works with one group that needs all its blocks.
 
     `extend` runs in the middle of verbs and changes nothing. `published` and `removed` run when a verb is complete,
-    under the manager's lock, and may run twice for the same blocks.
+    under the manager's lock, and may run twice for the same blocks. `CacheManager.reset` makes a new index.
     """
 
     def extend(self, request: Request, hit: Hit, reuse: str, segments: Sequence[Span] | None) -> Hit:
@@ -34,9 +34,6 @@ class Reuse(Protocol):
 
     def removed(self, words: Words) -> None:
         """Record that blocks with these hashes, `[blocks, words]`, were evicted."""
-
-    def clear(self) -> None:
-        """Record that no block is published any more."""
 
     @property
     def nbytes(self) -> int:

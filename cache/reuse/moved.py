@@ -46,9 +46,6 @@ class MovedText:
     def removed(self, words: Words) -> None:
         """Do nothing: an entry is valid only while its block is published."""
 
-    def clear(self) -> None:
-        """Do nothing, for the same reason."""
-
     def extend(self, request: Request, hit: Hit, reuse: str, segments: Sequence[Span] | None) -> Hit:
         """Return a hit of exact blocks with text that is cached behind it or elsewhere, and set the request's identity.
 

@@ -25,10 +25,6 @@ class PartialBlocks:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool, self._block_size = pool, pool.hasher.block_size
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget everything."""
         self._behind: dict[bytes, dict[bytes, array[int]]] = {}
         self._parent_of: dict[bytes, bytes] = {}
 

@@ -23,7 +23,7 @@ from ...triton_ops import (
     scatter_slots_list,
 )
 from ...triton_ops._copy.cpu import QUICK_BYTES, empty, scatter_rows
-from ..runs import Slots, find_runs, pad_tables, slot_runs
+from ..runs import Slots, find_runs, slot_runs
 from ..table import Ids
 from .step import StepSlots, ascending
 from .valid import Mask, ValidRows
@@ -228,6 +228,14 @@ class RowStore:
         if self._written is not None:
             self._written.synchronize()
             self._written = None
+
+
+def pad_tables(tables: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]:
+    """Stack block tables and pad them with -1: [len(tables), length of the longest, at least 1]."""
+    padded = np.full((len(tables), max([1, *map(len, tables)])), -1, np.int32)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    return padded
 
 
 def worth_copies(num_runs: int, num_bytes: int) -> bool:

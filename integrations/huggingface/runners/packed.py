@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ....cache.runs import pad_tables
+from ....cache.tensors.rows import pad_tables
 from ..api import (
     PACKED,
     Cache,
