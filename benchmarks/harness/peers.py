@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-import types
 import zipfile
 from pathlib import Path
-
-
-def use_omni(source: str) -> None:
-    """Make the unpacked wheel of vLLM-Omni importable without its __init__, which would import vLLM."""
-    for name in ("vllm_omni", "vllm_omni.core", "vllm_omni.utils"):
-        package = types.ModuleType(name)
-        package.__path__ = [str(Path(source, *name.split(".")))]
-        sys.modules[name] = package
 
 
 def add_peers(folder: Path) -> list[str]:
