@@ -5,8 +5,8 @@ the installed transformers has what `NAMES` declares for it; see `pc.integration
 
 - `look` checks all names. It runs when a handle is made.
 - `need` raises an UnsupportedError if the installed transformers cannot serve a feature. The call then falls back.
-- `CLASSES` are the classes that other files import from here. A class that transformers lacks is imported as an empty
-  class, so that importing a module does not fail before its feature is refused.
+- `CLASSES` are the classes of `NAMES`, and some more, which other files import from here. A class that transformers
+  lacks is imported as an empty class, so that importing a module does not fail before its feature is refused.
 
 To use another name of transformers, add it to `NAMES` under the feature that needs it, and add a plain function here.
 `python -m pc.integrations.huggingface.api` checks the tables against the installed transformers.
@@ -21,42 +21,13 @@ import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
 
 from .. import seam
 from ..tested import TESTED, release
 from .calls import UnsupportedError, callers_level, refuse_if
-
-if TYPE_CHECKING:
-    from transformers import AttentionInterface as AttentionInterface
-    from transformers import DynamicCache as DynamicCache
-    from transformers import GenerationMixin as GenerationMixin
-    from transformers import StoppingCriteriaList as StoppingCriteriaList
-    from transformers import StopStringCriteria as StopStringCriteria
-    from transformers.cache_utils import Cache as Cache
-    from transformers.cache_utils import CacheLayerMixin as CacheLayerMixin
-    from transformers.cache_utils import DummyLayer as DummyLayer
-    from transformers.cache_utils import DynamicIndexedLayer as DynamicIndexedLayer
-    from transformers.cache_utils import DynamicLayer as DynamicLayer
-    from transformers.cache_utils import DynamicSlidingWindowLayer as DynamicSlidingWindowLayer
-    from transformers.cache_utils import LinearAttentionAndFullAttentionLayer as LinearAttentionAndFullAttentionLayer
-    from transformers.cache_utils import (
-        LinearAttentionAndSlidingWindowAttentionLayer as LinearAttentionAndSlidingWindowAttentionLayer,
-    )
-    from transformers.cache_utils import LinearAttentionCacheLayerMixin as LinearAttentionCacheLayerMixin
-    from transformers.cache_utils import LinearAttentionLayer as LinearAttentionLayer
-    from transformers.generation.configuration_utils import ContinuousBatchingConfig as ContinuousBatchingConfig
-    from transformers.generation.continuous_batching.initialization import (
-        update_cb_config_after_cache_creation as update_cb_config_after_cache_creation,
-    )
-    from transformers.generation.continuous_batching.offloading_manager import OffloadingManager as OffloadingManager
-    from transformers.generation.continuous_batching.requests import RequestState as RequestState
-    from transformers.modeling_outputs import CausalLMOutputWithPast as CausalLMOutputWithPast
-
-    BatchManager: TypeAlias = Any
-    BatchProcessor: TypeAlias = Any
 
 CACHING = "prefix caching"
 ASSISTED = "assisted decoding"
@@ -173,36 +144,22 @@ INTERFACES = {
 UNUSED = frozenset({"update", "fill_block_table", "get_cache_for_block_table", "get_block_table_key"})
 """Methods through which attention reads transformers' own paged cache. Here attention reads blocks instead."""
 
-CLASSES = {
-    "AttentionInterface": "transformers.modeling_utils:AttentionInterface",
-    "Cache": "transformers.cache_utils:Cache",
-    "CacheLayerMixin": "transformers.cache_utils:CacheLayerMixin",
-    "CausalLMOutputWithPast": "transformers.modeling_outputs:CausalLMOutputWithPast",
+CLASSES = seam.paths(NAMES.values()) | {
     "ContinuousBatchProcessor": f"{PACKAGE}continuous_api:ContinuousBatchProcessor",
     "ContinuousBatchingConfig": "transformers.generation.configuration_utils:ContinuousBatchingConfig",
     "ContinuousBatchingManager": f"{PACKAGE}continuous_api:ContinuousBatchingManager",
     "DummyLayer": "transformers.cache_utils:DummyLayer",
-    "DynamicCache": "transformers.cache_utils:DynamicCache",
-    "DynamicIndexedLayer": "transformers.cache_utils:DynamicIndexedLayer",
-    "DynamicLayer": "transformers.cache_utils:DynamicLayer",
-    "DynamicSlidingWindowLayer": "transformers.cache_utils:DynamicSlidingWindowLayer",
-    "GenerationMixin": "transformers.generation.utils:GenerationMixin",
-    "LinearAttentionAndFullAttentionLayer": "transformers.cache_utils:LinearAttentionAndFullAttentionLayer",
     "LinearAttentionAndSlidingWindowAttentionLayer": (
         "transformers.cache_utils:LinearAttentionAndSlidingWindowAttentionLayer"
     ),
-    "LinearAttentionCacheLayerMixin": "transformers.cache_utils:LinearAttentionCacheLayerMixin",
-    "LinearAttentionLayer": "transformers.cache_utils:LinearAttentionLayer",
     "OffloadingManager": f"{PACKAGE}offloading_manager:OffloadingManager",
     "RequestState": f"{PACKAGE}requests:RequestState",
-    "StopStringCriteria": "transformers.generation.stopping_criteria:StopStringCriteria",
-    "StoppingCriteriaList": "transformers.generation.stopping_criteria:StoppingCriteriaList",
     "update_cb_config_after_cache_creation": f"{PACKAGE}initialization:update_cb_config_after_cache_creation",
 }
-"""Names that other files may import from here, and their paths in transformers."""
+"""Names that other files may import from here, and their paths in transformers: those of `NAMES`, and some more."""
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name):  # type: ignore[no-untyped-def]  # untyped, so that mypy accepts imported names as classes
     """Return the class of `CLASSES` with this name, or an empty class if the installed transformers lacks it."""
     if name in _MADE:
         globals()[name] = _MADE[name]()

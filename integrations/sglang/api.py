@@ -19,30 +19,11 @@ import dataclasses
 import importlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import seam
 from ..seam import UnsupportedVersionError as UnsupportedVersionError
 from ..tested import TESTED
-
-if TYPE_CHECKING:  # SGLang's classes are Any if it is not installed
-    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend as AttentionBackend
-    from sglang.srt.layers.attention.verify_mask import VerifyMask as VerifyMask
-    from sglang.srt.layers.radix_attention import AttentionType as AttentionType
-    from sglang.srt.layers.radix_attention import RadixAttention as RadixAttention
-    from sglang.srt.mem_cache.memory_pool import KVWriteLoc as KVWriteLoc
-    from sglang.srt.mem_cache.registry import create_unified_radix_cache as create_unified_radix_cache
-    from sglang.srt.mem_cache.unified_cache.components import ComponentType as ComponentType
-    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore as UnifiedTreeCore
-    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
-        EvictDeviceNextNodeResult as EvictDeviceNextNodeResult,
-    )
-    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache as UnifiedRadixCache
-    from sglang.srt.runtime_context import get_exec as get_exec
-    from sglang.srt.runtime_context import get_memory as get_memory
-    from sglang.srt.runtime_context import get_parallel as get_parallel
-    from sglang.srt.speculative.eagle_utils import TreeMaskMode as TreeMaskMode
-    from sglang.srt.speculative.eagle_utils import default_tree_mask_mode as default_tree_mask_mode
 
 logger = logging.getLogger("sglang.pc")
 """SGLang shows the messages of loggers below its own."""
@@ -166,7 +147,7 @@ PATHS = seam.paths([*REGISTRATION.values(), *NAMES.values()])
 """The classes and functions that other files may import from here, and their paths in SGLang."""
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name):  # type: ignore[no-untyped-def]  # untyped, so that mypy accepts imported names as classes
     """Return the class or function of `PATHS` with this name, or an empty class if the installed SGLang lacks it."""
     if name not in PATHS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
