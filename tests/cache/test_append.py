@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from cache_cases import run
 
 import pc
 from pc.cache.policies.priority import Priority
@@ -39,17 +40,6 @@ def test_the_first_to_append_to_a_shared_block_copies_it_and_the_last_goes_on_in
         assert step.compute_spans == [(6, 8)]
     assert manager.append("c", [9]).copies == []
     assert manager.block_table("c")[1] == shared
-    manager.check()
-
-
-def test_append_each_needs_no_more_than_appends_one_by_one():
-    manager = pc.CacheManager(3, block_size=4)
-    manager.allocate("a", list(range(6)))
-    manager.commit("a", 6)
-    manager.fork("a", "b")
-    slots, copies = manager.append_each(["a", "b"], [1, 2])
-    assert len(copies) == 1
-    assert len(set(slots.tolist())) == 2
     manager.check()
 
 
@@ -188,9 +178,7 @@ def test_preempting_what_is_computed_whole_keeps_what_its_last_token_reads():
     manager.allocate("a", list(range(5)))
     manager.commit("a", 5)
     assert len(manager.preempt("a", "swap")) == 2
-    manager.allocate("b", [9] * 24)
-    manager.commit("b", 24)
-    manager.free("b")
+    run(manager, "b", [9] * 24)
     back = manager.resume("a")
     assert (back.compute_spans, len(back.loads)) == ([(4, 5)], 2)
     manager.check()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cache_cases import recurrent
+from cache_cases import recurrent, run
 
 import pc
 
@@ -48,9 +48,7 @@ def test_replaced_block_is_held_until_next_commit():
 
 def test_second_writer_may_be_first(manager):
     manager.allocate("a", list(range(8)))
-    b = manager.allocate("b", list(range(8)))
-    manager.commit("b", 8)
-    manager.free("b")
+    b = run(manager, "b", list(range(8)))
     assert manager.commit("a", 8) != []
     assert manager.block_table("a").tolist() == b.block_ids.tolist()
 

@@ -77,30 +77,23 @@ def test_damaged_entry_is_dropped_and_the_others_served(tmp_path, damage):
     assert tier.nbytes == other.stat().st_size
 
 
-def test_full_disk_is_a_warning(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=repr)
+def test_a_write_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, error):
     tier = DiskTier(tmp_path, LAYOUT)
 
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
+    def fail(descriptor):
+        raise error
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.warns(RuntimeWarning, match="No space left"):
-        assert not tier.put(KEY, block())
+    monkeypatch.setattr(os, "fsync", fail)
+    if isinstance(error, OSError):
+        with pytest.warns(RuntimeWarning, match="No space left"):
+            assert not tier.put(KEY, block())
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            tier.put(KEY, block())
     monkeypatch.undo()
     assert files(tmp_path) == []
     assert tier.put(KEY, block())
-
-
-def test_an_interrupt_leaves_nothing_behind(tmp_path, monkeypatch):
-    tier = DiskTier(tmp_path, LAYOUT)
-
-    def interrupt(descriptor):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fsync", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        tier.put(KEY, block())
-    assert files(tmp_path) == []
 
 
 def test_crash_in_the_middle_of_a_write_leaves_nothing_behind(tmp_path):

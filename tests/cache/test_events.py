@@ -4,22 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cache_cases import Listener, published_by, run
 
 import pc
-
-
-class Listener:
-    def __init__(self):
-        self.events = []
-
-    def stored(self, *args):
-        self.events.append(("stored", *args))
-
-    def removed(self, *args):
-        self.events.append(("removed", *args))
-
-    def cleared(self):
-        self.events.append(("cleared",))
 
 
 def test_listeners_can_follow_what_is_findable():
@@ -51,7 +38,7 @@ def test_listeners_can_follow_what_is_findable():
                 for key in args[1]:
                     del known[key]
         listener.events.clear()
-        assert set(known) == set(m.pools[0].digests_of(m.pools[0].complete.nonzero()[0]))
+        assert {(0, key) for key in known} == published_by(m)
     assert any(parent is not None for parent in known.values())
     for request in running:
         m.free(request)
@@ -193,9 +180,7 @@ def test_metrics_show_the_stats():
     registry = client.CollectorRegistry()
     CacheCollector(m, registry)
     for i in range(3):
-        m.allocate(i, [i] * 12)
-        m.commit(i, 12)
-        m.free(i)
+        run(m, i, [i] * 12)
     m.allocate("again", [2] * 13)
     text = client.generate_latest(registry).decode()
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))

@@ -7,6 +7,7 @@ import random
 
 import numpy as np
 import pytest
+from cache_cases import run
 
 import pc
 from pc.cache.hashing import BlockHasher, encode_tokens
@@ -15,12 +16,6 @@ from pc.cache.observe.history import ENTRY_BYTES, LEAST_BYTES, Latest
 from pc.cache.policies.lru import LRU
 
 OPTIONS = ({}, {"salt": "one"}, {"extra_keys": "lora"}, {"salt": 3, "extra_keys": ["a", "b"]})
-
-
-def store(manager, name, tokens, **options):
-    manager.allocate(name, tokens, **options)
-    manager.commit(name, len(tokens))
-    manager.free(name)
 
 
 class Named(LRU):
@@ -221,7 +216,8 @@ class PlantedMiss:
         """Ask while the tier stores the blocks that have just been evicted."""
         self.serve("text", self.text)
         found, block = [], self.evicted_block(self.specs)
-        self.manager.on_evict = lambda *_: found.append(self.manager.explain(self.prompt, **self.options, below=lambda h: False))
+        asked = self.options | {"below": lambda h: False}
+        self.manager.on_evict = lambda *_: found.append(self.manager.explain(self.prompt, **asked))
         self.evict([block], range(len(self.specs)))
         self.missing("evicted", block, "evicted")
         self.lacking(block, self.specs)
@@ -267,7 +263,7 @@ def test_moved_text_is_counted_with_and_without_the_index_that_finds_it(anywhere
         each.free("first")
     text, rng = list(range(100, 164)), np.random.default_rng(0)
     for each in (asked, manager):
-        store(each, "text", text)
+        run(each, "text", text)
     for prompt in (text[7:], [*text[:18], 9, *text[20:]], [*text[30:50], *text[:30]], rng.permutation(text).tolist()):
         found = asked.explain(prompt)
         exact = manager.allocate("exact", prompt).num_cached_tokens
@@ -283,8 +279,8 @@ def test_blocks_behind_a_gap_are_counted():
             return np.arange(4, 4 + count, dtype=np.int32)
 
     manager = pc.CacheManager(16, block_size=4, policy=Middle)
-    store(manager, "text", range(64))
-    store(manager, "other", range(500, 512))
+    run(manager, "text", range(64))
+    run(manager, "other", range(500, 512))
     found = manager.explain(range(64))
     assert (found.matched, found.reason, found.position, found.gap_tokens) == (16, "evicted", 16, 35)
     assert manager.allocate("gap", range(64), reuse="gap").num_cached_tokens == 16 + 35
@@ -292,7 +288,7 @@ def test_blocks_behind_a_gap_are_counted():
 
 def test_nothing_is_shown_of_another_salt():
     manager, secret = pc.CacheManager(64, block_size=4), list(range(70, 100))
-    store(manager, "theirs", secret, salt="their salt")
+    run(manager, "theirs", secret, salt="their salt")
     for prompt in (secret, [*secret[:9], 5, *secret[10:]]):
         found = manager.explain(prompt, salt="mine")
         assert (found.reason, found.position, found.here, found.there) == ("salt", 0, None, None)
@@ -304,7 +300,7 @@ def test_nothing_is_shown_of_another_salt():
 def test_a_prompt_with_nothing_more_to_find(tokens):
     manager = pc.CacheManager(8, block_size=4)
     if len(tokens):
-        store(manager, "a", tokens)
+        run(manager, "a", tokens)
     found = manager.explain(tokens)
     assert (found.reason, found.matched) == (None, max(len(tokens) - 1, 0))
     assert str(found).endswith("which is the most possible")
@@ -314,14 +310,14 @@ def test_text_of_requests_that_go_on_is_remembered_once():
     manager, text = pc.CacheManager(2000, block_size=4), []
     for turn in range(20):
         text += range(100 * turn, 100 * turn + 80)
-        store(manager, turn, text)
+        run(manager, turn, text)
     assert manager._state.history.nbytes < 4 * len(text) + 20 * (ENTRY_BYTES + 4 * 8)
     assert manager.explain([*text[:1001], 7, *text[1002:]]).position == 1001
 
 
 def test_what_was_rolled_back_is_remembered_as_it_ended():
     manager = pc.CacheManager(64, block_size=4)
-    store(manager, "a", range(32))
+    run(manager, "a", range(32))
     manager.allocate("b", range(40))
     manager.rollback("b", 22)
     manager.append("b", range(700, 720))
@@ -334,7 +330,7 @@ def test_what_was_rolled_back_is_remembered_as_it_ended():
 def test_a_reset_forgets():
     manager = pc.CacheManager(8, block_size=4)
     for name in range(4):
-        store(manager, name, range(32 * name, 32 * name + 32))
+        run(manager, name, range(32 * name, 32 * name + 32))
     assert manager.explain(range(33)).reason == "evicted"
     manager.reset()
     assert manager.explain(range(33)).reason == "never"

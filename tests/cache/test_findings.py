@@ -10,24 +10,9 @@ import threading
 
 import numpy as np
 import pytest
+from cache_cases import Listener, published_by, run
 
 import pc
-
-
-class Listener:
-    def __init__(self):
-        self.events, self.published = [], set()
-
-    def stored(self, group, hashes, *rest):
-        self.events += [("stored", block_hash) for block_hash in hashes]
-        self.published |= set(hashes)
-
-    def removed(self, group, hashes):
-        self.events += [("removed", block_hash) for block_hash in hashes]
-        self.published -= set(hashes)
-
-    def cleared(self):
-        self.published = set()
 
 
 @pytest.mark.parametrize("partial_reuse", [False, True])
@@ -36,17 +21,13 @@ def test_what_is_published_while_its_twin_is_saved_is_known(partial_reuse):
     listener = Listener()
     manager.listeners.append(listener)
     manager.allocate("computes", [1, 2])
-    manager.allocate("first", [1, 2])
-    manager.commit("first", 2)
-    manager.free("first")
+    run(manager, "first", [1, 2])
     manager.on_evict = lambda *arguments: manager.commit("computes", 2)
     manager.allocate("other", [9, 9])
     manager.check()
-    pool = manager.pools[0]
-    there = set(pool.digests_of(pool.complete.nonzero()[0]))
-    assert len(there) == 1
-    assert listener.published == there
-    assert [event for event, _ in listener.events] == ["stored", "removed", "stored"]
+    assert len(listener.published) == 1
+    assert listener.published == published_by(manager)
+    assert [event for event, *_ in listener.events] == ["stored", "removed", "stored"]
     manager.free("computes")
     if partial_reuse:
         manager.free("other")
@@ -78,9 +59,7 @@ def test_append_keeps_what_the_last_prompt_token_reads_until_it_is_computed(wind
 
 def test_a_tier_is_given_blocks_that_a_window_leaves_and_that_are_taken_at_once():
     manager = pc.CacheManager(4, block_size=1, groups=(pc.SlidingWindow(window=2),), policy="lru")
-    manager.allocate("cached", [5])
-    manager.commit("cached", 1)
-    manager.free("cached")
+    run(manager, "cached", [5])
     manager.allocate("a", [1, 2, 3])
     manager.commit("a", 3)
     known, seen = manager.block_hashes("a"), []
@@ -129,9 +108,7 @@ def test_a_child_process_beside_a_working_thread_has_a_whole_manager():
         number = 0
         while not stop.is_set():
             number += 1
-            manager.allocate(number, list(range(200)))
-            manager.commit(number, 200)
-            manager.free(number)
+            run(manager, number, list(range(200)))
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -157,9 +134,7 @@ def test_a_child_process_beside_a_working_thread_has_a_whole_manager():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_child_process_holds_nothing_that_a_thread_was_saving():
     manager = pc.CacheManager(2, block_size=2)
-    manager.allocate("a", [1, 2, 3, 4])
-    manager.commit("a", 4)
-    manager.free("a")
+    run(manager, "a", [1, 2, 3, 4])
     entered, leave = threading.Event(), threading.Event()
     manager.on_evict = lambda *_: (entered.set(), leave.wait(30))
     thread = threading.Thread(target=manager.allocate, args=("b", [9, 9]))

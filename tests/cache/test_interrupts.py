@@ -12,6 +12,7 @@ import threading
 import time
 
 import pytest
+from cache_cases import Listener, published_by, run
 
 import pc
 
@@ -19,29 +20,11 @@ CALLS = {"CALL", "CALL_FUNCTION", "CALL_METHOD", "CALL_FUNCTION_EX", "CALL_KW", 
 FOLDER = os.path.realpath(os.path.dirname(pc.cache.__file__))
 
 
-class Index:
-    """A listener that knows the published blocks, as a router does. A repeated notification changes nothing."""
-
-    def __init__(self):
-        self.published = set()
-
-    def stored(self, group, hashes, parent, token_ids, extra_keys):
-        self.published |= {(group, block_hash) for block_hash in hashes}
-
-    def removed(self, group, hashes):
-        self.published -= {(group, block_hash) for block_hash in hashes}
-
-    def cleared(self):
-        self.published = set()
-
-
 def one_group(policy, num_blocks=20, **options):
     manager = pc.CacheManager(num_blocks, block_size=2, policy=policy, host_blocks=4, **options)
-    manager.listeners.append(Index())
+    manager.listeners.append(Listener())
     for i in range(4):
-        manager.allocate(("old", i), [i] * 6)
-        manager.commit(("old", i), 6)
-        manager.free(("old", i))
+        run(manager, ("old", i), [i] * 6)
     manager.allocate("a", [1] * 6 + [7, 8, 9])
     manager.allocate("b", [2] * 6 + [5])
     manager.commit("b", 7)
@@ -58,7 +41,7 @@ def one_group(policy, num_blocks=20, **options):
 def several_groups(policy):
     groups = [pc.FullAttention(), pc.SlidingWindow(window=3), pc.Recurrent(num_blocks=3)]
     manager = pc.CacheManager(16, block_size=2, policy=policy, host_blocks=6, groups=groups)
-    manager.listeners.append(Index())
+    manager.listeners.append(Listener())
     manager.allocate("old", [9] * 9)
     manager.checkpoint("old", 4)
     manager.checkpoint("old", 8)
@@ -85,9 +68,7 @@ def with_partial_reuse(policy):
 def with_moved_text(policy):
     manager = one_group(policy, 32, partial_reuse=True)
     text = [3, 1, 4, 1, 5, 9, 2, 6]
-    manager.allocate("text", text, reuse="anywhere")
-    manager.commit("text", 8)
-    manager.free("text")
+    run(manager, "text", text, reuse="anywhere")
     manager.allocate("moved", [8, *text, 8], reuse="anywhere")
     return manager
 
@@ -240,9 +221,8 @@ def assert_usable(manager, place):
     manager.allocate("next", [4] * 20)
     manager.commit("next", 20)
     manager.check()
-    (index,) = manager.listeners
-    there = {(g, h) for g, p in enumerate(manager.pools) for h in p.digests_of(p.complete.nonzero()[0])}
-    assert index.published == there, f"listeners know something else after {place}"
+    (listener,) = manager.listeners
+    assert listener.published == published_by(manager), f"listeners know something else after {place}"
 
 
 @pytest.mark.parametrize("stride", [29, pytest.param(1, marks=pytest.mark.slow)])

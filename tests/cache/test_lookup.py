@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cache_cases import drop, recurrent, window_groups
+from cache_cases import drop, recurrent, run, window_groups
 
 import pc
 
@@ -59,9 +59,7 @@ def test_the_recomputed_last_token_needs_its_own_window():
 
 def test_a_hit_is_what_all_groups_can_serve():
     m = pc.CacheManager(16, block_size=4, groups=window_groups(), policy="lru")
-    a = m.allocate("a", list(range(24)))
-    m.commit("a", 24)
-    m.free("a")
+    a = run(m, "a", list(range(24)))
     drop(m.pools[0], a.block_ids[0][4:5])
     b = m.allocate("b", [*range(24), 1])
     assert b.num_cached_tokens == 16
@@ -108,8 +106,6 @@ def test_a_prompt_whose_blocks_were_all_evicted_is_looked_up_again() -> None:
     documents = [[1000 * d + t for t in range(length)] for d, length in enumerate((24, 60, 32, 80, 44))]
     for step in range(24):
         prompt = [*documents[(0, 1, 0, 2, 0, 3, 1, 0, 4, 2)[step % 10]], 9000 + step]
-        manager.allocate(step, prompt)
-        manager.commit(step, len(prompt))
-        manager.free(step)
+        run(manager, step, prompt)
         manager.check()
     assert manager.stats().evictions > 40

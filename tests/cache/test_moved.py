@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cache_cases import run
 
 import pc
 
@@ -22,9 +23,7 @@ def make(num_blocks=64, **options):
 
 
 def store(manager, name, tokens, **options):
-    manager.allocate(name, tokens, reuse="anywhere", **options)
-    manager.commit(name, len(tokens))
-    manager.free(name)
+    run(manager, name, tokens, reuse="anywhere", **options)
 
 
 def positions(allocation):

@@ -7,6 +7,7 @@ import sys
 import threading
 
 import pytest
+from cache_cases import run
 
 import pc
 from pc.cache.policies.lru import LRU
@@ -14,9 +15,7 @@ from pc.cache.policies.lru import LRU
 
 def full(policy="lru", num_blocks=4, **options):
     manager = pc.CacheManager(num_blocks, block_size=4, policy=policy, **options)
-    manager.allocate("a", list(range(4 * num_blocks)))
-    manager.commit("a", 4 * num_blocks)
-    manager.free("a")
+    run(manager, "a", list(range(4 * num_blocks)))
     return manager
 
 
@@ -49,16 +48,12 @@ def verbs():
     manager.allocate("b", [9] * 4)
     manager.allocate("c", [8] * 4)
     manager.commit("b", 4)
-    manager.allocate("x", list(range(8)))
-    manager.commit("x", 8)
-    manager.free("x")
+    run(manager, "x", list(range(8)))
     yield manager, lambda: manager.append_each(["b", "c"], [1, 2]), lambda: manager.num_tokens("c") == 5
     resumed = pc.CacheManager(4, block_size=4, policy="lru")
     resumed.allocate("b", [9] * 4)
     resumed.preempt("b")
-    resumed.allocate("x", list(range(16)))
-    resumed.commit("x", 16)
-    resumed.free("x")
+    run(resumed, "x", list(range(16)))
     yield resumed, lambda: resumed.resume("b"), lambda: resumed.num_tokens("b") == 4
 
 
@@ -185,27 +180,6 @@ def test_blocks_of_an_interrupted_handover_go_back_when_its_thread_or_another_go
     manager.reset()
 
 
-def test_no_verb_beside_a_tier_asks_for_the_frames_of_all_threads(monkeypatch):
-    """In CPython 3.11 this may collect garbage under a lock of the interpreter, and all threads may hang."""
-    manager, inside, done = full(), threading.Event(), threading.Event()
-
-    def save(*arguments):
-        inside.set()
-        assert done.wait(20)
-
-    manager.on_evict = save
-    thread = threading.Thread(target=manager.allocate, args=("b", [9] * 8))
-    thread.start()
-    assert inside.wait(20)
-    monkeypatch.setattr(sys, "_current_frames", broken)
-    manager.free("b")
-    assert manager.stats().held_blocks == 2, "they are held for the tier"
-    done.set()
-    thread.join()
-    assert manager.stats().held_blocks == 0
-    manager.check()
-
-
 def test_requests_from_many_threads_beside_a_tier():
     """Verbs run while a tier saves. The counters are right, and each block has the content of its hash."""
     interval, failures = sys.getswitchinterval(), []
@@ -250,7 +224,8 @@ def test_requests_from_many_threads_beside_a_tier():
         sys.setswitchinterval(interval)
 
 
-def test_a_slow_tier_stops_nobody_else():
+def test_a_slow_tier_stops_nobody_else(monkeypatch):
+    """No verb beside it asks for the frames of all threads, because in CPython 3.11 all threads may hang then."""
     manager = full(num_blocks=8)
     entered, leave = threading.Event(), threading.Event()
 
@@ -262,6 +237,7 @@ def test_a_slow_tier_stops_nobody_else():
     thread = threading.Thread(target=manager.allocate, args=("slow", [9] * 8))
     thread.start()
     assert entered.wait(30)
+    monkeypatch.setattr(sys, "_current_frames", broken)
     hit = manager.allocate("quick", list(range(16)))
     assert hit.num_cached_tokens == 15
     manager.commit("quick", 16)
@@ -270,10 +246,12 @@ def test_a_slow_tier_stops_nobody_else():
     manager.check()
     assert manager.num_tokens("slow") == 8
     manager.free("slow")
+    assert manager.stats().held_blocks == 2, "they are held for the tier"
     with pytest.raises(RuntimeError, match="on_evict"):
         manager.reset()
     leave.set()
     thread.join()
+    assert manager.stats().held_blocks == 0
     manager.check()
     manager.reset()
 
@@ -328,9 +306,7 @@ def test_a_listener_may_call_the_manager_and_hears_of_that_afterwards():
     def act():
         if not done:
             done.append(manager.stats().cached_blocks)
-            manager.allocate("inner", [7] * 4)
-            manager.commit("inner", 4)
-            manager.free("inner")
+            run(manager, "inner", [7] * 4)
 
     first, second = Listener(act), Listener()
     manager.listeners.extend([first, second])

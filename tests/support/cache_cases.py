@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 import pc
+from pc.cache.hashing import encode_tokens
 
 
 def drop(pool, ids):
@@ -21,12 +22,47 @@ def drop(pool, ids):
     pool.num_free += ids.size
 
 
-def run(manager, request_id, tokens, **options):
+def run(manager, request_id, tokens, returns=None, **options):
     """Allocate, commit and free a request; return its allocation."""
     allocation = manager.allocate(request_id, tokens, **options)
     manager.commit(request_id, len(tokens))
-    manager.free(request_id)
+    manager.free(request_id, returns)
     return allocation
+
+
+def serve(manager, request_id, tokens, returns=None, **options):
+    """Run a request; return the number of its cached tokens."""
+    return run(manager, request_id, tokens, returns, **options).num_cached_tokens
+
+
+def cached_of(manager, tokens):
+    """Return the number of cached tokens of a prompt, without notifying the policy of an access."""
+    pool = manager.pools[0]
+    return manager.block_size * pool.table.leading(pool.hasher.hash_blocks(encode_tokens(tokens))).size
+
+
+class Listener:
+    """A listener that records all notifications, and follows which blocks are published, as a router does."""
+
+    def __init__(self):
+        self.events, self.published = [], set()
+
+    def stored(self, group, hashes, *rest):
+        self.events.append(("stored", group, hashes, *rest))
+        self.published |= {(group, block_hash) for block_hash in hashes}
+
+    def removed(self, group, hashes):
+        self.events.append(("removed", group, hashes))
+        self.published -= {(group, block_hash) for block_hash in hashes}
+
+    def cleared(self):
+        self.events.append(("cleared",))
+        self.published = set()
+
+
+def published_by(manager):
+    """Return the group and the hash of every published block."""
+    return {(g, h) for g, pool in enumerate(manager.pools) for h in pool.digests_of(pool.complete.nonzero()[0])}
 
 
 def window_groups(**options):

@@ -17,6 +17,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from vllm_traffic import make_request
 
 BLOCK, PRIME = 16, (1 << 31) - 1
 RUNNERS = pytest.mark.parametrize("runner_v2", [False, True], ids=["v1", "v2"])
@@ -123,16 +124,7 @@ class ExactEngine:
 
     def add(self, name: str, tokens: list[int], generate: int = 4, salt: str | None = None, **extra: Any) -> Any:
         """Add a request; `extra` is its `extra_args`."""
-        from vllm.sampling_params import SamplingParams
-        from vllm.utils.hashing import sha256
-        from vllm.v1.core import kv_cache_utils
-        from vllm.v1.request import Request
-
-        if not hasattr(kv_cache_utils, "NONE_HASH"):
-            kv_cache_utils.init_none_hash(sha256)
-        sampling = SamplingParams(max_tokens=generate, ignore_eos=True, extra_args=extra or None)
-        hasher = kv_cache_utils.get_request_block_hasher(BLOCK, sha256)
-        request = Request(name, tokens, sampling, None, block_hasher=hasher, cache_salt=salt)
+        request = make_request(name, tokens, BLOCK, salt, generate, ignore_eos=True, extra_args=extra or None)
         self.said[name] = []
         self.scheduler.add_request(request)
         return request

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import vllm_exact
+from vllm_traffic import make_request
 
 BLOCK, WINDOW, DRAFTS = 4, 8, 3
 
@@ -57,16 +58,16 @@ class Steps:
 
     def add(self, name: str, tokens: list[int], generate: int, extra: dict[str, Any] | None = None) -> Any:
         """Add a request with these `extra_args`."""
-        from vllm.sampling_params import SamplingParams
-        from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.request import Request
-
-        init_none_hash(sha256)
-        sampling = SamplingParams(max_tokens=generate, ignore_eos=True, extra_args=extra)
-        request = Request(name, tokens, sampling, None, block_hasher=get_request_block_hasher(BLOCK, sha256))
+        request = make_request(name, tokens, BLOCK, generate=generate, ignore_eos=True, extra_args=extra)
         self.scheduler.add_request(request)
         return request
+
+    def run(self, *request: Any) -> None:
+        """Add a request, if one is given, and run steps until no request is left."""
+        if request:
+            self.add(*request)
+        while self.scheduler.requests:
+            self.step()
 
     def _tokens(self, output: Any, name: str) -> tuple[int, list[int]]:
         """Return the position of a request's first token of a step, and the step's tokens.

@@ -33,8 +33,10 @@ def make_manager(num_blocks: int, hybrid: bool = False, block_size: int = BLOCK,
     )
 
 
-def make_request(name: str, tokens: list[int], block_size: int = BLOCK, **params: Any) -> Any:
-    """Return a request of vLLM."""
+def make_request(
+    name: str, tokens: list[int], block_size: int = BLOCK, salt: str | None = None, generate: int = 40, **params: Any
+) -> Any:
+    """Return a request of vLLM; `params` are `SamplingParams`'s."""
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core import kv_cache_utils
@@ -42,10 +44,9 @@ def make_request(name: str, tokens: list[int], block_size: int = BLOCK, **params
 
     if not hasattr(kv_cache_utils, "NONE_HASH"):  # once, otherwise earlier hashes would no longer be found
         kv_cache_utils.init_none_hash(sha256)
-    sampling = SamplingParams(max_tokens=40, **params)
-    return Request(
-        name, tokens, sampling, None, block_hasher=kv_cache_utils.get_request_block_hasher(block_size, sha256)
-    )
+    sampling = SamplingParams(max_tokens=generate, **params)
+    hasher = kv_cache_utils.get_request_block_hasher(block_size, sha256)
+    return Request(name, tokens, sampling, None, block_hasher=hasher, cache_salt=salt)
 
 
 def contents_of(pool: Any) -> list[Any]:

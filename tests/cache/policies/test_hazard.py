@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+from cache_cases import cached_of, serve
 
 import pc
 from pc.cache.policies import Hazard
@@ -16,19 +17,6 @@ from pc.cache.policies.hazard.log import EventLog
 from pc.cache.policies.hazard.model import AGES, EDGES, UNKNOWN_ENDING, HazardModel, IntervalsAtRisk
 from pc.cache.policies.hazard.runs import USES, RunTable
 from pc.cache.replay import Trace, replay
-
-
-def serve(manager, request_id, tokens, returns=None):
-    allocation = manager.allocate(request_id, tokens)
-    manager.commit(request_id, len(tokens))
-    manager.free(request_id, returns)
-    return allocation.num_cached_tokens
-
-
-def cached_of(manager, tokens):
-    pool = manager.pools[0]
-    digests = pool.hasher.hash_blocks(pc.cache.hashing.encode_tokens(tokens))
-    return manager.block_size * pool.table.leading(digests).size
 
 
 def trace_of(requests):

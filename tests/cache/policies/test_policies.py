@@ -6,26 +6,13 @@ import time
 
 import numpy as np
 import pytest
+from cache_cases import cached_of, serve
 
 import pc
 from pc.cache.hashing import BlockHasher
 from pc.cache.observe.check import check_pool
 from pc.cache.policies import LRU, POLICIES, make_policy
 from pc.cache.pool import BlockPool
-
-
-def serve(manager, request_id, tokens, **options):
-    allocation = manager.allocate(request_id, tokens, **options)
-    manager.commit(request_id, len(tokens))
-    manager.free(request_id)
-    return allocation.num_cached_tokens
-
-
-def cached_of(manager, tokens):
-    """Return the cached tokens of a prompt, without notifying the policy of an access."""
-    pool = manager.pools[0]
-    digests = pool.hasher.hash_blocks(pc.cache.hashing.encode_tokens(tokens))
-    return manager.block_size * pool.table.leading(digests).size
 
 
 def prompt(i, blocks=2):

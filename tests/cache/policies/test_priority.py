@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from cache_cases import serve
 
 import pc
-
-
-def serve(manager, request_id, tokens, **options):
-    manager.allocate(request_id, tokens, **options)
-    manager.commit(request_id, len(tokens))
-    manager.free(request_id)
 
 
 def test_queues_of_priorities_that_are_gone_are_removed():

@@ -75,16 +75,6 @@ def pair():
     return manager, pc.TensorCache(manager, 16, BLOCK, exclude=("logits",))
 
 
-def test_a_cached_prefix_gives_the_whole_tensors(pair):
-    manager, tensors = pair
-    first, second = list(range(11)), [*range(8), 90, 91, 92]
-    assert same(run(manager, tensors, "a", first), expected(first))
-    assert same(run(manager, tensors, "b", second), expected(second))
-    assert manager.stats().hit_tokens == 8
-    assert same(tensors.load("b"), expected(second))
-    assert same(tensors.load("a"), expected(first))
-
-
 def test_a_prompt_cached_whole_computes_one_token_and_stores_none(pair):
     manager, tensors = pair
     tokens = list(range(8))
@@ -347,6 +337,7 @@ def test_a_batch_joins_in_one_pass(pair):
     for request, tokens in prompts.items():
         assert same(joined[request], expected(tokens))
         assert same(tensors.load(request), expected(tokens))
+    assert manager.stats().hit_tokens == BLOCK
 
 
 def test_rows_behind_a_gap_are_joined():
@@ -354,8 +345,9 @@ def test_rows_behind_a_gap_are_joined():
     tensors = pc.TensorCache(manager, 16, BLOCK, exclude=("logits",))
     tokens = list(range(16))
     run(manager, tensors, "a", tokens)
+    table = manager.block_table("a")
     manager.free("a")
-    drop(manager.pools[0], np.array([manager.pools[0].table.leading(_digests(manager, tokens))[1]], np.int32))
+    drop(manager.pools[0], table[1:2])
     allocation = manager.allocate("b", tokens, reuse="gap")
     assert allocation.compute_spans == [(4, 8), (15, 16)]
     step = pc.Step.of({"b": allocation}, outputs_of(tokens, positions_of(allocation)))
@@ -365,46 +357,21 @@ def test_rows_behind_a_gap_are_joined():
     assert same(tensors.load("b"), expected(tokens))
 
 
-def _digests(manager, tokens):
-    from pc.cache.hashing import encode_tokens
-
-    return manager.pools[0].hasher.hash_blocks(encode_tokens(tokens))
-
-
-def test_a_fork_copies_its_partial_block(pair):
-    manager, tensors = pair
-    tokens = list(range(6))
-    run(manager, tensors, "a", tokens)
-    manager.fork("a", "b")
-    for request, token in (("a", 30), ("b", 40)):
-        allocation = manager.append(request, [token])
-        tensors.prepare(allocation)
-        whole = [*tokens, token]
-        tensors.store(pc.Step.of({request: allocation}, outputs_of(whole, [6])))
-        assert same(tensors.load(request), expected(whole))
-    assert same(tensors.load("a"), expected([*tokens, 30]))
-
-
-def test_rows_of_rejected_tokens_are_forgotten_when_others_are_prepared(pair):
-    manager, tensors = pair
-    run(manager, tensors, "a", list(range(8)))
-    manager.rollback("a", 2)
-    tensors.prepare(manager.append("a", [50, 51, 52]))
-    assert tensors.available("a") == 6
-
-
-@pytest.mark.parametrize("decode", [False, True], ids=["append", "append_each"])
-def test_rejected_tokens_have_no_rows_for_those_in_their_place(pair, decode):
+@pytest.mark.quick
+@pytest.mark.parametrize("how", ["append", "append_each", "append and prepare"])
+def test_rejected_tokens_have_no_rows_for_those_in_their_place(pair, how):
     manager, tensors = pair
     run(manager, tensors, "a", list(range(5)))
     draft = manager.append("a", [60, 61, 62])
     tensors.store(pc.Step.of({"a": draft}, outputs_of([*range(5), 60, 61, 62], [5, 6, 7])))
     manager.rollback("a", 2)
     for token in (71, 72):
-        if decode:
+        if how == "append_each":
             manager.append_each(["a"], [token])
-        else:
-            manager.append("a", [token])
+            continue
+        allocation = manager.append("a", [token])
+        if how == "append and prepare":
+            tensors.prepare(allocation)
     assert tensors.available("a") == 6
     with pytest.raises(pc.MissingRowsError, match="hidden: 2 of 8 rows of 'a' are missing, from 6 on"):
         tensors.load("a")
@@ -686,6 +653,10 @@ class CachedModel(RuleBasedStateMachine):
     def teardown(self):
         self.ways.close()
 
+    def drawn(self, data):
+        """Return a running request."""
+        return data.draw(st.sampled_from(sorted(self.tokens)))
+
     def compute(self, allocations):
         positions = map(positions_of, allocations.values())
         step = pc.Step.of(allocations, outputs_of_all([self.tokens[r] for r in allocations], positions))
@@ -714,7 +685,7 @@ class CachedModel(RuleBasedStateMachine):
     @precondition(lambda self: self.tokens)
     @rule(data=st.data(), new=st.lists(st.integers(0, 1), min_size=1, max_size=6))
     def append(self, data, new):
-        request = data.draw(st.sampled_from(sorted(self.tokens)))
+        request = self.drawn(data)
         try:
             allocation = self.manager.append(request, new)
         except pc.OutOfBlocks:
@@ -725,7 +696,7 @@ class CachedModel(RuleBasedStateMachine):
     @precondition(lambda self: self.tokens)
     @rule(data=st.data(), new=st.lists(st.integers(0, 1), min_size=1, max_size=3), commit=st.booleans())
     def append_without_storing(self, data, new, commit):
-        request = data.draw(st.sampled_from(sorted(self.tokens)))
+        request = self.drawn(data)
         self.all_stored = False
         for token in new:
             try:
@@ -757,7 +728,7 @@ class CachedModel(RuleBasedStateMachine):
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
     def fork(self, data):
-        request = data.draw(st.sampled_from(sorted(self.tokens)))
+        request = self.drawn(data)
         self.count += 1
         self.manager.commit(request, len(self.tokens[request]))  # a fork needs committed tokens
         self.manager.fork(request, self.count)
@@ -766,7 +737,7 @@ class CachedModel(RuleBasedStateMachine):
     @precondition(lambda self: self.tokens)
     @rule(data=st.data(), count=st.integers(1, 5))
     def rollback(self, data, count):
-        request = data.draw(st.sampled_from(sorted(self.tokens)))
+        request = self.drawn(data)
         count = min(count, len(self.tokens[request]) - 1)
         self.manager.rollback(request, count)
         self.tokens[request] = self.tokens[request][: len(self.tokens[request]) - count]
@@ -774,7 +745,7 @@ class CachedModel(RuleBasedStateMachine):
     @precondition(lambda self: self.tokens)
     @rule(data=st.data(), mode=st.sampled_from(["recompute", "swap"]))
     def preempt(self, data, mode):
-        request = data.draw(st.sampled_from(sorted(self.tokens)))
+        request = self.drawn(data)
         self.tensors.swap_out(self.manager.preempt(request, mode))
         self.waiting[request] = self.tokens.pop(request)
 
@@ -792,7 +763,7 @@ class CachedModel(RuleBasedStateMachine):
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
     def free(self, data):
-        request = data.draw(st.sampled_from(sorted(self.tokens)))
+        request = self.drawn(data)
         self.manager.free(request)
         del self.tokens[request]
 

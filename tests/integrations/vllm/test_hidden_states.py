@@ -18,9 +18,17 @@ from vllm_steps import Steps, following, rows_of
 
 from pc.integrations.vllm import hidden_states
 from pc.integrations.vllm.hidden_files import RowsFolder, file_name
-from pc.integrations.vllm.hidden_states import ASKED_LOGPROBS, FollowedPrompt, PromptHiddenStates
+from pc.integrations.vllm.hidden_states import (
+    ASKED,
+    ASKED_LOGPROBS,
+    FollowedPrompt,
+    PromptHiddenStates,
+    check_pooler,
+    take_hidden_states,
+    take_prompt_logprobs,
+)
 
-ASKED, GENERATED = "rows", 14
+ROWS, GENERATED = "rows", 14
 
 
 def answered(prompt):
@@ -36,7 +44,7 @@ def ask(steps, seed, num_requests=40):
 
     Return all tokens and the rows asked for.
     """
-    kept = PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ASKED)
+    kept = PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ROWS)
     rng = random.Random(seed)
     roots = [[rng.randrange(1000) for _ in range(60)] for _ in range(3)]
     prompts, found = [], {}
@@ -44,7 +52,7 @@ def ask(steps, seed, num_requests=40):
         while len(prompts) < num_requests and len(steps.scheduler.requests) < 5:
             root = rng.choice([*roots, *map(answered, prompts[-4:])])[:90]
             prompt = root[: rng.randrange(1, len(root) + 1)] + [rng.randrange(1000) for _ in range(rng.randrange(3))]
-            steps.add(str(len(prompts)), prompt, GENERATED, {ASKED: len(prompts) % 5 != 0})
+            steps.add(str(len(prompts)), prompt, GENERATED, {ROWS: len(prompts) % 5 != 0})
             prompts.append(prompt)
         steps.step()
         taken = kept.take()
@@ -72,11 +80,9 @@ def test_a_row_for_each_token(windows, drafts, seed):
 def test_rows_that_nobody_takes_are_bounded_by_bytes(warnings):
     """Rows that were completed first are dropped, with one warning. A prompt larger than the limit keeps its rows."""
     steps = Steps(64, 0, False, 0)
-    kept = PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ASKED, waiting_bytes=20_000)
+    kept = PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ROWS, waiting_bytes=20_000)
     for n in range(30):
-        steps.add(str(n), [n, *range(40)], 1, {ASKED: True})
-        while steps.scheduler.requests:
-            steps.step()
+        steps.run(str(n), [n, *range(40)], 1, {ROWS: True})
         held = [tensor for each in kept.waiting.values() for tensor in (each.prompt, *each.rows.values())]
         assert sum(tensor.nbytes for tensor in held) <= 20_000
     assert len(warnings) == 1
@@ -85,9 +91,7 @@ def test_rows_that_nobody_takes_are_bounded_by_bytes(warnings):
     assert 2 < len(found) < 20
     assert list(found)[-1] == "29", "not those completed last"
     kept.waiting_bytes = 1
-    steps.add("large", list(range(50)), 1, {ASKED: True})
-    while steps.scheduler.requests:
-        steps.step()
+    steps.run("large", list(range(50)), 1, {ROWS: True})
     assert list(kept.take()) == ["large"]
 
 
@@ -95,12 +99,10 @@ def test_rows_in_a_folder_are_those_of_each_prompt(tmp_path):
     """The rows include hits. A prompt with missing rows says so."""
     steps = Steps(64, 0, False, 0)
     folder = RowsFolder(tmp_path)
-    kept = PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ASKED, folder=folder)
+    kept = PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ROWS, folder=folder)
     prompts = {f"cmpl-{n}-0": [n // 2, *range(40)] for n in range(6)}
     for name, prompt in prompts.items():
-        steps.add(f"{name}-a1b2c3d4", prompt, 1, {ASKED: True})
-        while steps.scheduler.requests:
-            steps.step()
+        steps.run(f"{name}-a1b2c3d4", prompt, 1, {ROWS: True})
     assert steps.counts["hits"] > 0
     kept._take("cmpl-lost-0-a1b2c3d4", [63], FollowedPrompt([1, 2], 2, True, False), ["hidden_states"])
     folder.close()
@@ -118,9 +120,9 @@ def test_rows_in_a_folder_are_those_of_each_prompt(tmp_path):
 def test_a_prompt_of_embeddings(tmp_path):
     """It has no tokens and a row for each position, in a file too. It is complete only after its last chunk."""
     steps = Steps(64, 0, False, 0)
-    kept = PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ASKED)
+    kept = PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ROWS)
     prompt = list(range(40))
-    steps.add("embeds-0", prompt, 1, {ASKED: True})
+    steps.add("embeds-0", prompt, 1, {ROWS: True})
     execute = steps.runner.execute_model
 
     def as_embeddings(output):
@@ -129,8 +131,7 @@ def test_a_prompt_of_embeddings(tmp_path):
         return execute(output)
 
     steps.runner.execute_model = as_embeddings
-    while steps.scheduler.requests:
-        steps.step()
+    steps.run()
     assert steps.counts["chunks"] > 0
     kept.folder = folder = RowsFolder(tmp_path)
     kept._take("embeds-0-a", [*range(40)], FollowedPrompt([], 0, True, False), ["hidden_states"])
@@ -153,16 +154,14 @@ def test_log_probabilities_in_a_folder(tmp_path, monkeypatch, warnings):
     steps.runner.device, steps.runner.model = "cpu", SimpleNamespace(compute_logits=compute_logits)
     steps.runner.model_config = SimpleNamespace(get_vocab_size=lambda: 50)
     folder = RowsFolder(tmp_path)
-    PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ASKED, folder=folder)
-    wanted = {"both": {ASKED: True, ASKED_LOGPROBS: 1}, "alone": {ASKED_LOGPROBS: 1}, "short": {ASKED_LOGPROBS: 1}}
+    PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ROWS, folder=folder)
+    wanted = {"both": {ROWS: True, ASKED_LOGPROBS: 1}, "alone": {ASKED_LOGPROBS: 1}, "short": {ASKED_LOGPROBS: 1}}
     refused = ("split", "adapters")
     prompts = {name: list(range(1 if name == "short" else 40)) for name in (*wanted, *refused)}
     for name, asked in (wanted | {each: {ASKED_LOGPROBS: 1} for each in refused}).items():
         steps.runner.parallel_config = SimpleNamespace(tensor_parallel_size=1 + (name == "split"))
         steps.runner.lora_config = SimpleNamespace() if name == "adapters" else None
-        steps.add(f"{name}-a1b2c3d4", prompts[name], 1, asked)
-        while steps.scheduler.requests:
-            steps.step()
+        steps.run(f"{name}-a1b2c3d4", prompts[name], 1, asked)
     folder.close()
     assert steps.counts["hits"] > 0
     assert max(pieces) == 7
@@ -180,7 +179,7 @@ def test_log_probabilities_in_a_folder(tmp_path, monkeypatch, warnings):
 
 def test_prompts_without_rows_are_bounded_too():
     steps = Steps(64, 0, False, 0)
-    kept = PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ASKED, waiting_bytes=50_000)
+    kept = PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ROWS, waiting_bytes=50_000)
     kept.rows.register("hidden_states", (2,), torch.float32)
     for n in range(300):
         kept._take(str(n), [1], FollowedPrompt([1, 2], 2, True, False), ["hidden_states"])
@@ -225,8 +224,6 @@ def rounds():
 def run(path, prompts, **options):
     """Return each prompt's rows, log-probabilities and tokens, the cached tokens, and the counts."""
     from vllm import SamplingParams
-
-    from pc.integrations.vllm.hidden_states import ASKED, take_hidden_states, take_prompt_logprobs
 
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, detokenize=False, extra_args={ASKED: True})
     found, cached = [], []
@@ -299,8 +296,6 @@ def test_rows_through_speculation(model_path, computed, feature):
 
 
 def test_only_who_asks_gets_rows(model_path, feature):
-    from pc.integrations.vllm.hidden_states import take_hidden_states
-
     with vllm_engine.engine(model_path("llama")) as (llm, _):
         vllm_engine.generate(llm, rounds()[0][:2])
         assert take_hidden_states(llm) == {}
@@ -309,8 +304,6 @@ def test_only_who_asks_gets_rows(model_path, feature):
 def test_blocks_that_a_connector_fills_hold_no_rows(model_path, feature):
     """The rows there belong to earlier prompts. None of them is returned, and later prompts have all rows."""
     from vllm import SamplingParams
-
-    from pc.integrations.vllm.hidden_states import ASKED, take_hidden_states
 
     vllm_engine.use_eviction(True)
     params = SamplingParams(max_tokens=4, temperature=0.0, detokenize=False, extra_args={ASKED: True})
@@ -386,48 +379,54 @@ def test_models_with_windows_alone_are_refused(model_path, feature):
         pass
 
 
+def configuration(
+    speculation=None, asynchronous=False, connector=None, scheduler=None, runner="generate", chunks=True, **more
+):
+    """Return a configuration of vLLM; `more` are our options."""
+    return SimpleNamespace(
+        speculative_config=speculation,
+        scheduler_config=SimpleNamespace(
+            async_scheduling=asynchronous, scheduler_cls=scheduler, enable_chunked_prefill=chunks
+        ),
+        kv_transfer_config=connector,
+        model_config=SimpleNamespace(runner_type=runner),
+        additional_config={f"pc_hidden_states_{name}": value for name, value in more.items()},
+    )
+
+
+OURS = "pc.integrations.vllm.eviction.AsyncPolicyScheduler"
+SERVED = [
+    {},
+    {"asynchronous": True},
+    {"speculation": "ngram"},
+    {"connector": "any", "scheduler": OURS},
+    {"runner": "pooling"},
+]
+REFUSED = [
+    ({"speculation": "ngram", "asynchronous": True}, "async_scheduling: got True with speculation"),
+    ({"connector": "any"}, "needs PC_VLLM=eviction,hidden_states"),
+    ({"dir": 5}, "pc_hidden_states_dir: got 5, needs the path"),
+    ({"dir_bytes": 5}, "pc_hidden_states_dir_bytes: got one without pc_hidden_states_dir"),
+    ({"dir": "/tmp", "dir_seconds": 0}, "pc_hidden_states_dir_seconds: got 0, needs a number above 0"),
+    ({"dir": "/tmp", "dir_bytes": 1.5}, "pc_hidden_states_dir_bytes: got 1.5, needs an integer"),
+    (
+        {"runner": "pooling", "connector": "any", "scheduler": OURS},
+        "got a connector, whose blocks have no rows to pool",
+    ),
+    ({"runner": "pooling", "chunks": False}, "enable_chunked_prefill: got False"),
+]
+
+
 def test_configurations_that_would_store_in_wrong_slots_are_refused():
-    from types import SimpleNamespace
-
-    from pc.integrations.vllm.hidden_states import check_hidden_states
-
-    def config(speculation=None, asynchronous=False, connector=None, scheduler=None, runner="generate", chunks=True):
-        chosen = SimpleNamespace(async_scheduling=asynchronous, scheduler_cls=scheduler, enable_chunked_prefill=chunks)
-        return SimpleNamespace(
-            speculative_config=speculation,
-            scheduler_config=chosen,
-            kv_transfer_config=connector,
-            model_config=SimpleNamespace(runner_type=runner),
-        )
-
-    check_hidden_states(config())
-    check_hidden_states(config(asynchronous=True))
-    check_hidden_states(config(speculation="ngram"))
-    check_hidden_states(config(connector="any", scheduler="pc.integrations.vllm.eviction.AsyncPolicyScheduler"))
-    with pytest.raises(ValueError, match="async_scheduling: got True with speculation"):
-        check_hidden_states(config(speculation="ngram", asynchronous=True))
-    with pytest.raises(ValueError, match="needs PC_VLLM=eviction,hidden_states"):
-        check_hidden_states(config(connector="any"))
-    check_hidden_states(config(runner="pooling"))
-    for options, message in (
-        ({"dir": 5}, "pc_hidden_states_dir: got 5, needs the path"),
-        ({"dir_bytes": 5}, "pc_hidden_states_dir_bytes: got one without pc_hidden_states_dir"),
-        ({"dir": "/tmp", "dir_seconds": 0}, "pc_hidden_states_dir_seconds: got 0, needs a number above 0"),
-        ({"dir": "/tmp", "dir_bytes": 1.5}, "pc_hidden_states_dir_bytes: got 1.5, needs an integer"),
-    ):
-        chosen = config()
-        chosen.additional_config = {f"pc_hidden_states_{name}": value for name, value in options.items()}
+    for options in SERVED:
+        hidden_states.check_hidden_states(configuration(**options))
+    for options, message in REFUSED:
         with pytest.raises(ValueError, match=message):
-            check_hidden_states(chosen)
-    ours = "pc.integrations.vllm.eviction.AsyncPolicyScheduler"
-    with pytest.raises(ValueError, match="got a connector, whose blocks have no rows to pool"):
-        check_hidden_states(config(runner="pooling", connector="any", scheduler=ours))
-    with pytest.raises(ValueError, match="enable_chunked_prefill: got False"):
-        check_hidden_states(config(runner="pooling", chunks=False))
-    second = config(runner="pooling")
+            hidden_states.check_hidden_states(configuration(**options))
+    second = configuration(runner="pooling")
     second.use_v2_model_runner = True
     with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER: got runner V2 with a pooling model"):
-        check_hidden_states(second)
+        hidden_states.check_hidden_states(second)
 
 
 def test_poolers_that_join_chunks_their_own_way_are_refused():
@@ -435,8 +434,6 @@ def test_poolers_that_join_chunks_their_own_way_are_refused():
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.pooler.special import DispatchPooler
     from vllm.model_executor.layers.pooler.tokwise.methods import AllPool
-
-    from pc.integrations.vllm.hidden_states import check_pooler
 
     class OwnPooler(torch.nn.Module):
         def __init__(self, *tasks):
@@ -465,8 +462,6 @@ def test_who_reads_hits_for_a_row_of_each_token():
 
     A request's own choice, and other engines, stay as in vLLM.
     """
-    from types import SimpleNamespace
-
     from vllm import PoolingParams
 
     from pc.integrations.vllm import enable

@@ -140,22 +140,20 @@ def fill(hits):
         hits([100 + n, *PROMPT[: 32 * 5]])
 
 
-@pytest.mark.parametrize(("hint", "kept"), [(None, 0), ({"priority": 5}, 128), ({"returns": 0.5}, 0)])
-def test_a_prompt_with_priority_is_kept(crowded, hint, kept):
+FIRST_TWO_BLOCKS = [{"start": 0, "end": 64, "priority": 2}]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("hint", "kept"),
+    [(None, 0), ({"priority": 5}, 128), ({"returns": 0.5}, 0), ({"token_ranges": FIRST_TWO_BLOCKS}, 64)],
+)
+def test_what_has_a_priority_is_kept(crowded, hint, kept):
     _, hits = crowded
     params = {} if hint is None else {"extra_args": {"kv_hints": retention_hints(**hint)}}
     assert hits(PROMPT, **params) == 0
     fill(hits)
     assert hits(PROMPT) == kept
-
-
-def test_a_range_is_kept(crowded):
-    """Two blocks are kept by a range of tokens. The rest of the prompt is evicted first."""
-    _, hits = crowded
-    ranges = [{"start": 0, "end": 64, "priority": 2}]
-    hits(PROMPT, extra_args={"kv_hints": retention_hints(token_ranges=ranges)})
-    fill(hits)
-    assert hits(PROMPT) == 64
 
 
 def test_a_hint_that_cannot_be_read_does_not_stop_the_request(crowded):

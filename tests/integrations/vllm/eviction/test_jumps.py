@@ -100,42 +100,6 @@ def test_two_requests_with_one_gap_compute_it_once():
     assert sum(engine.computed[name] for name in ("one", "two")) == 3 * BLOCK + 2 * (5 + 3)
 
 
-def test_runs_that_are_not_worth_a_jump_are_computed():
-    engine, tokens = ExactEngine(64), prompt(20 * BLOCK + 5)
-    holes(engine, tokens, range(2, 3), range(3 + MIN_BLOCKS - 1, 20))
-    engine.add("again", tokens)
-    engine.run()
-    assert engine.computed["again"] == 18 * BLOCK + 5 + 3
-    assert engine.scheduler.jumps.num_jumped_tokens == 0
-
-
-@pytest.mark.parametrize(("engine_wide", "asked"), [("", "prefix"), ("prefix", None), ("", "nonsense"), ("", ["gap"])])
-def test_prefixes_alone_where_that_is_asked_for(engine_wide, asked, warnings):
-    engine, tokens = ExactEngine(64, reuse=engine_wide), prompt(20 * BLOCK + 5)
-    holes(engine, tokens, range(2, 5))
-    engine.add("again", tokens, **({} if asked is None else {"pc_reuse": asked}))
-    engine.run()
-    assert engine.computed["again"] == 18 * BLOCK + 5 + 3
-    assert any("pc_reuse of request again" in line for line in warnings) == (asked not in (None, "prefix"))
-
-
-def test_gaps_for_one_request_of_an_engine_without():
-    engine, tokens = ExactEngine(64, reuse="prefix"), prompt(20 * BLOCK + 5)
-    holes(engine, tokens, range(2, 5))
-    engine.add("again", tokens, pc_reuse="gap")
-    engine.run()
-    assert engine.said["again"] == following(tokens, 4)
-    assert engine.computed["again"] == 3 * BLOCK + 5 + 3
-
-
-def test_other_salts_are_not_found():
-    engine, tokens = ExactEngine(90), prompt(20 * BLOCK + 5)
-    holes(engine, tokens, range(2, 5))
-    engine.add("again", tokens, salt="other")
-    engine.run()
-    assert engine.computed["again"] == len(tokens) + 3
-
-
 def test_a_request_that_does_not_fit_waits_and_none_waits_for_ever():
     """A former fault: the check of a whole request counted pinned blocks twice."""
     engine, tokens = ExactEngine(24), prompt(20 * BLOCK + 5)
@@ -147,6 +111,34 @@ def test_a_request_that_does_not_fit_waits_and_none_waits_for_ever():
         engine.step()
     assert engine.said["again"] == following(tokens, 4)
     assert engine.said["other"] == following(prompt(6 * BLOCK, 1), 12)
+
+
+GAP = [range(2, 5)]
+COMPUTED = {
+    "a gap is skipped": ({}, {}, GAP, 3),
+    "runs that are too short for a jump are computed": ({}, {}, [range(2, 3), range(3 + MIN_BLOCKS - 1, 20)], 18),
+    "the request asks for prefixes alone": ({}, {"pc_reuse": "prefix"}, GAP, 18),
+    "the engine asks for prefixes alone": ({"reuse": "prefix"}, {}, GAP, 18),
+    "the request asks for gaps, the engine for prefixes": ({"reuse": "prefix"}, {"pc_reuse": "gap"}, GAP, 3),
+    "the request asks for an unknown reuse": ({}, {"pc_reuse": "nonsense"}, GAP, 18),
+    "the request asks with a list": ({}, {"pc_reuse": ["gap"]}, GAP, 18),
+    "the request has another salt": ({}, {"salt": "other"}, GAP, 20),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", COMPUTED)
+def test_computed_blocks_behind_a_gap(case, warnings):
+    options, asked, lost, blocks = COMPUTED[case]
+    engine, tokens = ExactEngine(90, **options), prompt(20 * BLOCK + 5)
+    holes(engine, tokens, *lost)
+    engine.add("again", tokens, **asked)
+    engine.run()
+    assert engine.said["again"] == following(tokens, 4)
+    assert engine.computed["again"] == blocks * BLOCK + 5 + 3
+    assert (engine.scheduler.jumps.num_jumped_tokens > 0) == (blocks == 3)
+    refused = asked.get("pc_reuse") not in (None, "prefix", "gap")
+    assert any("pc_reuse of request again" in line for line in warnings) == refused
 
 
 def test_hints_reach_blocks_that_are_jumped_over():
