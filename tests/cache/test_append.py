@@ -101,9 +101,15 @@ def test_a_prompt_takes_blocks_in_chunks():
     manager.commit("a", 6)
     with pytest.raises(ValueError, match="not the next ones of the prompt"):
         manager.append("a", [99])
-    b = manager.append("a", prompt[6:14])
-    assert (b.compute_spans, b.block_ids.size) == ([(6, 14)], 2)
+    b = manager.append("a", prompt[6:13])
+    assert (b.compute_spans, b.block_ids.size) == ([(6, 13)], 2)
+    for wrong in (lambda: manager.append("a", [99]), lambda: manager.append_each(["a"], [99])):
+        with pytest.raises(ValueError, match="not the next one"):
+            wrong()
+    manager.append_each(["a"], prompt[13:14])
     manager.commit("a", 14)
+    with pytest.raises(ValueError, match="not the next ones of the prompt"):
+        manager.append("a", [99])
     manager.append("a", [*prompt[14:], 50])
     manager.commit("a", 19)
     manager.free("a")

@@ -22,7 +22,12 @@ def test_gap_reuse_lists_what_is_left_to_compute():
     assert b.slot_mapping.tolist() == [*range(table[2] * 4, table[2] * 4 + 4), table[5] * 4]
     m.commit("b", 21)
     m.free("b")
-    assert m.allocate("c", list(range(20))).num_cached_tokens == 19
+    c = m.allocate("c", list(range(20)))
+    assert c.num_cached_tokens == 19
+    m.free("c")
+    drop(m.pools[0], c.block_ids[2:3])
+    whole = m.allocate("d", list(range(20)), reuse="gap")
+    assert (whole.cached_spans, whole.compute_spans) == ([(0, 8), (12, 19)], [(8, 12), (19, 20)])
     m.check()
 
 
@@ -83,6 +88,10 @@ def test_a_state_is_found_only_where_one_was_left():
     assert b.block_ids[1].tolist() == [-1, block, -1]
     assert [slots.tolist() for slots in b.slot_mapping][1] == [-1] * 4
     assert m.allocate("c", [*range(6), 9, 9, 9]).num_cached_tokens == 0, "KV of one block, and no state"
+    assert m.allocate("d", list(range(8))).num_cached_tokens == 0, "the state has seen the last token"
+    m.free("b")
+    gap = m.allocate("e", [*range(12), 7], reuse="gap")
+    assert (gap.cached_spans, gap.compute_spans) == ([(0, 8)], [(8, 13)]), "no state jumps over a gap"
     m.check()
 
 

@@ -139,6 +139,15 @@ def test_memory_is_counted_and_bounded():
     assert manager.stats().index_bytes == held
 
 
+@pytest.mark.parametrize("partial_reuse", [False, True])
+def test_a_reset_forgets_the_text_of_blocks(partial_reuse):
+    manager = make(partial_reuse=partial_reuse)
+    manager.reset()
+    allocation = manager.allocate("n", [*range(4), *TEXT[:3], 7], reuse="anywhere")
+    assert (allocation.num_cached_tokens, allocation.moved, allocation.copies) == (0, [], [])
+    assert not manager.allocate("m", [9, *TEXT, 7], reuse="anywhere").moved
+
+
 def test_moved_tokens_are_counted():
     manager = make()
     manager.allocate("n", [9, *TEXT, 7], reuse="anywhere")

@@ -80,6 +80,15 @@ def test_tensors_that_were_put_or_returned_belong_to_the_caller(tier):
     assert same(tier.get(KEYS[0]), block(1.0))
 
 
+def test_host_memory_keeps_the_blocks_that_were_used_last():
+    tier = MemoryTier(2)
+    for key in KEYS[:2]:
+        tier.put(key, block())
+    assert tier.get(KEYS[0]) is not None
+    tier.put(KEYS[2], block())
+    assert tier.contains_many(KEYS[:3]) == [True, False, True]
+
+
 @pytest.mark.parametrize(
     ("key", "error"), [("text", TypeError), (None, TypeError), (b"", ValueError), (b"x" * 65, ValueError)]
 )

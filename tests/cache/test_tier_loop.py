@@ -96,6 +96,7 @@ def tiers_of(kind, path, store):
     return tiers if kind == "disk" else [TierWriter(tier) for tier in tiers]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", ["disk", "writer", "mooncake"])
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 def test_evicted_blocks_come_back(tmp_path, groups, kind):

@@ -173,6 +173,24 @@ class MostRecent(pc.EvictionPolicy):
         self.waiting.clear()
 
 
+def test_a_policy_is_notified_of_the_end_of_each_request():
+    heard = []
+
+    class Hears(LRU):
+        def returning(self, probability):
+            heard.append(probability)
+
+        def finished(self, output_tokens):
+            heard.append(output_tokens)
+
+    m = pc.CacheManager(4, block_size=4, policy=Hears)
+    m.allocate("a", prompt(1))
+    m.append("a", [5, 6, 7])
+    m.free("a", returns=0.25)
+    serve(m, "b", prompt(2))
+    assert heard == [0.25, 3, 0]
+
+
 def test_a_policy_of_ones_own():
     m = pc.CacheManager(4, block_size=4, policy=MostRecent)
     serve(m, 1, prompt(1))
