@@ -382,7 +382,7 @@ def _longest(prompt: Known, known: list[Known], block: int) -> tuple[int, str, K
 
 
 def _differ(one: Known, other: Known) -> bool:
-    """Return whether salt or keys of the whole text differ."""
+    """Return whether two texts differ in their salt, or in an extra key that holds for the whole text."""
     return one.keys.header != other.keys.header
 
 

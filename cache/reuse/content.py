@@ -181,7 +181,7 @@ class ContentIndex:
             number = int(hits.searchsorted(done))
 
     def agreed_before(self, match: MovedSpan, tokens: Tokens) -> int:
-        """Return how many tokens before a match, up to two blocks, are those behind which its KV was computed."""
+        """Return how many tokens before a match, up to two blocks, equal those before the text that is reused."""
         block, offset = divmod(match.slots.item(0), self._size)
         stood, before = self._tokens[block, :offset], self._neighbour(self._before, block, -1)
         if before >= 0:

@@ -204,7 +204,7 @@ class RowStore:
             self.valid.loaded(target, self.valid.bits_of(source), source)
 
     def swap_out(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Keep the rows of blocks, (block, host slot) pairs, until they are swapped in."""
+        """Copy the rows of blocks to host memory, (block, host slot) pairs, until they are swapped in."""
         self._wait()
         for block, slot in pairs:
             index = torch.tensor([block])

@@ -349,9 +349,9 @@ class TensorCache:
         self._store.copy(pairs)
 
     def swap_out(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Keep the rows of blocks that `CacheManager.preempt` released in host memory, until they are loaded again.
+        """Copy to host memory the rows of blocks that `CacheManager.preempt` released.
 
-        Call it before anything is written.
+        They stay there until they are loaded. Call this before anything else is written.
 
         Args:
             pairs: (block, host slot), as `preempt` returns them for this group.

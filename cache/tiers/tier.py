@@ -70,7 +70,7 @@ class Tier(Protocol):
         return [self.get(key) for key in keys]
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return `in` for several blocks, in order."""
+        """Return for each of several blocks, in order, whether it is `in` the tier."""
         return [key in self for key in keys]
 
 

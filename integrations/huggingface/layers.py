@@ -267,7 +267,7 @@ def new_cache(config: Any) -> DynamicCache:
 
 
 def index_reach(config: Any) -> int | None:
-    """Return the longest sequence whose tokens an indexer selects all. Beyond it, rounding may change its choice."""
+    """Return the most tokens of which an indexer selects all. With more, rounding may change its choice."""
     reach = getattr(config.get_text_config(decoder=True), "index_topk", None)
     return reach if isinstance(reach, int) else None
 

@@ -28,7 +28,7 @@ class PageState(PolicyPool):
         self._of_token = _mixed(np.arange(1, page_size + 1, dtype=np.uint64)) | np.uint64(1)
 
     def keys_of(self, ids: Ids) -> npt.NDArray[np.uint64]:
-        """Return 64 bits for each page, which depend on all tokens up to its end and the tree's seed, on every rank."""
+        """Return 64 bits for each page, which depend on the tokens up to its end and the tree's seed. Ranks agree."""
         return _mixed(self.keys.take(ids))
 
     def fill(self, tokens: npt.NDArray[np.int64], before: int | None, seed: int) -> Ids:

@@ -175,7 +175,7 @@ def check_options(vllm_config: Any) -> None:
     """Check this package's options.
 
     Raises:
-        ValueError: An option is unknown, its value is, or its feature is off.
+        ValueError: An option or its value is unknown, or its feature is off.
     """
     scheduler = vllm_config.scheduler_config.scheduler_cls
     no_policy = scheduler is None or api.is_vllms(scheduler)
@@ -235,7 +235,7 @@ def _attention_in_use(vllm_config: Any) -> list[str]:
 
 
 def has_policy(vllm_config: Any) -> bool:
-    """Return whether an engine's scheduler is one of this package, by the end of its name."""
+    """Return whether an engine's scheduler is one of this package. The end of its name decides."""
     return _class_name(vllm_config.scheduler_config.scheduler_cls).endswith("PolicyScheduler")
 
 

@@ -95,7 +95,7 @@ class RowsFolder:
                 self._pending -= nbytes
 
     def _trim(self) -> None:
-        """Delete files too old, partial files of killed processes, and the oldest beyond 15/16 of the limit."""
+        """Delete expired files, partial files of killed processes, and the oldest files beyond 15/16 of the limit."""
         found = []
         for entry in os.scandir(self.path):
             if entry.name.endswith((SUFFIX, PART)):

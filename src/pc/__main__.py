@@ -30,7 +30,7 @@ def _one_of(*values: str) -> Callable[[str], list[str]]:
 
 
 def _option(text: str, *values: str) -> Any:
-    """Return an option with this help, whose value is completed to one of `values`."""
+    """Return a command-line option with a help text. A shell completes its value to one of `values`."""
     return typer.Option(help=text, autocompletion=_one_of(*values))
 
 

@@ -46,7 +46,7 @@ def batch_of(args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
 def mask_of(args: Any) -> Mask:
     """Return the options that decide which keys are live.
 
-    A window of UNBOUNDED or more holds every key: kernels add it to positions in int32.
+    A window of UNBOUNDED or more counts as none, because kernels add windows to int32 positions.
     """
     window = args.window
     if not window or window >= UNBOUNDED:

@@ -72,7 +72,7 @@ def build_attention(
 
 @dataclass(frozen=True, slots=True)
 class AttentionLaunch:
-    """The kernels of a call: one decodes sequences of few queries from the work list, one tiles longer ones."""
+    """The kernels of a call: decodes of sequences with few queries, by a work list, and prefills of others."""
 
     plan_size: int
     fill_plan: FillPlan

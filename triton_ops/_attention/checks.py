@@ -37,7 +37,10 @@ def check_cache(
     v_scale: torch.Tensor | None,
     value_dim: int | None = None,
 ) -> None:
-    """Check caches and scales: against `like`, which is written to the caches or attends over them, and given sizes."""
+    """Check caches and scales against given sizes and against `like`.
+
+    This is the tensor, named `like_name` in errors, that is written to the caches or attends over them.
+    """
     head_dim = like.shape[2]
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         _check_blocks(name, cache, like)

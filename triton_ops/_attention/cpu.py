@@ -29,7 +29,10 @@ _BATCHED_KEYS = 4096
 
 
 def attend(args: AttentionArgs) -> Result:
-    """Return results like query and natural lse `[num_tokens, num_heads]` float32; 0 and -inf in rows without keys."""
+    """Return results shaped like query, and their natural lse, `[num_tokens, num_heads]` float32.
+
+    Rows without keys get 0, and -inf as lse.
+    """
     query, cache, is_plain = args.query, Cache(args), args.terms.PLAIN and args.tree_mask is None
     by_head = args.query_blocks is not None or args.block_tables.dim() == 3
     runs = _runs(args, is_plain)
@@ -74,7 +77,7 @@ def _runs(args: AttentionArgs, is_plain: bool) -> list[Run]:
 
 
 def _with_few_keys(args: AttentionArgs, cache: Cache, runs: list[Run]) -> list[Run]:
-    """Return the queries with so few keys that several sequences are gathered together; none for only one run."""
+    """Return the queries with so few keys that several sequences are gathered together; [] if there is one run."""
     if len(runs) > 1:
         # Quantized keys are read faster by block than by vector.
         most = _BATCHED_KEYS if args.k_scale is None else cache.at_once(cache.kv_heads) // 16

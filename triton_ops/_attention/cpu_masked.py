@@ -239,7 +239,7 @@ def attend_in_place(
 
 
 def concatenated_ranges(begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Return begin, begin + 1, ... for each range, `sizes` numbers each."""
+    """Return the numbers of all ranges, one range after another: `sizes[i]` numbers from `begins[i]` on."""
     ends = sizes.cumsum()
     return np.asarray(np.arange(sizes.sum()) + (begins - ends + sizes).repeat(sizes))
 

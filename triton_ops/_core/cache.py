@@ -43,10 +43,10 @@ _is_traced = torch.compiler.is_dynamo_compiling
 
 
 def needs_dispatcher() -> bool:
-    """Return whether a tracer, mode, transform or profiler must see the operators of a function outside of them.
+    """Return whether a tracer, mode, transform or profiler must see the operators called here.
 
-    Such a function then uses PyTorch's operators, and neither keeps tensors nor launches kernels of its own. Dynamo
-    traces this function too, so it is asked first. Export and fake tensors are modes.
+    The caller then uses PyTorch's operators, and neither keeps tensors nor launches kernels. Dynamo traces this
+    function too, so it is asked first. Export and fake tensors are modes.
     """
     if _is_traced() or not _CAN_TELL:
         return True
@@ -59,7 +59,7 @@ def may_cache_tensors(on_gpu: bool) -> bool:
 
 
 def alignments(*tensors: torch.Tensor) -> object:
-    """Return True if all begin at a multiple of 16 bytes, else which of them do: kernels are compiled for it."""
+    """Return True if all begin at a multiple of 16 bytes, else which of them do. Kernels are compiled for it."""
     bits = 0
     for tensor in tensors:
         bits |= tensor.data_ptr()
@@ -105,7 +105,9 @@ def forget_choices() -> None:
 
 
 class LaunchCache(Generic[T]):
-    """Launches and other things built for calls, by options and by metadata and `of_addresses` of tensors.
+    """A cache of launches and other things that are built for calls.
+
+    An entry is found by the options of a call, the metadata of its tensors, and `of_addresses` of them.
 
     Recent calls are matched by TensorGuards, in C++. They compare all that torch's dispatcher looks at: classes,
     metadata, modes, transforms and gradients. Options are all else that matters, such as which optional tensors are

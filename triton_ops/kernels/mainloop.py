@@ -190,7 +190,7 @@ def _block_numbers(table_ptr, start, second, hi, FULL: tl.constexpr, BLOCK_SIZE:
 
 @triton.jit
 def _tree_scores(live, t, hi, tree):
-    """Return `live`, with the bits of the rows' masks in place for the call's own tokens."""
+    """Return `live`, replaced by the bits of the rows' masks for the call's own tokens."""
     own = t - tree.own_begin
     is_own = (own >= 0) & (t < hi)
     word = tl.load(tree.rows[:, None] + (own // 32)[None, :], mask=(is_own & (own < tree.keys))[None, :], other=0)

@@ -70,7 +70,7 @@ class CachedPass(PagedPass):
 
 
 def _seen(values: torch.Tensor) -> tuple[Any, ...]:
-    """Return a value that differs if a tensor is another one or was changed."""
+    """Return a value that changes if a tensor is replaced or written to."""
     version = -1 if values.is_inference() else values._version
     return values.data_ptr(), values.shape, values.stride(), version
 

@@ -41,8 +41,8 @@ class PagedPass:
     def attend(self, call: MarkedCall) -> torch.Tensor:
         """Return attention of the queries over all cached tokens, `[batch, num_tokens, num_heads, head_dim]`.
 
-        Subclasses implement it. This one refuses, because `no_mask` marks masks with this class. The mark of a mask
-        counts only if the keys have no mark. Then the layer's keys are not those that it has just cached.
+        Subclasses implement it. The masks of `no_mask` are marked with an object of this class itself. It is called for
+        a layer whose keys have no mark. Such keys are not those that the layer has just cached, so the call is refused.
         """
         raise UnsupportedError("a layer attends to keys other than those it has just cached")
 
@@ -122,7 +122,7 @@ class Dispatch(AttentionInterface):  # type: ignore[misc]  # transformers is unt
 
 
 def _looking(found: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an attention function that runs the pass of marked keys, and else `found`."""
+    """Return an attention function that runs the pass with which keys are marked, or `found` if there is no mark."""
 
     @functools.wraps(found)
     def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:

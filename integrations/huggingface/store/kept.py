@@ -192,7 +192,7 @@ class KeptCaches:
 
 
 def _can_crop(cache: DynamicCache, length: int) -> bool:
-    """Return whether a cache still has all tokens that the token after the first `length` ones reads."""
+    """Return whether a cache still has all tokens that the next token reads after a crop to `length`."""
     return all(layer.first <= max(length - layer.sliding_window + 1, 0) for layer in window_layers(cache))
 
 

@@ -67,7 +67,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, options: Mapping[str, Any])
 
 
 def _device(kind: str) -> str:
-    """Return the device, for a CPU with its instructions: vLLM's kernels order keys by them."""
+    """Return the device. For a CPU, add its instruction set, by which vLLM's kernels order keys."""
     instructions = f"{torch.backends.cpu.get_cpu_capability()} {torch.cpu._is_amx_tile_supported()}"
     return f"{kind} {instructions}" if kind == "cpu" else kind
 

@@ -74,7 +74,7 @@ class GroupBlocks:
 
 
 class Misses:
-    """Explains requests to a scheduler that is about to admit them."""
+    """An explainer of the misses of requests that a scheduler is about to admit."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler, self._pool = scheduler, scheduler.kv_cache_manager.block_pool

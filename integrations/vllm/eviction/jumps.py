@@ -151,7 +151,7 @@ class GapJumps:
                 del self.pinned[name]
 
     def _jump(self, request: Any, pins: dict[int, Any]) -> None:
-        """Move a request that stands before a run to its end: add the blocks to the table, count the tokens."""
+        """Let a request skip the run that it stands before: add the blocks to its table, and count the tokens."""
         begin, rest = divmod(request.num_computed_tokens, self._size)
         if rest:
             return

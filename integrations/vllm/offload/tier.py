@@ -29,7 +29,7 @@ from ..connector.layout import check_options, open_tier
 
 
 class TierLookup(AsyncLookupManager):
-    """A lookup in a tier that runs in its own thread."""
+    """Lookups of chunks in a tier, which run in a separate thread."""
 
     def __init__(self, tier: Tier, tier_type: str) -> None:
         super().__init__(tier_type=tier_type)

@@ -256,7 +256,7 @@ class ScheduledBlocks:
     # How full the cache is.
 
     def blocks_needed(self, request_id: str, past_length: int, query_length: int) -> int:
-        """Return the most blocks per group that a request's next tokens need, one more included for a copy."""
+        """Return the most blocks per group that a request's next tokens need, including one for a copy."""
         held = self._held.get(request_id)
         size = self.manager.block_size
         have = 0 if held is None else -(-held.prompt.blocks.held // size)
