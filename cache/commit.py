@@ -86,7 +86,7 @@ def checkpoint(state: ManagerState, request_id: Hashable, num_tokens: int, group
 
 
 def _compute_digests(state: ManagerState, request: Request, last: int) -> None:
-    """Compute the hashes of the first `last` blocks that the request lacks."""
+    """Compute the hashes of the first `last` blocks, as far as the request lacks them."""
     if last <= len(request.digests):
         return
     chain = request.chain

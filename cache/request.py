@@ -40,14 +40,14 @@ class Request:
         num_blocks: Number of logical blocks. The rest of each table is room.
         chain: Running hash after the blocks of `digests`; None if it must be built again.
         digests: Hashes of the first complete blocks: those of the prompt, and every block before `committed`.
-        hit: Number of leading blocks that were cached when the request started, as far as they are left.
+        hit: Number of leading blocks that were cached when the request started and are still complete.
         replaced: For each group, blocks that were replaced in the table, held until the next commit or free.
         check_tail: Whether the next append must check if other requests see the last, partly filled block.
         new_states: (group, logical block) of states of `checkpoint` that no commit has published yet.
         prompt_tokens: Number of tokens with which the request started.
         writing: Hash of the block that this request computes and others may wait for, or None.
-        host_end: While it is preempted, computing can continue here with the KV in host memory, or one token earlier if
-            this is the end.
+        host_end: While the request is preempted, the position at which computing can continue with the KV in host
+            memory. If this is the end of the request, its last token is computed again.
         host_blocks: For each group, the logical blocks in host memory, while the request is preempted.
         host_slots: For each group, the host slots of these blocks. `resume` loads them, and the next commit or free
             releases them.
