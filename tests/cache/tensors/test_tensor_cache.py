@@ -173,6 +173,7 @@ def test_a_discovered_name_is_dropped_if_a_later_output_is_not_per_token(count, 
         assert (f"TensorCache: {name} [" in caplog.text) == (name not in names)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("outputs", "error", "message"),
     [
@@ -323,6 +324,14 @@ def test_join_needs_rows_of_the_cached_part(pair):
     allocation = manager.allocate("b", [*tokens, 9, 10])
     step = pc.Step.of({"b": allocation}, outputs_of([*tokens, 9, 10], [8, 9]))
     with pytest.raises(pc.MissingRowsError, match="hidden: 8 of 10 rows of 'b' are missing, from 0 on"):
+        tensors.join(step)
+
+
+def test_join_refuses_a_step_of_more_tokens_than_the_request_has(pair):
+    manager, tensors = pair
+    step = pc.Step.of({"a": manager.allocate("a", [1, 2, 3])}, outputs_of([1, 2, 3], range(3)))
+    manager.rollback("a", 1)
+    with pytest.raises(ValueError, match="positions: got 3 tokens of 'a', needs at most 2"):
         tensors.join(step)
 
 
