@@ -159,7 +159,8 @@ def test_info_names_what_is_tuned() -> None:
     found = _tuned("interpreter")
     assert len(found) == 3
     assert all(WHY in text for text in found.values())
-    assert _tuned("sm_90") == {}
+    assert _tuned("sm_80") == {}
+    assert all("NVIDIA H100" in text for text in _tuned("sm_90").values())
 
 
 def test_rows_are_given_after_every_lot_as_ratios_to_the_present_constants(monkeypatch: pytest.MonkeyPatch) -> None:
