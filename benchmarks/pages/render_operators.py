@@ -129,10 +129,10 @@ def render_gpu_summary(page: Path) -> str:
         for kind, begins in KINDS.items():
             ratios = sorted(1 / float(case[-1]) for case in cells(rows) if case[0].startswith(begins) and case[-1])
             middle = statistics.median(ratios)
-            parts.append(f"{len(ratios)} {kind} take {ratios[0]:.2f} to {ratios[-1]:.2f} of it (median {middle:.2f})")
+            parts.append(f"{len(ratios)} {kind}: {ratios[0]:.2f} to {ratios[-1]:.2f}, median {middle:.2f}.")
         device = rows[0]["device"]
-        said.append(f"Paged attention on {device}, beside the fastest rival's time: {', '.join(parts)}; ")
-        said[-1] += f"[rows]({link(page, source)})."
+        said += [f"Time of paged attention on {device}, divided by that of the fastest rival.", *parts]
+        said.append(f"[Rows]({link(page, source)}).")
     return " ".join(said)
 
 
