@@ -30,8 +30,8 @@ class BaseAllocation:
         num_cached_tokens: Number of tokens in `cached_spans`.
         wait_for: Id of a request that is computing the next block of this prompt now, or None. The caller may wait for
             its commit and allocate again, which saves the work. Continuing at once is right too.
-        junction: Length in tokens of the longest hit of the attention layers alone, if it is longer than the states of
-            a recurrent group allow; else None. A `CacheManager.checkpoint` there lets the next such prompt start there.
+        junction: Length in tokens of the longest hit of the attention layers, if recurrent states allow only a shorter
+            one; else None. After a `CacheManager.checkpoint` at this length, the next such prompt can start from it.
         moved: Spans of tokens that are cached elsewhere, ascending; only with `reuse="anywhere"`. Before this step
             computes anything, the caller must copy their KV to `MovedSpan.targets` with keys rotated by `delta`
             positions (`pc.move_slots`). They are not in `compute_spans`. Their blocks are held until the next commit.
@@ -55,7 +55,7 @@ class BaseAllocation:
     _slots: list[Slots] | None = None
 
     def recompute_moved(self, fraction: float) -> Slots:
-        """Return the moved tokens to compute again, behind the text that is before them now: the first of each span.
+        """Return the first tokens of each moved span, to compute them again after the text that now precedes them.
 
         The first tokens of a span differ most from exact KV, because later ones attend to them. Each span gives the
         same number of tokens; a shorter span gives all (EPIC, arXiv:2410.15332).

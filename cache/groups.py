@@ -33,8 +33,8 @@ class Group:
             object.__setattr__(self, "num_blocks", check_integer("num_blocks", self.num_blocks, 1, 30))
 
     holds_states: ClassVar[bool] = False
-    """Whether a block holds a state of the whole sequence up to its end. Only a checkpoint fills such a block, and
-    computing can continue only at the end of one."""
+    """Whether a block holds a state of the whole sequence up to the block's end. Only a checkpoint fills such a block,
+    and computing can continue only where such a block ends."""
 
     def sink_blocks(self, block_size: int) -> int:
         """Return the number of blocks at the start of the sequence that are always needed."""
@@ -54,9 +54,10 @@ class Group:
         return np.concatenate((np.arange(sinks, dtype=np.int32), np.arange(first, end, dtype=np.int32)))
 
     def servable(self, resident: Mask, num_tokens: int, block_size: int, room: int | None = None) -> Mask:
-        """Return, for every hit length from 0 to `len(resident)` blocks, whether computing could continue behind it.
+        """Return, for each hit length from 0 to `len(resident)` blocks, whether computing could continue after the hit.
 
-        The last of `num_tokens` is always computed. `room` limits the number of blocks that may be needed.
+        `resident` says for each block whether it is cached. The last of `num_tokens` is always computed. A hit that
+        needs more than `room` blocks does not count.
         """
         missing = np.concatenate(([0], np.cumsum(~resident)))
         lengths = np.arange(resident.size + 1)
@@ -149,7 +150,7 @@ class Recurrent(Group):
     holds_states: ClassVar[bool] = True
 
     def first_needed(self, position: Any, block_size: int) -> Any:
-        """Return the block whose end is the last boundary before `position`."""
+        """Return the block of the token before `position`. At a block boundary, it holds the state to continue from."""
         return _positive(position - 1) // block_size
 
 

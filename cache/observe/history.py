@@ -1,8 +1,8 @@
 """Memory for `CacheManager.explain`. Without it everything works, but misses cannot be explained.
 
-For each request that ended with published blocks, `History` keeps the written tokens behind the request's own hit. The
-tokens of the hit were remembered with the request that computed them. The hash of a block covers all tokens before it,
-so it joins the pieces of a text again. `History` also keeps the hashes of evicted blocks.
+For each request that ended with published blocks, `History` keeps the tokens that were written after the request's hit.
+The tokens of the hit were remembered with the request that computed them. A block's hash covers all tokens before it,
+so the hash at the end of a hit tells which remembered piece comes first. `History` also keeps hashes of evicted blocks.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Ghosts:
     a probability of 2**-32, which only costs a wrong guess.
 
     Args:
-        capacity: Number of entries. When as many ghosts were stored, about a third have been overwritten.
+        capacity: Number of entries. After that many ghosts, about a third have been overwritten.
 
     Examples:
         >>> from pc.cache.policies import Ghosts

@@ -88,7 +88,7 @@ class PromptRequests:
         """Allocate blocks for a prompt and find its cached tokens.
 
         Args:
-            prompt: The prompt, whose `allocation`, `blocks` and `hit` are set.
+            prompt: The prompt. This method sets its `allocation`, `blocks` and `hit`.
             read_cached: Whether cached tokens are read. If not, all tokens are computed, and published as usual.
             most: The most cached tokens to find. None: all.
 
@@ -128,7 +128,7 @@ class PromptRequests:
         prompt.hit = PromptHit(cached, later, moved, repaired, states, max(cached, kv_hit))
 
     def _allocate(self, prompt: Prompt, limit: int, anywhere: bool) -> tuple[Any, int, int]:
-        """Start a request for up to `limit` tokens of a prompt, whose hit is shortened until the prompt can continue.
+        """Start a request for up to `limit` tokens of a prompt. Shorten its hit until computing can continue there.
 
         Returns:
             The allocation, its final limit, and the number of tokens cached for attention layers if recurrent states
@@ -161,7 +161,7 @@ class PromptRequests:
         return self.manager.allocate(request_id, tokens, num_tokens=0, **options)
 
     def _fill(self, prompt: Prompt, limit: int, cached: int, whole: bool) -> None:
-        """Record how far the blocks of an admitted prompt are filled. `whole`: also its last token."""
+        """Record how far the blocks of an admitted prompt are filled. With `whole`, its last token is cached too."""
         store, blocks = self.store, prompt.blocks
         filled = limit if whole else cached
         blocks.written = filled // store.block_size

@@ -170,7 +170,10 @@ class GrowingWindowLayer(_Growing, DynamicSlidingWindowLayer):  # type: ignore[m
         return keys[:, :, -visible:], values[:, :, -visible:]
 
     def _forget(self, new: int) -> None:
-        """Drop tokens that no later token reads, if the buffer is full or mostly unread. `_extend` makes a new one."""
+        """Drop tokens that no later token reads, if the buffer is full or mostly unread.
+
+        `_extend` then copies the remaining tokens to a new buffer.
+        """
         unread = min(self.released, self.cumulative_length - self.sliding_window + 1) - self.first
         if unread <= self.slack or getattr(self, "record_past", False):
             return
@@ -267,7 +270,10 @@ def new_cache(config: Any) -> DynamicCache:
 
 
 def index_reach(config: Any) -> int | None:
-    """Return the most tokens of which an indexer selects all. With more, rounding may change its choice."""
+    """Return the number of tokens up to which an indexer selects all; None if the config has none.
+
+    With more tokens, rounding may change the indexer's choice.
+    """
     reach = getattr(config.get_text_config(decoder=True), "index_topk", None)
     return reach if isinstance(reach, int) else None
 
@@ -310,7 +316,7 @@ def num_tokens(cache: DynamicCache) -> int:
 
 
 def columns(cache: DynamicCache) -> set[int]:
-    """Return the numbers of columns that layers have received: one number, unless something else removed tokens."""
+    """Return the distinct column counts of the layers. There is only one, unless other code removed tokens."""
     found = set()
     for layer in attention_layers(cache).values():
         if layer.keys is not None:

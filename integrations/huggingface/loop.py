@@ -121,7 +121,7 @@ class Loop:
 
     @property
     def by_token(self) -> bool:
-        """Whether the loop computes each of the caller's rows token by token."""
+        """Whether the loop is greedy search or sampling, with one row for each row of the caller."""
         return self.mode in BY_TOKEN and self.repeats == 1
 
     @property
@@ -178,7 +178,7 @@ def check_arguments(arguments: dict[str, Any]) -> None:
 
 
 def take_stop_strings(model: Any, arguments: dict[str, Any]) -> None:
-    """Replace `stop_strings` and `tokenizer` by a stopping criterion, since generate drops a custom loop's tokenizer.
+    """Replace `stop_strings` by a stopping criterion, because generate does not pass the tokenizer to a custom loop.
 
     Raises:
         UnsupportedError: A generation config has stop strings, or the tokenizer is needed for token healing.

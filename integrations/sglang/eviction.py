@@ -60,7 +60,7 @@ class PolicyTreeCore(UnifiedTreeCore):
         self._unreported: list[Any] = []  # nodes that requests locked, not yet reported to the policy
         self._leaves: list[Any] = []
         self.root_node.pc_pages = np.zeros(0, np.int32)
-        self.root_node.pc_waits = False
+        self.root_node.pc_waits = False  # whether the policy may evict the node: the last request has released it
 
     def set_hicache_enabled(self) -> None:
         """Raise NotImplementedError: the policy could not follow pages that leave the device."""
@@ -180,7 +180,7 @@ class PolicyTreeCore(UnifiedTreeCore):
         return result
 
     def evict_device_end(self, component_type: Any) -> None:
-        """Return the chosen leaves that were not evicted to the policy, as candidates of a later eviction."""
+        """Give chosen leaves that were not evicted back to the policy. A later eviction may choose them again."""
         for node in reversed(self._leaves):
             self.pages.refill(node.pc_pages)
             self._release([node])

@@ -64,7 +64,10 @@ def _enable_compression() -> None:
 
 
 def _enable_hidden_states() -> None:
-    """Have requests for a row of each token read prefix hits in engines with our worker, which adds their rows."""
+    """Let pooling requests that return a row for each token read prefix hits, if the engine has our worker.
+
+    The worker adds the rows of the hits.
+    """
     if available("hidden_states.pooling"):
         api.pool_prefix_hits(lambda model_config: getattr(model_config, "pc_pools_hits", False))
 
@@ -140,7 +143,11 @@ def enable(*names: str, fallback: str = "warn") -> None:
 
 
 def enable_by_environment() -> None:
-    """Enable what the environment names, after a check of all its variables. Raises as `register`."""
+    """Enable what the environment names, after a check of all its variables.
+
+    Raises:
+        ValueError: A variable has an unknown name or value, or names a feature without one that it needs.
+    """
     for variable in os.environ:
         if variable.startswith(f"{VARIABLE}_") and variable not in SCHEDULER_OPTIONS.values():
             needs = ", ".join([VARIABLE, *SCHEDULER_OPTIONS.values()])
@@ -197,12 +204,12 @@ def check_options(vllm_config: Any) -> None:
 
 
 def announce(vllm_config: Any) -> None:
-    """Log once what of this package an engine uses."""
+    """Log once which features of this package an engine uses."""
     api.make_logger().info_once(describe(vllm_config))  # type: ignore[attr-defined]
 
 
 def describe(vllm_config: Any) -> str:
-    """Return in one line what of this package an engine with this configuration uses."""
+    """Return in one line which features of this package an engine with this configuration uses."""
     active = _attention_in_use(vllm_config)
     scheduler = _class_name(vllm_config.scheduler_config.scheduler_cls)
     if has_policy(vllm_config):
@@ -240,7 +247,7 @@ def has_policy(vllm_config: Any) -> bool:
 
 
 def keeps_rows(vllm_config: Any) -> bool:
-    """Return whether an engine's workers are of this package and have the hidden states of prefix hits."""
+    """Return whether an engine's workers are `HiddenStatesWorker`s, which keep hidden states for prefix hits."""
     return _class_name(vllm_config.parallel_config.worker_cls).endswith("HiddenStatesWorker")
 
 

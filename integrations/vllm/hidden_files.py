@@ -1,4 +1,7 @@
-"""Rows of prompts in files for clients of a server: safetensors by request id, limited in bytes and age."""
+"""Files with the hidden states of prompts, for clients of a server.
+
+A request has one safetensors file, named by its id. The bytes and the age of the files are limited.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ LONGEST = 200
 
 
 def file_name(request_id: str) -> str:
-    """Return a request's file name: the id in vLLM's answer ("cmpl-...-0"), percent-encoded, as clients choose ids."""
+    """Return a request's file name: the id in vLLM's answer ("cmpl-...-0"), percent-encoded. Clients choose the id."""
     name = quote(request_id, safe="")
     return (name if len(name) <= LONGEST else hashlib.sha256(request_id.encode()).hexdigest()) + SUFFIX
 
@@ -58,7 +61,7 @@ class RowsFolder:
         self.max_bytes, self.max_seconds, self.pending_bytes = max_bytes, max_seconds, pending_bytes
         self._lock = threading.Lock()
         self._pending, self._warned = 0, False
-        self._total, self._trim_at = 0, 0.0  # bytes at the last scan, and bytes written since
+        self._total, self._trim_at = 0, 0.0  # bytes found by the last scan or written since; time of the next scan
         self.path.mkdir(parents=True, exist_ok=True)
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise PermissionError(f"{self.path}: cannot be written")

@@ -1,4 +1,4 @@
-"""Attention over keys that are scattered in the cache, without score modifiers: decodes, tables of heads, lists.
+"""Attention over scattered keys, without score modifiers: decodes, block tables for each KV head, and lists of blocks.
 
 A batch consists of entries. An entry is the query heads of one KV head, at one or several tokens of a sequence. All its
 queries attend to the same vectors of that KV head. An entry with few queries reads float32 keys without a copy, since a
@@ -21,10 +21,10 @@ from .cpu_masked import attend_in_place, concatenated, concatenated_ranges, flas
 
 # Up to this number of queries in an entry, reading a key for each of them takes less time than a copy.
 _FEW_QUERIES = 8
-# Scores that are computed at once.
+# Maximum number of scores that are computed at once.
 _MAX_SCORES = 1 << 18
-# With few queries a gather has an eighth of its budget, so that it stays in a processor's own cache of 1 MB. A quarter
-# takes a tenth longer than reading keys without a copy (1,664 keys of 512 bytes, EPYC).
+# With few queries a gather gets an eighth of its usual budget, so that it stays in a processor's own cache of 1 MB.
+# With a quarter, it takes a tenth longer than reading keys without a copy (1,664 keys of 512 bytes, EPYC).
 _SMALL_GATHER = 8
 # Reading up to a 16th of the budget as padding takes less time than a separate call.
 _PADDING = 16
@@ -146,10 +146,11 @@ def _heads(num_seqs: int, kv_heads: int) -> np.ndarray:
 def attend_entries(
     query: torch.Tensor, cache: Cache, heads: np.ndarray, vectors: np.ndarray, lengths: np.ndarray, scale: float
 ) -> Result:
-    """Attend with queries `[entries, queries, head_dim]` over vectors; an entry has the next `lengths` of them.
+    """Attend with queries `[entries, queries, head_dim]` over vectors: one token and KV head of the cache each.
 
-    The result has the queries' shape with the values' width. Its log-sum-exp is `[entries, queries]`. For an entry
-    without vectors they are 0 and -inf. `heads` `[entries]` are the KV heads.
+    `vectors` holds the numbers of all entries' vectors in order, and `lengths` how many each entry has. `heads`
+    `[entries]` are the KV heads. The result has the queries' shape with the values' width. Its log-sum-exp is
+    `[entries, queries]`. An entry without vectors gets a result of 0 and a log-sum-exp of -inf.
 
     Entries of one length are gathered at once. Entries with few queries read keys in place if the cache allows it. All
     others are cut into parts; parts of similar lengths are padded to one length and gathered together.

@@ -13,8 +13,8 @@ from .._core.cache import LaunchCache, aligned, may_cache_tensors, needs_dispatc
 from .._core.launch import Launch, current_stream
 from .._core.runtime import KERNELS_ON_CPU, require_triton
 
-# The block size that serving caches use and kernels are tuned for. For other lengths each token is a block, because a
-# kernel is compiled for a block size, which must not follow the length.
+# The block size that serving caches use and kernels are tuned for. If it does not divide the length, each token is a
+# block. There are only these two sizes, because each block size needs a compiled kernel.
 BLOCK_SIZE = 16
 _COLUMNS_A_PROGRAM = 1024
 
@@ -61,7 +61,7 @@ def as_blocks(key: torch.Tensor, value: torch.Tensor, size: int = 0, in_place: b
 
 
 def _steps(dense: torch.Tensor, size: int) -> tuple[int, int, int]:
-    """Return the elements between blocks, and the blocks between sequences and between neighbours in a sequence."""
+    """Return three strides: elements per block number, and block numbers per sequence and per block of a sequence."""
     batch, length = dense.shape[:2]
     by_sequence = dense.stride(0) if batch > 1 else 0
     by_block = dense.stride(1) * size if length > size else 0

@@ -56,7 +56,7 @@ def plan_without_work(
 
 
 def _tiles_with(keys: torch.Tensor) -> torch.Tensor:
-    """Return which tiles contain one of these keys, of which the last tile may have fewer than others."""
+    """Return for each tile whether `keys` is true for one of its keys. The last tile may be shorter than others."""
     return torch.nn.functional.pad(keys, (0, -len(keys) % TILE_KEYS)).view(-1, TILE_KEYS).any(1)
 
 

@@ -46,7 +46,7 @@ def needs_dispatcher() -> bool:
     """Return whether a tracer, mode, transform or profiler must see the operators called here.
 
     The caller then uses PyTorch's operators, and neither keeps tensors nor launches kernels. Dynamo traces this
-    function too, so it is asked first. Export and fake tensors are modes.
+    function too, so the check for Dynamo comes first. Export and fake tensors are modes.
     """
     if _is_traced() or not _CAN_TELL:
         return True
@@ -145,7 +145,7 @@ class LaunchCache(Generic[T]):
 
 
 def runs_kernels(tensors: Tensors) -> bool:
-    """Return whether kernels run on these, which must be tensors of torch's own class."""
+    """Return whether kernels run on the device of these tensors, and all are of torch's own class."""
     first = tensors[0]  # on the meta device nothing runs
     return (first.is_cuda or (KERNELS_ON_CPU and first.is_cpu)) and all(type(t) is torch.Tensor for t in tensors)
 
@@ -156,8 +156,8 @@ def cached_launch(
     """Return a function that runs an operator and builds one launch for all calls with equal options and metadata.
 
     Args:
-        build: Takes a call's arguments, a named tuple, and returns the launch: a function of the arguments of such
-            calls, which differ in addresses and values only. The launch keeps none of the arguments of the first call.
+        build: Takes a call's arguments, a named tuple, and returns the launch. The launch takes the arguments of any
+            call that differs only in addresses and values. It keeps none of the arguments of the first call.
         check_values: Takes the arguments and checks values, in every call whose values may be read.
     """
     pickers: dict[object, tuple[Callable[[Values], Values], Callable[[Values], Values]]] = {}
@@ -187,7 +187,7 @@ def _pickers(types: tuple[type, ...]) -> tuple[Callable[[Values], Values], Calla
 
 
 def _picker(places: Sequence[int]) -> Callable[[Values], Values]:
-    """Return an `itemgetter` that gives a tuple for any number of places; a slice for neighbours, which is fastest."""
+    """Return an `itemgetter` that gives a tuple for any number of places. Adjacent places become a slice, for speed."""
     begin = places[0] if places else 0
     if [*places] == [*range(begin, begin + len(places))]:
         return itemgetter(slice(begin, begin + len(places)))

@@ -108,7 +108,7 @@ def _off(error: float) -> str:
 
 
 def _results(case: Case, device: torch.device) -> list[tuple[str, torch.Tensor, Expected]]:
-    """Return the place, result and expectation of all that a call returns or writes."""
+    """Run a case. Return name, result and expectation of each tensor that the call returns or writes."""
     call = case.make()
     arguments = {name: _to(device, value) for name, value in call.arguments.items()}
     operators = importlib.import_module("..", __name__)

@@ -98,7 +98,7 @@ def _zero_padding(tensors, num_seqs, num_tokens, kv_head, traits, tile):
 def _zero_padding_once(
     tensors, num_seqs, num_tokens, kv_head, decode_queries, traits, tile, GRID_HEADS: tl.constexpr, DECODE: tl.constexpr
 ):
-    """Call `_zero_padding` in one launch of a call, in programs of the first split and row tile of each KV head."""
+    """Call `_zero_padding` in only one of a call's launches, from each KV head's first split and row tile."""
     zeroes = (tl.program_id(1) < GRID_HEADS) & (tl.program_id(2) == 0)
     if not DECODE:
         zeroes = zeroes & (decode_queries == 0)
@@ -109,7 +109,7 @@ def _zero_padding_once(
 
 @triton.jit
 def _with_equal_strides(strides):
-    """Return strides with those of keys for values too, so that offsets common to both are computed once."""
+    """Replace the strides of values by the equal strides of keys, so that common offsets are computed once."""
     return Strides(
         strides.stride_qt, strides.stride_qh, strides.stride_kb, strides.stride_kt, strides.stride_kh,
         strides.stride_kb, strides.stride_kt, strides.stride_kh, strides.stride_bt, strides.stride_bh,
@@ -275,8 +275,8 @@ def _merge_splits_kernel(
             safe = tl.where(m_new == float("-inf"), 0.0, m_new)
             alpha = tl.exp2(m - safe)
             weight = tl.exp2(part_lse - safe)
-            # A product would be fused only with the first addition of its own lane. Lanes with the same sum, which all
-            # write it to one place of shared memory, would then differ in the last bit.
+            # This fma keeps the compiler from fusing a plain product with the first addition of the lane that holds it.
+            # Otherwise, lanes that write one sum to one place of shared memory differ in the last bit.
             weighted = tl.fma(part, weight[:, None], 0.0)
             acc = acc * alpha[:, None] + tl.sum(weighted, 0)[None, :]
             total = total * alpha + tl.sum(weight, 0)

@@ -159,9 +159,9 @@ def _load_list_query(rows, first, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _load_list_queries(rows, key_at, other_at, rest_at, traits, tile):
-    """Load the rows' queries: a part's own columns, those of the other part, and the rest.
+    """Load the rows' queries: the columns of the program's own part, of the other part, and of the rotated key (REST).
 
-    If the other part or the rest is absent, the first part takes its place and is not read.
+    Only latent rows have another part or a REST. Otherwise, the own part stands in for them and is not read.
     """
     q = _load_list_query(rows, key_at, traits.HEAD_DIM, tile.BLOCK_D)
     other = q

@@ -1,6 +1,6 @@
 """The guard, which decides whether lru or the learned order evicts.
 
-It simulates the order that is not in force in a shadow cache.
+It always simulates lru. While lru evicts, it also simulates the learned order in a shadow cache.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ add_reduce = np.add.reduce  # without the Python call of `sum`
 
 HALF_LIFE = 1000  # number of requests after which a hit counts half
 SHARE = 0.125  # the order in force may lag by this share of the capacity, in hits, since changing it costs blocks
-LEAST, MOST = 3.0, 10.0  # bounds of this lag, in blocks of a mean request, for small and for large caches
+LEAST, MOST = 3.0, 10.0  # bounds of this lag for small and for large caches, in mean request sizes
 UNTRIED = 16  # number of requests after which the learned order is tried if lru has hit nothing
 
 
 class ShadowGuard:
-    """A guard that simulates lru in a shadow cache and decides whether lru or the learned order is in force.
+    """A guard that simulates lru and decides whether lru or the learned order is in force.
 
-    While lru is in force, it simulates the learned order too. The order with more hits wins. lru is in force first,
-    because a model that has seen no reuse evicts blocks too early. Simulating lru needs no second cache: lru would hold
-    the most recently used blocks, including evicted ones, up to the capacity.
+    While lru is in force, a shadow cache simulates the learned order too. The order with more hits wins. lru is in
+    force first, because a model that has seen no reuse evicts blocks too early. Simulating lru needs no second cache:
+    lru would hold the most recently used blocks, including evicted ones, up to the capacity.
     """
 
     def __init__(self, capacity: int) -> None:

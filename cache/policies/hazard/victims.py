@@ -1,8 +1,8 @@
 """The choice of victims: blocks are evicted from the end of the run whose last block has the least worth.
 
-A run loses blocks while their worth is the same. A block is evicted before its parent, because it cannot be hit without
-the parent. To save time, scores of likely next runs stay in a heap for some requests, and owners and child counts are
-read through memoryviews.
+A run is the part of a request's blocks that no later request has used. It loses blocks while their worth is the same. A
+block is evicted before its parent, because it cannot be hit without the parent. To save time, a heap keeps the scores
+of the likely next runs until some more requests have come. Memoryviews read owners and child counts.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ...table import Ids, count_nonzero, view
 from .model import HazardModel
 from .runs import NO_BLOCKS, Numbers, RunTable
 
-Part = tuple[Ids, int, bool]  # evicted blocks of a request, its serial, and whether the first was its last block
+Part = tuple[Ids, int, bool]  # evicted blocks of a request, its serial, and whether blocks[0] was its last one
 
-FRESH = 32  # scores are kept for a request for every 32 runs, because ranking costs in proportion to runs
-# Bounds for the number of requests for which scores are kept. If few runs fit, it is one: the last request's blocks may
-# be worth least, and whole conversations are only kept if others are evicted at once.
+FRESH = 32  # scores serve one more request for every 32 runs, because the time of ranking grows with the runs
+# Bounds for the number of requests that scores serve. A cache of few runs ranks for every request: the last request's
+# blocks may be worth least, and evicting them at once keeps other conversations whole.
 LEAST, LONGEST = 1, 64
-SPARE = 64  # runs ranked beyond one for each block
+SPARE = 64  # number of runs to rank in addition to one run for each block to evict
 LOOK = 64  # minimum number of places checked together
 FINISHED_SCORE = -1.0  # score of blocks of a finished conversation
 
@@ -55,9 +55,9 @@ class VictimChooser:
         return now >= self._until
 
     def reparent(self, rows: list[int]) -> None:
-        """Update the parents of these rows' runs, which start behind another block now or are empty.
+        """Update the parents and child counts of these rows, whose runs have a new start or are empty.
 
-        Their chains may be cut.
+        This may drop blocks from the rows' `chains`, which list all blocks of a request.
         """
         runs, child_count = self._runs, self._child_count_of
         views, chains = runs.views, runs.chains
@@ -133,7 +133,7 @@ class VictimChooser:
         return self._model.score(views.stratum[row], views.covariates[row], now - views.serial[row])
 
     def oldest(self, count: int) -> int:
-        """Evict `count` blocks in lru's order; return how many, see `least`."""
+        """Evict up to `count` blocks in lru's order; return how many."""
         left = count
         for row in self._runs.nonempty().tolist():
             while left and self._runs.start[row] < self._runs.end[row]:

@@ -185,7 +185,7 @@ def _check(loop: Loop, prompts: list[Prompt], counts_padding: bool) -> None:
 
 
 def conditions(model: Any) -> tuple[str | bytes, ...]:
-    """Return keys for everything that bits depend on besides shapes. Calls with different keys share no blocks."""
+    """Return keys for all but shapes that the bits of KV depend on. Calls with different keys share no blocks."""
     # Weights mapped from a file may be unaligned to 64 bytes, while a copy of them is aligned.
     lie = bytes([weight.data_ptr() % 64 for weight in model.parameters()])
     on_gpu = model.device.type == "cuda"

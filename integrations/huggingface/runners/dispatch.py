@@ -41,8 +41,8 @@ class PagedPass:
     def attend(self, call: MarkedCall) -> torch.Tensor:
         """Return attention of the queries over all cached tokens, `[batch, num_tokens, num_heads, head_dim]`.
 
-        Subclasses implement it. The masks of `no_mask` are marked with an object of this class itself. It is called for
-        a layer whose keys have no mark. Such keys are not those that the layer has just cached, so the call is refused.
+        Subclasses implement this method. `no_mask` marks its masks with an object of this base class. If a layer's keys
+        have no mark, they are not those that it has just cached. The base class's method refuses such a call.
         """
         raise UnsupportedError("a layer attends to keys other than those it has just cached")
 
@@ -138,7 +138,7 @@ def _looking(found: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _checking(found: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the attention function of a compiled forward pass, for use while some thread is within a document."""
+    """Return the attention function of a compiled forward pass while some thread is in a `with document:` block."""
 
     def attention(module: Any, *args: Any, **kwargs: Any) -> Any:
         _check_uncompiled(module)

@@ -18,7 +18,7 @@ IS_CPU = is_cpu()
 
 
 class LatentAttentionBackend(LatentBackend):
-    """Dense MLA with latent rows of any width and block size; on a device also e4m3 rows, and results with lse."""
+    """A backend for dense MLA with any row width and block size. On a GPU, it also serves e4m3 rows and returns lse."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"] + ["fp8", "fp8_e4m3"] * (

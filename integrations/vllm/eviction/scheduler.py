@@ -1,4 +1,7 @@
-"""vLLM's schedulers with an eviction policy for their block pool, hints for it, and jumps over cached tokens."""
+"""vLLM's schedulers with an eviction policy for their block pool, hints for the policy, and jumps over cached tokens.
+
+A jump lets a prompt skip cached blocks that lie after a missing block.
+"""
 
 from __future__ import annotations
 

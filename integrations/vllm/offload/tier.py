@@ -45,13 +45,13 @@ class TierManager(SecondaryTierManager):
 
     It has these options besides `type` and `module_path`:
 
-    - `model` names everything that decides a chunk's content, except its tokens, groups of layers, dtype and ranks.
-      This is weights, adapters by name, and overrides.
+    - `model` is a name for the weights, the adapters and the overrides of the model's config. Tokens, groups of layers,
+      dtype and ranks need not be in the name.
     - `tier` and its options are those of `TierConnector`.
     - `threads` is the number of threads that read and write.
 
-    Chunks of another `model`, layout or size are never read. A chunk that the tier has lost is computed, and so are
-    those behind it. A chunk that the tier refuses is a later miss.
+    Chunks of another `model`, layout or size are never read. If the tier has lost a chunk, vLLM computes this chunk and
+    the later ones of the prompt. If the tier refuses a chunk, later lookups of the chunk miss.
 
     Raises:
         ValueError: At start-up, an option is unknown or missing.
@@ -161,13 +161,13 @@ class TierManager(SecondaryTierManager):
         self._finished.put((result, keys[done:] if job.is_promotion else []))
 
     def _store(self, keys: list[bytes], places: Sequence[int]) -> int:
-        """Return how many chunks are in the tier."""
+        """Write the chunks that the tier lacks, and return how many of all chunks it has then."""
         missing = [n for n, there in enumerate(self._tier.contains_many(keys)) if not there]
         taken = self._tier.put_many({keys[n]: {"kv": self._rows[places[n]]} for n in missing})
         return len(keys) - len(missing) + len(taken)
 
     def _load(self, keys: list[bytes], places: Sequence[int]) -> int:
-        """Return how many chunks have been read, from the first on."""
+        """Read chunks into host memory up to the first that the tier lacks, and return how many were read."""
         for n, tensors in enumerate(self._tier.get_many(keys)):
             if tensors is None:
                 return n
