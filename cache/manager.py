@@ -49,8 +49,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
     was running.
 
     With one group, results are `Allocation`, arrays and lists. With several groups, results are `GroupedAllocation` and
-    one array or list for each group. To a type checker, a manager without `groups` or with a tuple of one group is a
-    `CacheManager` of the first kind. A manager with another sequence is a `GroupedCacheManager`.
+    one array or list for each group. To a type checker, a manager without `groups`, or with a tuple of one group,
+    returns the former. With any other sequence of groups, such as a list, it is a `GroupedCacheManager`.
 
     Args:
         num_blocks: Number of blocks in each group's cache tensors.
@@ -59,9 +59,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         hash_algorithm: "sha256", "blake2b" or "xxh3_128"; see `pc.cache.hashing` for the strength of each.
         groups: Specs of the layer groups. None: one group of full attention.
         seed: Makes hashes differ from those of managers with another seed. None: the same hashes everywhere.
-        partial_reuse: Whether a prompt whose next tokens agree with only the first tokens of a cached block reuses
-            these through a copy (`Allocation.copies`). Needs one group of full attention; costs about 400 bytes for
-            each block.
+        partial_reuse: Whether a prompt may reuse only the first tokens of a cached block, through a copy of the block
+            (`Allocation.copies`). Needs one group of full attention; costs about 400 bytes for each block.
         host_blocks: Number of block-sized slots of host memory in each group for `preempt(mode="swap")`.
 
     Examples:
@@ -151,7 +150,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         runs without the manager's lock, so a slow tier blocks no other thread. It may call the manager.
 
         Until it returns, the blocks still hold the KV of their hashes, because no other request knows their slots yet.
-        They are not allocated again until then. Read the blocks in it, or order their copy before later writes.
+        They are not allocated again until then. Read the blocks before it returns, or order their
+        copy before later writes on the device.
 
         It returns the hashes that it took, as a list or set, or None; `stats().offloaded_blocks` counts them. If it
         raises, the exception is logged (logger "pc.cache") and counted (`stats().failed_offloads`), its blocks are
@@ -181,7 +181,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         with self._lock: return self._state.run(verb, args)  # fmt: skip  # noqa: E701  see `Evicted.hand_over`
 
     def _read(self, function: Callable[..., T], *args: Any) -> T:
-        """Call a function of the state, which changes nothing, under the lock. A policy's hook may do so too."""
+        """Call a function that only reads the state, under the lock. A policy's hook may call methods that use this."""
         with self._lock:
             self._state.settle()
             return function(self._state, *args)
@@ -212,7 +212,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
                 get different hashes, so that no request with "prefix" or "gap" ever finds them. "anywhere" needs one
                 group of full attention. It finds only blocks that were published after the first such request, and no
                 blocks of a prompt with a `KeyAt`.
-            priority: Policies that use priorities keep blocks with a priority above 0 longer, generated ones too.
+            priority: Policies that use priorities keep blocks with a priority above 0 longer. It also holds for the
+                blocks of the answer.
             ttl: Seconds for which the priority holds. None: until evicted.
             num_tokens: Allocate blocks for only this many tokens of the prompt, or for the cached tokens if these are
                 more. `append` allocates blocks for the next tokens. None: for all.
@@ -377,9 +378,9 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
         Raises:
             KeyError: The request is unknown.
-            ValueError: The request has fewer tokens, or a sliding window would need blocks that were released. With a
-                recurrent group: the request must end at a state that it holds, or at the committed position, whose
-                state the engine has kept.
+            ValueError: The request has fewer tokens, or a sliding window would need blocks that were released. Or,
+                with a recurrent group, the request would end neither at a state that it holds nor at the committed
+                position, whose state the engine has kept.
 
         Examples:
             >>> allocation = manager.allocate("a", range(6))
@@ -607,7 +608,7 @@ _MANAGERS: WeakSet[CacheManager[Any, Any, Any]] = WeakSet()
 
 
 def _after_fork() -> None:
-    """Release the locks of a child's managers, which threads that the child lacks may hold, and undo their verbs."""
+    """Give a child process's managers new locks, and undo verbs that other threads of the parent were running."""
     for manager in list(_MANAGERS):
         if not manager._lock._is_owned():  # type: ignore[attr-defined]
             manager._lock = threading.RLock()

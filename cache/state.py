@@ -194,7 +194,7 @@ class ManagerState:
         self.snapshot = None
 
     def settle(self) -> None:
-        """Finish what interrupts have left unfinished. A policy's hook, in the middle of a verb, must not call this."""
+        """Finish what interrupts have left unfinished. Within a policy's hook, in the middle of a verb, do nothing."""
         log = self.log
         if (self.snapshot is not None or log.evicted or log.later or self.offloading) and not log.in_policy:
             self.run(lambda state: None, ())

@@ -108,8 +108,8 @@ def attention_plan(
         out: A plan for tables of the same shape, which is overwritten. None: a new tensor.
 
     Returns:
-        One int32 vector. Its size depends only on the shape of block_tables and on block_size. For CPU tensors it says
-        only what it was made for, since PyTorch needs no list of work.
+        One int32 vector. Its size depends only on the shape of block_tables and on block_size. For CPU tensors it
+        holds only options and facts about the tables, since PyTorch needs no list of work.
 
     Raises:
         TypeError: An argument has a wrong type or dtype.

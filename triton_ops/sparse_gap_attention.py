@@ -68,7 +68,7 @@ def sparse_gap_attention(
     Examples:
         >>> cache = torch.randn(8, 16, 2, 64)  # 8 blocks of 16 slots, 2 KV heads
         >>> one = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)
-        >>> query = torch.randn(3, 4, 64)  # a sequence that decodes one token, and the last two of another
+        >>> query = torch.randn(3, 4, 64)  # the last token of a sequence, and two tokens of another
         >>> tables = one(5, 1, 7, 0).view(2, 2)
         >>> out = pc.sparse_gap_attention(query, cache, cache, tables, one(20, 32), one(0, 1, 3), one(19, 3, 30), 0.125)
         >>> out.shape

@@ -1,4 +1,4 @@
-"""A policy without a manager: blocks allocated for a sequence, and victims chosen for an engine's own pool."""
+"""Functions to use a policy without a manager: allocate blocks in a pool, and choose victims for an engine's pool."""
 
 from __future__ import annotations
 

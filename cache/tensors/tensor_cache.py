@@ -29,8 +29,8 @@ class TensorCache:
 
     A request whose prefix is cached gets tensors for all its tokens, although only its suffix was computed. Call
     `store` in every step, then `load` or `join`. A request gets a row only if its block held the same tokens when the
-    row was stored. A slot holds exactly the names of the last step that wrote it. Its rows are forgotten when the
-    manager allocates the block again, or when other tokens replace rejected ones.
+    row was stored. A step that writes a slot replaces the rows of all names there. Rows are forgotten when the
+    manager allocates their block again, or when other tokens replace rejected ones.
 
     Not thread-safe.
 
@@ -102,7 +102,7 @@ class TensorCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all names, without swapped-out rows, which the manager's host slots bound."""
+        """Bytes of all names. Swapped-out rows are not counted; `host_blocks` of the manager limits them."""
         return sum(entry.rows.nbytes for entry in self._entries.values())
 
     def cost(self, feature_shape: Sequence[int], dtype: torch.dtype) -> int:
@@ -115,7 +115,7 @@ class TensorCache:
         return self.num_blocks * self.block_size * math.prod(feature_shape) * dtype.itemsize
 
     def rows(self, name: str) -> torch.Tensor:
-        """Return the cache of a name itself, `[num_blocks, block_size, *features]`.
+        """Return the whole cache of a name, not a copy: `[num_blocks, block_size, *features]`.
 
         Examples:
             >>> cache.rows("hidden").shape
@@ -323,7 +323,7 @@ class TensorCache:
         """Apply `copies` and `loads` of an allocation to the rows, and forget the rows in its slots to compute.
 
         Call it before the allocation's step is computed if it has copies (a shared or partly reused block) or loads
-        (rows that were swapped out). Otherwise it changes nothing that `store` would not.
+        (rows that were swapped out). Other allocations do not need it, because `store` does the same for them.
 
         Examples:
             >>> manager.fork("a", "c")
@@ -369,8 +369,8 @@ class TensorCache:
     def forget(self, block_ids: Iterable[int] | Ids) -> None:
         """Forget the rows of blocks that something else fills, such as a connector or a tier.
 
-        A manager reports the blocks that it allocates again. Without a manager, call this for each such block whose
-        first token no stored step writes.
+        A manager reports the blocks that it allocates again. Without a manager, call this for each block that is
+        allocated again, unless a stored step writes its first token.
 
         Args:
             block_ids: Block numbers in any order. Entries of -1 are ignored.

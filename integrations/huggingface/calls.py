@@ -52,7 +52,7 @@ def refuse_if(condition: object, reason: str, detail: str = "") -> None:
 
 @contextmanager
 def refusing(reason: str) -> Iterator[None]:
-    """Convert any exception of the block to an UnsupportedError."""
+    """Convert any exception in the `with` block to an UnsupportedError."""
     try:
         yield
     except UnsupportedError:
@@ -67,7 +67,7 @@ def described(error: Exception) -> str:
 
 
 def unsupported_by(error: Exception) -> UnsupportedError:
-    """Return an error as the reason of a fallback. The reason is the same for all errors of one type."""
+    """Return an UnsupportedError for any error, to count and warn of. Errors of one type have one reason."""
     if isinstance(error, UnsupportedError):
         return error
     return UnsupportedError(f"it failed before the first token with {type(error).__name__}", str(error))
@@ -148,6 +148,8 @@ class Calls:
 
     Args:
         fallback: "warn": a call that cannot be served falls back. "raise": it raises an UnsupportedError.
+        feature: The name of the feature, with which warnings begin.
+        own: The method to which calls fall back, in words.
     """
 
     def __init__(

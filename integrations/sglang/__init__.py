@@ -17,8 +17,9 @@ __all__ = ["FEATURES", "UnsupportedVersionError", "check_version", "enable", "re
 def register() -> None:
     """Register with SGLang the features that the environment variable PC_SGLANG names, separated by commas.
 
-    Without the variable nothing happens. If the installed SGLang lacks a name that a feature uses, SGLang's own code
-    serves the feature's options. A warning in SGLang's log says which name is missing.
+    Without the variable nothing happens. If the installed SGLang lacks a name that a feature uses, the feature stays
+    off. SGLang's own code then runs, even if SGLang's options select the feature. A warning in SGLang's log says which
+    name is missing.
 
     Raises:
         ValueError: A name is not a feature. SGLang logs the error, continues without any feature, and does not know our

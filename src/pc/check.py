@@ -26,7 +26,7 @@ def run(device: Any = None, quick: bool = False, advance: Callable[[str], None] 
 
     Args:
         device: The device. None: a GPU if there is one, else the CPU.
-        quick: Run only the cases that `enable_prefix_caching` checks once, for layers of usual sizes.
+        quick: Run only the cases that `enable_prefix_caching` runs, with usual sizes instead of a model's own.
         advance: Called with the name of each case before it runs.
 
     Returns:

@@ -39,7 +39,7 @@ def check_cache(
 ) -> None:
     """Check caches and scales against given sizes and against `like`.
 
-    This is the tensor, named `like_name` in errors, that is written to the caches or attends over them.
+    `like` is the query that attends over the caches, or the key that is written to them. Errors call it `like_name`.
     """
     head_dim = like.shape[2]
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
@@ -186,7 +186,10 @@ def check_attention(args: AttentionArgs) -> None:
 
 
 def check_lengths(args: Any, lens: list[int], starts: list[int], max_seq_len: int | None = None) -> None:
-    """Check that tables hold every sequence, and sequences their queries. `lens` and `starts` are the values read."""
+    """Check that each sequence fits its block table and is at least as long as its queries.
+
+    `lens` and `starts` are the values of seq_lens and query_start_loc, on the host.
+    """
     capacity = args.block_tables.shape[-1] * args.block_size
     bound = capacity if max_seq_len is None else min(capacity, max_seq_len)
     shortest, longest = min(lens, default=0), max(lens, default=0)

@@ -19,8 +19,9 @@ import torch
 from .._core.runtime import INTERPRET, KERNELS_ON_CPU
 from .layout import TILE_KEYS
 
-# (architecture, "decode" or "prefill", head_dim, heads of a group, 64 for blocks of full tiles of 64 tokens or 16) ->
+# (architecture, "decode" or "prefill", head_dim, query heads per KV head rounded up to a power of two, block size) ->
 # ((block_m, block_n, num_warps, num_stages, two_loops, max_registers if any), reason)
+# The block size is 64 for all multiples of 64 tokens, and 16 for all others.
 _SweptTiles = tuple[int, int, int, int, bool] | tuple[int, int, int, int, bool, int]
 TILES: dict[tuple[str, str, int, int, int], tuple[_SweptTiles, str]] = {}
 
@@ -54,7 +55,7 @@ class Architecture:
 
 @functools.cache
 def architecture(device: torch.device) -> Architecture:
-    """Return the architecture of a device. The interpreter counts as a small device, so that it splits too."""
+    """Return the architecture of a device. The interpreter counts as 4 processors, so that it splits sequences."""
     if KERNELS_ON_CPU and not INTERPRET:  # the target of the active driver
         from triton.runtime import driver as drivers
 
@@ -75,8 +76,8 @@ _ASYNC_MATRIX = frozenset({"sm_90", "sm_100"})
 # Targets with at least 160 KB of shared memory for each processor. Others have 100.
 _LARGE_SHARED = frozenset({"sm_80", "sm_90", "sm_100", "interpreter"})
 
-# Register limits for a thread of a decode, by number of warps. Without a limit the compiler uses 168 and spills. Three
-# programs of 4 warps have 168 registers for each thread, two have 240.
+# Register limits for a thread of a decode, by number of warps. Without a limit the compiler uses 168 and spills. If two
+# programs of 4 warps share a processor, a thread may use 240 registers; if three do, 168.
 DECODE_REGISTERS = {2: 255, 4: 240, 8: 0}
 
 
@@ -139,7 +140,7 @@ def decode_tiles(
         # Between .95 and 1.17 times as fast on an H100, over 16 decodes, as tiles of 32 keys with 2 warps and 4 stages.
         return Tiles(block_m, 64, 4, 3, True, max_registers=DECODE_REGISTERS[4])
     # 16 rows are few for a warp: two warps take a third fewer instructions for the same keys than four do. Four warps
-    # spill from head_dim 257 on, and with codes for 64 rows.
+    # spill from head_dim 257 on, and for 64 rows over quantized keys.
     num_warps = 2 if head_dim <= 128 and block_m == 16 else 4
     if head_dim > 256 or (head_dim > 128 and block_m > 16) or (quantized and block_m == 64):
         num_warps = 8
@@ -177,8 +178,8 @@ def latent_tiles(
         return Tiles(32, 32, 4, 2, True, value_splits=2)
     import triton
 
-    # wgmma takes at least 64 rows. They spill in a prefill, which also finds its rows and their splits, with tcgen05,
-    # and if triton 3.6 compiles.
+    # wgmma takes at least 64 rows. These spill in prefills, which need registers to find rows and splits. They also
+    # spill with tcgen05, and with triton 3.6.
     block_m = 64 if arch == "sm_90" and decoding and not triton.__version__.startswith("3.6.") else 32
     return Tiles(block_m, 64, 4, 2, True, value_splits=2)
 
@@ -193,9 +194,10 @@ def prefill_tiles(
     quantized: bool = False,
     two_tiles: bool = False,
 ) -> Tiles:
-    """Return the tiles for longer queries. `costly_scores`: a score takes more than a product and a mask.
+    """Return the tiles for sequences with more than DECODE_QUERIES queries.
 
-    `two_tiles`: finding keys takes few registers, so that steps of two tiles are possible.
+    `costly_scores`: a score takes more than a product and a mask. `two_tiles`: the kernel finds keys with few
+    registers, so each step of its loop may read two tiles of keys.
     """
     wide = head_dim > 128
     tuned = None if costly_scores or quantized else tuned_tiles(arch, "prefill", head_dim, itemsize, group, block_size)

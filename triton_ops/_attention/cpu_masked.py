@@ -1,6 +1,7 @@
-"""Attention with PyTorch's flash kernel for CPUs, with masks or score modifiers, and over keys without a copy.
+"""Attention on CPUs: PyTorch's flash kernel, and matrix products for what that kernel does not support.
 
-The flash kernel supports neither modifiers nor trees, and needs a copy of scattered keys.
+The flash kernel supports neither score modifiers nor trees. It needs a copy of scattered keys; `attend_in_place` does
+not.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ def full_parts(
 
 
 def merge_parts(parts: Iterable[Result], query: torch.Tensor, width: int) -> Result:
-    """Merge parts over disjoint keys, perhaps in the memory of the first. Without parts: 0 `[..., width]` and -inf."""
+    """Merge results over disjoint keys. This may overwrite the first result.
+
+    Without parts, return zeros `[..., width]` and an lse of -inf.
+    """
     merged: Result | None = None
     for other, other_lse in parts:
         if merged is None:
@@ -135,7 +139,10 @@ def attend_tree(
     bits: np.ndarray,
     args: AttentionArgs,
 ) -> Result:
-    """Attend with a sequence's queries. `bits` decide which of its own tokens, at `own_positions`, each attends to."""
+    """Attend with a sequence's queries, under a tree mask.
+
+    `bits` say to which of the call's own tokens, at `own_positions`, each query attends.
+    """
     own_begin = seq_len - len(own_positions)
     sees_all = not args.causal or int(positions.min()) >= own_begin - 1
     if args.terms.PLAIN and not args.mask.BOUNDED and sees_all:
@@ -190,7 +197,10 @@ def attend_in_place(
     lengths: np.ndarray,
     scale: float,
 ) -> Result:
-    """Attend with queries `[entries, queries, head_dim]` over float32 vectors, of which each entry has at least one.
+    """Attend with queries `[entries, queries, head_dim]`; the queries of an entry attend to the same keys.
+
+    `keys` and `values` are float32 rows. `vectors` holds the row numbers of one entry after another. Entry i has
+    `lengths[i]` of them, at least one.
 
     A sampled matrix product of queries (rows) and keys (columns) gives the scores at the places of a sparse matrix. A
     weighted sum of rows, PyTorch's embedding bag, gives the results.
@@ -247,7 +257,10 @@ def concatenated_ranges(begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 def _for_each_query(
     vectors: np.ndarray, sizes: np.ndarray, num_queries: int, is_even: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the vectors of each segment, repeated for each query, and the ends of each query's vectors, after a 0."""
+    """Return the row numbers that each query of each segment reads, one query after another, and offsets into them.
+
+    The offsets begin with 0 and have the end of each query's numbers.
+    """
     if is_even:
         size = len(vectors) // len(sizes)
         ends = np.arange(0, len(vectors) * num_queries + 1, size, dtype=vectors.dtype)

@@ -27,7 +27,7 @@ T = TypeVar("T")
 Values = tuple[Any, ...]
 Tensors = Sequence[torch.Tensor]
 
-# The number of kinds of calls that an operator remembers, enough for several steps' lengths and two kinds of layers.
+# The number of kinds of calls that an operator remembers. Steps of different lengths are different kinds.
 MAX_REMEMBERED = 1024
 # The number of recent calls that a call is compared with, about a model's number of kinds of layers.
 _MAX_COMPARED = 4
@@ -59,7 +59,10 @@ def may_cache_tensors(on_gpu: bool) -> bool:
 
 
 def alignments(*tensors: torch.Tensor) -> object:
-    """Return True if all begin at a multiple of 16 bytes, else which of them do. Kernels are compiled for it."""
+    """Return True if all tensors begin at a multiple of 16 bytes, else a tuple that says which of them do.
+
+    Kernels are compiled for this alignment.
+    """
     bits = 0
     for tensor in tensors:
         bits |= tensor.data_ptr()
@@ -107,11 +110,12 @@ def forget_choices() -> None:
 class LaunchCache(Generic[T]):
     """A cache of launches and other things that are built for calls.
 
-    An entry is found by the options of a call, the metadata of its tensors, and `of_addresses` of them.
+    The key of an entry is the options of a call, the metadata of its tensors, and what `of_addresses` returns for them.
 
     Recent calls are matched by TensorGuards, in C++. They compare all that torch's dispatcher looks at: classes,
-    metadata, modes, transforms and gradients. Options are all else that matters, such as which optional tensors are
-    given. Options that compare equal are the same: callers for which 1 and True differ add types to them.
+    metadata, modes, transforms and gradients. Options are everything else that the launch depends on, such as which
+    optional tensors are given. Options match if they compare equal, so 1 matches True. If a caller must tell these
+    apart, its options must include types.
     """
 
     def __init__(self, of_addresses: Callable[..., object] = alignments) -> None:

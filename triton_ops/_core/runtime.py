@@ -21,12 +21,12 @@ INTERPRET = HAS_TRITON and is_set("TRITON_INTERPRET")
 """Whether kernels run in triton's interpreter. Fixed at import, as `triton.jit` fixes it."""
 
 KERNELS_ON_CPU = INTERPRET or (HAS_TRITON and is_set("PC_KERNELS_ON_CPU"))
-"""Whether operators on CPU tensors launch kernels: in the interpreter, or with PC_KERNELS_ON_CPU=1 in the active Triton
-driver, which then runs compiled kernels on host memory (tests/emulator). Fixed at import."""
+"""Whether operators on CPU tensors launch kernels. They do in the interpreter. They also do with PC_KERNELS_ON_CPU=1,
+where the active Triton driver must run compiled kernels on host memory (tests/emulator). Fixed at import."""
 
 
 def load_kernels() -> None:
-    """Import all kernels. The interpreter needs this, because `triton.jit` reads its setting at import."""
+    """Import all kernels. `triton.jit` reads TRITON_INTERPRET when a kernel's module is imported."""
     kernels = importlib.import_module("..kernels", __package__)
     for module in pkgutil.iter_modules(kernels.__path__):
         importlib.import_module(f"{kernels.__name__}.{module.name}")
@@ -36,7 +36,7 @@ def require_triton(op: str) -> None:
     """Check that triton is installed, before an operator launches a kernel.
 
     Raises:
-        RuntimeError: It is not.
+        RuntimeError: Triton is not installed.
     """
     if not HAS_TRITON:
         raise RuntimeError(f"pc.{op}: tensors on an accelerator need triton; pip install triton")

@@ -1,4 +1,4 @@
-"""Attention of FlashAttention's functions: masks, biases and scales as operators take them, and the calls themselves.
+"""Calls of attention operators for FlashAttention's functions, with masks, biases and scales in the operators' form.
 
 A window (left, right) around position p holds the keys p - left to p + right. A side of -1 is unbounded, and so is a
 side wider than the sequence. Operators have one window, which ends at the query. If the two sides differ, the positions
@@ -28,11 +28,11 @@ Scales = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 def _sides(keys: PagedKV, args: FlashArgs) -> tuple[int, int]:
-    """Return the window's sides: 0 for one that holds no key, -1 for one that excludes none."""
+    """Return the window's sides. A side without keys is 0, and a side that excludes no key is -1."""
     left, right = args.window_size
     if known(left >= keys.longest):
         left = -1
-    if args.causal or known(keys.max_queries <= 1):  # behind a single query there are no keys
+    if args.causal or known(keys.max_queries <= 1):  # no keys follow a single query
         return left, 0
     return left, -1 if known(right >= keys.max_queries - 1) else right
 
@@ -43,7 +43,7 @@ def _scale_of(args: FlashArgs, head_dim: int) -> float:
 
 
 def _needs_holes(keys: PagedKV, query: torch.Tensor) -> bool:
-    """Return whether operators would find a sequence with more queries than keys, which they refuse."""
+    """Return whether keys need `with_holes`, since operators refuse a sequence with more queries than keys."""
     return keys.fewer_keys and reads_values(query) and not known(keys.max_queries <= 1)
 
 
@@ -67,7 +67,7 @@ def _build_window(keys: PagedKV, args: FlashArgs, head_dim: int, left: int, righ
     # torch.compile of torch 2.11 takes no bool as an index.
     operator, after = operators[1 if args.with_lse else 0], (keys.max_queries, keys.max_keys)
 
-    # Arguments go by position, as the dispatcher takes them fastest.
+    # The dispatcher takes positional arguments fastest.
     def attend(query: torch.Tensor, keys: PagedKV, args: FlashArgs, scales: Scales = (None, None)) -> Any:
         return operator(
             query, keys.key_cache, keys.value_cache, keys.tables, keys.lens, keys.starts, *before,
@@ -138,9 +138,9 @@ def _attend_each(query: torch.Tensor, keys: PagedKV, args: FlashArgs, scales: Sc
 def _attend_heads(query: torch.Tensor, keys: PagedKV, args: FlashArgs, scales: Scales) -> Any:
     """Attend with slopes of heads, or without; return out or (out, lse).
 
-    For queries that see keys after p, ALiBi is -slope * |t - p|, which takes two calls. One has the keys up to p, the
-    other has the keys behind p in reverse order. In the latter, an absent key shifts each key one position nearer to
-    its query. The lse corrects for that.
+    For queries that see keys after p, ALiBi is -slope * |t - p|, which takes two calls. The first reads the keys up to
+    p. The second reads the keys after p in reverse order, where each key is one position nearer to its query than in
+    the sequence. Its scores are therefore too large by the slope, which is subtracted from its lse.
     """
     if args.attention_chunk:
         keys = in_chunks(keys, args.attention_chunk, args.causal)
@@ -229,7 +229,7 @@ def _dequantized(
 ) -> tuple[torch.Tensor, Scales, torch.Tensor | None]:
     """Return queries in a dtype that operators take, scales of the cache, and the factor on results.
 
-    An operator has one scale a KV head: scales that differ from sequence to sequence become factors of its queries and
+    An operator takes one scale for each KV head. Scales that differ between sequences become factors of queries and
     results.
     """
     batch, num_heads, sequence = keys.lens.shape[0], query.shape[1], None

@@ -1,4 +1,6 @@
-"""The batch of one call. Its cache holds all tokens before the first pass of the loop, read from blocks or computed.
+"""The batch of one call, with the cache from which the decoding loop starts.
+
+The cache holds tokens that were read from blocks, and tokens that were computed before the loop.
 
 A column is a position in the padded batch.
 """
@@ -86,7 +88,7 @@ class Batch:
         return {self.loop.cache_name: self.cache, **images}
 
     def read_nothing(self, cache: DynamicCache) -> None:
-        """Continue with another cache that is empty, or None, because the model computes every token of the prompts."""
+        """Compute every token of the prompts: replace the cache with an empty one, or with None."""
         self.cache, self.start = cache, 0
         for prompt in self.prompts:
             prompt.hit = PromptHit()
@@ -120,7 +122,7 @@ class Batch:
             self.requests.readmit(prompt, have)
 
     def _prepare(self, read_cached: bool) -> None:
-        """Choose how the batch is computed: rows separately, or all together after `start` columns from blocks."""
+        """Prepare the cache: compute each row separately, or read `start` columns and leave the rest to the loop."""
         alone = len(self.prompts) == 1 and self.size == 1
         columns = self._readable(min((p.pad + p.hit.cached for p in self.prompts), default=0))
         by_rows = read_cached and self._may_split()
@@ -177,7 +179,11 @@ class Batch:
         return self.images.features(items, self.start, self.length)
 
     def _has_boundaries(self) -> bool:
-        """Return whether states can be kept or read: every row computes two more tokens, and a prompt fills a block."""
+        """Return whether states can be kept or read.
+
+        Every row must leave two tokens for the joint pass, and the tokens before these two must fill a block in one row
+        at least.
+        """
         lengths = [len(p.tokens) for p in self.prompts if p.pad + len(p.tokens) == self.length]
         return len(lengths) == len(self.prompts) and min(lengths) > 2 and max(lengths) - 2 >= self.store.block_size
 

@@ -33,7 +33,8 @@ NULL_BLOCK = 0
 """The number of vLLM's block for positions without KV, in every pool."""
 
 SHARED_TOKENS, SHARED_REQUESTS = 256, 8
-"""The least tokens and requests for which a common prefix is read once. With fewer, the second launch costs more."""
+"""The least tokens and requests for which a common prefix is read once. With fewer, a second launch costs more time
+than it saves."""
 
 
 @dataclass
@@ -161,7 +162,7 @@ def count_shared_blocks(table: npt.NDArray[np.int32], computed: npt.NDArray[np.i
     if len(table) < SHARED_REQUESTS or limit * block_size < SHARED_TOKENS:
         return 0
     first = table[0, :limit]
-    # Most batches end here: if only some requests share more, the last one differs soonest.
+    # Comparing the first and the last request is cheap, and in most batches without a common prefix they differ.
     same = first == table[-1, :limit]
     if not same[: -(-SHARED_TOKENS // block_size)].all():
         return 0

@@ -26,7 +26,10 @@ class FixedChunks:
         coordinator.find_longest_cache_hit, coordinator.cache_blocks = self.find, self.publish
 
     def clip(self, request: Any, num_computed: int, num_new: int) -> int:
-        """Return the rest of a prompt's chunk or 0, and at most 1 token of an answer."""
+        """Return the number of tokens to compute.
+
+        For a prompt this is the rest of its chunk, or 0 if the rest does not fit. For an answer it is at most 1.
+        """
         if num_computed >= request.num_prompt_tokens:
             return min(num_new, 1)
         end = min(request.num_prompt_tokens, self._down(num_computed) + self.chunk)
@@ -48,7 +51,7 @@ class FixedChunks:
 
 
 def make_chunks(scheduler: Any, asked: str) -> FixedChunks | None:
-    """Make chunks for a scheduler, or return None.
+    """Make chunks for a scheduler. Return None if none are asked for, or if the engine cannot have them.
 
     Args:
         scheduler: The scheduler.

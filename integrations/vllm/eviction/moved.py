@@ -1,9 +1,9 @@
 """Text that moved, in vLLM: KV cached at another position or behind other text, copied to a request's own blocks.
 
-The result is approximate, so requests must ask for it. Behind the leading hit, and between exact later hits, pieces of
-a prompt are found by content. The first tokens of a piece are computed. Their chunk ends there, and the request
-continues behind the piece. vLLM allocates blocks for the skipped tokens. The step names the slots that workers copy and
-rotate before its forward pass (`..moves`). The source blocks stay pinned until the step is sent.
+The result is approximate, so requests must ask for it. After the leading hit, and between exact later hits, pieces of
+a prompt are found by content. The first `LEAD` tokens of a piece are computed. The chunk ends with them, and the next
+chunk begins after the piece. vLLM allocates blocks for the skipped tokens. The step names the slots that workers copy
+and rotate before its forward pass (`..moves`). The source blocks stay pinned until the step is sent.
 
 From the block with the first moved KV on, a request's blocks get hashes that no prompt has. Requests for prefixes and
 gaps therefore never read approximate KV. It stays cached and can be found by content again.
@@ -48,7 +48,7 @@ class Contents:
         self._keys: list[bytes | None] = [None] * self.num_blocks
 
     def index_of(self, ids: Ids) -> Ids:
-        """Return the indices of blocks in the arrays, which are their numbers."""
+        """Return the indices of blocks in the arrays. An index is the block's number."""
         return ids
 
     def lists(self, block: int) -> bool:
@@ -97,7 +97,7 @@ class MovedJumps(GapJumps):
             self._pool.contents = self
 
     def published(self, request: Any, blocks: list[Any], first: int, last: int) -> None:
-        """Record blocks that got their hashes. From the next step on, when their KV is written, text can be moved."""
+        """Record blocks that got their hashes. Their text is found from the next step on, when the KV is written."""
         root = _root(request)
         if root is None:
             return
@@ -127,19 +127,20 @@ class MovedJumps(GapJumps):
         return [] if self._index is None else list(self._find(request, num_computed, runs))
 
     def _find(self, request: Any, num_computed: int, runs: dict[int, Any]) -> Iterator[CopiedSpan]:
-        """Yield the pieces of a prompt that are cached elsewhere, between later runs, without its last token."""
+        """Yield the pieces of a prompt that are cached elsewhere. They lie between runs and omit the last token."""
         root, size, last = _root(request), self._size, request.num_tokens - 1
         if root is None or request.sampling_params is None or _asks_for_rows(request):
             return
         assert self._index is not None
         tokens = np.array(token_ids(request)[:last], np.uint32)
-        # The token before a run is computed, so that the run joins a table whose last block is full.
+        # Always compute the token before a run. It fills the table's last block, so the run can follow in the table.
         ends = [number * size - 1 for number in runs if number - 1 not in runs]
         begins = [(number + 1) * size for number in runs if number + 1 not in runs]
         for begin, end in zip([num_computed, *begins], [*ends, last], strict=True):
             joined: list[MovedSpan] = []
             for match in self._index.find(tokens, begin, end, root):
-                # The turns of a conversation are blocks of several requests, each computed after the turn before.
+                # A conversation's turns may lie in blocks of several requests. Adjacent matches form one piece if at
+                # least LEAD tokens before the later one are those it was computed after.
                 goes_on = bool(joined) and match.start == joined[-1].end
                 if not goes_on or self._index.agreed_before(match, tokens) < LEAD:
                     yield from self._piece(request, joined)
@@ -264,7 +265,7 @@ def _asks_for_rows(request: Any) -> bool:
 
 
 def why_no_moves(scheduler: Any) -> str:
-    """Return why an engine that can jump over gaps cannot move text, or "". Workers reported at the engine's start."""
+    """Return why an engine that can jump over gaps cannot move text, or "". Workers report theirs at start."""
     (group,) = scheduler.kv_cache_config.kv_cache_groups
     if type(group.kv_cache_spec) is not FullAttentionSpec:
         return f"layers with a cache of the kind {type(group.kv_cache_spec).__name__}"
