@@ -89,9 +89,19 @@ def test_a_state_is_found_only_where_one_was_left():
     assert [slots.tolist() for slots in b.slot_mapping][1] == [-1] * 4
     assert m.allocate("c", [*range(6), 9, 9, 9]).num_cached_tokens == 0, "KV of one block, and no state"
     assert m.allocate("d", list(range(8))).num_cached_tokens == 0, "the state has seen the last token"
-    m.free("b")
-    gap = m.allocate("e", [*range(12), 7], reuse="gap")
-    assert (gap.cached_spans, gap.compute_spans) == ([(0, 8)], [(8, 13)]), "no state jumps over a gap"
+    m.check()
+
+
+def test_no_state_jumps_over_a_gap():
+    m = recurrent()
+    table = m.allocate("a", list(range(16))).block_ids[0]
+    for end in (8, 12, 16):
+        m.checkpoint("a", end)
+    m.commit("a", 16)
+    m.free("a")
+    drop(m.pools[0], table[:1])
+    gap = m.allocate("b", [*range(16), 7], reuse="gap")
+    assert (gap.cached_spans, gap.compute_spans) == ([], [(0, 17)])
     m.check()
 
 
