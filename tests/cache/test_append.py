@@ -43,6 +43,17 @@ def test_the_first_to_append_to_a_shared_block_copies_it_and_the_last_goes_on_in
     manager.check()
 
 
+def test_append_each_needs_no_more_than_appends_one_by_one():
+    manager = pc.CacheManager(3, block_size=4)
+    manager.allocate("a", list(range(6)))
+    manager.commit("a", 6)
+    manager.fork("a", "b")
+    slots, copies = manager.append_each(["a", "b"], [1, 2])
+    assert len(copies) == 1
+    assert len(set(slots.tolist())) == 2
+    manager.check()
+
+
 @pytest.mark.parametrize("groups", [None, [pc.FullAttention(), pc.SlidingWindow(window=5)]], ids=["one", "two"])
 def test_append_each_succeeds_just_where_separate_appends_do(groups):
     outcomes = []

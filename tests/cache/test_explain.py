@@ -273,6 +273,16 @@ def test_moved_text_is_counted_with_and_without_the_index_that_finds_it(anywhere
         assert (found.matched, found.moved_tokens) == (exact, sum(span.end - span.start for span in moved))
 
 
+def test_a_text_that_continues_an_earlier_turn_shows_its_next_token_and_nothing_more_is_remembered():
+    manager, text = pc.CacheManager(400, block_size=4), list(range(100, 300))
+    for end in (150, 200):
+        run(manager, end, text[:end])
+    before = manager.nbytes
+    found = manager.explain([*text[:150], 1, *range(500, 700)])
+    assert (found.reason, found.position, found.there[0]) == ("token", 150, 250)
+    assert manager.nbytes == before
+
+
 def test_blocks_behind_a_gap_are_counted():
     class Middle(pc.EvictionPolicy):
         def victims(self, count):
