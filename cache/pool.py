@@ -35,7 +35,7 @@ class Log:
     """State of the running verb, shared by the pools of a manager.
 
     Attributes:
-        in_policy: Whether a policy is being called now. A policy must not call the manager.
+        in_policy: Whether a policy is being called now. A policy must not change the manager's state.
         evicted: Blocks that lose their hashes, logged before they do.
         published: Pools and blocks that get hashes, logged before they do.
         later: Tasks to run when the verb is complete, each a function and its arguments. A task may run twice.
@@ -74,9 +74,9 @@ class BlockPool:
     Complete blocks are those in the table: their KV is written and they are published in the prefix cache. Only they
     outlive their last holder. Partial or uncommitted blocks are known only to the requests that hold them.
 
-    The pool calls the policy in the middle of the manager's work, so the policy must not call the manager
-    (`Log.in_policy`). Its exceptions are logged (logger "pc.cache"). If it names no valid victims, the pool evicts the
-    least recently used blocks.
+    The pool calls the policy in the middle of the manager's work, so the policy may read the manager but must not
+    change it (`Log.in_policy`). Its exceptions are logged (logger "pc.cache"). If it names no valid victims, the pool
+    evicts the least recently used blocks.
 
     After an interrupted verb, `rebuild` derives the other fields from `words` and the references of requests. The pool
     logs each change of `words` before it makes the change (`Log`). For an evicted block it also logs `taken_at` and

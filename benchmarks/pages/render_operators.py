@@ -130,8 +130,9 @@ def render_gpu_summary(page: Path) -> str:
             ratios = sorted(1 / float(case[-1]) for case in cells(rows) if case[0].startswith(begins) and case[-1])
             middle = statistics.median(ratios)
             parts.append(f"{len(ratios)} {kind}: {ratios[0]:.2f} to {ratios[-1]:.2f}, median {middle:.2f}.")
-        device = rows[0]["device"]
-        said += [f"Time of paged attention on {device}, divided by that of the fastest rival.", *parts]
+        device, rivals = rows[0]["device"], sorted({case[-2].rpartition(",")[0] for case in cells(rows) if case[-1]})
+        beside = " and ".join(rivals)
+        said += [f"Time of paged attention on {device}, divided by that of the faster of {beside}.", *parts]
         said.append(f"[Rows]({link(page, source)}).")
     return " ".join(said)
 
