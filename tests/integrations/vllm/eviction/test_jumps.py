@@ -113,6 +113,26 @@ def test_a_request_that_does_not_fit_waits_and_none_waits_for_ever():
     assert engine.said["other"] == following(prompt(6 * BLOCK, 1), 12)
 
 
+@pytest.mark.quick
+def test_a_step_without_room_keeps_no_block_of_a_planned_jump(monkeypatch):
+    engine, tokens = ExactEngine(64), prompt(20 * BLOCK + 5)
+    holes(engine, tokens, range(2, 5))
+    jumps, pool = engine.scheduler.jumps, engine.scheduler.block_pool
+    free, allocate, refused = pool.get_num_free_blocks(), jumps._allocate_slots, []
+
+    def allocate_later(request, *args, **given):
+        if len(refused) < 2:  # with the jump and without it
+            return refused.append(request.request_id)
+        return allocate(request, *args, **given)
+
+    monkeypatch.setattr(jumps, "_allocate_slots", allocate_later)
+    engine.add("again", tokens)
+    engine.run()
+    assert refused == ["again", "again"]
+    assert engine.said["again"] == following(tokens, 4)
+    assert pool.get_num_free_blocks() == free
+
+
 GAP = [range(2, 5)]
 COMPUTED = {
     "a gap is skipped": ({}, {}, GAP, 3),
