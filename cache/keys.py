@@ -1,4 +1,4 @@
-"""Keys that decide the KV of a request besides its tokens, and their encoding as bytes.
+"""Keys for everything besides tokens that a request's KV depends on, and their encoding as bytes.
 
     key(None) = b"n"
     key(str) = b"s" | u64 length | UTF-8
@@ -86,7 +86,7 @@ def encode_key(key: Key, name: str = "extra_keys") -> bytes:
 
 
 MOVED = b"m"
-"""The key of a block from which on KV is approximate. `encode_key` never returns it."""
+"""The key that marks the position from which a request's KV is approximate. `encode_key` never returns it."""
 
 
 def approximate_from(keys: EncodedKeys) -> int | None:

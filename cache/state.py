@@ -1,12 +1,12 @@
 """The state of a manager, on which its verbs work: pools, requests, and the blocks that requests are computing.
 
-Verbs are atomic. A verb is a function of a `ManagerState`. It looks and computes first, and raises all its errors. Then
-it calls `ManagerState.begin` with the requests that it will change, and applies the changes. `begin` takes one
-snapshot. Pools log the fields of evicted blocks before they overwrite them. If an exception comes before the end,
-`ManagerState.undo` restores the snapshot and the logged fields. It rebuilds the rest from them: reference counts,
-tables, free lists, writers, and the policy's knowledge. An interrupt (`KeyboardInterrupt`, or an exception that another
-thread raises in this one) is such an exception, and may come between any two instructions. The time of a rebuild is
-proportional to the number of blocks.
+A verb is a function that changes a `ManagerState`, such as `allocate` or `free`. Verbs are atomic. A verb first reads
+the state, computes the changes and raises all its errors. Then it calls `ManagerState.begin` with the requests that it
+will change, and applies the changes. `begin` takes one snapshot. Pools log the fields of evicted blocks before they
+overwrite them. If an exception comes before the end, `ManagerState.undo` restores the snapshot and the logged fields.
+It rebuilds the rest from them: reference counts, tables, free lists, writers, and the policy's knowledge. An interrupt
+(`KeyboardInterrupt`, or an exception that another thread raises in this one) is such an exception, and may come between
+any two instructions. The time of a rebuild is proportional to the number of blocks.
 
 With three rules, a verb needs no code to undo its changes:
 
@@ -54,7 +54,7 @@ COUNTS = (
 )
 Counts = dict[str, int]
 
-# Values that cannot be rebuilt, from before the running verb changed them: requests with their number of tokens and
+# The values that cannot be rebuilt, as they were before the running verb: requests with their number of tokens and
 # attributes; requests that only get tokens, with their lengths; `counts`, `reuses` and `offloading`; the numbers of
 # running and of preempted requests.
 Snapshot = tuple[
@@ -70,11 +70,11 @@ class ManagerState:
     """The state of a manager. The manager holds the lock.
 
     Attributes:
-        prefix_only: Whether there is one group, which needs all its blocks.
+        prefix_only: Whether there is only one group of layers, and it needs all blocks of a prefix.
         reuses: Indexes that find more than whole blocks of a prefix, by name. They are made on first use.
         log: Changed hashes and tasks of the running verb; see `Log`.
         snapshot: The values that the running verb may change; None while it only reads.
-        offloading: Holders of the blocks with which `on_evict` is being called.
+        offloading: For each running call of `on_evict`, the `Evicted` that holds its blocks.
         writers: The request that computes the block of each hash.
         listeners: See `CacheManager.listeners`.
         events: Events of complete verbs for the listeners, each a method of `Listener` and its arguments.
@@ -340,7 +340,7 @@ class ManagerState:
             request.writing = None
 
     def end_step(self, request: Request) -> None:
-        """Release what was held for the last step: replaced blocks, and host slots that were read."""
+        """Release the replaced blocks and the host slots that the last step still read."""
         request.host_slots = ()
         replaced, request.replaced = request.replaced, None
         for pool, ids in zip(self.pools, replaced or (), strict=False):
@@ -363,7 +363,7 @@ class ManagerState:
                 pool.release(request.held(group))
 
     def behind_window(self, request: Request, group: int, position: int) -> tuple[slice, Ids]:
-        """Return the logical blocks that no query at `position` or later reads, and the blocks held in them."""
+        """Return the range of the block table that no query from `position` on reads, and the blocks held there."""
         spec, size = self.groups[group], self.block_size
         first, last = spec.sink_blocks(size), spec.first_needed(position, size)
         if request.new_states:  # their states must still be written

@@ -1,8 +1,8 @@
 """Preempting and resuming requests, and keeping a part of their KV in host memory.
 
-Only KV that a later query reads is kept. This is all blocks of full attention, the last blocks and the sinks of a
-window, and the state at a boundary. All groups must continue at one position, the greatest at which each has its
-blocks.
+Only KV that a later query reads is kept: all blocks of full attention, the last blocks and the sinks of a window, and
+a recurrent state at the end of a block. All groups of layers must resume at the same position. It is the greatest
+position for which each group still has the blocks that it needs.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _loads(state: ManagerState, hit: Hit) -> list[Pairs]:
     for pool, part in zip(state.pools, hit.groups, strict=True):
         loaded = part.table[part.fresh[: len(part.slots)]].tolist()
         pairs.append(list(zip(part.slots, loaded, strict=True)))
-        if first:  # tokens that were rolled back may have been swapped out behind the last one
+        if first:  # the last block on the host may also hold tokens that were rolled back later
             pool.refill(part.table.item(block), first)
     return pairs
 

@@ -57,11 +57,13 @@ def retention_hints(
     Args:
         priority: Above 0: blocks of the prompt are kept before those of lower priority.
         ttl: Seconds after which the priority ends; None: never.
-        token_ranges: `{"start", "end", "priority", "ttl"}` each, instead of the whole prompt; the latter two fall back
-            to the arguments.
-        returns: How likely the conversation goes on soon, 0 to 1.
+        token_ranges: Ranges to keep instead of the whole prompt, each `{"start", "end", "priority", "ttl"}`. A range
+            without `priority` or `ttl` uses the argument of that name.
+        returns: The probability that the conversation resumes soon, 0 to 1.
 
-    Raises ValueError for a value out of range and TypeError for one of another type, by name.
+    Raises:
+        TypeError: A value has the wrong type.
+        ValueError: A value is out of range.
     """
     given = {"priority": priority, "ttl": ttl, "token_ranges": [*map(dict, token_ranges)], "returns": returns}
     payload = {key: value for key, value in given.items() if value not in (None, [])}

@@ -32,7 +32,8 @@ from ._core.operator import operator, record_of
 from .gather_blocks import gather_blocks_list
 
 _FEW_SEQUENCES, _LONG_SEQUENCE = 8, 1 << 18
-"""Up to this number of sequences, or from this number of bytes in each, the CPU joins them one by one, with no map."""
+"""The CPU joins sequences one by one, without a map, if there are at most _FEW_SEQUENCES, or if they have at least
+_LONG_SEQUENCE bytes each on average."""
 _ROWS_A_PROGRAM = 128
 
 _launches: LaunchCache[Launch] = LaunchCache()
@@ -216,7 +217,7 @@ def join_prefix(
     Args:
         cache: `[num_blocks, block_size, *features]`, any dtype and strides. If it is in host memory and other arguments
             are on a device, it must be pinned.
-        block_tables: `[num_seqs, max_blocks]` int32 or int64. The rows of a hole (-1) are zeros.
+        block_tables: `[num_seqs, max_blocks]` int32 or int64. -1 marks an absent block, whose rows are zeros.
         seq_lens: `[num_seqs]` int32 or int64, the tokens of each sequence including its new ones.
         new: `[num_tokens, *features]`, the new rows of all sequences, with the cache's dtype.
         query_start_loc: `[num_seqs + 1]` int32 or int64, the first row of each sequence in `new`.

@@ -1,4 +1,4 @@
-"""The operator that copies blocks of keys and rotates each to another position, so that cached text serves there.
+"""The operator that copies blocks of keys and rotates each to another position, to reuse cached text there.
 
 A key's features are rotated in pairs (a, b). For a block that moves by delta and a pair with inverse frequency w:
 
@@ -84,7 +84,7 @@ def rotate_keys(
     is_neox: bool = True,
     first: int = 0,
 ) -> None:
-    """Copy blocks of keys and rotate each by a number of positions, so that cached text serves at another place.
+    """Copy blocks of keys and rotate each by a number of positions, to reuse cached text at other positions.
 
     Values do not depend on positions, so copy them with `pc.copy_blocks`. A block may be its own target. The result is
     undefined if a target appears twice, or is the source of another entry.

@@ -43,10 +43,11 @@ def sliding_window_attention(
     - t < seq_len, and the block of t is present.
     - There is no window, or t > p - window, or t < num_sink_tokens.
 
-    Blocks behind the window may be -1 in the table.
+    Blocks that no query attends to, such as those before the window, may be -1 in the table.
 
     Args:
-        window: The number of tokens that a query sees, its own included. 0: no window.
+        window: The number of tokens up to its own that a query sees, its own included. 0: no window. Without
+            `causal`, a query also sees the window - 1 tokens after its own.
         num_sink_tokens: The number of first tokens of a sequence that every query sees.
 
     Examples:

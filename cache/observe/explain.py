@@ -113,7 +113,7 @@ class Explanation:
     gap_tokens: int = 0
     """Number of additional tokens that `reuse="gap"` would find."""
     moved_tokens: int = 0
-    """Number of additional tokens behind the exact prefix that `reuse="anywhere"` would find, with `gap_tokens`."""
+    """Number of additional tokens behind the exact prefix that `reuse="anywhere"` would find, at any position."""
     texts: tuple[str, str] | None = None
     """`here` and `there` as text, if a tokenizer was given."""
     groups: tuple[GroupMiss, ...] = ()
@@ -153,8 +153,9 @@ class Source(NamedTuple):
         hasher: The hash function of blocks.
         groups: The groups of the cache.
         find: For each group, a function that returns the cached block of each hash, -1 where no block has it.
-        texts: Remembered texts with None, oldest first. Then the texts of running requests with the request's name.
-        evicted: Time and group of evicted hashes.
+        texts: Pairs of a text and its request: first remembered texts, oldest first, with None as their request. Then
+            the texts of running requests, each with the request's id.
+        evicted: Evictions: the time, the hashes of the evicted blocks, and the group.
         manager: The state of a manager. It may also reuse parts of blocks, or text at other positions. None for an
             engine's cache.
     """
@@ -217,7 +218,8 @@ def explain_from(
         source: What is known of the cache.
         tokens: The prompt.
         keys: Its salt and extra keys.
-        below: Returns whether a lower tier has the block of a hash. Blocks that follow the hit there count as cached.
+        below: Returns whether a lower tier has the block of a hash. Such blocks count as cached if they directly follow
+            the hit.
     """
     hasher = copy.copy(source.hasher)
     hasher.begin = feed_all  # so that an explanation adds nothing to the remembered hashes
@@ -333,7 +335,7 @@ def _different(source: Source, prompt: Known, known: list[Known], hit: Hit) -> W
     size, block = source.block_size, hit.blocks
     start = block * size
     agreed, end, other = _longest(prompt, known, block)
-    # The text with another salt or other keys that agrees longest, if its block is cached, explains more.
+    # A text with another salt or other keys explains more if its tokens agree longer and its block is cached.
     apart, elsewhere = max(
         (
             (common_length(prompt.tokens, text.tokens), i)

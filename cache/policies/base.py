@@ -134,7 +134,7 @@ class EvictionPolicy(ABC):
     def completed(self, ids: Ids) -> None:  # noqa: B027
         """Record that these blocks are written and published, so their hashes are valid.
 
-        The caller reuses the array.
+        Copy the array to keep it, because the caller reuses it.
         """
 
     def returning(self, probability: float) -> None:  # noqa: B027
@@ -177,7 +177,7 @@ class EvictionPolicy(ABC):
     def acquire(self, sequence: TokenIds | Sequence[bytes]) -> list[Block]:
         """Allocate the blocks of a sequence.
 
-        They are its cached prefix, and fresh blocks for the rest, with evictions as needed.
+        The cached prefix is reused, and the rest gets fresh blocks. Other blocks are evicted if needed.
 
         Args:
             sequence: Token ids, or the hashes of its blocks in order.

@@ -19,7 +19,7 @@ NO_BLOCKS = np.empty(0, np.int32)
 class Ranked(EvictionPolicy):
     """A policy that ranks each released block, and evicts the block with the least rank first.
 
-    Among equals, it is the block with the longest prefix. A subclass calls `rank` in `released`.
+    Among equals, the block with the longest prefix is evicted first. A subclass calls `rank` in `released`.
     """
 
     _heap: list[tuple[int, ...]]
@@ -69,7 +69,7 @@ class Ranked(EvictionPolicy):
 class LFU(Ranked):
     """Least frequently used: the block that the fewest requests used is evicted first.
 
-    Among equals, it is the least recently used one. A block's count starts again after its eviction.
+    Among equals, the least recently used block is evicted first. A block's count starts again after its eviction.
 
     Examples:
         >>> pc.CacheManager(num_blocks=8, policy="lfu").pools[0].policy.__class__.__name__
@@ -132,7 +132,8 @@ class S3FIFO(EvictionPolicy):
 
     def released(self, ids: Ids) -> None:
         self._waits[ids] = True
-        self._push(self.queues[1], ids[self._turn.take(ids) < 0][::-1])  # requests held them in their turn
+        # `victims` removed these blocks from their queue, because requests held them when it reached them.
+        self._push(self.queues[1], ids[self._turn.take(ids) < 0][::-1])
 
     def _push(self, queue: deque[tuple[int, int]], ids: Ids) -> None:
         for block in ids.tolist():
@@ -297,7 +298,7 @@ class NextTurn(Belady):
     def __init__(self, turns: Sequence[int]) -> None:
         super().__init__(())
         self._turns = turns
-        self._ahead: dict[int, list[int]] = {}  # by key, turns to come of requests that used the block
+        self._ahead: dict[int, list[int]] = {}  # by key, future turns of the conversations that used the block
         self._due: dict[int, Ids] = {}  # by turn, blocks that wait for it
 
     def finished(self, output_tokens: int) -> None:

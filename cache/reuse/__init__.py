@@ -13,14 +13,16 @@ from .moved import MovedText
 from .partial import PartialBlocks
 
 REUSES: dict[str, type[PartialBlocks] | type[MovedText]] = {"partial": PartialBlocks, "anywhere": MovedText}
-"""Indexes by name. Each is made for the blocks of a pool."""
+"""Classes of indexes by the name of their `reuse`. Each takes the pool whose blocks it indexes."""
 
 
 class Reuse(Protocol):
-    """A way to reuse more than the leading whole blocks of a prompt. It works with one group that needs all its blocks.
+    """A way to reuse more than the leading whole blocks of a prompt.
 
-    `extend` runs in the middle of verbs and changes nothing. `published` and `removed` run when a verb is complete,
-    under the manager's lock, and may run twice for the same blocks. `CacheManager.reset` makes a new index.
+    The manager must have only one group of layers, which needs all its blocks. A verb is a function that changes the
+    manager's state, such as `allocate`. `extend` runs in the middle of verbs, and may change only the request.
+    `published` and `removed` run when a verb is complete, under the manager's lock. They may run twice for the same
+    blocks. `CacheManager.reset` makes a new index.
     """
 
     def extend(self, request: Request, hit: Hit, reuse: str, segments: Sequence[Span] | None) -> Hit:

@@ -21,7 +21,7 @@ ENTRY_BYTES = 400
 
 
 class PartialBlocks:
-    """A `pc.cache.reuse.Reuse` that keeps the tokens of published blocks by the prefix before them."""
+    """A `pc.cache.reuse.Reuse` that indexes the tokens of published blocks by the prefix before each block."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool, self._block_size = pool, pool.hasher.block_size
@@ -61,8 +61,8 @@ class PartialBlocks:
     def extend(self, request: Request, hit: Hit, reuse: str, segments: Sequence[Span] | None) -> Hit:
         """Return the hit, extended by the tokens that its first fresh block has in common with a cached block.
 
-        There is no extension if blocks are loaded from the host, because a copy must not overwrite them. It also never
-        takes the last available block.
+        There is no extension if blocks are loaded from the host, because a copy must not overwrite them. There is also
+        none if pinning the cached block would leave too few blocks for the fresh ones.
         """
         (part,), namespace, size, pool = hit.groups, request.namespace, self._block_size, self._pool
         behind_a_gap = hit.cached and hit.cached[-1][1] > hit.position

@@ -34,7 +34,7 @@ TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 class Item:
     """An image in a row."""
 
-    unit: Unit
+    unit: Unit  # the input of the vision tower that the image belongs to
     offset: int  # first of its rows in the unit's output
     length: int  # number of its rows, one for each placeholder token
     columns: np.ndarray = field(compare=False)  # columns of its placeholder tokens, ascending

@@ -157,7 +157,7 @@ class Serving:
         return self._fall_back(failure, functools.partial(original, model, *args, **kwargs))
 
     def _ask(self, document: CompressedDocument, model: Any, arguments: dict[str, Any]) -> Any:
-        """Run a call over a compressed document, after the checks of every call.
+        """Run a call over a compressed document, after the checks that all calls must pass.
 
         It never falls back, because full attention would give another result than the document. A call that cannot be
         served raises.
@@ -181,7 +181,10 @@ class Serving:
         return type(model).generate(model, **arguments | {"custom_generate": loop})
 
     def _fall_back(self, failure: Exception, generate: Callable[[], Any]) -> Any:
-        """Run the model's own generate because of a failure. If generate fails too, the failure is not counted."""
+        """Run the model's own generate because of a failure.
+
+        An UnsupportedError is always counted. Another error is counted only if generate succeeds.
+        """
         is_reason = isinstance(failure, UnsupportedError)
         if is_reason:
             self._calls.fall_back(failure)
@@ -423,7 +426,7 @@ def _run_plainly(loop: Loop) -> Any:
 
 
 def random_state(device: torch.device) -> Callable[[], None]:
-    """Return a function that sets the random generators from which generate draws to their current states."""
+    """Return a function that restores the present states of the random generators from which generate draws."""
     host = torch.get_rng_state()
     module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
     on_device = None if module is None else module.get_rng_state(device)

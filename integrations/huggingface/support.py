@@ -14,7 +14,7 @@ from .api import CACHING, has_own_generate, keeps_dynamic_cache, need
 from .calls import UnsupportedError, refuse_if
 
 CHANGING_ROPE = ("dynamic", "longrope")
-"""Rotary embeddings that change their buffers with the input length. `rope_keys` makes them part of the identity."""
+"""Rotary embeddings that change their buffers with the input length. `rope_keys` returns extra keys for them."""
 
 
 def check_model(model: Any) -> None:
@@ -75,7 +75,7 @@ def _rope_parameters(config: Any) -> Iterator[dict[str, Any]]:
 
 
 def float32_precision() -> tuple[str, ...]:
-    """Return the precisions in which torch may compute float32, from both of its interfaces."""
+    """Return the precisions in which torch may compute float32. torch's older settings change these attributes too."""
     backends: Any = torch.backends
     places = [backends, backends.mkldnn, backends.mkldnn.matmul, backends.mkldnn.conv]
     places += [backends.cuda.matmul, backends.cudnn, backends.cudnn.conv]

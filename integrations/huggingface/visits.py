@@ -1,4 +1,4 @@
-"""The `with document:` blocks of each thread and task, in which its calls read a compressed document.
+"""The `with document:` blocks that each thread and task is in. Calls within one read a compressed document.
 
 A context variable keeps them, so each thread and each asyncio task has its own. A new task inherits the blocks of the
 task that creates it. `carry` makes new threads and functions submitted to thread pools inherit them too.
@@ -21,7 +21,7 @@ from .calls import UnsupportedError
 from .settings import inherited_settings
 
 _lock = threading.Lock()
-_open: list[Visit] = []  # blocks of all threads that have not ended
+_open: list[Visit] = []  # blocks that have not ended, of all threads
 _VISITS: ContextVar[tuple[Visit, ...]] = ContextVar("pc_documents", default=())
 _APART: ContextVar[bool] = ContextVar("pc_apart", default=False)
 _entered = False  # whether a block is open in any thread; compiled forward passes depend on it
@@ -32,7 +32,7 @@ class Visit:
 
     def __init__(self, document: Any) -> None:
         self.document, self.owner, self.open = document, _here(), True
-        self.left_elsewhere = False  # then a context that still has the block ignores it
+        self.left_elsewhere = False  # if True, contexts that still have the block ignore it
         self._known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
     def has(self, module: Any) -> bool:
@@ -75,7 +75,7 @@ def _change(visits: list[Visit]) -> None:
 
 
 def open_visits() -> list[Visit]:
-    """Return the blocks of all threads that have not ended."""
+    """Return the blocks that have not ended, of all threads."""
     with _lock:
         return list(_open)
 
@@ -91,8 +91,8 @@ def leave(visit: Visit) -> None:
 def visited() -> list[Visit]:
     """Return the blocks that the caller is in, the innermost last.
 
-    After its end, a block still counts for threads and tasks that inherited it, unless it was left elsewhere than it
-    was entered.
+    A block that has ended still counts for threads and tasks that inherited it. It no longer counts if another thread
+    or task ended it than the one that entered it.
     """
     here = _here()
     return [v for v in _VISITS.get() if v.open or not (v.left_elsewhere or v.owner == here)]
@@ -102,7 +102,8 @@ def visited() -> list[Visit]:
 def apart() -> Iterator[None]:
     """Let this thread's forward passes run as if it had entered no document.
 
-    Probes need this, and calls that were checked, which read their document through their own cache.
+    Probes need this because they must not read a document. Calls of `generate` over a document need it because they
+    read the document through their own cache.
     """
     before = _APART.get()
     _APART.set(True)

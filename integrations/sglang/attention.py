@@ -113,7 +113,7 @@ class PagedAttnBackend(AttentionBackend):
             self._verify_mask = VerifyMask(buffer=buffer, mode=TreeMaskMode.QLEN_ONLY, max_bs=max_bs)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Select the metadata of a graph's size. Without graphs, `init_forward_metadata` does all of the work."""
+        """Select the metadata that the graph for this batch size reads. Otherwise see `init_forward_metadata`."""
         self.forward_metadata = self._graph_step(forward_batch)
         if forward_batch.forward_mode.is_target_verify():
             self._keep_masks(forward_batch.spec_info, forward_batch.seq_lens)

@@ -649,7 +649,7 @@ def registered_attention(name: str) -> str:
 
 
 def chosen_attention(vllm_config: Any) -> tuple[str, bool]:
-    """Return the name under which vLLM looks for a backend of ours, and whether this engine looks there."""
+    """Return the name under which this package registers its backend, and whether this engine uses that name."""
     latent = getattr(getattr(vllm_config, "model_config", None), "use_mla", False)
     name = ("CPU_MLA" if latent else "CPU_ATTN") if is_cpu() else ("CUSTOM_MLA" if latent else "CUSTOM")
     given = getattr(vllm_config, "attention_config", None)
@@ -777,7 +777,7 @@ def give_key(pool: Any, key: bytes, block: Any, num_tokens: int) -> None:
 
 
 def find_cached(pool: Any, key: bytes) -> Any:
-    """Return a block with this hash and group of layers, None if no block has it."""
+    """Return a block with this hash and group of layers, or None if no block has it."""
     return pool.cached_block_hash_to_block.get_one_block(key)
 
 

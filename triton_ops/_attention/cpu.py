@@ -3,7 +3,7 @@
 All operators use one predicate, `Mask`. Where PyTorch's flash kernel for CPUs is used, there is no `[queries, keys]`
 matrix. The kernel attends without a mask to all keys before a chunk of queries, and causally within the chunk.
 
-    cpu_sparse.py       entries, which are queries and the keys of one KV head: decodes together, tables of heads
+    cpu_sparse.py       decodes of several sequences in one batch, and KV heads that have their own blocks
     cpu_masked.py       the flash kernel, and what it cannot compute: score modifiers, trees, the edge of a mask
     cpu_cache.py        keys and values read from blocks
 """
@@ -22,16 +22,17 @@ from .cpu_cache import Cache
 from .cpu_masked import MAX_SCORES, attend_masked, attend_tree, concatenated, flash, full_parts, merge_parts
 from .cpu_sparse import Run, attend_decodes, attend_heads, ranges_of
 
-# Runs of positions shorter than this on average share one pass over the keys, which each would gather otherwise.
+# A chunk has consecutive positions. If chunks have fewer queries than this on average, they share one pass over the
+# keys, because otherwise each would gather the keys again.
 _LONG_CHUNK = 64
 # Sequences with fewer attended keys are decoded together.
 _BATCHED_KEYS = 4096
 
 
 def attend(args: AttentionArgs) -> Result:
-    """Return results shaped like query, and their natural lse, `[num_tokens, num_heads]` float32.
+    """Return results `[num_tokens, num_heads, value_dim]` and their natural log-sum-exp.
 
-    Rows without keys get 0, and -inf as lse.
+    The log-sum-exp (lse) is `[num_tokens, num_heads]` float32. Rows without keys get 0, and -inf as lse.
     """
     query, cache, is_plain = args.query, Cache(args), args.terms.PLAIN and args.tree_mask is None
     by_head = args.query_blocks is not None or args.block_tables.dim() == 3
@@ -61,7 +62,10 @@ def attend(args: AttentionArgs) -> Result:
 
 
 def _runs(args: AttentionArgs, is_plain: bool) -> list[Run]:
-    """Return the longest possible runs of sequences with keys. Plain queries with lists and a window are each a run."""
+    """Return the longest possible runs: adjacent queries of a sequence that attend to the same blocks.
+
+    Sequences without keys have no run. With block lists and a window, each query without score modifiers is a run.
+    """
     starts, lens = args.query_start_loc.tolist(), args.seq_lens.tolist()
     bounds = [(i, begin, end) for i, (begin, end) in enumerate(itertools.pairwise(starts)) if begin < end and lens[i]]
     if args.query_blocks is not None and any(end - begin > 1 for _, begin, end in bounds):

@@ -1,4 +1,7 @@
-"""Reads from a paged cache on the CPU: blocks of a table, and vectors (a token's key or value of one KV head)."""
+"""Reads from a paged cache on the CPU: blocks of a table, and vectors (a token's key or value of one KV head).
+
+An entry is a group of queries that attend to the same vectors of one KV head; see `cpu_sparse`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import torch
 from .arguments import AttentionArgs
 from .predicate import Mask
 
-# Maximum bytes that one gather copies of keys, and of values, counted in the dtype of the computation. For larger
+# Maximum size of the keys that one gather copies, and of the values, in the dtype of the computation. For larger
 # tensors the system maps fresh pages on every call, which cost several times as much as the copy.
 GATHER_BYTES = 4 << 20
 _SUMMED = (torch.float32, torch.float16, torch.bfloat16)
@@ -125,7 +128,7 @@ class Cache:
         return keys, keys[..., : self.width] if self._is_latent else self._as_read(values, self._v_scale)
 
     def _as_read(self, rows: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        """Return rows in the cache's dtype, scaled. They are `[..., heads, head_dim]`, or `[entries, n, head_dim]`."""
+        """Return rows `[..., heads, head_dim]` or `[entries, n, head_dim]`, scaled and converted to `self.dtype`."""
         if scale is not None:
             rows = rows.to(torch.float32).mul_(scale.to(torch.float32)[..., None])
         return rows if rows.dtype == self.dtype else rows.to(self.dtype)
@@ -138,7 +141,7 @@ class Cache:
         return np.asarray(first[:, None] + np.arange(self.block_size, dtype=wide) * wide(slot))
 
     def gather(self, vectors: np.ndarray, heads: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values `[entries, n, head_dim]` of vectors `[entries, n]`, each entry of a KV head."""
+        """Return keys and values `[entries, n, head_dim]` of vectors `[entries, n]`. `heads`: each entry's KV head."""
         index, ((keys, key_strides), (values, value_strides)) = torch.from_numpy(vectors.reshape(-1)), self._matrices
         if self._is_latent:
             rows = _take(keys, index).view(*vectors.shape, -1)
@@ -156,7 +159,7 @@ class Cache:
         return self._as_read(keys, k_scale), self._as_read(values, v_scale)
 
     def _moved(self, vectors: torch.Tensor, strides: Strides) -> torch.Tensor:
-        """Return the rows, in a matrix with these strides, of vectors with the numbers of a contiguous cache."""
+        """Convert numbers of vectors in a contiguous cache to their rows in a matrix with these strides."""
         block, slot, head = strides
         slots, heads = vectors.long() // self.kv_heads, vectors % self.kv_heads
         return slots // self.block_size * block + slots % self.block_size * slot + heads * head
@@ -164,7 +167,7 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """The attended ranges of entries: from begin to end, and all below sink_end. None means 0 for all entries."""
+    """The positions to which each entry attends: [begin, end) and [0, sink_end). None means 0 for all entries."""
 
     end: np.ndarray
     begin: np.ndarray | None = None
@@ -193,7 +196,7 @@ class Ranges:
     def vectors(
         self, cache: Cache, heads: np.ndarray, logical: np.ndarray, numbers: np.ndarray, is_inside: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the vectors of the keys in range, and how many each entry has. `heads` `[entries]` are their KV heads.
+        """Return the numbers of the vectors in range, and their count in each entry. `heads` `[entries]` are KV heads.
 
         `logical` are ascending blocks, `[entries, n]`, or `[n]` if all entries have the same. `numbers` `[entries, n]`
         are their block numbers, -1 for an absent block. With `is_inside`, every present block has a key in range.

@@ -1,4 +1,6 @@
-"""Attention of queries with their own lists of blocks. There is no plan, because each layer has its own lists.
+"""Attention in which each query has its own list of blocks (`query_blocks`).
+
+There is no plan of work shared by the layers of a step, because each layer has its own lists.
 
 `_list_blocks_kernel` unites the lists of a few neighbouring queries, with a bit for each query that has the block in
 its list. `_list_attention_kernel` walks over the union, so that a block that several queries chose is read once.
@@ -24,7 +26,7 @@ from .kernel_arguments import (
     strides_of,
 )
 
-# Queries whose lists are united: as many as fill the rows of the smallest product, and bits of a mark.
+# Maximum number of queries whose lists are united. A mark is one byte with a bit for each query.
 _MAX_QUERIES = 8
 _MAX_SPLITS = 16
 
@@ -103,7 +105,8 @@ def build_lists(args: AttentionArgs) -> ListLaunch:
     own = {"QUERIES": queries, "WIDTH": width}
     # Words of a tree's mask need more registers than two warps have.
     num_warps = tiles.num_warps if args.tree_mask is None else max(4, tiles.num_warps)
-    # Without a limit, ptxas uses 128 registers for sm_80 and 168 for sm_90, to fit one more program, and spills.
+    # The limit allows more registers than ptxas chooses itself. To fit one more program, ptxas uses 128 for sm_80 and
+    # 168 for sm_90, and spills.
     cap = 168 if convert_codes else 192 if quantized and head_dim <= 128 else 0
     if quantized and num_warps == 2:
         cap = tiles.max_registers

@@ -1,6 +1,7 @@
-"""Gather and scatter by block number or slot, which differ only in how many dimensions an index counts.
+"""Gather and scatter by block number or by slot.
 
-A kernel moves the rows, or the copy engine if one side is host memory and the index is known on the host.
+A block number indexes the first dimension of a cache, and a slot the first two. PyTorch moves rows on the CPU. On a
+device, a kernel moves them. The copy engine may do so if one side is host memory and the index is on the host.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def _flat(tensor: torch.Tensor, leading: int) -> torch.Tensor | None:
 
 
 def copy_runs(packed: torch.Tensor, cache: torch.Tensor, runs: Sequence[Run], to_cache: bool) -> None:
-    """Copy packed rows to or from runs of a cache, without synchronizing. Gathered rows of no run become 0."""
+    """Copy packed rows to or from runs of a cache, without synchronizing. Gathered rows outside all runs become 0."""
     if not to_cache and sum([end - first for _, first, end in runs]) < len(packed):
         packed.zero_()
     for begin, first, end in runs:
@@ -72,7 +73,10 @@ def _move_on_device(
     index: torch.Tensor,
     to_cache: bool,
 ) -> None:
-    """Move rows by a kernel, or by the copy engine for pageable memory and for a host's index with long runs."""
+    """Move rows by a kernel, or by the copy engine.
+
+    The copy engine needs an index on the host. It is used if host tensors are pageable, or if runs are long.
+    """
     device = next((t.device for t in (*packed, *caches, index) if t.is_cuda), None)
     if device is not None and not index.is_cuda:
         hosted = [t for t in (*packed, *caches) if not t.is_cuda]
@@ -96,7 +100,7 @@ def _move_on_device(
 
 
 def _agree(caches: Sequence[torch.Tensor]) -> bool:
-    """Return whether there are caches, and all have the same blocks."""
+    """Return whether there are caches, and all have the same number of blocks and the same block size."""
     return len(caches) > 0 and all(cache.shape[:2] == caches[0].shape[:2] for cache in caches[1:])
 
 

@@ -18,7 +18,7 @@ Programs = tuple[int, int, int]
 
 @functools.cache
 def num_numbers(bundle: type[tuple[Any, ...]]) -> int:
-    """Return how many fields of a named tuple are numbers: its first ones. Constants have names in capitals."""
+    """Return how many fields of a named tuple are numbers. Numbers come first, then constants, named in capitals."""
     names: tuple[str, ...] = bundle._fields  # type: ignore[attr-defined]
     count = sum(not name.isupper() for name in names)
     assert not any(name.isupper() for name in names[:count]), "numbers before what is compiled for"

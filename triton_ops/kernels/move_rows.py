@@ -1,4 +1,8 @@
-"""The kernel that moves rows of several tensors in one launch."""
+"""The kernel that moves rows of several tensors in one launch.
+
+A grain is the widest power of two, up to 16 bytes, in which the rows of a tensor can be moved; see `_copy/layout.py`.
+The kernel moves units of at most 8 bytes. A grain has VECTOR units.
+"""
 
 from __future__ import annotations
 

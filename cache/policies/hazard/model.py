@@ -4,17 +4,20 @@ It is survival analysis with proportional hazards. A block's idle time is the nu
 block's hazard rate is piecewise constant in the idle time:
 `rate[stratum][idle time] * factor[new blocks] * factor[output] * factor[tail]`.
 
+The factors describe the request that used the block last. New blocks are the number of its blocks that no earlier
+request had used, and output is the number of tokens that it generated. Tail is whether the block is its last block.
+
 Strata are the uses of a block, the output length of the request that used it last, and the caller's hint. Rates are
 occurrences over exposure: the number of reuses, divided by the idle time during which blocks were at risk of reuse.
 Evicted blocks (ghosts) are included, because otherwise evictions would bias the rates. Rates and factors are shrunk
 towards a prior.
 
-The rates give a Gittins index for each stratum and idle time. For a later time, consider a block's expected number of
-hits until then, divided by the expected time that the block stays until then. The index is the maximum of this
-quotient over all later times. Eviction compares these indices.
+The rates give a Gittins index for each stratum and idle time. Suppose that a block is kept until its next hit, but at
+most until a given later time. Divide the expected number of hits (at most one) by the expected time until the block is
+hit or dropped. The index is the maximum of this quotient over all later times. Eviction compares these indices.
 
 To save time, factors are rounded to levels, so that indices are computed once for each fit and looked up. `score` is
-a faster `scores` for one block. All blocks of a request are counted together.
+a faster `scores` for one block. Occurrences and exposure are counted for whole requests, not block by block.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ OUTPUT_BOUNDS = (30, 100)
 FINE_OUTPUT_BOUNDS = (10, 30, 100, 200, 300, 500, 800)
 NEW_BOUNDS = np.array([1, 2, 4, 8, 16, 32, 64])
 HINT_BOUNDS = (0.1, 0.35, 0.65)  # hint 0: none was given; hints 1 to 4: rising probability of a return
-NEW, OUTPUT, TAIL = 0, 8, 16  # places of the factors of new blocks, output, and whether it is the request's last block
+NEW, OUTPUT, TAIL = 0, 8, 16  # index of the first factor for new blocks, for output, and for the tail
 FACTORS = 18
 LEVELS = 24  # the product of factors is rounded to steps of a third of an octave, for lookups
 FADING = 1e-7  # of two equal blocks, the older one is worth a little less
@@ -80,13 +83,13 @@ class HazardModel:
         """Count intervals at risk: blocks that were idle from age `since` to `until`.
 
         Args:
-            group: `[n]`, like all arguments but `at_risk`: 3 * hint + output.
+            group: 3 * hint + output. All arrays but `at_risk` are `[n]`.
             covariates: Bucket of new blocks + 8 * bucket of output.
             since: Start of the interval.
             until: End of the interval.
             at_risk: Weighted number of blocks in each cell, 2 * uses + tail: `[n, 8]`.
-            stale: Whether the rates are old. Factors are then fitted against new rates, because they would otherwise
-                absorb the whole change.
+            stale: Whether many requests have ended since the last fit. The rates are then updated before the expected
+                hits are computed. Otherwise the factors would absorb the whole change of the rates.
         """
         new, output = covariates % 8 + NEW, covariates // 8 + OUTPUT
         ages = min(bisect(EDGE_LIST, float(until.max())), AGES)
@@ -181,7 +184,7 @@ ROWS = LEVELS * (AGES + 1) * np.arange(GROUPS * USES)  # start of each stratum's
 
 
 def _within_buckets(age: Numbers, ages: int) -> npt.NDArray[np.float64]:
-    """Return the part of an idle time, for ages `[n]`, that lies in each of the first buckets, `[n, ages]`."""
+    """Return how much of each idle time from 0 to `age` `[n]` lies in each of the first buckets, `[n, ages]`."""
     time = age[:, None] - EDGES[:ages]
     np.maximum(time, 0.0, out=time)
     np.minimum(time, SPANS[:ages], out=time)
@@ -210,8 +213,8 @@ def _index(rate: Numbers, levels: Numbers) -> Numbers:
     return by_stratum
 
 
-# What the end of a request says about its blocks: the stratum of a block used once, the covariates of a tail without
-# new blocks, and whether the conversation is over. For other blocks, uses or the bucket of new blocks are added.
+# Three facts known when a request ends: base stratum, base covariates, and whether the conversation is over. Adding the
+# class of uses gives a block's stratum. Adding the bucket of new blocks gives the last block's covariates.
 Ending = tuple[int, int, bool]
 UNKNOWN_ENDING: Ending = (0, COVARIATES, False)  # for a request without a notification of its end
 
@@ -339,7 +342,7 @@ class IntervalsAtRisk:
         return rows, times, number
 
     def renumbered(self) -> None:
-        """Record that rows were dropped. All rows have been counted before."""
+        """Record that rows were dropped. The caller must have called `learn` since it last added rows."""
         self._begun = self._runs.count
 
 

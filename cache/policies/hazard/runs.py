@@ -19,7 +19,7 @@ Numbers = npt.NDArray[Any]
 
 USES = 4  # classes of use: a block used once, at least 2, 3 and 5 times
 USE_BOUNDS = np.array([2, 3, 5])
-COVARIATES = 64  # bucket of new blocks + 8 * bucket of output; a request's last block has 64 more
+COVARIATES = 64  # bucket of new blocks + 8 * bucket of output (see `model`); a request's last block has 64 more
 
 COLUMNS: dict[str, tuple[str, int]] = {
     "serial": ("i8", 1),
@@ -58,14 +58,14 @@ class RunTable:
     bounds: Numbers  # number of blocks of the chain used at least 2, 3 and 5 times, [rows, 3]
     last: Numbers  # the block at `end - 1`
     parent: Numbers  # the block before `start`; -1: none
-    shared: Numbers  # other requests continued behind blocks before this place; known if `final`
+    shared: Numbers  # place after the last block behind which another request continued; set if `final`
     owned: Numbers  # number of blocks that no other request has used since, evicted ones included
     stratum: Numbers  # with covariates, the class of the block at `end - 1`; see `HazardModel.scores`
     covariates: Numbers
     final: Numbers  # whether the caller said that the conversation is over
     base: Numbers  # place of the first block in `chains`
     counted_to: Numbers  # age up to which its exposure is counted
-    at_risk: Numbers  # `owned` by 2 * uses + tail, as counted so far, [rows, 8]
+    at_risk: Numbers  # number of owned blocks in each cell, 2 * uses + tail, as counted so far, [rows, 8]
 
     def __init__(self) -> None:
         self.count = self.places = 0
@@ -153,12 +153,15 @@ class RunTable:
         self._shortened.add(row)
 
     def block(self, row: int, place: int) -> int:
-        """Return the block at a place of a chain that was recently in its run."""
+        """Return the block at a place of a chain. The place must not have been trimmed; see `trim`."""
         at = 4 * (place - self.views.base[row])
         return int.from_bytes(self.chains[row][at : at + 4], byteorder)
 
     def blocks(self, row: int, first: int = 0, last: int | None = None) -> Ids:
-        """Return blocks at places of a chain that were recently in its run; without `last`, all that are kept."""
+        """Return the blocks at places `first` to `last` of a chain, which must not have been trimmed.
+
+        Without `last`, return all blocks that are kept.
+        """
         base, chain = self.views.base[row], self.chains[row]
         if last is None:
             return np.frombuffer(chain, np.int32)

@@ -230,7 +230,7 @@ def _masks(model: Any, at: torch.Tensor, length: int, windows: Mapping[int, int]
 
 
 def _check_scattered(model: Any, moving: Moving, length: int) -> None:
-    """Raise UnsupportedError if tokens computed again at scattered positions differ."""
+    """Raise UnsupportedError if tokens computed again at scattered positions differ from those of a normal pass."""
     tokens, whole = harmless_tokens(model, length), new_cache(model.config)
     want = forward(model, tokens, 0, length, whole).logits[0, -1]
     kept = {i: (x.keys.clone(), x.values.clone()) for i, x in attention_layers(whole).items() if x.keys is not None}
@@ -257,7 +257,10 @@ def compute_moved(
     cache: DynamicCache,
     moving: Moving,
 ) -> None:
-    """Fill an empty cache of one row with a prompt's first `end` tokens: read the cached ones, compute the others."""
+    """Fill an empty cache of one row with a prompt's first `end` tokens: read the cached ones, compute the others.
+
+    `room` is the number of free columns that the cache keeps behind these tokens.
+    """
     known = np.zeros(len(prompt.tokens), np.bool_)
     known[: prompt.hit.cached] = True
     for start, behind in prompt.hit.moved:

@@ -112,7 +112,7 @@ class PackedRows(ModelInLoop):
         """Free all blocks, and compute all tokens so far by the model's own forward pass."""
         self.close()
         self._native = True
-        # Without next_sequence_length the model's own, still empty, cache is filled with all tokens so far.
+        # Without next_sequence_length, the inputs are all tokens so far. They fill the model's own cache, still empty.
         model_kwargs.pop("next_sequence_length", None)
         inputs = self._model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
         return self._model(**inputs, return_dict=True)

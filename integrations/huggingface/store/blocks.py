@@ -27,16 +27,16 @@ class RequestBlocks:
         self.known = 0  # number of tokens that were cached when the request was admitted
         self.borrowed: int | None = None  # another request's block in which the hit ends, if it ends inside a block
         self.closed = False  # whether nothing more is written to blocks
-        # Only for packed passes: the number of tokens whose KV is in blocks after the current pass, whether the next
-        # commit frees blocks that a copy or merge replaced, and block copies by group that must run before a pass.
+        # The next three are only for packed passes. `length` is the number of tokens whose KV is in blocks after the
+        # current pass. `unsettled`: whether the next commit frees blocks that a copy or merge replaced.
         self.length, self.unsettled = 0, False
-        self.copies: list[tuple[int, Pairs]] = []
+        self.copies: list[tuple[int, Pairs]] = []  # block copies by group that must run before the next pass
         self.full: OutOfBlocks | None = None  # the error, if there was no room for more tokens
         self.tables: list[np.ndarray] = []  # the block table of each group, see `look`
 
     @property
     def settled(self) -> int:
-        """The number of tokens that may be committed: those in written blocks."""
+        """The number of tokens that may be committed. They complete no block that is not written yet."""
         return min(self.held, (self.written + 1) * self.storage.block_size - 1)
 
     def look(self) -> None:
@@ -90,10 +90,12 @@ class RequestBlocks:
         states: States | None = None,
         skip: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Write and commit the complete blocks among the first `end` tokens, except the spans in `skip`."""
-        # The tokens are in `row` of the cache, after `pad` columns. `states` is a checkpoint at `end` to keep.
+        """Write and commit the complete blocks among the first `end` tokens, except the spans in `skip`.
+
+        The tokens are in `row` of the cache, after `pad` columns. `states` is a checkpoint at `end` to keep. Nothing is
+        published if the model has changed, or if a hook has removed tokens from the cache.
+        """
         # Layers with windows are written in steps, because a commit frees blocks for the next step.
-        # Nothing is published if the model has changed, or if a hook has removed tokens from the cache.
         if self.closed:
             return
         if not self.requests.publishes():

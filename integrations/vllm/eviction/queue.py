@@ -17,7 +17,10 @@ In a pool of 4,200 blocks, choosing 1/32 in advance lost the default policy 1.2 
 """
 
 ROUNDS = 8
-"""How often the policy must choose again if waiting requests will hit its victims, each time twice as many."""
+"""Maximum number of times that the policy chooses victims if waiting requests will hit those chosen so far.
+
+Each time it chooses twice as many for each block that is still needed.
+"""
 LEFT = 16
 """Number of requests that must leave the waiting queue before kept blocks are checked again."""
 

@@ -15,8 +15,8 @@ MOST = 64
 class WaitingPrefixes:
     """Block hashes of the requests that are next to run.
 
-    Only the last request with a hash is stored for it, because this request usually leaves the queue last. Counting all
-    requests of each hash would take as long as vLLM's own part of a step.
+    Several requests may have the same hash. Only the last of them is stored, because it usually leaves the queue last.
+    Counting all requests of each hash would take as long as vLLM's own part of a step.
     """
 
     def __init__(self, waiting: Callable[[], Iterable[Any]]) -> None:

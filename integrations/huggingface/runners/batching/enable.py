@@ -45,7 +45,7 @@ def enable_continuous_batching(
     Args:
         model: A transformers model that generates text, or a PEFT model around it, already on its device.
         num_blocks: Number of blocks in the cache. None: as many as fit into a fifth of the device's free memory, but no
-            more than 32 sequences of maximum length need. On a CPU, a fifth of all memory counts, at most 4 GiB.
+            more than 32 sequences of maximum length need. On a CPU: a fifth of all memory, at most 4 GiB.
         block_size: Number of tokens in a block, at least 4.
         policy: Eviction policy: a name or a class of `EvictionPolicy`, see `CacheManager`.
         deterministic: Must be False. Only `enable_prefix_caching` supports it, see `docs/determinism.md`.
