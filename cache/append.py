@@ -102,7 +102,10 @@ def _make_room(
     growths: Sequence[tuple[Request, int]],
     growing: tuple[Sequence[Request], Sequence[int]] = ((), ()),
 ) -> None:
-    """Take a snapshot of requests that grow to these numbers of tokens, and release blocks behind their windows.
+    """Check that growing requests find enough blocks, begin the verb, and release blocks behind their windows.
+
+    `growths` has requests that may need blocks, each with its number of tokens afterwards. For `growing` see
+    `ManagerState.begin`.
 
     Raises:
         OutOfBlocks: There are too few blocks for all of them together. Nothing has changed.
@@ -136,7 +139,7 @@ def _make_room(
 
 
 def _seen_tail(state: ManagerState, request: Request, group: int) -> int:
-    """Return the last block of a request that must check its tail, if the block is partly filled, else -1."""
+    """Return the last block of a request if it is partly filled, so that other requests may see it; else -1."""
     first, filled = divmod(len(request.tokens), state.block_size)
     return request.tables[group].item(first) if filled else -1
 

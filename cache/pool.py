@@ -22,10 +22,10 @@ ONE, ZERO = np.array(1, np.int32), np.array(0, np.int32)
 
 EMPTY: Ids = np.empty(0, np.int32)
 
-# Blocks as an index of the fields. A slice is several times faster; it is used if blocks are consecutive.
+# An index of blocks into the pool's arrays. Consecutive blocks get a slice, which is several times faster.
 Index = slice | npt.NDArray[np.intp]
 
-# A pool, the blocks that it evicted, their hashes, the tick, and their `taken_at` and `prefix_length` until then.
+# A pool, its evicted blocks, their hashes, the tick of the eviction, and their old `taken_at` and `prefix_length`.
 Eviction = tuple["BlockPool", Ids, Words, int, Ticks, Ids]
 
 log = logging.getLogger("pc.cache")
@@ -33,6 +33,8 @@ log = logging.getLogger("pc.cache")
 
 class Log:
     """State of the running verb, shared by the pools of a manager.
+
+    A verb is a function that changes the manager's state, such as `allocate` or `free`.
 
     Attributes:
         in_policy: Whether a policy is being called now. A policy must not change the manager's state.
@@ -90,8 +92,8 @@ class BlockPool:
         words: Hash of each published block, `[num_blocks, words]`; 0 for other blocks.
         num_free: Number of blocks without content.
         num_cached: Number of complete blocks with a reference count of 0. They stay published until evicted.
-        watchers: Caches of tensors, whose `refill` is called, with the arguments of `BlockPool.refill` and under the
-            manager's lock, when slots of a block in use get other contents.
+        watchers: Caches of tensors. When slots of a block in use get other contents, the pool calls their `refill` with
+            the arguments of `BlockPool.refill`, under the manager's lock.
         log: Changes and tasks of the running verb, shared by the pools of a manager.
     """
 
@@ -141,7 +143,7 @@ class BlockPool:
 
     def keys_of(self, ids: Ids) -> npt.NDArray[np.uint64]:
         """Return the first word of each block's hash."""
-        # Take rows first, because numpy copies a whole column to take from it.
+        # Take rows before the column, because numpy copies a whole column before it takes from it.
         return self.words.take(ids, axis=0)[:, 0]
 
     def unreferenced(self, ids: Ids) -> int:
@@ -149,7 +151,7 @@ class BlockPool:
         return ids.size - int(count_nonzero(self.ref_count.take(ids)))
 
     def index_of(self, ids: Ids) -> Index:
-        """Return blocks, at least one, as an index of the fields."""
+        """Return an index into the pool's arrays for one or more blocks: a slice if they are consecutive."""
         first = ids.item(0)
         if self._rising.startswith(ids.tobytes(), 4 * first):
             return slice(first, first + ids.size)
@@ -270,7 +272,10 @@ class BlockPool:
             self.log.in_policy = False
 
     def hinted(self, ids: Ids, priority: int, ttl: float | None) -> None:
-        """Pass a hint to the policy, without holes; see `EvictionPolicy.hinted`. Do nothing without a hint."""
+        """Pass a hint for these blocks, without holes (-1), to the policy; see `EvictionPolicy.hinted`.
+
+        Do nothing if `priority` is 0 and `ttl` is None.
+        """
         if (priority or ttl is not None) and ids.size:
             self._call("hinted", ids[ids >= 0], priority, ttl)
 

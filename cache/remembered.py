@@ -20,14 +20,17 @@ QUEUE_BYTES = 16
 """Bytes of `BLOCK_BYTES` reserved for policies, which may grow before hashes are fitted again."""
 
 Key = tuple[int, bytes, bytes]
-"""The first block of a chunk, the digest before it, and its tokens. The first chunk has the keys' bytes as digest."""
+"""The number of a chunk's first block, the digest of the block before it, and the chunk's tokens.
+
+No block is before a sequence's first chunk. There the header of the sequence (`Chain.header`) stands in for the digest.
+"""
 
 
 class RememberedHashes:
     """An LRU dictionary of chunks of prompts, up to `capacity` bytes.
 
-    An entry has the digests of the chunk's blocks and the state of the hasher behind them. A lookup touches the first
-    chunk of a prompt last, so it is evicted last. Without it, later chunks cannot be found.
+    An entry has the digests of the chunk's blocks and the state of the hasher behind them. A lookup touches a prompt's
+    first chunk last, so that this chunk is evicted last: without it, later chunks cannot be found.
     """
 
     def __init__(self) -> None:
@@ -35,11 +38,17 @@ class RememberedHashes:
         self.capacity = self.nbytes = 0
 
     def fit(self, num_blocks: int, taken: int) -> None:
-        """Set the capacity to the bytes that pools and policies, which use `taken`, leave of those for `num_blocks`."""
+        """Set the capacity: the bytes allowed for the bookkeeping of `num_blocks` blocks, less `taken`.
+
+        `taken` is the number of bytes that pools and policies use.
+        """
         self.capacity = max(BASE_BYTES + (BLOCK_BYTES - QUEUE_BYTES) * num_blocks - taken, 0)
 
     def begin(self, chain: Chain, data: bytes, end: int) -> bytes:
-        """See `BlockHasher.begin`."""
+        """Return the digests of the first `end` blocks, whose tokens are `data`, and let the chain continue there.
+
+        This replaces `BlockHasher.begin`. Only blocks behind the remembered chunks are hashed.
+        """
         chunks, width, walked, digests = self._chunks, len(data) // max(end, 1), list[Key](), list[bytes]()
         block, before, hasher, fed = 0, chain.header, chain.start, False
         while block < end:

@@ -159,14 +159,14 @@ class HashTable:
         taken = places >= PASSED
         places &= PASSED - 1
         taken |= self.slot_of.take(places) == at
-        at[taken] = self._size  # a slot that no hash has, so that one operation writes all
+        at[taken] = self._size  # the last slot, which no search reads, so that one operation writes all
         self._slots[at] = ids
         taken |= self._slots.take(at) != ids  # another block of this run took the slot
         rest = taken.nonzero()[0]
         index = ids.astype(np.intp)
         self.slot_of[index] = at
         self.slot_of[index.take(rest)] = -1
-        return self._put_each(ids, digests, rest.tolist())  # a tenth of the blocks in a full pool
+        return self._put_each(ids, digests, rest.tolist())  # in a full pool, a tenth of the blocks is left for this
 
     def _put_each(self, ids: Ids, digests: Words, rows: Iterable[int]) -> Ids | None:
         """Add the blocks in some rows one by one; see `put`."""

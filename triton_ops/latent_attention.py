@@ -4,6 +4,8 @@ out[i, h] = sum over live t of softmax_t(score(i, h, t)) * row[t, :value_dim], w
 
     score = scale * q.row[t];  score = softcap * tanh(score / softcap) if softcap
 
+A key position t is live if the query attends to it.
+
 This is the absorbed form of https://arxiv.org/abs/2405.04434, section 2.1. The caller applies the up-projection of keys
 to the queries before the call, and that of values to the results after it. A row is loaded once, as key and as value.
 For each sequence and tile of 64 rows (queries * heads), the kernel reads q_len * num_heads * head_dim + live tokens *

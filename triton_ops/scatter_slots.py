@@ -1,7 +1,7 @@
 """The operator that scatters token vectors into a cache: cache[slot // block_size, slot % block_size] = source[i].
 
-Slot -1 writes nothing. It reads and writes the bytes of num_tokens vectors once. It computes nothing, so it takes every
-dtype and changes no bit.
+Slot -1 writes nothing. The operator reads and writes the bytes of num_tokens vectors once. It computes nothing, so it
+takes every dtype and changes no bit.
 """
 
 from __future__ import annotations

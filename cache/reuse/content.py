@@ -233,7 +233,7 @@ class ContentIndex:
         return MovedSpan(first, end, slots, first - stood, slots[:0])
 
     def _neighbour(self, links: Ids, block: int, step: int) -> int:
-        """Return the block before or behind one in the sequence of its computation; -1 if it is not cached."""
+        """Return the block before or behind a block, in the sequence in which it was computed; -1 if not cached."""
         other, pool = links.item(block), self._pool
         if other < 0 or not pool.table.lists(other) or self._stamps.item(other) != pool.taken_at.item(other):
             return -1

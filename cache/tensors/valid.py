@@ -1,4 +1,4 @@
-"""Flags for slots that hold a row of a name, for caches that follow the blocks of a manager."""
+"""Flags that show which slots hold a row of a named tensor, for caches that follow the blocks of a manager."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class _PlannedCopy(NamedTuple):
 
 
 class ValidRows:
-    """A flag for each name and slot, which is void once the block has been allocated again.
+    """A flag for each named tensor and slot: whether the slot holds a row of the tensor.
 
-    The pool reports such allocations, and slots of a block in use that get other tokens. Without a pool, a block counts
-    as allocated again when its first slot is written.
+    A block's flags become void when the block is allocated again. The pool reports this, and also slots of a block in
+    use that get other tokens. Without a pool, a block counts as allocated again when its first slot is written.
     """
 
     def __init__(self, num_blocks: int, block_size: int, pool: BlockPool | None) -> None:
@@ -41,7 +41,7 @@ class ValidRows:
             pool.watchers.add(self)
 
     def add(self, name: str) -> None:
-        """Add a name without rows."""
+        """Add the name of a tensor that has no rows yet."""
         self._bits[name] = np.zeros(self.num_blocks * self.block_size, np.bool_)
 
     def drop(self, name: str) -> None:
@@ -130,9 +130,9 @@ class ValidRows:
             bits.reshape(self.num_blocks, self.block_size)[index] = False
 
     def refill(self, block: int, first: int, source: int) -> None:
-        """Record that slots of a block from `first` on get new contents, except those that a copy fills.
+        """Record that the slots of a block from `first` on get new contents. The pool calls this.
 
-        The pool calls this.
+        If the block was allocated again, a copy from `source` (-1: from host memory) fills the slots before `first`.
         """
         for bits in self._bits.values():
             bits[block * self.block_size + first : (block + 1) * self.block_size] = False

@@ -300,7 +300,7 @@ class PrefixCaching:
             budget: Share of the tokens to keep. A press of kvpress has its own budget instead.
 
         Returns:
-            The document. The same text, press and budget return the same document while it is in memory.
+            The document. While it is in memory, calls with the same text, press and budget share its keys and values.
 
         Raises:
             TypeError: `press` is neither a name nor an object of kvpress, or `budget` is not a number.

@@ -333,8 +333,8 @@ class _Samples:
     """Views of some elements of tensors. Their bytes show whether the tensors have changed."""
 
     def __init__(self, tensors: list[tuple[str, torch.Tensor, int]]) -> None:
-        # Tensors in host memory are grouped by element size, others by device and dtype. `names` has each tensor's
-        # bytes.
+        # Tensors in host memory are grouped by element size, others by device and dtype. `names` has for each group the
+        # names of its tensors and their numbers of bytes.
         host: dict[int, list[np.ndarray]] = {}
         other: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         names: dict[Any, list[tuple[str, int]]] = {}

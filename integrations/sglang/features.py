@@ -18,7 +18,7 @@ BACKEND = "pc"
 """The name of our backend for `--attention-backend`."""
 
 _SURPRISES = (AttributeError, ImportError, TypeError)
-"""Exceptions that an SGLang unlike the tables of `api` may raise. Refusals raise ValueError, which is not caught."""
+"""Exceptions from an SGLang that differs from the tables of `api`. Refusals raise ValueError, which is not caught."""
 
 _enabled: set[str] = set()
 
@@ -91,7 +91,7 @@ def _refuse(name: str, **config: Any) -> Any:
 
 
 FEATURES: dict[str, Callable[[], str]] = {"attention": _enable_attention, "eviction": _enable_eviction}
-"""The features that `PC_SGLANG` may name. Each registers its names with SGLang's options and returns them."""
+"""The features that `PC_SGLANG` may name. Each function registers one with SGLang, and returns a text for the log."""
 
 
 def enable(*names: str, fallback: str = "raise") -> None:
@@ -133,5 +133,5 @@ def enable(*names: str, fallback: str = "raise") -> None:
 
 
 def enable_by_environment() -> None:
-    """Register the features that the environment names. Raise like `register`."""
+    """Register the features that the environment names. Raise ValueError like `enable`."""
     enable(*features_in_environment(VARIABLE), fallback="warn")

@@ -27,7 +27,7 @@ class Kind(NamedTuple):
 
 @dataclass
 class AttentionStep:
-    """One step, or the captured graph of one size."""
+    """The attention metadata of one step, or of the captured graph of one size."""
 
     seq_lens: torch.Tensor  # `[num_seqs]` int32, with the tokens of this step
     query_start_loc: torch.Tensor  # `[num_seqs + 1]` int32

@@ -30,7 +30,7 @@ class PlanOptions(NamedTuple):
     key_begin: int
 
     def header(self) -> dict[str, int]:
-        """Return the integers of the header from its second on, by name."""
+        """Return the integers of a plan's header (see `layout`), without the first one, by name."""
         mask = {name: int(value) for name, value in self.mask._asdict().items()}
         return {"decode_queries": self.decode_queries, "key_begin": self.key_begin, **mask}
 
@@ -56,7 +56,7 @@ def mask_of(args: Any) -> Mask:
 
 def plan_options(args: Any, tiled: bool = False) -> PlanOptions:
     """Return the options of a plan for this call; with `tiled`, sequences of few queries are tiled too."""
-    # Scattered queries under a window are tiled over queries, whose windows are then united.
+    # Scattered queries under a window are tiled, so that a tile reads the union of its queries' windows.
     tiled = tiled or args.batch_invariant or (args.query_positions is not None and args.window > 0)
     return PlanOptions(mask_of(args), 0 if tiled else DECODE_QUERIES, args.num_shared_blocks * args.block_size)
 
@@ -139,7 +139,7 @@ class AttentionArgs(NamedTuple):
         return Terms(self.softcap, has_softcap, has_alibi, PLAIN=plain, NEGATIVE=self.scale < 0)
 
     def with_rows(self) -> AttentionArgs:
-        """Return the arguments with latent rows seen as keys of one head and as values. Others are unchanged."""
+        """Return the arguments with latent rows as keys of one head and as values; without latent rows, unchanged."""
         cache, value_dim = self.key_cache, self.value_dim
         if value_dim is None or self.value_cache is not None:
             return self

@@ -1,4 +1,4 @@
-"""Attention operators: registration from a typed signature, the twin with the log-sum-exp, and what both run."""
+"""Attention operators: registration from a typed signature, the twin with the log-sum-exp, and the CPU path."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ _LSE = """and lse `[num_tokens, num_heads]` float32. lse is the natural logarith
 def attention_operator(
     build: Build = build_attention, docs_from: tuple[Callable[..., torch.Tensor], ...] = ()
 ) -> Callable[[Callable[P, torch.Tensor]], Callable[P, torch.Tensor]]:
-    """Register the decorated function as `torch.ops.pc.<name>`, and return its public function."""
+    """Register the decorated function as `torch.ops.pc.<name>`, and return its public function.
+
+    The decorated function is the fake: it returns an empty tensor of the result's shape. `build` returns the launch for
+    calls of a kind. The docstrings of `docs_from` complete the function's own.
+    """
 
     def decorate(function: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
         return _register(function, build, with_lse=False, docs_from=docs_from)
@@ -49,7 +53,7 @@ def with_lse(function: Callable[P, torch.Tensor], build: Build = build_attention
 
 
 def _register(fake: Callable[P, Any], build: Build, with_lse: bool, **options: Any) -> Callable[P, Any]:
-    """Register an attention operator; metadata are checked before a launch is built, so once for calls of a kind."""
+    """Register an attention operator. Metadata are checked when a launch is built, so only once for calls of a kind."""
     return operator(
         arguments=functools.partial(binding, with_lse=with_lse),
         check=check_attention,
@@ -70,7 +74,7 @@ def _doc_with_lse(function: Callable[..., object]) -> str:
 
 def attention_cpu(args: AttentionArgs) -> Result:
     """Attend in PyTorch on CPU tensors, with arguments that passed `check_attention`."""
-    from .cpu import attend  # with numpy, which kernels do without
+    from .cpu import attend  # it imports numpy, which kernels do not need
 
     check_attention_values(args)
     return attend(args.with_rows())

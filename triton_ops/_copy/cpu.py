@@ -1,4 +1,7 @@
-"""Moves of rows with PyTorch on CPU tensors, in one parallel call for each tensor, in units of up to 16 bytes."""
+"""Moves of rows with PyTorch on CPU tensors, in one parallel call for each tensor, in units of up to 16 bytes.
+
+In all functions `leading` is the number of first dimensions that count rows: 1, or 2 if rows are slots of blocks.
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,10 @@ NUM_WARPS = 4
 
 
 def tile_of(width: int, unit: int) -> tuple[int, int]:
-    """Return rows and columns of a tile. Columns: the largest power of two that wastes at most an eighth of a row."""
+    """Return rows and columns of a tile, for rows of `width` units of `unit` bytes.
+
+    Columns are the largest power of two that wastes at most an eighth of a row, or that takes at most 512 bytes.
+    """
     cols = min(next_power_of_2(width), TILE_UNITS)
     while cols * unit > 512 and -(-width // cols) * cols > width + width // 8:
         cols //= 2

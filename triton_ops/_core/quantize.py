@@ -38,7 +38,7 @@ def equal_scales(
 
 
 def refuse_nan(name: str, values: torch.Tensor) -> None:
-    """Raise ValueError if values for int8 include NaN, for which int8 has no code. This reads values."""
+    """Raise ValueError if values for int8 include NaN, for which int8 has no code. On a GPU this synchronizes."""
     if values.isnan().any():
         raise bad_argument(name, "NaN", "numbers, since int8 has no NaN: it would be stored as 0")
 

@@ -422,7 +422,7 @@ def _with_rotated(cache: torch.Tensor, rows: Near, slots: torch.Tensor) -> Expec
 
 
 ROWS = ((3, 24), (5,), (2, 6))
-"""Features of caches whose rows are moved: an even row, an odd one, and one with loose strides."""
+"""Features of caches whose rows are moved: an even row, an odd one, and one with loose strides (unused columns)."""
 
 
 def _stores(draw: _Draw, num_blocks: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -468,7 +468,7 @@ def _moves(operator: str, dtype: torch.dtype) -> CaseCall:
 
 
 def _join(operator: str, dtype: torch.dtype, placed: bool) -> CaseCall:
-    """Build a call of `join_prefix` or its list; with `placed`, new rows are in gaps between cached rows."""
+    """Build a call of `join_prefix` or `join_prefix_list`; with `placed`, new rows are in gaps between cached rows."""
     draw, size, lens, queries = _Draw(operator), 4, (11, 3, 9), (2, 3, 0)
     stores, several = _stores(draw, 9, size, dtype), operator.endswith("_list")
     stores = stores if several else stores[2:]
@@ -555,7 +555,7 @@ def small_cases(shape: Shape, use: str) -> list[Case]:
 
     Args:
         shape: The model's attention layers.
-        use: "packed" passes over blocks, "moved" text, or compressed "documents".
+        use: "packed": packed passes over blocks. "moved": text at new positions. "documents": compressed documents.
     """
     dtype, pairs = shape.dtype, shape.head_dim // 2
     sizes: Options = {"heads": (shape.heads, shape.kv_heads), "head_dim": shape.head_dim, "dtype": dtype}

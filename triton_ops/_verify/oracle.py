@@ -1,7 +1,7 @@
 """Formulas of the operators in PyTorch, written from their contracts, and the comparison of a result with them.
 
-Nothing here shares code with kernels, or with the PyTorch that serves CPU tensors. Every function takes the dtype that
-it computes in: float64 gives the exact result, the tensors' own dtype shows how far rounding alone carries.
+Nothing here shares code with kernels, or with the PyTorch that serves CPU tensors. Formulas of arithmetic take the
+dtype of the computation: float64 gives the exact result, the tensors' own dtype shows the effect of rounding alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Near(NamedTuple):
 
 
 Expected = torch.Tensor | Near
-"""An expected result; a tensor must be met bit for bit."""
+"""An expected result. If it is a tensor, results must be equal to it bit for bit."""
 
 
 def difference(found: torch.Tensor, expected: Expected) -> tuple[float, float]:
@@ -53,7 +53,7 @@ def difference(found: torch.Tensor, expected: Expected) -> tuple[float, float]:
     rounding = (expected.rounded.double() - exact).masked_fill(infinite, 0)
     one = torch.finfo(dtype).eps * max(1.0, _worst(exact.masked_fill(infinite, 0)))
     allowed = 2 * _worst(rounding) + (8 if dtype == torch.float32 else 1) * one
-    # The mean finds small errors everywhere. An excess is shown on the scale of the largest error.
+    # The root mean square finds small errors everywhere. Its excess is scaled so that `allowed` bounds it too.
     excess = _rms(error) / (2 * _rms(rounding) + one)
     return (max(_worst(error), excess * allowed) if not excess <= 1 else _worst(error)), allowed
 
@@ -164,7 +164,7 @@ def _tables(call: Mapping[str, Any], index: int) -> tuple[torch.Tensor, int, int
 
 
 def merged(call: Mapping[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `merge_attention` gives, computed in `dtype`."""
+    """Return what `merge_attention` gives. The outputs are merged in `dtype`, the log-sum-exps in float64."""
     both = torch.stack((call["lse_a"], call["lse_b"])).double()
     lse = torch.logsumexp(both, 0)
     weights = torch.exp(both - lse.masked_fill(lse == -math.inf, 0.0)).to(dtype)[..., None]

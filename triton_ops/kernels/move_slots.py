@@ -10,7 +10,7 @@ from .codes import from_e4m3, to_code
 
 @triton.jit
 def load_keys(ptrs, mask, KIND: tl.constexpr):
-    """Load keys as float32. Codes are converted to their values."""
+    """Load keys as float32. float8 codes (KIND 2, see `code_kind`) are converted to their values."""
     if KIND == 2:
         return from_e4m3(tl.load(ptrs, mask=mask, other=0)).to(tl.float32)
     else:
@@ -48,7 +48,10 @@ def _move_slots_kernel(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, FIRST: tl.constexpr, HALF: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Move one token's keys and values. Grid (n, tiles of heads)."""
+    """Move one token's keys and values. Grid (n, tiles of heads).
+
+    A negative source reads zeros, and a negative target writes nothing.
+    """
     move = tl.cast(tl.program_id(0), tl.int64)
     source = tl.cast(tl.load(source_ptr + move), tl.int64)
     target = tl.cast(tl.load(target_ptr + move), tl.int64)

@@ -1,4 +1,4 @@
-"""Attended keys and tiles in kernels, like `Mask` on the host. Other kernels read no option except BOUNDED."""
+"""Attended keys and tiles in kernels, like `Mask` on the host. Other kernel files read only BOUNDED of its options."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def _between(low, high, seq_len, key_begin, mask):
 
 @triton.jit
 def _span(p_first, p_last, seq_len, key_begin, mask):
-    """Return live keys [lo, hi) and sink tokens below lo, of queries at p_first to p_last, and the same in tiles."""
+    """Return live keys of queries at p_first to p_last: (lo, hi, tile_lo, tile_hi, sink_lo, sink_hi).
+
+    Keys [lo, hi) lie in tiles [tile_lo, tile_hi). Sink tokens before these lie in tiles [sink_lo, sink_hi).
+    """
     lo, hi = _between(p_first, p_last, seq_len, key_begin, mask)
     lo = tl.minimum(tl.maximum(lo, 0), seq_len)
     hi = tl.maximum(hi, lo)

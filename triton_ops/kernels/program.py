@@ -43,10 +43,11 @@ class TileRows(NamedTuple):
 
 
 class AttendedTiles(NamedTuple):
-    """Keys [lo, hi) and tiles [tile_lo, tile_hi) that rows attend to besides sink tokens, and ranks of live tiles.
+    """The tiles that rows attend to: those of the window, and those of sink tokens.
 
-    The numbers of live tiles are n_window and n_sink. If the tiles of sink tokens are a segment of the others, sink_end
-    is their end, otherwise 0.
+    The window has keys [lo, hi) in tiles [tile_lo, tile_hi). It has n_window live tiles, which begin at rank rank_lo.
+    Sink tokens have n_sink live tiles, which begin at rank_sink. If the window's tiles include those of sink tokens,
+    sink_end is the end of the latter; otherwise it is 0.
     """
 
     lo: Any
@@ -168,7 +169,10 @@ def _exponents(q, other, rest, traits, tile):
 
 @triton.jit
 def _scaled_columns(q, qk_scale, exponent, terms, SCALES: tl.constexpr, ROWS: tl.constexpr):
-    """Return columns of queries, negated for a negative factor. ROWS: as float16, divided by rows' powers of two."""
+    """Return columns of queries, negated if their factor is negative.
+
+    ROWS: divide each row by its power of two, given by `exponent`, and convert it to float16.
+    """
     if SCALES > 0:
         q = tl.where(qk_scale < 0, -q, q)
     elif terms.NEGATIVE:
@@ -258,7 +262,7 @@ def _attend_tiles(
     # Steps that need a mask take one tile at most, because dead tiles may lie between two.
     WIDEST: tl.constexpr = TILE if walk.cache.PARTS == 1 and not WIDE else TILE // 2
     EDGE_N: tl.constexpr = BLOCK_N if BLOCK_N < WIDEST else WIDEST
-    # Scores with more terms than a product and a mask leave no registers for this.
+    # Whether to compute the last tile first. Scores with more terms than product and mask leave no registers for it.
     LAST_FIRST: tl.constexpr = (
         TWO_LOOPS and not (DECODE or walk.TREE or CODED or WIDE) and walk.terms.PLAIN and walk.cache.REST == 0
     )

@@ -63,7 +63,7 @@ class Hazard(EvictionPolicy):
         self.guard = ShadowGuard(self.pool.num_blocks)
         self.intervals = IntervalsAtRisk(self.runs, self.model)
         self._filled: list[tuple[int, Ids, Keys, Ids]] = []  # times, blocks, keys and prefix lengths, not drained yet
-        self._gone: list[tuple[list[Part], Keys, Numbers]] = []  # victims by request, their keys and uses, likewise
+        self._gone: list[tuple[list[Part], Keys, Numbers]] = []  # victims by request, keys and uses, not drained yet
         self._chooser = VictimChooser(self.runs, self.model, self._owner, self._child_count, self._place_bits)
 
     def accessed(self, ids: Ids, hit: bool) -> None:

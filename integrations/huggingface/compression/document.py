@@ -182,7 +182,7 @@ class Documents:
 
     def enter(self, document: CompressedDocument) -> None:
         """Let the calls of this thread or task read a document. Raise ValueError if they cannot read it."""
-        document.content  # noqa: B018  raises where it was closed
+        document.content  # noqa: B018  raises if it was closed
         model, _ = self._serving.reader()
         serving = getattr(vars(model).get("generate"), "handle", None)
         if getattr(serving, "documents", None) is not self:
@@ -194,7 +194,7 @@ class Documents:
         enter(document)
 
     def leave(self, document: CompressedDocument) -> None:
-        """End the innermost `with document:` block of a document, also in another thread or task than it began."""
+        """End the innermost `with document:` block of a document. Another thread or task may have begun it."""
         own = [visit for visit in visited() if visit.open and visit.document is document]
         others = [visit for visit in open_visits() if visit.document is document]
         here = [visit for visit in others if visit.in_this_thread]
@@ -229,7 +229,7 @@ class Documents:
         document: CompressedDocument = visits[-1].document
         if document.documents is not self:
             raise ValueError("document: its handle was disabled, and another one serves the model now")
-        document.content  # noqa: B018  raises where it was closed
+        document.content  # noqa: B018  raises if it was closed
         return document
 
     def look_elsewhere(self, inputs: Any) -> None:
@@ -293,7 +293,7 @@ class Documents:
         return model, (self._epoch, *adapters)
 
     def check_salt(self, name: str, content: Content) -> None:
-        """Raise ValueError for a document of another salt than the current one. No salt allows every caller."""
+        """Raise ValueError if a document's salt is not the current one. A document without a salt is open to all."""
         if content.salt and content.salt != digest_of(content.key, self._serving.salt.current):
             raise ValueError(
                 f"{name}: got a document of another salt; use it within `with handle.salt(...)` with that salt"

@@ -1,4 +1,4 @@
-"""The computation of a text whose keys and values are compressed with a press.
+"""The forward pass over a text whose keys and values a press compresses.
 
 A named press chooses tokens when attention is computed, and does not touch the model. An object of kvpress puts hooks
 on modules, so it gets a twin of the model, which shares every tensor and nothing else. Therefore other calls never see
@@ -34,7 +34,11 @@ def check_compressible(model: Any) -> None:
 
 
 def read(model: Any, tokens: torch.Tensor, press: Any, budget: float, key: bytes) -> Content:
-    """Compute a text and keep the tokens that a press chooses. Raise UnsupportedError if they cannot be compressed."""
+    """Run the model over a text and keep the tokens that a press chooses.
+
+    Raises:
+        UnsupportedError: The model cannot be compressed, or not with this press.
+    """
     cache = DynamicCache(config=model.config)
     kept: dict[int, KeptLayer | WindowLayer] = {}
     peak = Peak(cache, kept)
@@ -86,7 +90,10 @@ class Peak:
 
 
 class _ReadLayer(CachedPass, DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
-    """A layer of the cache whose marked keys send attention to `attend`, which then compresses the layer."""
+    """A layer of the cache that is compressed when attention is computed.
+
+    It marks the keys that it returns, and attention over marked keys calls `attend`.
+    """
 
     keys: torch.Tensor | None
     values: torch.Tensor | None
@@ -123,7 +130,7 @@ class _ReadLayer(CachedPass, DynamicLayer):  # type: ignore[misc]  # transformer
 def _read_by_hooks(
     model: Any, tokens: torch.Tensor, press: Any, cache: DynamicCache, kept: dict[int, Any], peak: Peak, full: set[int]
 ) -> None:
-    """Compute a text with an object of kvpress. Layers that it has not shortened are packed when the press ends."""
+    """Run the model over a text with an object of kvpress. Layers that it did not shorten are packed at the end."""
     twin = _twin(model)
     modules = _attention_modules(twin)
     refuse_if(full - modules.keys(), "its attention modules have no layer_idx")

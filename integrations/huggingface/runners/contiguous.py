@@ -23,9 +23,9 @@ from .batch import Batch
 
 
 class WatchedModel(ModelInLoop):
-    """The model of a loop over a batch. Its first inputs omit cached tokens.
+    """The model that a loop calls for a batch. Its first inputs omit cached tokens.
 
-    It publishes prompts when they are computed, and answers at the end. `warn` gets the error if one cannot be kept.
+    It publishes prompts when they are computed, and answers at the end. If storing fails, `warn` gets the error.
     """
 
     def __init__(self, batch: Batch, warn: Callable[[Exception], None]) -> None:
@@ -51,7 +51,10 @@ class WatchedModel(ModelInLoop):
         return result
 
     def prefill(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the prompt as the model does, which may cut it into chunks and omits cached tokens itself."""
+        """Compute the prompt with the model's own method.
+
+        If the method cuts the prompt into chunks, it omits cached tokens itself.
+        """
         self._first = not self._chunked
         return super().prefill(*args, **kwargs)
 
@@ -75,7 +78,7 @@ class WatchedModel(ModelInLoop):
                 kwargs["mm_encoder_outputs"] = batch.features()
             inputs = prepare(input_ids, next_sequence_length=None, **kwargs)
         elif behind and not self.store.storage.specs and inputs.get("attention_mask") is not None:
-            inputs["attention_mask"] = inputs["attention_mask"][:, -behind:]  # states have no columns
+            inputs["attention_mask"] = inputs["attention_mask"][:, -behind:]  # states keep no cached columns
         return inputs
 
     def drafts_from_outputs(self) -> None:
@@ -92,7 +95,7 @@ class WatchedModel(ModelInLoop):
             self._whole = True
 
     def compute(self, **inputs: Any) -> Any:
-        """Run the model's own forward pass."""
+        """Publish prompts that are due, then run the model's own forward pass."""
         self.keep(self.batch.requests.publishes)
         self.keep(self.publish)
         with from_states() if self.store.states is not None else nullcontext():
@@ -115,7 +118,10 @@ class WatchedModel(ModelInLoop):
             self.batch.requests.close()
 
     def _count(self, tokens: int) -> None:
-        """Count the tokens of a row in a forward pass that has ended."""
+        """Count the tokens that a forward pass has computed for each row.
+
+        Once the prompts are complete, mark them as due. In other passes, save the states of rows that end a block.
+        """
         self._computed += tokens
         batch, store = self.batch, self.store
         if not self._published and batch.start + self._computed >= batch.length:
@@ -136,7 +142,7 @@ class WatchedModel(ModelInLoop):
         self._release()
 
     def _release(self) -> None:
-        """Let layers with windows drop tokens that are in blocks, or never will be."""
+        """Let layers with windows drop tokens that are in blocks, or that will never be published."""
         batch = self.batch
         if self.store.storage.chunk is None or batch.cache is None:
             return
@@ -183,14 +189,20 @@ class WatchedModel(ModelInLoop):
             batch.hidden.keep(table[: prompt.blocks.written], of_steps(steps if whole else steps[:1], prompt.rows[0]))
 
     def intact(self, length: int) -> bool:
-        """Return whether the cache has `length` columns and the model is unchanged since the call began."""
+        """Return whether the cache has `length` columns and the model is unchanged since the call began.
+
+        If it has other columns, set `storage.evicts`, so that later calls fall back.
+        """
         batch = self.batch
         whole = not (columns(batch.cache) - {length})
         self.store.storage.evicts |= not whole
         return whole and batch.requests.publishes()
 
     def keep_answers(self, sequences: torch.Tensor, last: bool = True) -> None:
-        """Publish the answers of a loop. `sequences [batch, length]` has a row for each row of the cache."""
+        """Publish the answers of a loop. `sequences [batch, length]` has a row for each row of the cache.
+
+        `last`: the answers are complete.
+        """
         batch = self.batch
         if batch.cache is None or not batch.publishes_answers or not self.intact(sequences.shape[1] - 1):
             return
@@ -286,7 +298,7 @@ def images_of(loop: Loop, store: PromptStore) -> RowImages | None:
 
 
 def _batch(loop: Loop, requests: PromptRequests, windows: Mapping[int, int]) -> Batch:
-    """Return the batch of a loop. Raise UnsupportedError if its cache of an earlier result cannot be continued."""
+    """Return the batch of a loop. Raise UnsupportedError if it cannot continue from the cache that it was given."""
     mask, store = loop.mask, requests.store
     hidden = store.hidden if _keeps_hidden(loop, store) else None
     read_cached = not loop.requested_outputs or hidden is not None

@@ -1,4 +1,4 @@
-"""The runner of calls over a compressed document. Their questions are prompts in blocks of the prefix cache.
+"""The runner of calls over a compressed document. It keeps the KV of questions in blocks of the prefix cache.
 
 A question is the text after the document, and is admitted like any prompt. Its KV is valid for one document only, so
 the identity of the document is an extra key of its blocks. Prompts without this key never find them.
@@ -117,7 +117,10 @@ def run(
 
 
 def _turned(places: torch.Tensor, content: Content) -> torch.Tensor:
-    """Return positions `[..., tokens]` of a row, lowered after the document if a press moved its keys together."""
+    """Return positions `[..., tokens]` of a row, adjusted to a press that moved the document's keys together.
+
+    Positions after the document are lowered by as many as the document's keys lost. Without such a press none changes.
+    """
     length = len(content.tokens)
     return torch.cat([places[..., :length], places[..., length:] - (length - content.position)], -1)
 

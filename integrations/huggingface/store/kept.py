@@ -33,7 +33,7 @@ class PromptStore:
     def __init__(
         self, model: Any, options: CacheOptions, probed: Probed, moving: Moving | None = None, scheduled: bool = False
     ) -> None:
-        # `scheduled`: a scheduler allocates blocks as it computes tokens, and its hits end at blocks.
+        # `scheduled`: a scheduler allocates blocks as it computes tokens, and its hits end at block ends.
         anywhere = options.reuse == "anywhere"  # then layers with windows keep all blocks too
         windows = {} if anywhere else probed.windows
         self.storage = storage = model_storage(model, options, probed.specs, windows, probed.states)
@@ -46,7 +46,7 @@ class PromptStore:
         self.block_size = size
         # Whether an admitted prompt gets blocks for its cached tokens only, and the others later.
         self.by_steps = scheduled or storage.chunk is not None
-        # The next call checks these requests. A finalizer could be interrupted, and Python ignores its exceptions.
+        # The next call ends requests without an owner. A finalizer may be interrupted, and Python drops its exceptions.
         self.running: dict[weakref.ref[Any], list[str]] = {}  # by `PromptRequests` of a call: its request ids
         self.states = storage.states
         self.empty_cache = new_cache(model.config)  # the template of calls' caches
@@ -109,9 +109,10 @@ def _identity(loop: Loop) -> tuple[Any, ...]:
 def record_of(
     cache: Any, store: PromptStore, sequences: np.ndarray, loop: Loop, mask: torch.Tensor | None = None
 ) -> CacheRecord | None:
-    """Return a record of a cache, which holds the first tokens of `sequences [batch, length]`, prompts and answers.
+    """Return a record of a cache; None if a layer's keys or values are not in its own buffers.
 
-    `mask` is the mask of the prompts. Return None if a layer has other tensors than its buffers.
+    The cache holds the first tokens of `sequences [batch, length]`, which are prompts with their answers. `mask` is the
+    mask of the prompts.
     """
     buffers = buffers_of(cache)
     if buffers is None:
@@ -136,7 +137,10 @@ def continues(cache: Any, store: PromptStore, loop: Loop) -> bool:
 
 
 def buffers_of(cache: DynamicCache) -> list[tuple[int, int]] | None:
-    """Return the address and version of each buffer, which show writes to it; None if a layer has other tensors."""
+    """Return the address and version of each layer's buffers. Each write to a buffer changes its version.
+
+    Return None if a layer's keys or values are not in its own buffers, or a buffer has no version.
+    """
     found = []
     for layer in attention_layers(cache).values():
         for name in ("keys", "values"):
@@ -150,7 +154,7 @@ def buffers_of(cache: DynamicCache) -> list[tuple[int, int]] | None:
 class KeptCaches:
     """The caches of the latest single-row calls, up to `max_bytes`.
 
-    They save the copy of blocks into a new cache. They never extend a hit, which blocks alone decide.
+    A call that continues a kept cache need not copy blocks. Kept caches never extend a hit: blocks alone decide it.
     """
 
     def __init__(self, max_bytes: int) -> None:

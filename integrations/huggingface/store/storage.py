@@ -96,7 +96,7 @@ BlockIndex = slice | torch.Tensor
 
 
 def block_index(blocks: np.ndarray) -> BlockIndex:
-    """Return the index of the blocks of a read or write, at least one: a slice if they are consecutive."""
+    """Return an index for `read` and `write` of one or more blocks: a slice if they are consecutive."""
     first, last = int(blocks[0]), int(blocks[-1])
     if last - first + 1 == len(blocks) and bool((np.diff(blocks) == 1).all()):
         return slice(first, last + 1)
@@ -104,7 +104,7 @@ def block_index(blocks: np.ndarray) -> BlockIndex:
 
 
 class KVStorage(BlockTensors):
-    """Keys and values of layers, `[num_blocks, num_heads, block_size, width]`. Shapes may differ between them."""
+    """Keys and values of layers, `[num_blocks, num_heads, block_size, width]`. Shapes may differ between layers."""
 
     def __init__(self, num_blocks: int, block_size: int, specs: Specs) -> None:
         self.block_size = block_size

@@ -15,8 +15,8 @@ class Packing(NamedTuple):
         sources: The prompt's whole blocks. In the table, `targets` and then null blocks replace them.
         targets: Blocks for the kept tokens. Some may be among `sources`.
         tail: The block with the scored tokens after `sources`, which stay in place. None: there are none.
-        peer: None: the worker packs the tokens now. Otherwise `targets` hold them already, and only the table changes.
-            Then this is the request for which they were packed, or "" if they were found in the cache.
+        peer: None: the worker packs the tokens now. Otherwise `targets` already hold them, and only the table changes:
+            `peer` is the request that packed these blocks, or "" if they were found in the cache.
         by_head: Whether each KV head has its own number of blocks.
     """
 

@@ -167,7 +167,10 @@ class Compressor:
                 self.tables[packing.request_id] = tables
 
     def follow(self, names: list[str], output: Any) -> None:
-        """Find the rows whose queries presses will read, after the runner has ordered the batch by `names`."""
+        """Prepare for the forward pass, after the runner has ordered the batch by `names`.
+
+        Find the rows whose queries presses will read, the holes of requests, and requests with tables for each head.
+        """
         step: CompressionStep | None = getattr(output, "pc_compression", None)
         self._spans, end = [], 0
         for name in names if step is not None and step.queries else ():
@@ -207,7 +210,7 @@ class Compressor:
         return closed, seq_lens - (count[:, 0] * size).to(seq_lens.dtype), longest
 
     def save(self, layer: str, query: torch.Tensor) -> None:
-        """Save queries of one layer. A second forward pass in the same step, which computes nothing, is ignored."""
+        """Save one layer's queries, once in each step. A second pass in a step computes nothing and is ignored."""
         if layer in self._unseen:
             self._unseen.discard(layer)
             for name, begin, end in self._spans:

@@ -16,10 +16,10 @@ from .. import api
 from ..scheduler_output import full_attention_group
 
 FEW_BYTES = 1 << 16
-"""Up to this size, the rows of a name are copied when a step is saved, which is faster than a later read."""
+"""Up to this size, an output's rows are copied when a step is saved, which is faster than a later read."""
 
 Rows = dict[str, dict[str, torch.Tensor]]
-"""Rows by name, and then by request."""
+"""Rows by the name of the output, and then by request."""
 
 
 class PrefixHit(NamedTuple):
@@ -120,7 +120,10 @@ class Leftover:
         return tuple(self._copy(each) for each in value) if isinstance(value, tuple) else value
 
     def split(self, spans: Mapping[str, tuple[int, int]], requests: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return each request's part by vLLM-Omni's own rule: its rows of a tensor with a row for each token."""
+        """Return each request's part of the outputs, by name, as vLLM-Omni itself divides them.
+
+        If a tensor has a row for each token, the part is the rows of the request's tokens.
+        """
         if not self._values:
             return {}
         if self._ready is not None:
@@ -152,7 +155,7 @@ class GroupView:
         table = input_batch.block_table[group]
         if int(getattr(table, "dcp_world_size", 1)) != 1:
             raise api.OmniPrefixCacheUnmatchError("decode context parallelism: not supported with omni prefix caching")
-        # A row of the table holds the parts of blocks that kernels see. Their slots are those of the blocks.
+        # Kernels may split a block into smaller ones, which the table then lists. Slots have the same numbers in both.
         self._table_block_size = block_size // int(getattr(table, "blocks_per_kv_block", 1))
 
     def batch_req_ids(self) -> list[str]:

@@ -147,7 +147,7 @@ class Processor(BatchProcessor):  # type: ignore[misc]
 
     def prepare_next_batch(self) -> bool:
         """Schedule the next batch and return whether there is one."""
-        if not self.scheduler.active_requests:  # a cancelled request never lifts the block
+        if not self.scheduler.active_requests:  # transformers forgets this after a cancellation
             self.scheduler.block_new_requests = False
         self.cache.waiting = self.scheduler.waiting_requests
         self.cache.begin()
@@ -210,7 +210,7 @@ class Session(BatchManager):  # type: ignore[misc]
         )
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-        """Do nothing, because packed passes need no particular implementation and other calls use the model's."""
+        """Do nothing: packed passes run with any attention implementation, and other calls use the model's own."""
 
     def start(self) -> None:
         """Start the loop over blocks for the model's current state, or fall back to transformers' own manager."""
