@@ -108,7 +108,10 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 def harmless_tokens(model: Any, count: int) -> np.ndarray:
-    """Return distinct token ids that are no placeholders, such as those of images, `[count]` int64."""
+    """Return token ids that are no placeholders, such as those of images, `[count]` int64.
+
+    They are distinct unless the vocabulary is too small for that.
+    """
     config = model.config.get_text_config(decoder=True)
     special: set[int] = set()
     for c in (model.config, config):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -99,7 +100,7 @@ def _shares(capacity: str, trace: Trace) -> list[float]:
             share = float(value[:-1]) / 100 if value.endswith("%") else int(value) / trace.unique_blocks
         except ValueError:
             share = 0.0
-        if share <= 0:
+        if not 0 < share < math.inf:  # nan is refused too
             raise typer.BadParameter(f"got {text!r}, needs a share such as 3% or blocks", param_hint="--capacity")
         shares.append(share)
     return shares

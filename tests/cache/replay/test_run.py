@@ -135,7 +135,8 @@ def test_command_writes_csv_and_plot(tmp_path):
     assert {(r["policy"], r["hints"]) for r in rows} >= {("lru", "none"), ("default", "oracle"), ("belady", "none")}
     assert (tmp_path / "plot.png").stat().st_size > 10_000
     assert testing.CliRunner().invoke(app, ["replay", str(path), "--policies", "nonesuch"]).exit_code == 2
-    assert testing.CliRunner().invoke(app, ["replay", str(path), "--capacity", "0%"]).exit_code == 2
+    for capacity in ("0%", "nan%", "inf%", "some"):
+        assert testing.CliRunner().invoke(app, ["replay", str(path), "--capacity", capacity]).exit_code == 2
 
 
 @pytest.mark.parametrize(
