@@ -281,7 +281,9 @@ class Documents:
 
     def close(self) -> None:
         """Write all documents to disk, if `disk` was given."""
-        self._write([*self._host.values(), *self._contents.values()])
+        with self._lock:
+            held = [*self._host.values(), *self._contents.values()]
+        self._write(held)
 
     def current(self) -> tuple[Any, tuple[object, ...]]:
         """Return the model and the identity that its documents must have now: an epoch, and the keys of its adapters.
