@@ -59,7 +59,7 @@ def allocate(
 
 
 def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit) -> BaseAllocation:
-    """Give a request its blocks, after `ManagerState.begin`.
+    """Call `ManagerState.begin`, then give a request its blocks.
 
     Raises:
         OutOfBlocks: There are too few blocks for the tokens that the hit does not cover. Nothing has changed.

@@ -1,4 +1,4 @@
-"""Committing written blocks: publish them, merge equal ones, and release those behind a window."""
+"""Committing written blocks: publish them, merge equal ones, and release those that have left a window."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def _prefix_hit(blocks: int, end: int, whole: int, groups: list[GroupHit], publi
 def longest_hit(
     groups: Sequence[Group], resident: Sequence[Mask], num_tokens: int, block_size: int, rooms: Sequence[int] = ()
 ) -> int:
-    """Return the number of blocks of the longest prefix behind which every group can continue; see `Group.servable`."""
+    """Return the number of blocks of the longest prefix after which every group can continue; see `Group.servable`."""
     servable = np.ones(resident[0].size + 1, np.bool_)
     for i, (group, there) in enumerate(zip(groups, resident, strict=True)):
         servable &= group.servable(there, num_tokens, block_size, rooms[i] if rooms else None)
@@ -115,7 +115,7 @@ def find_in_groups(
         block_size: Number of tokens in a block.
         num_tokens: Number of tokens in the prompt.
         wanted: Number of tokens that get blocks, or more if more are cached.
-        gaps: Whether to reuse cached blocks behind the prefix too.
+        gaps: Whether to reuse cached blocks after the prefix too.
         host_end: Position at which computing can continue with the KV in host memory; 0: nothing is there.
         on_host: For each group, the host slots of the blocks before `host_end`, -1 for others.
     """

@@ -43,7 +43,7 @@ class Request:
         hit: Number of leading blocks that were cached when the request started and are still complete.
         replaced: For each group, blocks that were replaced in the table, held until the next commit or free.
         check_tail: Whether the next append must check if other requests see the last, partly filled block.
-        new_states: (group, logical block) of states of `checkpoint` that no commit has published yet.
+        new_states: (group, logical block) of states that `checkpoint` allocated and no commit has published yet.
         prompt_tokens: Number of tokens with which the request started.
         writing: Hash of the block that this request computes and others may wait for, or None.
         host_end: While the request is preempted, the position at which computing can continue with the KV in host

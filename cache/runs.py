@@ -19,7 +19,7 @@ Span = tuple[int, int]
 
 
 class MovedSpan(NamedTuple):
-    """Tokens of a prompt that are cached at another position or behind other text; see `Allocation.moved`.
+    """Tokens of a prompt that are cached at another position or after other text; see `Allocation.moved`.
 
     Attributes:
         start: Position of the first token in this prompt.

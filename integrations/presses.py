@@ -115,7 +115,7 @@ def choose(scores: torch.Tensor, budget: float) -> torch.Tensor:
     heads, total = scores.shape
     share = share_of(total, budget)
     own = scores.topk(max(1, int(share * SAFEGUARD)), dim=-1).indices
-    # Heads compete by score. Scores of one layer are comparable, because a softmax normalizes each head's.
+    # Heads compete by score. If a softmax normalizes each head's scores, those of one layer are comparable.
     lifted = scores.nan_to_num(posinf=torch.finfo(scores.dtype).max / 2)
     lifted = lifted.scatter(1, own, torch.inf)
     kept = torch.zeros(heads * total, dtype=torch.bool, device=scores.device)

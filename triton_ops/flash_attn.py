@@ -100,7 +100,7 @@ def flash_attn_func(
     row without keys gives 0 and lse -inf.
 
     k and v are read in place with any strides, if their last dimension is contiguous. They are copied if there are
-    several sequences and only one of the two has its heads before its tokens.
+    several sequences and only one of k and v has its heads before its tokens.
 
     Args:
         q: `[batch, seqlen_q, num_heads, head_dim]`, float16, bfloat16, float32, or float8_e4m3fn (out is then
@@ -356,9 +356,9 @@ def flash_attn_with_kvcache(
     """Write new keys and values to a cache and attend to it, like FlashAttention's `flash_attn_with_kvcache`.
 
     New keys go to positions cache_seqlens, cache_seqlens + 1, ... of their sequences. If rotary_cos is given, they are
-    rotated for these positions. Queries are then rotated too: for the same positions if causal or in a window,
-    otherwise all for cache_seqlens. No value on the device is read, so a CUDA graph can capture the call. Masks, errors
-    and arguments that are not explained here are those of `flash_attn_func`.
+    rotated for these positions. Queries are then rotated too. With a causal mask or a window they have the same
+    positions as the new keys; otherwise all have position cache_seqlens. No value on the device is read, so a CUDA
+    graph can capture the call. Masks, errors and arguments that are not explained here are those of `flash_attn_func`.
 
     Args:
         q: `[batch, seqlen_q, num_heads, head_dim]`; with cu_seqlens_q `[total_q, num_heads, head_dim]`.

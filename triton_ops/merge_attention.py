@@ -45,7 +45,7 @@ def merge_attention_cpu(args: Any) -> Result:
     out_a, lse_a, out_b, lse_b = args
     out = torch.empty(out_a.shape, dtype=out_a.dtype, device=out_a.device)
     lse = torch.logaddexp(lse_a, lse_b)
-    # Not the difference of the two results times a weight: 3e38 and -3e38 have none.
+    # A form with the difference of the two results would overflow for 3e38 and -3e38.
     weight_a, weight_b = (
         torch.exp(part - lse.masked_fill(lse == -torch.inf, 0.0))[..., None] for part in (lse_a, lse_b)
     )

@@ -114,7 +114,7 @@ def _run_regimes(layer: Any, share: slice = slice(None)) -> None:
     scale = None if layer.cache_dtype is None else torch.ones(1, device=device)
     cache = torch.zeros(1, block_size, layer.num_kv_heads, layer.head_dim, dtype=dtype, device=device)
     cache = cache if layer.cache_dtype is None else cache.to(layer.cache_dtype)
-    # Tables are wide enough for splits, so that their sum is compiled too. Few rows of many splits differ.
+    # Tables are wide enough for splits, so that their sum is compiled too. With many splits it is another variant.
     few = 2 * INVARIANT_SPLIT_KEYS if layer.batch_invariant else 4 * MIN_SPLIT_TILES * TILE_KEYS
     many = max(few, (2 * MERGED_SPLITS + 1) * MIN_SPLIT_TILES * TILE_KEYS)
     # The rows of a decode's tile are a power of two; a chunk of few queries is compiled like any prefill.

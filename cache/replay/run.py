@@ -50,7 +50,7 @@ class Result:
     hit_rate: float
     """Share of blocks in leading runs of cached blocks."""
     gap_hit_rate: float
-    """Share of blocks that were cached anywhere in the prompt at lookup: the upper bound for reuse behind gaps."""
+    """Share of blocks that were cached anywhere in the prompt at lookup: the upper bound for reuse after gaps."""
     lru_ratio: float
     """`hit_rate` divided by that of lru at this capacity; nan if lru was not run or had no hits."""
     seconds: float
@@ -69,11 +69,11 @@ def replay(
 
     Args:
         trace: The requests.
-        policy: Name of a policy, or a new policy. "belady" knows the future, "next_turn" when each conversation
+        policy: Name of a policy, or a new policy. "belady" knows the future. "next_turn" knows when each conversation
             resumes.
         capacity: Number of blocks.
         progress: Called from time to time with the number of requests done since the last call.
-        hints: "none", a name for `hints_of`, or the `returns` of `free` after each request.
+        hints: "none"; a name for `hints_of`; or, for each request, the `returns` that `CacheManager.free` gets.
         hits_of_each: A list to which the number of hit blocks of each request is appended.
 
     Examples:
@@ -139,7 +139,8 @@ def compare(
         shares: Capacities, as shares of `unique_blocks`.
         progress: As in `replay`.
         unique_blocks: Number of unique blocks in the whole trace, if `trace` is a part. None: of `trace`.
-        hints: Hints, as in `replay`, each of which is tried with every policy.
+        hints: Hints, as in `replay`. Each is tried with every policy. lru, belady and next_turn read no hints and run
+            once.
 
     Examples:
         >>> from pc.cache.replay import Trace, compare

@@ -1,4 +1,4 @@
-"""`reuse="anywhere"`: text of a prompt that is cached at another position or behind other text."""
+"""`reuse="anywhere"`: text of a prompt that is cached at another position or after other text."""
 
 from __future__ import annotations
 
@@ -47,12 +47,13 @@ class MovedText:
         """Do nothing: an entry is valid only while its block is published."""
 
     def extend(self, request: Request, hit: Hit, reuse: str, segments: Sequence[Span] | None) -> Hit:
-        """Return a hit of exact blocks with text that is cached behind it or elsewhere, and set the request's identity.
+        """Return a hit of exact blocks, extended by approximate KV of the text after it.
 
-        Blocks that another such request computed behind the same exact blocks come first, then text found by content.
+        Blocks that another request with approximate KV computed after the same exact blocks come first, then text found
+        by content. The approximate blocks of the request get other hashes than exact ones.
         """
         if reuse != "anywhere" or request.keys.placed or hit.position >= len(request.tokens) - 1:
-            return hit  # KV behind a key placed inside text depends on more than tokens
+            return hit  # KV after a key placed inside text depends on more than tokens
         size, exact, namespace = self._block_size, hit.blocks, request.namespace
         assert namespace is not None
         if self.index.approximate and not hit.copied and exact < len(request.digests):
@@ -128,7 +129,7 @@ def _cut(run: MovedSpan, span: Span) -> MovedSpan:
 
 
 def _mark_moved(keys: EncodedKeys, position: int) -> EncodedKeys:
-    """Return a request's keys if its KV is approximate from a block's first position on. Listeners see a `KeyAt`."""
+    """Return keys with a mark that KV is approximate from `position` on. Listeners see the mark as a `KeyAt`."""
     given = keys.extra_keys
     some = () if given is None else given if isinstance(given, tuple) else (given,)
     placed = tuple(sorted([*keys.placed, (position, MOVED)]))

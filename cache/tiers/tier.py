@@ -120,7 +120,7 @@ class Layout:
 
     @classmethod
     def of(cls, model: str, tensors: Tensors) -> Layout:
-        """Return the layout of blocks with tensors like these, of a model as for the class."""
+        """Return the layout of blocks with tensors like these. `model` is as for the class."""
         return cls(model, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()})
 
     @property

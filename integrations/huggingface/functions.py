@@ -125,7 +125,11 @@ class Functions:
         self._look_up(file, names, set(names_of(function.__code__)))
 
     def _look_up(self, label: str, values: dict[str, Any], names: set[str], within: tuple[int, ...] = ()) -> None:
-        """Add some names of a namespace. A name may hold a module: then add the names that this module has too."""
+        """Add some names of a namespace, and the functions that their values run.
+
+        If a name holds a module, look up the same names in that module too. `within` has the ids of the namespaces that
+        led to this one; it prevents endless recursion.
+        """
         _, _, known = self._spaces.setdefault(id(values), (label, values, {}))
         for name in sorted(names & values.keys()):
             value = _original(values[name])

@@ -119,15 +119,18 @@ def _is_literal(value: Any) -> bool:
 
 
 RowsKey = tuple[bytes, int, int]
-"""Rows of a unit's output whose tokens are in one row of the batch: the unit's digest, the first row, and a count."""
+"""A range of rows of a unit's output: the unit's digest, the first row, and their number.
+
+The tokens of these rows are in one prompt of the batch.
+"""
 
 
 @dataclass(frozen=True)
 class ImageSplit:
-    """The ways in which a prompt may continue behind a cached prefix that ends inside an image."""
+    """The ways in which a prompt may continue after a cached prefix that ends inside an image."""
 
-    computes: bool = False  # parts of an image may be computed separately; not if its tokens attend in both directions
-    reads: bool = False  # the rest of an image may be computed behind cached blocks of the whole image
+    computes: bool = False  # an image may be computed in two passes; not if its tokens attend in both directions
+    reads: bool = False  # the rest of an image may be computed after cached tokens of a pass over the whole image
 
 
 class VisionOutputs:

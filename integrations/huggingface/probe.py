@@ -39,7 +39,7 @@ class Probed:
     states: States  # the recurrent states of a row; empty if the model has none
     windows: dict[int, int]  # by layer, of those with a window
     counts_padding: bool  # whether a token's KV depends on the number of masked columns before it
-    continues_padded: bool  # whether a row can continue from a cached prefix behind masked columns
+    continues_padded: bool  # whether a row with masked columns before it can continue from a cached prefix
 
     @property
     def window(self) -> int:
@@ -49,7 +49,7 @@ class Probed:
 
 @torch.no_grad()
 def probe(model: Any) -> Probed:
-    """Compute a short row at once, in two parts, and behind padding, and compare the results.
+    """Compute a short row at once, in two parts, and after padding, and compare the results.
 
     Raises:
         UnsupportedError: The model fails, or the results differ.
@@ -82,7 +82,7 @@ def probe_images(
     """Return whether a row may be cut inside images, probed at its first image; None if that image allows no probe.
 
     Raises:
-        UnsupportedError: The row does not continue from a prefix that ends before or behind the image.
+        UnsupportedError: The row does not continue from a prefix that ends before or after the image.
     """
     prompt = next((p for p in prompts_of(input_ids, mask, images) if p.items), None)
     if prompt is None:
@@ -187,7 +187,7 @@ def _close(whole: DynamicCache, parts: DynamicCache, skipped: int = 0) -> bool:
 
 
 def _behind_padding(model: Any, whole: DynamicCache) -> tuple[bool, bool]:
-    """Return whether masked columns before a row change its KV, and whether the row continues behind them."""
+    """Return whether masked columns before a row change its KV, and whether such a row continues from a prefix."""
     tokens = harmless_tokens(model, TOKENS)
     ids = torch.from_numpy(np.concatenate([np.full(PAD, tokens[0]), tokens]))[None].to(model.device)
     ids = torch.cat([ids, ids.roll(1, 1)])  # a mask without a hole in any row may be dropped

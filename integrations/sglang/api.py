@@ -141,7 +141,7 @@ BODIES: dict[str, dict[str, dict[str, str]]] = {
         "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache._evict": {"0.5.23": "958a84f8997c"},
     },
 }
-"""For each feature, the bodies that it replaces, or that call what it replaces, and their digests by release."""
+"""For each feature, the methods that it replaces, or that call those, and the digests of their bodies by release."""
 
 PATHS = seam.paths([*REGISTRATION.values(), *NAMES.values()])
 """The classes and functions that other files may import from here, and their paths in SGLang."""
@@ -204,7 +204,10 @@ def announce(what: str) -> None:
 
 
 def can_register(feature: str) -> bool:
-    """Return whether SGLang's options can learn the names of a feature, even if SGLang's own code serves them."""
+    """Return whether SGLang's options can accept the names of a feature.
+
+    If `why_not` has a reason against the feature, SGLang's own code serves these names.
+    """
     return not seam.missing(REGISTRATION[feature])
 
 

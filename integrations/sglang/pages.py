@@ -32,7 +32,7 @@ class PageState(PolicyPool):
         return _mixed(self.keys.take(ids))
 
     def fill(self, tokens: npt.NDArray[np.int64], before: int | None, seed: int) -> Ids:
-        """Add pages for tokens `[pages, page_size]` behind the page `before` (None: at a tree's start); return them."""
+        """Add pages for tokens `[pages, page_size]` after the page `before` (None: at a tree's start); return them."""
         count = len(tokens)
         if count > self._num_free:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Hidden states of whole prompts from vLLM, also behind prefix hits. Their rows are stored by slot of the KV cache.
+"""Hidden states of whole prompts from vLLM, prefix hits included. Their rows are stored by slot of the KV cache.
 
 This file has a worker for vLLM (`worker_cls`), its work in each step, and functions that get the rows from an engine.
 """
@@ -131,10 +131,10 @@ class PromptHiddenStates:
         return result
 
     def pool(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Pool a step's hidden states, after poolers of each token have got the rows of prefix hits.
+        """Pool a step's hidden states, after token-wise poolers have got the rows of prefix hits.
 
-        Such a pooler joins the chunks of a prompt. This method replaces the pooler's chunks by all rows before this
-        step's tokens. The result then has a row for each token, also after a preemption.
+        A token-wise pooler keeps the chunks of a prompt and joins them at its end. This method replaces the pooler's
+        chunks by all rows before this step's tokens. The result then has a row for each token, also after a preemption.
         """
         output, self._output = self._output, None
         if output is not None:
@@ -145,7 +145,7 @@ class PromptHiddenStates:
         return self._pool(hidden_states, *args, **kwargs)
 
     def _complete(self, request: str, begin: int, device: torch.device) -> None:
-        """Write the rows before a step's tokens into the list that a pooler of each token reads."""
+        """Write the rows before a step's tokens into the list that a token-wise pooler reads."""
         batch = self.runner.input_batch
         if not (batch.pooling_params[request].task or "").startswith("token_"):
             return
@@ -235,7 +235,10 @@ class PromptHiddenStates:
         return {request: each.rows for request, each in taken.items()}
 
     def prompt_logprobs(self) -> dict[str, torch.Tensor | None]:
-        """Return the log-probabilities `[num_tokens - 1]` of those prompts, from the second token on; keep the rows."""
+        """Return the log-probabilities `[num_tokens - 1]` of the prompts that `take` would return; keep their rows.
+
+        They begin with the second token of a prompt.
+        """
         return {
             request: None if each.rows is None else self._logprobs(each.prompt, each.rows["hidden_states"])
             for request, each in self.waiting.items()
@@ -321,7 +324,7 @@ class HiddenStatesWorker(Base):
         return {} if self.pc_hidden_states is None else self.pc_hidden_states.take()
 
     def pc_prompt_logprobs(self) -> dict[str, torch.Tensor | None]:
-        """Return the log-probabilities of those prompts; keep their rows.
+        """Return the log-probabilities of the prompts that `pc_take_hidden_states` would return; keep their rows.
 
         Raises:
             RuntimeError: This engine cannot compute them.
@@ -375,10 +378,10 @@ def check_hidden_states(vllm_config: Any) -> None:
 
 
 def check_pooler(pooler: Any) -> None:
-    """Check that poolers of each token join the chunks of a prompt, because rows of hits are added to these chunks.
+    """Check that token-wise poolers join the chunks of a prompt, because rows of hits are added to these chunks.
 
     Raises:
-        ValueError: One does not.
+        ValueError: A token-wise pooler does not.
     """
     for task in pooler.get_supported_tasks():
         own = (getattr(pooler, "poolers_by_task", None) or {}).get(task, pooler)  # not among a dispatcher's modules
@@ -400,7 +403,7 @@ def take_hidden_states(llm: Any) -> dict[str, dict[str, torch.Tensor] | None]:
 
 
 def take_prompt_logprobs(llm: Any) -> dict[str, torch.Tensor | None]:
-    """Return the log-probabilities of the prompts' tokens, also behind prefix hits. Call before `take_hidden_states`.
+    """Return the log-probabilities of the prompts' tokens, prefix hits included. Call before `take_hidden_states`.
 
     Returns:
         By request id `[num_prompt_tokens - 1]`, float32; None as in `take_hidden_states`.

@@ -60,7 +60,7 @@ def build_attention(
     Args:
         args: The call, or a part of one.
         out_dtype: The dtype of out; None: that of the query.
-        tiled: Whether even few queries are tiled, not decoded from the work list.
+        tiled: Whether sequences with few queries are tiled like prefills too, instead of decoded from the work list.
     """
     require_triton("attention")
     args = args.with_rows()
@@ -135,7 +135,10 @@ def _with_sinks(launch: Callable[[AttentionArgs], Any], args: AttentionArgs) -> 
 
 
 def _give_empty(new_results: NewResults, args: AttentionArgs) -> Any:
-    """Return results without keys: out is 0, and the lse is the sink in rows of a sequence, -inf elsewhere."""
+    """Return the results of a call without keys.
+
+    out is 0. The lse is -inf. With sinks, it is the sink in rows that belong to a sequence.
+    """
     out, lse = new_results(args.query)
     out.zero_()
     if not args.with_lse:
@@ -228,7 +231,10 @@ def _tiles(args: AttentionArgs, arch: Architecture, longest: int) -> tuple[Tiles
 
 
 def _has_segments(args: AttentionArgs) -> bool:
-    """Return whether a tile's scattered queries have separate windows, which are then united."""
+    """Return whether queries of one tile may be far apart, with separate windows.
+
+    The kernel then visits the union of these windows, segment by segment.
+    """
     return args.query_positions is not None and args.mask.BOUNDED and args.tree_mask is None
 
 

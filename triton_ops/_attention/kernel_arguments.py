@@ -28,9 +28,9 @@ from .parameters import (
 )
 from .predicate import Mask
 
-# Splits that a program sums at once. For few rows with more than twice as many splits, a program sums eight times as
-# many, for a part of a head. Missing splits take the same instructions. On sm_90 a row of head_dim 128 takes 228
-# instructions for 4 splits and 358 for 8, counted in the emulator. With 128 at once it took 6,256 for 2 splits.
+# Splits that a program sums at once. A missing split costs the same instructions, so few are best: on sm_90, a row of
+# head_dim 128 takes 228 instructions for 4 splits (tests/emulator). With 128 at once, 2 splits took 6,256. If rows are
+# few and splits more than twice as many, a program sums eight times as many at once, for a part of a head.
 MERGED_SPLITS = 4
 
 NewResults = Callable[[torch.Tensor], Result]
@@ -70,7 +70,7 @@ def converts_codes(args: AttentionArgs) -> bool:
 
 
 def kernel_tensors(args: AttentionArgs, out: torch.Tensor, convert_codes: bool) -> tuple[Any, ...]:
-    """Return a kernel's arguments before and behind its results; dummies replace absent tensors and are never read."""
+    """Return a kernel's arguments before and after its results; dummies replace absent tensors and are never read."""
     key_cache, value_cache, k_scale, v_scale = args.key_cache, args.value_cache, args.k_scale, args.v_scale
     seq_lens, positions, tree = args.seq_lens, args.query_positions, args.tree_mask
     if value_cache is None:  # latent rows

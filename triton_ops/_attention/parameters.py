@@ -57,9 +57,10 @@ class Traits(NamedTuple):
 
 
 class TileSizes(NamedTuple):
-    """Rows and keys of a tile, and powers of two for a program's columns of keys and values and a group's heads.
+    """Sizes of a program's tile: BLOCK_M rows and BLOCK_N keys.
 
-    BLOCK_R is for the REST of a latent row. PARTS is `Tiles.value_splits`.
+    The next four are counts rounded up to powers of two. BLOCK_D and BLOCK_V count columns of keys and of values.
+    BLOCK_R counts columns for the REST of a latent row, and BLOCK_G heads of a group. PARTS is `Tiles.value_splits`.
     """
 
     BLOCK_M: int

@@ -29,7 +29,7 @@ class RowLayout(NamedTuple):
 
 
 def address_of(tensor: torch.Tensor, leading: int) -> Address:
-    """Return the address of rows behind the first `leading` (1 or 2) dimensions, in elements."""
+    """Return the address of rows after the first `leading` (1 or 2) dimensions, in elements."""
     if leading == 1:
         return Address(1, tensor.stride(0), 0)
     num_blocks, block_size = tensor.shape[:2]
@@ -40,7 +40,7 @@ def address_of(tensor: torch.Tensor, leading: int) -> Address:
 
 
 def row_layout(tensors: tuple[torch.Tensor, ...], leading: tuple[int, ...]) -> RowLayout:
-    """Return the common layout of the tensors' rows, which are the dimensions behind the `leading` ones of each.
+    """Return the common layout of the tensors' rows, which are the dimensions after the `leading` ones of each.
 
     All rows have one dtype and one shape, which is not empty.
     """
@@ -75,5 +75,5 @@ def row_layout(tensors: tuple[torch.Tensor, ...], leading: tuple[int, ...]) -> R
 
 
 def row_bytes(tensor: torch.Tensor) -> int:
-    """Return the number of bytes of one row behind the first dimension."""
+    """Return the number of bytes of one row after the first dimension."""
     return math.prod(tensor.shape[1:]) * tensor.dtype.itemsize

@@ -143,7 +143,10 @@ def _checked(check: Callable[[Any], object] | None, run: Callable[[Any], Any]) -
 
 
 def _bound(run: Callable[[Any], R], bind: Callable[..., Any]) -> Callable[..., R]:
-    """Return a function of the dispatcher's arguments, which are positional and lack trailing defaults."""
+    """Return a function that takes the dispatcher's arguments and passes them to `run` as one named tuple.
+
+    The dispatcher leaves out trailing defaults. `bind` adds them.
+    """
 
     def run_bound(*values: Any, **named: Any) -> R:
         return run(bind(*values, **named))

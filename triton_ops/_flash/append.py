@@ -69,8 +69,8 @@ def build_append_places(
 ) -> Callable[[torch.Tensor, torch.Tensor, Rotary | None], Appended] | None:
     """Return a function that gives slots and lengths of new keys, and their angles `[batch * count, rotary_dim]`.
 
-    It takes lens `[batch]`, tables `[batch, max_blocks]` and a rotation, with the same metadata as the arguments here.
-    Return None if PyTorch must compute these values.
+    Each sequence has `count` new keys. The function takes lens `[batch]`, tables `[batch, max_blocks]` and a rotation,
+    with the same metadata as the arguments here. Return None if PyTorch must compute these values.
     """
     given = [lens, tables, *(rotary or ())[:3]]
     half, num_tokens = 0 if rotary is None else rotary.cos.shape[1], lens.shape[0] * count
@@ -129,7 +129,7 @@ def _check_new(
 def build_append(
     query: torch.Tensor, keys: PagedKV, args: FlashArgs, rotary: Rotary | None
 ) -> Callable[[torch.Tensor, PagedKV, FlashArgs, Rotary | None], tuple[torch.Tensor, torch.Tensor]]:
-    """Return a function that writes new keys and values behind those in the cache, for all calls of this kind.
+    """Return a function that writes new keys and values after those in the cache, for all calls of this kind.
 
     The function returns the rotated queries and the new lengths.
 

@@ -14,7 +14,10 @@ from .._core.launch import current_stream
 
 
 class FlashArgs(NamedTuple):
-    """The arguments of all three functions, by the names that callers know, with defaults for absent ones."""
+    """The arguments of the three attention functions in `flash_attn.py`, under FlashAttention's names.
+
+    Arguments that a function does not have keep their defaults.
+    """
 
     softmax_scale: float | None
     causal: bool
@@ -197,7 +200,7 @@ def check_partial(out_partial: Any, lse_partial: Any, out: torch.Tensor | None) 
 
 
 def check_numbers(name: str, tensor: Any, count: int | None, device: torch.device) -> None:
-    """Check an int32 tensor of `count` numbers; None: of batch + 1 starts, at least one."""
+    """Check an int32 tensor of `count` numbers. If `count` is None, it must have at least one number (batch + 1)."""
 
     def needs() -> str:  # a function, because a size in a text would become a constant of the compiler
         return f"int32 [{'batch + 1' if count is None else count}] on {device}"
@@ -210,7 +213,7 @@ def check_numbers(name: str, tensor: Any, count: int | None, device: torch.devic
 
 
 def check_values(name: str, tensor: torch.Tensor, most: int) -> None:
-    """Check the values of numbers, unless a compiler watches or they must not be read."""
+    """Check that all values are in 0 to `most`. Do nothing under a compiler or if values must not be read."""
     if needs_dispatcher() or not reads_values(tensor):
         return
     low, high = (int(bound) for bound in torch.aminmax(tensor)) if tensor.numel() else (0, most)

@@ -68,9 +68,10 @@ def rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def _in_order(keys: PagedKV, size: int, first: torch.Tensor, count: int, step: int = 1) -> PagedKV:
-    """Return the keys with tables `[batch * n, count]` of blocks of `size` tokens: first, first + step, ...
+    """Return the keys with new tables `[batch * n, count]`, of blocks of `size` tokens.
 
-    Blocks before a sequence's first or behind its table's last are absent. The caller must change the
+    `first` `[batch, n]` makes n sequences of each one. Their tables have the old sequence's blocks first, first + step,
+    and so on. Blocks before the old sequence's first or after its table's last are absent. The caller must change the
     lengths and the starts of queries.
     """
     blocks, per_block = as_blocks(keys.key_cache, keys.value_cache, size), keys.key_cache.shape[1] // size
@@ -93,7 +94,7 @@ def check_lens(keys: PagedKV) -> None:
 
 
 def with_holes(keys: PagedKV) -> PagedKV:
-    """Return the keys behind absent blocks, so that no sequence has more queries than keys."""
+    """Return the keys with absent blocks before them, so that no sequence has more queries than keys."""
     check_lens(keys)
     size = keys.key_cache.shape[1]
     holes = -(-keys.max_queries // size)
@@ -113,7 +114,7 @@ def without_leftpad(keys: PagedKV, leftpad: torch.Tensor) -> PagedKV:
 def in_chunks(keys: PagedKV, chunk: int, causal: bool) -> PagedKV:
     """Return each chunk of keys as a sequence, to which only the chunk's own queries attend.
 
-    Positions are divided by `chunk`. A query at a negative position attends to nothing.
+    A chunk is `chunk` positions, the first from 0 on. A query at a negative position attends to nothing.
     """
     if (causal or not keys.fewer_keys) and known(chunk >= keys.longest):
         return keys
@@ -136,9 +137,9 @@ def in_chunks(keys: PagedKV, chunk: int, causal: bool) -> PagedKV:
 
 
 def mirrored(keys: PagedKV, count: int) -> tuple[PagedKV, torch.Tensor]:
-    """Return the keys behind their queries in reverse order, and the place of each of `count` queries.
+    """Return the keys after each query's position, in reverse order, and the new place of each of `count` queries.
 
-    In this order, t' = length - t, keys t > p come before p, so the query sees them causally. Each key is a separate
+    In reverse order, the keys after position p come before p, so a causal mask selects them. Each key is a separate
     block; the first block is absent.
     """
     check_lens(keys)
@@ -160,12 +161,12 @@ def pack_used(count: int, starts: torch.Tensor, used: torch.Tensor) -> tuple[tor
     """Pack the first queries of each sequence, as FlashAttention 3's seqused_q says.
 
     Args:
-        count: Of tokens.
+        count: Number of tokens in the packed queries.
         starts: `[batch + 1]` int32, where each sequence's queries begin.
         used: `[batch]` int32, how many of them are used.
 
     Returns:
-        The starts of the used queries. A function that packs queries; rows behind the used ones are arbitrary. A
+        The starts of the used queries. A function that packs queries; rows after the used ones are arbitrary. A
         function that puts out and lse back to the places of all queries; unused ones get 0 and -inf.
     """
     batch = starts.shape[0] - 1

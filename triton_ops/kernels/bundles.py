@@ -1,4 +1,4 @@
-"""Kernels that take named tuples, which group the parameters that functions pass on together.
+"""Kernels that take named tuples. A tuple groups parameters that functions pass on together.
 
 Triton (3.6 to 3.9) accepts tuples from the host too, but specializes kernels for the numbers in them, regardless of
 `do_not_specialize`. So a launch passes the fields of a kernel's tuples one by one. `kernel` writes the function that

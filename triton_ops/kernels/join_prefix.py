@@ -1,4 +1,4 @@
-"""The kernel that finds the origin of each row of joined sequences."""
+"""The kernel that finds where each row of joined sequences comes from: a slot of the cache, or a new token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def _join_map_kernel(
     num_seqs, num_rows, max_blocks, block_size, seq_steps, token_steps, stride_bs, stride_bb,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write the origin of each row. Grid (tiles of rows,)."""
+    """Write where each row comes from. Grid (tiles of rows,).
+
+    That is the slot of a cached token, -2 - t for the new token t, or -1 if there is neither.
+    """
     offs = tl.cast(tl.program_id(0), tl.int64) * TILE + tl.arange(0, TILE)
     low = tl.zeros([TILE], tl.int64)
     sequence = _bisect(seq_ends, offs, low, low + num_seqs, seq_steps)

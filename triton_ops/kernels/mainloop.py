@@ -1,5 +1,7 @@
 """The loop over live tiles of keys: the addresses of a step's keys, found in advance, and the online softmax.
 
+A tile is live if one of its blocks is present. Its rank is the number of live tiles before it.
+
 The numbers of a step's blocks are loaded one step before its keys. So loads of keys and values wait for nothing, and as
 many of them are in flight as there are stages.
 """
@@ -30,8 +32,9 @@ PLAIN_CACHE, NATIVE_CODES, PACKED_CODES, HELD_CODES, E4M3_BITS, E4M3_PACKED = ke
 class Queries(NamedTuple):
     """The rows of a program, in a tile's order, with the numbers that their scores need.
 
-    UPCAST: compute products in float32. ROWS: `factor` has one number for each row. LAZY and SHIFT: as for `_rescale`.
-    PARTS above 1: latent rows have another part. REST: latent rows have a rest.
+    Queries of latent rows have up to three parts. `q` is for the program's columns of the value. `other` is for the
+    value's other columns (PARTS above 1). `rest` is for the rotated columns (REST above 0). UPCAST: compute products in
+    float32. ROWS: `factor` has one number for each row. LAZY and SHIFT: as for `_rescale`.
     """
 
     q: Any  # [BLOCK_M, BLOCK_D]
@@ -51,8 +54,8 @@ class Queries(NamedTuple):
 class CachedHead(NamedTuple):
     """Keys and values of a KV head in the cache.
 
-    With REST, key_ptr points at a part of the value, which is also a part of the key. Then `other` is the number of
-    columns from there to the key's other part, and `behind` the number of columns to its rest.
+    REST above 0: rows are latent, and `key_ptr` points at the program's columns of the value, which also belong to the
+    key. `other` is the distance in columns from there to the value's other columns, `behind` to the rotated columns.
     """
 
     key_ptr: Any
@@ -75,9 +78,10 @@ class CachedHead(NamedTuple):
 
 
 class LiveTiles(NamedTuple):
-    """The live tiles to which a program's rows attend, numbered 0, 1, 2, ...: n_sink with sink tokens, then others.
+    """The live tiles to which a program's rows attend, numbered 0, 1, 2, ...
 
-    Without has_holes every tile of the sequence is live, and ranks are tiles.
+    The first n_sink have sink tokens and begin at rank rank_sink. The others begin at rank rank_lo. Without has_holes
+    every tile of the sequence is live, so the rank of a tile is its number.
     """
 
     table_ptr: Any
@@ -89,7 +93,11 @@ class LiveTiles(NamedTuple):
 
 
 class TreeRows(NamedTuple):
-    """The rows' masks over the call's own tokens: pointers to them, the first token, their number, and their depths."""
+    """The rows' masks over the call's own tokens, for attention over a tree.
+
+    `rows` has a pointer to each row's mask, and `keys` is the number of tokens in a mask. `own_begin` is the position
+    of the first own token. `positions_ptr` points at the depths of the own tokens.
+    """
 
     rows: Any
     own_begin: Any
@@ -118,7 +126,10 @@ class Walk(NamedTuple):
 
 @triton.jit
 def _tile_start(i, i_end, jump, skip, hi, tiles, SINKS: tl.constexpr):
-    """Return the first key of the i-th live tile; from i_end on `hi`, which is behind all keys."""
+    """Return the first key of the i-th live tile, or `hi`, the end of all keys, if i is not below i_end.
+
+    i counts without the `skip` tiles that begin at tile `jump`.
+    """
     exists = i < i_end
     i = tl.where(i < jump, i, i + skip)
     rank = tiles.rank_lo + i - tiles.n_sink
@@ -155,8 +166,8 @@ def _key_positions(start, second, BLOCK_N: tl.constexpr):
 def _block_numbers(table_ptr, start, second, hi, FULL: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return the block number of each key of a step, or one number for all; -1 for an absent block.
 
-    There is one load for each block if blocks start at tiles and are few; otherwise one for each key. FULL: steps that
-    start below hi also end there.
+    There is one load for each block if blocks start at tiles and are few; otherwise one for each key. FULL: a step that
+    starts below hi does not end after hi.
     """
     SPAN: tl.constexpr = BLOCK_N if BLOCK_N < TILE else TILE
     # Number of keys in one block wherever a step starts: the power of two in BLOCK_SIZE.
@@ -262,9 +273,10 @@ def _row_pointers(
     source, block, start, second, stride_b, stride_t,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NARROW: tl.constexpr = False,
 ):  # fmt: skip
-    """Return pointers to a step's keys or values. As much as possible of them is the same in every step.
+    """Return pointers to a step's keys or values.
 
-    NARROW: a block has fewer than 2**31 elements.
+    Terms that are the same in every step are separate, so that they can be computed once. NARROW: a block has fewer
+    than 2**31 elements.
     """
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
@@ -389,9 +401,10 @@ def _walk(
     m, total, acc, i_begin, i_end, jump, skip, walk,
     MASKED: tl.constexpr, SCATTERED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add the live tiles [i_begin, i_end), counted without `skip` tiles from `jump` on.
+    """Add the live tiles [i_begin, i_end) to an online softmax.
 
-    Without MASKED every row attends to all of their keys, and they fill their steps.
+    Their numbers do not count the `skip` tiles that begin at tile `jump`. Without MASKED, every row must attend to all
+    keys of these tiles, and every step must be full.
     """
     SINKS: tl.constexpr = MASKED and walk.mask.BOUNDED
     BLOCK_SIZE: tl.constexpr = walk.cache.BLOCK_SIZE

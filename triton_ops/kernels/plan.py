@@ -1,4 +1,7 @@
-"""The kernels that build a step's plan: the live tiles of each sequence and a balanced list of decode work."""
+"""The kernels that build a step's plan: the live tiles of each sequence and a balanced list of decode work.
+
+`_attention/layout.py` explains rows, live tiles and ranks.
+"""
 
 from __future__ import annotations
 

@@ -52,8 +52,9 @@ def lay_out(
 ) -> None:
     """Fill the first `start` columns of a batch's empty cache.
 
-    A prompt's columns come from its own cache, if `caches` has one by its number, else from blocks. `capacity` is the
-    number of columns for which buffers have room. `unwritten` is the first column that is not in blocks yet.
+    `caches` has a cache of its own for some prompts, by a prompt's number. Columns of other prompts come from blocks.
+    `capacity` is the number of columns for which buffers have room. `unwritten` is the first column that is not in
+    blocks yet.
     """
     size, batch = storage.block_size, sum(len(prompt.rows) for prompt in prompts)
     layers, own_layers = attention_layers(cache), {n: attention_layers(own) for n, own in caches.items()}

@@ -43,7 +43,7 @@ class LowerTiers:
         self._tiers: list[list[Tier]] = [[memory, *more] for memory, more in zip(self.memory, below, strict=True)]
 
     def content(self, manager: AnyManager, group: int, digest: bytes) -> BlockContent | None:
-        """Return the content of a block from the cache, unless it is overwritten during the copy, or from a tier."""
+        """Return the content of a block from the cache or, if it is not there or is overwritten meanwhile, a tier."""
         pool, words = manager.pools[group], np.frombuffer(digest, np.uint64)[None]
         block = int(pool.table.find(words)[0])
         if block >= 0:
@@ -71,7 +71,7 @@ class LowerTiers:
         memory.put_many(blocks)
 
     def close(self, manager: AnyManager) -> None:
-        """Write the published blocks of a manager to disk, if there is one."""
+        """Write the published blocks of a manager to disk, if there is a disk tier."""
         for group, writer in enumerate(self._disk):
             writer.close()
             for digest, block in published(manager, group):
@@ -120,7 +120,7 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 
 class SavedBlocks:
-    """A file of blocks: a line of JSON with their model and hashes, then each block, packed."""
+    """A file of blocks: `FORMAT`, a line of JSON with their model and hashes, then each block, packed."""
 
     # The file belongs to the model in its current state; `adapters` are the extra keys of PEFT adapters.
 

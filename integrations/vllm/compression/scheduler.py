@@ -9,7 +9,7 @@ If only a part of a prompt is compressed, its packed blocks may be published und
 options. Later requests then hit them like a cached prefix.
 
 The prompt of a preempted request is computed and compressed again. Exact blocks of a prompt are published as usual.
-Blocks that were computed behind a compressed prompt are never published.
+Blocks that were computed after a compressed prompt are never published.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Compression:
         """Replace vLLM's search for cached blocks, and end a hit before the last queries, which presses read.
 
         These queries are always computed, so the tokens that stay do not depend on the cache. The limit also excludes
-        blocks behind the compressed text: other requests may have published them, computed from the exact prompt.
+        blocks after the compressed text: other requests may have published them, computed from the exact prompt.
         """
         blocks, count, *rest = self._find(request, *args, **kwargs)
         plan = self.plans.get(request.request_id)
@@ -160,7 +160,7 @@ class Compression:
         return None if None in found or not found else found
 
     def publish(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        """Replace vLLM's publishing of a request's blocks. Blocks behind a compressed prompt are not published."""
+        """Replace vLLM's publishing of a request's blocks. Blocks after a compressed prompt are not published."""
         plan = self.plans.get(request.request_id)
         if plan is None or plan.state not in ("found", "compressed"):
             self._publish(request, *args, **kwargs)
@@ -236,7 +236,7 @@ class Compression:
     def _take(self, alone: list[Any], keep: int) -> list[Any] | None:
         """Return `keep` blocks to pack into; None while they are lacking.
 
-        Unpublished blocks of the request come first, then free blocks, then its published blocks, which are evicted.
+        It prefers unpublished blocks of the request, then free blocks, then its published blocks, which it evicts.
         """
         private = [block for block in alone if block.ref_cnt == 1]
         unknown = [block for block in private if block.block_hash is None][:keep]
@@ -249,7 +249,10 @@ class Compression:
         return [*unknown, *lost, *(self._pool.get_new_blocks(num_free) if num_free else [])]
 
     def start_step(self) -> None:
-        """If all requests wait for blocks, preempt the youngest until one of the others can be compressed."""
+        """If all requests wait for blocks, preempt the youngest until one of the others can be compressed.
+
+        If that fails, the last request stays exact.
+        """
         running, stalled, self._stalled = self.scheduler.running, self._stalled, []
         if not self._is_stuck or len(stalled) < len(running):
             return

@@ -153,7 +153,7 @@ class BlockStore:
             cache.index_copy_(0, index, values.reshape(len(ids), *cache.shape[1:]))
 
     def load(self, tier: Tier, wanted: KeyedBlocks) -> list[int]:
-        """Fill blocks from a tier. Return those from the first one that the tier has lost, which stay unchanged."""
+        """Fill blocks from a tier, up to the first one that it has lost. Return that block and all later ones."""
         found = tier.get_many(wanted.keys)
         count = next((n for n, tensors in enumerate(found) if tensors is None), len(found))
         if count:
@@ -237,7 +237,7 @@ class TierConnector(KVConnectorBase_V1):
     # The scheduler's half.
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens the tier has behind those cached in the engine."""
+        """Return how many tokens the tier has after those cached in the engine."""
         return self._planner.find(request, num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

@@ -76,7 +76,7 @@ def digest_of_weights(model_config: Any) -> str:
     """Return a digest of the names, the sizes and samples of the files of a model's weights.
 
     Raises:
-        ValueError: There are none on this machine.
+        ValueError: The model has no weights on this machine.
     """
     folder = Path(model_config.model)
     if not folder.is_dir():

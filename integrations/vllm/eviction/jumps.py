@@ -1,4 +1,4 @@
-"""Prefill that jumps over cached blocks behind a gap. Their KV is exact: a block's hash covers all tokens before it.
+"""Prefill that jumps over cached blocks after a gap. Their KV is exact: a block's hash covers all tokens before it.
 
 vLLM reuses only a leading run of cached blocks. If blocks in between were evicted, the later runs are pinned when the
 request is admitted. Its chunk ends where the gap ends, and the next step continues after the run. A worker only
@@ -65,7 +65,10 @@ class GapJumps:
             yield from pins.values()
 
     def plan(self, request: Any, num_computed: int, anywhere: bool = False) -> bool:
-        """Return whether a request has later runs or moved text. `allocate` pins them when vLLM admits the request."""
+        """Return whether a request has later runs or, with `anywhere`, moved text (`find_moved`).
+
+        `allocate` pins them when vLLM admits the request.
+        """
         self._planned = None
         if self._cache.prefix_cache_lookup_enabled(request):
             first, rest = divmod(num_computed, self._size)
@@ -76,7 +79,7 @@ class GapJumps:
         return self._planned is not None
 
     def find_moved(self, request: Any, num_computed: int, runs: dict[int, Any]) -> list[Any]:
-        """Return text behind a hit that is cached elsewhere, between later runs. This class finds none."""
+        """Return pieces of a prompt, after its hit and between later runs, that are cached elsewhere: here none."""
         return []
 
     def _planned_for(self, request: Any) -> tuple[dict[int, Any], list[Any]]:

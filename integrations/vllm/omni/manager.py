@@ -23,7 +23,7 @@ class OmniPrefixCacheManager:
 
     A step's rows are written once, into the slots of their tokens in host memory, which is pinned beside a GPU. They
     are read once, by `materialize` or before the next step writes. In addition to vLLM-Omni it supports several groups
-    of layers, hits shorter than a block, and blocks that kernels split. A request that resumes behind a longer hit gets
+    of layers, hits shorter than a block, and blocks that kernels split. A request that resumes after a longer hit gets
     only the rows that it did not get before. `eager` is ignored, because nothing runs in the background.
 
     Thread-safe: threads take turns. Rows are never wrong. If a row of the hidden states is missing, `materialize`

@@ -122,7 +122,7 @@ class Comparison:
             number: Number of the request in its workload.
             question: Text of the question.
             inputs: The prompt.
-            ends: Tokens that end the answer. If there are none, the model's own do.
+            ends: Tokens that end the answer. Empty: the model's own end-of-sequence tokens.
 
         Returns:
             The tokens of the answer.
