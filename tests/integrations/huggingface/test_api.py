@@ -186,7 +186,8 @@ for name in ("DynamicIndexedLayer", "DynamicSlidingWindowLayer"):
         delattr(cache_utils, name)
 import pc.integrations.huggingface as adapter
 model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)).eval()
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+    eos_token_id=None)).eval()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     handle = adapter.enable_prefix_caching(model, num_blocks=64)
