@@ -166,9 +166,7 @@ def run_job(job: Job, seconds: float) -> int:
     started, end = [], time.monotonic() + seconds
     for share in range(job.shares):
         environment = {**os.environ, **job.environment, "PC_SHARE": f"{share}/{job.shares}"}
-        if (
-            job.shares > 1
-        ):  # otherwise each process computes its expected results with as many threads as there are cores
+        if job.shares > 1:  # by default, each process would compute expected results with a thread for each core
             environment["OMP_NUM_THREADS"] = "1"
         command = [sys.executable, *job.arguments]
         started.append(subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True))
@@ -252,7 +250,7 @@ def _first_calls(names: list[str], options: Options) -> Iterator[Callable[[], ob
     (benchmark,) = discover(names[:1])
     for case in benchmark.of(options.kind, False):
         for provider in benchmark.providers if case.name in names[1:] else ():
-            if provider.device in (None, options.kind) and not (options.without and options.without in provider.name):
+            if runner.takes_part(provider, options.kind, without=options.without):
                 # Inputs are made for one call at a time: those of all cases, in each process, fill a GPU.
                 yield lambda case=case, provider=provider: provider.prepare(case.build(device, 0).calls[0])()
 

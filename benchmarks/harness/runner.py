@@ -71,9 +71,7 @@ def run_case(
     facts: dict[str, Row] = {}
     rows: list[Row] = []
     for provider in benchmark.providers:
-        if provider.device not in (None, case.device) or (only and provider.name != OURS and only not in provider.name):
-            continue
-        if without and without in provider.name and provider.name != OURS:
+        if not takes_part(provider, case.device, only, without):
             continue
         fact = {"case": case.name, "provider": provider.name}
         if provider.name in lost:
@@ -119,6 +117,13 @@ def run_case(
             rows.append(facts[name] | {"mode": mode} | _numbers(inputs, quantiles, ceilings))
     shared = case.conditions | conditions(case.device)
     return [row | shared for row in rows]
+
+
+def takes_part(provider: Provider, kind: str, only: str | None = None, without: str = "") -> bool:
+    """Return whether a provider is measured on this kind of device. `only` and `without` are as in `run_case`."""
+    if provider.device not in (None, kind):
+        return False
+    return provider.name == OURS or ((only or "") in provider.name and not (without and without in provider.name))
 
 
 def _prepare(

@@ -64,7 +64,7 @@ def run_check(device: str | None, quick: bool) -> int:
         console.print(f"PyTorch serves tensors on {found}: there is no kernel to check ({about}).")
         return 0
     begin = time.perf_counter()
-    with console.status("compiling takes minutes") as status:
+    with console.status("") as status:
         # In a log, where no status is shown, each case has a line as it begins.
         rows = run(found, quick, status.update if console.is_terminal else lambda name: print(name, flush=True))
     console.print(_table(rows, found))

@@ -13,11 +13,11 @@ import time
 
 import pytest
 from cache_cases import Listener, published_by, run
+from cache_model import in_manager
 
 import pc
 
 CALLS = {"CALL", "CALL_FUNCTION", "CALL_METHOD", "CALL_FUNCTION_EX", "CALL_KW", "RESUME", "JUMP_BACKWARD"}
-FOLDER = os.path.realpath(os.path.dirname(pc.cache.__file__))
 
 
 def one_group(policy, num_blocks=20, **options):
@@ -182,12 +182,6 @@ def interrupt(manager, verb, *numbers):
                 raise KeyboardInterrupt
         return local
 
-    def start(frame, event, argument):
-        if not os.path.realpath(frame.f_code.co_filename).startswith(FOLDER):
-            return None
-        frame.f_trace_opcodes = True
-        return local
-
     def undo(*arguments):  # an exception in a tracing function ended the tracing
         sys.settrace(start)
         try:
@@ -195,6 +189,7 @@ def interrupt(manager, verb, *numbers):
         finally:
             sys.settrace(None)
 
+    start = in_manager(local)
     honest, manager._state.undo = manager._state.undo, undo
     sys.settrace(start)
     try:

@@ -112,6 +112,18 @@ def _interruptible(code):
     return frozenset(found)
 
 
+def in_manager(local):
+    """Return a function for `sys.settrace` that traces the manager's code with `local`, instructions included."""
+
+    def start(frame, event, argument):
+        if not os.path.realpath(frame.f_code.co_filename).startswith(FOLDER):
+            return None
+        frame.f_trace_opcodes = True
+        return local
+
+    return start
+
+
 @contextlib.contextmanager
 def interrupted(after):
     """Raise KeyboardInterrupt in this thread after `after` places of the manager's code. None: never.
@@ -129,14 +141,8 @@ def interrupted(after):
                 raise KeyboardInterrupt
         return local
 
-    def start(frame, event, argument):
-        if not os.path.realpath(frame.f_code.co_filename).startswith(FOLDER):
-            return None
-        frame.f_trace_opcodes = True
-        return local
-
     if after is not None:
-        sys.settrace(start)
+        sys.settrace(in_manager(local))
     try:
         yield lambda: after - left
     finally:
