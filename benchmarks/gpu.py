@@ -7,7 +7,7 @@ Usage:
     python -m benchmarks gpu --dry-run      the same on the CPU, small
 
 Each job is a process, so a crash stops no other job. `run.csv` among the device's results has the outcome of each job.
-A job runs again once the sources have changed or its rows are deleted; a sweep runs again only without rows.
+A job runs again once the sources have changed or its rows are deleted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from .harness import runner
 from .harness.conditions import conditions, device_folder, has_changed
 from .harness.peers import add_peers
-from .harness.registry import OURS, ROOT, discover
+from .harness.registry import OURS, ROOT, Benchmark, discover
 from .harness.tables import Row, read_rows, replaced, write_rows
 from .kernels import sweep
 
@@ -38,14 +38,16 @@ MOST_SECONDS = 400  # of one job, so that a job that hangs leaves time for later
 TIMEOUT, DEVICE_LOST = 124, 5
 STEPS = {
     "check": "every kernel gives what PyTorch gives: `pc check`",
-    "sweep": "the constants of decode and prefill at head_dim 128",
     "decisive": "decodes, prefills, chunks, windows and holes beside the rivals",
     "tests": "the tests of operators, graphs and adapters",
     "generate": "generation with a model of a billion parameters",
+    "sweep": "decode and prefill at head_dim 128 with other constants",
     "rest": "all other cases and sweeps, and the pages",
 }
 DECISIVE = {"paged_attention": 24, "sparse_gap_attention": 8, "sliding_window_attention": 8}
 """The number of an operator's cases that are measured early, from its first case on."""
+SWEPT = 2
+"""The number of a sweep's cases that come before the rest: those of head_dim 128."""
 LOST, FAILS = "loses the device: ", "fails: "
 
 
@@ -98,24 +100,20 @@ def jobs(options: Options) -> list[Job]:
         return Job("tests", f"tests {name}", command, shares, {"PC_BARE": "1"})
 
     def bench(step: str, op: str, first: int) -> Job:
-        return Job(step, f"{step} {op}", options.command("bench", op, str(first)))
+        environment = interpreted if op.startswith("sweep") else {}
+        return Job(step, f"{step} {op}", options.command("bench", op, str(first)), 1, environment)
 
-    keys = [regime.key for regime in sweep.regimes()]
-    sweeps = [Job("sweep", f"sweep {key}", options.command("sweep", key), 1, interpreted) for key in keys]
     output = str(options.folder / "generate.csv")
     generate = ("-m", "benchmarks", "generate", "--device", options.kind, "--output", output)
     check = ("-m", "pc", "check", *(["--quick"] if options.dry else []))
     return [
         Job("check", "check", check, 1, interpreted),
-        *sweeps[:4],
-        Job("sweep", "sweep: take over", ("-m", "benchmarks", "sweep", *([] if options.dry else ["--write"]))),
-        Job("sweep", "check the constants", check, 1, interpreted),
         *(bench("decisive", op, count) for op, count in DECISIVE.items()),
         test("operators", "tests/triton_ops", "--ignore", "tests/triton_ops/test_kernel_resources.py"),
         test("graphs and adapters", "tests/triton_ops", "tests/cache", "tests/integrations", "-m", "gpu"),
         Job("generate", "generate", generate),
-        *(bench("rest", benchmark.op, 0) for benchmark in discover()),
-        *(job._replace(step="rest") for job in sweeps[4:]),
+        *(bench("sweep", benchmark.op, SWEPT) for benchmark in sweep.BENCHMARKS),
+        *(bench("rest", op, 0) for op in benchmarks()),
         Job("rest", "pages", ("-m", "benchmarks", *(["--help"] if options.dry else ["render"]))),
     ]
 
@@ -128,8 +126,7 @@ class Log:
 
     def outcome(self, name: str) -> str:
         """Return the outcome of a job; empty if there is none, or for other sources."""
-        swept = name.startswith("sweep")  # the constants that a sweep chose change the sources
-        rows = [row for row in read_rows(self._path) if row["job"] == name and (swept or not has_changed(row))]
+        rows = [row for row in read_rows(self._path) if row["job"] == name and not has_changed(row)]
         return rows[0]["outcome"] if rows else ""
 
     def put(self, name: str, outcome: str, seconds: float) -> None:
@@ -183,9 +180,14 @@ def _wait(process: subprocess.Popen[bytes], end: float) -> int:
         return TIMEOUT
 
 
+def benchmarks() -> dict[str, Benchmark]:
+    """Return the benchmarks of operators and the sweeps, by name."""
+    return {benchmark.op: benchmark for benchmark in (*discover(), *sweep.BENCHMARKS)}
+
+
 def bench(op: str, first: str | int, options: Options) -> int:
     """Measure the first cases of an operator (0: all) that have no rows yet, and save each when it is done."""
-    (benchmark,) = discover([op])
+    benchmark = benchmarks()[op]
     if options.peers is not None:
         add_peers(options.peers)
     path = runner.results_path(options.results, options.kind, op)
@@ -223,7 +225,7 @@ def _rows_of(path: Path, case: str) -> dict[str, Row]:
 
 
 def compile_first(names: list[str], options: Options) -> None:
-    """Fill Triton's cache for some cases of an operator, or for a sweep, by several processes at once."""
+    """Fill Triton's cache for some cases of an operator, by several processes at once."""
     count, end, op = workers(), time.monotonic() + MOST_SECONDS, names[0]
     command = [sys.executable, *options.command("compile", *names)]
     shares = [{**os.environ, "PC_SHARE": f"{share}/{count}"} for share in range(count)]
@@ -233,7 +235,7 @@ def compile_first(names: list[str], options: Options) -> None:
 
 
 def compile_share(*given: Any) -> int:
-    """Run one process's share of the first calls of cases or of a sweep."""
+    """Run one process's share of the first calls of cases."""
     *names, options = given
     share, count = map(int, os.environ["PC_SHARE"].split("/"))
     for call in list(_first_calls(names, options))[share::count]:
@@ -243,26 +245,12 @@ def compile_share(*given: Any) -> int:
 
 
 def _first_calls(names: list[str], options: Options) -> Iterator[Callable[[], object]]:
-    device = torch.device(options.kind)
-    if names[0] == "sweep":
-        yield from sweep.first_calls(sweep.regime(names[1], options.dry), device, 2 if options.dry else None)
-        return
-    (benchmark,) = discover(names[:1])
+    device, benchmark = torch.device(options.kind), benchmarks()[names[0]]
     for case in benchmark.of(options.kind, False):
         for provider in benchmark.providers if case.name in names[1:] else ():
             if runner.takes_part(provider, options.kind, without=options.without):
                 # Inputs are made for one call at a time: those of all cases, in each process, fill a GPU.
                 yield lambda case=case, provider=provider: provider.prepare(case.build(device, 0).calls[0])()
-
-
-def run_sweep(key: str, options: Options) -> int:
-    """Sweep the constants of one regime."""
-    if not options.dry:
-        compile_first(["sweep", key], options)
-    seconds, limit = (0.1, 2) if options.dry else (4, None)
-    for rows in sweep.sweep_regime(sweep.regime(key, options.dry), torch.device(options.kind), seconds, limit):
-        sweep.save_sweep(options.folder / "constants.csv", rows)
-    return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -287,7 +275,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.manual_seed(0)
     if given.part:
         name, *rest = given.part
-        return {"compile": compile_share, "sweep": run_sweep, "bench": bench}[name](*rest, options)
+        return {"compile": compile_share, "bench": bench}[name](*rest, options)
     chosen = [job for job in jobs(options) if job.step == given.only or job.name.startswith(given.only)]
     if given.list:
         for job in chosen:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from .integrations.tested import TESTED, installed, text_of, untested
-from .triton_ops._attention.constants import PROGRAMS, TILES, Tiles, architecture, decode_tiles, prefill_tiles
+from .triton_ops._attention.constants import PROGRAMS, Tiles, architecture, decode_tiles, prefill_tiles
 from .triton_ops._core.runtime import HAS_TRITON, INTERPRET
 
 PACKAGES = ("torch", "triton", "numpy", "einops", "xxhash")
@@ -87,23 +87,14 @@ def _gpu(device: torch.device) -> dict[str, str]:
     for head_dim in (64, 128, 256):
         decode, prefill = decode_tiles(arch.name, head_dim, 2, 16, False), prefill_tiles(arch.name, head_dim, 2, False)
         found[f"decode {head_dim}"], found[f"prefill {head_dim}"] = _tiles(decode), _tiles(prefill)
-    return found | (_tuned(arch.name) or {"tuned": "nothing for this architecture; the rules above serve"})
+    if arch.name not in PROGRAMS:
+        return found | {"tuned": "nothing for this architecture; the rules above serve"}
+    programs, why = PROGRAMS[arch.name]
+    return found | {"tuned decode": f"{programs} programs a processor: {why}"}
 
 
 def _tiles(tiles: Tiles) -> str:
     return f"tiles of {tiles.block_m}x{tiles.block_n}, {tiles.num_warps} warps, {tiles.num_stages} stages"
-
-
-def _tuned(arch: str) -> dict[str, str]:
-    """Return the tuned constants that replace the general rules on an architecture, each with its reason."""
-    found = {}
-    for (name, kind, head_dim, group, size), (tiles, why) in TILES.items():
-        if name == arch:
-            blocks = f"blocks {'from' if size >= 64 else 'under'} 64"
-            found[f"tuned {kind} {head_dim}, {group} heads a group, {blocks}"] = f"{_tiles(Tiles(*tiles))}: {why}"
-    if arch in PROGRAMS:
-        found["tuned decode"] = f"{PROGRAMS[arch][0]} programs a processor: {PROGRAMS[arch][1]}"
-    return found
 
 
 def _cache_directories() -> dict[str, str]:

@@ -173,7 +173,7 @@ def test_work_is_that_of_each_heads_live_tiles(q_len, window):
     case = Case(lens=(1000, 700), queries=(q_len, 1), heads=(3, 3), head_dim=16, block_size=32, window=window)
     case = dataclasses.replace(case, holes=0.8, head_tables=True)
     batch, whole = build(case), build(dataclasses.replace(case, holes=0.0))
-    tiles = prefill_tiles("interpreter", case.head_dim, 4, False, 1, case.block_size)
+    tiles = prefill_tiles("interpreter", case.head_dim, 4, False)
     read, multiplied = 0, 0
     for i, length in enumerate(case.lens):
         present = batch.block_tables[i][:, torch.arange(length) // case.block_size] >= 0

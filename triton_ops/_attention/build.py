@@ -216,15 +216,15 @@ def _tiles(args: AttentionArgs, arch: Architecture, longest: int) -> tuple[Tiles
         few = latent_tiles(arch.name, *row, rows, quantized, True, narrow)
         return few, latent_tiles(arch.name, *row, 64, quantized, False, narrow)
     kind = (max(query.shape[2], args.value_cache.shape[3]), query.element_size())
-    decode = decode_tiles(arch.name, *kind, rows, quantized, group, args.block_size, is_modified)
+    decode = decode_tiles(arch.name, *kind, rows, quantized, is_modified)
     # A step over two tiles needs eight blocks at most, rows found by shifts, and positions that follow from lengths.
     two_tiles = args.block_size == 16 and group == next_power_of_2(group)
     two_tiles = two_tiles and args.query_positions is None and not args.batch_invariant
-    prefill = prefill_tiles(arch.name, *kind, costly_scores, group, args.block_size, quantized, two_tiles)
+    prefill = prefill_tiles(arch.name, *kind, costly_scores, quantized, two_tiles)
     if has_tree:
         # The mask takes a register for each score, which wider tiles lack. Without max_registers, the compiler would
         # spill to leave registers for a second program.
-        few = decode_tiles(arch.name, *kind, longest * group, quantized, group, args.block_size)
+        few = decode_tiles(arch.name, *kind, longest * group, quantized)
         tiles = few if longest * group <= prefill.block_m // 2 else prefill
         prefill = replace(tiles, block_n=min(tiles.block_n, 32), max_registers=255)
     return decode, prefill

@@ -1,13 +1,9 @@
 """Tile sizes and launch options, by architecture, head_dim, dtype and regime.
 
-`TILES` and `PROGRAMS` hold what a sweep on a device chose, and take precedence over the rules below them. `python -m
-benchmarks sweep --write` writes the entries.
-
 On sm_90, two rules were measured on an H100: decodes of 16 rows, and prefills of head_dim 128 over blocks of 16. The
-others were chosen without a
-GPU. They are based on registers, shared memory and spills of compiled kernels (`make kernels` writes the table) and on
-published sweeps of other projects. For example, BLOCK_M 128 with 8 warps reaches wgmma without a spill, and 4 warps
-spill.
+others were chosen without a GPU. They are based on registers, shared memory and spills of compiled kernels (`make
+kernels` writes the table) and on published sweeps of other projects. For example, BLOCK_M 128 with 8 warps reaches
+wgmma without a spill, and 4 warps spill. To measure other tiles on a GPU, run `make gpu ARGS="--only sweep"`.
 """
 
 from __future__ import annotations
@@ -18,13 +14,6 @@ from dataclasses import dataclass
 import torch
 
 from .._core.runtime import INTERPRET, KERNELS_ON_CPU
-from .layout import TILE_KEYS
-
-# (architecture, "decode" or "prefill", head_dim, query heads per KV head rounded up to a power of two, block size) ->
-# ((block_m, block_n, num_warps, num_stages, two_loops, max_registers if any), reason)
-# The block size is 64 for all multiples of 64 tokens, and 16 for all others.
-_SweptTiles = tuple[int, int, int, int, bool] | tuple[int, int, int, int, bool, int]
-TILES: dict[tuple[str, str, int, int, int], tuple[_SweptTiles, str]] = {}
 
 # architecture -> (programs of a decode per processor, reason)
 PROGRAMS: dict[str, tuple[int, str]] = {
@@ -92,17 +81,6 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def tuned_tiles(
-    arch: str, regime: str, head_dim: int, itemsize: int, group: int | None, block_size: int | None
-) -> Tiles | None:
-    """Return the tiles that a sweep chose for 16-bit keys and values of this kind, or None."""
-    if itemsize != 2 or group is None or block_size is None:
-        return None
-    blocks = 16 if block_size % TILE_KEYS else TILE_KEYS
-    found = TILES.get((arch, regime, head_dim, next_power_of_2(group), blocks))
-    return None if found is None else Tiles(*found[0])
-
-
 def programs_per_processor(arch: str) -> int:
     """Return the number of decode programs for each processor."""
     return PROGRAMS[arch][0] if arch in PROGRAMS else 4
@@ -114,8 +92,6 @@ def decode_tiles(
     itemsize: int,
     rows: int,
     quantized: bool,
-    group: int | None = None,
-    block_size: int | None = None,
     costly_scores: bool = False,
 ) -> Tiles:
     """Return the tiles for up to DECODE_QUERIES queries of a sequence.
@@ -123,9 +99,6 @@ def decode_tiles(
     `rows` is the number of queries times the heads of a group. `costly_scores` is as in `prefill_tiles`.
     """
     block_m = min(64, max(16, next_power_of_2(rows)))
-    tuned = None if quantized else tuned_tiles(arch, "decode", head_dim, itemsize, group, block_size)
-    if tuned is not None and tuned.block_m == block_m:
-        return tuned
     row_bytes = max(16, next_power_of_2(head_dim)) * (1 if quantized else itemsize)
     is_large = arch in _LARGE_SHARED
     # Two tiles in flight while one is computed, and three programs for each processor if their tiles fit.
@@ -190,8 +163,6 @@ def prefill_tiles(
     head_dim: int,
     itemsize: int,
     costly_scores: bool,
-    group: int | None = None,
-    block_size: int | None = None,
     quantized: bool = False,
     two_tiles: bool = False,
 ) -> Tiles:
@@ -201,9 +172,6 @@ def prefill_tiles(
     registers, so each step of its loop may read two tiles of keys.
     """
     wide = head_dim > 128
-    tuned = None if costly_scores or quantized else tuned_tiles(arch, "prefill", head_dim, itemsize, group, block_size)
-    if tuned is not None:
-        return tuned
     if arch == "interpreter":
         return Tiles(64, 32, 4, 1, True)
     if head_dim > 256:

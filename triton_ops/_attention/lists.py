@@ -84,9 +84,7 @@ def build_lists(args: AttentionArgs) -> ListLaunch:
     else:
         widest = max(head_dim, value_dim)
         # Lists take registers, as costly scores do: with the larger tiles of sm_90 they spill.
-        tiles = decode_tiles(
-            arch.name, widest, itemsize, queries * group, quantized, group, args.block_size, costly_scores=not quantized
-        )
+        tiles = decode_tiles(arch.name, widest, itemsize, queries * group, quantized, costly_scores=not quantized)
     max_union = max(1, min(max_blocks, queries * top_k))
     query_tiles, row_tiles = num_tokens // queries + num_seqs, -(-queries * group // tiles.block_m) * tiles.value_splits
     idle = 4 * arch.num_processors // (query_tiles * kv_heads * row_tiles)
