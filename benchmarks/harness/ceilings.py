@@ -47,17 +47,6 @@ def _best(run, device: torch.device, seconds: float) -> float:  # type: ignore[n
     return best
 
 
-# From data sheets (SXM boards): TB/s of memory, dense bfloat16 TFLOP/s.
-PUBLISHED = {"H100": (3.35, 989), "H200": (4.8, 989)}
-
-
-def published(device: str) -> dict[str, str]:
-    """Return the ceilings that a device's maker gives, as columns; empty if its name is unknown."""
-    memory, matmul = next((found for name, found in PUBLISHED.items() if name in device), (None, None))
-    given = {"published_gbs": None if memory is None else memory * 1000, "published_tflops": matmul}
-    return {name: "" if value is None else f"{value:g}" for name, value in given.items()}
-
-
 @functools.cache
 def measure_ceilings(kind: str, tiny: bool = False) -> Ceilings:
     """Measure a copy of 2 GiB on a GPU or 256 MiB on a CPU, and a product of square matrices.
