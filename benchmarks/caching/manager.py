@@ -1,21 +1,18 @@
-"""CacheManager against the managers of vLLM and SGLang, alternating in one process, on equal requests.
+"""CacheManager against vLLM's KVCacheManager, alternating in one process, on equal requests.
 
 A request is a new list of tokens; three quarters of it are one of four shared prefixes. Blocks have 16 tokens, five
 requests run at once, and both managers use lru. The times are CPU time of the thread for hash, lookup, allocate, commit
-and free. SGLang's slot allocator is timed apart (column peer_alloc_us) and not counted, although ours allocates too.
-The placement of a process's memory changes a time by up to a third. So a row is the median of several processes.
+and free. The placement of a process's memory changes a time by up to a third. So a row is the median of several
+processes.
 
 Examples:
-    python -m benchmarks manager --peer vllm --source .peers/vllm-src --hash sha256
-    python -m benchmarks manager --peer sglang --source .peers/sglang-src --hash xxh3_128
+    .peers/vllm-quick/bin/python -m benchmarks manager --hash sha256
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import importlib.abc
-import importlib.machinery
 import logging
 import os
 import random
@@ -23,14 +20,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import types
-from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from time import thread_time_ns as clock
 from typing import Any
-from unittest.mock import MagicMock
 
+from ..harness.conditions import version
 from ..harness.experiment import Experiment, option
 from ..harness.tables import read_rows
 from ..harness.timing import rotated
@@ -39,13 +34,7 @@ BLOCK, CONCURRENT, WARM = 16, 4, 12
 
 
 class Ours:
-    """pc.CacheManager behind the two calls that are timed.
-
-    Attributes:
-        apart: Nanoseconds of the latest start that are not counted; every contestant has it.
-    """
-
-    apart = 0
+    """pc.CacheManager behind the two calls that are timed."""
 
     def __init__(self, num_blocks: int, algorithm: str) -> None:
         import pc
@@ -62,8 +51,6 @@ class Ours:
 
 class VLLM:
     """vLLM's KVCacheManager with full attention."""
-
-    apart = 0
 
     def __init__(self, num_blocks: int, algorithm: str) -> None:
         import torch
@@ -104,66 +91,14 @@ class VLLM:
         self.manager.free(self.live.pop(i))
 
 
-class SGLang:
-    """SGLang's Python radix cache with its paged slot allocator."""
-
-    def __init__(self, num_blocks: int, algorithm: str) -> None:
-        import torch
-        from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-        from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
-        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-        from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
-
-        self.torch, self.evict, self.insert, self.match, self.key = (
-            torch,
-            EvictParams,
-            InsertParams,
-            MatchPrefixParams,
-            RadixKey,
-        )
-        self.slots = PagedTokenToKVPoolAllocator(
-            size=num_blocks * BLOCK, page_size=BLOCK, dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False
-        )
-        self.cache = RadixCache(
-            CacheInitParams(
-                disable=False,
-                req_to_token_pool=None,
-                token_to_kv_pool_allocator=self.slots,
-                page_size=BLOCK,
-                eviction_policy="lru",
-                enable_kv_cache_events=False,
-            )
-        )
-        self.live: dict[int, object] = {}
-
-    def start(self, i: int, tokens: list[int]) -> None:
-        row = array("q", tokens)
-        matched = self.cache.match_prefix(self.match(key=self.key(row)))
-        hits = matched.device_prefix_len
-        self.cache.inc_lock_ref(matched.last_device_node)
-        needed = (len(tokens) - hits) // BLOCK * BLOCK
-        short = needed - self.slots.available_size()
-        if short > 0:
-            self.cache.evict(self.evict(num_tokens=short))
-        before = clock()
-        slots = self.slots.alloc(needed)
-        value = self.torch.cat([self.cache.path_device_indices(matched.last_device_node), slots])
-        self.apart = clock() - before
-        self.cache.insert(self.insert(key=self.key(row), value=value, prev_prefix_len=hits))
-        self.live[i] = matched.last_device_node
-
-    def end(self, i: int) -> None:
-        self.cache.dec_lock_ref(self.live.pop(i))
-
-
-def compare(peer: type, length: int, algorithm: str, requests: int) -> dict[str, float]:
-    """Return medians in microseconds of start plus end, and of the peer's part that is not counted."""
+def compare(length: int, algorithm: str, requests: int) -> dict[str, float]:
+    """Return medians in microseconds of start plus end."""
     num_blocks = max(4096, (length // BLOCK + 2) * 12)
-    contestants = {"pc": Ours(num_blocks, algorithm), "peer": peer(num_blocks, algorithm)}
+    contestants = {"pc": Ours(num_blocks, algorithm), "peer": VLLM(num_blocks, algorithm)}
     rng = random.Random(0)
     shared = length * 3 // 4 // BLOCK * BLOCK
     prefixes = [[rng.randrange(150_000) for _ in range(shared)] for _ in range(4)]
-    times: dict[str, list[int]] = {"pc": [], "peer": [], "apart": []}
+    times: dict[str, list[int]] = {"pc": [], "peer": []}
     gc.collect()
     gc.freeze()
     for i in range(requests + WARM):
@@ -174,25 +109,20 @@ def compare(peer: type, length: int, algorithm: str, requests: int) -> dict[str,
             one.start(i, tokens)
             if i >= CONCURRENT:
                 one.end(i - CONCURRENT)
-            times[name].append(clock() - begin - one.apart)
-        times["apart"].append(contestants["peer"].apart)
+            times[name].append(clock() - begin)
     gc.unfreeze()
     return {name: statistics.median(values[WARM:]) / 1e3 for name, values in times.items()}
 
 
 def measure(given: argparse.Namespace, length: int) -> dict[str, Any]:
     """Return the row of a length, measured once in this process."""
-    sys.path.insert(0, given.source)
     os.environ |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
     logging.disable(logging.WARNING)
-    if given.peer == "sglang":
-        sys.meta_path.insert(0, _Absent("torchvision"))
-    peer, version = PEERS[given.peer]
     requests = given.requests or max(40, min(400, 4_000_000 // length))
-    got = compare(peer, length, given.hash, requests)
-    row = {"peer": f"{given.peer} {version}", "hash": given.hash, "tokens": length, "block_size": BLOCK}
+    got = compare(length, given.hash, requests)
+    row = {"peer": f"vllm {version('vllm')}", "hash": given.hash, "tokens": length, "block_size": BLOCK}
     row |= {"shared": 0.75, "requests": requests, "pc_us": round(got["pc"], 1), "peer_us": round(got["peer"], 1)}
-    row |= {"peer_alloc_us": round(got["apart"], 1), "pc_over_peer": round(got["pc"] / got["peer"], 4)}
+    row |= {"pc_over_peer": round(got["pc"] / got["peer"], 4)}
     return row | {"cores": os.cpu_count(), "processes": 1}
 
 
@@ -200,8 +130,8 @@ def in_a_process(given: argparse.Namespace, length: int) -> dict[str, Any]:
     """Return the row of a length, measured once in a new process."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "rows.csv"
-        command = [sys.executable, "-m", "benchmarks", "manager", "--peer", given.peer, "--source", given.source]
-        command += ["--hash", given.hash, "--lengths", str(length), "--requests", str(given.requests)]
+        command = [sys.executable, "-m", "benchmarks", "manager", "--hash", given.hash]
+        command += ["--lengths", str(length), "--requests", str(given.requests)]
         subprocess.run([*command, "--processes", "1", "--output", str(output)], stdout=subprocess.DEVNULL, check=True)
         return {**read_rows(output)[0]}
 
@@ -218,33 +148,10 @@ def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield found[len(found) // 2] | {"processes": given.processes}
 
 
-class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """A finder of modules that the peer imports but does not use here; their attributes are mocks."""
-
-    def __init__(self, *names: str) -> None:
-        self.names = names
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> object:
-        if name.split(".")[0] in self.names:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: object) -> types.ModuleType:
-        module = types.ModuleType(spec.name)
-        module.__getattr__ = lambda item: MagicMock(name=item)
-        return module
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
-
-
-PEERS: dict[str, tuple[type, str]] = {"vllm": (VLLM, "0.33.0"), "sglang": (SGLang, "0.5.23")}
 main = Experiment(
     "manager.csv",
     rows,
     {
-        "--peer": option(choices=list(PEERS), required=True),
-        "--source": option(required=True, help="folder of the peer's unpacked wheel"),
         "--hash": option("sha256"),
         "--lengths": option([1024, 16384, 131072]),
         "--requests": option(0, "timed requests of a length; 0: by length"),

@@ -7,7 +7,7 @@ work; they are not times. A row has the digest of the launches that it was count
 when the tree launches something else; --all counts every row.
 
 Examples:
-    EMULATOR_ARCH=sm_90 PYTHONPATH=src:tests python -m benchmarks work --vllm .peers/vllm-src
+    EMULATOR_ARCH=sm_90 PYTHONPATH=src:tests python -m benchmarks work --vllm .peers/vllm-0.33
 """
 
 from __future__ import annotations
