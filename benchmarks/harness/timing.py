@@ -118,21 +118,14 @@ def time_graphs(graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]], seconds: fl
 
 
 class TokenClock:
-    """A streamer of transformers that notes the time of each token; generate first puts the prompt.
+    """A streamer of transformers that notes the time of each token by a clock; generate first puts the prompt."""
 
-    Args:
-        now: Clock of wall time, of the process, or of a thread if several threads take turns.
-        pause: Function that is called after each token.
-    """
-
-    def __init__(self, now: Callable[[], float], pause: Callable[[], None] = lambda: None) -> None:
-        self._now, self._pause = now, pause
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
         self.times: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
         self.times.append(self._now())
-        if len(self.times) > 1:
-            self._pause()
 
     def end(self) -> None:
         """Do nothing: no token is held back."""

@@ -53,7 +53,7 @@ MINOR_TARGETS = frozenset({"sm_86", "sm_89", "sm_120"})
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A line of the table; if a kernel cannot be compiled, resources are empty and `note` has the reason.
+    """A line of the table.
 
     Attributes:
         programs: Programs that fit on a processor at once.
@@ -67,16 +67,15 @@ class Row:
     target: str
     case: str
     kernel: str
-    registers: int | str = ""
-    spills: int | str = ""
-    shared: int | str = ""
+    registers: int = 0
+    spills: int = 0
+    shared: int = 0
     matrix: str = ""
-    load_bytes: int | str = ""
+    load_bytes: int = 0
     programs: int | str = ""
     buffers: int | str = ""
     instructions: int | str = ""
     per_kilobyte: float | str = ""
-    note: str = ""
     sources: str = ""
 
     @property
@@ -454,11 +453,9 @@ def complaints(row: Row) -> list[str]:
     """Return the faults of a row: spills, too much shared memory, no matrix instruction, narrow loads."""
     limit = TARGETS[row.target].shared
     found: list[str] = []
-    if row.note.startswith("n/a"):
-        return found
     if row.spills:
         found.append(f"{row.spills} bytes of spills")
-    if isinstance(row.shared, int) and row.shared > limit:
+    if row.shared > limit:
         found.append(f"{row.shared} bytes of shared memory, {limit} at most")
     if row.kernel == "attention" and "fp32" not in row.case and not row.matrix:
         found.append("no matrix instruction")

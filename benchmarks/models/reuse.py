@@ -1,10 +1,9 @@
 """Generation on the CPU: transformers' own generate, generate over the prefix cache, and a cache kept by hand.
 
-All ways alternate in one process: call by call for the first token, token by token after it. Times are CPU time. "by
-hand" keeps a DynamicCache of the document. It is either copied for each question, as in transformers' documentation,
-or cropped after each question. Each prompt ends in a new question; in a cold call the document is new too. An answer of
-64 tokens is the beginning of an answer of 256, plus the time after the last token.
-OMP_NUM_THREADS threads (1).
+All ways alternate in one process, call by call. Times are CPU time. "by hand" keeps a DynamicCache of the document. It
+is either copied for each question, as in transformers' documentation, or cropped after each question. Each prompt ends
+in a new question; in a cold call the document is new too. An answer of 64 tokens is the beginning of an answer of 256,
+plus the time after the last token. OMP_NUM_THREADS threads (1).
 
 Examples:
     python -m benchmarks reuse [25M ...] [--prompts 8 256 2048 10240]
@@ -16,13 +15,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import itertools
 import statistics
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -59,32 +58,6 @@ def read_text() -> torch.Tensor:
     return torch.tensor(trained_tokenizer().encode(read_document()))
 
 
-class _Turns:
-    """Lets several threads take turns, one token each: what slows the machine down slows all ways down."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._order = list(names)
-        self._changed = threading.Condition()
-
-    def wait(self, name: str) -> None:
-        """Wait for this one's turn."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._order[0] == name)
-
-    def next(self, name: str, over: bool = False) -> None:
-        """End this one's turn; if it is over, it has no further turn."""
-        with self._changed:
-            self._order.remove(name)
-            if not over:
-                self._order.append(name)
-            self._changed.notify_all()
-
-    def pass_on(self, name: str) -> None:
-        """End this one's turn, and wait for its next."""
-        self.next(name)
-        self.wait(name)
-
-
 def _peak(reset: bool = False) -> int:
     """Return the most memory in bytes that the process has had since the last reset."""
     if reset:
@@ -92,6 +65,26 @@ def _peak(reset: bool = False) -> int:
             Path("/proc/self/clear_refs").write_text("5")
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
+
+
+class Answer(NamedTuple):
+    """What one call gave."""
+
+    tokens: torch.Tensor
+    seconds: list[float]
+    """CPU time from the beginning of the call to each token, and to its end."""
+    peak: int
+    """The most memory in bytes that the call took until its first token."""
+
+
+class _Clock(TokenClock):
+    """A clock that also notes the process's peak of memory at the first token of the answer."""
+
+    peak = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        super().put(value)
+        self.peak = self.peak or (_peak() if len(self.times) > 1 else 0)
 
 
 class Ways:
@@ -127,50 +120,22 @@ class Ways:
             self.model(self.document, **{CACHE: self._by_hand}, logits_to_keep=1)
         self.model.generate(self.document, do_sample=False, max_new_tokens=1)
 
-    def ask(self, way: str, prompt: torch.Tensor, new_tokens: int, clock: TokenClock) -> torch.Tensor:
-        """Return the answer; the clock notes the times of its tokens."""
+    def ask(self, way: str, prompt: torch.Tensor, new_tokens: int) -> Answer:
+        """Return the answer of one way."""
         from pc.integrations.huggingface.api import CACHE
 
+        clock, before, begin = _Clock(time.process_time), _peak(reset=True), time.process_time()
         options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new_tokens, "streamer": clock}
-        if way == PC:
-            return self.model.generate(prompt, **options)  # type: ignore[no-any-return]
         if way == DEEP_COPY:
             options[CACHE] = copy.deepcopy(self._by_hand)
         elif way == CROPPED:
             options[CACHE] = self._by_hand
-        answer: torch.Tensor = type(self.model).generate(self.model, prompt, **options)
+        generate = self.model.generate if way == PC else functools.partial(type(self.model).generate, self.model)
+        tokens = generate(prompt, **options)
         if way == CROPPED:
             self._by_hand.crop(self.document.shape[1] - self._by_hand.get_seq_length())
-        return answer
-
-    def first_token(self, way: str, prompt: torch.Tensor) -> tuple[float, torch.Tensor, int]:
-        """Return CPU seconds to the first token, the answer, and the most memory in bytes that it took."""
-        clock, before, begin = TokenClock(time.process_time), _peak(reset=True), time.process_time()
-        answer = self.ask(way, prompt, 1, clock)
-        return clock.times[1] - begin, answer, _peak() - before
-
-    def decode(self, names: Sequence[str], prompt: torch.Tensor) -> dict[str, list[float]]:
-        """Return CPU seconds of each token after the first, and of the work behind the last; ways alternate."""
-        turns, seconds, answers = _Turns(names), {}, {}
-
-        def work(name: str) -> None:
-            turns.wait(name)
-            clock = TokenClock(time.thread_time, lambda: turns.pass_on(name))
-            try:
-                answers[name] = self.ask(name, prompt, ANSWERS[-1], clock)
-                times = [*clock.times[1:], time.thread_time()]
-                seconds[name] = [b - a for a, b in itertools.pairwise(times)]
-            finally:
-                turns.next(name, over=True)
-
-        threads = [threading.Thread(target=work, args=(name,)) for name in names]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if len(answers) < len(names) or any(not torch.equal(a, answers[names[0]]) for a in answers.values()):
-            raise RuntimeError(f"tokens differ between {', '.join(names)}")
-        return seconds
+        seconds = [at - begin for at in (*clock.times[1:], time.process_time())]
+        return Answer(tokens, seconds, clock.peak - before)
 
 
 def measure(size: str, length: int, rounds: int) -> Iterator[dict[str, Any]]:
@@ -185,45 +150,45 @@ def measure(size: str, length: int, rounds: int) -> Iterator[dict[str, Any]]:
     with enable_prefix_caching(model, num_blocks=(2 * rounds + 4) * (length + 600) // 16) as handle:
         ways = Ways(model, length, read_text() if size == TRAINED else None)
         for name in (PLAIN, PC):
-            ways.first_token(name, ways.tokens(8))  # the first call of a process takes longer
+            ways.ask(name, ways.tokens(8), 1)  # the first call of a process takes longer
         for names, warm in (((PLAIN, PC), False), (WARM, True)):
             if warm:
                 ways.prepare(length)
-            seconds: dict[str, list[float]] = {name: [] for name in names}
-            peaks: dict[str, list[int]] = {name: [] for name in names}
+            found: dict[str, list[Answer]] = {name: [] for name in names}
             for turn in range(rounds):
                 prompt = torch.cat([ways.document, ways.tokens(QUESTION if warm else length)], 1)
-                answers = []
                 for name in rotated(names, turn):
-                    took, answer, peak = ways.first_token(name, prompt)
-                    seconds[name].append(took)
-                    peaks[name].append(peak)
-                    answers.append(answer)
-                if any(not torch.equal(answer, answers[0]) for answer in answers):
+                    found[name].append(ways.ask(name, prompt, ANSWERS[-1] if warm else 1))
+                if any(not torch.equal(found[name][-1].tokens, found[PLAIN][-1].tokens) for name in names):
                     raise RuntimeError(f"{size}, {length}: tokens differ")
             reused = sum(report.cached_tokens for report in handle.last_requests)
-            steps = ways.decode(names, torch.cat([ways.document, ways.tokens(QUESTION)], 1)) if warm else {}
-            for name in names:
-                label = f"{TRAINED}-135M, trained" if size == TRAINED else f"Llama {size}, random weights"
+            label = f"{TRAINED}-135M, trained" if size == TRAINED else f"Llama {size}, random weights"
+            for name, answers in found.items():
                 row = {"model": f"{label}, float32", "call": "warm" if warm else "cold"}
                 row |= {"way": name, "document_tokens": length, "prompt_tokens": prompt.shape[1]}
-                row |= _columns(seconds[name], seconds[PLAIN], steps.get(name, []), steps.get(PLAIN, []))
-                row |= {"peak_bytes": int(statistics.median(peaks[name]))}
+                row |= _columns(answers, found[PLAIN], warm)
+                row |= {"peak_bytes": int(statistics.median(answer.peak for answer in answers))}
                 yield row | {"reused_tokens": reused if name == PC and warm else "", "rounds": rounds}
 
 
-def _columns(first: list[float], plain: list[float], steps: list[float], plain_steps: list[float]) -> dict[str, str]:
+def _columns(own: Sequence[Answer], plain: Sequence[Answer], warm: bool) -> dict[str, str]:
     """Return seconds to the 1st, 64th and 256th token and of a token, with medians of ratios to plain generate."""
-    row = {"s_1": f"{statistics.median(first):.6f}", "s_1_over_plain": f"{over(first, plain):.4f}"}
+
+    def column(name: str, seconds: Callable[[Answer], float], measured: bool = True) -> dict[str, str]:
+        if not measured:
+            return {name: "", f"{name}_over_plain": ""}
+        times = [[seconds(answer) for answer in each] for each in (own, plain)]
+        return {name: f"{statistics.median(times[0]):.6f}", f"{name}_over_plain": f"{over(*times):.4f}"}
+
+    def ended(tokens: int) -> Callable[[Answer], float]:
+        """Return a function for the time of an answer of so many tokens: until the last of them, and the end."""
+        return lambda answer: answer.seconds[tokens - 1] + answer.seconds[-1] - answer.seconds[-2]
+
+    row = column("s_1", lambda answer: answer.seconds[0])
     for tokens in ANSWERS[1:]:
-        both = [
-            statistics.median(one) + sum(each[: tokens - 1]) + sum(each[ANSWERS[-1] - 1 :])
-            for one, each in ((first, steps), (plain, plain_steps))
-        ]
-        row |= {f"s_{tokens}": f"{both[0]:.6f}" if steps else ""}
-        row |= {f"s_{tokens}_over_plain": f"{both[0] / both[1]:.4f}" if steps else ""}
-    row["decode_s"] = f"{statistics.median(steps[:-1]):.6f}" if steps else ""
-    return row | {"decode_s_over_plain": f"{over(steps[:-1], plain_steps[:-1]):.4f}" if steps else ""}
+        row |= column(f"s_{tokens}", ended(tokens), warm)
+    each = lambda answer: statistics.median(b - a for a, b in itertools.pairwise(answer.seconds[:-1]))  # noqa: E731
+    return row | column("decode_s", each, warm)
 
 
 def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:

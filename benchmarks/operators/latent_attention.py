@@ -105,18 +105,6 @@ def _sdpa(call: Call) -> Callable[[], torch.Tensor]:
     return run
 
 
-def _flash_mla(call: Call) -> Callable[[], Any]:
-    from flash_mla import flash_mla_with_kvcache, get_mla_metadata
-
-    batch, heads = call.seq_lens.shape[0], call.query.shape[1]
-    metadata = get_mla_metadata(call.seq_lens, call.q_len * heads, 1)
-    query = call.query.view(batch, call.q_len, heads, HEAD_DIM)
-    return lambda: flash_mla_with_kvcache(
-        query, call.cache.unsqueeze(2), call.block_tables, call.seq_lens, VALUE_DIM, *metadata,
-        softmax_scale=SCALE, causal=True,
-    )  # fmt: skip
-
-
 def _flashinfer(call: Call) -> Callable[[], torch.Tensor]:
     import flashinfer
 
@@ -191,7 +179,6 @@ BENCHMARKS = (
         (*(_case(n, "cpu", *rest) for n, *rest in CPU), *(_case(n, "cuda", *rest) for n, *rest in CUDA)),
         (
             *ALL,
-            Provider("FlashMLA", _flash_mla, lambda: version("flash_mla"), "cuda"),
             Provider("FlashInfer", _flashinfer, lambda: version("flashinfer-python"), "cuda"),
             Provider("vLLM Triton MLA", _vllm, vllm_version, "cuda"),
         ),
