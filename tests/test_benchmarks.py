@@ -250,20 +250,13 @@ def test_an_experiment_names_its_file_and_options(capsys: pytest.CaptureFixture[
 
 
 def test_each_begins_a_round_in_its_turn() -> None:
-    begun = []
-
-    def begin(name: str) -> Any:
-        begun.append(name)
-        yield None
-        yield f"{name}{len(begun)}"
-
-    assert timing.in_rounds(begin, ["a", "b"], 2) == {"a": ["a2", "a4"], "b": ["b2", "b4"]}
-    assert begun == ["a", "b", "b", "a"]
     measured: list[str] = []
     names = ["a", "b", "c"]
     found = timing.by_turns(lambda name: measured.append(name) or len(measured), names, 2)
     assert found == {"a": [1, 6], "b": [2, 4], "c": [3, 5]}
     assert measured == [*names, "b", "c", "a"]
+    numbers = iter((10, 20))
+    assert timing.by_turns(lambda name, n: n, names, 2, lambda: next(numbers)) == {name: [10, 20] for name in names}
 
 
 def test_new_rows_take_the_place_of_old_ones(tmp_path: Path) -> None:

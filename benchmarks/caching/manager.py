@@ -12,7 +12,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import gc
+import itertools
 import logging
 import os
 import random
@@ -28,7 +28,7 @@ from typing import Any
 from ..harness.conditions import version
 from ..harness.experiment import Experiment, option
 from ..harness.tables import read_rows
-from ..harness.timing import rotated
+from ..harness.timing import by_turns, frozen
 
 BLOCK, CONCURRENT, WARM = 16, 4, 12
 
@@ -98,19 +98,22 @@ def compare(length: int, algorithm: str, requests: int) -> dict[str, float]:
     rng = random.Random(0)
     shared = length * 3 // 4 // BLOCK * BLOCK
     prefixes = [[rng.randrange(150_000) for _ in range(shared)] for _ in range(4)]
-    times: dict[str, list[int]] = {"pc": [], "peer": []}
-    gc.collect()
-    gc.freeze()
-    for i in range(requests + WARM):
-        prompt = prefixes[i % 4] + [rng.randrange(150_000) for _ in range(length - shared)]
-        for name in rotated(("peer", "pc"), i):
-            tokens, one = list(prompt), contestants[name]
-            begin = clock()
-            one.start(i, tokens)
-            if i >= CONCURRENT:
-                one.end(i - CONCURRENT)
-            times[name].append(clock() - begin)
-    gc.unfreeze()
+    numbers = itertools.count()
+
+    def draw() -> tuple[int, list[int]]:
+        i = next(numbers)
+        return i, prefixes[i % 4] + [rng.randrange(150_000) for _ in range(length - shared)]
+
+    def measure(name: str, drawn: tuple[int, list[int]]) -> int:
+        i, tokens, one = drawn[0], list(drawn[1]), contestants[name]
+        begin = clock()
+        one.start(i, tokens)
+        if i >= CONCURRENT:
+            one.end(i - CONCURRENT)
+        return clock() - begin
+
+    with frozen():
+        times = by_turns(measure, ("peer", "pc"), requests + WARM, draw)
     return {name: statistics.median(values[WARM:]) / 1e3 for name, values in times.items()}
 
 

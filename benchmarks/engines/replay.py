@@ -1,18 +1,16 @@
-"""A request trace through an engine's own cache without a model: hit rates, and CPU time in turns."""
+"""A request trace through an engine's own cache without a model: hit rates, and CPU time of ways that alternate."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pc.cache.replay import Trace, load_trace, replay
 
 from ..harness.experiment import option
-from ..harness.timing import in_rounds, median, over
-
-TURN = 10
-"""Steps of a pass before the next pass has its turn."""
+from ..harness.timing import by_turns, median, over
 
 
 class Run(NamedTuple):
@@ -44,8 +42,8 @@ class Engine(NamedTuple):
     """An engine's cache.
 
     Attributes:
-        passing: Function from trace, way, capacity, blocks of the engine for each block of the trace, requests at once
-            and tokens of an answer to a pass, which yields None every few steps so that passes can alternate.
+        run: Function from trace, way, capacity, blocks of the engine for each block of the trace, requests at once and
+            tokens of an answer to the outcome of one pass.
         ways: Function from names of policies (none: the usual ones) to each way with its columns of a row.
         bases: Ways that CPU time is divided by, by the ends of the columns' names.
         at_once: Requests that run together in timed passes.
@@ -53,7 +51,7 @@ class Engine(NamedTuple):
             engine that the largest request needs.
     """
 
-    passing: Callable[..., Iterator[Run | None]]
+    run: Callable[..., Run]
     ways: Callable[[Sequence[str]], Mapping[Way, Mapping[str, str]]]
     bases: Mapping[str, Way]
     at_once: int = 1
@@ -69,18 +67,17 @@ class Engine(NamedTuple):
         timed = whole.part(0, given.requests / len(whole.requests))
         least = -(-self.largest(timed, given.split, given.longest) // given.split)
         room = max(round(given.room * timed.unique_blocks), least)
-        runs = in_rounds(
-            lambda way: self.passing(timed, way, room, given.split, self.at_once, given.longest),
-            list(ways),
-            given.rounds,
+        timed_run = functools.partial(
+            self.run, timed, capacity=room, split=given.split, at_once=self.at_once, longest=given.longest
         )
+        runs = by_turns(timed_run, ways, given.rounds)
         for share in given.share:
             capacity = max(round(share * whole.unique_blocks), self.largest(whole, 1, 1))
             for way, names in ways.items():
                 own, policy = runs[way], names["policy"].removeprefix("pc_")
                 replayed = replay(whole, "lru" if policy == "vllm" else policy, capacity)
                 row = {"trace": whole.name, "share": f"{share:g}", "blocks": capacity, **names}
-                row["hit_rate"] = f"{last(self.passing(whole, way, capacity, 1, 1, 1)).hit_rate:.4f}"
+                row["hit_rate"] = f"{self.run(whole, way, capacity).hit_rate:.4f}"
                 row |= {"replay_hit_rate": f"{replayed.hit_rate:.4f}", "requests": len(timed.requests)}
                 row |= {"timed_blocks": room, "timed_units": room * given.split, "steps": own[0].steps}
                 row["step_us"] = median((run.seconds / run.steps for run in own), 1e6)
@@ -88,10 +85,3 @@ class Engine(NamedTuple):
                     ratio = over(*((run.seconds for run in each) for each in (own, runs[base])))
                     row[f"over_{name}"] = f"{ratio:.3f}"
                 yield row
-
-
-def last(passing: Iterator[Run | None]) -> Run:
-    """Return the outcome of a pass that has no turns to wait for."""
-    *_, found = passing
-    assert found is not None
-    return found

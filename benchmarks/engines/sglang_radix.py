@@ -23,7 +23,8 @@ import torch
 from pc.cache.replay import Trace
 
 from ..harness.experiment import Experiment
-from .replay import OPTIONS, TURN, Engine, Run
+from ..harness.timing import frozen
+from .replay import OPTIONS, Engine, Run
 
 PAGE = 16
 
@@ -139,10 +140,8 @@ def finish(cache: Any, request: Request) -> None:
     cache.on_release(request, checkpointed=True)
 
 
-def passing(
-    trace: Trace, way: tuple[str, str], capacity: int, split: int, at_once: int, longest: int
-) -> Iterator[Run | None]:
-    """Run a trace, and yield None every few requests, so that passes can alternate.
+def run(trace: Trace, way: tuple[str, str], capacity: int, split: int = 1, at_once: int = 1, longest: int = 1) -> Run:
+    """Run a trace to its end.
 
     Args:
         trace: The requests; each block is `split` pages.
@@ -155,30 +154,26 @@ def passing(
     most = max(len(ids) for ids in trace.requests) * split * PAGE + longest + 2 * PAGE
     cache = make_cache(*way, (capacity + 2) * split, at_once, most)
     running: list[Request] = []
-    hits, seconds, counted = 0, 0.0, 0
-    own = 1 << 40
-    for number, (ids, output) in enumerate(zip(trace.requests, trace.outputs, strict=True)):
-        ids = ids[: capacity + 1]
-        first = (np.asarray(ids, np.int64)[:, None] * split + np.arange(split)).reshape(-1) * PAGE
-        prompt = np.append((first[:, None] + np.arange(PAGE)).reshape(-1), own)
-        answer = own + 1 + np.arange(max(1, min(output, longest)))
-        own += 2 + len(answer)
-        request = Request(number, prompt, answer, 1 + number % at_once)
+    hits, seconds, own = 0, 0.0, 1 << 40
+    with frozen():
+        for number, (ids, output) in enumerate(zip(trace.requests, trace.outputs, strict=True)):
+            first = (np.asarray(ids[: capacity + 1], np.int64)[:, None] * split + np.arange(split)).reshape(-1) * PAGE
+            prompt = np.append((first[:, None] + np.arange(PAGE)).reshape(-1), own)
+            answer = own + 1 + np.arange(max(1, min(output, longest)))
+            own += 2 + len(answer)
+            request = Request(number, prompt, answer, 1 + number % at_once)
+            begun = process_time()
+            if len(running) == at_once:
+                finish(cache, running.pop(0))
+            hits += admit(cache, request)
+            compute(cache, request)
+            seconds += process_time() - begun
+            running.append(request)
         begun = process_time()
-        if len(running) == at_once:
-            finish(cache, running.pop(0))
-        hits += admit(cache, request)
-        compute(cache, request)
+        for request in running:
+            finish(cache, request)
         seconds += process_time() - begun
-        running.append(request)
-        counted += 1
-        if counted % TURN == 0:
-            yield None
-    begun = process_time()
-    for request in running:
-        finish(cache, request)
-    seconds += process_time() - begun
-    yield Run(hits / PAGE / split / max(trace.num_blocks, 1), counted, seconds)
+    return Run(hits / PAGE / split / max(trace.num_blocks, 1), len(trace.requests), seconds)
 
 
 def ways(policies: Sequence[str]) -> dict[tuple[str, str], dict[str, str]]:
@@ -187,7 +182,7 @@ def ways(policies: Sequence[str]) -> dict[tuple[str, str], dict[str, str]]:
     return {way: {"policy": way[0], "core": way[1]} for way in found}
 
 
-ENGINE = Engine(passing, ways, {"rust": ("lru", "rust"), "python": ("lru", "python")}, 4)
+ENGINE = Engine(run, ways, {"rust": ("lru", "rust"), "python": ("lru", "python")}, 4)
 
 
 def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:

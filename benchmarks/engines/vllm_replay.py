@@ -23,7 +23,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 from pc.cache.replay.traces import Trace, digests_of
 
 from ..harness.experiment import Experiment
-from .replay import OPTIONS, TURN, Engine, Run
+from ..harness.timing import frozen
+from .replay import OPTIONS, Engine, Run
 
 
 def hashes_of(ids: np.ndarray, split: int) -> list[bytes]:
@@ -49,9 +50,7 @@ def pass_through_tier(manager: Any, keys: list[bytes], context: Any) -> tuple[in
     return cached, stored
 
 
-def passing(
-    trace: Trace, policy: str | None, capacity: int, split: int = 1, at_once: int = 1, longest: int = 1
-) -> Iterator[Run | None]:
+def run(trace: Trace, policy: str | None, capacity: int, split: int = 1, at_once: int = 1, longest: int = 1) -> Run:
     """Replay a trace through vLLM's manager of chunks in host memory, one request after the other.
 
     Args:
@@ -66,20 +65,19 @@ def passing(
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
     manager = CPUOffloadingManager(capacity * split, policy or "lru", "pc.integrations.vllm.offload")
-    hits, seconds = 0, 0.0
-    for number, ids in enumerate(trace.requests):
-        keys = [make_offload_key(digest, 0) for digest in hashes_of(ids[:capacity], split)]
-        context = ReqContext(str(number))
-        for place, key in enumerate(keys):
-            context.set_offload_key_position(key, 16 * (place + 1))
-        begun = process_time()
-        cached, stored = pass_through_tier(manager, keys, context)
-        assert stored is not None
-        seconds += process_time() - begun
-        hits += cached / split
-        if number % TURN == 0:
-            yield None
-    yield Run(hits / max(trace.num_blocks, 1), len(trace.requests), seconds)
+    hits, seconds = 0.0, 0.0
+    with frozen():
+        for number, ids in enumerate(trace.requests):
+            keys = [make_offload_key(digest, 0) for digest in hashes_of(ids[:capacity], split)]
+            context = ReqContext(str(number))
+            for place, key in enumerate(keys):
+                context.set_offload_key_position(key, 16 * (place + 1))
+            begun = process_time()
+            cached, stored = pass_through_tier(manager, keys, context)
+            assert stored is not None
+            seconds += process_time() - begun
+            hits += cached / split
+    return Run(hits / max(trace.num_blocks, 1), len(trace.requests), seconds)
 
 
 def ways(policies: Sequence[str]) -> dict[str | None, dict[str, str]]:
@@ -87,7 +85,7 @@ def ways(policies: Sequence[str]) -> dict[str | None, dict[str, str]]:
     return {None: {"policy": "vllm"}, **{name: {"policy": name} for name in policies or ("arc", "pc_default")}}
 
 
-ENGINE = Engine(passing, ways, {"vllm": None})
+ENGINE = Engine(run, ways, {"vllm": None})
 
 
 def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:

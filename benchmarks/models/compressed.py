@@ -11,6 +11,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from ..harness.experiment import Experiment, option
-from ..harness.timing import rotated
+from ..harness.timing import by_turns
 from .load import NAME, alice, trained_model, trained_tokenizer
 
 QUESTION, WARM = 16, 4
@@ -42,15 +43,14 @@ def measure(handle: Any, model: Any, ids: torch.Tensor, budget: float, steps: in
     if not steps:
         return row
     model(ids[:, -QUESTION:], **{CACHE: over}, position_ids=torch.arange(ids.shape[1])[None, -QUESTION:])
-    times: dict[str, list[float]] = {"plain": [], "pc": []}
-    caches = {"plain": whole, "pc": over}
-    for step in range(WARM + steps):
-        token, place = ids[:, :1], torch.tensor([[ids.shape[1] + step]])
-        for way in rotated(caches, step):
-            begin = time.perf_counter()
-            model(token, **{CACHE: caches[way]}, position_ids=place)
-            times[way].append(time.perf_counter() - begin)
-    for way, took in times.items():
+    caches, places = {"plain": whole, "pc": over}, itertools.count(ids.shape[1])
+
+    def decode(way: str, place: int) -> float:
+        begin = time.perf_counter()
+        model(ids[:, :1], **{CACHE: caches[way]}, position_ids=torch.tensor([[place]]))
+        return time.perf_counter() - begin
+
+    for way, took in by_turns(decode, caches, WARM + steps, lambda: next(places)).items():
         row[f"{way}_ms"] = f"{statistics.median(took[WARM:]) * 1e3:.3f}"
     return row | {"steps": str(steps)}
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..harness.experiment import Experiment, option
-from ..harness.timing import median, over, rotated
+from ..harness.timing import by_turns, median, over
 from .load import trained_model
 
 COLD, QUESTION = 2048, 24
@@ -39,18 +39,15 @@ def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         models[way].generate(ids, max_new_tokens=1)
         return time.process_time() - begin
 
-    times: dict[tuple[str, bool], list[float]] = {(which, way): [] for which in ("cold", "warm") for way in models}
+    def measure(way: bool, asked: torch.Tensor) -> tuple[float, float]:
+        handles[way].reset()
+        return call(way, asked[:, :COLD]), call(way, asked)
+
     for way in models:
         call(way, torch.randint(100, 40_000, (1, given.chunk)))  # the first call takes longer
-    for turn in range(given.rounds):
-        document = torch.randint(100, 40_000, (1, COLD))
-        asked = torch.cat([document, torch.randint(100, 40_000, (1, QUESTION))], 1)
-        for way in rotated(models, turn):
-            handles[way].reset()
-            times["cold", way].append(call(way, document))
-            times["warm", way].append(call(way, asked))
-    for which in ("cold", "warm"):
-        plain, own = times[which, False], times[which, True]
+    found = by_turns(measure, models, given.rounds, lambda: torch.randint(100, 40_000, (1, COLD + QUESTION)))
+    for at, which in enumerate(("cold", "warm")):
+        plain, own = ([times[at] for times in found[way]] for way in (False, True))
         row = {"call": which, "prompt_tokens": COLD, "chunk": given.chunk, "rounds": given.rounds}
         row |= {"plain_s": median(plain, digits=3), "own_s": median(own, digits=3)}
         yield row | {"over_plain": f"{over(own, plain):.3f}"}

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..harness.experiment import Experiment, option
-from ..harness.timing import TokenClock, over, rotated
+from ..harness.timing import TokenClock, by_turns, over
 from .load import random_llama, trained_model, trained_tokenizer
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -70,6 +70,7 @@ def _peak(reset: bool = False) -> int:
 class Answer(NamedTuple):
     """What one call gave."""
 
+    prompt_tokens: int
     tokens: torch.Tensor
     seconds: list[float]
     """CPU time from the beginning of the call to each token, and to its end."""
@@ -135,7 +136,7 @@ class Ways:
         if way == CROPPED:
             self._by_hand.crop(self.document.shape[1] - self._by_hand.get_seq_length())
         seconds = [at - begin for at in (*clock.times[1:], time.process_time())]
-        return Answer(tokens, seconds, clock.peak - before)
+        return Answer(prompt.shape[1], tokens, seconds, clock.peak - before)
 
 
 def measure(size: str, length: int, rounds: int) -> Iterator[dict[str, Any]]:
@@ -154,18 +155,20 @@ def measure(size: str, length: int, rounds: int) -> Iterator[dict[str, Any]]:
         for names, warm in (((PLAIN, PC), False), (WARM, True)):
             if warm:
                 ways.prepare(length)
-            found: dict[str, list[Answer]] = {name: [] for name in names}
-            for turn in range(rounds):
-                prompt = torch.cat([ways.document, ways.tokens(QUESTION if warm else length)], 1)
-                for name in rotated(names, turn):
-                    found[name].append(ways.ask(name, prompt, ANSWERS[-1] if warm else 1))
-                if any(not torch.equal(found[name][-1].tokens, found[PLAIN][-1].tokens) for name in names):
+            found = by_turns(
+                functools.partial(ways.ask, new_tokens=ANSWERS[-1] if warm else 1),
+                names,
+                rounds,
+                lambda own=QUESTION if warm else length: torch.cat([ways.document, ways.tokens(own)], 1),
+            )
+            for answers in zip(*found.values(), strict=True):
+                if any(not torch.equal(answer.tokens, answers[0].tokens) for answer in answers):
                     raise RuntimeError(f"{size}, {length}: tokens differ")
             reused = sum(report.cached_tokens for report in handle.last_requests)
             label = f"{TRAINED}-135M, trained" if size == TRAINED else f"Llama {size}, random weights"
             for name, answers in found.items():
                 row = {"model": f"{label}, float32", "call": "warm" if warm else "cold"}
-                row |= {"way": name, "document_tokens": length, "prompt_tokens": prompt.shape[1]}
+                row |= {"way": name, "document_tokens": length, "prompt_tokens": answers[0].prompt_tokens}
                 row |= _columns(answers, found[PLAIN], warm)
                 row |= {"peak_bytes": int(statistics.median(answer.peak for answer in answers))}
                 yield row | {"reused_tokens": reused if name == PC and warm else "", "rounds": rounds}

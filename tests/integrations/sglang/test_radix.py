@@ -13,7 +13,6 @@ pytest.importorskip("sglang", reason="sglang is not installed: make sglang")
 from sglang_traffic import Traffic, conversations
 
 from benchmarks.engines import sglang_radix
-from benchmarks.engines.replay import last
 from pc.cache.replay import replay
 from pc.integrations.hints import retention_hints
 from pc.integrations.sglang import enable
@@ -66,7 +65,7 @@ def test_everything_can_be_evicted_and_the_tree_begins_anew():
 def test_hits_are_those_of_a_replay(policy):
     """With single requests, hits are those of a replay, except for SGLang's last tokens, which have their own pages."""
     trace = conversations(3, 300)
-    found = last(sglang_radix.passing(trace, (f"pc_{policy}", "pc"), 148, 1, 1, 1))
+    found = sglang_radix.run(trace, (f"pc_{policy}", "pc"), 148)
     assert found.hit_rate == pytest.approx(replay(trace, policy, 148).hit_rate, rel=0.02)
 
 

@@ -11,7 +11,6 @@ pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
 import numpy as np
 
 from benchmarks.engines import vllm_replay, vllm_scheduler
-from benchmarks.engines.replay import last
 from pc.cache.replay import Trace, replay
 
 
@@ -40,7 +39,7 @@ def test_hits_are_those_of_pc_replay(policy, capacity):
     # The default policy remembers evicted blocks by the size of the pool, which is two blocks larger here. Policies
     # that do not evict a sequence from its end leave gaps, behind which vLLM keeps duplicates that pc merges.
     tolerance = {"lru": 0.0, "lfu": 0.0, "default": 0.02}.get(policy, 0.05)
-    found = last(vllm_scheduler.passing(trace, policy, capacity, 1, 1, 1)).hit_rate
+    found = vllm_scheduler.run(trace, policy, capacity).hit_rate
     assert found == pytest.approx(expected, rel=tolerance, abs=0)
 
 
@@ -52,5 +51,5 @@ def test_hits_in_host_memory_are_those_of_pc_replay(policy, capacity):
     expected = replay(trace, policy.removeprefix("pc_"), capacity).hit_rate
     # The tier does not know how much a request generated.
     tolerance = 0.03 if policy == "pc_default" else 0.0
-    found = last(vllm_replay.passing(trace, policy, capacity)).hit_rate
+    found = vllm_replay.run(trace, policy, capacity).hit_rate
     assert found == pytest.approx(expected, rel=tolerance, abs=1e-12)

@@ -9,7 +9,6 @@ pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
 
 from benchmarks.engines import vllm_scheduler as scheduler
 from benchmarks.engines import vllm_serving as serving
-from benchmarks.engines.replay import last
 from pc.cache.replay import Trace
 
 WORDS = list(range(1000, 9000))
@@ -41,5 +40,5 @@ def test_a_pool_smaller_than_a_request_is_refused():
     """A former fault: such a pool waited forever."""
     trace = Trace("t", 512, [np.arange(9)], [20], [0.0])
     with pytest.raises(ValueError, match="capacity: got 6 blocks of vLLM, needs more than the 11 of one request"):
-        last(scheduler.passing(trace, None, 4, 1, 1, 20))
-    assert last(scheduler.passing(trace, None, 10, 1, 1, 20)).hit_rate == 0
+        scheduler.run(trace, None, 4, longest=20)
+    assert scheduler.run(trace, None, 10, longest=20).hit_rate == 0
