@@ -1,4 +1,4 @@
-"""Block identity, eviction policies, and the manager of block tables. Its hot path uses numpy only."""
+"""Block identity, eviction policies, and the manager of block tables. The manager's hot path uses numpy only."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Examples:
     >>> groups = [pc.FullAttention(), pc.SlidingWindow(window=4)]
     >>> manager = pc.GroupedCacheManager(num_blocks=8, block_size=4, groups=groups)
     >>> allocation, merged = manager.allocate("a", range(10)), manager.commit("a", 10)
-    >>> tables(manager, "a"), [slots.tolist() for slots in allocation.slot_mapping]  # an entry a group
+    >>> tables(manager, "a"), [slots.tolist() for slots in allocation.slot_mapping]  # one entry for each group
     ([[0, 1, 2], [-1, 1, 2]], [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]])
 """
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 else:  # with __getattr__ visible, type checkers would accept any attribute name
 
     def __getattr__(name: str) -> Any:
-        if name == "replay":  # no manager needs it
+        if name == "replay":  # imported on first use, because no manager needs it
             return importlib.import_module(".replay", __name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

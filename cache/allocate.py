@@ -28,7 +28,7 @@ def allocate(
     wanted: int,
     segments: Sequence[Span] | None = None,
 ) -> BaseAllocation:
-    """Start a request whose first `wanted` tokens, at least, get blocks; see `CacheManager.allocate`."""
+    """Start a request, and allocate blocks for at least its first `wanted` tokens; see `CacheManager.allocate`."""
     if request_id in state.running or request_id in state.preempted:
         state.check_new("request_id", request_id)
     size, num_tokens, pool = state.block_size, len(tokens), state.pools[0]
@@ -59,7 +59,9 @@ def allocate(
 
 
 def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit) -> BaseAllocation:
-    """Call `ManagerState.begin`, then give a request its blocks.
+    """Give a request its blocks: hold the cached blocks of its hit, and allocate fresh ones for the other tokens.
+
+    This calls `ManagerState.begin` first.
 
     Raises:
         OutOfBlocks: There are too few blocks for the tokens that the hit does not cover. Nothing has changed.
@@ -111,7 +113,7 @@ def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit)
 
 
 def _copy_beginning(state: ManagerState, request: Request, hit: Hit) -> list[Pairs]:
-    """Record that the first tokens of a borrowed block are copied to the first fresh block; return the copy."""
+    """Plan to copy the first tokens of a borrowed block to the first fresh block; return this copy for the caller."""
     pair = hit.borrowed.item(0), request.tables[0].item(hit.blocks)
     state.pools[0].refill(pair[1], hit.copied, pair[0])
     return [[pair]]

@@ -26,7 +26,8 @@ class BaseAllocation:
 
     Attributes:
         cached_spans: Token ranges [start, end) whose KV is cached, ascending.
-        compute_spans: Token ranges [start, end) to compute, ascending. Both kinds of spans together cover the tokens.
+        compute_spans: Token ranges [start, end) to compute, ascending. Together with `cached_spans` and `moved`, they
+            cover all tokens.
         num_cached_tokens: Number of tokens in `cached_spans`.
         wait_for: Id of a request that is computing the next block of this prompt now, or None. The caller may wait for
             its commit and allocate again, which saves the work. Continuing at once is right too.
@@ -55,10 +56,10 @@ class BaseAllocation:
     _slots: list[Slots] | None = None
 
     def recompute_moved(self, fraction: float) -> Slots:
-        """Return the first tokens of each moved span, to compute them again after the text that now precedes them.
+        """Choose the first tokens of each moved span to be computed again, which makes the result more exact.
 
-        The first tokens of a span differ most from exact KV, because later ones attend to them. Each span gives the
-        same number of tokens; a shorter span gives all (EPIC, arXiv:2410.15332).
+        The first tokens of a span depend most on the text before it, so their KV is the least exact. Each span gives
+        the same number of tokens; a shorter span gives all of its tokens (EPIC, arXiv:2410.15332).
 
         Args:
             fraction: Share of all moved tokens, 0 to 1. With 1 no moved KV is used.
@@ -82,7 +83,7 @@ class BaseAllocation:
         return first_tokens(self.moved, fraction)
 
     def slots_at(self, positions: npt.NDArray[Any], group: int = 0) -> Slots:
-        """Return the slots of tokens at these positions, computed, cached or moved: [n] int64."""
+        """Return the slots of the tokens at these positions, [n] int64, whether they are computed, cached or moved."""
         blocks = positions // self._block_size - self._first_block
         return self._tables[group][blocks].astype(np.int64) * self._block_size + positions % self._block_size
 
@@ -97,7 +98,7 @@ class BaseAllocation:
             found = slot_runs(blocks, size, start - first * size, end - start)
             runs += [(done + token, slot, behind) for token, slot, behind in found] if done else found
             done += end - start
-        if self._written and runs:
+        if self._written and runs:  # the last token's KV is cached, so the token is computed but not written
             token, slot, behind = runs[-1]
             if token + behind - slot == done:
                 runs[-1:] = [(token, slot, behind - 1)] if behind - slot > 1 else []
@@ -142,7 +143,10 @@ class Allocation(BaseAllocation):
 
     @property
     def block_ids(self) -> Ids:
-        """Block numbers [n] int32 in sequence order, -1 for a hole. After `append`, only the new blocks."""
+        """Block numbers [n] int32 in sequence order, -1 where the request holds none.
+
+        After `append`, only the new blocks.
+        """
         return self.group_block_ids(0)
 
     @property
@@ -162,13 +166,15 @@ class Allocation(BaseAllocation):
 
 
 class GroupedAllocation(BaseAllocation):
-    """The allocation of a manager with several groups: an entry for each group. See `BaseAllocation` for the rest.
+    """The allocation of a manager with several groups: each property has one entry for each group.
+
+    See `BaseAllocation` for the other attributes.
 
     Examples:
         >>> groups = [pc.FullAttention(), pc.SlidingWindow(window=4)]
         >>> manager = pc.CacheManager(num_blocks=8, block_size=4, groups=groups)
         >>> allocation = manager.allocate("a", range(6))
-        >>> [slots.tolist() for slots in allocation.slot_mapping]  # an entry a group
+        >>> [slots.tolist() for slots in allocation.slot_mapping]  # one entry for each group
         [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
     """
 
@@ -176,7 +182,7 @@ class GroupedAllocation(BaseAllocation):
 
     @property
     def block_ids(self) -> tuple[Ids, ...]:
-        """For each group, block numbers [n] int32 in sequence order, -1 for a hole.
+        """For each group, block numbers [n] int32 in sequence order, -1 where the request holds none.
 
         After `append`, only the new blocks.
         """
@@ -243,5 +249,5 @@ class AppendedTokens(tuple[SlotsT, PairsT], Generic[SlotsT, PairsT]):
 
     @property
     def query_start_loc(self) -> npt.NDArray[np.int32]:
-        """The index of each request's token in the packed batch, [n + 1] int32."""
+        """The start of each request's tokens in the packed batch, then the number of all tokens: [n + 1] int32."""
         return np.arange(len(self.requests) + 1, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Appending to running requests: fresh blocks for new tokens, and a copy of the last block if other requests see it."""
+"""Appending to running requests: fresh blocks for new tokens, and a copy of the last block if it is shared."""
 
 from __future__ import annotations
 
@@ -68,7 +68,10 @@ def append_each(state: ManagerState, request_ids: Sequence[Hashable], new: array
 def _grow_each(
     state: ManagerState, slow: list[Request], growing: tuple[Sequence[Request], Sequence[int]]
 ) -> list[Pairs]:
-    """Allocate the blocks that some growing requests need for one more token each; return the copies of each group."""
+    """Add room for one token to each of the requests in `slow`; return the copies of each group.
+
+    `slow` has the requests that need a new block or a check. `growing` has all requests; see `ManagerState.begin`.
+    """
     growths = [(request, len(request.tokens) + 1) for request in slow]
     _make_room(state, growths, growing)
     copies: list[Pairs] = [[] for _ in state.pools]
@@ -102,10 +105,10 @@ def _make_room(
     growths: Sequence[tuple[Request, int]],
     growing: tuple[Sequence[Request], Sequence[int]] = ((), ()),
 ) -> None:
-    """Check that growing requests find enough blocks, begin the verb, and release blocks behind their windows.
+    """Check that there are enough blocks for requests to grow, and release the blocks behind their windows.
 
-    `growths` has requests that may need blocks, each with its number of tokens afterwards. For `growing` see
-    `ManagerState.begin`.
+    In between, call `ManagerState.begin`, which takes `growing`. `growths` has the requests that may need blocks, each
+    with its number of tokens afterwards.
 
     Raises:
         OutOfBlocks: There are too few blocks for all of them together. Nothing has changed.
@@ -139,7 +142,7 @@ def _make_room(
 
 
 def _seen_tail(state: ManagerState, request: Request, group: int) -> int:
-    """Return the last block of a request if it is partly filled, so that other requests may see it; else -1."""
+    """Return the number of a request's last block if it is partly filled and so may be shared; else -1."""
     first, filled = divmod(len(request.tokens), state.block_size)
     return request.tables[group].item(first) if filled else -1
 
@@ -173,14 +176,14 @@ def _grow(state: ManagerState, request: Request, end: int) -> list[Pairs]:
 
 
 def _replace_shared(state: ManagerState, request: Request, group: int, block: int) -> int:
-    """Replace a block that other requests see by a fresh one; return the number of the fresh block."""
+    """Give a request a fresh block in place of one that is shared or published; return the fresh block's number."""
     pool, old = state.pools[group], request.tables[group][block : block + 1].copy()
     fresh: Ids = pool.take(np.array([block + 1], np.int32))
     request.put_blocks(group, block, fresh.item(0))
     pool.hinted(fresh, request.priority, request.ttl)
     number = old.item(0)
     if pool.ref_count.item(number) > 1 and not pool.table.lists(number) and not state.offloading:
-        pool.release(old)  # a fork continues in it
+        pool.release(old)  # its other holders go on writing to it
     else:  # keep the block until the copy is made: its other holders may end, in other threads too
         request.keep_replaced(group, old)
     return fresh.item(0)

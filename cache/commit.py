@@ -45,7 +45,7 @@ def commit(state: ManagerState, request_id: Hashable, num_tokens: int) -> Any:
 
 
 def _publish_all(state: ManagerState, request_id: Hashable, request: Request, first: int, last: int) -> list[Pairs]:
-    """Publish logical blocks [first, last) in all groups; return the replaced blocks of each group."""
+    """Publish logical blocks [first, last) in all groups; return (old block, new block) pairs by group."""
     if request.writing is not None:
         state.stop_writing(request)
     _compute_digests(state, request, last)
@@ -58,7 +58,7 @@ def _publish_all(state: ManagerState, request_id: Hashable, request: Request, fi
 
 
 def checkpoint(state: ManagerState, request_id: Hashable, num_tokens: int, group: int | None) -> int:
-    """Allocate a block for a state; see `CacheManager.checkpoint`."""
+    """Allocate a block for the recurrent state after `num_tokens` tokens; see `CacheManager.checkpoint`."""
     request, size = state.get(request_id), state.block_size
     recurrent = [at for at, spec in enumerate(state.groups) if spec.holds_states]
     if group is None:
@@ -86,7 +86,7 @@ def checkpoint(state: ManagerState, request_id: Hashable, num_tokens: int, group
 
 
 def _compute_digests(state: ManagerState, request: Request, last: int) -> None:
-    """Compute the hashes of the first `last` blocks, as far as the request lacks them."""
+    """Compute the missing hashes among those of a request's first `last` blocks."""
     if last <= len(request.digests):
         return
     chain = request.chain
@@ -98,10 +98,13 @@ def _compute_digests(state: ManagerState, request: Request, last: int) -> None:
 
 
 def _publish(state: ManagerState, request: Request, group: int, first: int, last: int) -> Pairs:
-    """Publish logical blocks [first, last). Replace a block that is already published by the published one."""
+    """Publish logical blocks [first, last) of a request in one group; return (old block, new block) pairs.
+
+    If another block with the same hash is published already, the request gets that block in place of its own.
+    """
     pool, ids, digests = state.pools[group], request.tables[group][first:last], request.digests[first:last]
     present: Mask | None = None
-    if not state.prefix_only:  # some blocks have left a window, or their state was not kept
+    if not state.prefix_only:  # the table may have holes: blocks behind a window, and states without a checkpoint
         present = request.written_table(group, last)[first:] >= 0
         if not present.any():
             return []
@@ -133,7 +136,7 @@ def _publish_states(state: ManagerState, request: Request, replaced: list[Pairs]
 
 
 def _notify_stored(state: ManagerState, group: int, request: Request, blocks: Any) -> None:
-    """Notify listeners of logical blocks that were published."""
+    """Queue events for listeners about logical blocks that were published."""
     size = state.block_size
     for _, start, end in find_runs(blocks):
         hashes = split_digests(request.digests[start:end])

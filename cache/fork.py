@@ -62,7 +62,10 @@ def rollback(state: ManagerState, request_id: Hashable, num_tokens: int) -> None
 
 
 def _check_resident(state: ManagerState, request: Request, length: int, needed_from: list[int]) -> None:
-    """Raise ValueError if the blocks or the state at a position were released."""
+    """Raise ValueError if a request cannot go back to `length` tokens, because blocks or a state were released.
+
+    `needed_from` has for each group the first block that later queries read.
+    """
     size, num_tokens = state.block_size, len(request.tokens) - length
     for group, (spec, table, first) in enumerate(zip(state.groups, request.tables, needed_from, strict=True)):
         if spec.holds_states:

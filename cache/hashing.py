@@ -69,7 +69,7 @@ ALGORITHMS: dict[str, Callable[[], Hasher]] = {
     "blake2b": lambda: hashlib.blake2b(digest_size=32),
     "xxh3_128": _xxh3_128,
 }
-"""Constructors by name. Digests are a multiple of 8 bytes."""
+"""Constructors of hash objects by the algorithm's name. Digests are a multiple of 8 bytes."""
 
 
 def encode_tokens(token_ids: TokenIds, name: str = "token_ids") -> array[int]:
@@ -114,8 +114,8 @@ class BlockHasher:
     Without a seed, all processes compute the same hashes. Two threads must not use a hasher at once.
 
     Attributes:
-        words: Number of 64-bit words in a hash. None: that of the algorithm. A caller that has its own hashes passes
-            their size.
+        words: Number of 64-bit words in a hash: the algorithm's, unless a caller that has its own hashes passes
+            another number.
         pieces: Iterates over the bytes of tokens block by block, each in a tuple.
         begin: Returns the digests of a chain's first blocks, whose tokens are given as bytes. `pc.cache.remembered`
             replaces it with a faster function.
@@ -136,9 +136,9 @@ class BlockHasher:
         self.words = words or len(self.new().digest()) // 8
 
     def start(self, header: bytes) -> Hasher:
-        """Return the state before the first block of sequences with these keys.
+        """Return a hash object for the first block of sequences whose encoded keys are `header`.
 
-        The caller must copy it before feeding it.
+        The caller must copy the object before feeding it.
         """
         hasher: Hasher = self._prefix.copy()
         hasher.update(header)
@@ -193,14 +193,14 @@ class Chain:
             span.byteswap()
         data = span.tobytes()
         if self._placed:
-            digests = self._pass_keys(data, start, end)
+            digests = self._hash_with_keys(data, start, end)
         elif start:
             digests = self.feed(data)
         else:
             digests = owner.begin(self, data, end)
         return np.ndarray((end - start, words), np.uint64, digests)
 
-    def _pass_keys(self, data: bytes, start: int, end: int) -> bytes:
+    def _hash_with_keys(self, data: bytes, start: int, end: int) -> bytes:
         """Hash blocks [start, end), whose tokens are `data`.
 
         Restart the chain at every block that holds placed keys.

@@ -20,7 +20,7 @@ class GroupHit(NamedTuple):
         table: Block numbers by logical block. Entries of blocks that are not cached are undefined.
         held: The cached blocks of the table, in order.
         fresh: Logical blocks to allocate.
-        slots: Host slots from which the first of these blocks are loaded.
+        slots: Host slots from which the first `fresh` blocks are loaded.
     """
 
     table: Ids
@@ -64,9 +64,9 @@ class Hit(NamedTuple):
 
 
 def find_prefix(held: Ids, num_tokens: int, wanted: int, block_size: int) -> Hit:
-    """Return a prompt's hit in one group that needs all blocks.
+    """Return a prompt's hit for a manager whose only group needs all blocks of a prefix.
 
-    `held` are the cached blocks. At least `wanted` tokens get blocks.
+    `held` are the cached blocks of the prefix. At least `wanted` tokens get blocks.
     """
     end = (hit := held.size) * block_size
     count = wanted if wanted > end else end
@@ -78,9 +78,9 @@ def find_prefix(held: Ids, num_tokens: int, wanted: int, block_size: int) -> Hit
 
 
 def _prefix_hit(blocks: int, end: int, whole: int, groups: list[GroupHit], published: int, num_tokens: int) -> Hit:
-    """Return a hit of the first `end` of `whole` tokens.
+    """Return a hit of the first `end` of a prompt's `whole` tokens.
 
-    The last token of a prompt is computed again for its logits.
+    If that is all of them, the last token is computed again for its logits.
     """
     position = end - 1 if 0 < end == whole else end
     cached = [(0, position)] if position else []
@@ -131,7 +131,7 @@ def find_in_groups(
             [groups[i] for i in attention], [resident[i] for i in attention], num_tokens, block_size
         )
     end = hit * block_size
-    if host_end > end:  # it is inside a block
+    if host_end > end:  # the KV in host memory ends inside a block
         hit, end = whole, host_end
     count, last = max(wanted, end), -(-end // block_size)
     num_blocks = -(-count // block_size)

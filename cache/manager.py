@@ -181,7 +181,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         with self._lock: return self._state.run(verb, args)  # fmt: skip  # noqa: E701  see `Evicted.hand_over`
 
     def _read(self, function: Callable[..., T], *args: Any) -> T:
-        """Call a function that only reads the state, under the lock. A policy's hook may call methods that use this."""
+        """Call a function that only reads the state, under the lock. Policy hooks may call this too."""
         with self._lock:
             self._state.settle()
             return function(self._state, *args)
@@ -264,7 +264,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
         Returns:
             The allocation of the new tokens: `block_ids` has the fresh blocks, `compute_spans` all new tokens. If other
-            requests see the last block, the request gets a copy of it, listed in `copies`.
+            requests share the last block, the request gets a copy of it, listed in `copies`.
 
         Raises:
             OutOfBlocks: There are too few blocks.
@@ -291,7 +291,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
         Returns:
             (slots, copies): the slot of each new token, [n] int64, and copies like `Allocation.copies`. With several
-            groups, one of each for each group. Its attributes are the arguments of a `Step`.
+            groups, one of each for each group. The result's attributes are the arguments of a `Step`.
 
         Raises:
             OutOfBlocks: There are too few blocks. No request has got its token.
@@ -315,7 +315,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
         Args:
             request_id: A running request.
-            num_tokens: The absolute position. Earlier commits stay valid.
+            num_tokens: Number of tokens from the start of the request. A number below an earlier one publishes nothing.
 
         Returns:
             (old block, new block) for each block of this request that was replaced by an equal block of another
@@ -394,8 +394,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
     def fork(self, request_id: Hashable, new_request_id: Hashable) -> None:
         """Start a request that shares all blocks of a running one (parallel sampling, beam search).
 
-        The first of them to append to a partly filled block gets a copy of it, listed in `Allocation.copies`. Priority
-        and ttl are the parent's.
+        If the last block is partly filled, the request that appends first gets a copy of it, listed in
+        `Allocation.copies`. The new request has the priority and ttl of the running one.
 
         Raises:
             KeyError: The request is unknown.
@@ -462,7 +462,9 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         return self._run(swap.preempt, request_id, mode == "swap")
 
     def victim(self) -> Hashable:
-        """Return the running request to preempt first: the last started of those with the lowest priority, or None.
+        """Return the running request to preempt first: of those with the lowest priority, the last that started.
+
+        Return None if no request is running.
 
         Examples:
             >>> first, second = manager.allocate("a", range(4)), manager.allocate("b", range(4), priority=1)
@@ -495,7 +497,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         return self._run(swap.resume, request_id)
 
     def block_table(self, request_id: Hashable, group: int = 0) -> Ids:
-        """Return a copy of a running request's block table: [n] int32, in sequence order, -1 for a hole.
+        """Return a copy of a running request's block table: [n] int32, in sequence order, -1 where it holds none.
 
         Raises:
             KeyError: The request is unknown.
@@ -509,7 +511,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         return self._read(ManagerState.table, request_id, check_integer("group", group))
 
     def num_tokens(self, request_id: Hashable) -> int:
-        """Return how many tokens of a running request have blocks, computed or not.
+        """Return the number of tokens of a running request that have blocks, whether computed or not.
 
         Raises:
             KeyError: The request is unknown.
@@ -604,7 +606,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
 
 _MANAGERS: WeakSet[CacheManager[Any, Any, Any]] = WeakSet()
-"""All managers of this process, for a child process."""
+"""All managers of this process. After a fork, the child repairs them (`_after_fork`)."""
 
 
 def _after_fork() -> None:

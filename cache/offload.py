@@ -31,8 +31,8 @@ _current = threading.local()
 def _mark() -> set[None]:
     """Return an object that lives exactly as long as the current thread.
 
-    `sys._current_frames` would also tell which threads have ended. But it may collect garbage while it holds a lock of
-    the interpreter. Two threads that call it can then wait for each other forever (CPython 3.11).
+    `sys._current_frames` would also show which threads have ended. But that function may collect garbage while it holds
+    a lock of the interpreter. Two threads that call it can then wait for each other forever (CPython 3.11).
     """
     mark: set[None] = _current.__dict__.setdefault("mark", set())
     return mark
@@ -69,7 +69,8 @@ class Evicted:
     def _hand_over(self, state: State) -> None:
         for group, blocks, hashes in self.victims:
             on_evict = state.on_evict
-            if on_evict is None or self not in state.offloading:  # the handler of an interrupt has called the manager
+            # If an interrupt's handler called the manager, that call has ended this transfer.
+            if on_evict is None or self not in state.offloading:
                 return
             try:
                 kept = on_evict(group, blocks.copy(), list(hashes))
@@ -82,13 +83,13 @@ class Evicted:
 
 
 def run(state: State, lock: Any, verb: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Run a verb under the lock, then pass the blocks that it evicted to `on_evict`, without the lock."""
+    """Run a verb under the lock. Then, without the lock, pass the blocks that it evicted to `on_evict`."""
     with lock: result, evicted = state.run(_hold_evicted, (verb, args))  # fmt: skip  # noqa: E701  see `hand_over`
     if evicted is not None:
         try:
             evicted.hand_over(state)
         finally:
-            with lock: state.settle()  # fmt: skip  # noqa: E701  drops the holder
+            with lock: state.settle()  # fmt: skip  # noqa: E701  releases the holder's blocks
     return result
 
 

@@ -19,7 +19,7 @@ BASE_BYTES = 1 << 20
 QUEUE_BYTES = 16
 """Bytes of `BLOCK_BYTES` reserved for policies, which may grow before hashes are fitted again."""
 
-# No block is before the first chunk of a sequence. There `Chain.header` stands in for the digest.
+# No block is before the first chunk of a sequence. There `Chain.header` takes the digest's place.
 Key = tuple[int, bytes, bytes]
 """The number of a chunk's first block, the digest of the block before it, and the chunk's tokens."""
 

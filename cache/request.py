@@ -14,7 +14,7 @@ from .hashing import Chain, Words
 from .keys import EncodedKeys
 from .table import Ids
 
-# Attributes of a request that verbs change. They grow `tokens` and the room of `tables` in place as well.
+# Attributes of a request that verbs change. In addition, verbs grow `tokens` and the room of `tables` in place.
 CHANGING = (
     *("pending", "tables", "num_blocks", "hit", "chain", "committed", "computed", "published", "digests"),
     *("replaced", "check_tail", "writing", "new_states", "host_end", "host_blocks", "host_slots"),
@@ -36,13 +36,13 @@ class Request:
         computed: Queries before this one need not be computed. It is less than `committed` while the last token of a
             fully cached prompt must be computed again.
         published: Logical blocks before this one that the request holds are published in the prefix cache.
-        tables: For each group, block numbers by logical block, with room to grow; -1 is a hole.
+        tables: For each group, block numbers by logical block, -1 where the request holds none, with room to grow.
         num_blocks: Number of logical blocks. The rest of each table is room.
         chain: Running hash after the blocks of `digests`; None if it must be built again.
         digests: Hashes of the first complete blocks: those of the prompt, and every block before `committed`.
         hit: Number of leading blocks that were cached when the request started and are still complete.
         replaced: For each group, blocks that were replaced in the table, held until the next commit or free.
-        check_tail: Whether the next append must check if other requests see the last, partly filled block.
+        check_tail: Whether the next append must check if the last, partly filled block is shared.
         new_states: (group, logical block) of states that `checkpoint` allocated and no commit has published yet.
         prompt_tokens: Number of tokens with which the request started.
         writing: Hash of the block that this request computes and others may wait for, or None.
@@ -114,19 +114,19 @@ class Request:
         self.replaced = replaced
 
     def put_blocks(self, group: int, blocks: int | slice | Ids, ids: int | Ids) -> None:
-        """Replace logical blocks of a group's table, in a new table."""
+        """Replace logical blocks in a copy of a group's table, and keep the copy, so that a verb can be undone."""
         table = self.tables[group].copy()
         table[blocks] = ids
         self.tables = [*self.tables[:group], table, *self.tables[group + 1 :]]
 
     def written_table(self, group: int, end: int) -> Ids:
-        """Return a copy of a group's table up to block `end`, with holes for states that are not written yet."""
+        """Return a copy of a group's table up to block `end`, with -1 for states that are not written yet."""
         table = self.tables[group][:end].copy()
         table[[block for at, block in self.new_states if at == group and block < end]] = -1
         return table
 
     def held(self, group: int) -> Ids:
-        """Return the blocks in a group's table, without holes."""
+        """Return the blocks that the request holds in a group."""
         table = self.tables[group][: self.num_blocks]
         present = table >= 0
         return table if np.count_nonzero(present) == table.size else table[present]

@@ -49,8 +49,8 @@ class MovedSpan(NamedTuple):
 def slot_runs(blocks: npt.NDArray[Any] | list[int], block_size: int, begin: int, count: int) -> list[Run]:
     """Return the slots of `count` tokens, at least one, as runs in order.
 
-    The tokens start at offset `begin` of the first block. `blocks` are exactly the blocks that hold them. Negative
-    blocks are absent and give no runs.
+    The tokens start at offset `begin` of the first block. `blocks` are exactly the blocks that hold them. A
+    negative number marks an absent block, which gives no run.
     """
     runs = [(at * block_size - begin, a * block_size, b * block_size) for at, a, b in find_runs(blocks)]
     if runs:

@@ -75,7 +75,7 @@ class ManagerState:
         log: Changed hashes and tasks of the running verb; see `Log`.
         snapshot: The values that the running verb may change; None while it only reads.
         offloading: For each running call of `on_evict`, the `Evicted` that holds its blocks.
-        writers: The request that computes the block of each hash.
+        writers: For the hash of each block that is being computed, the request that computes it.
         listeners: See `CacheManager.listeners`.
         events: Events of complete verbs for the listeners, each a method of `Listener` and its arguments.
         notifying: Whether listeners are being notified. Verbs that they call add their events to `events`.
@@ -121,7 +121,7 @@ class ManagerState:
         return {**self.reuses, name: REUSES[name](self.pools[0])}
 
     def extended(self, request: Request, hit: Hit, reuse: str = "prefix", segments: Any = None) -> Hit:
-        """Return a hit with everything else that can be reused."""
+        """Return the hit, extended by each index in `reuses`: parts of blocks, and text at other positions."""
         for user in self.reuses.values():
             hit = user.extend(request, hit, reuse, segments)
         return hit
@@ -200,6 +200,7 @@ class ManagerState:
             self.run(lambda state: None, ())
 
     def _settle(self) -> None:
+        """Undo or finish the last verb, and release the blocks of calls of `on_evict` that were interrupted."""
         if self.snapshot is not None:
             self.undo(self.notifying)
         self._finish()
@@ -254,7 +255,7 @@ class ManagerState:
             pool.rebuild(np.concatenate(self.references(group)))
 
     def references(self, group: int) -> list[Ids]:
-        """Return all block references in a group."""
+        """Return the blocks of a group that something holds, each as often as it is held."""
         held = [EMPTY]
         for evicted in self.offloading:
             held += [ids for at, ids, _ in evicted.victims if at == group]
@@ -298,20 +299,20 @@ class ManagerState:
         return request
 
     def table(self, request_id: Hashable, group: int) -> Ids:
-        """See `CacheManager.block_table`."""
+        """Return a copy of a request's block table; see `CacheManager.block_table`."""
         request = self.get(request_id)
         if not 0 <= group < len(self.groups):
             raise IndexError(f"group: got {group}, needs 0 to {len(self.groups) - 1}")
         return request.tables[group][: request.num_blocks].copy()
 
     def block_hashes(self, request_id: Hashable) -> list[bytes]:
-        """See `CacheManager.block_hashes`."""
+        """Return the hashes of a request's full blocks; see `CacheManager.block_hashes`."""
         request = self.get(request_id)
         tokens = request.tokens + request.pending if request.pending else request.tokens
         return split_digests(self.hasher.hash_blocks(tokens, request.keys))
 
     def victim(self) -> Hashable:
-        """See `CacheManager.victim`."""
+        """Return the request to preempt first; see `CacheManager.victim`."""
         order = [(r.priority, -i, request_id) for i, (request_id, r) in enumerate(self.running.items())]
         return min(order, key=lambda row: row[:2])[2] if order else None
 

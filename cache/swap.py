@@ -70,7 +70,7 @@ def _loads(state: ManagerState, hit: Hit) -> list[Pairs]:
 
 
 def _save(state: ManagerState, request: Request) -> list[Pairs]:
-    """Allocate host slots for as long a prefix of the KV as they can hold; return each group's copies."""
+    """Allocate host slots for the longest prefix of the KV that fits; return each group's (block, host slot) pairs."""
     size, committed, num_tokens = state.block_size, request.committed, len(request.tokens)
     tables = _with_released(state, request)
     slots = [sorted(set(range(state.host_blocks)).difference(state.host_slots(g))) for g in range(len(tables))]
@@ -97,7 +97,7 @@ def _needed(state: ManagerState, end: int, num_tokens: int) -> list[Ids]:
 
 
 def _with_released(state: ManagerState, request: Request) -> list[Ids]:
-    """Return the tables of a request. Holes are filled with released blocks that are still cached."""
+    """Return the tables of a request, with released blocks that are still cached put back in their places."""
     tables = [request.written_table(group, request.num_blocks) for group in range(len(state.pools))]
     complete = request.committed // state.block_size
     for pool, table in zip(state.pools, tables, strict=True):

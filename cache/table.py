@@ -62,11 +62,11 @@ class HashTable:
 
     @property
     def listed(self) -> npt.NDArray[np.bool_]:
-        """For each block, whether it is in the table."""
+        """For each block of the pool, whether it is in the table."""
         return self.slot_of[:-1] >= 0
 
     def contains(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        """Return whether each block is in the table."""
+        """Return for each of some blocks whether it is in the table."""
         return self.slot_of.take(ids) >= 0
 
     def lists(self, block: int) -> bool:
@@ -147,8 +147,10 @@ class HashTable:
     def put(self, ids: Ids, digests: Words) -> Ids | None:
         """Add blocks under their hash words. No block may be in the table, and all hashes must differ.
 
-        A block whose hash another block already has is not added. For each block, return that other block, or -1 if
-        there is none. Return None if all are -1.
+        A block whose hash another block already has is not added.
+
+        Returns:
+            For each block, the other block with its hash, or -1 if there is none. None if all are -1.
         """
         if self._num_passed > self._size // 16:
             self.renew(self.listed.nonzero()[0].astype(np.int32))

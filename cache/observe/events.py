@@ -38,7 +38,7 @@ class EventPublisher:
         endpoint: Address to bind the PUB socket to, such as `tcp://*:5557`.
         replay_endpoint: Address to bind the ROUTER socket for replays to. None: no replay.
         topic: First frame of each message.
-        dp_rank: Data-parallel rank in every batch.
+        dp_rank: Data-parallel rank to send with every batch.
         buffer_batches: Number of batches kept for replay.
         medium: Name of the memory that holds the blocks.
 
@@ -188,7 +188,7 @@ class EventPublisher:
                 for sequence, payload in batches:
                     router.send_multipart([client, b"", self._topic, sequence.to_bytes(8, "big"), payload])
                 router.send_multipart([client, b"", b"", END, b""])
-            except Exception as error:  # of one client; the others are still served
+            except Exception as error:  # an error of one client must not end the service for the others
                 warnings.warn(f"a replay was not sent: {error}", RuntimeWarning, stacklevel=2)
         router.close(linger=0)
 

@@ -147,7 +147,7 @@ class Explanation:
 
 
 class Source(NamedTuple):
-    """A cache as an explanation reads it: that of a manager, or that of an engine through an adapter.
+    """The parts of a cache that an explanation reads. The cache is a manager's or, through an adapter, an engine's.
 
     Attributes:
         hasher: The hash function of blocks.
@@ -215,7 +215,7 @@ def explain_from(
     """Explain how far a prompt is cached, and why no further.
 
     Args:
-        source: What is known of the cache.
+        source: The cache.
         tokens: The prompt.
         keys: Its salt and extra keys.
         below: Returns whether a lower tier has the block of a hash. Such blocks count as cached if they directly follow
@@ -289,7 +289,10 @@ def _absent(source: Source, known: list[Known], prompt: Known, block: int) -> Wh
 def _lost(
     source: Source, known: list[Known], prompt: Known, block: int, group: int | None = None
 ) -> tuple[str, Any] | None:
-    """Return why a block is not cached (in a group), with the seconds or the request; None if it was never seen."""
+    """Return why a block is not cached (in a group), or None if its hash was never seen.
+
+    The second value is the seconds since an eviction, or the request that has not committed the block.
+    """
     digest, end = prompt.digests[block], (block + 1) * source.block_size
     same = [text for text in known if len(text.digests) > block and (text.digests[block] == digest).all()]
     for text in same:
@@ -389,7 +392,7 @@ def _differ(one: Known, other: Known) -> bool:
 
 
 def _split(keys: EncodedKeys) -> tuple[bytes, bytes]:
-    """Return the bytes of a salt, and those of the keys of the whole text."""
+    """Return the encoded salt, and the encoded keys that hold for the whole text."""
     rest = encode_keys(cast("ExtraKeys", keys.extra_keys)).header[1:]  # after the encoding of the salt None
     return keys.header[: len(keys.header) - len(rest)], rest
 
@@ -414,7 +417,7 @@ def _moved_tokens(
         content = ContentIndex(manager.pools[0], size)
         for text in known:
             own = Chain(hasher, text.keys).namespace
-            if own is None:  # depends on a key placed inside the text
+            if own is None:  # the KV depends on a key placed inside the text
                 continue
             ids = source.find[0](text.digests)
             for _, first, end in find_runs((ids >= 0).nonzero()[0]):

@@ -23,7 +23,7 @@ TOKEN_BYTES = 64
 HASH_BYTES = 32
 """Bytes of remembered hashes for each block of a pool."""
 LEAST_BYTES = 1 << 16
-"""Minimum bytes of either."""
+"""Minimum capacity for tokens and for hashes, in bytes, however few blocks there are."""
 ENTRY_BYTES = 256
 """Bytes of an entry besides its tokens or hashes."""
 

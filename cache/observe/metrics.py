@@ -39,7 +39,7 @@ class CacheCollector:
         manager: The manager to report.
         registry: The registry to report to. None: the default registry.
         prefix: Start of every metric's name.
-        name: Value of the label. None: the smallest number that no other manager there has.
+        name: Value of the label. None: the smallest number that no other manager in the registry has.
 
     Raises:
         ImportError: prometheus_client is missing.
@@ -97,7 +97,7 @@ class CacheCollector:
 
 
 class _Group:
-    """The managers in one registry under one prefix, because a metric may be described only once."""
+    """A collector for all managers with one registry and prefix, because a registry accepts each metric only once."""
 
     def __init__(self, core: Any, prefix: str) -> None:
         self.managers: dict[str, CacheManager] = {}

@@ -14,7 +14,7 @@ BOUNDS = 1 << np.arange(0, 21, 2)
 class Residency:
     """Counts of evicted blocks by how long they had been cached, in ticks of a pool's clock.
 
-    Sums are computed on reading.
+    To keep evictions fast, `add` only stores the ticks, and `totals` computes the sums.
     """
 
     def __init__(self) -> None:

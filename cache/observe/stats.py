@@ -26,7 +26,8 @@ class CacheStats:
         hit_tokens: Tokens of `queried_tokens` that need not be computed.
         hit_tokens_by_cause: `hit_tokens` by cause: prefix, gap (behind a missing block), partial (a copied part of a
             block).
-        moved_tokens: Tokens of `queried_tokens` that were cached elsewhere. They do not count as `hit_tokens`.
+        moved_tokens: Tokens of `queried_tokens` that were cached at another position or after other text. They do not
+            count as `hit_tokens`.
         index_bytes: Memory of the indexes for moved text and for parts of blocks.
         evictions: Evicted blocks.
         offloaded_blocks: Evicted blocks that a lower tier took, according to `on_evict`.

@@ -40,7 +40,7 @@ def acquire(pool: Any, sequence: TokenIds | Sequence[bytes]) -> list[Block]:
 
 
 def choose(policy: EvictionPolicy, count: int) -> Ids:
-    """Return `count` victims of a policy, after a check. For engines that have their own pool.
+    """Ask a policy for `count` victims and check them. Engines with their own pool call this to evict blocks.
 
     Raises:
         RuntimeError: The policy returned another number of blocks, a block twice, or a block that a request holds.

@@ -126,7 +126,7 @@ class EvictionPolicy(ABC):
         """Record that a request uses these blocks: cached blocks (`hit`), or fresh blocks that will be computed."""
 
     def hinted(self, ids: Ids, priority: int, ttl: float | None) -> None:  # noqa: B027
-        """Record a request's hint to keep these blocks with a `priority` above 0 for `ttl` seconds.
+        """Record a request's hint for these blocks: keep them longer, for `ttl` seconds, if `priority` is above 0.
 
         Called after `accessed`.
         """
@@ -157,7 +157,7 @@ class EvictionPolicy(ABC):
         """
 
     def removed(self, ids: Ids) -> None:  # noqa: B027
-        """Record that these released blocks were removed without being chosen."""
+        """Record that these released blocks left the cache without being chosen as victims."""
 
     def clear(self) -> None:  # noqa: B027
         """Forget every block: the pool was emptied."""

@@ -76,7 +76,7 @@ class Ghosts:
 
 
 WAYS = 8
-"""Number of places in which a block may be. The ghost of the oldest request there is overwritten.
+"""Number of places in which the ghost of a block may be stored. The ghost of the oldest request is overwritten.
 
 With one place, random ghosts are lost, and a prefix with holes is not recognized. Then hits on Mooncake's synthetic
 trace fall from 1.26 to 1.05 times those of lru.
@@ -93,7 +93,7 @@ class GhostRecord(NamedTuple):
 
 
 def _halves(places: Keys) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-    """Return the high and the low 32 bits of places."""
+    """Return the high and the low 32 bits of places: the bits of the hash, and the other fields."""
     halves = places.view(np.uint32)
     low = int(sys.byteorder == "big")
     return halves[:, 1 - low :: 2], halves[:, low::2]
@@ -104,8 +104,8 @@ class RequestGhosts:
 
     Entries are found by the first word of a block's hash.
 
-    It takes 8 bytes a place: half of the hash, then serial, uses and tail. Two blocks are confused with a probability
-    of 2**-29 in each lookup, which only costs a wrong guess.
+    Each place takes 8 bytes: half of this word, then serial, uses and tail (`GhostRecord`). Two blocks are confused
+    with a probability of 2**-29 in each lookup, which only costs a wrong guess.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -115,11 +115,11 @@ class RequestGhosts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held. Before any ghost is stored there are none, because untouched memory takes no room."""
+        """Bytes held; 0 until a ghost is stored, because untouched memory takes no room."""
         return self._places.nbytes if self._written else 0
 
     def expect(self) -> None:
-        """Record that blocks were evicted, and that ghosts will be stored."""
+        """Prepare for ghosts: from now on `nbytes` counts the memory, and `recall` searches it."""
         self._written = True
 
     def _set_of(self, keys: Keys) -> npt.NDArray[np.intp]:
@@ -127,7 +127,7 @@ class RequestGhosts:
         return rows
 
     def remember(self, keys: Keys, records: GhostRecord, now: int) -> GhostRecord:
-        """Store ghosts of evicted blocks; return the ghosts that they overwrite."""
+        """Store ghosts of evicted blocks; return the ghosts that they overwrite. `now` is the current serial."""
         if not keys.size:
             return records
         self.expect()
@@ -154,7 +154,11 @@ class RequestGhosts:
         return GhostRecord(*(np.concatenate(parts) for parts in zip(lost, again, strict=True)))
 
     def recall(self, keys: Keys, now: int) -> tuple[Numbers, GhostRecord]:
-        """Find which of these newly filled blocks have ghosts; return their indices and the ghosts, and remove them."""
+        """Find the ghosts of newly filled blocks, and remove them. `now` is the current serial.
+
+        Returns:
+            The indices of the keys that have ghosts, and these ghosts.
+        """
         if not self._written:
             return np.empty(0, np.intp), GhostRecord(*(np.empty(0, np.int64) for _ in range(3)))
         rows = self._set_of(keys)
@@ -170,6 +174,7 @@ class RequestGhosts:
 
     @staticmethod
     def _read(places: Numbers, now: int) -> GhostRecord:
+        """Decode places as `remember` writes them. A serial is stored in few bits and is relative to `now`."""
         value = (places & LOW).astype(np.int64)
         age = (now - (value >> 4)) & ((1 << SERIAL_BITS) - 1)
         return GhostRecord(now - age, value >> 1 & 7, value & 1)

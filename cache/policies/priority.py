@@ -28,7 +28,7 @@ class Priority(QueuedPolicy):
 
     Examples:
         >>> manager = pc.CacheManager(num_blocks=2, block_size=4, policy="priority")
-        >>> for request, priority in (("a", 1), ("b", 0), ("c", 0)):  # the third needs a block of another
+        >>> for request, priority in (("a", 1), ("b", 0), ("c", 0)):  # the third evicts a block of another request
         ...     prompt = [ord(request)] * 4
         ...     allocation = manager.allocate(request, prompt, priority=priority, ttl=60)
         ...     merged = manager.commit(request, 4)
@@ -95,6 +95,7 @@ class Priority(QueuedPolicy):
         self._enqueue(ids[::-1])
 
     def _enqueue(self, ids: Ids) -> None:
+        """Add released blocks to the queues of their priorities, which are 0 where a hint has expired."""
         self._priority[ids[self._until[ids] <= self._now()]] = 0
         priorities = self._priority[ids]
         for priority in np.unique(priorities).tolist():
@@ -112,6 +113,7 @@ class Priority(QueuedPolicy):
             self._places = sum(queue.nbytes for queue in (*self._by_priority.values(), self._expired)) // 4
 
     def _expire(self) -> None:
+        """Move blocks whose hints have expired to the queue of expired hints."""
         now = self._now()
         while self._ends and self._ends[0][0] <= now:
             until, _, ids = heapq.heappop(self._ends)
@@ -124,8 +126,8 @@ class Priority(QueuedPolicy):
                 self._expired.push(self._next_ticket(), waiting[order])
                 self._places += waiting.size
 
-    def _oldest(self) -> RunQueue:
-        """Return the queue with the next victim: priority 0 together with expired hints, then higher priorities."""
+    def _next_queue(self) -> RunQueue:
+        """Return the queue with the next victim: the lowest priority first. Expired hints count as priority 0."""
         over = self._expired.first()
         while self._order:
             priority = self._order[0]
@@ -142,7 +144,7 @@ class Priority(QueuedPolicy):
         return self._expired
 
     def next_victims(self, count: int) -> Ids:
-        return self._oldest().pop(count)
+        return self._next_queue().pop(count)
 
     def victims(self, count: int) -> Ids:
         self._expire()

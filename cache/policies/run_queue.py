@@ -18,8 +18,9 @@ LOOK = 64  # places checked together, so that a few victims do not cost a scan o
 class RunQueue:
     """Released blocks in the order in which they are evicted, stored as runs so that all work is on vectors.
 
-    A block that is removed only loses its ticket. Its place in the run is skipped when the run is reached. Runs are
-    compacted when half of the places are empty, so every operation is O(1) a block, amortized.
+    Each run has a number, its ticket, and a block is in the queue while it has the ticket of its run. A block that is
+    removed only loses its ticket. Its place in the run is skipped when the run is reached. Runs are compacted when half
+    of the places are empty, so every operation is O(1) a block, amortized.
 
     Args:
         ticket_of: For each block, the ticket of its run, or -1. The queues of a policy share the array.
@@ -44,7 +45,7 @@ class RunQueue:
         return 4 * self._places
 
     def push(self, ticket: int, ids: Ids) -> None:
-        """Append a run. Its first block is evicted first. Tickets are unique and rise."""
+        """Append a run, whose first block is evicted first. Each ticket must be greater than the one before."""
         self._ticket_of[ids.astype(np.intp)] = ticket  # an index of intp takes a third of the time of int32
         self._runs.append((ticket, ids))
         self._places += ids.size
@@ -76,10 +77,7 @@ class RunQueue:
         return None if self.head() is None else int(self._runs[0][1][0])
 
     def pop(self, count: int) -> Ids:
-        """Remove 1 to `count` blocks from the front of the queue, or none if it is empty; return them.
-
-        They lose their tickets.
-        """
+        """Remove 1 to `count` blocks from the front of the queue, and return them; none if the queue is empty."""
         while self._runs:
             ticket, ids = self._runs[0]
             ids = ids[: max(count, LOOK)]

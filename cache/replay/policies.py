@@ -30,7 +30,7 @@ class Ranked(EvictionPolicy):
         self.clear()
 
     def rank(self, ids: Ids, *ranks: Any) -> None:
-        """Rank released blocks. The second and later `ranks` decide between equals."""
+        """Rank released blocks. Each of `ranks` has a number for each block; later ones decide between equals."""
         lengths: Any = (-self.pool.prefix_length.take(ids)).tolist()
         for *rank, block in zip(*ranks, lengths, ids.tolist(), strict=True):
             self._entry[block] = entry = (*rank, block)
@@ -144,7 +144,7 @@ class S3FIFO(EvictionPolicy):
     def victims(self, count: int) -> Ids:
         small, main = self.queues
         chosen: list[int] = []
-        new: list[int] = []  # those from the small queue
+        new: list[int] = []  # victims from the small queue, which become ghosts
         while len(chosen) < count:
             # The small queue may keep a tenth of the blocks.
             is_new = bool(small) and (10 * len(small) > self.pool.num_blocks or not main)

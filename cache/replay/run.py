@@ -43,7 +43,7 @@ class Result:
     trace: str
     policy: str
     hints: str
-    """The hints that the policy got: see `hints_of`. "none": no hints; "given": the caller's own."""
+    """The hints that the policy received, as for `hints_of`. "none": no hints; "given": the caller's own list."""
     capacity_share: float
     """Capacity as a share of the trace's unique blocks."""
     capacity_blocks: int
@@ -83,8 +83,8 @@ def replay(
         >>> round(replay(trace, "lru", capacity=3).hit_rate, 2), round(replay(trace, "belady", 3).hit_rate, 2)
         (0.5, 0.5)
     """
-    told = hints if isinstance(hints, str) else "given"
-    returns = None if told == "none" else hints_of(trace, hints) if isinstance(hints, str) else hints
+    hint_name = hints if isinstance(hints, str) else "given"
+    returns = None if hint_name == "none" else hints_of(trace, hints) if isinstance(hints, str) else hints
     if returns is not None and len(returns) != len(trace.requests):
         raise ValueError(f"hints: got {len(returns)}, needs one for each of the {len(trace.requests)} requests")
     name = policy if isinstance(policy, str) else type(policy).__name__.lower()
@@ -120,7 +120,7 @@ def replay(
             progress(256)
     total, share = max(trace.num_blocks, 1), capacity / max(trace.unique_blocks, 1)
     rates = hits / total, anywhere / total, float("nan")
-    return Result(trace.name, name, told, share, capacity, *rates, process_time() - began)
+    return Result(trace.name, name, hint_name, share, capacity, *rates, process_time() - began)
 
 
 def compare(

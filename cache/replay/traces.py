@@ -139,6 +139,7 @@ def _rows(line: Any, first: dict[str, Any], number: int) -> list[Row]:
 
 
 def _session(requests: Iterable[dict[str, Any]], start: float) -> Iterator[Row]:
+    """Yield the requests of a session that starts at `start` seconds, and those of its sub-agents."""
     before: BlockIds = np.empty(0, np.int64)
     for request in requests:
         at = start + float(request.get("t", 0.0))
@@ -224,7 +225,7 @@ def hints_of(trace: Trace, hints: str, seed: int = 0) -> list[float]:
         trace: The requests.
         hints: "oracle" gives 1 if a later request continues the request, else 0. A number from 0.5 to 1 gives noisy
             hints with this area under the ROC curve (AUC): the true bit is flipped with probability 1 - AUC, and the
-            hint is the probability of a continuation, given the flipped bit.
+            hint is the probability of a continuation, given the resulting bit.
         seed: Seed of the noise.
 
     Raises:

@@ -13,7 +13,7 @@ from .moved import MovedText
 from .partial import PartialBlocks
 
 REUSES: dict[str, type[PartialBlocks] | type[MovedText]] = {"partial": PartialBlocks, "anywhere": MovedText}
-"""Classes of indexes by the name of their `reuse`. Each takes the pool whose blocks it indexes."""
+"""Classes of indexes by name. The constructor of each takes the pool whose blocks it indexes."""
 
 
 class Reuse(Protocol):

@@ -42,7 +42,10 @@ core's cache.
 
 
 class _Scratch:
-    """Reused memory for `CHUNK` offsets. Allocating it for every prompt would cost more than all other work."""
+    """Reused memory for `CHUNK` offsets. Allocating it for every prompt would cost more than all other work.
+
+    `up` has the powers of m, and `down` those of its inverse.
+    """
 
     def __init__(self, block_size: int) -> None:
         self.up, self.down = _powers(FACTOR, CHUNK + block_size), _powers(INVERSE, CHUNK)
@@ -58,7 +61,7 @@ class _Scratch:
     def windows(self, part: Tokens, size: int) -> Tokens:
         """Return sums of t[i] m**i over `size` neighbours at every offset, by doubling: of two, of four, and so on.
 
-        A running sum would depend on the previous token in every step.
+        A running sum could not be vectorized, because each of its steps depends on the step before.
         """
         done, width, (sums, other) = 0, 1, self.sums
         sums = np.multiply(part, self.up[: part.size], out=sums[: part.size])
@@ -86,7 +89,10 @@ class _Scratch:
 
 
 class ContentIndex:
-    """The contents of a pool's published blocks, about 180 bytes for each. All memory is allocated here."""
+    """An index that finds the tokens of a pool's published blocks in any text.
+
+    Its memory, about 180 bytes for each block of 16 tokens, is allocated at once.
+    """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         count, self._pool, self._size = pool.num_blocks, pool, block_size
@@ -146,7 +152,7 @@ class ContentIndex:
     def find(self, tokens: Tokens, begin: int, end: int, namespace: bytes) -> Iterator[MovedSpan]:
         """Yield runs of cached text in `tokens[begin:end]`, ascending, without overlaps.
 
-        Each includes a whole block, and has no targets yet.
+        Each run includes at least one whole block. Its `targets` are still empty.
         """
         size, text, word = self._size, tokens[begin:end], np.frombuffer(namespace, np.uint64)
         if text.size < size:

@@ -19,7 +19,7 @@ from .content import ContentIndex
 
 
 class MovedText:
-    """A `pc.cache.reuse.Reuse` that finds text by content."""
+    """A `pc.cache.reuse.Reuse` that finds text of the prompt at any position, by its tokens."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool, self._block_size = pool, pool.hasher.block_size
@@ -88,7 +88,10 @@ class MovedText:
         return find_prefix(held, len(request.tokens), hit.num_tokens, self._block_size)
 
     def _set_identity(self, request: Request, block: int, end: int | None = None) -> None:
-        """Give a request's blocks from `block` to `end` other hashes. Earlier blocks keep their hashes."""
+        """Give a request's blocks from `block` to `end` the hashes of blocks with approximate KV.
+
+        Earlier blocks keep their hashes.
+        """
         if request.keys.placed:  # set by an earlier, shorter call
             keys: EncodedKeys = request.keys
         else:
@@ -102,7 +105,7 @@ class MovedText:
         request.digests = np.concatenate((before, chain.extend(request.tokens, count)))
 
     def _fitting(self, hit: Hit, found: list[MovedSpan]) -> list[MovedSpan]:
-        """Return the first runs whose blocks can be held until commit besides the blocks that the request takes."""
+        """Return as many of the first runs as the pool has room for: their blocks are held until the next commit."""
         pool, (part,), kept = self._pool, hit.groups, list[MovedSpan]()
         held: Ids = np.concatenate((part.held, hit.borrowed))
         room = pool.available - part.fresh.size

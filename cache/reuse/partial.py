@@ -61,8 +61,8 @@ class PartialBlocks:
     def extend(self, request: Request, hit: Hit, reuse: str, segments: Sequence[Span] | None) -> Hit:
         """Return the hit, extended by the tokens that its first fresh block has in common with a cached block.
 
-        There is no extension if blocks are loaded from the host, because a copy must not overwrite them. There is also
-        none if pinning the cached block would leave too few blocks for the fresh ones.
+        The hit is not extended if blocks are loaded from the host, because a copy must not overwrite them. It is not
+        extended either if pinning the cached block would leave too few blocks for the fresh ones.
         """
         (part,), namespace, size, pool = hit.groups, request.namespace, self._block_size, self._pool
         behind_a_gap = hit.cached and hit.cached[-1][1] > hit.position
@@ -82,7 +82,10 @@ class PartialBlocks:
         return hit._replace(position=reached, cached=[(0, reached)], committed=reached, borrowed=source, copied=common)
 
     def longest(self, parent: bytes, tokens: array[int]) -> tuple[bytes | None, int]:
-        """Return the block behind a prefix with the most leading tokens in common with `tokens`, and how many."""
+        """Return the hash of the block behind a prefix that begins most like `tokens`, and the number of equal tokens.
+
+        Return None and 0 if no block shares a token.
+        """
         best: tuple[bytes | None, int] = (None, 0)
         asked = np.frombuffer(tokens, np.uint32) if tokens else np.empty(0, np.uint32)
         children = self._behind.get(parent, {})

@@ -244,7 +244,7 @@ class EncoderCache:
 
         Examples:
             >>> embeddings = torch.zeros(4, 8)
-            >>> cache.place(embeddings, np.arange(5, 9), [image])  # computing goes on inside of the image
+            >>> cache.place(embeddings, np.arange(5, 9), [image])  # the next token to compute is inside the image
             >>> embeddings[:, 0]
             tensor([1., 1., 0., 0.])
         """

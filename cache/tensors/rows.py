@@ -157,9 +157,9 @@ class RowStore:
         return gather_slots_list([self.entries[name].rows for name in names], torch.from_numpy(slots), device)
 
     def by_copies(self, names: Sequence[str], ranges: Sequence[Range], new: Named) -> list[torch.Tensor] | None:
-        """Return rows joined by host copies, cached ones and new ones.
+        """Join the cached rows and the new rows of some requests by copies in host memory.
 
-        None if a kernel is needed or a row is missing.
+        Return None if that needs a kernel or a row is missing.
         """
         self._wait()
         pieces = find_pieces(self.valid, names, ranges)
@@ -239,16 +239,17 @@ def pad_tables(tables: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]
 
 
 def worth_copies(num_runs: int, num_bytes: int) -> bool:
-    """Return whether it is fastest to copy runs of rows one by one."""
+    """Return whether copying rows run by run on the host is faster than copying them slot by slot."""
     return num_runs <= _FEW_RUNS or num_bytes >= _RUN_BYTES * num_runs or _alone(num_bytes)
 
 
 def _alone(num_bytes: int) -> bool:
+    """Return whether one thread copies that many bytes as fast as several threads."""
     return num_bytes <= _ALONE_BYTES or torch.get_num_threads() == 1
 
 
 def _bare(rows: torch.Tensor) -> bool:
-    """Return whether the rows fill their memory without gaps or lazy negation."""
+    """Return whether the memory of a tensor holds exactly its values: no subclass, gaps or lazy negation."""
     return type(rows) is torch.Tensor and rows.is_contiguous() and not rows.is_neg()
 
 

@@ -30,10 +30,10 @@ class StepSlots:
     """The slots of `count` tokens, as runs of the slots that are not negative.
 
     Attributes:
-        runs: The runs; None if they are short.
-        spans: The slots in ascending order; empty if runs are short.
-        low: The lowest slot; 0 without slots.
-        high: The highest slot; -1 without slots.
+        runs: The runs; None if they are too many and short, so that slots are handled one by one.
+        spans: The slots in ascending order; empty if `runs` is None.
+        low: The lowest slot, which is negative if a token has none; 0 without tokens.
+        high: The highest slot; -1 if no token has one.
     """
 
     def __init__(self, count: int, runs: list[Run], array: Slots | None = None) -> None:
@@ -80,7 +80,7 @@ class StepSlots:
 
     @property
     def all_single(self) -> bool:
-        """Whether no two tokens have neighbouring slots."""
+        """Whether no token's slot directly follows the slot of the token before it."""
         return all(end - first == 1 for _, first, end in self._runs)
 
     @cached_property
@@ -170,7 +170,7 @@ class Step:
 
     @cached_property
     def is_decode(self) -> bool:
-        """Whether there may be as many requests as tokens, which makes rows of tokens and requests look alike."""
+        """Whether each request may have one token. Then per-token and per-request tensors have the same shape."""
         if self.requests:
             return self.slots.count <= len(self.requests)
         return self.slots.all_single

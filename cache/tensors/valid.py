@@ -26,8 +26,8 @@ class _PlannedCopy(NamedTuple):
 class ValidRows:
     """A flag for each named tensor and slot: whether the slot holds a row of the tensor.
 
-    A block's flags become void when the block is allocated again. The pool reports this, and also slots of a block in
-    use that get other tokens. Without a pool, a block counts as allocated again when its first slot is written.
+    A block's flags no longer count once the block is allocated again. The pool reports this, and also slots of a block
+    in use that get other tokens. Without a pool, a block counts as allocated again when its first slot is written.
     """
 
     def __init__(self, num_blocks: int, block_size: int, pool: BlockPool | None) -> None:
@@ -117,7 +117,7 @@ class ValidRows:
 
         Raises:
             TypeError: They are not integers.
-            ValueError: A number that no block has.
+            ValueError: A number is out of range.
         """
         index = np.asarray(blocks if isinstance(blocks, np.ndarray | Sequence) else list(blocks))
         if index.size and index.dtype.kind not in "iu":

@@ -206,7 +206,7 @@ class MooncakeTier(Tier):
             self._ask(lambda: [self._store.remove(self._names([key])[0])], 1)
 
     def close(self) -> None:
-        """Release the buffer, and leave the store if it was made here. After that every lookup is a miss."""
+        """Release the buffer, and close the store if `connect` made it. After that every lookup is a miss."""
         with self._lock:
             if self._closed:
                 return
@@ -239,6 +239,7 @@ class MooncakeTier(Tier):
         return codes
 
     def _leave_alone(self, reason: str, answer: Sequence[int]) -> Sequence[int]:
+        """Count a failure, do not call the store for `retry_seconds`, and return `answer`."""
         self.failures += 1
         self._left_alone_until = time.monotonic() + self.retry_seconds
         text = f"the Mooncake store is not used for {self.retry_seconds} s: {reason}"

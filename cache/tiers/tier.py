@@ -70,7 +70,7 @@ class Tier(Protocol):
         return [self.get(key) for key in keys]
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each of several blocks, in order, whether it is `in` the tier."""
+        """Return for each of several blocks, in order, what `key in tier` returns."""
         return [key in self for key in keys]
 
 

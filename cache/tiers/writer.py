@@ -86,6 +86,7 @@ class TierWriter(Tier):
         return {key for key, tensors in entries.items() if self._take(key, tensors)}
 
     def _take(self, key: bytes, tensors: Tensors) -> bool:
+        """Queue a copy of a block's tensors, and start the worker. Return False if the queue is full or closed."""
         size = sum(tensor.nbytes for tensor in tensors.values())
         with self._changed:
             if key in self._queued or key in self._writing or key in self._copying:
@@ -112,6 +113,7 @@ class TierWriter(Tier):
         return True
 
     def _work(self) -> None:
+        """Write queued blocks to the other tier until the queue is closed and empty. The worker's thread runs this."""
         while True:
             with self._changed:
                 while not self._queued:

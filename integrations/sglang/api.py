@@ -204,9 +204,9 @@ def announce(what: str) -> None:
 
 
 def can_register(feature: str) -> bool:
-    """Return whether SGLang's options can accept the names of a feature.
+    """Return whether the names of a feature can be added to SGLang's options.
 
-    If `why_not` has a reason against the feature, SGLang's own code serves these names.
+    That may be possible even if `why_not` gives a reason. SGLang's own code then serves these names.
     """
     return not seam.missing(REGISTRATION[feature])
 
@@ -223,7 +223,7 @@ def register_backend(name: str, make: Callable[[Any], Any]) -> None:
 
 
 def stock_backend(runner: Any) -> Any:
-    """Return SGLang's own attention backend for a device."""
+    """Return SGLang's own attention backend for a model runner: Torch on a CPU, else Triton."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     on_cpu = str(getattr(runner, "device", "cuda")).startswith("cpu")
@@ -253,7 +253,10 @@ def register_policies(
 
 
 def register_core(name: str, make: Callable[[Any, Any], Any]) -> None:
-    """Make SGLang's unified cache use the tree core that `make(params, components)` returns."""
+    """Register a tree core under a name that the parameters of a unified cache may give as `tree_core_backend`.
+
+    `make(params, components)` returns the core.
+    """
     from sglang.srt.mem_cache.unified_cache.tree_core_registry import register_tree_core_backend
 
     register_tree_core_backend(name, make)
@@ -268,8 +271,8 @@ def _main() -> int:
     """Print what the installed SGLang lacks, and unknown digests; return 1 if anything is printed."""
     found = 0
     for feature, table in NAMES.items():
-        tables = (*seam.missing(REGISTRATION[feature]), *seam.missing(table), *seam.changed(BODIES.get(feature, {})))
-        for reason in tables:
+        reasons = (*seam.missing(REGISTRATION[feature]), *seam.missing(table), *seam.changed(BODIES.get(feature, {})))
+        for reason in reasons:
             print(f"{feature}: {reason}")
             found = 1
     return found

@@ -77,7 +77,7 @@ class PagedAttnBackend(AttentionBackend):
         return self._verify_mask
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Make the metadata of a step that runs without a graph."""
+        """Make the metadata of a step that runs without a graph. Its layers share it."""
         batch, mode = forward_batch, forward_batch.forward_mode
         if mode.is_idle() or batch.batch_size == 0:
             self.forward_metadata = None
@@ -113,7 +113,7 @@ class PagedAttnBackend(AttentionBackend):
             self._verify_mask = VerifyMask(buffer=buffer, mode=TreeMaskMode.QLEN_ONLY, max_bs=max_bs)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Select the metadata that the graph for this batch size reads. Otherwise see `init_forward_metadata`."""
+        """Select the metadata that the graph for this batch size reads, and copy the masks of drafts to it."""
         self.forward_metadata = self._graph_step(forward_batch)
         if forward_batch.forward_mode.is_target_verify():
             self._keep_masks(forward_batch.spec_info, forward_batch.seq_lens)

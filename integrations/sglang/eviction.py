@@ -35,6 +35,11 @@ class PolicyTreeCore(UnifiedTreeCore):
 
     Locks show which pages a request holds. A request finds pages when it is admitted. It fills pages when its prompt or
     a chunk has been computed. It releases all of them at its end. Evicting a page also evicts the pages behind it.
+
+    Attributes:
+        asked: Number of tokens that the current eviction must free.
+        checkpointing: Whether a request that continues is moving its lock to a longer path.
+        pages: The pages as the policy sees them.
     """
 
     def __init__(self, params: Any, components: dict[Any, Any]) -> None:
@@ -107,7 +112,7 @@ class PolicyTreeCore(UnifiedTreeCore):
             if not self.checkpointing:
                 self._unreported.append(node)
             elif any(each.pc_waits for each in path):  # filled by another request, which has ended
-                self._tell([each for each in path if each.pc_waits])
+                self._report_hit([each for each in path if each.pc_waits])
         return result
 
     def dec_lock_ref(self, node_id: Any, *args: Any, **kwargs: Any) -> Any:
@@ -127,21 +132,22 @@ class PolicyTreeCore(UnifiedTreeCore):
                 self._release(last)
         return result
 
-    def _tell(self, path: list[Any]) -> None:
+    def _report_hit(self, path: list[Any]) -> None:
         """Notify the policy that a request has found these nodes."""
         waiting = sum(len(each.pc_pages) for each in path if each.pc_waits)
         for each in path:
             each.pc_waits = False
         self.pages.hit(_pages(path), waiting)
 
-    def tell_hit(self, node_id: Any) -> None:
-        """Notify the policy that a request has found this node and is about to fill pages behind it."""
+    def report_hit(self, node_id: Any) -> None:
+        """Notify the policy that a request has found the path to a node, before it fills pages behind it."""
         node = self.node_by_id(node_id)
         if node in self._unreported:
             self._unreported.remove(node)
-            self._tell(self._path(node))
+            self._report_hit(self._path(node))
 
     def _release(self, nodes: list[Any]) -> None:
+        """Notify the policy that no request holds these nodes, so that it may evict them."""
         for node in nodes:
             node.pc_waits = True
             self._unlocked.pop(node.id, None)
@@ -156,10 +162,10 @@ class PolicyTreeCore(UnifiedTreeCore):
         return path[::-1]
 
     def evict_device_start(self, component_type: Any, request_cnt: int) -> None:
-        """Prepare an eviction of `asked` tokens. SGLang passes all evictable tokens as `request_cnt`."""
+        """Prepare an eviction of `asked` tokens. `request_cnt`, the number of all evictable tokens, is ignored."""
         self._leaves = []
         for node in self._unreported:
-            self._tell(self._path(node))
+            self._report_hit(self._path(node))
         self._unreported = []
         for node in [node for node in self._unlocked.values() if _locks(node) == 0]:
             self._release([node])
@@ -223,7 +229,7 @@ class PolicyTreeCore(UnifiedTreeCore):
             node.pc_waits = False
         self._leaves = leaves
 
-    def told(self, req: Any, finished: bool) -> None:
+    def pass_hints(self, req: Any, finished: bool) -> None:
         """Pass a request's hints to the policy, and at its end the number of tokens that it generated."""
         hint, _ = read_or_warn(req, req.rid, logger)
         if hint is not None:
@@ -250,14 +256,14 @@ class PolicyRadixCache(UnifiedRadixCache):
         """Insert the pages that a request has computed into the tree, locked by the request."""
         core = self.tree_core
         if req.lock is not None:
-            core.tell_hit(req.lock.node)
+            core.report_hit(req.lock.node)
         core.checkpointing = True
         try:
             super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
         finally:
             core.checkpointing = False
         if req.last_node is not None:
-            core.told(req, req.finished())
+            core.pass_hints(req, req.finished())
 
     def _evict(self, params: Any, *args: Any, **kwargs: Any) -> Any:
         self.tree_core.asked = params.num_tokens
@@ -271,6 +277,7 @@ def _pages(nodes: list[Any]) -> Ids:
 
 
 def _locks(node: Any) -> int:
+    """Return how many locks SGLang holds on a node."""
     return int(node.component_data[ComponentType.FULL].lock_ref)
 
 

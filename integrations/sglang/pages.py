@@ -16,7 +16,7 @@ from ..policy_pool import FACTOR, PolicyPool
 
 
 class PageState(PolicyPool):
-    """Pages of the tree. `keys` holds, for each page, a sum over the tokens up to and including the page."""
+    """Pages of the tree. `keys` has, for each page, a weighted sum of the tokens up to its end, which is hashed."""
 
     def __init__(self, num_blocks: int, page_size: int, policy: EvictionPolicy) -> None:
         self.num_locked = 0
@@ -28,7 +28,7 @@ class PageState(PolicyPool):
         self._of_token = _mixed(np.arange(1, page_size + 1, dtype=np.uint64)) | np.uint64(1)
 
     def keys_of(self, ids: Ids) -> npt.NDArray[np.uint64]:
-        """Return 64 bits for each page, which depend on the tokens up to its end and the tree's seed. Ranks agree."""
+        """Return 64 bits for each page: a hash of the tokens up to its end and of the seed, the same on all ranks."""
         return _mixed(self.keys.take(ids))
 
     def fill(self, tokens: npt.NDArray[np.int64], before: int | None, seed: int) -> Ids:
@@ -54,6 +54,7 @@ class PageState(PolicyPool):
         self._fill(ids, self.keys.take(ids))
 
     def _fill(self, ids: Ids, sums: npt.NDArray[np.uint64]) -> None:
+        """Notify the policy of filled pages, whose hashes come from `sums`."""
         self.took(ids, references=0)
         self.flush()
         self.keys[ids] = sums

@@ -41,7 +41,7 @@ from ..seam import wrap_once
 from ..tested import TESTED, say_untested
 
 SINCE = {"offload": (0, 33)}
-"""The oldest series that serves a feature, if it is not the oldest that was tested."""
+"""The oldest release series of vLLM that serves a feature, if it is not the oldest that was tested."""
 
 PACKAGES = {"omni": "vllm-omni"}
 """The distribution whose names a feature uses, if it is not vLLM."""
@@ -520,7 +520,7 @@ def check_version(feature: str, **objects: Any) -> None:
     """Check that the installed vLLM, or vLLM-Omni, can serve a feature. Arguments are as for `why_not`.
 
     Raises:
-        UnsupportedVersionError: It cannot; says what was found and what is needed.
+        UnsupportedVersionError: It cannot. The message says what was found and what is needed.
 
     Examples:
         >>> from pc.integrations.vllm import UnsupportedVersionError, check_version
@@ -585,7 +585,7 @@ def callers_request_id(request: str) -> str:
 
 
 def is_vllms(name: Any) -> bool:
-    """Return whether a class that an engine names by its import path is vLLM's own."""
+    """Return whether an engine's configuration names a class of vLLM itself, by its import path."""
     return isinstance(name, str) and name.startswith("vllm.")
 
 
@@ -682,7 +682,7 @@ def call_before_metadata(prepare: Callable[[Any, int], Callable[[], None]]) -> N
 
 
 def block_table_of(runner: Any, group: int, count: int) -> Any:
-    """Return the block table of the first requests of a runner's batch, `[count, max_blocks]`, a numpy array."""
+    """Return the block table of the first `count` requests of a runner's batch, a numpy array `[count, max_blocks]`."""
     return runner.input_batch.block_table[group].block_table.np[:count]
 
 
@@ -788,13 +788,13 @@ def call_reuse_watchers(pool: Any, blocks: list[Any]) -> None:
 
 
 def _table_of(pool: Any) -> dict[bytes, Any] | None:
-    """Return the blocks by key, or None if vLLM's own methods must be called."""
+    """Return the table of blocks by key; None if something watches it, so that vLLM's own methods must be called."""
     watched = pool.enable_kv_cache_events or pool.metrics_collector or pool.cached_block_hashes_by_block
     return pool.cached_block_hash_to_block._cache if pool.has_vllms_table and not watched else None
 
 
 def drop_hashes(pool: Any, blocks: list[Any]) -> None:
-    """Remove the hashes of blocks that are about to be reused. vLLM does so with several calls for each block."""
+    """Remove the hashes of blocks that are about to be reused. vLLM's own pool makes several calls for each block."""
     table = _table_of(pool)
     if table is None:
         for block in blocks:

@@ -231,7 +231,7 @@ def describe(vllm_config: Any) -> str:
 
 
 def _attention_in_use(vllm_config: Any) -> list[str]:
-    """Return what to log about attention, [] if ours is not registered."""
+    """Return the entry about attention for the log, in a list; [] if our backend is not registered."""
     name, is_chosen = api.chosen_attention(vllm_config)
     path = api.registered_attention(name)
     if path not in (_BACKEND, _LATENT_BACKEND):

@@ -33,7 +33,7 @@ LONGEST = 200
 
 
 def file_name(request_id: str) -> str:
-    """Return a request's file name: the id in vLLM's answer ("cmpl-...-0"), percent-encoded. Clients choose the id."""
+    """Return a request's file name: its id in vLLM's answer ("cmpl-...-0"), percent-encoded. Clients choose ids."""
     name = quote(request_id, safe="")
     return (name if len(name) <= LONGEST else hashlib.sha256(request_id.encode()).hexdigest()) + SUFFIX
 

@@ -28,10 +28,10 @@ ASKED_LOGPROBS = "pc_prompt_logprobs"
 """The key that asks for the log-probabilities of a prompt's tokens, in a server that writes into a folder."""
 
 LOGITS = 1 << 26
-"""The most logits computed at once for log-probabilities: 256 MiB in float32."""
+"""Maximum number of logits computed at once for log-probabilities: 256 MiB in float32."""
 
 WAITING_BYTES = 1 << 30
-"""The most bytes of rows that wait for `take`, unless `pc_hidden_states_waiting_bytes` gives another number."""
+"""Maximum bytes of rows that wait for `take`, unless `pc_hidden_states_waiting_bytes` gives another number."""
 
 _OVERHEAD = 1024
 """Bytes counted for a completed prompt besides its tensors. They also limit the number of prompts without rows."""
@@ -183,6 +183,7 @@ class PromptHiddenStates:
         return not reason
 
     def _store(self, output: Any, positions: dict[str, int], state: Any) -> None:
+        """Store a step's rows by slot, and read the rows of the prompts that the step completes."""
         batch = state.input_batch if hasattr(state, "input_batch") else self.runner.input_batch
         counts = output.num_scheduled_tokens
         requests = [request for request in batch.req_ids if request in counts]
@@ -271,10 +272,10 @@ class HiddenStatesWorker(Base):
     If the installed vLLM lacks what the rows need, the worker runs as vLLM's own and logs why.
 
     Raises:
-        ValueError: At start-up. An option is out of range. Speculation is asynchronous, so the host does not know its
-            positions. There is a KV connector with a pooling model, or without `pc`'s scheduler. The model pools
-            without chunked prefill, under runner V2, or with a pooler that joins chunks itself. The model has no full
-            attention.
+        ValueError: At start-up. An option is out of range, or no layer has full attention. Or speculation is
+            asynchronous, so the host does not know its positions. Or there is a KV connector with a pooling model, or
+            without `pc`'s scheduler. Or the model pools without chunked prefill, under runner V2, or with a pooler that
+            joins chunks itself.
         UnsupportedVersionError: The model pools each token, and vLLM lacks what adds the rows of prefix hits.
     """
 
@@ -390,7 +391,7 @@ def check_pooler(pooler: Any) -> None:
 
 
 def take_hidden_states(llm: Any) -> dict[str, dict[str, torch.Tensor] | None]:
-    """Return the hidden states of prompts that asked for them and were completed since the last call.
+    """Return the hidden states of the prompts that were completed since the last call and whose requests asked.
 
     Args:
         llm: vLLM's `LLM`.
@@ -412,6 +413,7 @@ def take_prompt_logprobs(llm: Any) -> dict[str, torch.Tensor | None]:
 
 
 def _gather(llm: Any, method: str) -> dict[str, Any]:
+    """Call a method of all workers, and return their results together, by the ids that callers know."""
     found: dict[str, Any] = {}
     for taken in llm.collective_rpc(method):
         found.update({callers_request_id(request): rows for request, rows in taken.items()})

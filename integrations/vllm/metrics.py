@@ -43,7 +43,7 @@ FOLDER = "_PC_VLLM_COUNTS"
 
 
 class PolicyCounts:
-    """The counters of one scheduler."""
+    """The counters of one scheduler, written to files that the server's process reads."""
 
     def __init__(self, vllm_config: Any) -> None:
         model, parallel = vllm_config.model_config, vllm_config.parallel_config

@@ -26,7 +26,7 @@ BACKENDS = ("CUSTOM", "FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION")
 """Attention backends that store a token's key and value next to each other in the last dimension, features in order."""
 
 ANGLE, LENGTH = 0.03, 0.02
-"""The largest error of angles, in radians, and of lengths in a rotary table; bfloat16 rounds both."""
+"""The largest accepted error of angles (in radians) and of lengths in a rotary table, which bfloat16 rounds."""
 
 
 class RotatedLayer(NamedTuple):
@@ -79,7 +79,7 @@ def rotated_layers(model: Any, vllm_config: Any) -> list[RotatedLayer]:
     """Return each layer's keys, values and rotation.
 
     Raises:
-        ValueError: A part of the model makes them unknown; says which.
+        ValueError: The rotation of a layer is unknown. The message names the cause.
     """
     config = vllm_config.model_config
     for name in ("no_rope_layers", "no_rope_layer_interval", "nope_layer_interval"):
@@ -111,7 +111,7 @@ def rotated_layers(model: Any, vllm_config: Any) -> list[RotatedLayer]:
 
 
 def _rotary_beside(model: Any, layer: str) -> Any:
-    """Return the rotary embedding of the module that has an attention layer."""
+    """Return the rotary embedding in the module that contains an attention layer. Raise ValueError without one."""
     try:
         siblings = model.get_submodule(layer.rpartition(".")[0]).children()
     except AttributeError:
@@ -131,7 +131,7 @@ def frequencies(table: torch.Tensor) -> torch.Tensor:
         table: `[positions, rotary_dim]`, cosines and then sines.
 
     Raises:
-        ValueError: The table is not one of a rotation whose angle grows with the position.
+        ValueError: The angles of the table do not grow in proportion to the position.
     """
     if table.dim() != 2 or len(table) < 2 or not table.shape[1]:
         raise ValueError(f"a rotary table of shape {list(table.shape)}")

@@ -86,9 +86,9 @@ def demo(
 def bench(
     ops: Annotated[list[str] | None, typer.Argument(help="Operators, such as paged_attention. Default: all.")] = None,
     device: Device = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Run fewer cases, for less time each.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Run fewer cases, each for less time.")] = False,
     case: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
-    provider: Annotated[str | None, typer.Option(help="Besides pc, only providers whose name contains this.")] = None,
+    provider: Annotated[str | None, typer.Option(help="Other implementations to time, by a part of the name.")] = None,
     output: Annotated[Path, typer.Option(help="Folder for the rows (CSV).")] = Path("bench_output"),
     threads: Annotated[int, typer.Option(min=1, help="Number of PyTorch's threads on a CPU.")] = 1,
     peers: Annotated[Path | None, typer.Option(help="Folder with wheels of other projects to compare with.")] = None,
@@ -145,7 +145,8 @@ def replay(
     policies: Annotated[
         str,
         _option(
-            "Names, separated by commas. belady knows all requests, next_turn each conversation's next turn.", *POLICIES
+            "Names, separated by commas. belady knows all later requests, next_turn each conversation's next.",
+            *POLICIES,
         ),
     ] = "lru,default",
     capacity: Annotated[
@@ -166,7 +167,7 @@ def replay(
         str,
         typer.Option(
             help="Hints passed as free(returns=...), separated by commas: none, oracle (the trace's own future), or "
-            "the area under the ROC curve of a noisy bit, such as 0.8."
+            "a number such as 0.8: a noisy hint with this area under the ROC curve."
         ),
     ] = "none",
     block_size: Annotated[

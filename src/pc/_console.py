@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def choose_device(device: Any = None) -> torch.device:
-    """Return a device by name. None: a GPU if there is one and kernels are compiled, else the CPU.
+    """Return the device with a name. None: a GPU if there is one and TRITON_INTERPRET is not set, else the CPU.
 
     Raises:
         ValueError: The device is neither a CPU nor a GPU that PyTorch can use.
@@ -34,7 +34,7 @@ def choose_device(device: Any = None) -> torch.device:
 
 
 def new_progress(console: Console) -> Progress:
-    """Return a progress bar with a count, the time and a description."""
+    """Return a progress bar with a count of steps, the elapsed time and a description."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")

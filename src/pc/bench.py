@@ -14,7 +14,9 @@ PACKAGE = "benchmarks"
 
 
 def find_checkout() -> Path:
-    """Return the root of a checkout: of this package, the current folder or the running script, in this order.
+    """Return the root of the first checkout of the repository that is found.
+
+    Look for the checkout that contains this package, the current folder, or the running script, in this order.
 
     Raises:
         FileNotFoundError: None of them is in a checkout.

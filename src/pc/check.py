@@ -65,7 +65,7 @@ def run_check(device: str | None, quick: bool) -> int:
         return 0
     begin = time.perf_counter()
     with console.status("") as status:
-        # In a log, where no status is shown, each case has a line as it begins.
+        # A log shows no status line, so there each case prints a line when it begins.
         rows = run(found, quick, status.update if console.is_terminal else lambda name: print(name, flush=True))
     console.print(_table(rows, found))
     wrong = [row for row in rows if not row.ok]

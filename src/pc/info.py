@@ -74,7 +74,7 @@ def _cpu() -> dict[str, str]:
 
 
 def _gpu(device: torch.device) -> dict[str, str]:
-    """Return facts about a GPU, and the tiles that kernels have on it."""
+    """Return facts about a GPU, and the tile sizes that attention kernels use on it."""
     properties = torch.cuda.get_device_properties(device)
     arch = architecture(device)
     found = {
@@ -98,7 +98,7 @@ def _tiles(tiles: Tiles) -> str:
 
 
 def _cache_directories() -> dict[str, str]:
-    """Return the folders of compiled kernels and of models, by the variables that set them."""
+    """Return the folders of compiled kernels and of models. The keys are the environment variables that set them."""
     home = Path.home()
     inductor = Path(tempfile.gettempdir()) / f"torchinductor_{os.environ.get('USER', 'root')}"
     defaults = {

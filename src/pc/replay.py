@@ -71,6 +71,7 @@ def _make_folder(option: str, folder: Path) -> None:
 
 
 def _names(policies: str, drawn: bool) -> list[str]:
+    """Return the names in `--policies`, after a check. A plot (`drawn`) also needs lru and belady."""
     names = [name.strip() for name in policies.split(",") if name.strip()]
     for name in names:
         if name not in POLICIES and name not in ORACLES:
@@ -82,6 +83,7 @@ def _names(policies: str, drawn: bool) -> list[str]:
 
 
 def _hints(text: str, trace: Trace) -> list[str]:
+    """Return the hints in `--hints`, after a check."""
     hints = [name.strip() for name in text.split(",") if name.strip()]
     for hint in hints:
         if hint != "none":
@@ -93,6 +95,7 @@ def _hints(text: str, trace: Trace) -> list[str]:
 
 
 def _shares(capacity: str, trace: Trace) -> list[float]:
+    """Return the capacities in `--capacity` as shares of the trace's unique blocks."""
     shares = []
     for text in capacity.split(","):
         try:
@@ -107,6 +110,7 @@ def _shares(capacity: str, trace: Trace) -> list[float]:
 
 
 def _part(text: str, trace: Trace) -> Trace:
+    """Return the part of a trace that `--part` names, such as 50%-100%."""
     try:
         start, end = (float(edge.strip().removesuffix("%")) / 100 for edge in text.split("-"))
     except ValueError:

@@ -51,8 +51,8 @@ def layer_kinds(config: Any, tensor_parallel: int = 1) -> list[dict[str, Any]]:
     options["sinks"] = any(name.endswith(".sinks") for name, _ in model.named_parameters())
     windows = layer_windows(config)
     kinds = [0] * (len(windows) < text.num_hidden_layers) + sorted(set(windows.values()))
-    given = {name: value for name, value in options.items() if value}
-    return [shape | given | ({"window": window} if window else {}) for window in kinds]
+    used = {name: value for name, value in options.items() if value}
+    return [shape | used | ({"window": window} if window else {}) for window in kinds]
 
 
 def run_warmup(
@@ -76,11 +76,11 @@ def run_warmup(
         place = choose_device(device)
         config = AutoConfig.from_pretrained(model)
         own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
-        given = own if dtype is None else getattr(torch, dtype)
+        query_dtype = own if dtype is None else getattr(torch, dtype)
         stored = None if cache_dtype is None else CACHE_DTYPES[cache_dtype]
         for kind in layer_kinds(config, tensor_parallel):
             begin = time.perf_counter()
-            warmup(**kind, block_size=block_size, dtype=given, cache_dtype=stored, device=place, workers=workers)
+            warmup(**kind, block_size=block_size, dtype=query_dtype, cache_dtype=stored, device=place, workers=workers)
             said = ", ".join(f"{name} {value}" for name, value in kind.items())
             print(f"{time.perf_counter() - begin:6.1f} s  {said}", flush=True)
     except (OSError, ValueError, AttributeError, RuntimeError, UnsupportedError) as error:

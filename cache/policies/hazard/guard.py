@@ -47,7 +47,7 @@ class ShadowGuard:
         return self._start.nbytes + self._end.nbytes
 
     def needed(self, runs: RunTable) -> Numbers:
-        """Return for each row whether a shadow cache needs it."""
+        """Return for each row whether a simulation still needs it."""
         serial = runs.serial[: runs.count]
         needed = (serial >= self._edge) & (runs.owned[: runs.count] > 0)
         if not self.learned:
@@ -70,7 +70,7 @@ class ShadowGuard:
             self._end = np.append(self._end, sizes)
 
     def fill(self, runs: RunTable, capacity: int) -> None:
-        """Find the request at which the most recently used blocks fill the capacity, once all uses are known."""
+        """Find the oldest request whose blocks lru would still hold. Call this after all uses are recorded."""
         row = int(runs.serial[: runs.count].searchsorted(self._edge))
         owned_of = runs.views.owned
         owned = owned_of[row]
@@ -109,8 +109,8 @@ class ShadowGuard:
     def judge(self, number: int, runs: RunTable) -> None:
         """Decide which order is in force, `number` requests after the last decision.
 
-        A lead is bounded by the cost of a change. So old hits do not outweigh current losses, and old losses do not
-        exclude the better order.
+        The lead is kept within the cost of a change, in hits. So hits of long ago do not hide current losses, and
+        losses of long ago do not exclude the better order.
         """
         stake = min(max(SHARE * self._capacity, LEAST * self.mean), MOST * self.mean)
         lead = self._lead * 0.5 ** (number / HALF_LIFE)
@@ -124,7 +124,7 @@ class ShadowGuard:
             self._start = self._end = np.empty(0, np.int32)
 
     def evict_in_shadow(self, runs: RunTable, model: HazardModel, now: int, capacity: int) -> None:
-        """Evict from the learned order's shadow cache what exceeds the capacity, while lru is in force."""
+        """Evict blocks from the learned order's shadow cache down to its capacity, while lru is in force."""
         excess = int((self._end - self._start).clip(0).sum()) - capacity
         while excess > 0:
             rows = np.flatnonzero(self._end[:-1] > self._start[:-1])  # the last request held its blocks until now

@@ -18,9 +18,9 @@ NO_OWNER = -1
 class EventLog:
     """A log of hits and releases.
 
-    `owner` has for each block the serial of its last user and, in the low `place_bits`, the place in its chain; -1 for
-    none. Draining the log updates it. Blocks and counts are int32 values stored as bytes, whose memory is
-    reused sooner than that of arrays.
+    `owner` has for each block the serial of its last user and, in the low `place_bits`, the place in that user's chain;
+    -1 for none. `drain` updates `owner`. Blocks and counts are int32 values stored as bytes, whose memory is reused
+    sooner than that of arrays.
     """
 
     def __init__(self, owner: Numbers, place_bits: int) -> None:

@@ -170,7 +170,7 @@ class HazardModel:
         return scores
 
     def score(self, stratum: int, covariates: int, age: int) -> float:
-        """Return `scores` of one block."""
+        """Return the worth of one block, as `scores` does, without numpy's overhead."""
         if not self._indexed:
             self._find_index()
         bucket = min(bisect(EDGE_LIST, age) - 1, AGES - 1)
@@ -267,7 +267,10 @@ class IntervalsAtRisk:
         np.subtract.at(self._runs.at_risk, (rows[begun], _cell_of(uses, tail)[begun]), np.int16(1))
 
     def learn(self, now: int, stale: bool) -> None:
-        """Count all exposure up to now. For old requests, whose hazard changes slowly, do so in every fourth call."""
+        """Count all reuses, and the exposure up to now.
+
+        Old requests, whose hazard changes slowly, are counted in every fourth call.
+        """
         runs, model = self._runs, self._model
         self._open_new_rows()
         self._calls += 1
@@ -311,11 +314,11 @@ class IntervalsAtRisk:
         runs.counted_to[rows] = 0
 
     def _weights(self, rows: Numbers) -> npt.NDArray[np.float32]:
-        """Return the weight of each block of a request."""
+        """Return the weight of a block of each row. Blocks of long requests weigh less, so they do not dominate."""
         return (1 / np.sqrt(np.maximum(self._runs.size[rows], 1))).astype(np.float32)
 
     def _reuses(self) -> tuple[Numbers, Numbers, Numbers]:
-        """Return rows, times and, by cell, the numbers of blocks reused since the last call: `[n]` and `[n, 8]`."""
+        """Return the reuses since the last call: rows `[n]`, times `[n]`, and numbers of blocks by cell, `[n, 8]`."""
         runs = self._runs
         parts: list[tuple[Numbers, Numbers, Numbers]] = []
         if self._recalled:

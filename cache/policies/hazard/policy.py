@@ -133,7 +133,7 @@ class Hazard(EvictionPolicy):
             self._judged = self._now
 
     def _remember_victims(self) -> None:
-        """Make ghosts of victims, which show reuses that a larger cache would have hit.
+        """Store a ghost for each victim. Ghosts show reuses that a larger cache would have hit.
 
         Without them the model would be biased: the idle time of an evicted block would seem to end at its eviction.
         """
@@ -153,7 +153,7 @@ class Hazard(EvictionPolicy):
             self.intervals.forgotten(rows, lost.uses[known], lost.tail[known])
 
     def _recall_filled(self) -> None:
-        """Find filled blocks that were evicted before."""
+        """Record reuses of evicted blocks: find the newly filled blocks that have ghosts."""
         times, parts, keys, lengths = zip(*self._filled, strict=True)
         self._filled = []
         ids = np.concatenate(parts)
@@ -250,11 +250,11 @@ class Hazard(EvictionPolicy):
         if chooser.is_due(self._now):
             self._refresh(left)
         left -= self._evict(left)
-        if left:  # the ranked runs are used up
+        if left:  # the runs that were ranked have no more blocks
             self._refresh(left)
             left -= self._evict(left)
         if left:  # no run can be evicted by score, because each has a child
-            left -= chooser.oldest(left)
+            left -= chooser.evict_oldest(left)
         parts = chooser.taken()
         if left:
             raise too_few(left)
@@ -272,9 +272,9 @@ class Hazard(EvictionPolicy):
         """
         chooser = self._chooser
         if self.guard.learned:
-            return chooser.least(count, self._now)
-        over = chooser.least(count, self._now, below=0.0)
-        return over + chooser.oldest(count - over)
+            return chooser.evict_least(count, self._now)
+        over = chooser.evict_least(count, self._now, below=0.0)
+        return over + chooser.evict_oldest(count - over)
 
     def _refresh(self, count: int) -> None:
         """Apply all notifications and, if the learned order is in force, rank the runs again."""

@@ -46,9 +46,9 @@ NO_BLOCKS = b""
 class RunTable:
     """A table with a row for each request that has blocks left or is learned from, in the order of serial numbers.
 
-    `views` are the same columns, flat, for reading single rows in a third of numpy's time; they are made again when the
-    table grows. `chains` has the blocks of each row's chain from place `base` on, int32 as bytes; `places` counts them
-    all. Columns are `[rows, ...]`, of which the first `count` are in use.
+    Columns are `[rows, ...]`, of which the first `count` rows are in use. `views` are flat views of the columns, which
+    read a single row in a third of numpy's time. `chains` has the blocks of each row's chain from place `base` on, as
+    the bytes of int32 values. `places` is the number of blocks in all `chains`.
     """
 
     serial: Numbers  # number of the request, which is also its time
@@ -114,7 +114,7 @@ class RunTable:
         return known, rows.take(known)
 
     def groups_of(self, rows: Numbers) -> npt.NDArray[np.intp]:
-        """Return the groups of rows. Strata are parts of groups."""
+        """Return the group of each row: its stratum without the class of uses."""
         return self.stratum.take(rows).astype(np.intp) // USES
 
     def covariates_of(self, rows: Numbers) -> npt.NDArray[np.intp]:
@@ -174,7 +174,7 @@ class RunTable:
         self._shortened.clear()
 
     def trim(self, row: int) -> None:
-        """Drop blocks of a chain once few of them are in its run."""
+        """Drop the blocks of a chain that are outside its run, if more than half of the chain is."""
         views, chain = self.views, self.chains[row]
         start, end, size = views.start[row], views.end[row], len(chain) // 4
         if start >= end:
@@ -189,7 +189,7 @@ class RunTable:
         self.chains[row] = left
 
     def piece_start(self, row: int, start: int, end: int) -> int:
-        """Return the first place of the blocks that have the same score as the block at `end - 1`."""
+        """Return the first place of the consecutive blocks up to `end` that have the same score as the last of them."""
         views = self.views
         if end == views.size[row]:
             return end - 1

@@ -1,8 +1,9 @@
 """The choice of victims: blocks are evicted from the end of the run whose last block has the least worth.
 
-A run is the part of a request's blocks that no later request has used. It loses blocks while their worth is the same. A
-block is evicted before its parent, because it cannot be hit without the parent. To save time, a heap keeps the scores
-of the likely next runs until some more requests have come. Memoryviews read owners and child counts.
+A run is the part of a request's blocks that no later request has used. Eviction shortens a run from its end, up to the
+block whose worth differs. A block is evicted before its parent, because it cannot be hit without the parent. To save
+time, a heap keeps the scores of the likely next runs until some more requests have come. Memoryviews read owners and
+child counts.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class VictimChooser:
         """Forget the ranks, because rows have new numbers."""
         self._heap, self._until = [], 0
 
-    def least(self, count: int, now: int, below: float = math.inf) -> int:
+    def evict_least(self, count: int, now: int, below: float = math.inf) -> int:
         """Evict up to `count` blocks with the least scores below a bound; return how many."""
         heap = self._heap
         left = count
@@ -123,6 +124,7 @@ class VictimChooser:
         return count - left
 
     def _evictable(self, row: int) -> bool:
+        """Return whether a run has blocks left and its last block has no child."""
         views = self._runs.views
         return bool(views.start[row] < views.end[row] and not self._child_count_of[views.last[row]])
 
@@ -132,7 +134,7 @@ class VictimChooser:
             return FINISHED_SCORE
         return self._model.score(views.stratum[row], views.covariates[row], now - views.serial[row])
 
-    def oldest(self, count: int) -> int:
+    def evict_oldest(self, count: int) -> int:
         """Evict up to `count` blocks in lru's order; return how many."""
         left = count
         for row in self._runs.nonempty().tolist():

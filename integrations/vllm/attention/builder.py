@@ -69,7 +69,7 @@ class PagedMetadataBuilder(AttentionMetadataBuilder):
         # A group may mix windows if vLLM's hybrid cache manager is off.
         impls = [getattr(layer, "impl", None) for layer in layers.values()]
         windows = {getattr(impl, "window", 0) for impl in impls}
-        self._first = impls[0] if impls else None
+        self._first = impls[0] if impls else None  # all layers have the same compressor
         # On the CPU the operators need no plan, unless they run kernels in the interpreter.
         self.windows = sorted(windows) if device.type != "cpu" or INTERPRET else []
         self.batch_invariant = is_batch_invariant()

@@ -57,7 +57,7 @@ class LatentAttention(LatentImpl):
     can_return_lse_for_decode = not IS_CPU
 
     def forward_mqa(self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any) -> Any:
-        """Compute a decode: absorbed queries `[num_decodes, num_heads, head_dim]`, one a sequence, over latent rows.
+        """Compute attention of decodes over latent rows: `q` are absorbed queries `[num_decodes, num_heads, head_dim]`.
 
         Returns:
             `[num_decodes, num_heads, kv_lora_rank]`, and the lse `[num_decodes, num_heads]` or None.

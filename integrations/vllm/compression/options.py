@@ -14,7 +14,7 @@ ASKED = "pc_compress"
 """The name under which a request asks to be compressed."""
 
 HEADS = ("same", "ada")
-"""Ways to share a layer's budget among its KV heads: as many tokens for each, or as Ada-KV does, by score."""
+"""Ways to divide a layer's budget among its KV heads: equally ("same"), or by score as in Ada-KV ("ada")."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ def read_options(extra: Mapping[str, Any]) -> CompressionOptions | None:
     `vllm_xargs` takes no mappings.
 
     Raises:
-        ValueError: An option that is unknown or out of range, by name.
-        TypeError: An option of another type.
+        ValueError: An option is unknown or out of range. The message names it.
+        TypeError: An option has the wrong type. The message names it.
 
     Examples:
         >>> from pc.integrations.vllm.compression.options import read_options

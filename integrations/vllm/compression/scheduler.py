@@ -135,10 +135,11 @@ class Compression:
         return [make_block_hash_with_group_id(digest, group) for digest in digests]
 
     def find(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """Replace vLLM's search for cached blocks, and end a hit before the last queries, which presses read.
+        """Return the cached blocks of a request, in place of vLLM's own method.
 
-        These queries are always computed, so the tokens that stay do not depend on the cache. The limit also excludes
-        blocks after the compressed text: other requests may have published them, computed from the exact prompt.
+        A hit ends before the queries that presses read. They are always computed, so the tokens that stay do not depend
+        on the cache. Blocks after the compressed text are no hits either, because other requests may have computed them
+        from the exact prompt.
         """
         blocks, count, *rest = self._find(request, *args, **kwargs)
         plan = self.plans.get(request.request_id)
@@ -160,14 +161,14 @@ class Compression:
         return None if None in found or not found else found
 
     def publish(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        """Replace vLLM's publishing of a request's blocks. Blocks after a compressed prompt are not published."""
+        """Publish a request's blocks, in place of vLLM's own method; not the blocks after a compressed prompt."""
         plan = self.plans.get(request.request_id)
         if plan is None or plan.state not in ("found", "compressed"):
             self._publish(request, *args, **kwargs)
         elif plan.state == "found":
-            self._compressed(request, plan)
+            self._count_compressed(request, plan)
 
-    def _compressed(self, request: Any, plan: PromptPlan) -> None:
+    def _count_compressed(self, request: Any, plan: PromptPlan) -> None:
         """Record and count that a request holds packed blocks now."""
         plan.state, plan.is_compressed = "compressed", True
         self.counts["compressed_requests"] += 1
@@ -176,8 +177,8 @@ class Compression:
     def clip(self, request: Any, num_computed: int, num_new: int) -> int:
         """Return the number of tokens that a request may compute in this step, at most `num_new`.
 
-        A chunk ends at the end of the compressed text. The prompt is compressed before the next chunk. While blocks for
-        it are lacking, the request computes nothing.
+        A chunk ends at the end of the compressed text. The prompt is compressed before the next chunk. While the
+        pool has too few blocks for the packed tokens, the request computes nothing.
         """
         plan = self.plans[request.request_id]
         if plan.state != "waiting":
@@ -190,7 +191,7 @@ class Compression:
         return num_new
 
     def _compress(self, request: Any, plan: PromptPlan) -> bool:
-        """Compress a prompt that has been computed; return False while blocks are lacking."""
+        """Compress a prompt that has been computed; return False if the pool has too few blocks to pack it into."""
         pool, whole, before = self._pool, plan.whole, self._pool.get_num_free_blocks()
         table = self._manager.req_to_blocks[request.request_id]
         old, reused, peer = table[:whole], set[int](), self._packed_peer(plan)
@@ -215,7 +216,7 @@ class Compression:
         self._packings.append(
             Packing(request.request_id, plan.options.press, plan.tokens, sources, targets, tail, origin, by_head)
         )
-        self._compressed(request, plan)
+        self._count_compressed(request, plan)
         self.freed |= dict.fromkeys(request.block_hashes[:whole])
         while len(self.freed) > len(pool.blocks):
             del self.freed[next(iter(self.freed))]
@@ -287,7 +288,7 @@ class Compression:
             plan.state = "exact" if plan.is_compressed is False else "waiting"
 
     def exact_tokens(self, request: Any) -> int:
-        """Return the number of a request's first tokens that attended to all tokens before them."""
+        """Return the number of a request's first tokens whose KV was computed from the exact, uncompressed text."""
         plan = self.plans.get(request.request_id)
         is_packed = plan is not None and plan.state in ("found", "compressed")
         return plan.tokens if plan is not None and is_packed else int(request.num_tokens)

@@ -68,7 +68,7 @@ class CacheRows:
         return self.first[:, None, None] + (torch.arange(heads, device=device) * head)[:, None] + slots
 
     def turns(self, tokens: int) -> Iterator[slice]:
-        """Divide the layers into parts, so that scoring `tokens` tokens of a part takes at most `TURN_BYTES`."""
+        """Yield parts of the layers, so small that scoring `tokens` tokens of one takes at most `TURN_BYTES`."""
         layer_bytes = 4 * tokens * self.impl.num_heads * self.shape[2]
         step = max(1, TURN_BYTES // max(layer_bytes, 1))
         for begin in range(0, len(self.layers), step):
@@ -169,7 +169,7 @@ class Compressor:
     def follow(self, names: list[str], output: Any) -> None:
         """Prepare for the forward pass, after the runner has ordered the batch by `names`.
 
-        Find the rows whose queries presses will read, the holes of requests, and requests with tables for each head.
+        It finds the rows whose queries presses will read, the holes of requests, and requests with tables by head.
         """
         step: CompressionStep | None = getattr(output, "pc_compression", None)
         self._spans, end = [], 0
@@ -210,7 +210,7 @@ class Compressor:
         return closed, seq_lens - (count[:, 0] * size).to(seq_lens.dtype), longest
 
     def save(self, layer: str, query: torch.Tensor) -> None:
-        """Save one layer's queries, once in each step. A second pass in a step computes nothing and is ignored."""
+        """Save the queries of one layer that presses will read. Only a layer's first call in a step counts."""
         if layer in self._unseen:
             self._unseen.discard(layer)
             for name, begin, end in self._spans:
@@ -298,7 +298,7 @@ def pack(
     tail = [] if packing.tail is None else [packing.tail]
     places = cache.at([*packing.sources, *tail])[layers, :, : packing.tokens]
     there = gather_slots(cache.rows, places.reshape(-1)).view(*places.shape, 2 * width)
-    keys, values = scored(cache, layers, there).flatten(0, 1).split(width, dim=-1)
+    keys, values = dequantized(cache, layers, there).flatten(0, 1).split(width, dim=-1)
     query = queries_of(cache, layers, packing, saved)
     scores = SCORES[packing.press](query, keys, values, cache.impl.scale)[:, :whole]
     if packing.by_head:
@@ -324,7 +324,7 @@ def pack_by_head(
         packing: The prompt to pack.
         there: The prompt's keys and values, `[num_kv_heads, tokens, 2 * head_dim]`.
         slots: Rows of the targets, `[num_kv_heads, slots]`.
-        scores: Scores of the prompt's whole blocks, `[num_kv_heads, slots of these]`.
+        scores: Scores of the tokens in the prompt's whole blocks, `[num_kv_heads, tokens]`.
     """
     heads, (size, _, width), keep = len(scores), cache.shape, len(packing.targets)
     counts = pages_by_head(scores, keep, size)
@@ -341,9 +341,10 @@ def pack_by_head(
 
 
 def pages_by_head(scores: torch.Tensor, keep: int, size: int) -> list[int]:
-    """Return how many pages of `size` tokens each KV head of a layer keeps, `keep` each on average, as Ada-KV shares.
+    """Return the number of pages of `size` tokens that each KV head of a layer keeps, divided by score as in Ada-KV.
 
-    Every head has room for the last `WINDOW` tokens. Fractions of pages go to the heads with the largest remainders.
+    The average is `keep`. Every head has room for the last `WINDOW` tokens. Fractions of pages go to the heads with the
+    largest remainders.
     """
     heads, tokens = scores.shape
     share = choose(scores, keep * size / tokens).sum(1).double() / size
@@ -355,8 +356,8 @@ def pages_by_head(scores: torch.Tensor, keep: int, size: int) -> list[int]:
     return pages.tolist()
 
 
-def scored(cache: CacheRows, layers: slice, rows: torch.Tensor) -> torch.Tensor:
-    """Return rows `[num_layers, num_kv_heads, tokens, 2 * head_dim]` for presses, without quantization."""
+def dequantized(cache: CacheRows, layers: slice, rows: torch.Tensor) -> torch.Tensor:
+    """Return rows `[num_layers, num_kv_heads, tokens, 2 * head_dim]` for presses, with scales applied."""
     if not cache.impl.kv_cache_dtype.startswith("fp8"):
         return rows
     count, heads, _, width = rows.shape

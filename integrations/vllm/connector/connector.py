@@ -120,7 +120,7 @@ class Planner:
 
 
 class BlockStore:
-    """A worker's blocks of all layers, in any layout, as one row of bytes for each block.
+    """Access to a worker's blocks as rows of bytes: one row has a block of all layers, in any layout.
 
     Raises:
         ValueError: A block has another size than `nbytes`.
@@ -161,7 +161,7 @@ class BlockStore:
         return wanted.ids[count:]
 
     def save(self, tier: Tier, blocks: Sequence[KeyedBlocks]) -> None:
-        """Write blocks to a tier, except those that it has."""
+        """Write blocks to a tier, except those that the tier already has."""
         keys = [key for each in blocks for key in each.keys]
         ids = [block for each in blocks for block in each.ids]
         missing = [n for n, there in enumerate(tier.contains_many(keys)) if not there]

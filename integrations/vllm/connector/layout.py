@@ -67,13 +67,13 @@ def describe(vllm_config: Any, kv_cache_config: Any, options: Mapping[str, Any])
 
 
 def _device(kind: str) -> str:
-    """Return the device. For a CPU, add its instruction set, by which vLLM's kernels order keys."""
+    """Return the kind of device. For a CPU, add its instruction set, which decides how vLLM's kernels order keys."""
     instructions = f"{torch.backends.cpu.get_cpu_capability()} {torch.cpu._is_amx_tile_supported()}"
     return f"{kind} {instructions}" if kind == "cpu" else kind
 
 
 def digest_of_weights(model_config: Any) -> str:
-    """Return a digest of the names, the sizes and samples of the files of a model's weights.
+    """Return a digest of a model's weight files: of their names, their sizes and samples of their bytes.
 
     Raises:
         ValueError: The model has no weights on this machine.
@@ -162,7 +162,7 @@ def check_connector(vllm_config: Any, kv_cache_config: Any) -> None:
     """Check that blocks of a tier can serve an engine.
 
     Raises:
-        ValueError: They cannot; names the reason.
+        ValueError: They cannot. The message names the reason.
     """
     groups = kv_cache_config.kv_cache_groups
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]

@@ -1,4 +1,4 @@
-"""Prompts in chunks at fixed places, so that a request's bits do not depend on the cached tokens.
+"""Prompts in chunks at fixed places, so that results do not depend on the cached tokens, to the last bit.
 
 A matrix product may round differently for another number of rows. So a step never computes a part of a chunk. A hit
 ends at a chunk's end, and only whole chunks of prompts are published. Each token of an answer is computed alone, also

@@ -24,11 +24,11 @@ from .jumps import GapJumps
 from .moved import moved_from
 
 ASKED = "pc_explain"
-"""The key in a request's `extra_args` that asks for an explanation."""
+"""The key in a request's `extra_args` with which it asks for an explanation."""
 
 
 def groups_of(scheduler: Any) -> tuple[Group, ...] | None:
-    """Return the specs of an engine's groups; None if explanations do not know one of them or its block size."""
+    """Return the specs of an engine's groups; None if one of them cannot be explained."""
     groups: list[Group] = []
     for group in scheduler.kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
@@ -96,7 +96,7 @@ class Misses:
         compression, block = self._scheduler.compression, found.position // self._size
         if found.reason == "evicted" and compression is not None and request.block_hashes[block] in compression.freed:
             found = replace(found, reason="compressed", there=None)
-        if jumps is not None:  # they know where text is that moved
+        if jumps is not None:  # the jumps have an index of text that moved
             moved = jumps.find_moved(request, found.matched, {})
             found = replace(found, moved_tokens=sum(piece.end - piece.begin for piece in moved))
         return found

@@ -46,7 +46,7 @@ class GapJumps:
         self._planned: tuple[Any, dict[int, Any], list[Any]] | None = None
         self.pinned: dict[str, dict[int, Any]] = {}
         """The blocks that each request will jump over, by their place in its block table, ascending."""
-        self._unsent: dict[str, list[Any]] = {}
+        self._unsent: dict[str, list[Any]] = {}  # blocks added by jumps that no worker knows yet
         self.num_jumped_tokens = self.num_moved_tokens = 0
 
     @property
@@ -65,9 +65,9 @@ class GapJumps:
             yield from pins.values()
 
     def plan(self, request: Any, num_computed: int, anywhere: bool = False) -> bool:
-        """Return whether a request has later runs or, with `anywhere`, moved text (`find_moved`).
+        """Find a request's later runs and, with `anywhere`, its moved text; return whether there is any.
 
-        `allocate` pins them when vLLM admits the request.
+        `allocate` pins these blocks when vLLM admits the request.
         """
         self._planned = None
         if self._cache.prefix_cache_lookup_enabled(request):
@@ -79,7 +79,7 @@ class GapJumps:
         return self._planned is not None
 
     def find_moved(self, request: Any, num_computed: int, runs: dict[int, Any]) -> list[Any]:
-        """Return pieces of a prompt, after its hit and between later runs, that are cached elsewhere: here none."""
+        """Return pieces of a prompt, after its hit and between later runs, that are cached elsewhere. Here: none."""
         return []
 
     def _planned_for(self, request: Any) -> tuple[dict[int, Any], list[Any]]:
@@ -109,7 +109,7 @@ class GapJumps:
         return found | run if len(run) >= self._min_blocks else found
 
     def _last(self, request: Any) -> int:
-        """Return the number of a request's blocks that a jump may reach."""
+        """Return how many of a request's first blocks a jump may reach: not the block of the last token."""
         last: int = min(len(request.block_hashes), (request.num_tokens - 1) // self._size)
         return last
 
@@ -118,7 +118,7 @@ class GapJumps:
         return find_cached(self._pool, request.block_hashes[number] + self._group)
 
     def allocate(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        """Replace vLLM's `allocate_slots`: pin planned runs first, and add blocks of past jumps to the result."""
+        """Allocate slots, in place of vLLM's method. Pin planned runs first; add blocks of past jumps to the result."""
         runs, _ = self._planned_for(request)
         self._planned = None
         if runs:
@@ -154,7 +154,7 @@ class GapJumps:
                 del self.pinned[name]
 
     def _jump(self, request: Any, pins: dict[int, Any]) -> None:
-        """Let a request skip the run that it stands before: add the blocks to its table, and count the tokens."""
+        """Let a request skip the cached run at its position: add the blocks to its table, and count the tokens."""
         begin, rest = divmod(request.num_computed_tokens, self._size)
         if rest:
             return

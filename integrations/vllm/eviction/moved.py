@@ -87,8 +87,8 @@ class MovedJumps(GapJumps):
         self._contents = Contents(self._pool)
         self._index: ContentIndex | None = None
         self._pending: list[tuple[Ids, list[bytes | None], int, int, array[int], bytes, bool]] = []
-        self._pieces: dict[str, list[CopiedSpan]] = {}
-        self._moving: dict[str, list[CopiedSpan]] = {}
+        self._pieces: dict[str, list[CopiedSpan]] = {}  # pieces that each request has not reached yet
+        self._moving: dict[str, list[CopiedSpan]] = {}  # pieces to copy in the next step
 
     def follow(self) -> None:
         """Index the text of blocks from now on. It costs time and 180 bytes per block, so a request must ask first."""
@@ -165,7 +165,7 @@ class MovedJumps(GapJumps):
         return min(allowed, pieces[0].begin - num_computed) if pieces else allowed
 
     def allocate(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        """Allocate as `GapJumps.allocate`, and pin the sources of pieces that fit next to the whole request."""
+        """Allocate like `GapJumps.allocate`. Also pin the source blocks of pieces that fit beside the whole request."""
         planned, found = self._planned_for(request)
         pieces: list[CopiedSpan] = []
         if found:

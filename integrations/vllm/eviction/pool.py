@@ -34,7 +34,7 @@ class PolicyBlockPool(BlockPool):
     policy_state: PolicyPool
     has_vllms_table: bool
     """Whether the pool was vLLM's own class, whose table of hashes `drop_hashes` writes to."""
-    handed_out: list[int] | None = None
+    fresh_numbers: list[int] | None = None
     """Blocks allocated since the scheduler last read this list; None if the scheduler does not read it."""
     contents: Any = None
     """The `MovedJumps` that indexes the text of blocks; None until a request asks for moved text."""
@@ -70,8 +70,8 @@ class PolicyBlockPool(BlockPool):
             for block in taken:
                 self.metrics_collector.on_block_allocated(block)
         self.policy_state.took(numbers)
-        if self.handed_out is not None:
-            self.handed_out += numbers
+        if self.fresh_numbers is not None:
+            self.fresh_numbers += numbers
         return taken
 
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
@@ -98,7 +98,7 @@ class PolicyBlockPool(BlockPool):
             super().free_blocks(others)
 
     def unpin_blocks(self, blocks: Iterable[Any], on_reuse: Any) -> None:
-        """Release blocks like `free_blocks`; a connector reads them until they are allocated again."""
+        """Release blocks like `free_blocks`, although a connector may read them until they are allocated again."""
         released = list(blocks)
         self.policy_state.dropped([block.block_id for block in released if block.ref_cnt > 1])
         super().unpin_blocks(released, on_reuse)
@@ -138,7 +138,7 @@ class PolicyBlockPool(BlockPool):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Give a part of a block a hash, perhaps in place of another one."""
+        """Give a block that is full in part a hash, perhaps in place of its earlier one."""
         had = block.block_hash
         named = super().cache_partial_block(request, block, num_tokens, kv_cache_group_id, block_size, *args, **kwargs)
         if named is not None and block.block_hash != had:
@@ -169,7 +169,7 @@ class PolicyBlockPool(BlockPool):
         Args:
             blocks: Consecutive blocks of a sequence, of which some may have no hash.
             before: The number of blocks of the sequence before them.
-            keys: Their hashes; None if some may be missing.
+            keys: The hashes of `blocks`; None if some blocks may have no hash.
         """
         if self.policy_state.is_lru:
             return

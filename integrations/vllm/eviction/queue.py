@@ -48,7 +48,7 @@ class PolicyQueue:
         self._empty = free[::-1]  # the last is allocated next
         self._chosen: list[int] = []  # the first is allocated next
         self._kept: list[int] = []  # victims that a waiting request will hit
-        self._seen = 0, 0
+        self._seen = 0, 0  # `joined` and `left` of `waiting` when victims were last sorted
         self.num_evicted = 0
         """The number of victims that were allocated."""
         self.num_returned = 0
@@ -99,7 +99,7 @@ class PolicyQueue:
         return taken, numbers
 
     def _choose(self, count: int) -> None:
-        """Choose victims until there are `count`. Those that a waiting request will hit are used last."""
+        """Choose victims until there are `count`. Victims that a waiting request will hit come last."""
         others = self.num_free_blocks - len(self._empty) - len(self._chosen) - len(self._kept)
         for doubled in range(ROUNDS):
             lacking = count - len(self._chosen)
@@ -125,7 +125,7 @@ class PolicyQueue:
         self._seen = waiting.joined, left
 
     def _sort_out(self, victims: list[int]) -> None:
-        """Add victims to the chosen blocks, or to the kept ones if a waiting request will hit them."""
+        """Add each victim to the chosen blocks, or to the kept ones if a waiting request will hit it."""
         free, awaited = (victims, []) if self.waiting is None else self.waiting.split(victims, self._blocks)
         self._chosen += free
         self._kept += awaited

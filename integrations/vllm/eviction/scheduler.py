@@ -51,7 +51,7 @@ class PolicyScheduler(HookedScheduler):
             self.block_pool.free_block_queue.waiting = self._awaited
         # Workers do not see which new blocks a KV connector fills. So they drop the hidden states of all new blocks.
         self._sends_fresh = transfer is not None
-        self.block_pool.handed_out = [] if self._sends_fresh else None
+        self.block_pool.fresh_numbers = [] if self._sends_fresh else None
         self._hints: dict[str, Hint] = {}
         self._hinted: dict[str, list[int]] = {}
         self._hints_seen = False
@@ -163,7 +163,7 @@ class PolicyScheduler(HookedScheduler):
         for part in reversed(self._parts):
             part.finish_step(output)
         if self._sends_fresh:
-            output.pc_fresh_blocks, self.block_pool.handed_out = self.block_pool.handed_out, []
+            output.pc_fresh_blocks, self.block_pool.fresh_numbers = self.block_pool.fresh_numbers, []
         return output
 
     def clip_chunk(self, allowed: int, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
@@ -226,7 +226,7 @@ class PolicyScheduler(HookedScheduler):
         self._hinted.pop(request.request_id, None)
 
     def before_release(self, request: Any) -> None:
-        """Unpin the cached blocks that a request has not reached yet, and record that it holds no blocks."""
+        """Unpin the cached blocks that a request has not reached yet, and record that the request holds no blocks."""
         for part in reversed(self._parts):
             part.release(request)
 

@@ -44,7 +44,7 @@ class Chunk:
 class RequestChunks:
     """The chunks that a running request uses, in the order in which it got them."""
 
-    owner: object
+    owner: object  # the policy's state for which they were recorded
     chunks: dict[Chunk, None] = field(default_factory=dict)
 
 
@@ -226,6 +226,7 @@ class OffloadPolicy(CachePolicy):
         return free
 
     def _release(self, chunks: list[Chunk]) -> None:
+        """Notify the policy that it may choose these chunks as victims."""
         self.state.released([chunk.block_id for chunk in chunks])
 
     def _release_running(self, count: int, protected: set[bytes]) -> None:
@@ -241,7 +242,7 @@ class OffloadPolicy(CachePolicy):
                 return
 
     def _forget(self, key: bytes) -> Chunk:
-        """Remove a chunk from the tier."""
+        """Remove a chunk from this policy's records, and return it."""
         gone = self._chunks.pop(key)
         del self._by_id[gone.block_id]
         self._num_held -= gone.holders > 0

@@ -146,6 +146,7 @@ class TierManager(SecondaryTierManager):
     def _run(
         self, transfer: Callable[[list[bytes], Sequence[int]], int], job: Any, keys: list[bytes], places: Any
     ) -> None:
+        """Run a transfer in a thread of the pool, and queue its result for `get_finished_jobs`."""
         begun, done = perf_counter(), 0
         try:
             done = transfer(keys, places)
@@ -161,7 +162,7 @@ class TierManager(SecondaryTierManager):
         self._finished.put((result, keys[done:] if job.is_promotion else []))
 
     def _store(self, keys: list[bytes], places: Sequence[int]) -> int:
-        """Write the chunks that the tier lacks, and return how many of all chunks it has then."""
+        """Write the chunks that the tier lacks, and return how many of `keys` the tier has afterwards."""
         missing = [n for n, there in enumerate(self._tier.contains_many(keys)) if not there]
         taken = self._tier.put_many({keys[n]: {"kv": self._rows[places[n]]} for n in missing})
         return len(keys) - len(missing) + len(taken)

@@ -26,8 +26,8 @@ class OmniPrefixCacheManager:
     of layers, hits shorter than a block, and blocks that kernels split. A request that resumes after a longer hit gets
     only the rows that it did not get before. `eager` is ignored, because nothing runs in the background.
 
-    Thread-safe: threads take turns. Rows are never wrong. If a row of the hidden states is missing, `materialize`
-    raises OmniPrefixCacheUnmatchError. Missing rows of other names are zero, as in vLLM-Omni.
+    Thread-safe: threads take turns. A returned row always belongs to its token. If a row of the hidden states is
+    missing, `materialize` raises OmniPrefixCacheUnmatchError. Missing rows of other names are zero, as in vLLM-Omni.
     """
 
     def __init__(self, config: Any, view: Any, *, eager: bool | None = None) -> None:
@@ -68,6 +68,7 @@ class OmniPrefixCacheManager:
             self._counts = dict(scheduler_output.num_scheduled_tokens)
 
     def _enter(self, request: str, computed: int, blocks: list[int]) -> None:
+        """Record the hit of a request that enters: the tokens behind those that it got before."""
         had = min(self._reached.get(request, 0), computed)
         self._reached[request] = computed
         if had < computed:
@@ -154,6 +155,7 @@ class OmniPrefixCacheManager:
     def _keep(
         self, kept: dict[str, torch.Tensor], name: str, value: torch.Tensor, shape: torch.Size, count: int
     ) -> None:
+        """Add the rows of one name to `kept`, and register the name if its row type is new."""
         kind = shape[1:], value.dtype
         if self._kinds.get(name) != kind:
             try:
@@ -164,6 +166,7 @@ class OmniPrefixCacheManager:
         kept[name] = value if shape[0] == count else value[:count]
 
     def _wait_for_room(self) -> None:
+        """Wait until fewer than `staging_depth` steps wait to be read."""
         limit = self._config.staging_claim_timeout_s
         if not self._taken.wait_for(lambda: len(self._steps) < self._config.staging_depth, limit):
             raise api.OmniPrefixCacheStagingTimeoutError(
@@ -219,6 +222,7 @@ class OmniPrefixCacheManager:
             self._take(step_id)
 
     def _take(self, step_id: int) -> SavedStep:
+        """Remove a waiting step and return it."""
         saved = self._steps.pop(step_id, None)
         if saved is None:
             raise api.OmniPrefixCacheUnmatchError(

@@ -30,7 +30,7 @@ class PrefixHit(NamedTuple):
     blocks: Ids
 
     def read(self, cache: TensorCache, request: str, more: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return all rows of the request, up to `more` tokens behind the hit.
+        """Return all rows of the request by name, up to `more` tokens behind the hit.
 
         Raises:
             OmniPrefixCacheUnmatchError: Blocks, or rows of hidden states, are missing.
@@ -50,7 +50,7 @@ class PrefixHit(NamedTuple):
 
 @dataclass(slots=True)
 class SavedStep:
-    """The slots of a step's rows, and its other outputs."""
+    """A step that waits to be read: the slots of its rows, and its other outputs."""
 
     slots: StepSlots
     names: tuple[str, ...]
@@ -190,7 +190,7 @@ class GroupView:
 
 
 def check_groups(kv_cache_groups: Iterable[Any]) -> None:
-    """Check the KV cache groups in place of vLLM-Omni's check, which allows only one group.
+    """Check that a group can be served, in place of vLLM-Omni's check, which allows only one group.
 
     Raises:
         OmniPrefixCacheUnmatchError: No group has full attention.

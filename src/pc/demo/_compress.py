@@ -24,7 +24,7 @@ def show_compressed(
     prompts: Sequence[list[int]],
     max_new_tokens: int,
 ) -> None:
-    """Ask all questions over the document with each budget, and print a table of memory and one of answers.
+    """Ask all questions about the document with each budget, and print a table of memory and one of answers.
 
     The document is the longest common prefix of the prompts. A budget of 1 keeps the whole document.
     """

@@ -90,6 +90,7 @@ def load_seeing_model(name: str | None, device: torch.device, dtype: torch.dtype
 
 
 def _load(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any, Encode]:
+    """Return a model of the hub, its tokenizer and a function that makes prompts with its processor."""
     from PIL import Image
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -108,6 +109,7 @@ def _load(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any
 
 
 def _encoder(tokenizer: Any, device: torch.device, dtype: torch.dtype) -> Encode:
+    """Return a function that makes prompts for the small model."""
     begin, end, image = range(len(tokenizer), len(tokenizer) + 3)
 
     def encode(pixels: torch.Tensor, question: str) -> Mapping[str, torch.Tensor]:

@@ -32,7 +32,7 @@ class Measurement:
     plain_seconds: float  # time to first token without the cache
     cached_seconds: float  # time to first token with the cache
     verdict: str  # "yes" if all tokens are the same, else the first difference and whether rounding explains it
-    ok: bool
+    ok: bool  # whether the tokens are the same or rounding explains the difference
 
     @property
     def reused_tokens(self) -> int:
@@ -46,7 +46,7 @@ class Measurement:
 
 
 class _FirstToken:
-    """A streamer that records the time of the first new token. `generate` first puts the prompt."""
+    """A streamer that records the time of the first new token. The first `put` is the prompt, the second the token."""
 
     def __init__(self) -> None:
         self._puts = 0

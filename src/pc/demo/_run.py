@@ -89,7 +89,7 @@ def run_demo(
         output: Folder of the results.
         reuse: "prefix" or "gap". With "gap", the middle of the document is evicted between the questions.
         image: Ask a vision-language model about two images instead.
-        compress: Ask over compressed documents instead, and save nothing.
+        compress: Compress the document with several budgets and ask about it instead. Save nothing.
     """
     console = Console()
     try:

@@ -32,7 +32,7 @@ ROUNDS = (
 
 
 def excerpt(document: str) -> str:
-    """Return Articles II to VI: the executive, the courts, the States, amendments."""
+    """Return Articles II to VI of the document: the executive, the courts, the States, amendments."""
     return between(document, "Article II\n", "Article VII\n")
 
 
