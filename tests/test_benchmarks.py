@@ -281,6 +281,13 @@ def test_the_command_writes_a_table(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "got 'nothing'" in said
 
 
+@pytest.mark.slow
+def test_quick_cases_are_tests_for_pytest_benchmark() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "benchmarks"]
+    done = subprocess.run(command, cwd=registry.ROOT, capture_output=True, text=True, check=True)
+    assert all(f"test_operator[{op}-" in done.stdout for op in registry.operators())
+
+
 def test_without_a_checkout_the_command_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import pc.bench
 
