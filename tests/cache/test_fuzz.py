@@ -20,6 +20,7 @@ import time
 
 import numpy as np
 import pytest
+from cache_cases import plant
 from cache_model import Model
 
 from pc.cache.pool import BlockPool
@@ -55,115 +56,75 @@ def test_worlds_of_threads_a_tier_and_interrupts(seed):
             world(number).run(40)
 
 
-def _restored_without(patch, *names):
+def restored_without(*names):
     """Restore all values of a request that an undone verb has changed, but not these."""
-    honest = Request.restore
 
-    def restore(self, length, values):
-        kept = {name: getattr(self, name) for name in names}
-        honest(self, length, values)
+    def restore(honest, request, length, values):
+        kept = {name: getattr(request, name) for name in names}
+        honest(request, length, values)
         for name, value in kept.items():
-            setattr(self, name, value)
+            setattr(request, name, value)
 
-    patch.setattr(Request, "restore", restore)
-
-
-def committed_is_not_restored(patch):
-    _restored_without(patch, "committed")
+    return [(Request, "restore", restore)]
 
 
-def tables_are_not_restored(patch):
-    _restored_without(patch, "tables")
+def writers_stay(honest, state):
+    writers = dict(state.writers)
+    honest(state)
+    state.writers.update(writers)
 
 
-def a_fed_hasher_is_kept(patch):
-    _restored_without(patch, "chain")
-
-
-def tokens_are_not_taken_back(patch):
-    honest = Request.restore
-    patch.setattr(Request, "restore", lambda self, length, values: honest(self, len(self.tokens), values))
-
-
-def nothing_is_rebuilt(patch):
-    patch.setattr(ManagerState, "_rebuild", lambda self: None)
-
-
-def writers_are_not_rebuilt(patch):
-    honest = ManagerState._rebuild
-
-    def rebuild(self):
-        writers = dict(self.writers)
-        honest(self)
-        self.writers.update(writers)
-
-    patch.setattr(ManagerState, "_rebuild", rebuild)
-
-
-def a_reference_too_many_is_rebuilt(patch):
-    honest = BlockPool.rebuild
-    patch.setattr(BlockPool, "rebuild", lambda self, held: honest(self, np.append(held, held[:1])))
-
-
-def _around_undo(patch, before=lambda state: None, after=lambda state, kept: None):
+def around_undo(before, after=lambda state, kept: None):
     """Call a function before each undo of changes, and another one with its result after it."""
-    honest = ManagerState.undo
 
-    def undo(self, nested):
-        kept = before(self) if self.snapshot is not None else None
-        changed = self.snapshot is not None
-        honest(self, nested)
+    def undo(honest, state, nested):
+        changed = state.snapshot is not None
+        kept = before(state) if changed else None
+        honest(state, nested)
         if changed:
-            after(self, kept)
+            after(state, kept)
 
-    patch.setattr(ManagerState, "undo", undo)
-
-
-def evicted_blocks_of_an_undone_verb_stay_lost(patch):
-    _around_undo(patch, lambda state: state.log.evicted.clear())
+    return [(ManagerState, "undo", undo)]
 
 
-def published_blocks_of_an_undone_verb_stay_published(patch):
-    _around_undo(patch, lambda state: state.log.published.clear())
+def change_snapshot(change):
+    """Change the snapshot of an undo: requests, tokens of growing requests, fields, running and preempted ones."""
+    return around_undo(lambda state: setattr(state, "snapshot", change(state, *state.snapshot)))
 
 
-def listeners_are_told_of_evictions_that_are_undone(patch):
-    _around_undo(patch, lambda state: state.log.evicted[:], lambda state, evicted: state.log.evicted.extend(evicted))
+BUGS = {
+    "committed is not restored": restored_without("committed"),
+    "tables are not restored": restored_without("tables"),
+    "a fed hasher is kept": restored_without("chain"),
+    "tokens are not taken back": [
+        (Request, "restore", lambda honest, request, length, values: honest(request, len(request.tokens), values))
+    ],
+    "nothing is rebuilt": [(ManagerState, "_rebuild", lambda *_: None)],
+    "writers are not rebuilt": [(ManagerState, "_rebuild", writers_stay)],
+    "a reference too many is rebuilt": [
+        (BlockPool, "rebuild", lambda honest, pool, held: honest(pool, np.append(held, held[:1])))
+    ],
+    "evicted blocks of an undone verb stay lost": around_undo(lambda state: state.log.evicted.clear()),
+    "published blocks of an undone verb stay published": around_undo(lambda state: state.log.published.clear()),
+    "listeners are told of evictions that are undone": around_undo(
+        lambda state: state.log.evicted[:], lambda state, evicted: state.log.evicted.extend(evicted)
+    ),
+    "tasks of an undone verb run": around_undo(
+        lambda state: state.log.later[:], lambda state, later: state.log.later.extend(later)
+    ),
+    "tokens of append_each are not taken back": change_snapshot(
+        lambda state, requests, _, *rest: (requests, ((), ()), *rest)
+    ),
+    "a request of an undone verb runs on": change_snapshot(
+        lambda state, requests, growing, fields, _, others: (requests, growing, fields, len(state.running), others)
+    ),
+}
 
 
-def tasks_of_an_undone_verb_run(patch):
-    _around_undo(patch, lambda state: state.log.later[:], lambda state, later: state.log.later.extend(later))
-
-
-def a_request_of_an_undone_verb_runs_on(patch):
-    def before(state):
-        requests, growing, fields, _, preempted = state.snapshot
-        state.snapshot = requests, growing, fields, len(state.running), preempted
-
-    _around_undo(patch, before)
-
-
-def tokens_of_append_each_are_not_taken_back(patch):
-    def before(state):
-        requests, _, *rest = state.snapshot
-        state.snapshot = requests, ((), ()), *rest
-
-    _around_undo(patch, before)
-
-
-UNDO_BUGS = (
-    *(committed_is_not_restored, tables_are_not_restored, a_fed_hasher_is_kept, tokens_are_not_taken_back),
-    *(nothing_is_rebuilt, writers_are_not_rebuilt, a_reference_too_many_is_rebuilt),
-    *(evicted_blocks_of_an_undone_verb_stay_lost, published_blocks_of_an_undone_verb_stay_published),
-    *(listeners_are_told_of_evictions_that_are_undone, tasks_of_an_undone_verb_run),
-    *(a_request_of_an_undone_verb_runs_on, tokens_of_append_each_are_not_taken_back),
-)
-
-
-@pytest.mark.parametrize("bug", UNDO_BUGS, ids=lambda bug: bug.__name__)
+@pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_of_the_undo_is_found(bug, monkeypatch):
     """In a part of what `make fuzz-quick` runs in two minutes."""
-    bug(monkeypatch)
+    plant(monkeypatch, *BUGS[bug])
     with pytest.raises(Exception), quickly():  # noqa: B017, PT011, PT012  any check may find it
         for number in range(2000):
             model = world(number)

@@ -6,6 +6,7 @@ import logging
 
 import numpy as np
 import pytest
+from cache_cases import plant
 from cache_model import BLOCK, GROUPS, Model
 
 import pc
@@ -42,249 +43,129 @@ def test_random_operations(case):
             raise AssertionError(f"Model({seed}, {case!r}).run({LENGTH})") from error
 
 
-def window_released_too_early(patch):
-    """Release blocks that the last token reads, although it may be computed again."""
-    honest = ManagerState.behind_window
-    patch.setattr(
-        ManagerState,
-        "behind_window",
-        lambda self, request, group, position: honest(
-            self, request, group, min(request.committed, max(position + 1, len(request.tokens)))
-        ),
-    )
-
-
-def partly_filled_blocks_are_never_copied(patch):
-    patch.setattr(append, "_seen_tail", lambda state, request, group: -1)
-
-
-def fork_goes_on_in_place(patch):
-    patch.setattr(append, "_replace_shared", lambda state, request, group, block: (0, 0))
-
-
-def shared_blocks_are_not_counted(patch):
-    patch.setattr(BlockPool, "share", lambda self, ids: None)
-
-
-def salt_is_forgotten(patch):
-    patch.setattr(pc.cache.manager, "encode_keys", lambda extra_keys, salt: NO_KEYS)
-
-
-def fork_shares_its_hasher(patch):
-    def copy(self):
-        other = honest(self)
-        other.hasher = self.hasher
-        return other
-
-    honest = Chain.copy
-    patch.setattr(Chain, "copy", copy)
-
-
-def rollback_keeps_hashes(patch):
-    class Kept(pc.cache.request.Request):
-        """A request that keeps the hashes of tokens that were rolled back."""
-
-        @property
-        def digests(self):
-            return self._kept
-
-        @digests.setter
-        def digests(self, value):
-            if not hasattr(self, "_kept") or len(value) > len(self._kept):
-                self._kept = value
-
-    patch.setattr(allocate, "Request", Kept)
-
-
-def replaced_block_is_free_at_once(patch):
-    def publish(self, *arguments):
-        pairs = honest(self, *arguments)
-        return pairs
-
-    honest = commit._publish
-    patch.setattr(commit, "_publish", publish)
-    patch.setattr(Request, "keep_replaced", lambda self, group, ids: None)
-
-
-def partial_copy_is_a_token_too_long(patch):
-    honest = PartialBlocks.longest
-
-    def longest(self, parent, tokens):
-        block_hash, common = honest(self, parent, tokens)
-        return block_hash, common + (0 < common < len(tokens))
-
-    patch.setattr(PartialBlocks, "longest", longest)
-
-
-def a_host_slot_in_use_is_given_again(patch):
-    patch.setattr(swap, "sorted", lambda free: [0, *sorted(set(free) - {0})] if free else [], raising=False)
-
-
-def state_is_published_under_another_hash(patch):
-    honest = commit._publish
-
-    def publish(state, request, group, first, last):
-        digests = request.digests
-        if state.groups[group].holds_states:
-            request.digests = np.concatenate((digests[:1], digests[:-1]))
-        pairs = honest(state, request, group, first, last)
-        request.digests = digests
-        return pairs
-
-    patch.setattr(commit, "_publish", publish)
-
-
-def a_hit_ends_a_block_early(patch):
-    patch.setattr(allocate, "find_prefix", lambda held, *rest: lookup.find_prefix(held[: held.size - 1], *rest))
-
-
-def resume_takes_the_wrong_host_slot(patch):
-    class Wrong(lookup.GroupHit):
-        def __new__(cls, table, held, fresh, slots=()):
-            return super().__new__(cls, table, held, fresh, [max(slots, default=0)] * len(slots))
-
-    patch.setattr(lookup, "GroupHit", Wrong)
-
-
-def hits_are_not_protected_from_eviction(patch):
-    patch.setattr(BlockPool, "hold", lambda self, ids: None)
-
-
-def moved_text_keeps_the_identity_of_exact_text(patch):
-    patch.setattr(MovedText, "_set_identity", lambda *args: None)
-
-
-def text_is_found_across_salts(patch):
-    add, find = ContentIndex.add, ContentIndex.find
-    one = bytes(32)
-    patch.setattr(ContentIndex, "__init__", _wide(ContentIndex.__init__))
-    patch.setattr(ContentIndex, "add", lambda self, a, b, c, namespace, exact: add(self, a, b, c, one, exact))
-    patch.setattr(ContentIndex, "find", lambda self, a, b, c, namespace: find(self, a, b, c, one))
-
-
-def _wide(make):
-    def init(self, pool, size):
-        make(self, pool, size)
-        self._namespaces = content.np.zeros((pool.num_blocks, 4), "u8")
-
-    return init
-
-
-def neighbours_are_taken_for_equal(patch):
-    patch.setattr(content, "common_length", lambda one, other: min(one.size, other.size))
-
-
-def neighbours_are_taken_for_unchanged(patch):
-    patch.setattr(ContentIndex, "_neighbour", lambda self, links, block, step: links.item(block))
-
-
-def entries_outlive_their_blocks(patch):
-    patch.setattr(ContentIndex, "_live", lambda self, ids: ids >= 0)
-
-
-def entries_outlive_the_content_of_their_blocks(patch):
-    def some(self, request, first, last):
-        if not last % 2:
-            enter(self, request, first, last)
-
-    enter = MovedText.published
-    patch.setattr(ContentIndex, "_live", lambda self, ids: self._pool.table.contains(ids))
-    patch.setattr(MovedText, "published", some)
-
-
-def sources_of_moved_text_are_not_held(patch):
-    def admit(state, name, request, hit):
-        return honest(state, name, request, hit._replace(borrowed=hit.borrowed[: hit.copied > 0]))
-
-    honest = allocate.admit
-    patch.setattr(allocate, "admit", admit)
-
-
-def _change_spans(patch, change):
-    def extend(*args):
-        hit = honest(*args)
-        return hit._replace(moved=[change(span) for span in hit.moved])
-
-    honest = MovedText.extend
-    patch.setattr(MovedText, "extend", extend)
-
-
-def keys_are_turned_a_position_too_far(patch):
-    _change_spans(patch, lambda span: span._replace(delta=span.delta + 1))
-
-
-def moved_text_begins_a_slot_early(patch):
-    _change_spans(patch, lambda span: span._replace(slots=span.slots - 1))
-
-
-def moved_text_overlaps_the_prefix(patch):
-    find = ContentIndex.find
-    patch.setattr(
-        ContentIndex, "find", lambda self, tokens, begin, end, namespace: find(self, tokens, 0, end, namespace)
-    )
-
-
-def a_fork_of_moved_text_is_exact(patch):
-    def copy(self):
-        other = honest(self)
-        other.keys, other.chain = other.keys._replace(placed=()), None
-        return other
-
-    honest = Request.copy
-    patch.setattr(Request, "copy", copy)
-
-
-def a_preempted_request_is_exact_again(patch):
-    def resume(state, request_id):
-        request = state.preempted[request_id]
-        request.keys = request.keys._replace(placed=())
-        return honest(state, request_id)
-
-    honest = swap.resume
-    patch.setattr(swap, "resume", resume)
-
-
-def a_chain_built_again_is_exact(patch):
-    honest = commit.Chain
-    patch.setattr(commit, "Chain", lambda hasher, keys: honest(hasher, keys._replace(placed=())))
-
-
-def blocks_with_moved_text_are_copied_in_part(patch):
-    patch.setattr(Chain, "namespace", property(lambda self: self.start.digest()))
-
-
-MOVED_BUGS = (
-    *(moved_text_keeps_the_identity_of_exact_text, text_is_found_across_salts, neighbours_are_taken_for_equal),
-    *(neighbours_are_taken_for_unchanged, entries_outlive_their_blocks, entries_outlive_the_content_of_their_blocks),
-    *(sources_of_moved_text_are_not_held, keys_are_turned_a_position_too_far, moved_text_begins_a_slot_early),
-    *(moved_text_overlaps_the_prefix, a_fork_of_moved_text_is_exact, a_preempted_request_is_exact_again),
-    *(a_chain_built_again_is_exact, blocks_with_moved_text_are_copied_in_part),
-)
-
-BUGS = (
-    *(
-        window_released_too_early,
-        partly_filled_blocks_are_never_copied,
-        fork_goes_on_in_place,
-    ),
-    *(shared_blocks_are_not_counted, salt_is_forgotten, fork_shares_its_hasher),
-    *(rollback_keeps_hashes, replaced_block_is_free_at_once),
-    *(partial_copy_is_a_token_too_long, a_host_slot_in_use_is_given_again, state_is_published_under_another_hash),
-    *(a_hit_ends_a_block_early, resume_takes_the_wrong_host_slot, hits_are_not_protected_from_eviction),
-)
-
-
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+class KeptHashes(Request):
+    """A request that keeps the hashes of tokens that were rolled back."""
+
+    @property
+    def digests(self):
+        return self._kept
+
+    @digests.setter
+    def digests(self, value):
+        if not hasattr(self, "_kept") or len(value) > len(self._kept):
+            self._kept = value
+
+
+def release_early(honest, state, request, group, position):
+    return honest(state, request, group, min(request.committed, max(position + 1, len(request.tokens))))
+
+
+def share_the_hasher(honest, chain):
+    other = honest(chain)
+    other.hasher = chain.hasher
+    return other
+
+
+def publish_states_elsewhere(honest, state, request, group, first, last):
+    digests = request.digests
+    if state.groups[group].holds_states:
+        request.digests = np.concatenate((digests[:1], digests[:-1]))
+    pairs = honest(state, request, group, first, last)
+    request.digests = digests
+    return pairs
+
+
+def copy_a_token_more(honest, blocks, parent, tokens):
+    block_hash, common = honest(blocks, parent, tokens)
+    return block_hash, common + (0 < common < len(tokens))
+
+
+def one_slot_for_all(honest, table, held, fresh, slots=()):
+    return honest(table, held, fresh, [max(slots, default=0)] * len(slots))
+
+
+def without_salt(honest, *args):
+    return honest(*(bytes(len(each)) if isinstance(each, bytes) else each for each in args))
+
+
+def hold_no_sources(honest, state, name, request, hit):
+    return honest(state, name, request, hit._replace(borrowed=hit.borrowed[: hit.copied > 0]))
+
+
+def each_span(change):
+    return lambda honest, *args: (hit := honest(*args))._replace(moved=[change(span) for span in hit.moved])
+
+
+def copy_as_exact(honest, request):
+    other = honest(request)
+    other.keys, other.chain = other.keys._replace(placed=()), None
+    return other
+
+
+def resume_as_exact(honest, state, request_id):
+    request = state.preempted[request_id]
+    request.keys = request.keys._replace(placed=())
+    return honest(state, request_id)
+
+
+BUGS = {
+    "a window is released too early": [(ManagerState, "behind_window", release_early)],
+    "partly filled blocks are never copied": [(append, "_seen_tail", lambda *_: -1)],
+    "a fork goes on in place": [(append, "_replace_shared", lambda *_: (0, 0))],
+    "shared blocks are not counted": [(BlockPool, "share", lambda *_: None)],
+    "a salt is forgotten": [(pc.cache.manager, "encode_keys", lambda *_: NO_KEYS)],
+    "a fork shares its hasher": [(Chain, "copy", share_the_hasher)],
+    "a rollback keeps hashes": [(allocate, "Request", lambda _, *args: KeptHashes(*args))],
+    "a replaced block is free at once": [(Request, "keep_replaced", lambda *_: None)],
+    "a partial copy is a token too long": [(PartialBlocks, "longest", copy_a_token_more)],
+    "a host slot in use is given again": [
+        (swap, "sorted", lambda honest, free: [0, *honest(free - {0})] if free else [])
+    ],
+    "a state is published under another hash": [(commit, "_publish", publish_states_elsewhere)],
+    "a hit ends a block early": [(allocate, "find_prefix", lambda honest, held, *rest: honest(held[:-1], *rest))],
+    "resume takes the wrong host slot": [(lookup, "GroupHit", one_slot_for_all)],
+    "hits are not protected from eviction": [(BlockPool, "hold", lambda *_: None)],
+}
+MOVED_BUGS = {
+    "moved text keeps the identity of exact text": [(MovedText, "_set_identity", lambda *_: None)],
+    "text is found across salts": [(ContentIndex, "add", without_salt), (ContentIndex, "find", without_salt)],
+    "neighbours are taken for equal": [(content, "common_length", lambda _, one, two: min(one.size, two.size))],
+    "neighbours are taken for unchanged": [(ContentIndex, "_neighbour", lambda _, i, links, at, by: links.item(at))],
+    "entries outlive their blocks": [(ContentIndex, "_live", lambda _, index, ids: ids >= 0)],
+    "entries outlive the content of their blocks": [
+        (ContentIndex, "_live", lambda _, index, ids: index._pool.table.contains(ids)),
+        (MovedText, "published", lambda honest, *args: args[-1] % 2 or honest(*args)),
+    ],
+    "sources of moved text are not held": [(allocate, "admit", hold_no_sources)],
+    "keys are turned a position too far": [
+        (MovedText, "extend", each_span(lambda span: span._replace(delta=span.delta + 1)))
+    ],
+    "moved text begins a slot early": [
+        (MovedText, "extend", each_span(lambda span: span._replace(slots=span.slots - 1)))
+    ],
+    "moved text overlaps the prefix": [
+        (ContentIndex, "find", lambda honest, index, tokens, begin, *rest: honest(index, tokens, 0, *rest))
+    ],
+    "a fork of moved text is exact": [(Request, "copy", copy_as_exact)],
+    "a preempted request is exact again": [(swap, "resume", resume_as_exact)],
+    "a chain built again is exact": [
+        (commit, "Chain", lambda honest, hasher, keys: honest(hasher, keys._replace(placed=())))
+    ],
+    "blocks with moved text are copied in part": [(Chain, "namespace", property(lambda chain: chain.start.digest()))],
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug, monkeypatch):
     assert BLOCK == 4
-    bug(monkeypatch)
+    plant(monkeypatch, *BUGS[bug])
     with pytest.raises(Exception):  # noqa: B017, PT011  any check may find it
         _run_all()
 
 
-@pytest.mark.parametrize("bug", MOVED_BUGS, ids=lambda bug: bug.__name__)
+@pytest.mark.parametrize("bug", MOVED_BUGS)
 def test_a_planted_bug_of_moved_text_is_found(bug, monkeypatch):
-    bug(monkeypatch)
+    plant(monkeypatch, *MOVED_BUGS[bug])
     with pytest.raises(Exception):  # noqa: B017, PT011  any check may find it
         _run_moved()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+
 import numpy as np
 
 import pc
@@ -83,3 +85,17 @@ def slots_of(runs, count):
         assert (slots[begin : begin + end - first] == -1).all()
         slots[begin : begin + end - first] = np.arange(first, end)
     return slots.tolist()
+
+
+def plant(patch, *bugs):
+    """Plant bugs: for each owner and name, a function that is called in place of another, which is its first argument.
+
+    A property takes the place of another as it is. The name may be that of a builtin that a module uses.
+    """
+    for owner, name, bug in bugs:
+        honest = getattr(owner, name, None) or getattr(builtins, name)
+        patch.setattr(owner, name, bug if isinstance(bug, property) else _instead(bug, honest), raising=False)
+
+
+def _instead(bug, honest):
+    return lambda *args, **options: bug(honest, *args, **options)
