@@ -10,15 +10,21 @@ import torch
 BLOCK = 4
 
 
-def make_manager(num_blocks: int, hybrid: bool = False, block_size: int = BLOCK, heard: bool = True) -> Any:
-    """Return a manager of one group of full attention, and two of windows if `hybrid`, with or without events."""
+def make_manager(
+    num_blocks: int, hybrid: bool = False, block_size: int = BLOCK, heard: bool = True, window: int = 0
+) -> Any:
+    """Return a manager of one group of full attention, or of a window, and two more of windows if `hybrid`.
+
+    `heard`: whether it makes events.
+    """
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import init_none_hash
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
     shape = {"block_size": block_size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
-    groups = [KVCacheGroupSpec(["a"], FullAttentionSpec(**shape))]
+    first = SlidingWindowSpec(**shape, sliding_window=window) if window else FullAttentionSpec(**shape)
+    groups = [KVCacheGroupSpec(["a"], first)]
     if hybrid:
         groups += [KVCacheGroupSpec([name], SlidingWindowSpec(**shape, sliding_window=8)) for name in "bc"]
     init_none_hash(sha256)
