@@ -416,27 +416,6 @@ def test_slopes_of_each_sequence(options: dict[str, Any]) -> None:
     torch.testing.assert_close(lse.view(4, 3, 5).transpose(0, 1), wanted_lse, atol=2e-6, rtol=2e-6)
 
 
-def test_compiles_whole() -> None:
-    q, k, v = small()
-    heads_first = k.transpose(1, 2).contiguous().transpose(1, 2)
-    packed = (q[0], k[0, :5], v[0, :5])
-    lens = torch.tensor([3, 20], dtype=torch.int32)
-    calls: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
-        "dense": (flash_attn_func, (q, k, v), {"causal": True}),
-        "heads first": (flash_attn_func, (q, heads_first, v), {"window_size": (3, 1), "return_softmax_lse": True}),
-        "packed": (flash_attn_varlen_func, (*packed, starts(2, 3), starts(2, 3), 3, 3), {"causal": True}),
-        "others": (flash_attn_varlen_func, (*packed, starts(2, 3), starts(1, 4), 3, 4), {"window_size": (2, 0)}),
-    }
-    for name, (function, arguments, options) in calls.items():
-        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(compiled(*arguments, **options), function(*arguments, **options), msg=name)
-    caches, again = (torch.zeros(2, 2, 32, 2, 32) for _ in range(2))
-    arguments = (k[:, :1], v[:, :1], lens)
-    out = torch.compile(decode, fullgraph=True, backend="aot_eager")(q[:, :1], caches, *arguments)
-    torch.testing.assert_close(out, decode(q[:, :1], again, *arguments))
-    assert torch.equal(caches, again)
-
-
 @pytest.mark.quick
 def test_no_value_on_a_device_is_read() -> None:
     """Fake tensors have no values, so reading one raises. So a CUDA graph can capture the call."""

@@ -149,14 +149,6 @@ def test_bad_arguments_are_named(change, error, message):
         pc.join_prefix(**{**arguments, **change(arguments)})
 
 
-@pytest.mark.slow
-def test_compiles_whole_with_dynamic_shapes(device):
-    compiled = torch.compile(lambda *a: pc.join_prefix(*a) * 2, fullgraph=True, dynamic=True)
-    for case in (CASES[1], CASES[2]):
-        arguments = inputs(case, (5,), torch.float32, device)
-        assert torch.equal(compiled(*arguments).cpu(), joined(*arguments) * 2)
-
-
 @pytest.mark.gpu
 def test_pinned_cache_and_a_captured_graph():
     first, second = inputs(CASES[1], (64,), torch.float32, "cuda"), inputs(CASES[1], (64,), torch.float32, "cuda", True)

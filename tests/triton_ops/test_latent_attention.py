@@ -104,22 +104,3 @@ def test_rows_are_as_in_any_other_batch(device):
     together = pc.latent_attention(*batch.tensors, batch.scale, 16, batch_invariant=True)
     alone = pc.latent_attention(query[1:], cache, tables[1:], lens[1:], starts, batch.scale, 16, batch_invariant=True)
     assert torch.equal(alone[0], together[1])
-
-
-def test_export_and_compile(device):
-    torch._dynamo.reset()
-    batch = build(Latent(lens=(20, 9), queries=(1, 9))).to(device)
-    expected = pc.latent_attention(*batch.tensors, 0.125, 64)
-    compiled = torch.compile(
-        lambda *given: pc.latent_attention(*given, 0.125, 64) + 1, fullgraph=True, dynamic=True, backend="aot_eager"
-    )
-    assert torch.equal(compiled(*batch.tensors), expected + 1)
-
-    class Layer(torch.nn.Module):
-        def forward(self, *given):
-            return pc.latent_attention(*given, 0.125, 64)
-
-    tokens = torch.export.Dim("tokens", min=2, max=4096)
-    shapes = ({0: tokens}, None, None, None, None)
-    exported = torch.export.export(Layer(), batch.tensors, dynamic_shapes=(shapes,))
-    assert torch.equal(exported.module()(*batch.tensors), expected)

@@ -237,21 +237,6 @@ def test_lists_that_do_not_agree_are_refused_and_nothing_is_written():
     assert not bool(cache.any() | other.any())
 
 
-@each
-@pytest.mark.slow
-def test_compiles_whole_with_dynamic_shapes(op, device):
-    def step(source, cache, *index):
-        return op.run(source * 2, cache, *index, through=pc) + 1
-
-    compiled = torch.compile(step, fullgraph=True, dynamic=True)
-    for count in (6, 3):
-        index = [number[:count] for number in op.indices(device)]
-        cache = torch.randn(8, 4, 5, device=device)
-        source = torch.randn(count, *cache.shape[op.leading :], device=device)
-        expected = op.expected(source * 2, cache, *index) + 1
-        assert torch.equal(compiled(source, cache, *index).cpu(), expected)
-
-
 @pytest.mark.gpu
 @each
 def test_pinned_memory_host_indices_and_a_captured_graph(op):

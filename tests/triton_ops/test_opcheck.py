@@ -18,6 +18,9 @@ import pc
 from pc.triton_ops._attention.layout import PlanShape
 from pc.triton_ops._core.runtime import INTERPRET
 
+# In the interpreter, only the first case is quick, as for any test.
+every_case_quick = (lambda test: test) if INTERPRET else pytest.mark.quick
+
 SCHEMA = ("test_schema", "test_autograd_registration", "test_faketensor")
 ALL = (*SCHEMA, "test_aot_dispatch_dynamic")
 FAKE = ("test_autograd_registration", "test_faketensor")  # the others use allclose, which does not support float8
@@ -254,7 +257,7 @@ def test_every_operator_is_checked() -> None:
     assert {name for name in names if not name.startswith("test_")} == CALLS.keys()
 
 
-@pytest.mark.quick
+@every_case_quick
 @pytest.mark.parametrize("name", CALLS)
 def test_a_usual_call(name: str, device: torch.device) -> None:
     _check(name, CALLS[name]()[0], device)

@@ -47,17 +47,6 @@ def test_strides(layout, device):
     check(build(case), pc.paged_attention(query, key, value, tables, *rest, batch.scale))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile(dynamic, device):
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda *args: pc.paged_attention(*args) * 2, fullgraph=True, dynamic=dynamic, backend="aot_eager"
-    )
-    for case in (Case(lens=(20, 9), queries=(1, 9)), Case(lens=(70, 9, 5), queries=(1, 9, 2))):
-        batch = build(case).to(device)
-        assert torch.equal(compiled(*batch.tensors, batch.scale), pc.paged_attention(*batch.tensors, batch.scale) * 2)
-
-
 @pytest.mark.slow
 def test_inductor(device):
     torch._dynamo.reset()

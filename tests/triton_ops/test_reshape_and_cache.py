@@ -94,23 +94,6 @@ def test_quantized_codes(dtype, cache_dtype, per_head, device):
         assert torch.equal(found.masked_fill(negative_zero, 0), _bits(expected))
 
 
-def test_compile(device):
-    torch._dynamo.reset()
-
-    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
-    def step(key, cache, value_cache, slots):
-        pc.reshape_and_cache(key * 2, key, cache, value_cache, slots)
-        return cache.sum()
-
-    for tokens in (5, 9):
-        key = torch.randn(tokens, 2, 32, device=device)
-        cache, value_cache = torch.zeros(2, 2, 8, 2, 32, device=device)
-        slots = torch.arange(tokens, device=device)
-        total = step(key, cache, value_cache, slots)
-        assert torch.equal(cache.flatten(0, 1)[:tokens], key * 2)
-        assert torch.allclose(total, (key * 2).sum(), atol=1e-4)
-
-
 def test_no_tokens(device):
     cache = torch.zeros(2, 8, 1, 16, device=device)
     key = torch.zeros(0, 1, 16, device=device)

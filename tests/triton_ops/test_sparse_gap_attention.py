@@ -26,7 +26,7 @@ def result(batch, **changes):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(n, marks=pytest.mark.slow) for n in range(8, 40))])
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 40))])
 def test_all_options_together(seed, device):
     """Random options and batches. PyTorch is fast, so that a seed has ten of them."""
     rand = random.Random(seed)
