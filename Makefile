@@ -82,8 +82,10 @@ kvpress: setup .peers/kvpress/.ready ## compare presses of NVIDIA's kvpress, ins
 	PYTHON=$(abspath $(BIN)/python) timeout 600 sh benchmarks/install_kvpress.sh .peers
 
 # Kernels run in triton's interpreter. Tests of other folders run kernels on a GPU or in `make emulate`.
-run_tests = export OMP_NUM_THREADS=1; $(BIN)/python -m pytest -n $(WORKERS) --durations=25 --durations-min=2 -m "$(1)" && \
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) --durations=25 --durations-min=2 -m "$(1)" tests/triton_ops \
+# A worker begins with its own part of the folders, so it imports less than if tests took turns, and steals tests at the end.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=25 --durations-min=2
+run_tests = export OMP_NUM_THREADS=1; $(PYTEST) -m "$(1)" && \
+	TRITON_INTERPRET=1 $(PYTEST) -m "$(1)" tests/triton_ops \
 		tests/integrations/huggingface/test_compression_kernels.py
 
 test: setup ## the quick tests, some minutes: operators on CPU tensors first, then kernels in triton's interpreter

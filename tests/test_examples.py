@@ -48,7 +48,7 @@ def test_every_example_is_listed_and_run() -> None:
     assert programs == set(re.findall(r"\]\((\w+)\.py\)", (EXAMPLES / "README.md").read_text(encoding="utf-8")))
 
 
-QUICK = {"hidden_states", "tree_speculation"}
+QUICK = {"tree_speculation"}
 
 
 def run(tmp_path: Path, name: str, *arguments: str) -> str:

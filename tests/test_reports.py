@@ -96,6 +96,17 @@ def enabled(model: Any, **options: Any) -> Any:
     return huggingface.enable_prefix_caching(model, **{"num_blocks": 64, **options})
 
 
+@pytest.fixture
+def model() -> Any:
+    return changed_models.build()
+
+
+@pytest.fixture
+def handle(model: Any) -> Iterator[Any]:
+    with enabled(model) as handle:
+        yield handle
+
+
 # transformers#30508 (layers dropped), ggml-org/llama.cpp#4718 (layers doubled), steering-vectors#21, IBM/vLLM-Hook#16,
 # pytorch/executorch#22432: a model that is changed after caching was enabled.
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -113,8 +124,7 @@ def test_a_model_that_is_changed_is_probed_anew(name: str, deterministic: bool) 
 
 # The same kind: a change that makes a model unserved, and one that makes it served again.
 @pytest.mark.filterwarnings("ignore:prefix caching")
-def test_a_model_is_served_again_once_what_hindered_it_is_gone() -> None:
-    model = changed_models.build()
+def test_a_model_is_served_again_once_what_hindered_it_is_gone(model: Any) -> None:
     hook = model.model.layers[0].register_forward_hook(changed_models.steer_last)
     with enabled(model) as handle:
         assert "continues from a cached prefix" in handle.unsupported
@@ -125,6 +135,7 @@ def test_a_model_is_served_again_once_what_hindered_it_is_gone() -> None:
 
 
 # PyTorch: torch.compile of a model, or a process's first compilation, changes attributes but no forward pass.
+@pytest.mark.slow
 def test_compiling_a_model_elsewhere_empties_no_cache() -> None:
     script = """
 import torch, changed_models, pc.integrations.huggingface as hf
@@ -223,20 +234,20 @@ def change_class(model: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
 # NVIDIA/NeMo-RL#4018, radixark/miles#2783, peft#2523: a change during a call, which ends before the next call.
 @pytest.mark.parametrize("back_within", [False, True])
 @pytest.mark.parametrize("change", [change_hook, change_setting, change_weight, change_class])
-def test_what_is_computed_by_a_model_changed_in_a_call_is_not_published(change: Any, back_within: bool) -> None:
-    model = changed_models.build()
-    with enabled(model) as handle:
-        on, off = change(model)
-        at = At(on, off) if back_within else At(on)
-        asked: dict[str, Any] = {"max_new_tokens": 40, "output_hidden_states": True, "return_dict_in_generate": True}
-        first = model.generate(prompt(40), logits_processor=[at], **asked).sequences
-        if not back_within:
-            off()
-        assert handle.stats().cached_blocks <= 3  # the prompt's 40 tokens and 8 of the answer
-        ids = torch.cat([first, prompt(4, 2)], 1)
-        want = plain(model, input_ids=ids, max_new_tokens=8)
-        for _ in range(2):
-            assert torch.equal(model.generate(ids, max_new_tokens=8), want)
+def test_what_is_computed_by_a_model_changed_in_a_call_is_not_published(
+    model: Any, handle: Any, change: Any, back_within: bool
+) -> None:
+    on, off = change(model)
+    at = At(on, off) if back_within else At(on)
+    asked: dict[str, Any] = {"max_new_tokens": 40, "output_hidden_states": True, "return_dict_in_generate": True}
+    first = model.generate(prompt(40), logits_processor=[at], **asked).sequences
+    if not back_within:
+        off()
+    assert handle.stats().cached_blocks <= 3  # the prompt's 40 tokens and 8 of the answer
+    ids = torch.cat([first, prompt(4, 2)], 1)
+    want = plain(model, input_ids=ids, max_new_tokens=8)
+    for _ in range(2):
+        assert torch.equal(model.generate(ids, max_new_tokens=8), want)
 
 
 # The same kind in continuous batching, where another thread reads the stream of tokens.
@@ -269,71 +280,45 @@ def test_what_a_batching_session_computes_by_a_changed_model_is_not_published(ch
 
 
 # ModelTC (LongLM), MHA2MLA#10: methods of a class, or functions of its file, are replaced after keys were cached.
-def patch_class(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
-    own = modeling_llama.LlamaAttention.forward
-
-    def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        return own(self, hidden_states * factor, *args, **kwargs)
-
-    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
-
-
-def patch_file(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
-    own = modeling_llama.rotate_half
-    monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: own(x) * factor)
+OWNERS: dict[str, tuple[Any, str]] = {
+    "class": (modeling_llama.LlamaAttention, "forward"),
+    "file": (modeling_llama, "rotate_half"),
+    "torch": (torch.nn.functional, "scaled_dot_product_attention"),
+    "registry": (transformers.AttentionInterface._global_mapping, "sdpa"),
+    "linear": (torch.nn.functional, "linear"),
+    "base": (torch.nn.Linear, "forward"),
+}
 
 
-def patch_torch(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
-    own = torch.nn.functional.scaled_dot_product_attention
+def patch(monkeypatch: pytest.MonkeyPatch, name: str, factor: float) -> None:
+    """Scale what a function returns, or replace the code of a method, as autoreload in a notebook does."""
+    if name == "code":
 
-    def attention(*args: Any, **kwargs: Any) -> Any:
-        return own(*args, **kwargs) * factor
+        def forward(self: Any, x: Any) -> Any:
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * 0.5
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+        monkeypatch.setattr(modeling_llama.LlamaMLP.forward, "__code__", forward.__code__)
+        return
+    owner, attribute = OWNERS[name]
+    own = owner[attribute] if isinstance(owner, dict) else getattr(owner, attribute)
 
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        out = own(*args, **kwargs)
+        return (out[0] * factor, *out[1:]) if isinstance(out, tuple) else out * factor
 
-def patch_registry(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
-    functions = transformers.AttentionInterface._global_mapping
-    own = functions["sdpa"]
-
-    def attention(*args: Any, **kwargs: Any) -> Any:
-        out, weights = own(*args, **kwargs)
-        return out * factor, weights
-
-    monkeypatch.setitem(functions, "sdpa", attention)
-
-
-def patch_code(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:  # like autoreload in a notebook
-    def forward(self: Any, x: Any) -> Any:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * 0.5
-
-    monkeypatch.setattr(modeling_llama.LlamaMLP.forward, "__code__", forward.__code__)
+    (monkeypatch.setitem if isinstance(owner, dict) else monkeypatch.setattr)(owner, attribute, scaled)
 
 
-def patch_linear(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
-    own = torch.nn.functional.linear
-    monkeypatch.setattr(torch.nn.functional, "linear", lambda *args, **kwargs: own(*args, **kwargs) * factor)
-
-
-def patch_base(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
-    own = torch.nn.Linear.forward
-    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: own(self, x) * factor)
-
-
-PATCHES = [patch_class, patch_file, patch_torch, patch_registry, patch_code, patch_linear, patch_base]
-
-
-@pytest.mark.parametrize("patch", PATCHES)
-def test_replaced_functions_are_noticed(patch: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    model = changed_models.build()
+@pytest.mark.parametrize("name", [*OWNERS, "code"])
+def test_replaced_functions_are_noticed(model: Any, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     with enabled(model, disk=tmp_path):
         model.generate(prompt(60), max_new_tokens=12)
-        patch(monkeypatch, 0.5)
+        patch(monkeypatch, name, 0.5)
         assert changed_models.differing(model) == []
     monkeypatch.undo()
     with enabled(model, disk=tmp_path / "other"):  # a new process: only the unpatched model's blocks are on disk
         model.generate(prompt(60), max_new_tokens=12)
-    patch(monkeypatch, 0.5)
+    patch(monkeypatch, name, 0.5)
     with enabled(model, disk=tmp_path / "other") as handle:
         assert changed_models.differing(model) == []
     with enabled(model, disk=tmp_path / "other") as handle:  # its own blocks are found again
@@ -344,7 +329,7 @@ def test_replaced_functions_are_noticed(patch: Any, monkeypatch: pytest.MonkeyPa
 def test_a_patch_with_another_constant_is_another_model_on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     model = changed_models.build()
     for factor in (0.5, 0.25):
-        patch_class(monkeypatch, factor)
+        patch(monkeypatch, "class", factor)
         with enabled(model, disk=tmp_path):
             assert changed_models.differing(model) == []
         monkeypatch.undo()
@@ -374,8 +359,7 @@ def test_a_cache_that_never_hits_says_why() -> None:
 
 # The same kind: a hook that counts, registered later, is no reason to read nothing.
 @pytest.mark.parametrize("where", ["attribute", "dict", "list"])
-def test_a_hook_that_counts_is_served(where: str) -> None:
-    model = changed_models.build()
+def test_a_hook_that_counts_is_served(model: Any, where: str) -> None:
     model.model.layers[0].counts, model.model.layers[0].seen_lengths = {"passes": 1000}, []
 
     def count(module: Any, inputs: Any, output: Any) -> None:
@@ -393,8 +377,7 @@ def test_a_hook_that_counts_is_served(where: str) -> None:
 
 
 # The same kind: a buffer that each pass changes may matter, so nothing is read, and a warning says so.
-def test_a_buffer_that_counts_passes_is_named() -> None:
-    model = changed_models.build()
+def test_a_buffer_that_counts_passes_is_named(model: Any) -> None:
     layer = model.model.layers[0]
     layer.register_buffer("passes", torch.zeros(1))
 
@@ -481,17 +464,6 @@ def test_tensors_of_a_cache_that_were_kept_stay_what_they_were(
         assert all(map(torch.equal, snapshot, copies))
 
 
-# transformers: the evaluation of Seq2SeqTrainer passes labels to generate.
-def test_labels_are_served() -> None:
-    model = changed_models.build()
-    with enabled(model) as handle:
-        for _ in range(2):
-            got = model.generate(prompt(40), max_new_tokens=5, labels=prompt(45))
-            assert torch.equal(got, plain(model, input_ids=prompt(40), max_new_tokens=5))
-        assert handle.stats().calls_handed_back == {}
-        assert handle.last_requests[0].cached_tokens > 0
-
-
 # huggingface/transformers, Gemma 3: images without text between them are one block in which tokens attend both ways.
 BESIDE = [case for case in CASES if not case.name.startswith("qwen")]  # whose own generate fails for such prompts
 
@@ -539,18 +511,6 @@ def test_drafts_from_hidden_states_of_the_whole_prompt(layers: int, monkeypatch:
         assert changed_models.differing(model, use_mtp=True) == []
 
 
-# The walk over options of generate (`make walk`, seed 23): assisted decoding does not split a prompt into chunks.
-@pytest.mark.parametrize("chunk", [7, 16])
-def test_prompt_lookup_with_a_chunk_size(chunk: int) -> None:
-    model = changed_models.build()
-    text = torch.cat([prompt(30), prompt(30), prompt(4, 1)], 1)
-    with enabled(model) as handle:
-        for _ in range(3):
-            asked = {"input_ids": text, "prompt_lookup_num_tokens": 2, "prefill_chunk_size": chunk}
-            assert torch.equal(model.generate(**asked), plain(model, **asked))
-        assert handle.last_requests[0].cached_tokens > 0
-
-
 # Compressed documents. kvpress and LMCache report answers that silently come from another cache than the one named.
 
 
@@ -585,34 +545,29 @@ def test_prompt_lookup_over_a_document(options: dict[str, Any]) -> None:
         ("custom_generate", lambda *_, **__: None),
     ],
 )
-def test_options_that_no_document_serves_are_refused_by_name(name: str, value: Any) -> None:
-    model = changed_models.build()
-    with enabled(model) as handle:
-        document = document_of(handle)
-        with document, pytest.raises(UnsupportedError, match=name):
-            model.generate(QUESTION, **{"max_new_tokens": 2, name: value})
-        assert handle.stats().document_calls == handle.stats().calls_served == 0
-        assert ask(model, document).sequences.shape == (1, 215)
-        assert handle.stats().document_calls == handle.stats().calls_served == 1
+def test_options_that_no_document_serves_are_refused_by_name(model: Any, handle: Any, name: str, value: Any) -> None:
+    document = document_of(handle)
+    with document, pytest.raises(UnsupportedError, match=name):
+        model.generate(QUESTION, **{"max_new_tokens": 2, name: value})
+    assert handle.stats().document_calls == handle.stats().calls_served == 0
+    assert ask(model, document).sequences.shape == (1, 215)
+    assert handle.stats().document_calls == handle.stats().calls_served == 1
 
 
 # The same kind: deterministic caching, and models whose attention weights the caller asks for.
-def test_attention_weights_of_an_eager_model_are_refused() -> None:
-    model = changed_models.build()
+def test_attention_weights_of_an_eager_model_are_refused(model: Any) -> None:
     model.set_attn_implementation("eager")
     with enabled(model) as handle, pytest.raises(UnsupportedError, match="output_attentions"):
         ask(model, document_of(handle), output_attentions=True)
 
 
 # transformers registers hooks on a model when hidden states are first asked for.
-def test_hidden_states_leave_a_document_as_it_is() -> None:
-    model = changed_models.build()
-    with enabled(model) as handle:
-        document = document_of(handle)
-        for _ in range(2):
-            states = ask(model, document, output_hidden_states=True).hidden_states[0]
-            assert {layer.shape[1] for layer in states} == {9}  # of the question's tokens
-            model(QUESTION, output_hidden_states=True)
+def test_hidden_states_leave_a_document_as_it_is(model: Any, handle: Any) -> None:
+    document = document_of(handle)
+    for _ in range(2):
+        states = ask(model, document, output_hidden_states=True).hidden_states[0]
+        assert {layer.shape[1] for layer in states} == {9}  # of the question's tokens
+        model(QUESTION, output_hidden_states=True)
 
 
 def test_a_float64_model_is_refused_by_name() -> None:
@@ -644,8 +599,7 @@ def test_a_document_that_was_loaded_is_read(
 
 # vLLM: a batch for which the pool has blocks for only some rows.
 @pytest.mark.parametrize(("rows", "blocks"), [(1, 2), (2, 3), (4, 8)])
-def test_a_batch_that_the_pool_has_no_blocks_for(rows: int, blocks: int) -> None:
-    model = changed_models.build()
+def test_a_batch_that_the_pool_has_no_blocks_for(model: Any, rows: int, blocks: int) -> None:
     ids = torch.cat([CONTEXT.expand(rows, -1), torch.cat([prompt(40, seed) for seed in range(rows)])], 1)
     with enabled(model) as handle:
         expected = ask(model, document_of(handle), ids).sequences
@@ -670,32 +624,28 @@ def test_positions_that_an_earlier_call_has_left() -> None:
 
 
 # LMCache: one tenant's cache answers another.
-def test_a_document_of_another_salt_is_refused(tmp_path: Any) -> None:
-    model = changed_models.build()
-    with enabled(model) as handle:
-        with handle.salt("mine"):
-            document = document_of(handle)
-            document.save(tmp_path / "document")
-            ask(model, document)
-        for salt in (None, "theirs"):
-            with handle.salt(salt) if salt else contextlib.nullcontext():
-                with pytest.raises(ValueError, match="document: got a document of another salt"):
-                    ask(model, document)
-                with pytest.raises(ValueError, match="path: got a document of another salt"):
-                    CompressedDocument.load(handle, tmp_path / "document")
+def test_a_document_of_another_salt_is_refused(model: Any, handle: Any, tmp_path: Any) -> None:
+    with handle.salt("mine"):
+        document = document_of(handle)
+        document.save(tmp_path / "document")
+        ask(model, document)
+    for salt in (None, "theirs"):
+        with handle.salt(salt) if salt else contextlib.nullcontext():
+            with pytest.raises(ValueError, match="document: got a document of another salt"):
+                ask(model, document)
+            with pytest.raises(ValueError, match="path: got a document of another salt"):
+                CompressedDocument.load(handle, tmp_path / "document")
 
 
 # transformers: right padding without a mask.
-def test_questions_padded_on_the_right_are_refused() -> None:
-    model = changed_models.build()
+def test_questions_padded_on_the_right_are_refused(model: Any) -> None:
     ids = torch.cat([QUESTION, torch.cat([QUESTION[:, :205], torch.zeros(1, 4, dtype=torch.long)], 1)])
     with enabled(model) as handle, pytest.raises(UnsupportedError, match="attention_mask: got padded rows"):
         ask(model, document_of(handle), ids)
 
 
 # kvpress, vLLM: a document whose handle was closed.
-def test_a_document_of_a_handle_that_serves_no_more_is_refused() -> None:
-    model = changed_models.build()
+def test_a_document_of_a_handle_that_serves_no_more_is_refused(model: Any) -> None:
     handle = enabled(model)
     document = document_of(handle)
     with document:
@@ -712,39 +662,37 @@ def test_a_document_of_a_handle_that_serves_no_more_is_refused() -> None:
 
 
 # transformers: TextIteratorStreamer's recipe runs generate in a thread; servers run it in pools, and in tasks.
-def test_threads_pools_and_tasks_read_the_document_that_they_were_started_in() -> None:
-    model = changed_models.build()
-    with enabled(model) as handle:
-        document = document_of(handle, 0.1)
-        expected, exact = ask(model, document).sequences, plain(model, input_ids=QUESTION, **ASKED).sequences
-        assert not torch.equal(expected, exact)
-        found: list[torch.Tensor] = []
+def test_threads_pools_and_tasks_read_the_document_that_they_were_started_in(model: Any, handle: Any) -> None:
+    document = document_of(handle, 0.1)
+    expected, exact = ask(model, document).sequences, plain(model, input_ids=QUESTION, **ASKED).sequences
+    assert not torch.equal(expected, exact)
+    found: list[torch.Tensor] = []
 
-        def generate() -> torch.Tensor:
-            found.append(model.generate(QUESTION, **ASKED).sequences)
-            return found[-1]
+    def generate() -> torch.Tensor:
+        found.append(model.generate(QUESTION, **ASKED).sequences)
+        return found[-1]
 
-        with ThreadPoolExecutor(1) as pool:
-            with document:
-                thread = threading.Thread(target=generate)
-                thread.start()
-                future = pool.submit(generate)
-            thread.join()
-            assert torch.equal(future.result(), expected)
-            assert torch.equal(pool.submit(generate).result(), exact)
+    with ThreadPoolExecutor(1) as pool:
+        with document:
+            thread = threading.Thread(target=generate)
+            thread.start()
+            future = pool.submit(generate)
+        thread.join()
+        assert torch.equal(future.result(), expected)
+        assert torch.equal(pool.submit(generate).result(), exact)
 
-        async def serve() -> None:
-            async def task() -> torch.Tensor:
-                return generate()
+    async def serve() -> None:
+        async def task() -> torch.Tensor:
+            return generate()
 
-            with document:
-                assert torch.equal(await asyncio.to_thread(generate), expected)
-                later = asyncio.create_task(task())
-            assert torch.equal(await later, expected)
+        with document:
+            assert torch.equal(await asyncio.to_thread(generate), expected)
+            later = asyncio.create_task(task())
+        assert torch.equal(await later, expected)
 
-        asyncio.run(serve())
-        assert torch.equal(found[0], expected)
-        assert torch.equal(generate(), exact)
+    asyncio.run(serve())
+    assert torch.equal(found[0], expected)
+    assert torch.equal(generate(), exact)
 
 
 # The same kind: all else that runs the model within a document would answer without the document.
@@ -803,8 +751,7 @@ def test_no_other_entry_of_a_model_leaves_a_document_out_in_silence(name: str, a
 
 
 # The same kind: forward passes compiled before, and managers made or kept before.
-def test_what_was_made_before_a_document_was_entered_does_not_leave_it_out() -> None:
-    model = changed_models.build()
+def test_what_was_made_before_a_document_was_entered_does_not_leave_it_out(model: Any) -> None:
     compiled = torch.compile(model, backend="eager")
     with enabled(model) as handle, torch.no_grad():
         document = document_of(handle)
@@ -813,6 +760,7 @@ def test_what_was_made_before_a_document_was_entered_does_not_leave_it_out() -> 
             with document, pytest.raises(UnsupportedError, match="document"):
                 compiled(QUESTION)
             assert torch.equal(compiled(QUESTION).logits, want)
+        assert document_of(handle).content is document.content  # the model counts as the same
 
 
 @needs_batching
@@ -882,30 +830,26 @@ def test_pipelines_read_a_document() -> None:
 
 
 # asyncio: an async generator runs in the context of the caller that asks for its next item.
-def test_a_document_that_another_task_has_entered() -> None:
-    model = changed_models.build()
-    with enabled(model) as handle:
-        document = document_of(handle)
+def test_a_document_that_another_task_has_entered(model: Any, handle: Any) -> None:
+    document = document_of(handle)
 
-        async def stream() -> AsyncIterator[Any]:
-            with document:
-                yield None
-                yield model.generate(QUESTION, max_new_tokens=2)
+    async def stream() -> AsyncIterator[Any]:
+        with document:
+            yield None
+            yield model.generate(QUESTION, max_new_tokens=2)
 
-        async def serve() -> None:
-            items = stream()
+    async def serve() -> None:
+        items = stream()
+        await asyncio.create_task(items.__anext__())
+        with pytest.raises(ValueError, match="document: was entered in another asyncio task"):
             await asyncio.create_task(items.__anext__())
-            with pytest.raises(ValueError, match="document: was entered in another asyncio task"):
-                await asyncio.create_task(items.__anext__())
-            items = stream()
-            await asyncio.create_task(items.__anext__())
-            with pytest.raises(KeyError, match="the caller's own"):
-                await asyncio.create_task(items.athrow(KeyError("the caller's own")))
+        items = stream()
+        await asyncio.create_task(items.__anext__())
+        with pytest.raises(KeyError, match="the caller's own"):
+            await asyncio.create_task(items.athrow(KeyError("the caller's own")))
 
-        asyncio.run(serve())
-        assert torch.equal(
-            model.generate(QUESTION, **ASKED).sequences, plain(model, input_ids=QUESTION, **ASKED).sequences
-        )
+    asyncio.run(serve())
+    assert torch.equal(model.generate(QUESTION, **ASKED).sequences, plain(model, input_ids=QUESTION, **ASKED).sequences)
 
 
 class Shortening:
@@ -945,16 +889,14 @@ def test_peak_memory_of_a_press_counts_what_is_held() -> None:
 
 
 # PyTorch, vLLM: memory that `close` must free.
-def test_closing_a_document_frees_it_at_once() -> None:
-    model = changed_models.build()
-    with enabled(model) as handle:
-        document, twin = document_of(handle), document_of(handle)
-        kept = weakref.ref(document.content.layers[0].keys)
-        document.close()
-        assert repr(document) == "<CompressedDocument, closed>"
-        assert kept() is not None
-        twin.close()
-        assert kept() is None
+def test_closing_a_document_frees_it_at_once(model: Any, handle: Any) -> None:
+    document, twin = document_of(handle), document_of(handle)
+    kept = weakref.ref(document.content.layers[0].keys)
+    document.close()
+    assert repr(document) == "<CompressedDocument, closed>"
+    assert kept() is not None
+    twin.close()
+    assert kept() is None
 
 
 PRESS = """
@@ -1039,8 +981,7 @@ def test_a_model_that_changes_values_behind_its_cache_is_refused(monkeypatch: py
 
 
 # vLLM, batch invariance: the bits of an answer depend on cached tokens and on other rows.
-def test_questions_over_a_document_are_deterministic() -> None:
-    model = changed_models.build()
+def test_questions_over_a_document_are_deterministic(model: Any) -> None:
     rows = torch.cat([torch.cat([CONTEXT, prompt(70, seed)], 1) for seed in (4, 5)])
     with enabled(model, deterministic=True, chunk=32) as handle:
         document = document_of(handle, 0.5)
@@ -1084,16 +1025,14 @@ def test_warm_bits_are_cold_bits_whatever_the_head_dim(head_dim: int) -> None:
 
 
 # Requests in those reports: where a context differs, and which tokens were kept.
-def test_an_error_says_where_a_context_differs() -> None:
-    model = changed_models.build()
+def test_an_error_says_where_a_context_differs(model: Any, handle: Any) -> None:
     ids = torch.cat([QUESTION, QUESTION])
     ids[1, 17] += 1
     there, got = int(QUESTION[0, 17]), int(ids[1, 17])
-    with enabled(model) as handle:
-        document = handle.compress(CONTEXT, "streaming", budget=0.05)
-        assert [head.tolist() for head in document.kept_tokens[0] or ()] == [[0, 1, 2, 3, *range(194, 200)]] * 2
-        with pytest.raises(ValueError, match=f"row 1 differs at token 17: got {got}, which is {there} in the document"):
-            ask(model, document, ids)
+    document = handle.compress(CONTEXT, "streaming", budget=0.05)
+    assert [head.tolist() for head in document.kept_tokens[0] or ()] == [[0, 1, 2, 3, *range(194, 200)]] * 2
+    with pytest.raises(ValueError, match=f"row 1 differs at token 17: got {got}, which is {there} in the document"):
+        ask(model, document, ids)
 
 
 # vLLM, SGLang: an explanation gives what the next call reads, with fixed chunks and with lower tiers.

@@ -400,16 +400,20 @@ class Walk:
     refused: Counter[str] = field(default_factory=Counter)
     differing: list[str] = field(default_factory=list)
     tried: Counter[str] = field(default_factory=Counter)
+    fell_back: set[str] = field(default_factory=set)
     answered: torch.Tensor | None = None
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
 
     def begin(self, number: int, documents: bool) -> None:
         """Start with another model and another handle."""
         self.rng = random.Random(f"{self.seed} {number} {documents}")
         name, options = self.rng.choice([m for m in MODELS if not (documents and m[0] in WINDOWS_ALONE)])
-        self.model, self.twin = build(name, options), build(name, options)
         handle = self.rng.choice(HANDLES)
-        if documents and handle.get("num_blocks"):
-            handle = {}
+        self.enable(name, options, {} if documents and handle.get("num_blocks") else handle, documents)
+
+    def enable(self, name: str, options: dict[str, Any], handle: dict[str, Any], documents: bool) -> None:
+        """Make a model with options of its config, and enable caching with options of the handle."""
+        self.model, self.twin = build(name, options), build(name, options)
         self.about = f"{name} {handle}{' document' if documents else ''}"
         self.handle: PrefixCaching = enable_prefix_caching(self.model, **{"num_blocks": 64, **handle})
         self.text = prompt(90, self.rng.randrange(99))
@@ -417,7 +421,7 @@ class Walk:
         self.answered = None
 
     def step(self) -> None:
-        """Compare one call."""
+        """Compare a random call."""
         rng = self.rng
         names = rng.sample(list(OPTIONS), rng.choice([1, 1, 2, 2, 3]))
         seed, question = rng.randrange(1 << 30), prompt(rng.randrange(4, 14), rng.randrange(5))
@@ -425,16 +429,21 @@ class Walk:
         ids = torch.cat([self.text[:, :length], question], 1)
         if self.document is None and self.answered is not None and rng.random() < 0.3:
             ids = torch.cat([self.answered[:1], question], 1)  # the conversation continues
+        self.compare(ids, names, seed)
+
+    def compare(self, ids: torch.Tensor, names: list[str], seed: int) -> None:
+        """Compare a call with the options of these names."""
         within = self.document if self.document is not None else contextlib.nullcontext()
         want = self._outcome(self.twin, ids, names, seed)
         before, fell_back = torch.is_grad_enabled(), sum(self.handle.stats().calls_handed_back.values())
         with within:
             got = self._outcome(self.model, ids, names, seed)
         self.tried.update(names)
-        what = f"{self.about}: {' + '.join(names)} of {length} + {question.shape[1]} tokens, seed {seed}"
+        what = f"{self.about}: {' + '.join(names)} of {ids.shape[1]} tokens, seed {seed}"
         self._judge(what, want, got)
         if sum(self.handle.stats().calls_handed_back.values()) > fell_back:
             self.counts["fell back"] += 1
+            self.fell_back.add(" + ".join(names))
         self.handle.manager.check()
         stats = self.handle.stats()
         # An assisted call that fails leaves a changed config in transformers itself: the twin's has then changed too.

@@ -42,11 +42,11 @@ def test_a_noisy_bit_is_right_as_often_as_it_says():
 
 
 def test_the_better_the_hint_the_more_is_hit():
-    trace = chats(800, np.random.default_rng(1))
-    rates = [replay(trace, "hazard", 250, hints=hints).hit_rate for hints in ("none", "0.8", "oracle")]
+    trace = chats(400, np.random.default_rng(1))
+    rates = [replay(trace, "hazard", 125, hints=hints).hit_rate for hints in ("none", "0.8", "oracle")]
     assert rates[0] < rates[1] < rates[2]
-    assert rates[2] <= replay(trace, "belady", 250).hit_rate
-    assert replay(trace, "lru", 250, hints="oracle").hit_rate == replay(trace, "lru", 250).hit_rate
+    assert rates[2] <= replay(trace, "belady", 125).hit_rate
+    assert replay(trace, "lru", 125, hints="oracle").hit_rate == replay(trace, "lru", 125).hit_rate
 
 
 def test_hints_of_the_callers_own():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import itertools
 
 import pytest
 
@@ -22,7 +22,7 @@ def test_a_name_stands_for_a_whole_prefix(kind):
     before: dict[int, int] = {}
     for ids in trace.requests:
         chain = [-1, *ids.tolist()]
-        for parent, block in pairwise(chain):
+        for parent, block in itertools.pairwise(chain):
             assert before.setdefault(block, parent) == parent
     assert len(trace.requests) == len(trace.outputs) == 300
 
@@ -50,11 +50,10 @@ def test_a_law_that_flips_again_and_again_takes_nothing_from_lru(seed):
     assert ours >= 0.99 * lru
 
 
-TOOLS = [kind for kind in traffic.KINDS if kind.startswith("tools")]
+FIRST, *OTHERS = itertools.product([kind for kind in traffic.KINDS if kind.startswith("tools")], (1, 0, 2, 3))
 
 
-@pytest.mark.parametrize("kind", TOOLS)
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 2, 3))])
+@pytest.mark.parametrize(("kind", "seed"), [FIRST, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)])
 def test_agents_that_call_tools_lose_nothing(kind, seed):
     """At 1 % a few requests fit, and one of these 24 traces hits 0.98 of lru there."""
     trace = traffic.generate(kind, 1000, seed)

@@ -34,7 +34,6 @@ NEEDS = {
     "assisted": api.ASSISTED,
     "prompt lookup": api.ASSISTED,
     "test_prompts_are_computed_in_the_chunks": api.CHUNKS,
-    "test_chunked_prefill": api.CHUNKS,
     "test_latent_rows": api.SPARSE,  # only these versions cache latent rows without expanding them
 }
 """For a part of a test's name: the feature that the test needs."""

@@ -67,29 +67,6 @@ def test_rows_of_one_prompt_compute_it_once(model: Any, handle: PrefixCaching) -
     )
 
 
-def test_scores_and_logits_are_those_of_the_model(model: Any, handle: PrefixCaching) -> None:
-    batch = left_padded(prompt(40), prompt(17, 1))
-    eos = plain(model, **batch, eos_token_id=None)[1, 43].item()
-    for _ in range(2):
-        want, got = both(
-            model, **batch, eos_token_id=eos, return_dict_in_generate=True, output_scores=True, output_logits=True
-        )
-        assert torch.equal(want.sequences, got.sequences)
-        assert len(want.scores) == len(got.scores)
-        for a, b in zip(want.logits + want.scores, got.logits + got.scores, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-        assert cache_of(got).get_seq_length() == got.sequences.shape[1] - 1
-
-
-def test_cache_of_a_result_goes_on(model: Any, handle: PrefixCaching) -> None:
-    options: dict[str, Any] = {"eos_token_id": None, "return_dict_in_generate": True}
-    want, got = both(model, input_ids=prompt(40), **options)
-    longer = torch.cat([want.sequences, prompt(5, 1)], 1)
-    expected = plain(model, input_ids=longer, **{CACHE: cache_of(want)}, eos_token_id=None)
-    assert torch.equal(plain(model, input_ids=longer, **{CACHE: cache_of(got)}, eos_token_id=None), expected)
-    assert torch.equal(plain(model, input_ids=longer, eos_token_id=None), expected)
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["cache", "past_key_values", "cache_params"])
 @pytest.mark.parametrize("own", [False, True], ids=["of a result", "of the caller"])
@@ -218,62 +195,6 @@ def test_cropped_cache_and_one_of_another_salt(model: Any, handle: PrefixCaching
     assert handle.last_requests == []
 
 
-def test_processors_criteria_and_penalties(model: Any, handle: PrefixCaching) -> None:
-    class Forbid(transformers.LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            scores = scores.clone()
-            scores[:, input_ids[:, -1]] = -torch.inf
-            return scores
-
-    class StopAt(transformers.StoppingCriteria):
-        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-            return torch.full((len(input_ids),), input_ids.shape[1] >= 50)
-
-    for _ in range(2):
-        got = assert_same(
-            model,
-            input_ids=prompt(40),
-            logits_processor=transformers.LogitsProcessorList([Forbid()]),
-            stopping_criteria=transformers.StoppingCriteriaList([StopAt()]),
-        )
-        assert got.shape[1] == 50
-        assert_same(model, input_ids=prompt(40), repetition_penalty=1.3, no_repeat_ngram_size=2, min_new_tokens=5)
-        assert_same(model, input_ids=prompt(40), generation_config=transformers.GenerationConfig(max_new_tokens=9))
-
-
-def test_classifier_free_guidance_runs_the_model_between_steps(model: Any, handle: PrefixCaching) -> None:
-    for _ in range(2):
-        assert_same(model, input_ids=prompt(40), guidance_scale=1.7, negative_prompt_ids=prompt(6, 1))
-    assert handle.stats().hit_tokens > 0
-
-
-class Recorder:
-    """A streamer that keeps its input."""
-
-    def __init__(self) -> None:
-        self.got: list[list[int]] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.got.append(value.flatten().tolist())
-
-    def end(self) -> None:
-        self.got.append([])
-
-
-def test_streamers_see_what_they_saw(model: Any, handle: PrefixCaching) -> None:
-    want = Recorder()
-    plain(model, input_ids=prompt(40), streamer=want)
-    for _ in range(2):
-        got = Recorder()
-        model.generate(input_ids=prompt(40), max_new_tokens=20, streamer=got)
-        assert got.got == want.got
-    # A call that is not served must not stream the prompt twice.
-    got = Recorder()
-    with pytest.warns(UserWarning, match="use_cache"):
-        model.generate(input_ids=prompt(40), max_new_tokens=20, streamer=got, use_cache=False)
-    assert got.got == want.got
-
-
 def test_stop_strings(model: Any, handle: PrefixCaching) -> None:
     from pc.demo._models import train_tokenizer
 
@@ -282,13 +203,6 @@ def test_stop_strings(model: Any, handle: PrefixCaching) -> None:
     answer = tokenizer.decode(plain(model, input_ids=ids)[0, ids.shape[1] :])
     stop = answer[4:7]
     assert_same(model, input_ids=ids, stop_strings=[stop], tokenizer=tokenizer)
-    assert handle.last_requests
-
-
-def test_chunked_prefill_gives_the_same_tokens(model: Any, handle: PrefixCaching) -> None:
-    batch = left_padded(prompt(100), prompt(33, 1))
-    want = plain(model, **batch)
-    assert torch.equal(model.generate(**batch, max_new_tokens=20, prefill_chunk_size=24), want)
     assert handle.last_requests
 
 
@@ -398,16 +312,6 @@ def test_loops_of_the_hub_are_left_to_transformers(model: Any, handle: PrefixCac
         assert handle.stats().calls_served == 1
 
 
-def test_hidden_states_are_those_of_every_token(model: Any, handle: PrefixCaching) -> None:
-    options = {"output_hidden_states": True, "output_attentions": True, "return_dict_in_generate": True}
-    for _ in range(2):
-        want, got = both(model, input_ids=prompt(40), **options)
-        assert torch.equal(want.sequences, got.sequences)
-        for a, b in zip(want.hidden_states, got.hidden_states, strict=True):
-            torch.testing.assert_close(a, b)
-    assert cached(model, handle) == 39
-
-
 def test_inputs_that_are_made_otherwise_go_to_the_model(model: Any) -> None:
     class Shifted(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
         def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
@@ -425,15 +329,9 @@ def test_inputs_that_are_made_otherwise_go_to_the_model(model: Any) -> None:
             assert list(handle.stats().calls_handed_back.values()) == [2]
 
 
-def test_input_embeddings_go_to_the_model(model: Any, handle: PrefixCaching) -> None:
-    embeds = model.get_input_embeddings()(prompt(20)).detach()
-    with pytest.warns(UserWarning, match="prefix caching"):
-        assert_same(model, inputs_embeds=embeds, attention_mask=torch.ones(1, 20, dtype=torch.long))
-
-
 def test_latent_rows_are_kept_as_they_are(storages: list[Any]) -> None:
-    """With DeepSeek-V3's attention, they take less than a tenth of the keys and values of all heads."""
-    sizes = {"num_attention_heads": 128, "num_key_value_heads": 128, "kv_lora_rank": 512, "num_hidden_layers": 1}
+    """With DeepSeek-V3's rows, they take less than a tenth of the keys and values of 20 heads."""
+    sizes = {"num_attention_heads": 20, "num_key_value_heads": 20, "kv_lora_rank": 512, "num_hidden_layers": 1}
     sizes |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
     model = Family("", DEEPSEEK.config, DEEPSEEK.model, DEEPSEEK.options | sizes).build()
     with enable_prefix_caching(model, num_blocks=8) as handle:
@@ -441,7 +339,7 @@ def test_latent_rows_are_kept_as_they_are(storages: list[Any]) -> None:
             assert_same(model, input_ids=prompt(40))
         assert handle.last_requests[0].cached_tokens >= 32
         ((_, part),) = storages[0].kv
-        assert part.bytes_per_block == 16 * (512 + 64) * 4 < 16 * 128 * (192 + 128) * 4 / 10
+        assert part.bytes_per_block == 16 * (512 + 64) * 4 < 16 * 20 * (192 + 128) * 4 / 10
 
 
 NOT_SERVED_FAMILIES = [
@@ -607,15 +505,6 @@ def test_disable_restores_the_model(model: Any) -> None:
     again = enable_prefix_caching(model)
     assert_same(model, input_ids=prompt(40))
     again.disable()
-
-
-def test_copy_of_the_model_has_its_own_generate(model: Any, handle: PrefixCaching) -> None:
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        other.lm_head.weight.copy_(torch.randn_like(other.lm_head.weight))
-    want = plain(other, input_ids=prompt(40))
-    assert torch.equal(other.generate(input_ids=prompt(40), max_new_tokens=20), want)
-    assert handle.stats().total_requests == 0
 
 
 def test_global_random_state_is_left_alone(model: Any) -> None:

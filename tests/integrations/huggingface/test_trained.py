@@ -11,7 +11,6 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from generate_cases import CACHE, cache_of  # noqa: E402
 
 from pc.demo._measure import compare_tokens  # noqa: E402
 from pc.demo._models import read_document  # noqa: E402
@@ -75,19 +74,6 @@ def test_tokens_are_those_of_plain_generate(name: str, model: Any, prompts: list
             assert torch.equal(got, want)
 
 
-def test_a_result_goes_on(model: Any, tokenizer: Any, prompts: list[torch.Tensor]) -> None:
-    """A second turn continues with the cache of the first one's result."""
-    more = tokenizer("\n\nQ: Who calls a Convention?\nA:", return_tensors="pt").input_ids
-    said = answer(model, prompts[0])
-    expected = answer(model, torch.cat([said, more], 1))
-    with enable_prefix_caching(model, num_blocks=128) as handle:
-        result = answer(model, prompts[0], return_dict_in_generate=True)
-        assert torch.equal(result.sequences, said)
-        longer = torch.cat([result.sequences, more], 1)
-        assert torch.equal(answer(model, longer, **{CACHE: cache_of(result)}), expected)
-        assert handle.last_requests[0].cached_tokens > prompts[0].shape[1] // 2
-
-
 def test_bfloat16_parts_only_where_rounding_decides(trained_model: Path, prompts: list[torch.Tensor]) -> None:
     model = load(trained_model).to(torch.bfloat16)
     wanted = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 16}
@@ -129,28 +115,6 @@ def test_continuous_batching(model: Any, prompts: list[torch.Tensor]) -> None:
             said = {tuple(result.prompt_ids): result.generated_tokens for result in batched.values()}
             assert [said[tuple(prompt)] for prompt in asked] == expected
         assert handle.stats().hit_tokens >= 2 * (len(asked[0]) // 16 * 16 - 16)
-
-
-def test_a_disk_outlives_the_model(
-    trained_model: Path, model: Any, prompts: list[torch.Tensor], tmp_path: Path
-) -> None:
-    expected = answer(model, prompts[0])
-    for turn in range(2):
-        again = load(trained_model)
-        with enable_prefix_caching(again, num_blocks=128, disk=tmp_path) as handle:
-            assert torch.equal(answer(again, prompts[0]), expected)
-            cached = handle.last_requests[0].cached_tokens
-        assert (cached > 0) == (turn > 0)
-
-
-def test_tenants_share_nothing(model: Any, prompts: list[torch.Tensor]) -> None:
-    expected, found = answer(model, prompts[0]), []
-    with enable_prefix_caching(model, num_blocks=128) as handle:
-        for tenant in ("one", "other", "one"):
-            with handle.salt(tenant):
-                assert torch.equal(answer(model, prompts[0]), expected)
-            found.append(handle.last_requests[0].cached_tokens > 0)
-    assert found == [False, False, True]
 
 
 def test_memory_does_not_grow_with_requests(model: Any, tokenizer: Any) -> None:

@@ -63,16 +63,15 @@ def test_what_fails_when_it_is_enabled(monkeypatch: pytest.MonkeyPatch, where: s
         handle, told = told_of(lambda: enable_continuous_batching(model, num_blocks=32))
     assert len(told) == 1
     assert FAILED in handle.unsupported
-    for call in (1, 2):
-        assert told_of(lambda: batched(model, PROMPTS, **SMALL)) == (alone(model, PROMPTS), [])
-        assert sum(handle.stats().calls_handed_back.values()) == call
-        assert handle.stats().calls_served == 0
+    assert told_of(lambda: batched(model, PROMPTS, **SMALL)) == (alone(model, PROMPTS), [])
+    assert sum(handle.stats().calls_handed_back.values()) == 1
+    assert handle.stats().calls_served == 0
     handle.disable()
     assert "init_continuous_batching" not in vars(model)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("warmup", [True, False])
+@pytest.mark.parametrize("warmup", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("where", BEGINNING)
 def test_what_fails_when_a_manager_begins(monkeypatch: pytest.MonkeyPatch, where: str, warmup: bool) -> None:
     model, want = LLAMA.build(), alone(LLAMA.build(), PROMPTS)
