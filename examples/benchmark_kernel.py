@@ -19,9 +19,10 @@ registry, runner = (importlib.import_module(f"benchmarks.harness.{name}") for na
 
 
 def prepare(call):
-    """Return a function that does the work of one call. Do here what a step does once for all layers.
+    """Return a function that computes one call. Replace this kernel by your own.
 
-    Put your kernel here. This example gathers the keys and values of each sequence and calls PyTorch's attention.
+    Only the returned function is timed. Work that a step does once for all layers belongs outside of it. This example
+    gathers the keys and values of each sequence and calls PyTorch's attention.
     """
     lens, starts = call.seq_lens.tolist(), call.query_start_loc.tolist()
     if any(end - begin != 1 for begin, end in itertools.pairwise(starts)):

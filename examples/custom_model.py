@@ -30,7 +30,7 @@ class Batch:
         pc.attention_plan(self.tables, self.seq_lens, self.starts, BLOCK, num_kv_heads=self.kv_heads, out=self.plan)
 
     def attend(self, layer, q, keys, values):
-        """Return a layer's attention `[tokens, heads, head_dim]` over the blocks of its cache."""
+        """Return the attention `[tokens, heads, head_dim]` of layer number `layer` over the blocks of its cache."""
         call = (q, keys, values, self.tables, self.seq_lens, self.starts, q.shape[-1] ** -0.5)
         return torch.ops.pc.paged_attention(*call, plan=self.plan)
 
@@ -69,7 +69,7 @@ class Llama(nn.Module):
 
 
 def prefill(llama, manager, request, prompt):
-    """Look a prompt up; return its batch, the tokens to compute, and the number of cached tokens."""
+    """Compute the tokens of a prompt that are not cached. Return the next token's logits and the number computed."""
     allocation = manager.allocate(request, prompt)
     todo = [position for span in allocation.compute_spans for position in range(*span)]
     batch = Batch(
@@ -99,6 +99,7 @@ class Decoder:
         self.batch = Batch(*where, llama.kv_heads)
 
     def step(self, token, length, allocation, table):
+        """Compute a token, the last of `length`, and return the logits of the next one."""
         batch = self.batch
         self.token.fill_(token)
         batch.positions.fill_(length - 1)
@@ -138,7 +139,7 @@ def main():
         print(f"{len(prompt)} tokens, {computed} computed: {question}{said}")
         error = (logits - model(torch.tensor([tokens], device=DEVICE), logits_to_keep=1).logits[0]).abs().max().item()
         assert error < 1e-2, error
-    print(f"logits as of transformers' own attention, but for {error:.1e}")
+    print(f"largest difference from the logits of transformers' own attention: {error:.1e}")
 
 
 if __name__ == "__main__":

@@ -21,14 +21,14 @@ question = everything[-BLOCK:]
 exact = read(llama, tokens, everything, ints(range(blocks)), total)[-BLOCK:]
 kept = llama.cache[:, :, : total // BLOCK].clone()
 
-# Two spans are evicted, and their memory is given to others.
+# Two spans are evicted, and their memory is overwritten.
 table, holes = ints(range(blocks)), [*range(1, 16), *range(20, 24)]
 for block in holes:
     table[block] = -1
     llama.cache[:, :, block] = float("nan")
 dropped = read(llama, tokens, question, table, total)
 
-# New blocks in their place: the spans' tokens and the question's are the call's queries, in one forward pass.
+# The spans get new blocks. One forward pass computes their tokens and the question's.
 for n, block in enumerate(holes):
     table[block] = blocks + n
 missing = torch.cat([everything[block * BLOCK : (block + 1) * BLOCK] for block in holes])

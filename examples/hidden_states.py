@@ -42,7 +42,7 @@ def think(thinker, manager, tensors, request, prompt):
     )
     hidden = thinker.hidden(torch.tensor(prompt[start:end], device=DEVICE), batch)
     step = pc.Step.of({request: allocation}, {"hidden": hidden})
-    whole = tensors.join(step)[request]["hidden"]  # rows of the cache in front of the new ones
+    whole = tensors.join(step)[request]["hidden"]  # cached rows, then the new ones
     tensors.store(step)
     manager.commit(request, len(prompt))
     manager.free(request)
@@ -67,7 +67,7 @@ def main():
         hidden, computed = think(thinker, manager, tensors, name, shared + own)
         assert computed == len(hidden)
         torch.testing.assert_close(talker(hidden), said[name], atol=1e-3, rtol=1e-3)
-    print("the talker says what it says over hidden states computed from nothing")
+    print("the talker gives the same output as over hidden states that were all computed")
 
 
 if __name__ == "__main__":

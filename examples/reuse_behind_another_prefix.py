@@ -29,7 +29,7 @@ question = torch.tensor(
 text, begin, end = torch.cat([new, document, question]), len(new), len(new) + len(document)
 everything, blocks = torch.arange(len(text), device=DEVICE), -(-len(text) // BLOCK)
 
-# The document is in the cache behind the old prefix; and everything computed, to compare with.
+# Cache the document behind the old prefix. Then compute the whole new text into other blocks, to compare with.
 first = ints(range(blocks))
 read(llama, torch.cat([old, document]), everything[: len(old) + len(document)], first, len(old) + len(document))
 exact_table = ints(range(blocks, 2 * blocks))
@@ -42,7 +42,10 @@ deltas = ints([begin - len(old)] * len(source))
 
 
 def reuse(turned, again):
-    """Copy the document's blocks, compute its tokens `again`, and return the KL divergence behind the question."""
+    """Copy the document's blocks, compute its tokens `again`, and return the mean KL divergence at the question.
+
+    `turned` is 1 to rotate the keys to their new positions, or 0 to copy them as they are.
+    """
     for keys, values in llama.cache:
         pc.rotate_keys(keys, source, target, deltas * turned, llama.body.rotary_emb.inv_freq)
         pc.copy_blocks(values, source, target)
@@ -67,7 +70,7 @@ whole = reuse(1, tokens)
 print(f"{len(document)} tokens behind {len(new)} others instead of {len(old)}: mean KL divergence of what comes next")
 for name, value in (
     ("blocks as they were", as_it_was),
-    ("keys turned to their new positions", turned),
+    ("keys rotated to their new positions", turned),
     ("and the first tenth recomputed", beginning),
     ("and the tenth that changes most", most),
     ("all of them", whole),

@@ -1,9 +1,9 @@
 """Read a paged cache as StreamingLLM, eviction per head, Quest-like pages and lists of blocks per query do.
 
 The cache is one layer of a Llama that read 1024 tokens of real text. Each method chooses which keys to keep. The
-program compares the operator's result with the same choice computed densely in float64 (they agree), and with full
-attention. The second difference is the method's own error, which falls as more is kept; docs/quality.md has its
-effect on answers.
+program compares the operator's result with the same choice computed densely in float64, and they agree. It also
+compares the result with full attention. That difference is the method's own error, which falls as more is kept;
+docs/quality.md has its effect on answers.
 """
 
 import torch

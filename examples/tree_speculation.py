@@ -73,7 +73,7 @@ while len(text) < NEW:
         if node < 0:
             break
         path.append(node)
-    # Keys of what was accepted move to where they belong; slots behind are written over by the next step.
+    # Move the keys and values of accepted tokens to their final slots. The next step overwrites the slots behind them.
     source, target = slots([begin + n for n in path]), slots(range(begin, begin + len(path)))
     for part in cache:
         pc.scatter_slots(pc.gather_slots(part, source), part, target)

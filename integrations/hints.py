@@ -52,10 +52,12 @@ def retention_hints(
     token_ranges: Sequence[Mapping[str, Any]] = (),
     returns: float | None = None,
 ) -> dict[str, Any]:
-    """Return an envelope for SGLang's and vLLM's `kv_hints`, or vLLM's `SamplingParams(extra_args={"kv_hints": ...})`.
+    """Return a retention hint for a request's prompt, in the envelope that SGLang and vLLM accept.
+
+    Pass the result as `kv_hints`, or to vLLM as `SamplingParams(extra_args={"kv_hints": ...})`.
 
     Args:
-        priority: Above 0: blocks of the prompt are kept before those of lower priority.
+        priority: An integer above 0. Blocks of lower priority are evicted before the prompt's blocks.
         ttl: Seconds after which the priority ends; None: never.
         token_ranges: Ranges to keep instead of the whole prompt, each `{"start", "end", "priority", "ttl"}`. A range
             without `priority` or `ttl` uses the argument of that name.
@@ -106,12 +108,12 @@ def read_hint(request: Any) -> Hint | None:
 
 
 def extra_args(request: Any) -> Mapping[str, Any]:
-    """Return the `extra_args` of a request's sampling parameters, by name; {} if there are none."""
+    """Return the `extra_args` of a request's sampling parameters; {} if there are none."""
     return getattr(getattr(request, "sampling_params", None), "extra_args", None) or {}
 
 
 def read_or_warn(request: Any, name: str, logger: Logger) -> tuple[Hint | None, bool]:
-    """Return the request's hint and True. If the hint is invalid, log why and return None and False.
+    """Return the request's hint, and whether it is valid. If it is invalid, log why and return None as the hint.
 
     Args:
         request: A request of the engine.

@@ -1,8 +1,8 @@
 """An eviction policy of `pc.cache` for the blocks of another engine.
 
-`PolicyPool` serves vLLM's block pool, vLLM's tier in host memory and SGLang's pages. It forwards notifications to the
-policy at once, because policies that defer work keep their own log. Only fresh and completed blocks, which engines
-report singly, are batched until the next other notification.
+`PolicyPool` serves vLLM's block pool, vLLM's tier in host memory and SGLang's pages. Engines report allocated and
+completed blocks one by one, so `PolicyPool` collects these and passes them on with the next notification of another
+kind. It passes on all other notifications at once.
 """
 
 from __future__ import annotations
@@ -27,10 +27,15 @@ FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
 class PolicyPool:
-    """A `PoolView` over the `num_blocks` blocks of an engine.
+    """The blocks of an engine as an eviction policy sees them: the arrays that it reads, and its notifications.
 
-    `num_held` returns the number of blocks that requests hold. A plain lru needs only hits and releases, so the arrays
-    of the view are not updated for it.
+    The class implements `pc.cache.policies.PoolView`. The adapter calls its methods when the engine allocates, hits or
+    releases blocks. A plain lru needs only hits and releases, so the arrays are not updated for it.
+
+    Args:
+        num_blocks: Number of blocks of the engine.
+        policy: The policy that chooses victims.
+        num_held: Called without arguments; returns the number of blocks that requests hold.
     """
 
     def __init__(self, num_blocks: int, policy: EvictionPolicy, num_held: Callable[[], int]) -> None:
@@ -70,7 +75,7 @@ class PolicyPool:
             self._fresh.extend(numbers)
 
     def completed(self, numbers: Numbers, places: Numbers, hashes: list[bytes]) -> None:
-        """Record hashes of blocks in vLLM's format, and each block's place in its sequence, counted from 1."""
+        """Record the hashes of blocks, in vLLM's format, and each block's index in its sequence, counted from 1."""
         if len(numbers) and not self.is_lru:
             self._completed.append((numbers, places, hashes))
 
@@ -94,7 +99,11 @@ class PolicyPool:
     def accessed(self, numbers: Numbers, returned: Sequence[int] = (), references: int = 1) -> None:
         """Record a hit: a request holds these cached blocks, in the order of their sequence.
 
-        The policy had chosen the blocks in `returned` as victims, so it is notified that they were filled again.
+        Args:
+            numbers: The cached blocks.
+            returned: Those of the blocks that the policy has chosen as victims, but that the engine has not overwritten
+                yet. The policy has forgotten them, so it is notified as if they were filled again.
+            references: Number of references that each block gains; 0 if the engine counts references itself.
         """
         self.flush()
         ids = _ids(numbers)
@@ -114,7 +123,10 @@ class PolicyPool:
         self.policy.completed(back)
 
     def dropped(self, numbers: Numbers, references: int = 1) -> None:
-        """Decrease the reference count of each block. The blocks have other references, or no content."""
+        """Decrease the reference counts of blocks that keep other references, or that have no content to evict.
+
+        For cached blocks that lose their last reference, call `released`.
+        """
         if len(numbers) and not self.is_lru:
             self.flush()
             self.ref_count[_ids(numbers)] -= references
@@ -131,7 +143,7 @@ class PolicyPool:
             self.policy.released(ids)
 
     def lost(self, numbers: Numbers) -> None:
-        """Record that blocks lost their hashes."""
+        """Record that the engine removed the hashes of blocks, so that no request can hit them."""
         self.flush()
         self.keys[_ids(numbers)] = 0
 
@@ -141,24 +153,29 @@ class PolicyPool:
         self.policy.hinted(_ids(numbers), priority, ttl)
 
     def finished(self, output_tokens: int, returns: float | None) -> None:
-        """Record that a request has ended. The release of its blocks follows."""
+        """Record that a request has ended. The release of its blocks follows.
+
+        Args:
+            output_tokens: Number of tokens that the request generated.
+            returns: Probability that its conversation resumes soon, 0 to 1; None: unknown.
+        """
         self.flush()
         if returns is not None:
             self.policy.returning(returns)
         self.policy.finished(output_tokens)
 
     def victims(self, count: int) -> Ids:
-        """Return `count` victims that the policy chose, after a check."""
+        """Let the policy choose `count` blocks to evict, check that they are distinct and released, and return them."""
         self.flush()
         return choose(self.policy, count)
 
     def removed(self, numbers: Numbers) -> None:
-        """Record that released blocks were removed without the policy choosing them."""
+        """Record that the engine removed released blocks which the policy had not chosen as victims."""
         self.flush()
         self.policy.removed(_ids(numbers))
 
     def clear(self) -> None:
-        """Forget all contents, as the engine did."""
+        """Forget the contents of all blocks, after the engine has emptied its cache."""
         self._fresh, self._completed = array("i"), []
         for field in (self.ref_count, self.access_count, self.prefix_length, self.keys):
             field.fill(0)
@@ -183,6 +200,7 @@ def _key_type(size: int) -> np.dtype[Any]:
 
 
 def _keys(hashes: list[bytes]) -> npt.NDArray[np.uint64]:
+    """Return 64 bits for each of vLLM's hashes, combined with its group."""
     size, raw = len(hashes[0]), b"".join(hashes)
     if len(raw) != size * len(hashes):  # groups with larger blocks have longer keys
         size, raw = 12, b"".join([key[:8] + key[-4:] for key in hashes])

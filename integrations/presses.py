@@ -97,20 +97,20 @@ QUERIES = {"snapkv": WINDOW, "expected_attention": EXPECTED, "knorm": 0, "stream
 def kept_tokens(
     name: str, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, budget: float
 ) -> torch.Tensor:
-    """Return the tokens that heads keep with the press of this name, `[num_kv_heads, tokens]` bool; see `choose`."""
+    """Return which tokens heads keep with the press of this name, `[num_kv_heads, tokens]` bool; see `choose`."""
     return choose(SCORES[name](query, keys, values, scale, share_of(keys.shape[1], budget)), budget)
 
 
 def share_of(total: int, budget: float) -> int:
-    """Return the average number of tokens that a head keeps of `total`."""
+    """Return the average number of tokens that a head keeps of `total`. `budget` is a fraction, 0 to 1."""
     return max(1, round(total * budget))
 
 
 def choose(scores: torch.Tensor, budget: float) -> torch.Tensor:
-    """Return the tokens that heads keep, `[num_kv_heads, tokens]` bool.
+    """Return which tokens heads keep, `[num_kv_heads, tokens]` bool, for scores of this shape.
 
-    The tokens with the highest scores of the layer are kept, as in Ada-KV. Each head keeps at least `SAFEGUARD` of an
-    even share, and at least one token.
+    `budget` is the fraction of all tokens to keep. The tokens with the highest scores of the layer are kept, as in
+    Ada-KV. Each head keeps at least `SAFEGUARD` of an even share, and at least one token.
     """
     heads, total = scores.shape
     share = share_of(total, budget)

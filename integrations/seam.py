@@ -13,8 +13,8 @@ one for each feature. It calls the functions here before the feature is enabled.
 - A key is a module or `module:Class`. Its text lists the members that the adapter uses, with dots for nested members.
 - `touch(blocks)`: a callable that has these parameters in this order and requires no other. A callable with
   `*args, **kwargs` is taken for a wrapper that passes them on.
-- `take(count ...)`: a callable that has these parameters in any order and may require others. Use it where the adapter
-  only reads fields, or passes on the arguments it received.
+- `take(count ...)`: a callable that has these parameters in any order and may require others. Use it for a class whose
+  objects the adapter only reads, and for a method to which it passes on the arguments it received.
 - `size`: an attribute, a field of a dataclass, or an instance attribute that a method of the class assigns.
 
 `paths` returns where the framework has the classes and functions that tables declare, for the adapter's other files.

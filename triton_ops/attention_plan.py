@@ -1,8 +1,9 @@
-"""The plan of a step: the live tiles of every sequence and a balanced list of decode work, built on the device.
+"""The plan that the attention calls of one forward pass (a step) share, built on the device.
 
-It is built once a step from the block tables and lengths, and passed as `plan` to the attention operator of each layer.
-Building it reads the block tables once and writes 8 bytes for 64 tokens. Work items have equal lengths, so that a
-sequence of 128k tokens among 31 of 1k tokens does not run alone at the end.
+A plan lists the live tiles of every sequence, which are the tiles of 64 keys with a present block. It also has a
+balanced list of decode work. Build it once a step from the block tables and lengths, and pass it as `plan` to the
+attention operator of each layer. Building it reads the block tables once and writes 8 bytes for 64 tokens. Work items
+have equal lengths, so that a sequence of 128k tokens among 31 of 1k tokens does not run alone at the end.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def _check_values(args: Any) -> None:
 
 
 def _wanted_items(args: Any) -> int:
+    """Return how many decode work items the plan should have, so that all processors are busy."""
     tables = args.block_tables
     return wanted_items(architecture(tables.device), 1 if tables.dim() == 3 else args.num_kv_heads)
 
@@ -94,8 +96,8 @@ def attention_plan(
     Args:
         block_tables: `[num_seqs, max_blocks]` or `[num_seqs, num_kv_heads, max_blocks]` int32, those of the attention
             calls.
-        seq_lens: `[num_seqs]` int32.
-        query_start_loc: `[num_seqs + 1]` int32.
+        seq_lens: `[num_seqs]` int32, the tokens of each sequence.
+        query_start_loc: `[num_seqs + 1]` int32, the first row of each sequence's queries.
         block_size: Token slots of a block.
         causal: The option of the attention calls.
         window: The option of the attention calls. 0: no window.

@@ -20,6 +20,7 @@ from .gather_blocks import gather_blocks, gather_blocks_list
 def _copy(
     op: str, name: str, caches: Sequence[torch.Tensor], source_ids: torch.Tensor, target_ids: torch.Tensor
 ) -> None:
+    """Check the arguments and copy blocks within each cache. Errors call the operator `op` and its caches `name`."""
     check_caches(name, caches)
     check_index("source_ids", source_ids, "[n]")
     check_index("target_ids", target_ids, "[n]")

@@ -1,4 +1,4 @@
-"""FlashAttention's interface on this package's operators: its functions, forward only.
+"""The functions of FlashAttention, computed by this package's operators, forward only.
 
 Arguments have the names, order, shapes and meanings of FlashAttention 2.8
 (https://github.com/Dao-AILab/flash-attention). Arguments that FlashAttention 3 and its forks for serving add are
@@ -49,7 +49,8 @@ __all__ = [
     "get_scheduler_metadata",
 ]
 
-# FlashAttention's names of operators' parameters, for errors, where a function's differ from `_flash/arguments.py`.
+# Errors name arguments as FlashAttention does. These tables map an operator's parameter to the name that one function
+# uses, if it differs from the table in `_flash/arguments.py`.
 _DENSE_NAMES = {"seq_lens": "k", "query_start_loc": "q"}
 _PACKED_NAMES: dict[str, str] = {}
 _USED_NAMES = {"seq_lens": "seqused_k"}
@@ -64,7 +65,7 @@ _CACHED_NAMES = {
 
 
 def _with_probabilities(found: Any) -> Any:
-    """Return the results with an empty third one, as FlashAttention 2 does for tests of its dropout."""
+    """Return (out, lse, an empty tensor). FlashAttention 2 returns probabilities in its place, to test its dropout."""
     return (*found, found[0].new_empty(0))
 
 
@@ -97,7 +98,7 @@ def flash_attn_func(
 
     The query with index i has position p = i + seqlen_k - seqlen_q (the mask is aligned to the bottom right). It
     attends to keys p - window_size[0] to p + window_size[1]. -1 means no bound, and causal means window_size[1] = 0. A
-    row without keys gives 0 and lse -inf.
+    row without keys gives 0, and lse -inf or, with s_aux, its sink.
 
     k and v are read in place with any strides, if their last dimension is contiguous. They are copied if there are
     several sequences and only one of k and v has its heads before its tokens.
@@ -109,12 +110,12 @@ def flash_attn_func(
         v: Like k, but its head_dim may differ.
         dropout_p: Must be 0.
         softmax_scale: Factor on q.k. None: head_dim ** -0.5.
-        causal: Whether a query attends to no key after its position.
+        causal: Whether a query ignores the keys after its position.
         window_size: Number of keys before and after its position that a query attends to.
         softcap: If positive, a score becomes softcap * tanh(score / softcap).
-        alibi_slopes: `[num_heads]`, or `[batch, num_heads]` with slopes for each sequence; then each sequence takes a
-            separate call. Adds -slope * abs(t - p) to the score of key t. If queries attend to later keys, this takes
-            two passes.
+        alibi_slopes: `[num_heads]`, or `[batch, num_heads]` with slopes for each sequence. Adds -slope * abs(t - p) to
+            the score of key t. Slopes for each sequence cost one operator call for each. If queries attend to later
+            keys, every call runs twice.
         deterministic: No effect: the same call always gives the same bits.
         return_attn_probs: Whether to return (out, lse, an empty tensor), like FlashAttention 2 without dropout.
         s_aux: `[num_heads]`, a learned logit for each head that is added to the softmax's denominator (attention
@@ -123,9 +124,9 @@ def flash_attn_func(
         k_descale: The same for k.
         v_descale: The same for v.
         qv: `[batch, seqlen_q, num_heads, head_dim of v]`, a second part of the queries, for MLA. A score is
-            softmax_scale * (q.k + qv.v), by default (head_dim + head_dim of v) ** -0.5. It needs one KV head and
-            excludes window, alibi_slopes, s_aux and quantization. If v and k are in one row, in this order, they are
-            read in place.
+            softmax_scale * (q.k + qv.v), by default (head_dim + head_dim of v) ** -0.5. It needs one KV head. A window,
+            alibi_slopes, s_aux and quantization are refused. If v and k are in one row, in this order, they are read
+            in place.
         attention_chunk: If positive, a query attends only to keys in its own chunk of this many positions.
         num_splits: No effect, like pack_gqa and sm_margin: this package decides how the work is split.
         pack_gqa: No effect.
@@ -233,7 +234,8 @@ def flash_attn_varlen_func(
         block_table: `[batch, max_blocks]` int32, block numbers of each sequence.
         seqused_q: `[batch]` int32, number of first queries of each sequence that count. Others give 0 and lse -inf.
         seqused_k: `[batch]` int32, number of keys of each sequence, instead of cu_seqlens_k's differences.
-        scheduler_metadata: A plan of `get_scheduler_metadata`. A plan that does not fit is ignored, as is fa_version.
+        scheduler_metadata: A plan of `get_scheduler_metadata`. A plan that does not fit is ignored.
+        fa_version: No effect.
         out: `[total_q, num_heads, head_dim of v]`, which is written to and returned.
 
     Returns:
@@ -524,7 +526,7 @@ def _check_cached(args: FlashArgs) -> int:
 
 
 def _rotary(args: FlashArgs, lens: torch.Tensor) -> Rotary | None:
-    """Return the rotation of a call's new keys, which begin at `lens` unless rotary_seqlens says otherwise."""
+    """Return the rotation of new keys, which begin at `lens` or rotary_seqlens; None if the call rotates nothing."""
     cos, sin, first = args.rotary_cos, args.rotary_sin, args.rotary_seqlens
     if cos is None:
         return None
@@ -534,7 +536,7 @@ def _rotary(args: FlashArgs, lens: torch.Tensor) -> Rotary | None:
 
 
 def _dense_cache(batch: int, args: FlashArgs) -> tuple[Any, ...]:
-    """Return block tables of a dense cache, and the sizes and strides of the views that have its keys and values."""
+    """Return block tables for a dense cache, and the shape and strides of its keys and of its values as blocks."""
     (num_rows, length), chosen = args.k_cache.shape[:2], args.cache_batch_idx
     if chosen is None and num_rows < batch:
         raise bad_argument("k_cache", f"{num_rows} sequences", f"at least {batch}, or cache_batch_idx")

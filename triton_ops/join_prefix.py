@@ -1,5 +1,6 @@
 """The operator that joins cached and new rows: out[seq_start + t] = new[...] if t is new, else cache[slot of t].
 
+Use it for a stage that needs the rows of whole prompts, such as hidden states, after a step that computed only a part.
 It reads and writes the bytes of num_rows token vectors once. First it builds a map with 8 bytes for each row, which all
 tensors of a call share. It computes nothing on rows, so it takes every dtype and changes no bit.
 """

@@ -8,8 +8,8 @@ A key position t is live if the query attends to it.
 
 This is the absorbed form of https://arxiv.org/abs/2405.04434, section 2.1. The caller applies the up-projection of keys
 to the queries before the call, and that of values to the results after it. A row is loaded once, as key and as value.
-For each sequence and tile of 64 rows (queries * heads), the kernel reads q_len * num_heads * head_dim + live tokens *
-head_dim elements. It accumulates in float32.
+A tile has 16, 32 or 64 rows, each for one query and head. For each tile of a sequence, the kernel reads the tile's
+queries and live tokens * head_dim elements. It accumulates in float32.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def latent_attention(
     plan: torch.Tensor | None = None,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
-    """Attend over a paged cache of latent rows. All heads share a token's row: it is the key, and its start the value.
+    """Attend over a paged cache of latent rows. All heads use a token's row as key, and its first columns as value.
 
     The query at position p = seq_len - q_len + i attends to key position t if t < seq_len. The block of t must be
     present. With `causal`, t <= p must also be true. One call takes decodes, several queries of a sequence, chunks, and

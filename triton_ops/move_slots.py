@@ -5,8 +5,8 @@ A key's features are rotated in pairs (a, b). For a token that moves by delta an
     a' = a * cos(delta * w) - b * sin(delta * w)
     b' = b * cos(delta * w) + a * sin(delta * w)
 
-Unlike `pc.rotate_keys` it takes tokens, so text may begin anywhere in a block. It reads and writes keys and values
-once. It rotates in float32 and computes angles in float64. See https://arxiv.org/abs/2104.09864.
+It moves single tokens, so text may begin anywhere in a block; `pc.rotate_keys` moves whole blocks of keys. It reads and
+writes keys and values once. It rotates in float32 and computes angles in float64. See https://arxiv.org/abs/2104.09864.
 """
 
 from __future__ import annotations
@@ -206,7 +206,9 @@ def move_slots(
     is_neox: bool = True,
     first: int = 0,
 ) -> None:
-    """Copy keys and values of tokens to other slots and rotate keys to new positions, as `Allocation.moved` lists them.
+    """Copy keys and values of tokens to other slots, and rotate keys to their new positions.
+
+    `pc.CacheManager` lists such moves in `Allocation.moved`.
 
     The result is undefined if a target appears twice, or is the source of another entry.
 

@@ -51,7 +51,7 @@ def check_write(args: Any) -> None:
 
 
 def check_write_values(args: Any) -> bool:
-    """Check that slots are in the cache and return whether one is -1; in debug mode also raise for NaN into int8."""
+    """Check that slots are in the cache and return whether one is -1. In debug mode, refuse NaN for an int8 cache."""
     slots = args.slot_mapping
     if debug_mode_enabled() and args.key_cache.dtype == torch.int8:
         refuse_nan("key", args.key[slots >= 0])
@@ -138,7 +138,7 @@ def reshape_and_cache(
 ) -> None:
     """Write the keys and values of new tokens into their slots of the cache.
 
-    If two tokens have the same slot, it gets one of them, and which one is undefined.
+    If two tokens share a slot, which one is kept is undefined.
 
     Args:
         key: `[num_tokens, num_kv_heads, head_dim]`, float16, bfloat16 or float32, with a contiguous last dimension.

@@ -59,7 +59,7 @@ def _check(args: Any) -> None:
 
 
 def _check_positions(args: Any) -> None:
-    """Check that every position has a row of cos_sin. This reads them."""
+    """Check that every position has a row of cos_sin. This reads values, so on a device it synchronizes."""
     if args.positions.numel():
         low, high = (int(bound) for bound in torch.aminmax(args.positions))
         limit = args.cos_sin.shape[0] - 1

@@ -1,8 +1,8 @@
 """Attention of many sequences that begin with the same blocks, which reads the shared prefix once for all of them.
 
 The queries of all sequences attend to the prefix like those of one sequence. Each sequence also attends to the rest of
-its own keys. The two results are merged by their log-sum-exp in float32. So the prefix is read once for each tile of
-query rows (128 / group queries), not once for each sequence.
+its own keys. The two results are merged by their log-sum-exp in float32. A tile has up to 128 rows, one for each query
+and head of a KV head's group. So the prefix is read once for each tile, not once for each sequence.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Prefix:
 
 
 def _prefix_of(args: AttentionArgs) -> _Prefix:
-    """Return the call's prefix, filled; cached with the plan, if there is one."""
+    """Return the prefix of a call, with its positions and plan computed. Calls with one plan share one prefix."""
     batch = (args.block_tables, args.seq_lens, args.query_start_loc)
     if args.plan is None:
         prefix = _Prefix(args)
@@ -96,7 +96,7 @@ def _prefix_of(args: AttentionArgs) -> _Prefix:
 
 
 def _build(args: AttentionArgs) -> Callable[[AttentionArgs], Any]:
-    """Return the launches over the prefix and over the rest, and of their merge, for calls of this kind."""
+    """Return a function that runs calls of this kind: attention over the prefix, over the rest, and their merge."""
     if args.num_shared_blocks <= 0 or args.seq_lens.shape[0] == 0 or args.query.shape[0] == 0:
         return build_attention(args)
     parts = args._replace(with_lse=True)

@@ -46,9 +46,9 @@ def sliding_window_attention(
     Blocks that no query attends to, such as those before the window, may be -1 in the table.
 
     Args:
-        window: The number of tokens up to its own that a query sees, its own included. 0: no window. Without
-            `causal`, a query also sees the window - 1 tokens after its own.
-        num_sink_tokens: The number of first tokens of a sequence that every query sees.
+        window: The number of last tokens that a query attends to, its own included. 0: no window. Without `causal`, a
+            query also attends to the window - 1 tokens after its own.
+        num_sink_tokens: The number of first tokens of a sequence that every query attends to.
 
     Examples:
         >>> cache = torch.randn(8, 16, 2, 64)  # 8 blocks of 16 slots, 2 KV heads

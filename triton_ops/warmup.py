@@ -39,8 +39,9 @@ def warmup(
     value_dim: int | None = None,
     workers: int = 1,
 ) -> None:
-    """Compile a kind of layer: run its cache write and its attention with a few tokens, once for each compiled variant.
+    """Compile all kernels of one kind of layer, so that no request waits for the compiler.
 
+    This runs the layer's cache write and attention on a few tokens, once for each compiled variant.
     The compiled kernels serve batches of any lengths, mixes of prefills and decodes, any table and any number of
     blocks, with and without a plan. Call it once for each kind of layer. If only some layers of a model have windows,
     call it with and without one.
@@ -88,9 +89,10 @@ _Layer: Any = record_of(warmup)
 
 
 def _compile_in_processes(layer: Any) -> None:
-    """Compile in processes, each a share of the regimes, into the cache on disk. The caller must run all regimes again.
+    """Compile in several processes into Triton's cache on disk, a share of the regimes in each; see `_run_regimes`.
 
-    That loads what they compiled, and raises the errors of a process that failed.
+    Errors of a process are ignored. The caller must then run all regimes itself, which loads the compiled kernels and
+    raises such errors again.
     """
     script = "import importlib, sys; importlib.import_module(sys.argv[1])._run_share(*sys.argv[2:])"
     given = base64.b64encode(pickle.dumps(tuple(layer))).decode()
@@ -114,7 +116,7 @@ def _run_regimes(layer: Any, share: slice = slice(None)) -> None:
     scale = None if layer.cache_dtype is None else torch.ones(1, device=device)
     cache = torch.zeros(1, block_size, layer.num_kv_heads, layer.head_dim, dtype=dtype, device=device)
     cache = cache if layer.cache_dtype is None else cache.to(layer.cache_dtype)
-    # Tables are wide enough for splits, so that their sum is compiled too. With many splits it is another variant.
+    # Tables are wide enough for splits, so that the kernel that sums them is compiled too, for few and for many splits.
     few = 2 * INVARIANT_SPLIT_KEYS if layer.batch_invariant else 4 * MIN_SPLIT_TILES * TILE_KEYS
     many = max(few, (2 * MERGED_SPLITS + 1) * MIN_SPLIT_TILES * TILE_KEYS)
     # The rows of a decode's tile are a power of two; a chunk of few queries is compiled like any prefill.

@@ -26,8 +26,9 @@ def render_demo_conditions(page: Path) -> str:
     tokens = [int(row["prompt_tokens"]) for row in rows if row["workload"] == "document"]
     same = "Every token is the same as without the cache" if all(r["same"] == "yes" for r in rows) else "Tokens differ"
     return (
-        f"questions about a document of {min(tokens):,} tokens get their first token {_later('document'):.0f} times "
-        f"sooner from the second on, rounds of a conversation {_later('conversation'):.1f} times (medians; "
+        f"questions about a document of {min(tokens):,} tokens, from the second on, get their first token "
+        f"{_later('document'):.0f} times sooner; rounds of a conversation, {_later('conversation'):.1f} times "
+        "(medians; "
         f"{rows[0]['dtype']}, {rows[0]['model']}, {rows[0]['threads']} threads, torch {rows[0]['torch']}, "
         f"{commits(source, rows)}). {same}; [rows]({link(page, source)})."
     )

@@ -10,8 +10,8 @@ handle.disable()
 
 - `enable` puts a handle before a model's generate, and `serving` runs its calls.
 - `identity` notices when the model has changed. `probe` checks a model before it is served.
-- `loop` is a call as transformers prepared it. `prompts` and `images` are its content.
-- `engine` chooses one of the `runners` of a loop. `admit` finds the cached tokens of a prompt in the `store`.
+- `loop` is a call as transformers prepared it, and `prompts` and `images` are what it was given.
+- `engine` chooses the runner of a loop, from `runners`. `admit` finds the cached tokens of a prompt in `store`.
 - `settings` has the user's options, `calls` reports, counts and warnings.
 - `compression` reads and keeps compressed documents.
 - `api` has everything private of transformers.

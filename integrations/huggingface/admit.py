@@ -24,7 +24,7 @@ from .store.storage import BlockContent
 
 
 def extra_keys(store: PromptStore, keys: tuple[Any, ...], prompt: Prompt) -> list[Any]:
-    """Return everything that a prompt's KV depends on besides its tokens. `keys` is the part that its call sets."""
+    """Return everything that a prompt's KV depends on besides its tokens. `keys` are common to its call."""
     if store.counts_padding and prompt.pad:
         keys = (*keys, "columns before it", str(prompt.pad))
     if prompt.adapter is not None:
@@ -33,7 +33,7 @@ def extra_keys(store: PromptStore, keys: tuple[Any, ...], prompt: Prompt) -> lis
 
 
 class PromptRequests:
-    """The requests of one call. If the call is interrupted, the next call ends those that remain.
+    """The requests of one call. If the call is interrupted, the next call ends its requests.
 
     The frame of the call must hold the only strong reference, so that an interrupt drops this object at once.
 

@@ -342,7 +342,8 @@ def positions(model: Any, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.
 class ModelInLoop:
     """A model as a decoding loop sees it. Methods that a subclass does not override are the model's own.
 
-    It sets `answered` of the `Loop` once the first token's logits are computed. Before that, the call can start again.
+    Subclasses override `compute` and `prefill`. This class sets `answered` of the `Loop` once the first token's logits
+    are computed. Before that, the call can start again.
     """
 
     def __init__(self, loop: Any) -> None:
@@ -352,13 +353,13 @@ class ModelInLoop:
         return getattr(self._model, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of a forward pass."""
+        """Run `compute` for the decoding loop, and record that the first token is computed."""
         outputs = self.compute(*args, **kwargs)
         self._loop.answered |= not self._prefilling
         return outputs
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of a forward pass."""
+        """Run one forward pass of the model and return its output. Subclasses replace this."""
         return self._model(*args, **kwargs)
 
     def _prefill(self, *args: Any, **kwargs: Any) -> Any:

@@ -67,7 +67,7 @@ def described(error: Exception) -> str:
 
 
 def unsupported_by(error: Exception) -> UnsupportedError:
-    """Return an UnsupportedError for any error, to count and warn of. Errors of one type have one reason."""
+    """Return an UnsupportedError for any error, for counts and warnings. Other errors get their type as reason."""
     if isinstance(error, UnsupportedError):
         return error
     return UnsupportedError(f"it failed before the first token with {type(error).__name__}", str(error))

@@ -175,7 +175,7 @@ class Functions:
             return True
 
     def seen(self) -> Iterator[tuple[str, Any]]:
-        """Yield names and the values that they had when this object was made."""
+        """Yield each watched name and the value that it had when this object was made, to find what has changed."""
         labels = [f"{label}.{name}" for label, _, names in self._of_files() for name in (*_TWICE, *names)]
         for (label, *_), (_, names) in zip(self._of_classes(), self._classes, strict=True):
             labels += [f"{label}.{name}" for name in (*_TWICE, *names)]
@@ -198,7 +198,7 @@ class Functions:
 
 
 def _left_out(values: Any) -> frozenset[str]:
-    """Return names of a class that may appear or change although its forward pass stays the same."""
+    """Return the names in a class that Python or torch.compile may add or change without effect on a forward pass."""
     return _LAZY | _BY_COMPILE if values.get("__module__") == torch.nn.Module.__module__ else _LAZY
 
 

@@ -1,8 +1,9 @@
 """A check whether a model has changed: weights, buffers, modules, settings, hooks, functions and adapters.
 
-Besides the prompt's tokens, keys and values depend on these. An `Identity` keeps every attribute of every module and
-config, and the functions of the forward pass. Of tensors it keeps version, address and a sample of elements. It
-compares attributes by identity. A comparison takes less than a millisecond for 48 layers.
+Keys and values depend on all of these and on the prompt's tokens, so a changed model must not read old blocks. An
+`Identity` keeps every attribute of every module and config, and the functions of the forward pass. Of tensors it keeps
+version, address and a sample of elements. It compares attributes by identity. A comparison takes less than a
+millisecond for 48 layers.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class Identity:
         self._content = self._samples.elements()
 
     def _attributes(self, model: Any) -> Iterator[Any]:
+        """Return the current values of all watched attributes, always in the same order."""
         root = vars(model)
         return chain(
             [root.get(name) for name in self._root_names],
@@ -126,9 +128,11 @@ class Identity:
         return found
 
     def _tensor_numbers(self) -> list[int]:
+        """Return the versions and addresses of tensors, which change if a tensor is written to or replaced."""
         return [t._version for t in self._versioned] + [t.data_ptr() for t in self._all_tensors]
 
     def _adapter_states(self) -> list[tuple[Any, Any, Any]]:
+        """Return which PEFT adapters each layer has active, and their scaling."""
         return [
             (repr(vars(m).get("_active_adapter")), m.disable_adapters, repr(getattr(m, "scaling", None)))
             for m in self.adapters
@@ -161,6 +165,7 @@ class Identity:
         return unchanged
 
     def _restructured(self, model: Any) -> bool:
+        """Return whether anything but the sampled elements of tensors has changed."""
         try:
             return not (
                 not any(self._empty)
@@ -193,6 +198,7 @@ class Identity:
         return "the model"
 
     def _seen(self) -> dict[str, Any]:
+        """Return everything that is compared, by a name that a user understands."""
         names = [_joined(label, str(key)) for label, keys in self._labels for key in keys]
         found = dict(zip(names, self._kept, strict=False))
         found |= {f"{name}'s class": kind for name, kind in zip(self._module_names, self._types, strict=True)}
@@ -206,6 +212,7 @@ class Identity:
 
 
 def _row_settings(hook: Any) -> dict[str, Any]:
+    """Return the settings for each row that a hook of PEFT carries; {} for another hook."""
     keywords = hook.keywords if isinstance(hook, partial) else {}
     return keywords if keywords and set(keywords) <= set(ROW_HOOKS) else {}
 
@@ -224,6 +231,7 @@ def _joined(label: str, name: str) -> str:
 
 
 def _is_adapter(module: torch.nn.Module) -> bool:
+    """Return whether a module is a layer of a PEFT adapter."""
     if not any(hasattr(module, name) for name in ("active_adapters", "disable_adapters")):
         return False
     return not callable(getattr(module, "active_adapters", None)) and hasattr(module, "disable_adapters")
@@ -321,6 +329,7 @@ def _named_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _inner(label: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a tensor with its name or, for a tensor subclass, the tensors that it wraps."""
     data = tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor
     if hasattr(type(data), "__tensor_flatten__"):
         for name in getattr(data, "__tensor_flatten__")()[0]:  # noqa: B009  torch.Tensor lacks the method

@@ -100,6 +100,7 @@ def _apart(given: dict[str, Any], main: str) -> Iterator[dict[str, Any]]:
 
 
 def _digest(inputs: dict[str, Any]) -> bytes:
+    """Return a hash of the tower's arguments for one unit. Raise UnsupportedError if one cannot be hashed."""
     digest = hashlib.sha256()
     for name, value in sorted(inputs.items()):
         if isinstance(value, torch.Tensor):

@@ -63,7 +63,7 @@ class RecordedCriteria(StoppingCriteriaList):  # type: ignore[misc]  # transform
         return done
 
     def dropped(self, num_rows: int) -> list[bool]:
-        """Return for each row whether its passes may be skipped: it has stopped, and nobody reads its logits."""
+        """Return for each row whether no more passes are needed: the row has stopped, and nobody reads its logits."""
         if not self._drops or self.finished is None:
             return [False] * num_rows
         finished: list[bool] = self.finished.tolist()

@@ -23,7 +23,7 @@ _numbers = itertools.count()
 
 
 def numbered() -> str:
-    """Return a request id that no other request has."""
+    """Return a new request id, `generate-<number>`, that no other request of this process has."""
     return f"generate-{next(_numbers)}"
 
 

@@ -214,9 +214,9 @@ class Serving:
         return engine, None if engine is None else take_images(model, arguments)
 
     def _current(self, model: Any) -> tuple[Engine | None, tuple[str, ...]]:
-        """Return the engine for the model in its current state, and the keys of its adapters.
+        """Return the engine for the model in its current state, and the keys of the active adapters.
 
-        A model that has changed is probed again.
+        A model that has changed is probed again and gets an empty cache.
 
         Raises:
             UnsupportedError: A call of the same thread is running and has temporarily changed the model.

@@ -1,4 +1,4 @@
-"""Questions about a model: whether it can be cached by prefix, its rotary embeddings, its mode, tokens to probe it."""
+"""Properties of a model that several files need, such as its rotary embeddings, and tokens to probe it with."""
 
 from __future__ import annotations
 

@@ -86,8 +86,8 @@ def _debug_mode_as_before() -> Iterator[None]:
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[AttentionLaunch]:
     """Return a list that gets the launches of attention calls, one for each kind."""
     found: list[AttentionLaunch] = []
-    own = build._build_tables
-    monkeypatch.setattr(build, "_build_tables", lambda *given: found.append(own(*given)) or found[-1])
+    own = build._build_table_launch
+    monkeypatch.setattr(build, "_build_table_launch", lambda *given: found.append(own(*given)) or found[-1])
     return found
 
 

@@ -55,7 +55,7 @@ def mask_of(args: Any) -> Mask:
 
 
 def plan_options(args: Any, tiled: bool = False) -> PlanOptions:
-    """Return the options of a plan for this call; with `tiled`, sequences of few queries are tiled too."""
+    """Return the options of a plan for this call. `tiled`: no sequence is decoded from the work list; see `layout`."""
     # Scattered queries under a window are tiled, so that a tile reads the union of its queries' windows.
     tiled = tiled or args.batch_invariant or (args.query_positions is not None and args.window > 0)
     return PlanOptions(mask_of(args), 0 if tiled else DECODE_QUERIES, args.num_shared_blocks * args.block_size)
@@ -128,7 +128,7 @@ class AttentionArgs(NamedTuple):
 
     @property
     def tree_sizes(self) -> tuple[int, int]:
-        """Keys that a row of tree_mask has bits for, and elements from row to row; 0 without one."""
+        """Keys that a row of tree_mask has bits for, and elements from row to row; (0, 0) without tree_mask."""
         return (0, 0) if self.tree_mask is None else (32 * self.tree_mask.shape[1], self.tree_mask.stride(0))
 
     @property

@@ -66,13 +66,13 @@ def build_attention(
     args = args.with_rows()
     if 0 in args.query.shape[:2] or 0 in args.block_tables.shape:
         return functools.partial(_give_empty, build_results(args, out_dtype))
-    launch = build_lists(args) if args.query_blocks is not None else _build_tables(args, out_dtype, tiled)
+    launch = build_lists(args) if args.query_blocks is not None else _build_table_launch(args, out_dtype, tiled)
     return launch if args.sinks is None else functools.partial(_with_sinks, launch)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLaunch:
-    """The kernels of a call: decodes of sequences with few queries, by a work list, and prefills of others."""
+    """The kernels of a call. Sequences with few queries are decoded from a work list; all others are prefills."""
 
     plan_size: int
     fill_plan: FillPlan
@@ -164,8 +164,8 @@ def wanted_items(arch: Architecture, programs_per_item: int) -> int:
     return max(1, programs_per_processor(arch.name) * arch.num_processors // programs_per_item)
 
 
-def _build_tables(args: AttentionArgs, out_dtype: torch.dtype | None, tiled: bool) -> AttentionLaunch:
-    """Return the launch of a call whose keys are found by block tables alone; arguments as of `build_attention`."""
+def _build_table_launch(args: AttentionArgs, out_dtype: torch.dtype | None, tiled: bool) -> AttentionLaunch:
+    """Return the launch of a call without lists of blocks; the arguments are those of `build_attention`."""
     num_tokens, num_heads, _ = args.query.shape
     num_seqs, num_kv_heads = args.seq_lens.shape[0], args.key_cache.shape[2]
     group = num_heads // num_kv_heads

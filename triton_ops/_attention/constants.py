@@ -1,7 +1,7 @@
 """Tile sizes and launch options, by architecture, head_dim, dtype and regime.
 
-On sm_90, two rules were measured on an H100: decodes of 16 rows, and prefills of head_dim 128 over blocks of 16. The
-others were chosen without a GPU. They are based on registers, shared memory and spills of compiled kernels (`make
+On sm_90, two rules were measured on an H100: decodes of 16 rows, and prefills of head_dim 128 over blocks of 16. All
+other rules were chosen without a GPU. They are based on registers, shared memory and spills of compiled kernels (`make
 kernels` writes the table) and on published sweeps of other projects. For example, BLOCK_M 128 with 8 warps reaches
 wgmma without a spill, and 4 warps spill. To measure other tiles on a GPU, run `make gpu ARGS="--only sweep"`.
 """
@@ -82,7 +82,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def programs_per_processor(arch: str) -> int:
-    """Return the number of decode programs for each processor."""
+    """Return how many decode programs a processor runs at once, which decides the number of work items."""
     return PROGRAMS[arch][0] if arch in PROGRAMS else 4
 
 

@@ -1,7 +1,7 @@
-"""Paged attention on the CPU in PyTorch, fast enough to serve a small model: its entry point and its choice of a path.
+"""Paged attention on CPU tensors in PyTorch, fast enough to serve a small model. `attend` runs a call.
 
-All operators use one predicate, `Mask`. Where PyTorch's flash kernel for CPUs is used, there is no `[queries, keys]`
-matrix. The kernel attends without a mask to all keys before a chunk of queries, and causally within the chunk.
+All operators use one predicate, `Mask`. If PyTorch's flash kernel for CPUs can compute a call, no `[queries, keys]`
+matrix is made. The kernel attends without a mask to all keys before a chunk of queries, and causally within the chunk.
 
     cpu_sparse.py       decodes of several sequences in one batch, and KV heads that have their own blocks
     cpu_masked.py       the flash kernel, and what it cannot compute: score modifiers, trees, the edge of a mask
@@ -64,7 +64,8 @@ def attend(args: AttentionArgs) -> Result:
 def _runs(args: AttentionArgs, is_plain: bool) -> list[Run]:
     """Return the longest possible runs: adjacent queries of a sequence that attend to the same blocks.
 
-    Sequences without keys have no run. With block lists and a window, each query without score modifiers is a run.
+    Sequences without keys have no run. If a call has block lists and a window, but no score modifiers, each query is a
+    separate run.
     """
     starts, lens = args.query_start_loc.tolist(), args.seq_lens.tolist()
     bounds = [(i, begin, end) for i, (begin, end) in enumerate(itertools.pairwise(starts)) if begin < end and lens[i]]

@@ -21,7 +21,7 @@ from .cpu_cache import Cache, Piece
 
 # 64 MB of float32 scores per slice.
 MAX_SCORES = 1 << 24
-# Keys of a segment. All queries of an entry read it before the next one, so that it stays in a processor's own cache.
+# Keys of a segment. All queries of an entry read one segment before the next, so that a processor's own cache holds it.
 _SEGMENT_KEYS = 256
 _lock = threading.Lock()
 
@@ -106,7 +106,7 @@ def attend_masked(
 ) -> Result:
     """Attend with queries of a sequence over its present keys before `end`, with the predicate as a mask.
 
-    If only causality restricts them, the last queries attend to all of a piece and need no mask for it.
+    In a causal call without other restrictions, the last queries attend to all keys of a piece, without a mask.
     """
     sink_end, begin, end = args.mask.attended_range(int(positions.min()), int(positions.max()), end)
     out = query.new_zeros((*query.shape[:2], cache.width), dtype=torch.float32)
@@ -273,7 +273,7 @@ def _for_each_query(
 
 @functools.cache
 def _silence() -> None:
-    """Make torch give its warning about sparse tensors once, where it is ignored."""
+    """Suppress torch's warning about sparse tensors, which torch gives only once, by causing it here."""
     with _lock, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ends = torch.zeros(2, dtype=torch.int32)

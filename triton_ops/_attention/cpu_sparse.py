@@ -139,7 +139,7 @@ def attend_heads(
 
 @functools.lru_cache(64)
 def _heads(num_seqs: int, kv_heads: int) -> np.ndarray:
-    """Return the KV heads of entries; callers must not write to them."""
+    """Return the KV head of each entry of a decode, `[num_seqs * kv_heads]`. Callers must not write to the result."""
     return np.arange(num_seqs * kv_heads) % kv_heads
 
 

@@ -20,7 +20,7 @@ P = ParamSpec("P")
 Build = Callable[[AttentionArgs], Callable[[AttentionArgs], Any]]
 
 _LSE = """and lse `[num_tokens, num_heads]` float32. lse is the natural logarithm of the
-    softmax's denominator, sinks included, and -inf for a row that attends to no key."""
+    softmax's denominator, sinks included. It is -inf for padding, and for a row with neither a key nor a sink."""
 
 
 def attention_operator(

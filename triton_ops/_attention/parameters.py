@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 # How a cache is stored. PLAIN_CACHE: in the query's dtype. NATIVE_CODES: as codes that the compiler converts.
-# PACKED_CODES, HELD_CODES: as codes that `packed_codes` converts to float16 on NVIDIA devices, without and with HELD.
+# PACKED_CODES, HELD_CODES: as codes that `kernels.codes.packed_codes` converts to float16 on NVIDIA devices; with
+# HELD_CODES, in the threads that loaded them.
 # E4M3_BITS: as uint8 codes of float8 e4m3, read as a 256th of their values. E4M3_PACKED: the same on NVIDIA devices.
 PLAIN_CACHE, NATIVE_CODES, PACKED_CODES, HELD_CODES, E4M3_BITS, E4M3_PACKED = range(6)
 # Arguments of kernels that differ from step to step. Kernels are not specialized for their values.

@@ -34,14 +34,15 @@ def build_plan(
     """Return the function that fills plans for batches of this shape: `fill(plan, *batch)`, on the device.
 
     Args:
-        block_tables: As for the attention op, like the three that follow.
-        seq_lens: Lengths.
-        query_start_loc: Starts of queries.
-        query_positions: Positions of queries, or None.
+        block_tables: The block tables of a batch, as for `pc.attention_plan`.
+        seq_lens: `[num_seqs]` int32, the tokens of each sequence.
+        query_start_loc: `[num_seqs + 1]` int32, the first row of each sequence's queries.
+        query_positions: The positions of the queries; None: the last positions of each sequence.
         block_size: Token slots of a block.
         options: The options of the plan.
         target_items: Approximate number of work items.
-        out: The plan that is filled first; None: fresh memory.
+        out: A plan that the function will fill. Only its address matters, because kernels are compiled for alignment.
+            None: new tensors, which are aligned.
     """
     shape = PlanShape.of(block_tables, block_size)
     has_positions, heads, strides = query_positions is not None, 1, (block_tables.stride(0), 0)

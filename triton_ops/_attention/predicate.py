@@ -1,7 +1,7 @@
-"""The predicate: the options that decide which keys a query attends to, and all that follows from them.
+"""The predicate: the options that decide which keys a query attends to, and the keys and tiles that follow from them.
 
-Kernels use `kernels/predicate.py` to find attended keys and tiles. The CPU path and plans use the methods of `Mask`. No
-other file reads the options, except BOUNDED.
+Kernels use `kernels/predicate.py` to find attended keys and tiles. The CPU path and plans use the methods of `Mask`.
+Only these two files compute with windows and sink tokens. Other files may ask whether a call is causal or BOUNDED.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from .layout import TILE_KEYS
 
 
 class Mask(NamedTuple):
-    """The options of the predicate. BOUNDED: a query does not attend to all keys before it."""
+    """The options of the predicate.
+
+    The last three are constants of kernels. CAUSAL: a query ignores later keys. WINDOW: `window` is not 0. BOUNDED: a
+    query need not attend to all keys before it, which is true only with a window.
+    """
 
     window: int
     num_sink_tokens: int

@@ -1,4 +1,6 @@
-"""Moves of rows with PyTorch on CPU tensors, in one parallel call for each tensor, in units of up to 16 bytes.
+"""Functions that copy rows between CPU tensors in PyTorch, with one parallel call for each tensor.
+
+They copy units of up to 16 bytes.
 
 In all functions `leading` is the number of first dimensions that count rows: 1, or 2 if rows are slots of blocks.
 """
@@ -15,9 +17,9 @@ import torch
 from .layout import row_bytes, row_layout
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-_SLAB_BYTES = 1 << 20
-_ROWS_A_RUN = 16
-_COPY_BYTES = (1 << 20, 1 << 24)
+_SLAB_BYTES = 1 << 20  # size of the buffer of `copy_rows`
+_ROWS_A_RUN = 16  # mean rows of a run from which on `join_rows` copies run by run
+_COPY_BYTES = (1 << 20, 1 << 24)  # sizes between which one plain copy is faster than a copy by index
 _FEW_BYTES, _FEW_ROWS = 1 << 14, 32  # up to here, copying all is faster than making views or bounds
 # Errors after which the general path takes over. An argument may be None, and an empty index has no bounds.
 _REFUSALS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
@@ -68,7 +70,7 @@ def _as_matrices(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return both tensors as `[rows, units]` of their widest common unit.
 
-    None if rows are not a regular contiguous grid.
+    Return None if the rows of a tensor are not contiguous or not evenly spaced.
     """
     itemsize = source.dtype.itemsize
     width = math.prod(source.shape[leading[0] :])
@@ -95,10 +97,10 @@ def _as_matrices(
 
 
 def quick_gather(cache: torch.Tensor, leading: int, index: torch.Tensor) -> torch.Tensor | None:
-    """Gather with few calls, if the cache is contiguous and the result small; return None otherwise.
+    """Gather with as few calls of torch as possible, if the cache is contiguous and the result small; else return None.
 
-    The work before the copy matters. Between two calls a model runs, which evicts the last call's code and objects from
-    the processor's caches. `index_select` checks the range of an index. If it refuses the index, the general path
+    For a small result the time before the copy matters: since the last call, the model has evicted this code from the
+    processor's caches. `index_select` checks the range of an index. If it refuses the index, the general path
     computes the result, or raises an error that names the argument.
     """
     try:
@@ -120,7 +122,7 @@ def fits(source: torch.Tensor, cache: torch.Tensor, leading: int, index: torch.T
 
 
 def quick_scatter(source: torch.Tensor, cache: torch.Tensor, leading: int, index: torch.Tensor) -> bool:
-    """Scatter between contiguous tensors with few calls; return False, with nothing done, if that is not possible."""
+    """Scatter between contiguous tensors with few calls of torch. Return False, with nothing done, if it cannot."""
     try:
         # A copy would broadcast a source of another shape.
         if not fits(source, cache, leading, index) or source.dim() < 2:
@@ -151,7 +153,7 @@ def quick_scatter(source: torch.Tensor, cache: torch.Tensor, leading: int, index
 
 
 def gather_rows(source: torch.Tensor, leading: int, index: torch.Tensor, target: torch.Tensor, lowest: int) -> None:
-    """Set target[i] to row index[i] of source, or zeros if it is negative. `lowest` >= 0: no index is negative."""
+    """Set target[i] to row index[i] of source, or to zeros if index[i] < 0. `lowest` >= 0 says that no index is."""
     if not target.numel():
         return
     if lowest < 0:
@@ -173,7 +175,7 @@ def gather_rows(source: torch.Tensor, leading: int, index: torch.Tensor, target:
 
 
 def scatter_rows(source: torch.Tensor, target: torch.Tensor, leading: int, index: torch.Tensor, lowest: int) -> None:
-    """Set row index[i] of target to source[i], or skip it if it is negative. Arguments are as in `gather_rows`."""
+    """Set row index[i] of target to source[i], unless index[i] < 0. Arguments are as in `gather_rows`."""
     if not source.numel():
         return
     if lowest < 0:

@@ -25,8 +25,8 @@ BLOCKS, SLOTS = 1, 2
 _INDEX = {BLOCKS: ("block_ids", "[n]"), SLOTS: ("slot_mapping", "[num_tokens]")}
 
 RUN_BYTES = 1 << 20
-"""Mean bytes of a contiguous run from which on the copy engine is used. A copy takes about 10 us to issue, in which a
-bus of 50 GB/s moves half of this. The number is calculated, not measured.
+"""The copy engine is used if contiguous runs have this many bytes or more on average. Issuing a copy takes about 10 us.
+A bus of 50 GB/s moves half of these bytes in that time. The number is calculated, not measured.
 """
 
 
@@ -112,7 +112,7 @@ def move_rows(
     sources: Sequence[torch.Tensor] | None = None,
     device: torch.device | None = None,
 ) -> Sequence[torch.Tensor]:
-    """Gather rows of caches, or scatter those of sources into them, on any device; return the packed rows.
+    """Gather rows of caches, or scatter the rows of `sources` into caches, on any device; return the packed rows.
 
     Args:
         op: The operator's name, for errors; one that ends in _list has arguments caches and sources.
@@ -202,6 +202,6 @@ def row_functions(op: str, leading: int) -> dict[str, Any]:
 def empty_rows(
     cache: torch.Tensor, leading: int, index: torch.Tensor, device: torch.device | str | None
 ) -> torch.Tensor:
-    """Return the result of a gather, without data."""
+    """Return the result of a gather without data, for the operator's fake."""
     place = result_device(cache, index, None if device is None else torch.device(device))
     return cache.new_empty((index.shape[0], *cache.shape[leading:]), device=place)

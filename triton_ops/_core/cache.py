@@ -70,7 +70,7 @@ def alignments(*tensors: torch.Tensor) -> object:
 
 
 def aligned(*tensors: torch.Tensor | None) -> bool:
-    """Return whether all begin at a multiple of 16 bytes, which triton compiles kernels for."""
+    """Return whether all tensors begin at a multiple of 16 bytes, an alignment for which triton compiles kernels."""
     bits = 0
     for tensor in tensors:
         if tensor is not None:
@@ -102,7 +102,7 @@ _all: weakref.WeakSet[LaunchCache[Any]] = weakref.WeakSet()
 
 
 def forget_choices() -> None:
-    """Make the next call of every operator build its launch again, after a change of what the choices depend on."""
+    """Drop all cached launches, so that new tile sizes or options take effect. The next calls build launches again."""
     for cache in [*_all]:
         cache.clear()
 

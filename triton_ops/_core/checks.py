@@ -53,7 +53,7 @@ def bad_argument(name: str, got: object, needs: str, error: type[Exception] = Va
 
 
 def check_integer(name: str, value: Any, least: int | None = None, bits: int = 63) -> int:
-    """Return a value as an int.
+    """Return an integer argument as an int, or raise an error that names the argument.
 
     Raises:
         TypeError: The value is a bool or no integer.
@@ -71,7 +71,7 @@ def check_integer(name: str, value: Any, least: int | None = None, bits: int = 6
 
 
 def check_share(name: str, value: Any) -> float:
-    """Return a value as a float.
+    """Return an argument that is a fraction, 0 to 1, as a float, or raise an error that names the argument.
 
     Raises:
         TypeError: The value is a bool or no number.
@@ -152,7 +152,7 @@ def check_index(name: str, index: torch.Tensor, layout: str) -> None:
 
 
 def lowest_entry(name: str, index: torch.Tensor, limit: int) -> int:
-    """Check that -1 <= entry < limit and return the lowest entry of an index; return 0 if values may not be read."""
+    """Check that -1 <= entry < limit and return an index's lowest entry; 0 if it is empty or values may not be read."""
     if not index.numel() or not reads_values(index):
         return 0
     low, high = (int(bound) for bound in torch.aminmax(index))

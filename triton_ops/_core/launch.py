@@ -60,7 +60,7 @@ class Launch:
 
     Args:
         kernel: A `triton.jit` function. Its parameters are tensors, then numbers, then constants.
-        constants: The constants for which it is compiled, by name and in its order.
+        constants: The constants for which the kernel is compiled, by name, in the order of its parameters.
         programs: The grid.
         numbers: Integers and floats between tensors and constants.
         num_warps: As triton takes it.

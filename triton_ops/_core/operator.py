@@ -417,6 +417,8 @@ def _public(function: Callable[P, R], call: Callable[P, R], signature: _Signatur
 
 
 def _choosing_out(call: Callable[P, R], call_out: Callable[..., None], num_arguments: int) -> Callable[P, R]:
+    """Return a function that calls `call`, or `call_out` if its argument `out` is given, and returns the result."""
+
     def run(*args: Any, **kwargs: Any) -> Any:
         out = args[num_arguments] if len(args) > num_arguments else kwargs.pop("out", None)
         if out is None:

@@ -31,7 +31,7 @@ def scale_kind(k_scale: torch.Tensor | None, v_scale: torch.Tensor | None) -> in
 def equal_scales(
     k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, num_kv_heads: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return both scales with equal lengths."""
+    """Return both scales with equal lengths: a single scale is repeated for each KV head if the other is per head."""
     if k_scale is not None and v_scale is not None and k_scale.numel() != v_scale.numel():
         k_scale, v_scale = (scale.expand(num_kv_heads).contiguous() for scale in (k_scale, v_scale))
     return k_scale, v_scale

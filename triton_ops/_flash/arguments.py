@@ -66,7 +66,7 @@ class FlashArgs(NamedTuple):
 Run = Callable[[FlashArgs], Any]
 
 
-# FlashAttention's names of operators' parameters, for errors.
+# For errors: FlashAttention's name for each parameter of the operators.
 _NAMES = {
     "query": "q",
     "key_cache": "k",
@@ -121,7 +121,7 @@ def options_of(
     attention_chunk: int,
     dropout_p: float = 0.0,
 ) -> tuple[float | None, bool, tuple[int, int], float, bool, int]:
-    """Return the first fields of `FlashArgs` from the options of a call, as numbers, because launches keep them."""
+    """Return a call's options as plain numbers, which launches may keep: the first fields of `FlashArgs`."""
     if dropout_p:
         raise bad_argument("dropout_p", dropout_p, "0, because only the forward pass is computed")
     if attention_chunk:

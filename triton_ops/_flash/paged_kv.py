@@ -114,7 +114,7 @@ def without_leftpad(keys: PagedKV, leftpad: torch.Tensor) -> PagedKV:
 def in_chunks(keys: PagedKV, chunk: int, causal: bool) -> PagedKV:
     """Return each chunk of keys as a sequence, to which only the chunk's own queries attend.
 
-    A chunk is `chunk` positions, the first from 0 on. A query at a negative position attends to nothing.
+    Chunk i holds the `chunk` positions from i * chunk on. A query at a negative position attends to nothing.
     """
     if (causal or not keys.fewer_keys) and known(chunk >= keys.longest):
         return keys

@@ -343,13 +343,13 @@ def _angles(positions: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
     return torch.complex(angle.cos(), angle.sin())
 
 
-def _near(x: torch.Tensor, angles: torch.Tensor, interleaved: bool, first: int = 0) -> Near:
+def _expected_rotation(x: torch.Tensor, angles: torch.Tensor, interleaved: bool, first: int = 0) -> Near:
     """Return a tensor rotated by these angles, as an expected result."""
     exact, rounded = (oracle.rotated(x, angles, dtype, interleaved, first) for dtype in (torch.float64, x.dtype))
     return Near(exact, rounded)
 
 
-def _put_near(cache: torch.Tensor, rows: Near, slots: torch.Tensor) -> Near:
+def _expected_cache(cache: torch.Tensor, rows: Near, slots: torch.Tensor) -> Near:
     """Return the expected contents of a cache after rows were written to slots."""
     return Near(_put(cache.double(), rows.exact, slots), _put(cache, rows.rounded, slots))
 
@@ -367,9 +367,11 @@ def _rope(name: str, dtype: torch.dtype, interleaved: bool, head_dim: int, rotar
         **{"query": query, "key": key, "value": value, "positions": positions, "cos_sin": cos_sin},
         **{"key_cache": caches[0], "value_cache": caches[1], "slot_mapping": slots, "interleaved": interleaved},
     }
-    keys = _put_near(caches[0], _near(key, angles, interleaved), slots)
+    keys = _expected_cache(caches[0], _expected_rotation(key, angles, interleaved), slots)
     return CaseCall(
-        call, (_near(query, angles, interleaved),), {"key_cache": keys, "value_cache": _put(caches[1], value, slots)}
+        call,
+        (_expected_rotation(query, angles, interleaved),),
+        {"key_cache": keys, "value_cache": _put(caches[1], value, slots)},
     )
 
 
@@ -410,14 +412,14 @@ def _move(
 def _rotated_keys(rows: torch.Tensor, angles: torch.Tensor, is_neox: bool, first: int) -> Near:
     """Return cached keys rotated by these angles, as an expected result; int8 codes are rotated like numbers."""
     if rows.dtype != INT8:
-        return _near(rows, angles, not is_neox, first)
+        return _expected_rotation(rows, angles, not is_neox, first)
     exact = oracle.rotated(rows, angles, torch.float64, not is_neox, first).clamp(-128, 127)
     return Near(exact, exact.round().to(INT8))
 
 
 def _with_rotated(cache: torch.Tensor, rows: Near, slots: torch.Tensor) -> Expected:
     """Return the expected contents of a cache after rotated rows were written to slots."""
-    expected = _put_near(cache, rows, slots)
+    expected = _expected_cache(cache, rows, slots)
     return expected._replace(allowed=0.501) if cache.dtype == INT8 else expected  # half a code
 
 
@@ -508,8 +510,9 @@ def _flash_append(dtype: torch.dtype) -> CaseCall:
     rotations = torch.complex(cos.double(), sin.double())[places]
     numbers = tables[torch.arange(3).repeat_interleave(2), places // size].long()
     slots = numbers * size + places % size
-    keys = _put_near(caches[0], _near(key.flatten(0, 1), rotations, False), slots)
-    values, queries = _put(caches[1], value.flatten(0, 1), slots), _near(query.flatten(0, 1), rotations, False)
+    keys = _expected_cache(caches[0], _expected_rotation(key.flatten(0, 1), rotations, False), slots)
+    values = _put(caches[1], value.flatten(0, 1), slots)
+    queries = _expected_rotation(query.flatten(0, 1), rotations, False)
     batch: Options = {"block_tables": tables, "seq_lens": torch.tensor(lens).int() + 2, "scale": 0.125}
     batch |= {"query_start_loc": torch.tensor([0, 2, 4, 6]).int(), "value_cache": values}
     exact, rounded = (

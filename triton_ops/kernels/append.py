@@ -1,4 +1,4 @@
-"""Slots, lengths and angles of new keys."""
+"""The kernel that finds slots for new keys, the lengths that include them, and their rotary angles."""
 
 from __future__ import annotations
 

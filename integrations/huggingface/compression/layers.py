@@ -25,7 +25,10 @@ from .kept import BLOCK, Content, KeptLayer, WindowLayer
 
 
 class Questions(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """The cache of a call of generate: a document, which calls share, followed by the call's own tokens."""
+    """The cache with which a call of generate asks questions about a document.
+
+    It holds the document, which calls share, followed by the call's own tokens.
+    """
 
     def __init__(self, content: Content) -> None:
         self.length = len(content.tokens)
@@ -70,7 +73,7 @@ class CachedPass(PagedPass):
 
 
 def _seen(values: torch.Tensor) -> tuple[Any, ...]:
-    """Return a value that changes if a tensor is replaced or written to."""
+    """Return a tensor's address, layout and version, which differ once it was replaced or written to."""
     version = -1 if values.is_inference() else values._version
     return values.data_ptr(), values.shape, values.stride(), version
 

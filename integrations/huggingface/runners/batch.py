@@ -188,7 +188,10 @@ class Batch:
         return len(lengths) == len(self.prompts) and min(lengths) > 2 and max(lengths) - 2 >= self.store.block_size
 
     def _rows_cost(self) -> float:
-        """Return the cost of computing prompt by prompt, in tokens; infinite if unmasked tokens follow a prompt."""
+        """Return the cost, in tokens, of computing each prompt separately; infinite if that is impossible.
+
+        It is impossible if unmasked tokens follow a prompt, or if masked columns do and layers have windows or states.
+        """
         cost = float(self.size)
         for number, prompt in enumerate(self.prompts):
             padded = prompt.last and self.store.storage.any_prefix

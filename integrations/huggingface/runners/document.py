@@ -117,9 +117,9 @@ def run(
 
 
 def _turned(places: torch.Tensor, content: Content) -> torch.Tensor:
-    """Return positions `[..., tokens]` of a row, adjusted to a press that moved the document's keys together.
+    """Return positions `[..., tokens]` of a row, adjusted to a press that moved the kept keys to positions 0, 1, 2, ...
 
-    Positions after the document are lowered by as many as the document's keys lost. Without such a press none changes.
+    After the document, positions then follow the last kept key. Without such a press, no position changes.
     """
     length = len(content.tokens)
     return torch.cat([places[..., :length], places[..., length:] - (length - content.position)], -1)

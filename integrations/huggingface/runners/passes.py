@@ -63,7 +63,7 @@ class Pass:
 
 
 def needs_plan(device: torch.device) -> bool:
-    """Return whether attention on `device` reads a plan. PyTorch's on a CPU does not."""
+    """Return whether attention on `device` reads a plan. Attention on CPU tensors in PyTorch does not."""
     return device.type != "cpu" or KERNELS_ON_CPU
 
 

@@ -79,7 +79,7 @@ class LowerTiers:
 
 
 def published(manager: AnyManager, group: int) -> list[tuple[bytes, int]]:
-    """Return the published blocks of a group with their hashes."""
+    """Return the hash and number of each published block of a group."""
     pool = manager.pools[group]
     return [(pool.words[b].tobytes(), b) for b in range(pool.num_blocks) if pool.table.lists(b)]
 

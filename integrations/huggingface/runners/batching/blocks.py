@@ -118,7 +118,7 @@ class ScheduledBlocks:
 
     @property
     def holds(self) -> bool:
-        """Return whether the session has requests."""
+        """Whether the session has requests."""
         return bool(self._held)
 
     def look(self) -> None:
@@ -155,7 +155,7 @@ class ScheduledBlocks:
         return bool(self.manager.stats().held_blocks > sum(block >= 0 for _, block in mine))
 
     def let_go(self) -> None:
-        """Free cached blocks of waiting requests, because the session with the lowest number may need them."""
+        """Free the blocks that waiting requests hold, because the session with the lowest number may need them."""
         for request_id in [request_id for request_id in self._held if request_id in self.waiting]:
             self._take_back(request_id)
 
