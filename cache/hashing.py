@@ -47,7 +47,7 @@ TokenIds = Sequence[int] | npt.NDArray[Any]
 
 
 def split_digests(digests: Words) -> list[bytes]:
-    """Return the digests of a run of blocks as a list."""
+    """Return the digests of a run of blocks as a list of bytes, one for each block."""
     raw, width = digests.tobytes(), 8 * digests.shape[1]
     return [raw[i : i + width] for i in range(0, len(raw), width)]
 
@@ -73,7 +73,7 @@ ALGORITHMS: dict[str, Callable[[], Hasher]] = {
 
 
 def encode_tokens(token_ids: TokenIds, name: str = "token_ids") -> array[int]:
-    """Return token ids as an `array('I')`.
+    """Check token ids and return them as an `array('I')`, the form in which requests keep them.
 
     Raises:
         TypeError: They are not a flat sequence of integers.
@@ -169,7 +169,7 @@ class Chain:
 
     @property
     def namespace(self) -> bytes | None:
-        """The digest of the empty prefix of this sequence; None if keys are placed inside it."""
+        """The identity of the sequence's salt and keys: its digest before the first block. None if keys are placed."""
         return None if self._placed else self.start.digest()
 
     def copy(self) -> Chain:
@@ -226,7 +226,7 @@ class Chain:
         self.hasher.update(b"pc.extra.1" + last + struct.pack("<I", len(here)) + records)
 
     def feed(self, data: bytes) -> bytes:
-        """Hash the next blocks, whose tokens are `data`, and return their digests."""
+        """Hash the next blocks, whose tokens are `data`, without a look at placed keys; return their digests."""
         update, digest = self.hasher.update, self.hasher.digest
         # A long prompt spends most of its time in this loop. `update` returns None.
         digests = [update(piece) or digest() for (piece,) in self._owner.pieces(data)]

@@ -623,6 +623,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _free(state: ManagerState, request_id: Hashable, returns: float | None) -> None:
+    """End a request; see `CacheManager.free`."""
     if request_id in state.preempted:
         del state.preempted[request_id]
         return

@@ -142,7 +142,7 @@ class BlockPool:
         return split_digests(self.words[ids])
 
     def keys_of(self, ids: Ids) -> npt.NDArray[np.uint64]:
-        """Return the first word of each block's hash."""
+        """Return the first word of each block's hash, by which policies recognize a block."""
         # Take rows before the column, because numpy copies a whole column before it takes from it.
         return self.words.take(ids, axis=0)[:, 0]
 
@@ -169,7 +169,7 @@ class BlockPool:
             raise OutOfBlocks(count, int(available))
 
     def hold(self, ids: Ids) -> None:
-        """Add a reference to complete blocks, in the order of their sequence."""
+        """Add a reference to complete blocks that a request found, in sequence order, and notify the policy."""
         # `HashTable.leading` returns consecutive blocks as a view of `numbers`.
         consecutive = ids.base is self.table.numbers
         index: Index = slice(ids.item(0), ids.item(0) + ids.size) if consecutive else self.index_of(ids)
@@ -182,7 +182,7 @@ class BlockPool:
         self._call("accessed", ids, True)
 
     def share(self, ids: Ids) -> None:
-        """Add one more reference to held blocks."""
+        """Add one more reference to blocks that are held already, without notifying the policy."""
         self.ref_count[ids] += 1
 
     def take(self, prefix_lengths: Ids, runs: bool = True) -> Ids:
@@ -225,7 +225,7 @@ class BlockPool:
             watcher.refill(block, first, source)
 
     def _evict(self, count: int) -> tuple[Ids, Index]:
-        """Evict blocks; return them and their index."""
+        """Evict blocks that the policy chooses; return them and their `index_of`."""
         victims = self._choose(count)
         ids = victims[::-1]  # tails are chosen first, so neighbours in memory stay neighbours
         index, words = self.index_of(ids), self.words

@@ -67,7 +67,7 @@ Snapshot = tuple[
 
 
 class ManagerState:
-    """The state of a manager. The manager holds the lock.
+    """The state of a manager, which its verbs read and change while the manager holds the lock.
 
     Attributes:
         prefix_only: Whether there is only one group of layers, and it needs all blocks of a prefix.
@@ -270,7 +270,7 @@ class ManagerState:
 
     @property
     def nbytes(self) -> int:
-        """See `CacheManager.nbytes`."""
+        """Bytes of pools, policies and remembered hashes. `CacheManager.nbytes` adds the indexes and the history."""
         return sum(pool.nbytes + pool.policy.nbytes for pool in self.pools) + self.memory.nbytes
 
     @property
@@ -390,6 +390,7 @@ class ManagerState:
         self.log.later.append((self._empty,))
 
     def _empty(self) -> None:
+        """Empty the pools, and reset counters, history and indexes. `reset` queues this."""
         for pool in self.pools:
             pool.reset()
         self.counts = dict.fromkeys(COUNTS, 0)

@@ -169,6 +169,7 @@ class EventPublisher:
         return payload
 
     def _can_pack(self, event: dict[str, Any]) -> bool:
+        """Return whether an event can be packed; warn if it cannot."""
         try:
             self._pack(event)
         except Exception as error:
@@ -177,6 +178,7 @@ class EventPublisher:
         return True
 
     def _serve_replay(self, router: Any) -> None:
+        """Answer requests for replays until the publisher is closed. A thread runs this."""
         while not self._closing.is_set():
             if not router.poll(100):
                 continue

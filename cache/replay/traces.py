@@ -23,7 +23,7 @@ SESSION_GAP = 60.0  # seconds between starts of sessions, if a trace has only ti
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in the order of their start.
+    """A recorded workload: its requests in the order of their start.
 
     Attributes:
         name: File name without its suffixes.

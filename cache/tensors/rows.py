@@ -126,6 +126,7 @@ class RowStore:
         return True
 
     def _scatter(self, new: Named, index: torch.Tensor) -> None:
+        """Write rows by kernels, with one launch for each device."""
         for device in {tensor.device for tensor in new.values()}:  # one launch for each device
             some = {name: tensor.detach() for name, tensor in new.items() if tensor.device == device}
             if device.type == "cpu":

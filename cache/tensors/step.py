@@ -60,7 +60,7 @@ class StepSlots:
 
     @classmethod
     def of(cls, slot_mapping: npt.ArrayLike) -> StepSlots:
-        """Return the slots of an array.
+        """Return a slot mapping as `StepSlots`, after a check of its dtype and shape.
 
         Raises:
             TypeError: The slots are not integers.
@@ -95,7 +95,7 @@ class StepSlots:
 
     @cached_property
     def index(self) -> torch.Tensor:
-        """A tensor that shares the memory of `array`."""
+        """`array` as a tensor for kernels; both share their memory."""
         return torch.from_numpy(self.array)
 
 

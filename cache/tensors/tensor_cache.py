@@ -162,6 +162,7 @@ class TensorCache:
         self._exclude.discard(name)
 
     def _check_like(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Raise ValueError if rows differ in shape or dtype from those of a cached name."""
         entry = self._entries[name]
         if tuple(shape) != entry.features or dtype != entry.dtype:
             raise ValueError(f"{name}: got rows {list(shape)} {dtype}, needs {list(entry.features)} {entry.dtype}")
@@ -309,7 +310,7 @@ class TensorCache:
         self._store.write(slots, mine)
 
     def _checked_slots(self, step: Step) -> StepSlots:
-        """Return the slots of a step.
+        """Return the slots of a step, after a check of their range.
 
         Raises:
             ValueError: A slot is out of range.
@@ -556,6 +557,7 @@ class TensorCache:
         }
 
     def _join(self, new: Named, step: Step, parts: Sequence[StepRequest]) -> list[torch.Tensor]:
+        """Join cached rows and new rows of each request, by host copies if that is fastest, else by a kernel."""
         assert self.manager is not None
         tables = [self.manager.block_table(part.request, self.group) for part in parts]
         lengths = [part.num_tokens for part in parts]
@@ -577,6 +579,7 @@ class TensorCache:
 
 
 def _refuse_missing(there: Mapping[str, Mask], request: object) -> None:
+    """Raise MissingRowsError if a token of a request has no row of a name."""
     for name, here in there.items():
         if not here.all():
             count, first = len(here) - int(np.count_nonzero(here)), int(here.argmin())

@@ -112,7 +112,7 @@ class PolicyTreeCore(UnifiedTreeCore):
             if not self.checkpointing:
                 self._unreported.append(node)
             elif any(each.pc_waits for each in path):  # filled by another request, which has ended
-                self._report_hit([each for each in path if each.pc_waits])
+                self._report_path([each for each in path if each.pc_waits])
         return result
 
     def dec_lock_ref(self, node_id: Any, *args: Any, **kwargs: Any) -> Any:
@@ -132,8 +132,8 @@ class PolicyTreeCore(UnifiedTreeCore):
                 self._release(last)
         return result
 
-    def _report_hit(self, path: list[Any]) -> None:
-        """Notify the policy that a request has found these nodes."""
+    def _report_path(self, path: list[Any]) -> None:
+        """Notify the policy that a request has found the nodes of a path."""
         waiting = sum(len(each.pc_pages) for each in path if each.pc_waits)
         for each in path:
             each.pc_waits = False
@@ -144,7 +144,7 @@ class PolicyTreeCore(UnifiedTreeCore):
         node = self.node_by_id(node_id)
         if node in self._unreported:
             self._unreported.remove(node)
-            self._report_hit(self._path(node))
+            self._report_path(self._path(node))
 
     def _release(self, nodes: list[Any]) -> None:
         """Notify the policy that no request holds these nodes, so that it may evict them."""
@@ -165,7 +165,7 @@ class PolicyTreeCore(UnifiedTreeCore):
         """Prepare an eviction of `asked` tokens. `request_cnt`, the number of all evictable tokens, is ignored."""
         self._leaves = []
         for node in self._unreported:
-            self._report_hit(self._path(node))
+            self._report_path(self._path(node))
         self._unreported = []
         for node in [node for node in self._unlocked.values() if _locks(node) == 0]:
             self._release([node])
@@ -271,6 +271,7 @@ class PolicyRadixCache(UnifiedRadixCache):
 
 
 def _pages(nodes: list[Any]) -> Ids:
+    """Return the pages of nodes, in order."""
     if len(nodes) == 1:
         return nodes[0].pc_pages  # type: ignore[no-any-return]
     return np.concatenate([node.pc_pages for node in nodes]) if nodes else np.zeros(0, np.int32)

@@ -108,6 +108,7 @@ class StepBuilder:
         return tables
 
     def _plan(self, step: AttentionStep, kind: Kind, out: torch.Tensor | None) -> torch.Tensor:
+        """Return the attention plan of a step for a kind of layer, in `out` if that is a tensor."""
         return attention_plan(
             step.tables[kind.in_window_pool],
             step.seq_lens,

@@ -36,6 +36,7 @@ _enabled: set[str] = set()
 
 
 def _enable_attention() -> None:
+    """Register our backends with vLLM, and count the blocks that the requests of a batch share."""
     from .attention.builder import follow_common_prefixes
 
     api.register_attention(_BACKEND)
@@ -55,6 +56,7 @@ def _enable_eviction() -> None:
 
 
 def _enable_compression() -> None:
+    """Let workers compress prompts, and let vLLM refuse requests with wrong options."""
     from .compression.options import refuse_wrong_options
     from .moves import PREPARATIONS, follow_engines
 
@@ -73,6 +75,7 @@ def _enable_hidden_states() -> None:
 
 
 def _enable_omni() -> None:
+    """Replace vLLM-Omni's cache of hidden states."""
     from .omni import OmniPrefixCacheManager, check_groups, make_view
 
     api.replace_omni_cache(OmniPrefixCacheManager, check_groups, make_view)
@@ -270,4 +273,5 @@ def _complete(vllm_config: Any) -> None:
 
 
 def _hook_configurations() -> None:
+    """Have `_complete` called for each configuration of an engine."""
     api.call_after_configuration(_complete)

@@ -82,6 +82,7 @@ class RowsFolder:
         self._writer.submit(self._write, request_id, host, dict(metadata), nbytes)
 
     def _write(self, request_id: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str], nbytes: int) -> None:
+        """Write the file of a request, and trim the folder if it is due. The writer's thread runs this."""
         part = self.path / f".{uuid.uuid4().hex}{PART}"
         try:
             save_file(tensors, part, metadata)

@@ -39,7 +39,7 @@ _OVERHEAD = 1024
 
 @dataclass
 class FollowedPrompt:
-    """The prompt of a request.
+    """The prompt of a running request, and the results that the request asks for.
 
     Attributes:
         tokens: The tokens of the prompt; [] for embeddings.

@@ -68,7 +68,7 @@ def prepare(worker: Any) -> str:
 
 @torch.no_grad()
 def apply(layers: list[RotatedLayer], moves: list[tuple[Slots, Slots, Slots]]) -> None:
-    """Copy KV from slots to slots, and rotate the keys by numbers of positions."""
+    """Copy KV in all layers and rotate the keys. Each move has source slots, target slots and numbers of positions."""
     device, columns = layers[0].keys.device, [np.concatenate(column) for column in zip(*moves, strict=True)]
     sources, targets, deltas = (torch.from_numpy(column).to(device) for column in columns)
     for layer in layers:

@@ -53,7 +53,7 @@ class EventLog:
         self.num_blocks += len(ids)
 
     def drain(self) -> None:
-        """Update `owner` for all events."""
+        """Apply all logged events to `owner`, and collect the hits for `reused`."""
         events, self._events = self._events, []
         for blocks, time, released in events:
             index = np.frombuffer(blocks, np.int32).astype(np.intp)

@@ -54,7 +54,7 @@ PRIOR, FACTOR_PRIOR, AGE_PRIOR = 50.0, 50.0, 200.0
 
 
 class HazardModel:
-    """Occurrences and exposure, as decaying sums, with the rates and indices computed from them.
+    """The model of hazard rates: decaying sums of occurrences and exposure, and the rates and indices from them.
 
     Attributes:
         rate: Baseline hazard, in reuses for each request of idle time, `[strata, AGES]`.
@@ -220,7 +220,7 @@ UNKNOWN_ENDING: Ending = (0, COVARIATES, False)  # for a request without a notif
 
 
 def ending_of(returns: float | None, output_tokens: int) -> Ending:
-    """Return the ending for a caller's hint and the number of generated tokens."""
+    """Return the `Ending` of a request, from the caller's hint and the number of generated tokens."""
     hint = 0 if returns is None else 1 + bisect(HINT_BOUNDS, returns)
     stratum = USES * (hint * OUTPUTS + bisect(OUTPUT_BOUNDS, output_tokens))
     return stratum, COVARIATES + 8 * bisect(FINE_OUTPUT_BOUNDS, output_tokens), returns == 0

@@ -29,7 +29,9 @@ FINISHED_SCORE = -1.0  # score of blocks of a finished conversation
 
 
 class VictimChooser:
-    """A chooser of victims. It counts in `child_count` the children of each block: runs that start behind it.
+    """A chooser of victims, which evicts from the ends of runs.
+
+    `child_count` has for each block the number of its children, which are runs that start behind it.
 
     `owner` and `place_bits` are as in `EventLog`.
     """
@@ -129,6 +131,7 @@ class VictimChooser:
         return bool(views.start[row] < views.end[row] and not self._child_count_of[views.last[row]])
 
     def _score(self, row: int, now: int) -> float:
+        """Return the worth of the last block of a run."""
         views = self._runs.views
         if views.final[row] and views.end[row] > views.shared[row]:
             return FINISHED_SCORE

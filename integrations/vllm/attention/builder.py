@@ -129,6 +129,7 @@ class PagedMetadataBuilder(AttentionMetadataBuilder):
         return out.copy_(tables).masked_fill_(tables == NULL_BLOCK, -1)
 
     def _plan(self, metadata: PagedMetadata, window: int) -> torch.Tensor:
+        """Return the attention plan of a step for layers with a window (0: none)."""
         tables = metadata.block_tables
         out = None
         if self.captured:

@@ -140,6 +140,7 @@ class TierManager(SecondaryTierManager):
             self._tier.close()
 
     def _submit(self, transfer: Callable[[list[bytes], Sequence[int]], int], job: Any) -> None:
+        """Start a transfer of a job's chunks in a thread of the pool."""
         keys, places = [bytes(key) for key in job.keys], [int(place) for place in job.chunk_ids]
         self._running.add(self._pool.submit(self._run, transfer, job, keys, places))
 

@@ -129,6 +129,7 @@ class OmniPrefixCacheManager:
             return step_id
 
     def _slots_of_array(self, requests: Sequence[str], counts: Mapping[str, int]) -> StepSlots:
+        """Return the slots of a step from a view that is not a `GroupView`."""
         return StepSlots.of(self._view.step_slots_cpu(requests, counts).numpy())
 
     def _sort(

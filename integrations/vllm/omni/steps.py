@@ -106,6 +106,7 @@ class Leftover:
             self._ready.record(torch.cuda.current_stream(self._copied[0]))
 
     def _copy(self, value: Any) -> Any:
+        """Return a copy of a value in host memory, with all tensors nested in it."""
         if isinstance(value, torch.Tensor):
             value = value.detach()
             if not value.is_cuda:
@@ -199,7 +200,7 @@ def check_groups(kv_cache_groups: Iterable[Any]) -> None:
 
 
 def make_view(input_batch: Any, block_size: int, kv_cache_groups: Any = None) -> GroupView | None:
-    """Replace vLLM-Omni's `get_prefix_cache_group_view`; `block_size` is ignored in favor of the group's own."""
+    """Return the view of a batch, in place of vLLM-Omni's function. The group's own block size counts."""
     groups = list(kv_cache_groups or ())
     number = _group(groups)
     if not getattr(input_batch.block_table, "block_tables", None):
