@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ._attention.arguments import batch_of, plan_options
+from ._attention.arguments import plan_options
 from ._attention.build import wanted_items
 from ._attention.checks import check_batch, check_lengths
 from ._attention.constants import architecture
@@ -53,21 +53,21 @@ def _wanted_items(args: Any) -> int:
 
 def _cpu(args: Any) -> torch.Tensor:
     _check_values(args)
-    plan = plan_without_work(*batch_of(args), args.block_size, plan_options(args))
+    plan = plan_without_work(args, plan_options(args))
     return plan if args.out is None else args.out.copy_(plan)
 
 
 def _build(args: Any) -> Callable[[Any], torch.Tensor]:
     require_triton("attention_plan")
-    fill = build_plan(*batch_of(args), args.block_size, plan_options(args), _wanted_items(args), args.out)
+    fill = build_plan(args, plan_options(args), _wanted_items(args), args.out)
     size = PlanShape.of(args.block_tables, args.block_size).size
 
     def run(args: Any) -> torch.Tensor:
         tables, plan = args.block_tables, args.out
         plan = torch.empty(size, dtype=torch.int32, device=tables.device) if plan is None else plan
-        fill(plan, *batch_of(args))
+        fill(plan, args)
         if args.out is not None:
-            refresh_cached(plan, *batch_of(args)[:3])
+            refresh_cached(plan, args)
         return typing.cast(torch.Tensor, plan)
 
     return run

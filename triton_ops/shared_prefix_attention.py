@@ -35,63 +35,61 @@ def _build_positions_launch(is_aligned: bool) -> Launch:
 class _Prefix:
     """The shared blocks as one sequence, to which all queries belong. All layers of a step share it."""
 
-    is_captured = False  # see `Cached`
+    is_captured = False  # see `refresh_cached`
 
     def __init__(self, args: AttentionArgs) -> None:
         device, self._num_blocks = args.query.device, args.num_shared_blocks
-        self._end, self._block_size = args.key_begin, args.block_size
         sizes = (args.query.shape[0], 1, 2)
         self.positions, self.lens, self.bounds = (torch.empty(n, dtype=torch.int32, device=device) for n in sizes)
-        size = PlanShape.of(args.block_tables[:1, : self._num_blocks], self._block_size).size
+        size = PlanShape.of(args.block_tables[:1, : self._num_blocks], args.block_size).size
         self.plan = torch.empty(size, dtype=torch.int32, device=device)
         self._options = plan_options(self.arguments(args), tiled=True)
 
-    def fill(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
-        """Compute each query's position, and the plan, for a batch."""
-        num_tokens, is_aligned = self.positions.shape[0], aligned(seq_lens, query_start_loc)
+    def fill(self, args: Any) -> None:
+        """Compute each query's position, and the plan, for the batch of a call, or of a plan that was refreshed."""
+        num_tokens, seq_lens, starts = self.positions.shape[0], args.seq_lens, args.query_start_loc
+        is_aligned = aligned(seq_lens, starts)
         kind = (is_aligned, seq_lens.device)
         launch = _positions_launches.get_or(kind, (), lambda: _build_positions_launch(is_aligned))
         launch(
-            (self.positions, self.lens, self.bounds, seq_lens, query_start_loc),
+            (self.positions, self.lens, self.bounds, seq_lens, starts),
             None,
             (-(-num_tokens // 64), 1, 1),
-            (seq_lens.shape[0], num_tokens, self._end),
+            (seq_lens.shape[0], num_tokens, self._num_blocks * args.block_size),
         )
-        batch = (block_tables[:1, : self._num_blocks], self.lens, self.bounds, self.positions)
-        build_plan(*batch, self._block_size, self._options, 1)(self.plan, *batch)
+        own = self._of_prefix(args)
+        build_plan(own, self._options, 1)(self.plan, own)
 
-    def arguments(self, args: AttentionArgs) -> AttentionArgs:
-        """Return the arguments of attention of all queries over the shared blocks."""
+    def _of_prefix(self, args: Any) -> Any:
+        """Return the arguments of a call, or of `attention_plan`, for the shared blocks as one sequence."""
         return args._replace(
             block_tables=args.block_tables[:1, : self._num_blocks],
             seq_lens=self.lens,
             query_start_loc=self.bounds,
             query_positions=self.positions,
             num_shared_blocks=0,
-            sinks=None,
-            max_query_len=None,
-            max_seq_len=None,
-            plan=self.plan,
         )
+
+    def arguments(self, args: AttentionArgs) -> AttentionArgs:
+        """Return the arguments of attention of all queries over the shared blocks."""
+        own: AttentionArgs = self._of_prefix(args)
+        return own._replace(sinks=None, max_query_len=None, max_seq_len=None, plan=self.plan)
 
 
 def _prefix_of(args: AttentionArgs) -> _Prefix:
     """Return the prefix of a call, with its positions and plan computed. Calls with one plan share one prefix."""
-    batch = (args.block_tables, args.seq_lens, args.query_start_loc)
     if args.plan is None:
         prefix = _Prefix(args)
-        prefix.fill(*batch)
+        prefix.fill(args)
         return prefix
     on_device = args.query.is_cuda
     stream = current_stream() if on_device else None
-    derived = cached_with(args.plan).derived
-    key = (stream, args.query.shape[0], args.num_shared_blocks, args.block_size)
-    found = derived.get(key)
+    cached, key = cached_with(args.plan), (stream, args.query.shape[0], args.num_shared_blocks, args.block_size)
+    found: _Prefix | None = cached.get(key)
     if found is None:
-        found = derived[key] = _Prefix(args)
-        found.fill(*batch)
+        found = cached[key] = _Prefix(args)
+        found.fill(args)
     found.is_captured = found.is_captured or (on_device and torch.cuda.is_current_stream_capturing())
-    assert isinstance(found, _Prefix)
     return found
 
 

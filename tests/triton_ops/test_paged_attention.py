@@ -255,9 +255,9 @@ def test_partial_results_are_cached_with_the_plan(device, chosen):
     batch = build(Case(lens=(1000, 300), queries=(1, 1), heads=(2, 1))).to(device)
     plan = plan_of(batch)
     first = pc.paged_attention(*batch.tensors, batch.scale, plan=plan)
-    ((parts, lse),) = cached_with(plan).parts.values()
+    ((parts, lse),) = cached_with(plan).values()
     assert torch.equal(pc.paged_attention(*batch.tensors, batch.scale, plan=plan), first)
-    assert cached_with(plan).parts.popitem()[1] == (parts, lse)
+    assert cached_with(plan).popitem()[1] == (parts, lse)
     (call,) = chosen
     assert parts.shape == call.decode_parts
     # The interpreter of Triton 3.6 does not support bool.
@@ -271,7 +271,7 @@ def test_parts_of_layers_of_other_shapes_stay_where_a_graph_may_read_them(device
         batch = build(Case(lens=(1000, 300), queries=(1, 1), heads=(2, 1), head_dim=head_dim)).to(device)
         plan = plan_of(batch) if plan is None else plan
         check(build(batch.case), *attend(batch, plan=plan))
-    assert [parts.shape[2] for parts, _ in cached_with(plan).parts.values()] == [64, 32]
+    assert [parts.shape[2] for parts, _ in cached_with(plan).values()] == [64, 32]
 
 
 def test_grad_is_allowed_without_grad_mode():

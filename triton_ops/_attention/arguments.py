@@ -35,12 +35,17 @@ class PlanOptions(NamedTuple):
         return {"decode_queries": self.decode_queries, "key_begin": self.key_begin, **mask}
 
 
-# These functions take the arguments of an attention operator or of `attention_plan`, which have the same names.
+def table_heads(block_tables: torch.Tensor) -> int:
+    """Return the number of KV heads with separate block tables; 1 if all heads share a table."""
+    return block_tables.shape[1] if block_tables.dim() == 3 else 1
 
 
-def batch_of(args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the tensors that a plan is made from."""
-    return args.block_tables, args.seq_lens, args.query_start_loc, args.query_positions
+def table_strides(block_tables: torch.Tensor) -> tuple[int, int]:
+    """Return the elements of block tables from sequence to sequence, and from KV head to KV head."""
+    return block_tables.stride(0), block_tables.stride(1) if block_tables.dim() == 3 else 0
+
+
+# The next two functions take the arguments of an attention operator or of `attention_plan`, which have the same names.
 
 
 def mask_of(args: Any) -> Mask:
@@ -95,21 +100,6 @@ class AttentionArgs(NamedTuple):
     def is_aligned(self) -> bool:
         """Whether all tensors begin at a multiple of 16 bytes."""
         return aligned(*[value for value in self if isinstance(value, torch.Tensor)])
-
-    @property
-    def table_heads(self) -> int:
-        """Number of KV heads with separate block tables; 1 if all heads share a table."""
-        return self.block_tables.shape[1] if self.block_tables.dim() == 3 else 1
-
-    @property
-    def table_strides(self) -> tuple[int, int]:
-        """Elements of block_tables from sequence to sequence, and from KV head to KV head."""
-        return self.block_tables.stride(0), self.block_tables.stride(1) if self.block_tables.dim() == 3 else 0
-
-    @property
-    def key_begin(self) -> int:
-        """The first key position behind the shared blocks."""
-        return self.num_shared_blocks * self.block_size
 
     @property
     def mask(self) -> Mask:

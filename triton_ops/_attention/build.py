@@ -11,13 +11,13 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from .._core.launch import Launch, current_stream, numbers
 from .._core.runtime import require_triton
-from .arguments import AttentionArgs, PlanOptions, Result, batch_of, plan_options
+from .arguments import AttentionArgs, PlanOptions, Result, plan_options, table_heads
 from .constants import (
     Architecture,
     Tiles,
@@ -93,7 +93,7 @@ class AttentionLaunch:
         out, lse = self.new_results(query)
         if plan is None:
             plan = torch.empty(self.plan_size, dtype=torch.int32, device=query.device)
-            self.fill_plan(plan, *batch_of(args))
+            self.fill_plan(plan, args)
         stream = None if query.is_cpu else current_stream()
         before, behind = kernel_tensors(args, out, self.convert_codes)
         no_parts = (self.nothing, self.nothing)
@@ -115,10 +115,10 @@ def _parts(plan: torch.Tensor, name: str, stream: int | None, shape: PartsShape)
     """Return memory for partial results and their lse, cached with the plan: the next layer overwrites it."""
     # Each stream has its own memory, because its layers may run at the same time. Memory of other shapes is kept,
     # because a captured graph may use it.
-    parts, kind = cached_with(plan).parts, (name, stream, shape)
-    found = parts.get(kind)
+    cached, kind = cached_with(plan), (name, stream, shape)
+    found: Result | None = cached.get(kind)
     if found is None:
-        found = parts[kind] = (
+        found = cached[kind] = (
             torch.empty(shape, dtype=torch.float32, device=plan.device),
             torch.empty(shape[:2], dtype=torch.float32, device=plan.device),
         )
@@ -150,15 +150,6 @@ def _give_empty(new_results: NewResults, args: AttentionArgs) -> Any:
     return out, lse
 
 
-class _Regimes(NamedTuple):
-    """The limits of the decodes and prefills that a call of these shapes may have, and the splits of their keys."""
-
-    decode_queries: int  # sequences with more queries are prefills; 0: all are
-    max_q: int  # most queries of a decode
-    decode_splits: int  # 0 without decodes
-    prefill_splits: int  # 0 without prefills
-
-
 def wanted_items(arch: Architecture, programs_per_item: int) -> int:
     """Return how many work items of a decode keep every processor busy."""
     return max(1, programs_per_processor(arch.name) * arch.num_processors // programs_per_item)
@@ -168,28 +159,41 @@ def _build_table_launch(args: AttentionArgs, out_dtype: torch.dtype | None, tile
     """Return the launch of a call without lists of blocks; the arguments are those of `build_attention`."""
     num_tokens, num_heads, _ = args.query.shape
     num_seqs, num_kv_heads = args.seq_lens.shape[0], args.key_cache.shape[2]
-    group = num_heads // num_kv_heads
+    group, num_tables = num_heads // num_kv_heads, table_heads(args.block_tables)
     arch, options = architecture(args.query.device), plan_options(args, tiled)
     shape = PlanShape.of(args.block_tables, args.block_size)
     longest = num_tokens if args.max_query_len is None else min(num_tokens, args.max_query_len)
     decode, prefill = _tiles(args, arch, longest)
-    query_tiles = num_tokens * group // prefill.block_m + num_seqs
-    regimes = _regimes(args, arch, options, shape, longest, query_tiles * num_kv_heads * prefill.value_splits)
+    query_tiles, max_q = num_tokens * group // prefill.block_m + num_seqs, max(1, min(longest, DECODE_QUERIES))
+    # If all other sequences had `longest` queries and the remaining one still exceeds DECODE_QUERIES, there are no
+    # decodes. Padding may make a sequence seem longer than it is. A short sequence that is tiled has the same result.
+    prefill_only = args.tree_mask is not None or num_tokens - (num_seqs - 1) * longest > DECODE_QUERIES
+    decode_queries = 0 if prefill_only else options.decode_queries
+    prefill_programs = (query_tiles, num_kv_heads * prefill.value_splits)
+    idle = 2 * arch.num_processors // (prefill_programs[0] * prefill_programs[1])
+    decode_splits, prefill_splits = _splits(args, options, shape, decode_queries, longest, idle)
     # A decode's work item serves all KV heads, or the KV head of its table.
-    item_programs = num_kv_heads // args.table_heads * -(-regimes.max_q * group // decode.block_m) * decode.value_splits
+    item_programs = num_kv_heads // num_tables * -(-max_q * group // decode.block_m) * decode.value_splits
     target_items = wanted_items(arch, item_programs)
     decode_launch = decode_parts = prefill_launch = prefill_parts = None
-    if splits := regimes.decode_splits:
-        items = min(shape.max_items, shape.num_rows + target_items, shape.num_rows * splits)
-        decode_launch, decode_parts = _build_attention_launch(
-            args, options, shape, regimes, decode, True, (items, item_programs, 1)
-        )
-    if splits := regimes.prefill_splits:
-        programs = (query_tiles, num_kv_heads * prefill.value_splits, splits)
-        prefill_launch, prefill_parts = _build_attention_launch(args, options, shape, regimes, prefill, False, programs)
+    if decode_splits:
+        items = min(shape.max_items, shape.num_rows + target_items, shape.num_rows * decode_splits)
+        limits = (decode_queries, max_q, decode_splits)
+        decode_launch = _build_attention_launch(args, options, shape, decode, True, (items, item_programs, 1), limits)
+        if decode_splits > 1:
+            decode_parts = (shape.max_items * max_q, num_heads // num_tables, args.value_cache.shape[3])
+    if prefill_splits:
+        programs, limits = (*prefill_programs, prefill_splits), (decode_queries, max_q, prefill_splits)
+        prefill_launch = _build_attention_launch(args, options, shape, prefill, False, programs, limits)
+        if prefill_splits > 1:
+            prefill_parts = (prefill_splits * num_tokens, num_heads, args.value_cache.shape[3])
+    # The sum takes the splits of decodes if prefills have none, otherwise those of all tokens.
+    by_sequence = int(decode_queries > 0 and prefill_splits <= 1)  # triton 3.6 cannot interpret a bool
+    rows = num_seqs * max_q if by_sequence else num_tokens
+    summed = (num_seqs, num_tokens, decode_queries, max_q, max(1, prefill_splits), by_sequence)
     return AttentionLaunch(
         plan_size=shape.size,
-        fill_plan=build_plan(*batch_of(args), args.block_size, options, target_items),
+        fill_plan=build_plan(args, options, target_items),
         target_items=target_items,
         convert_codes=converts_codes(args),
         with_lse=args.with_lse,
@@ -197,7 +201,7 @@ def _build_table_launch(args: AttentionArgs, out_dtype: torch.dtype | None, tile
         decode_parts=decode_parts,
         prefill=prefill_launch,
         prefill_parts=prefill_parts,
-        merge=_build_merge(args, regimes),
+        merge=build_sum_launch(args, rows, max(decode_splits, prefill_splits), summed, num_tables),
         new_results=build_results(args, out_dtype),
         nothing=args.query.new_empty(0, dtype=torch.float32),
     )
@@ -238,16 +242,19 @@ def _has_segments(args: AttentionArgs) -> bool:
     return args.query_positions is not None and args.mask.BOUNDED and args.tree_mask is None
 
 
-def _regimes(
-    args: AttentionArgs, arch: Architecture, options: PlanOptions, shape: PlanShape, longest: int, prefill_programs: int
-) -> _Regimes:
-    """Return the regimes of a call. `prefill_programs` is the number of programs of a prefill without splits."""
-    num_tokens, num_seqs = args.query.shape[0], args.seq_lens.shape[0]
-    # If all other sequences had `longest` queries and the remaining one still exceeds DECODE_QUERIES, there are no
-    # decodes. Padding may make a sequence seem longer than it is. A short sequence that is tiled has the same result.
-    prefill_only = args.tree_mask is not None or num_tokens - (num_seqs - 1) * longest > DECODE_QUERIES
-    decode_queries = 0 if prefill_only else options.decode_queries
-    max_q = max(1, min(longest, DECODE_QUERIES))
+def _splits(
+    args: AttentionArgs, options: PlanOptions, shape: PlanShape, decode_queries: int, longest: int, idle: int
+) -> tuple[int, int]:
+    """Return how many splits the keys of a decode and of a prefill have: 0 if the call cannot have one.
+
+    Args:
+        args: The call.
+        options: The options of its plan.
+        shape: The shape of its plan.
+        decode_queries: Sequences with more queries are prefills. 0: all are.
+        longest: Most queries of a sequence.
+        idle: How many times as many programs as those of a prefill without splits keep all processors busy.
+    """
     max_tiles = shape.max_tiles
     if args.max_seq_len is not None:
         max_tiles = min(max_tiles, -(-args.max_seq_len // TILE_KEYS))
@@ -256,35 +263,32 @@ def _regimes(
         # There is at least one split, which writes zeros if no sequence has a key.
         attended = max_tiles
         if args.query_positions is None:
-            attended = min(max_tiles, options.mask.max_tiles(max_q))
+            attended = min(max_tiles, options.mask.max_tiles(max(1, min(longest, DECODE_QUERIES))))
         decode_splits = max(1, min(shape.max_items, -(-attended // MIN_SPLIT_TILES)))
     if args.batch_invariant:
         prefill_splits = max(1, -(-max_tiles // (INVARIANT_SPLIT_KEYS // TILE_KEYS)))
     elif longest > decode_queries or not decode_queries:
         prefill_splits = 1
         if not _has_segments(args):
-            idle = 2 * arch.num_processors // prefill_programs
             prefill_splits = max(1, min(idle, max_tiles // 8, MAX_PREFILL_SPLITS))
-    return _Regimes(decode_queries, max_q, decode_splits, prefill_splits)
+    return decode_splits, prefill_splits
 
 
 def _build_attention_launch(
     args: AttentionArgs,
     options: PlanOptions,
     shape: PlanShape,
-    regimes: _Regimes,
     tiles: Tiles,
     decoding: bool,
     programs: tuple[int, int, int],
-) -> tuple[Launch, PartsShape | None]:
-    """Return a launch of the attention kernel and the shape of its partial results, None without splits."""
+    limits: tuple[int, int, int],
+) -> Launch:
+    """Return a launch of the attention kernel.
+
+    `limits` has the most queries of a sequence that is decoded (0: none is), the most queries of a decode, and splits.
+    """
     from ..kernels.attention import _attention_kernel
 
-    num_tokens, num_heads, _ = args.query.shape
-    splits = regimes.decode_splits if decoding else regimes.prefill_splits
-    split_rows, split_heads = splits * num_tokens, num_heads
-    if decoding:
-        split_rows, split_heads = shape.max_items * regimes.max_q, num_heads // args.table_heads
     constexprs = {
         **compiled_for(args, options.mask, tiles),
         "DECODE": decoding,
@@ -292,20 +296,8 @@ def _build_attention_launch(
         "TWO_LOOPS": tiles.two_loops and not (_has_segments(args) or args.batch_invariant),
         "EQUAL_STRIDES": args.key_cache.stride() == args.value_cache.stride(),
     }
-    lengths = (args.seq_lens.shape[0], num_tokens, shape.max_tiles, shape.max_items)
+    lengths = (args.seq_lens.shape[0], args.query.shape[0], shape.max_tiles, shape.max_items)
     mask = (*numbers(options.mask), options.key_begin)
-    regime = (regimes.decode_queries, regimes.max_q, splits, args.scale)
-    values = (*lengths, *regime, *numbers(args.terms), *mask, *strides_of(args))
+    values = (*lengths, *limits, args.scale, *numbers(args.terms), *mask, *strides_of(args))
     compiled = (tiles.num_warps, tiles.num_stages, args.is_aligned, tiles.max_registers)
-    launch = Launch(_attention_kernel, constexprs, programs, values, *compiled)
-    return launch, (split_rows, split_heads, args.value_cache.shape[3]) if splits > 1 else None
-
-
-def _build_merge(args: AttentionArgs, regimes: _Regimes) -> Launch:
-    """Return the launch that sums splits: those of decodes if prefills have none, otherwise those of all tokens."""
-    num_tokens, num_seqs = args.query.shape[0], args.seq_lens.shape[0]
-    by_sequence = int(regimes.decode_queries > 0 and regimes.prefill_splits <= 1)  # triton 3.6 cannot interpret a bool
-    rows = num_seqs * regimes.max_q if by_sequence else num_tokens
-    values = (num_seqs, num_tokens, regimes.decode_queries, regimes.max_q, max(1, regimes.prefill_splits), by_sequence)
-    splits = max(regimes.decode_splits, regimes.prefill_splits)
-    return build_sum_launch(args, rows, splits, values, args.table_heads)
+    return Launch(_attention_kernel, constexprs, programs, values, *compiled)

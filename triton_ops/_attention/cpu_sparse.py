@@ -91,8 +91,8 @@ def attend_decodes(args: AttentionArgs, cache: Cache, runs: list[Run]) -> Result
             numbers = numbers.repeat(kv_heads, 0)
     else:
         blocks, sequence = lists.numpy(), np.array([run.sequence for run in runs])[:, None, None]
-        of_heads = tables.reshape(len(tables), args.table_heads, -1)
-        numbers = of_heads[sequence, np.arange(args.table_heads)[:, None], blocks]
+        of_heads = tables.reshape(len(tables), -1, tables.shape[-1])
+        numbers = of_heads[sequence, np.arange(of_heads.shape[1])[:, None], blocks]
         # Lists have only blocks of their sequence.
         is_inside = ranges.begin is None and bool((ranges.end == args.seq_lens.numpy()[sequence[:, 0, 0]]).all())
         logical, numbers = blocks.reshape(entries, -1), np.where(blocks < 0, -1, numbers)

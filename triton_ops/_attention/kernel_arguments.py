@@ -13,7 +13,7 @@ import torch
 from .._core.launch import Launch, constants
 from .._core.quantize import as_codes, equal_scales, scale_kind
 from .._core.runtime import INTERPRET
-from .arguments import AttentionArgs, Result
+from .arguments import AttentionArgs, Result, table_heads, table_strides
 from .constants import Tiles, architecture, multiplies_from_shared, next_power_of_2
 from .parameters import (
     E4M3_BITS,
@@ -102,7 +102,7 @@ def compiled_for(args: AttentionArgs, mask: Mask, tiles: Tiles) -> dict[str, Any
         SCALES=scale_kind(args.k_scale, args.v_scale),
         CODES=codes,
         UPCAST=INTERPRET and args.query.dtype == torch.bfloat16,
-        TABLE_HEADS=args.table_heads,
+        TABLE_HEADS=table_heads(args.block_tables),
         TREE=args.tree_mask is not None,
         WITH_LSE=args.with_lse,
         NUM_HEADS=num_heads,
@@ -127,12 +127,13 @@ def compiled_for(args: AttentionArgs, mask: Mask, tiles: Tiles) -> dict[str, Any
 def strides_of(args: AttentionArgs) -> Strides:
     """Return the strides that attention kernels take."""
     tensors = (*args.query.stride()[:2], *args.key_cache.stride()[:3], *args.value_cache.stride()[:3])
-    return Strides._make((*tensors, *args.table_strides, *args.tree_sizes))
+    return Strides._make((*tensors, *table_strides(args.block_tables), *args.tree_sizes))
 
 
-def build_sum_launch(args: AttentionArgs, rows: int, splits: int, values: tuple[int, ...], table_heads: int) -> Launch:
+def build_sum_launch(args: AttentionArgs, rows: int, splits: int, values: tuple[int, ...], num_tables: int) -> Launch:
     """Return a launch that sums splits: a program for each of `rows` and each head.
 
+    `num_tables` is the number of block tables of a sequence whose splits are summed apart.
     For few rows of many splits, the kernel is compiled so that each program sums a part of a head. The two variants add
     in different orders, so batch-invariant mode must not choose between them by batch size. `pc.warmup` compiles both.
     """
@@ -146,7 +147,7 @@ def build_sum_launch(args: AttentionArgs, rows: int, splits: int, values: tuple[
     elif is_few and splits > 2 * MERGED_SPLITS and not args.batch_invariant:
         block_s, block_v = 8 * MERGED_SPLITS, min(block_v, 32)
     constexprs = {
-        "TABLE_HEADS": table_heads,
+        "TABLE_HEADS": num_tables,
         "SINKS": args.sinks is not None,
         "WITH_LSE": args.with_lse,
         "NUM_HEADS": num_heads,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .._core.launch import Launch, constants, current_stream, numbers
-from .arguments import AttentionArgs
+from .arguments import AttentionArgs, table_heads, table_strides
 from .constants import architecture, decode_tiles, latent_tiles, next_power_of_2
 from .kernel_arguments import (
     NewResults,
@@ -96,7 +96,7 @@ def build_lists(args: AttentionArgs) -> ListLaunch:
         _list_blocks_kernel,
         _unite_constants(args, queries),
         (query_tiles, kv_heads, 1),
-        (*sizes, *numbers(args.mask), *lists.stride()[:2], *args.table_strides),
+        (*sizes, *numbers(args.mask), *lists.stride()[:2], *table_strides(args.block_tables)),
         same_alignment=is_aligned,
     )
     width = min(tiles.block_n, next_power_of_2(args.block_size))
@@ -131,7 +131,7 @@ def _unite_constants(args: AttentionArgs, queries: int) -> dict[str, Any]:
     return {
         **constants(args.mask),
         "POSITIONS": args.query_positions is not None,
-        "TABLE_HEADS": args.table_heads,
+        "TABLE_HEADS": table_heads(args.block_tables),
         "KV_HEADS": args.key_cache.shape[2],
         "BLOCK_SIZE": args.block_size,
         "QUERIES": queries,

@@ -5,70 +5,50 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .._core.cache import LaunchCache, aligned
 from .._core.launch import Launch, current_stream, flags, numbers
-from .arguments import PlanOptions
+from .arguments import PlanOptions, table_heads, table_strides
 from .constants import next_power_of_2
 from .layout import MIN_SPLIT_TILES, TILE_KEYS, PlanShape
 from .predicate import Mask
 
-FillPlan = Callable[..., None]
-"""A function of a plan and the tensors of its batch that fills the plan."""
+FillPlan = Callable[[torch.Tensor, Any], None]
+"""A function that fills a plan, the first argument, for a call with the arguments `args`, the second."""
 
 
-def build_plan(
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    query_positions: torch.Tensor | None,
-    block_size: int,
-    options: PlanOptions,
-    target_items: int,
-    out: torch.Tensor | None = None,
-) -> FillPlan:
-    """Return the function that fills plans for batches of this shape: `fill(plan, *batch)`, on the device.
+def build_plan(args: Any, options: PlanOptions, target_items: int, out: torch.Tensor | None = None) -> FillPlan:
+    """Return the function that fills plans for batches of this shape: `fill(plan, args)`, on the device.
 
     Args:
-        block_tables: The block tables of a batch, as for `pc.attention_plan`.
-        seq_lens: `[num_seqs]` int32, the tokens of each sequence.
-        query_start_loc: `[num_seqs + 1]` int32, the first row of each sequence's queries.
-        query_positions: The positions of the queries; None: the last positions of each sequence.
-        block_size: Token slots of a block.
+        args: The arguments of an attention operator or of `attention_plan`.
         options: The options of the plan.
         target_items: Approximate number of work items.
         out: A plan that the function will fill. Only its address matters, because kernels are compiled for alignment.
             None: new tensors, which are aligned.
     """
-    shape = PlanShape.of(block_tables, block_size)
-    has_positions, heads, strides = query_positions is not None, 1, (block_tables.stride(0), 0)
-    if block_tables.dim() == 3:
-        heads, strides = block_tables.shape[1], (block_tables.stride(0), block_tables.stride(1))
-    compiled_for = (options.decode_queries, flags(options.mask), has_positions, heads, block_size)
-    is_aligned = aligned(out, block_tables, seq_lens, query_start_loc, query_positions)
-    kind = (compiled_for, is_aligned, block_tables.device)
+    tables, positions, block_size = args.block_tables, args.query_positions, args.block_size
+    shape = PlanShape.of(tables, block_size)
+    mask_flags, heads = flags(options.mask), table_heads(tables)
+    compiled_for = (options.decode_queries, mask_flags, positions is not None, heads, block_size)
+    is_aligned = aligned(out, tables, args.seq_lens, args.query_start_loc, positions)
+    kind = (compiled_for, is_aligned, tables.device)
     tiles, items = _launches.get_or(kind, (), lambda: _build_launches(*compiled_for, is_aligned))
     own, programs = (*numbers(options.mask), options.key_begin), (shape.num_rows, 1, 1)
-    tiles_numbers = (shape.num_rows, shape.max_tiles, shape.max_items, *own, *strides)
+    tiles_numbers = (shape.num_rows, shape.max_tiles, shape.max_items, *own, *table_strides(tables))
     items_numbers = (shape.num_rows, target_items, shape.max_items - shape.num_rows, *own)
 
-    def fill(
-        plan: torch.Tensor,
-        block_tables: torch.Tensor,
-        seq_lens: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        query_positions: torch.Tensor | None,
-    ) -> None:
+    def fill(plan: torch.Tensor, args: Any) -> None:
         if not shape.num_rows:
             plan.zero_()
             return
         stream = None if plan.is_cpu else current_stream()
-        positions = seq_lens if query_positions is None else query_positions
-        tiles((plan, block_tables, seq_lens, query_start_loc, positions), stream, programs, tiles_numbers)
+        seq_lens, positions = args.seq_lens, args.query_positions
+        batch = (args.block_tables, seq_lens, args.query_start_loc, seq_lens if positions is None else positions)
+        tiles((plan, *batch), stream, programs, tiles_numbers)
         items((plan,), stream, programs, items_numbers)
 
     return fill
@@ -81,7 +61,7 @@ def _build_launches(
     decode_queries: int,
     mask_flags: tuple[bool, ...],
     has_positions: bool,
-    table_heads: int,
+    num_tables: int,
     block_size: int,
     is_aligned: bool,
 ) -> tuple[Launch, Launch]:
@@ -96,7 +76,7 @@ def _build_launches(
         **mask,
         "DECODE_Q": decode_queries,
         "POSITIONS": has_positions,
-        "TABLE_HEADS": table_heads,
+        "TABLE_HEADS": num_tables,
         "BLOCK_SIZE": block_size,
         "BLOCK_T": max(16, min(128, 1024 // sub)),
         "SUB": sub,
@@ -108,40 +88,34 @@ def _build_launches(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Cached:
-    """Tensors that are cached with a plan, as long as it lives.
+_cached: dict[int, tuple[weakref.ref[torch.Tensor], dict[object, Any]]] = {}
 
-    `derived` holds what the layers of a step share besides the plan, made from the same batch. The method `fill` of an
-    entry brings it up to date with a batch of the same shapes. A captured graph may read the tensors of an entry whose
-    `is_captured` is set, so a refresh of the plan fills them in place.
+
+def cached_with(plan: torch.Tensor) -> dict[object, Any]:
+    """Return what is cached with a plan, as long as the plan lives: memory for results, and what layers share.
+
+    Plans are found by identity, because tensors compare by elements.
     """
-
-    parts: dict[object, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # memory, by its purpose
-    derived: dict[object, Any] = field(default_factory=dict)
-
-
-_cached: dict[int, tuple[weakref.ref[torch.Tensor], Cached]] = {}
-
-
-def cached_with(plan: torch.Tensor) -> Cached:
-    """Return the tensors cached with a plan. Plans are found by identity, because tensors compare by elements."""
     key = id(plan)
     found = _cached.get(key)
     if found is not None and found[0]() is plan:
         return found[1]
-    cached = Cached()
+    cached: dict[object, Any] = {}
     _cached[key] = weakref.ref(plan, lambda _: _cached.pop(key, None)), cached
     return cached
 
 
-def refresh_cached(
-    plan: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor
-) -> None:
-    """Refresh or drop the tensors that were derived from a plan's batch, after the plan itself was refreshed."""
-    derived = cached_with(plan).derived
-    for key, entry in [*derived.items()]:
+def refresh_cached(plan: torch.Tensor, args: Any) -> None:
+    """Refresh or drop what was made from a plan's batch, after a call of `attention_plan` refreshed the plan.
+
+    Such an entry has a method `fill`, which brings it up to date with a batch of the same shapes. A captured graph may
+    read the tensors of an entry whose `is_captured` is set, so these are filled in place.
+    """
+    cached = cached_with(plan)
+    for key, entry in [*cached.items()]:
+        if not hasattr(entry, "fill"):  # memory, which no batch decides
+            continue
         if entry.is_captured:
-            entry.fill(block_tables, seq_lens, query_start_loc)
+            entry.fill(args)
         else:
-            del derived[key]
+            del cached[key]

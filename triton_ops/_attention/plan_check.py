@@ -6,11 +6,13 @@ computes this part and compares it with that of its plan.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .._core.checks import bad_argument
 from . import layout
-from .arguments import AttentionArgs, PlanOptions, batch_of
+from .arguments import AttentionArgs, PlanOptions
 from .layout import TILE_KEYS, PlanShape, plan_views
 
 # The columns of `info` that follow from the batch and the options alone.
@@ -24,22 +26,19 @@ _COMPARED = {
 }
 
 
-def plan_without_work(
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    query_positions: torch.Tensor | None,
-    block_size: int,
-    options: PlanOptions,
-) -> torch.Tensor:
-    """Return a plan in host memory with its header and its facts about tables; everything else is 0."""
+def plan_without_work(args: Any, options: PlanOptions) -> torch.Tensor:
+    """Return a plan in host memory with its header and its facts about tables; everything else is 0.
+
+    `args` are the arguments of an attention operator or of `attention_plan`.
+    """
+    block_tables, block_size = args.block_tables, args.block_size
     shape = PlanShape.of(block_tables, block_size)
     plan = torch.zeros(shape.size, dtype=torch.int32)
     header = [*options.header().values()]
     plan[1 : 1 + len(header)] = torch.tensor(header)
-    info, lens, starts = plan_views(plan, shape)[0], seq_lens.tolist(), query_start_loc.tolist()
+    info, lens, starts = plan_views(plan, shape)[0], args.seq_lens.tolist(), args.query_start_loc.tolist()
     heads = shape.num_rows // max(1, len(lens))
-    positions = None if query_positions is None else query_positions.cpu().long()
+    positions = None if args.query_positions is None else args.query_positions.cpu().long()
     for row, table in enumerate(block_tables.cpu().reshape(shape.num_rows, block_tables.shape[-1])):
         length, (begin, end) = lens[row // heads], starts[row // heads : row // heads + 2]
         own = torch.arange(length - (end - begin), length) if positions is None else positions[begin:end]
@@ -65,7 +64,7 @@ def check_plan(args: AttentionArgs, options: PlanOptions) -> None:
     shape = PlanShape.of(args.block_tables, args.block_size)
     if args.plan is None or shape.num_rows == 0:
         return
-    expected, given = plan_without_work(*batch_of(args), args.block_size, options), args.plan.cpu()
+    expected, given = plan_without_work(args, options), args.plan.cpu()
     header = slice(1, 1 + len(options.header()))
     if not torch.equal(given[header], expected[header]):
         names = ", ".join(options.header()).lower()
