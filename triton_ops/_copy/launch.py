@@ -86,12 +86,7 @@ _Move = Callable[[list[_Work], torch.Tensor | None, torch.Tensor | None], None]
 """A launch for tensors with the same shapes, strides and lowest bits of addresses, and their indices."""
 
 
-def _lowest_bits(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """Return the distance of each address from a multiple of 16 bytes, which decides between layouts."""
-    return tuple([tensor.data_ptr() & 15 for tensor in tensors])
-
-
-_moves: LaunchCache[tuple[list[_Move], bool]] = LaunchCache(_lowest_bits)
+_moves: LaunchCache[tuple[list[_Move], bool]] = LaunchCache()
 
 
 def _split(source: torch.Tensor, extra: torch.Tensor, target: torch.Tensor, leading: tuple[int, int]) -> list[_Work]:

@@ -59,23 +59,19 @@ def may_cache_tensors(on_gpu: bool) -> bool:
 
 
 def alignments(*tensors: torch.Tensor) -> object:
-    """Return True if all tensors begin at a multiple of 16 bytes, else a tuple that says which of them do.
+    """Return True if all tensors begin at a multiple of 16 bytes, else a tuple of the distances from such a multiple.
 
-    Kernels are compiled for this alignment.
+    Triton compiles kernels for the alignment of 16 bytes, and rows are moved in units of the alignment that they have.
     """
     bits = 0
     for tensor in tensors:
         bits |= tensor.data_ptr()
-    return not bits & 15 or tuple([tensor.data_ptr() & 15 == 0 for tensor in tensors])
+    return not bits & 15 or tuple([tensor.data_ptr() & 15 for tensor in tensors])
 
 
 def aligned(*tensors: torch.Tensor | None) -> bool:
-    """Return whether all tensors begin at a multiple of 16 bytes, an alignment for which triton compiles kernels."""
-    bits = 0
-    for tensor in tensors:
-        if tensor is not None:
-            bits |= tensor.data_ptr()
-    return not bits & 15
+    """Return whether all tensors begin at a multiple of 16 bytes."""
+    return alignments(*[tensor for tensor in tensors if tensor is not None]) is True
 
 
 def _guard(tensors: Tensors) -> Any:
@@ -110,7 +106,7 @@ def forget_choices() -> None:
 class LaunchCache(Generic[T]):
     """A cache of launches and other things that are built for calls.
 
-    The key of an entry is the options of a call, the metadata of its tensors, and what `of_addresses` returns for them.
+    The key of an entry is the options of a call, and the metadata and alignments of its tensors.
 
     Recent calls are matched by TensorGuards, in C++. They compare all that torch's dispatcher looks at: classes,
     metadata, modes, transforms and gradients. Options are everything else that the launch depends on, such as which
@@ -118,8 +114,7 @@ class LaunchCache(Generic[T]):
     apart, its options must include types.
     """
 
-    def __init__(self, of_addresses: Callable[..., object] = alignments) -> None:
-        self._of_addresses = of_addresses
+    def __init__(self) -> None:
         self._last: dict[object, list[tuple[Any, object, T]]] = {}
         self._known: dict[object, T] = {}
         _all.add(self)
@@ -130,9 +125,9 @@ class LaunchCache(Generic[T]):
             found = self._known.get(options)
             return _remember(self._known, options, build()) if found is None else found
         for guard, addresses, found in self._last.get(options, ()):
-            if guard.check(*tensors) and self._of_addresses(*tensors) == addresses:
+            if guard.check(*tensors) and alignments(*tensors) == addresses:
                 return found
-        addresses = self._of_addresses(*tensors)
+        addresses = alignments(*tensors)
         key = (options, addresses, *[(t.shape, t.stride(), t.dtype, t.device) for t in tensors])
         built = self._known.get(key)
         if built is None:
