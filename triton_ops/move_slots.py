@@ -11,12 +11,13 @@ writes keys and values once. It rotates in float32 and computes angles in float6
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ._attention.constants import next_power_of_2
-from ._core.cache import LaunchCache, aligned
+from ._core.cache import aligned, cached_launch
 from ._core.checks import (
     CACHE_LAYOUT,
     FLOATS,
@@ -28,7 +29,7 @@ from ._core.checks import (
     lowest_entry,
 )
 from ._core.launch import Launch
-from ._core.operator import operator
+from ._core.operator import operator, record_of
 from ._core.quantize import QUANTIZED_DTYPES, as_codes, code_kind, quantize
 from ._core.runtime import require_triton
 from .rope_and_cache import rotate
@@ -93,22 +94,9 @@ def rotate_pairs_(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_n
         as_codes(pairs).copy_(as_codes(codes))
 
 
-def _cpu(args: Any) -> None:
-    _check_values(args)
-    move_on_cpu(*args)
-
-
-def move_on_cpu(
-    keys: torch.Tensor,
-    values: torch.Tensor | None,
-    sources: torch.Tensor,
-    targets: torch.Tensor,
-    deltas: torch.Tensor,
-    inv_freq: torch.Tensor | None,
-    is_neox: bool,
-    first: int,
-) -> None:
-    """Move tokens in PyTorch; the arguments are the checked ones of `move_slots`."""
+def move_on_cpu(args: Any) -> None:
+    """Move tokens in PyTorch, with checked arguments of `move_slots`."""
+    keys, values, sources, targets, deltas, inv_freq, is_neox, first = args
     if not sources.numel():
         return
     written = targets >= 0
@@ -127,75 +115,64 @@ def move_on_cpu(
         as_codes(cache)[target_at] = moved
 
 
-_moves: LaunchCache[Launch] = LaunchCache()
-
-
-def _launch_move_slots(args: Any) -> None:
+def _build_move(args: Any) -> Callable[[Any], None]:
+    """Return the launch for calls of this kind, with checked arguments of `move_slots`."""
     require_triton("move_slots")
-    _check_values(args)
-    if args.source_slots.numel() and args.key_cache.numel():
-        launch_move(*args)
-
-
-def launch_move(
-    keys: torch.Tensor,
-    values: torch.Tensor | None,
-    sources: torch.Tensor,
-    targets: torch.Tensor,
-    deltas: torch.Tensor,
-    inv_freq: torch.Tensor | None,
-    is_neox: bool,
-    first: int,
-) -> None:
-    """Move at least one token with a kernel; the arguments are the checked ones of `move_slots`."""
-    sources, targets, deltas = (x.to(keys.device, non_blocking=True).contiguous() for x in (sources, targets, deltas))
-    own = torch.empty(0, device=keys.device) if inv_freq is None else inv_freq
-    cos, sin = rotation_cos_sin(deltas, own)
-    value_dim = 0 if values is None else values.shape[3]
-    values, rest = keys if values is None else values, (sources, targets, cos, sin)
-    tensors = (keys, values, *rest)
-    launch = _moves.get_or(
-        (is_neox, first, value_dim), tensors, lambda: _build_move_launch(*tensors, value_dim, is_neox, first)
-    )
-    launch((as_codes(keys), as_codes(values), *rest))
-
-
-def _build_move_launch(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    sources: torch.Tensor,
-    targets: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    value_dim: int,
-    is_neox: bool,
-    first: int,
-) -> Launch:
+    if not (args.source_slots.numel() and args.key_cache.numel()):
+        return lambda args: None
     from .kernels.move_slots import _move_slots_kernel
 
+    tensors = _kernel_tensors(args)
+    keys, values, *_, cos, _ = tensors
     (_, block_size, kv_heads, head_dim), half = keys.shape, cos.shape[1]
+    value_dim = 0 if args.value_cache is None else values.shape[3]
     widest = max(next_power_of_2(x) for x in (max(half, 1), head_dim if head_dim > 2 * half else 1, max(value_dim, 1)))
     block_h = min(next_power_of_2(kv_heads), max(1, 2048 // widest))
     constexprs = {
-        "KIND": code_kind(keys.dtype),
-        "IS_NEOX": is_neox,
+        "KIND": code_kind(args.key_cache.dtype),
+        "IS_NEOX": args.is_neox,
         "KV_HEADS": kv_heads,
         "BLOCK_SIZE": block_size,
         "HEAD_DIM": head_dim,
         "VALUE_DIM": value_dim,
-        "FIRST": first,
+        "FIRST": args.first,
         "HALF": half,
         "BLOCK_H": block_h,
         "BLOCK_P": next_power_of_2(max(half, 1)),
         "BLOCK_D": next_power_of_2(head_dim),
         "BLOCK_V": next_power_of_2(max(value_dim, 1)),
     }
-    programs = (sources.shape[0], -(-kv_heads // block_h), 1)
-    strides, is_aligned = (*keys.stride()[:3], *values.stride()[:3]), aligned(keys, values, sources, targets, cos, sin)
-    return Launch(_move_slots_kernel, constexprs, programs, strides, same_alignment=is_aligned)
+    programs = (args.source_slots.shape[0], -(-kv_heads // block_h), 1)
+    strides = (*keys.stride()[:3], *values.stride()[:3])
+    launch = Launch(_move_slots_kernel, constexprs, programs, strides, same_alignment=aligned(*tensors))
+    return lambda args: launch(_kernel_tensors(args))
 
 
-@operator(check=_check, cpu=_cpu, launch=_launch_move_slots, mutates=("key_cache", "value_cache"))
+def _kernel_tensors(args: Any) -> tuple[torch.Tensor, ...]:
+    """Return the kernel's tensors: caches, slots, cosines and sines. Without values, keys are never read as values."""
+    keys, values, device = args.key_cache, args.value_cache, args.key_cache.device
+    sources, targets, deltas = (
+        x.to(device, non_blocking=True).contiguous() for x in (args.source_slots, args.target_slots, args.deltas)
+    )
+    cos, sin = rotation_cos_sin(deltas, torch.empty(0, device=device) if args.inv_freq is None else args.inv_freq)
+    return as_codes(keys), as_codes(keys if values is None else values), sources, targets, cos, sin
+
+
+launch_move = cached_launch(_build_move)
+"""Moves tokens with a kernel, with checked arguments of `move_slots`."""
+
+
+def _cpu(args: Any) -> None:
+    _check_values(args)
+    move_on_cpu(args)
+
+
+def _launch(args: Any) -> None:
+    _check_values(args)  # values of indices in host memory are always read
+    launch_move(args)
+
+
+@operator(check=_check, cpu=_cpu, launch=_launch, mutates=("key_cache", "value_cache"))
 def move_slots(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor | None,
@@ -242,3 +219,7 @@ def move_slots(
         >>> torch.equal(values.flatten(0, 1)[75:115], values.flatten(0, 1)[5:45])
         True
     """
+
+
+Moves: Any = record_of(move_slots)
+"""The arguments of `move_slots`."""

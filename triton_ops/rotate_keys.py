@@ -28,7 +28,7 @@ from ._core.checks import (
 from ._core.operator import operator
 from ._core.quantize import QUANTIZED_DTYPES
 from ._core.runtime import require_triton
-from .move_slots import check_moves, launch_move, move_on_cpu
+from .move_slots import Moves, check_moves, launch_move, move_on_cpu
 
 
 def _check(args: Any) -> None:
@@ -51,27 +51,26 @@ def _check_values(args: Any) -> None:
     lowest_entry("target_ids", args.target_ids, args.key_cache.shape[0])
 
 
-def _slots_of(args: Any) -> tuple[Any, ...]:
-    """Return a checked call as the arguments of `move_slots`: a slot for each token of a block, and no values."""
+def _moves_of(args: Any) -> Any:
+    """Return a checked call as one of `move_slots`: a slot for each token of a block, and no values."""
     size, device = args.key_cache.shape[1], args.key_cache.device
     indexes = (args.source_ids, args.target_ids, args.deltas)
     sources, targets, deltas = (x.to(device, non_blocking=True).long().unsqueeze(1) for x in indexes)
     nth = torch.arange(size, device=device)
     sources, targets = (torch.where(ids < 0, -1, ids * size + nth).flatten() for ids in (sources, targets))
     deltas = deltas.expand(-1, size).flatten()
-    return args.key_cache, None, sources, targets, deltas, args.inv_freq, args.is_neox, args.first
+    return Moves(args.key_cache, None, sources, targets, deltas, args.inv_freq, args.is_neox, args.first)
 
 
 def _cpu(args: Any) -> None:
     _check_values(args)
-    move_on_cpu(*_slots_of(args))
+    move_on_cpu(_moves_of(args))
 
 
 def _launch(args: Any) -> None:
     require_triton("rotate_keys")
     _check_values(args)
-    if args.source_ids.numel() and args.key_cache.numel():
-        launch_move(*_slots_of(args))
+    launch_move(_moves_of(args))
 
 
 @operator(check=_check, cpu=_cpu, launch=_launch, mutates=("key_cache",))
