@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from ._attention.dense import arange_i32, as_blocks, build_packed_tables, full_i32, strided_block_table
-from ._core.cache import cached_launch, needs_dispatcher
+from ._core.cache import needs_dispatcher
 from ._core.checks import CACHE_LAYOUT, bad_argument, check_tensor, describe, reads_values
-from ._flash.append import Rotary, build_append
+from ._flash.append import build_append
 from ._flash.arguments import (
     FlashArgs,
     Run,
@@ -30,11 +30,11 @@ from ._flash.arguments import (
     check_tensors,
     check_values,
     contiguous,
+    flash_launch,
     known,
     options_of,
     packed,
     pair,
-    run_flash,
     shaped,
 )
 from ._flash.attend import build_attend, with_plan
@@ -48,20 +48,6 @@ __all__ = [
     "flash_attn_with_kvcache",
     "get_scheduler_metadata",
 ]
-
-# Errors name arguments as FlashAttention does. These tables map an operator's parameter to the name that one function
-# uses, if it differs from the table in `_flash/arguments.py`.
-_DENSE_NAMES = {"seq_lens": "k", "query_start_loc": "q"}
-_PACKED_NAMES: dict[str, str] = {}
-_USED_NAMES = {"seq_lens": "seqused_k"}
-_CACHED_NAMES = {
-    "key": "k",
-    "value": "v",
-    "key_cache": "k_cache",
-    "value_cache": "v_cache",
-    "seq_lens": "cache_seqlens",
-    "cos_sin": "rotary_cos",
-}
 
 
 def _with_probabilities(found: Any) -> Any:
@@ -155,7 +141,7 @@ def flash_attn_func(
         *options, call_context(q), q, k, v, alibi_slopes=alibi_slopes, s_aux=s_aux, q_descale=q_descale,
         k_descale=k_descale, v_descale=v_descale, qv=qv, out=out,
     )  # fmt: skip
-    found = run_flash("flash_attn_func", _run_dense, _build_dense, _DENSE_NAMES, args)
+    found = _run_dense(args)
     return _with_probabilities(found) if return_attn_probs else found
 
 
@@ -180,7 +166,7 @@ def _build_dense(args: FlashArgs) -> Run:
     return lambda args: shaped(attend(packed(args.q), keys_of(args), args), shape, args.out)
 
 
-_run_dense = cached_launch(_build_dense)
+_run_dense = flash_launch("flash_attn_func", _build_dense, {"seq_lens": "k", "query_start_loc": "q"})
 
 
 def flash_attn_varlen_func(
@@ -270,14 +256,13 @@ def flash_attn_varlen_func(
     options = options_of(softmax_scale, causal, window_size, softcap, with_lse, attention_chunk, dropout_p)
     max_seqlen_q, max_seqlen_k = bound("max_seqlen_q", max_seqlen_q), bound("max_seqlen_k", max_seqlen_k)
     same = cu_seqlens_k is cu_seqlens_q
-    names = _PACKED_NAMES if seqused_k is None else _USED_NAMES
     args = FlashArgs(
         *options, call_context(q), q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=None if same else cu_seqlens_k,
         seqused_k=seqused_k, block_table=block_table, scheduler_metadata=scheduler_metadata, alibi_slopes=alibi_slopes,
         s_aux=s_aux, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv, out=out,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, same_starts=same,
     )  # fmt: skip
-    found = run_flash("flash_attn_varlen_func", _run_packed, _build_packed, names, args)
+    found = _run_packed(args)
     return _with_probabilities(found) if return_attn_probs else found
 
 
@@ -315,7 +300,7 @@ def _build_packed(args: FlashArgs) -> Run:
     return lambda args: shaped(attend(contiguous(args.q), keys_of(args), args), None, args.out)
 
 
-_run_packed = cached_launch(_build_packed)
+_run_packed = flash_launch("flash_attn_varlen_func", _build_packed, {})
 
 
 def flash_attn_with_kvcache(
@@ -433,7 +418,7 @@ def flash_attn_with_kvcache(
         rotary_sin, rotary_seqlens, cu_seqlens_k_new, cache_batch_idx, cache_leftpad, scheduler_metadata, alibi_slopes,
         s_aux, q_descale, k_descale, v_descale, qv, out, most, None, length, rotary_interleaved,
     )  # fmt: skip
-    return run_flash("flash_attn_with_kvcache", _run_cached, _build_cached, _CACHED_NAMES, args)
+    return _run_cached(args)
 
 
 def _build_cached(args: FlashArgs) -> Run:
@@ -475,7 +460,7 @@ def _build_cached(args: FlashArgs) -> Run:
     if checks_values:
         check_rows(args)
     keys = keys_of(args)
-    append = None if k is None else build_append(packed(q), keys, args, _rotary(args, keys.lens))
+    append = None if k is None else build_append(packed(q), keys, args)
     attend = build_attend(packed(q), keys, args)
 
     def run(args: FlashArgs) -> Any:
@@ -483,7 +468,7 @@ def _build_cached(args: FlashArgs) -> Run:
             check_rows(args)
         keys, query = keys_of(args), packed(args.q)
         if append is not None:
-            query, lens = append(query, keys, args, _rotary(args, keys.lens))
+            query, lens = append(query, keys, args)
             keys = keys._replace(lens=lens)
         if args.cache_leftpad is not None:
             keys = without_leftpad(keys, args.cache_leftpad)
@@ -494,7 +479,9 @@ def _build_cached(args: FlashArgs) -> Run:
     return run
 
 
-_run_cached = cached_launch(_build_cached)
+_NAMES = {"key": "k", "value": "v", "key_cache": "k_cache", "value_cache": "v_cache"}
+_NAMES |= {"seq_lens": "cache_seqlens", "cos_sin": "rotary_cos"}
+_run_cached = flash_launch("flash_attn_with_kvcache", _build_cached, _NAMES)
 
 
 def _check_cached(args: FlashArgs) -> int:
@@ -523,16 +510,6 @@ def _check_cached(args: FlashArgs) -> int:
         if numbers is not None:
             check_numbers(name, numbers, count, q.device)
     return batch
-
-
-def _rotary(args: FlashArgs, lens: torch.Tensor) -> Rotary | None:
-    """Return the rotation of new keys, which begin at `lens` or rotary_seqlens; None if the call rotates nothing."""
-    cos, sin, first = args.rotary_cos, args.rotary_sin, args.rotary_seqlens
-    if cos is None:
-        return None
-    if cos.dtype.itemsize == 1:  # PyTorch cannot select rows of float8 by index
-        cos, sin = cos.to(torch.bfloat16), sin.to(torch.bfloat16)
-    return Rotary(cos, sin, lens if first is None else first, args.rotary_interleaved)
 
 
 def _dense_cache(batch: int, args: FlashArgs) -> tuple[Any, ...]:

@@ -196,7 +196,7 @@ def flash_case(rotary: bool = False) -> None:
         for module in (append, dense):
             stack.enter_context(mock.patch.object(module, "runs_kernels", return_value=True))
         if rotary:
-            rotation = append.Rotary(angles, angles, lens, False)
+            rotation = (angles, angles, lens)
             append.build_append_places(1, 16, lens, tables, rotation)(lens, tables, rotation)
         else:
             dense.build_packed_tables(lens, 4096)(lens)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
@@ -31,23 +30,31 @@ Appended = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Slots of new keys, lengths that include them, and their angles."""
 
 
-class Rotary(NamedTuple):
-    """The rotation of new keys, and of the queries beside them."""
+Rotary = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Cosines and sines of positions, and the position of each sequence's first new token, `[batch]`."""
 
-    cos: torch.Tensor
-    sin: torch.Tensor
-    first: torch.Tensor  # [batch], position of the first new token
-    interleaved: bool
 
-    def angles(self, sequence: torch.Tensor, nth: torch.Tensor | int) -> torch.Tensor:
-        """Return cosines, then sines, of the nth tokens of their sequences: `[tokens, rotary_dim]`."""
-        positions = (self.first.index_select(0, sequence) + nth).clamp_(0, max(0, len(self.cos) - 1))
-        return torch.cat((self.cos.index_select(0, positions), self.sin.index_select(0, positions)), 1)
+def _rotary(args: FlashArgs, lens: torch.Tensor) -> Rotary | None:
+    """Return the rotation of new keys, which begin at `lens` or rotary_seqlens; None if the call rotates nothing."""
+    cos, sin, first = args.rotary_cos, args.rotary_sin, args.rotary_seqlens
+    if cos is None:
+        return None
+    if cos.dtype.itemsize == 1:  # PyTorch cannot select rows of float8 by index
+        cos, sin = cos.to(torch.bfloat16), sin.to(torch.bfloat16)
+    return cos, sin, lens if first is None else first
 
-    def rotated(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        """Return x `[tokens, heads, head_dim]` rotated; 8-bit tensors come back in 16 bits."""
-        cos, sin = angles.chunk(2, 1)
-        return rotate(x.to(torch.bfloat16) if x.dtype.itemsize == 1 else x, cos, sin, self.interleaved)
+
+def _angles(rotary: Rotary, sequence: torch.Tensor, nth: torch.Tensor | int) -> torch.Tensor:
+    """Return cosines, then sines, of the nth tokens of their sequences: `[tokens, rotary_dim]`."""
+    cos, sin, first = rotary
+    positions = (first.index_select(0, sequence) + nth).clamp_(0, max(0, len(cos) - 1))
+    return torch.cat((cos.index_select(0, positions), sin.index_select(0, positions)), 1)
+
+
+def _rotated(x: torch.Tensor, angles: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Return x `[tokens, heads, head_dim]` rotated; 8-bit tensors come back in 16 bits."""
+    cos, sin = angles.chunk(2, 1)
+    return rotate(x.to(torch.bfloat16) if x.dtype.itemsize == 1 else x, cos, sin, interleaved)
 
 
 def _append_places(total: int, starts: torch.Tensor, keys: PagedKV, rotary: Rotary | None) -> Appended:
@@ -61,7 +68,7 @@ def _append_places(total: int, starts: torch.Tensor, keys: PagedKV, rotary: Rota
     numbers = tables[sequence, inside].long()
     written = (columns == inside) & (numbers >= 0) & (token < starts[-1])
     slots = torch.where(written, numbers * block_size + positions % block_size, -1)
-    return slots, lens + starts.diff(), None if rotary is None else rotary.angles(sequence, nth)
+    return slots, lens + starts.diff(), None if rotary is None else _angles(rotary, sequence, nth)
 
 
 def build_append_places(
@@ -72,8 +79,8 @@ def build_append_places(
     Each sequence has `count` new keys. The function takes lens `[batch]`, tables `[batch, max_blocks]` and a rotation,
     with the same metadata as the arguments here. Return None if PyTorch must compute these values.
     """
-    given = [lens, tables, *(rotary or ())[:3]]
-    half, num_tokens = 0 if rotary is None else rotary.cos.shape[1], lens.shape[0] * count
+    given = [lens, tables, *(rotary or ())]
+    half, num_tokens = 0 if rotary is None else rotary[0].shape[1], lens.shape[0] * count
     if needs_dispatcher() or not num_tokens or not runs_kernels(given) or any(x.stride(-1) != 1 for x in given):
         return None
     if tables.dtype != torch.int32:
@@ -82,13 +89,13 @@ def build_append_places(
     from ..kernels.append import _append_kernel
 
     constants = {"HALF": half, "BLOCK_H": next_power_of_2(max(1, half)), "TILE": _TOKENS_A_PROGRAM}
-    rows, steps = (0, (0, 0)) if rotary is None else (len(rotary.cos), (rotary.cos.stride(0), rotary.sin.stride(0)))
+    rows, steps = (0, (0, 0)) if rotary is None else (len(rotary[0]), (rotary[0].stride(0), rotary[1].stride(0)))
     numbers = (num_tokens, count, tables.shape[1], block_size, rows, tables.stride(0), *steps)
     programs = (-(-num_tokens // _TOKENS_A_PROGRAM), 1, 1)
     launch = Launch(_append_kernel, constants, programs, numbers, same_alignment=aligned(*given))
     # `empty_like` of these, which take no memory, costs the host half of `new_empty`.
     slots_like = torch.empty(1, dtype=torch.int64, device=lens.device).expand(num_tokens)
-    angles_like = None if rotary is None else rotary.cos.new_empty(1).expand(num_tokens, 2 * half)
+    angles_like = None if rotary is None else rotary[0].new_empty(1).expand(num_tokens, 2 * half)
 
     def run(lens: torch.Tensor, tables: torch.Tensor, rotary: Rotary | None) -> Appended:
         slots, new_lens = torch.empty_like(slots_like), torch.empty_like(lens)
@@ -96,7 +103,7 @@ def build_append_places(
             launch((slots, new_lens, slots, lens, lens, tables, slots, slots))
             return slots, new_lens, None
         angles = torch.empty_like(angles_like)
-        cos, sin, first, _ = rotary
+        cos, sin, first = rotary
         launch((slots, new_lens, angles, lens, first, tables, cos, sin))
         return slots, new_lens, angles
 
@@ -113,22 +120,22 @@ def _check_new(
         needs = ", ".join(map(str, (batch, *lead[1:]) if starts is None else lead))
         raise bad_argument(name, describe(got), f"[{needs}, num_kv_heads, head_dim]")
     if rotary is not None:
-        angles = rotary.cos
-        if angles.dim() != 2 or not 0 < 2 * angles.shape[1] <= k.shape[-1] or angles.device != device:
+        cos, sin, first = rotary
+        if cos.dim() != 2 or not 0 < 2 * cos.shape[1] <= k.shape[-1] or cos.device != device:
             needs = f"[max_positions, rotary_dim / 2] of at most {k.shape[-1] // 2} on {device}"
-            raise bad_argument("rotary_cos", describe(angles), needs)
-        if rotary.sin.shape != angles.shape or rotary.sin.device != device:
-            needs = f"{list(angles.shape)} as rotary_cos on {device}"
-            raise bad_argument("rotary_sin", describe(rotary.sin), needs)
-        check_numbers("rotary_seqlens", rotary.first, batch, device)
+            raise bad_argument("rotary_cos", describe(cos), needs)
+        if sin.shape != cos.shape or sin.device != device:
+            needs = f"{list(cos.shape)} as rotary_cos on {device}"
+            raise bad_argument("rotary_sin", describe(sin), needs)
+        check_numbers("rotary_seqlens", first, batch, device)
     cache_dtype = keys.key_cache.dtype
     if k.dtype == torch.float8_e4m3fn and (cache_dtype, v.dtype) != (k.dtype, k.dtype):
         raise bad_argument("k", describe(k), f"dtype {cache_dtype} of k_cache, or 16 bits or 32", TypeError)
 
 
 def build_append(
-    query: torch.Tensor, keys: PagedKV, args: FlashArgs, rotary: Rotary | None
-) -> Callable[[torch.Tensor, PagedKV, FlashArgs, Rotary | None], tuple[torch.Tensor, torch.Tensor]]:
+    query: torch.Tensor, keys: PagedKV, args: FlashArgs
+) -> Callable[[torch.Tensor, PagedKV, FlashArgs], tuple[torch.Tensor, torch.Tensor]]:
     """Return a function that writes new keys and values after those in the cache, for all calls of this kind.
 
     The function returns the rotated queries and the new lengths.
@@ -138,8 +145,8 @@ def build_append(
         keys: The cache before the call.
         args: The call; k is `[batch, count, num_kv_heads, head_dim]`, or `[total, num_kv_heads, head_dim]` with
             cu_seqlens_k_new.
-        rotary: None: no rotation.
     """
+    rotary = _rotary(args, keys.lens)
     k, is_packed, cache_dtype = args.k, args.cu_seqlens_k_new is not None, keys.key_cache.dtype
     _check_new(k, args.v, args.cu_seqlens_k_new, keys, rotary)
     batch, count, total = keys.lens.shape[0], k.shape[-3], math.prod(k.shape[:-2])
@@ -157,9 +164,8 @@ def build_append(
     if not is_packed and not (is_code and rotary is not None):
         places_of = build_append_places(count, keys.key_cache.shape[1], keys.lens, keys.tables, rotary)
 
-    def append(
-        query: torch.Tensor, keys: PagedKV, args: FlashArgs, rotary: Rotary | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def append(query: torch.Tensor, keys: PagedKV, args: FlashArgs) -> tuple[torch.Tensor, torch.Tensor]:
+        rotary, interleaved = _rotary(args, keys.lens), args.rotary_interleaved
         starts = args.cu_seqlens_k_new if begins is None else begins
         assert starts is not None
         if checks_values:
@@ -173,13 +179,13 @@ def build_append(
         caches = (keys.key_cache, keys.value_cache, slots)
         if rotary is not None and angles is not None:
             if is_fused:
-                return rope_and_cache(query, k, v, token_rows, angles, *caches, rotary.interleaved, *scales), lens
-            k = rotary.rotated(k, angles).to(k.dtype)
+                return rope_and_cache(query, k, v, token_rows, angles, *caches, interleaved, *scales), lens
+            k = _rotated(k, angles, interleaved).to(k.dtype)
             if not together:
                 token, sequence = sequence_of_token(keys.starts, query.shape[0])
                 nth = token - keys.starts.index_select(0, sequence) if sees_ahead else 0
-                angles = rotary.angles(sequence, nth)
-            query = rotary.rotated(query, angles)
+                angles = _angles(rotary, sequence, nth)
+            query = _rotated(query, angles, interleaved)
         if is_code:  # stored unchanged, without its scale
             codes = [x.view(torch.uint8) for x in (k, v, *caches[:2])]
             scatter_slots_list(codes[:2], codes[2:], slots)
@@ -199,11 +205,12 @@ def _check_new_values(total: int, starts: torch.Tensor, keys: PagedKV, rotary: R
         longest, new = int(keys.lens.max()), int(counts.max())
         raise bad_argument("cache_seqlens", longest, f"at most {keys.capacity - new}, with {new} new")
     if rotary is not None:
-        most = max(int((rotary.first + counts).max()), int(rotary.first.max()) + 1)
+        cos, _, first = rotary
+        most = max(int((first + counts).max()), int(first.max()) + 1)
         if sees_ahead:
-            most = max(most, int((rotary.first + keys.starts.diff()).max()))
-        if most > len(rotary.cos):
-            raise bad_argument("rotary_cos", f"{len(rotary.cos)} positions", f"at least {most}")
+            most = max(most, int((first + keys.starts.diff()).max()))
+        if most > len(cos):
+            raise bad_argument("rotary_cos", f"{len(cos)} positions", f"at least {most}")
 
 
 def _scales(args: FlashArgs, batch: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:

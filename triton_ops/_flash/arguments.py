@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from .._core.cache import current_device, may_cache_tensors, needs_dispatcher
+from .._core.cache import cached_launch, current_device, may_cache_tensors, needs_dispatcher
 from .._core.checks import bad_argument, check_integer, debug_mode_enabled, describe, reads_values, refuse_grad
 from .._core.launch import current_stream
 
@@ -91,25 +91,29 @@ def call_context(q: object) -> tuple[Any, ...] | None:
     return (debug_mode_enabled(), current_device(), current_stream()) if on_gpu else (debug_mode_enabled(),)
 
 
-def run_flash(name: str, launch: Run, build: Callable[[FlashArgs], Run], names: dict[str, str], args: FlashArgs) -> Any:
-    """Run a call of one of FlashAttention's functions.
+def flash_launch(name: str, build: Callable[[FlashArgs], Run], names: dict[str, str]) -> Run:
+    """Return a function that runs calls of one of FlashAttention's functions.
 
     Args:
         name: The function.
-        launch: Its `cached_launch`.
-        build: The function that builds a launch, for calls whose launch may not be cached.
+        build: Returns the launch for all calls of a kind. A launch that may not be cached is built for each call.
         names: By operators' parameters, the names that errors show, if they differ from `_NAMES`.
-        args: The call.
     """
-    try:
-        refuse_grad(name, args._fields, args)
-        return build(args)(args) if args.context is None else launch(args)
-    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        known, said = _NAMES | names, str(error)
-        renamed = re.sub(r"\b\w+\b", lambda found: known.get(found[0], found[0]), said)
-        if renamed == said:
-            raise
-        raise type(error)(renamed) from None
+    launch, names = cached_launch(build), _NAMES | names
+
+    def run(args: FlashArgs) -> Any:
+        try:
+            refuse_grad(name, args._fields, args)
+            return build(args)(args) if args.context is None else launch(args)
+        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+            shown = names if args.seqused_k is None else names | {"seq_lens": "seqused_k"}
+            said = str(error)
+            renamed = re.sub(r"\b\w+\b", lambda found: shown.get(found[0], found[0]), said)
+            if renamed == said:
+                raise
+            raise type(error)(renamed) from None
+
+    return run
 
 
 def options_of(
