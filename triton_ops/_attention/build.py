@@ -212,7 +212,7 @@ def _tiles(args: AttentionArgs, arch: Architecture, longest: int) -> tuple[Tiles
     query, group = args.query, args.query.shape[1] // args.key_cache.shape[2]
     quantized, has_tree = args.key_cache.dtype != query.dtype, args.tree_mask is not None
     is_modified = not args.terms.PLAIN
-    costly_scores = _has_segments(args) or has_tree or is_modified
+    spare_registers = _has_segments(args) or has_tree or is_modified
     rows = max(1, min(longest, DECODE_QUERIES)) * group
     if args.is_latent:
         row = (query.shape[2], args.value_cache.shape[3], query.element_size())
@@ -224,7 +224,7 @@ def _tiles(args: AttentionArgs, arch: Architecture, longest: int) -> tuple[Tiles
     # A step over two tiles needs eight blocks at most, rows found by shifts, and positions that follow from lengths.
     two_tiles = args.block_size == 16 and group == next_power_of_2(group)
     two_tiles = two_tiles and args.query_positions is None and not args.batch_invariant
-    prefill = prefill_tiles(arch.name, *kind, costly_scores, quantized, two_tiles)
+    prefill = prefill_tiles(arch.name, *kind, spare_registers, quantized, two_tiles)
     if has_tree:
         # The mask takes a register for each score, which wider tiles lack. Without max_registers, the compiler would
         # spill to leave registers for a second program.

@@ -92,11 +92,12 @@ def decode_tiles(
     itemsize: int,
     rows: int,
     quantized: bool,
-    costly_scores: bool = False,
+    spare_registers: bool = False,
 ) -> Tiles:
     """Return the tiles for up to DECODE_QUERIES queries of a sequence.
 
-    `rows` is the number of queries times the heads of a group. `costly_scores` is as in `prefill_tiles`.
+    `rows` is the number of queries times the heads of a group. `spare_registers`: the kernel needs registers for more
+    than a product and a mask, such as score modifiers or lists of blocks.
     """
     block_m = min(64, max(16, next_power_of_2(rows)))
     row_bytes = max(16, next_power_of_2(head_dim)) * (1 if quantized else itemsize)
@@ -110,7 +111,7 @@ def decode_tiles(
         return Tiles(block_m, max(16, min(64, 8192 // row_bytes)), 8, 2, False, max_registers=cap)
     if arch.startswith("gfx"):
         return Tiles(block_m, 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16, 4, 2, False)
-    if arch == "sm_90" and head_dim <= 128 and block_m == 16 and not quantized and not costly_scores:
+    if arch == "sm_90" and head_dim <= 128 and block_m == 16 and not quantized and not spare_registers:
         # On an H100, 16 decodes are .97 to 1.17 times as fast (mean 1.08) as with the tiles below.
         return Tiles(block_m, 64, 4, 3, True, max_registers=DECODE_REGISTERS[4])
     # 16 rows are few for a warp: two warps take a third fewer instructions for the same keys than four do. Four warps
@@ -119,7 +120,7 @@ def decode_tiles(
     if head_dim > 256 or (head_dim > 128 and block_m > 16) or (quantized and block_m == 64):
         num_warps = 8
     cap = DECODE_REGISTERS[num_warps]
-    if quantized and num_warps == 4 and not costly_scores:
+    if quantized and num_warps == 4 and not spare_registers:
         cap = 168 if arch in _ASYNC_MATRIX and 64 < head_dim <= 128 and block_m == 16 else 0
     return Tiles(block_m, block_n, num_warps, num_stages, True, max_registers=cap)
 
@@ -162,14 +163,15 @@ def prefill_tiles(
     arch: str,
     head_dim: int,
     itemsize: int,
-    costly_scores: bool,
+    spare_registers: bool,
     quantized: bool = False,
     two_tiles: bool = False,
 ) -> Tiles:
     """Return the tiles for sequences with more than DECODE_QUERIES queries.
 
-    `costly_scores`: a score takes more than a product and a mask. `two_tiles`: the kernel finds keys with few
-    registers, so each step of its loop may read two tiles of keys.
+    `spare_registers`: the kernel needs registers for more than a product and a mask, such as score modifiers, trees or
+    windows of distant queries. `two_tiles`: the kernel finds keys with few registers, so each step of its loop may read
+    two tiles of keys.
     """
     wide = head_dim > 128
     if arch == "interpreter":
@@ -191,7 +193,7 @@ def prefill_tiles(
         # 4 waves may have 512 registers each, 8 waves 256.
         return Tiles(64, 32, 4, 2, not wide)
     if wide:
-        if arch in _ASYNC_MATRIX and not costly_scores:
+        if arch in _ASYNC_MATRIX and not spare_registers:
             # Codes take more registers. So does tcgen05, which loads its sums into registers to scale them.
             is_narrow = quantized or arch == "sm_100"
             return Tiles(64 if is_narrow else 128, 64, 8, 3 if quantized else 2, True)
@@ -200,13 +202,13 @@ def prefill_tiles(
         return Tiles(32, 32, 4, 2, False) if is_narrow else Tiles(64, 32, 8, 2, False)
     if arch not in _ASYNC_MATRIX:
         # mma.sync keeps both operands and the sums in registers: fewer rows or keys at once, so as not to spill.
-        if costly_scores:
+        if spare_registers:
             return Tiles(64, 32, 8, 2, True)
         if head_dim <= 64:
             return Tiles(128, 32, 8, 2, True)
         # 128 rows take fewer instructions for a row.
         return Tiles(128, 32, 8, 3, True)
-    if costly_scores:
+    if spare_registers:
         return Tiles(64, 64, 8, 2, True)
     if arch == "sm_90" and head_dim > 64 and two_tiles and not quantized:
         # A fifth fewer instructions and half of the waits for the same keys.

@@ -82,9 +82,9 @@ def build_lists(args: AttentionArgs) -> ListLaunch:
     if args.is_latent:
         tiles = latent_tiles(arch.name, head_dim, value_dim, itemsize, queries * group, quantized, False, False)
     else:
-        widest = max(head_dim, value_dim)
-        # Lists take registers, as costly scores do: with the larger tiles of sm_90 they spill.
-        tiles = decode_tiles(arch.name, widest, itemsize, queries * group, quantized, costly_scores=not quantized)
+        kind = (max(head_dim, value_dim), itemsize, queries * group, quantized)
+        # Lists take registers: with the larger tiles of sm_90 they spill.
+        tiles = decode_tiles(arch.name, *kind, spare_registers=True)
     max_union = max(1, min(max_blocks, queries * top_k))
     query_tiles, row_tiles = num_tokens // queries + num_seqs, -(-queries * group // tiles.block_m) * tiles.value_splits
     idle = 4 * arch.num_processors // (query_tiles * kv_heads * row_tiles)
