@@ -23,21 +23,8 @@ _SUMMED = (torch.float32, torch.float16, torch.bfloat16)
 Strides = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Keys and values `[tokens, num_kv_heads, head_dim]` of some present tokens of a sequence, in its order."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    blocks: np.ndarray  # logical
-    skip: int  # slots of the first block before the first token
-    block_size: int
-
-    @property
-    def positions(self) -> np.ndarray:
-        """The tokens' positions in the sequence, `[tokens]`."""
-        slots = self.blocks[:, None] * self.block_size + np.arange(self.block_size)
-        return slots.reshape(-1)[self.skip : self.skip + len(self.keys)]
+Piece = tuple[torch.Tensor, torch.Tensor, np.ndarray]
+"""Keys and values `[tokens, num_kv_heads, head_dim]` of some present tokens of a sequence, and their positions."""
 
 
 class Cache:
@@ -100,7 +87,7 @@ class Cache:
             skip = begin % size
             whole = slice(int(own[0]), int(own[0]) + len(own))
             keys, values = (x[whole].flatten(0, 1)[skip : skip + end - begin] for x in (self._key, self._value))
-            yield Piece(keys, values, np.arange(first, first + len(own)), skip, size)
+            yield keys, values, np.arange(begin, end)
             return
         present = np.flatnonzero(own >= 0)
         step = max(1, self.at_once(self.kv_heads) // (2 if few else 1) // size)
@@ -109,7 +96,8 @@ class Cache:
             keys, values = self.read(own[live])
             skip = begin - first * size if live[0] == 0 else 0
             stop = len(live) * size - (len(own) * size - (end - first * size) if live[-1] == len(own) - 1 else 0)
-            yield Piece(keys[skip:stop], values[skip:stop], live + first, skip, size)
+            positions = ((live + first)[:, None] * size + np.arange(size)).reshape(-1)
+            yield keys[skip:stop], values[skip:stop], positions[skip:stop]
 
     def read(self, blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values `[tokens, num_kv_heads, head_dim]` of blocks, as views if the blocks are adjacent."""

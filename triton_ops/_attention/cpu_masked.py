@@ -68,7 +68,7 @@ def full_parts(
 ) -> Iterator[Result]:
     """Yield the results over all present keys of [begin, end), without a mask."""
     pieces = cache.pieces(table, begin, end, views=True, few=len(query) <= 8)
-    return (flash(query, piece.keys, piece.values, scale, False) for piece in pieces)
+    return (flash(query, keys, values, scale, False) for keys, values, _ in pieces)
 
 
 def merge_parts(parts: Iterable[Result], query: torch.Tensor, width: int) -> Result:
@@ -113,14 +113,15 @@ def attend_masked(
     lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
     for span in ((0, sink_end), (begin, end)):
         for piece in cache.pieces(table, *span):
-            live = args.mask.live(piece.positions, positions)
+            keys, values, t = piece
+            live = args.mask.live(t, positions)
             # Queries from `every` on attend to all of the piece, those from `some` on to a part.
             every = len(live)
             if args.terms.PLAIN and not args.mask.BOUNDED:
                 whole = live.all(axis=1)
                 every = 0 if whole.all() else every - int(whole[::-1].argmin())
             if every < len(live):
-                part = flash(query[every:], piece.keys, piece.values, args.scale, False)
+                part = flash(query[every:], keys, values, args.scale, False)
                 out[every:], lse[every:] = merge_parts([(out[every:], lse[every:]), part], query, cache.width)
             some = slice(int(live.any(axis=1).argmax()), every)
             if live[some].any():
@@ -152,22 +153,18 @@ def attend_tree(
 
     def among() -> Iterator[Result]:
         for piece in cache.pieces(table, own_begin, seq_len):
-            own = piece.positions - own_begin
-            yield _live_part(query, piece, bits[:, own], positions, args, own_positions[own])
+            keys, values, t = piece
+            own = t - own_begin
+            yield _live_part(query, (keys, values, own_positions[own]), bits[:, own], positions, args)
 
     return merge_parts(itertools.chain(before, among()), query, cache.width)
 
 
 def _live_part(
-    query: torch.Tensor,
-    piece: Piece,
-    live: np.ndarray,
-    positions: np.ndarray,
-    args: AttentionArgs,
-    key_positions: np.ndarray | None = None,
+    query: torch.Tensor, piece: Piece, live: np.ndarray, positions: np.ndarray, args: AttentionArgs
 ) -> Result:
     """Attend over the keys of a piece that at least one query attends to, as `live` says. Other keys may be NaN."""
-    t, keys, values = piece.positions if key_positions is None else key_positions, piece.keys, piece.values
+    keys, values, t = piece
     some = live.any(axis=0)
     if not some.all():
         index = torch.from_numpy(np.flatnonzero(some))
