@@ -18,7 +18,7 @@ import torch
 
 from ._attention.dense import arange_i32, as_blocks, build_packed_tables, full_i32, strided_block_table
 from ._core.cache import needs_dispatcher
-from ._core.checks import CACHE_LAYOUT, bad_argument, check_tensor, describe, reads_values
+from ._core.checks import CACHE_LAYOUT, bad_argument, check_tensor, describe, lowest_entry, reads_values
 from ._flash.append import build_append
 from ._flash.arguments import (
     FlashArgs,
@@ -28,7 +28,6 @@ from ._flash.arguments import (
     check_numbers,
     check_partial,
     check_tensors,
-    check_values,
     contiguous,
     flash_launch,
     known,
@@ -451,9 +450,9 @@ def _build_cached(args: FlashArgs) -> Run:
     def check_rows(args: FlashArgs) -> None:
         lens, leftpad = args.cache_seqlens if full_lens is None else full_lens, args.cache_leftpad
         if args.cache_batch_idx is not None:
-            check_values("cache_batch_idx", args.cache_batch_idx, num_rows - 1)
+            lowest_entry("cache_batch_idx", args.cache_batch_idx, num_rows, least=0)
         if leftpad is not None:
-            check_values("cache_leftpad", leftpad, capacity)
+            lowest_entry("cache_leftpad", leftpad, capacity + 1, least=0)
             if lens is not None and (leftpad > lens.clamp(min=0)).any():
                 raise bad_argument("cache_leftpad", leftpad.tolist(), f"at most cache_seqlens, {lens.tolist()}")
 

@@ -20,7 +20,7 @@ import torch
 
 from ._attention.constants import next_power_of_2
 from ._core.cache import aligned
-from ._core.checks import FLOATS, INDEX_DTYPES, bad_argument, check_last_dim, check_tensor, describe
+from ._core.checks import FLOATS, INDEX_DTYPES, bad_argument, check_last_dim, check_tensor, describe, lowest_entry
 from ._core.launch import Launch
 from ._core.operator import operator
 from ._core.quantize import code_kind, scale_kind
@@ -58,15 +58,6 @@ def _check(args: Any) -> None:
         raise bad_argument("cos_sin", describe(cos_sin), needs)
 
 
-def _check_positions(args: Any) -> None:
-    """Check that every position has a row of cos_sin. This reads values, so on a device it synchronizes."""
-    if args.positions.numel():
-        low, high = (int(bound) for bound in torch.aminmax(args.positions))
-        limit = args.cos_sin.shape[0] - 1
-        if low < 0 or high > limit:
-            raise bad_argument("positions", f"values from {low} to {high}", f"0 to {limit} (cos_sin)")
-
-
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
     """Rotate the first features of x `[num_tokens, heads, head_dim]`; cos and sin `[num_tokens, rotary_dim / 2]`."""
     rotary_dim = 2 * cos.shape[1]
@@ -89,7 +80,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
 
 
 def _rope_and_cache_cpu(args: Any) -> torch.Tensor:
-    _check_positions(args)
+    lowest_entry("positions", args.positions, args.cos_sin.shape[0], least=0)
     cos, sin = args.cos_sin[args.positions.long()].chunk(2, -1)
     rotated = rotate(args.key, cos, sin, args.interleaved)
     reshape_and_cache_cpu(args._replace(key=rotated))
@@ -141,7 +132,7 @@ def _run(launch: Launch, kv_heads: int, is_packed: bool, out_shape: Sequence[int
 
 
 def _check_values(args: Any) -> None:
-    _check_positions(args)
+    lowest_entry("positions", args.positions, args.cos_sin.shape[0], least=0)
     check_write_values(args)
 
 

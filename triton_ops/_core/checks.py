@@ -151,13 +151,13 @@ def check_index(name: str, index: torch.Tensor, layout: str) -> None:
     check_tensor(name, index, 1, layout, INDEX_DTYPES)
 
 
-def lowest_entry(name: str, index: torch.Tensor, limit: int) -> int:
-    """Check that -1 <= entry < limit and return an index's lowest entry; 0 if it is empty or values may not be read."""
+def lowest_entry(name: str, index: torch.Tensor, limit: int, least: int = -1) -> int:
+    """Check that least <= entry < limit and return the lowest entry; 0 if there is none or values may not be read."""
     if not index.numel() or not reads_values(index):
         return 0
     low, high = (int(bound) for bound in torch.aminmax(index))
-    if low < -1 or high >= limit:
-        raise bad_argument(name, f"values from {low} to {high}", f"-1 to {limit - 1}")
+    if low < least or high >= limit:
+        raise bad_argument(name, f"values from {low} to {high}", f"{least} to {limit - 1}")
     return low
 
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from .._core.cache import cached_launch, current_device, may_cache_tensors, needs_dispatcher
-from .._core.checks import bad_argument, check_integer, debug_mode_enabled, describe, reads_values, refuse_grad
+from .._core.cache import cached_launch, current_device, may_cache_tensors
+from .._core.checks import bad_argument, check_integer, debug_mode_enabled, describe, refuse_grad
 from .._core.launch import current_stream
 
 
@@ -214,15 +214,6 @@ def check_numbers(name: str, tensor: Any, count: int | None, device: torch.devic
     fits = tensor.dim() == 1 and (tensor.shape[0] > 0 if count is None else tensor.shape[0] == count)
     if not fits or tensor.dtype != torch.int32 or tensor.device != device:
         raise bad_argument(name, describe(tensor), needs())
-
-
-def check_values(name: str, tensor: torch.Tensor, most: int) -> None:
-    """Check that all values are in 0 to `most`. Do nothing under a compiler or if values must not be read."""
-    if needs_dispatcher() or not reads_values(tensor):
-        return
-    low, high = (int(bound) for bound in torch.aminmax(tensor)) if tensor.numel() else (0, most)
-    if low < 0 or high > most:
-        raise bad_argument(name, f"values from {low} to {high}", f"0 to {most}")
 
 
 def contiguous(x: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,8 @@ import torch
 
 from .._attention.dense import arange_i32, as_blocks
 from .._core.cache import needs_dispatcher
-from .._core.checks import bad_argument, describe
-from .arguments import check_values, known
+from .._core.checks import bad_argument, describe, lowest_entry
+from .arguments import known
 
 
 class PagedKV(NamedTuple):
@@ -90,7 +90,8 @@ def _in_order(keys: PagedKV, size: int, first: torch.Tensor, count: int, step: i
 
 def check_lens(keys: PagedKV) -> None:
     """Check lengths before they change, so that errors state the caller's numbers."""
-    check_values("seq_lens", keys.lens, keys.longest)
+    if not needs_dispatcher():
+        lowest_entry("seq_lens", keys.lens, keys.longest + 1, least=0)
 
 
 def with_holes(keys: PagedKV) -> PagedKV:
