@@ -157,9 +157,10 @@ def attend_entries(
     """
     entries, num_queries, _ = query.shape
     longest, budget = int(lengths.max(initial=0)), cache.at_once(1)
-    most = max(1, budget // _SMALL_GATHER) if num_queries <= 4 * _FEW_QUERIES else budget
+    are_few = num_queries <= _FEW_QUERIES
+    most = max(1, budget // _SMALL_GATHER) if are_few else budget
     is_even = 0 < len(vectors) == entries * longest
-    in_place = None if num_queries > _FEW_QUERIES or (is_even and len(vectors) <= most) else cache.in_place
+    in_place = cache.in_place if are_few and not (is_even and len(vectors) <= most) else None
     if is_even and in_place is None and longest <= most:
         even, step = vectors.reshape(entries, -1), most // longest
         cuts = [slice(begin, begin + step) for begin in range(0, entries, step)]

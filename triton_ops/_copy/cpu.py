@@ -18,7 +18,6 @@ from .layout import row_bytes, row_layout
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _SLAB_BYTES = 1 << 20  # size of the buffer of `copy_rows`
-_ROWS_A_RUN = 16  # mean rows of a run from which on `join_rows` copies run by run
 _COPY_BYTES = (1 << 20, 1 << 24)  # sizes between which one plain copy is faster than a copy by index
 _FEW_BYTES, _FEW_ROWS = 1 << 14, 32  # up to here, copying all is faster than making views or bounds
 # Errors after which the general path takes over. An argument may be None, and an empty index has no bounds.
@@ -246,26 +245,8 @@ def join_sequences(
 
 
 def join_rows(cache: torch.Tensor, new: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
-    """Set out[i] to slot rows[i] of cache, to row -2 - rows[i] of new, or to zeros at -1.
-
-    Long runs of one origin are gathered directly into place. Otherwise all rows are gathered from the cache, and then
-    the new rows overwrite theirs.
-    """
-    kind = rows.clamp(-2, 0)
-    edges = torch.nonzero(kind.diff()).squeeze(1).add_(1).tolist()
-    if len(edges) * _ROWS_A_RUN > rows.shape[0]:
-        gather_rows(cache, 2, rows.clamp(min=-1), out, int(rows.amin()))
-        fresh = torch.nonzero(rows < -1).squeeze(1)
-        if fresh.numel():
-            scatter_rows(new[-2 - rows[fresh]], out, 1, fresh, 0)
-        return
-    for begin, end in zip([0, *edges], [*edges, rows.shape[0]], strict=True):
-        part = out[begin:end]
-        if begin == end:
-            continue
-        if rows[begin] == -1:
-            part.zero_()
-        elif rows[begin] < 0:
-            gather_rows(new, 1, -2 - rows[begin:end], part, 0)
-        else:
-            gather_rows(cache, 2, rows[begin:end], part, 0)
+    """Set out[i] to slot rows[i] of cache, to row -2 - rows[i] of new, or to zeros at -1."""
+    gather_rows(cache, 2, rows, out, -1)
+    fresh = torch.nonzero(rows < -1).squeeze(1)
+    if fresh.numel():
+        scatter_rows(new[-2 - rows[fresh]], out, 1, fresh, 0)
