@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ._attention.constants import next_power_of_2
-from ._core.cache import aligned, cached_launch
+from ._core.cache import aligned, launch_finder
 from ._core.checks import (
     CACHE_LAYOUT,
     FLOATS,
@@ -158,8 +158,12 @@ def _kernel_tensors(args: Any) -> tuple[torch.Tensor, ...]:
     return as_codes(keys), as_codes(keys if values is None else values), sources, targets, cos, sin
 
 
-launch_move = cached_launch(_build_move)
-"""Moves tokens with a kernel, with checked arguments of `move_slots`."""
+_find = launch_finder(_build_move)
+
+
+def launch_move(args: Any) -> None:
+    """Move tokens with a kernel, with checked arguments of `move_slots`."""
+    _find(args)(args)
 
 
 def _cpu(args: Any) -> None:

@@ -149,10 +149,12 @@ def runs_kernels(tensors: Tensors) -> bool:
     return (first.is_cuda or (KERNELS_ON_CPU and first.is_cpu)) and all(type(t) is torch.Tensor for t in tensors)
 
 
-def cached_launch(
+def launch_finder(
     build: Callable[[Any], Callable[[Any], R]], check_values: Callable[[Any], object] | None = None
-) -> Callable[[Any], R]:
-    """Return a function that runs an operator and builds one launch for all calls with equal options and metadata.
+) -> Callable[[Any], Callable[[Any], R]]:
+    """Return a function that finds the launch for a call's arguments, and the first time builds it.
+
+    All calls with equal options and metadata have one launch.
 
     Args:
         build: Takes a call's arguments, a named tuple, and returns the launch. The launch takes the arguments of any
@@ -162,7 +164,7 @@ def cached_launch(
     pickers: dict[object, tuple[Callable[[Values], Values], Callable[[Values], Values]]] = {}
     launches: LaunchCache[Callable[[Any], R]] = LaunchCache()
 
-    def run(args: Any) -> R:
+    def find(args: Any) -> Callable[[Any], R]:
         types = tuple(map(type, args))
         found = pickers.get(types)
         if found is None:
@@ -173,9 +175,9 @@ def cached_launch(
         launch = launches.get_or(options, tensors, lambda: build(args))
         if check_values is not None and reads_values(tensors[0]):
             check_values(args)
-        return launch(args)
+        return launch
 
-    return run
+    return find
 
 
 def _pickers(types: tuple[type, ...]) -> tuple[Callable[[Values], Values], Callable[[Values], Values]]:

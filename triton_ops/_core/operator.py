@@ -33,7 +33,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from .cache import cached_launch
+from .cache import launch_finder
 from .checks import INDEX_DTYPES, bad_argument, describe, refuse_grad
 from .runtime import KERNELS_ON_CPU
 
@@ -98,11 +98,13 @@ def operator(
             fake.__doc__ = inherited_doc(fake, *docs_from)
         signature, bind = _Signature(fake), (arguments or record_of)(fake)
         name, names = fake.__name__, tuple(signature.types)
-        run = launch if build is None else cached_launch(_checked(check, build), check_values)
-        assert run is not None, "an operator has `launch` or `build`"
-        run = run if build is not None else _checked(check, run)
-        on_device = _on_own_device(run, bind)
-        on_cpu = _bound(run if KERNELS_ON_CPU else _checked(check, cpu), bind)
+        if build is None:
+            assert launch is not None, "an operator has `launch` or `build`"
+            find = _finding(_checked(check, launch))
+        else:
+            find = launch_finder(_checked(check, build), check_values)
+        on_device = _on_own_device(find, bind)
+        on_cpu = _bound(find if KERNELS_ON_CPU else _finding(_checked(check, cpu)), bind)
 
         @functools.wraps(fake)
         def checked_fake(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -142,14 +144,21 @@ def _checked(check: Callable[[Any], object] | None, run: Callable[[Any], Any]) -
     return run_checked
 
 
-def _bound(run: Callable[[Any], R], bind: Callable[..., Any]) -> Callable[..., R]:
-    """Return a function that takes the dispatcher's arguments and passes them to `run` as one named tuple.
+def _finding(run: Callable[[Any], R]) -> Callable[[Any], Callable[[Any], R]]:
+    """Return a function that gives `run` for every call, for operators that have nothing to build."""
+    return lambda args: run
 
-    The dispatcher leaves out trailing defaults. `bind` adds them.
+
+def _bound(find: Callable[[Any], Callable[[Any], R]], bind: Callable[..., Any]) -> Callable[..., R]:
+    """Return a function that takes the dispatcher's arguments, finds the function that runs the call, and calls it.
+
+    That function gets the arguments as one named tuple. The dispatcher leaves out trailing defaults; `bind` adds them.
     """
 
     def run_bound(*values: Any, **named: Any) -> R:
-        return run(bind(*values, **named))
+        args = bind(*values, **named)
+        run = find(args)
+        return run(args)
 
     return run_bound
 
@@ -368,8 +377,8 @@ def _refusing_meta(fake: Callable[..., Any], names: tuple[str, ...]) -> Callable
     return run
 
 
-def _on_own_device(launch: Callable[[Any], R], bind: Callable[..., Any]) -> Callable[..., R]:
-    """Return `_bound` of `launch`, run with the device of the first CUDA tensor as the current device.
+def _on_own_device(find: Callable[[Any], Callable[[Any], R]], bind: Callable[..., Any]) -> Callable[..., R]:
+    """Return a function like that of `_bound`, which makes the device of the first CUDA tensor the current device.
 
     That tensor may be an index, since the cache, an earlier argument, may be in pinned host memory.
     """
@@ -381,8 +390,10 @@ def _on_own_device(launch: Callable[[Any], R], bind: Callable[..., Any]) -> Call
             first = next((tensor for tensor in _tensors((*values, *named.values())) if tensor.is_cuda), None)
         device = None if first is None else first.device
         if device is None or device.index == torch.cuda.current_device():
+            launch = find(args)
             return launch(args)
         with torch.cuda.device(device):
+            launch = find(args)
             return launch(args)
 
     return run

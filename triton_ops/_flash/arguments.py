@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from .._core.cache import cached_launch, current_device, may_cache_tensors
+from .._core.cache import current_device, launch_finder, may_cache_tensors
 from .._core.checks import bad_argument, check_integer, debug_mode_enabled, describe, refuse_grad
 from .._core.launch import current_stream
 
@@ -99,12 +99,13 @@ def flash_launch(name: str, build: Callable[[FlashArgs], Run], names: dict[str, 
         build: Returns the launch for all calls of a kind. A launch that may not be cached is built for each call.
         names: By operators' parameters, the names that errors show, if they differ from `_NAMES`.
     """
-    launch, names = cached_launch(build), _NAMES | names
+    find, names = launch_finder(build), _NAMES | names
 
     def run(args: FlashArgs) -> Any:
         try:
             refuse_grad(name, args._fields, args)
-            return build(args)(args) if args.context is None else launch(args)
+            launch = build(args) if args.context is None else find(args)
+            return launch(args)
         except (TypeError, ValueError, RuntimeError, AttributeError) as error:
             shown = names if args.seqused_k is None else names | {"seq_lens": "seqused_k"}
             said = str(error)
