@@ -239,22 +239,14 @@ def flash_attn_varlen_func(
         torch.Size([5, 8, 64])
     """
     with_lse = return_attn_probs or return_softmax_lse
+    same, unpack, given_out = cu_seqlens_k is cu_seqlens_q and seqused_q is None, None, out
     if seqused_q is not None:
         check_numbers("cu_seqlens_q", cu_seqlens_q, None, q.device)
-        starts, pack, unpack = pack_used(q.shape[0], cu_seqlens_q, seqused_q)
-        found = flash_attn_varlen_func(
-            pack(q), k, v, starts, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-            window_size, softcap, alibi_slopes, block_table=block_table, seqused_k=seqused_k, s_aux=s_aux,
-            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=None if qv is None else pack(qv),
-            attention_chunk=attention_chunk, return_softmax_lse=True,
-        )  # fmt: skip
-        result, lse = unpack(*found)
-        result = result if out is None else out.copy_(result)
-        found = (result, lse) if with_lse else result
-        return _with_probabilities(found) if return_attn_probs else found
-    options = options_of(softmax_scale, causal, window_size, softcap, with_lse, attention_chunk, dropout_p)
+        cu_seqlens_q, pack, unpack = pack_used(q.shape[0], cu_seqlens_q, seqused_q)
+        q, qv, scheduler_metadata, out = pack(q), None if qv is None else pack(qv), None, None
+    needs_lse = with_lse or unpack is not None
+    options = options_of(softmax_scale, causal, window_size, softcap, needs_lse, attention_chunk, dropout_p)
     max_seqlen_q, max_seqlen_k = bound("max_seqlen_q", max_seqlen_q), bound("max_seqlen_k", max_seqlen_k)
-    same = cu_seqlens_k is cu_seqlens_q
     args = FlashArgs(
         *options, call_context(q), q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=None if same else cu_seqlens_k,
         seqused_k=seqused_k, block_table=block_table, scheduler_metadata=scheduler_metadata, alibi_slopes=alibi_slopes,
@@ -262,6 +254,10 @@ def flash_attn_varlen_func(
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, same_starts=same,
     )  # fmt: skip
     found = _run_packed(args)
+    if unpack is not None:
+        result, lse = unpack(*found)
+        result = result if given_out is None else given_out.copy_(result)
+        found = (result, lse) if with_lse else result
     return _with_probabilities(found) if return_attn_probs else found
 
 

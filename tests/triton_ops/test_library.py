@@ -173,7 +173,9 @@ def test_kernels_run_on_the_device_of_the_first_tensor_on_one(place: str, index:
         other = torch.empty(3, device="cpu" if index is None else f"cuda:{index}")
         args = {"first": (other,), "behind host memory": (host, other), "in a list": ([host, host], 1.0, [other])}
         kwargs = {"out": other} if place == "by name" else {}
-        launched = registration._on_own_device(lambda args: "launched", lambda *args, **kwargs: (args, kwargs))
+        launched = registration._on_own_device(
+            lambda args: lambda args: "launched", lambda *args, **kwargs: (args, kwargs)
+        )
         assert launched(*args.get(place, (host,)), **kwargs) == "launched"
         assert entered == ([torch.device("cuda:1")] if index == 1 else [])
 
@@ -191,7 +193,10 @@ def test_pinned_caches_reach_their_kernels() -> None:
         cache = torch.empty(4, 2, 3)
         index = torch.empty(3, dtype=torch.int64, device="cuda:1")
         tables, lens = index.new_empty(2, 2), index.new_empty(2)
-        launch = lambda function, run: registration._on_own_device(run, registration.record_of(function))  # noqa: E731
+
+        def launch(function: Any, run: Any) -> Any:
+            return registration._on_own_device(lambda args: run, registration.record_of(function))
+
         slots = rows_ops.row_functions("gather_slots", rows_ops.SLOTS)["launch"]
         gathered = launch(pc.gather_slots, slots)(cache, index)
         assert gathered.device == index.device

@@ -67,22 +67,20 @@ def _build_window(keys: PagedKV, args: FlashArgs, head_dim: int, left: int, righ
     # torch.compile of torch 2.11 takes no bool as an index.
     operator, after = operators[1 if args.with_lse else 0], (keys.max_queries, keys.max_keys)
 
-    # The dispatcher takes positional arguments fastest.
     def attend(query: torch.Tensor, keys: PagedKV, args: FlashArgs, scales: Scales = (None, None)) -> Any:
+        batch: tuple[torch.Tensor, ...] = (keys.tables, keys.lens, keys.starts)
+        plan = keys.plan
+        if ahead:
+            token, sequence = sequence_of_token(keys.starts, query.shape[0])
+            batch = (*batch, token + (keys.lens - keys.starts[1:] + ahead).index_select(0, sequence))
+            plan = None
+        # The dispatcher takes positional arguments fastest.
         return operator(
-            query, keys.key_cache, keys.value_cache, keys.tables, keys.lens, keys.starts, *before,
-            args.alibi_slopes, args.s_aux, *scales, *after, keys.plan, False,
+            query, keys.key_cache, keys.value_cache, *batch, *before, args.alibi_slopes, args.s_aux, *scales, *after,
+            plan, False,
         )  # fmt: skip
 
-    def attend_ahead(query: torch.Tensor, keys: PagedKV, args: FlashArgs, scales: Scales = (None, None)) -> Any:
-        token, sequence = sequence_of_token(keys.starts, query.shape[0])
-        positions = token + (keys.lens - keys.starts[1:] + ahead).index_select(0, sequence)
-        return operator(
-            query, keys.key_cache, keys.value_cache, keys.tables, keys.lens, keys.starts, positions, *before,
-            args.alibi_slopes, args.s_aux, *scales, *after, None, False,
-        )  # fmt: skip
-
-    return attend_ahead if ahead else attend
+    return attend
 
 
 def build_attend(query: torch.Tensor, keys: PagedKV, args: FlashArgs) -> Callable[[torch.Tensor, PagedKV, Any], Any]:
@@ -91,9 +89,9 @@ def build_attend(query: torch.Tensor, keys: PagedKV, args: FlashArgs) -> Callabl
     If one operator serves such calls, the function calls that operator without choosing again.
     """
     slopes, (left, right) = args.alibi_slopes, _sides(keys, args)
-    has_scales = _is_quantized(query, keys) or args.query_scale is not None
     has_slopes = slopes is not None and (right != 0 or slopes.dim() != 1)
-    if _needs_holes(keys, query) or args.attention_chunk or args.qv is not None or has_scales or has_slopes:
+    is_reordered = bool(args.attention_chunk) or _needs_holes(keys, query)
+    if is_reordered or has_slopes or args.qv is not None or _is_quantized(query, keys):
         return _attend
     return _build_window(keys, args, query.shape[-1], left, right)
 
