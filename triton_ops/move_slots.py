@@ -122,14 +122,13 @@ def _build_move(args: Any) -> Callable[[Any], None]:
         return lambda args: None
     from .kernels.move_slots import _move_slots_kernel
 
-    tensors = _kernel_tensors(args)
-    keys, values, *_, cos, _ = tensors
-    (_, block_size, kv_heads, head_dim), half = keys.shape, cos.shape[1]
-    value_dim = 0 if args.value_cache is None else values.shape[3]
+    keys, values, inv_freq = args.key_cache, args.value_cache, args.inv_freq
+    (_, block_size, kv_heads, head_dim), half = keys.shape, 0 if inv_freq is None else inv_freq.shape[0]
+    value_dim = 0 if values is None else values.shape[3]
     widest = max(next_power_of_2(x) for x in (max(half, 1), head_dim if head_dim > 2 * half else 1, max(value_dim, 1)))
     block_h = min(next_power_of_2(kv_heads), max(1, 2048 // widest))
     constexprs = {
-        "KIND": code_kind(args.key_cache.dtype),
+        "KIND": code_kind(keys.dtype),
         "IS_NEOX": args.is_neox,
         "KV_HEADS": kv_heads,
         "BLOCK_SIZE": block_size,
@@ -143,8 +142,9 @@ def _build_move(args: Any) -> Callable[[Any], None]:
         "BLOCK_V": next_power_of_2(max(value_dim, 1)),
     }
     programs = (args.source_slots.shape[0], -(-kv_heads // block_h), 1)
-    strides = (*keys.stride()[:3], *values.stride()[:3])
-    launch = Launch(_move_slots_kernel, constexprs, programs, strides, same_alignment=aligned(*tensors))
+    strides = (*keys.stride()[:3], *(keys if values is None else values).stride()[:3])
+    is_aligned = aligned(*_kernel_tensors(args))
+    launch = Launch(_move_slots_kernel, constexprs, programs, strides, same_alignment=is_aligned)
     return lambda args: launch(_kernel_tensors(args))
 
 

@@ -43,8 +43,7 @@ def check_write(args: Any) -> None:
         raise bad_argument("key", f"head_dim {key.shape[2]}", f"1 to {MAX_HEAD_DIM}")
     check_last_dim("key", key)
     check_last_dim("value", value)
-    caches, scales = (args.key_cache, args.value_cache), (args.k_scale, args.v_scale)
-    check_cache(*caches, "key", key, key.shape[1], *scales, value.shape[2])
+    check_cache(args, "key", key, key.shape[1], value.shape[2])
     check_tensor("slot_mapping", slot_mapping, 1, "[num_tokens]", (torch.int64,), key.device)
     if slot_mapping.shape[0] != key.shape[0]:
         raise bad_argument("slot_mapping", describe(slot_mapping), f"{key.shape[0]} elements, one per token of key")

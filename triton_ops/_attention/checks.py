@@ -28,20 +28,13 @@ def _check_blocks(name: str, cache: torch.Tensor, like: torch.Tensor) -> None:
 
 
 def check_cache(
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    like_name: str,
-    like: torch.Tensor,
-    num_kv_heads: int | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    value_dim: int | None = None,
+    args: Any, like_name: str, like: torch.Tensor, num_kv_heads: int | None = None, value_dim: int | None = None
 ) -> None:
-    """Check caches and scales against given sizes and against `like`.
+    """Check the caches and scales of an operator's arguments against given sizes and against `like`.
 
     `like` is the query that attends over the caches, or the key that is written to them. Errors call it `like_name`.
     """
-    head_dim = like.shape[2]
+    key_cache, value_cache, head_dim = args.key_cache, args.value_cache, like.shape[2]
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         _check_blocks(name, cache, like)
         if num_kv_heads is not None and cache.shape[2] != num_kv_heads:
@@ -57,7 +50,7 @@ def check_cache(
         raise bad_argument("value_cache", f"head_dim {value_cache.shape[3]}", f"1 to {MAX_HEAD_DIM}")
     if value_cache.dtype != key_cache.dtype:
         raise bad_argument("value_cache", describe(value_cache), f"dtype {key_cache.dtype} as key_cache", TypeError)
-    _check_scales(key_cache, like.device, k_scale=k_scale, v_scale=v_scale)
+    _check_scales(key_cache, like.device, k_scale=args.k_scale, v_scale=args.v_scale)
 
 
 def _check_scales(key_cache: torch.Tensor, device: torch.device, **scales: torch.Tensor | None) -> None:
@@ -146,7 +139,7 @@ def check_attention(args: AttentionArgs) -> None:
     if args.is_latent:
         _check_latent(args)
     else:
-        check_cache(args.key_cache, args.value_cache, "query", query, None, args.k_scale, args.v_scale)
+        check_cache(args, "query", query)
     num_kv_heads = args.key_cache.shape[2]
     if num_kv_heads == 0 or num_heads % num_kv_heads:
         needs = f"a divisor of query's {num_heads} heads in its third dimension"
