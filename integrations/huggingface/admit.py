@@ -117,7 +117,7 @@ class PromptRequests:
             table = prompt.blocks.tables[store.storage.state_group]
             states = store.states.states_of(store.states.content(int(table[cached // store.block_size - 1])))
         cached = prompt.readable(cached)
-        if store.evicted is not None and read_cached and not (whole or later or allocation.moved) and most is None:
+        if store.evicted.used and read_cached and not (whole or later or allocation.moved) and most is None:
             cached, states = self._bring_back(prompt, cached, states)
             cached = prompt.readable(cached)
         if not read_cached:
@@ -178,9 +178,7 @@ class PromptRequests:
         Returns:
             The number of cached tokens, and the states after the last of them.
         """
-        store, blocks, evicted = self.store, prompt.blocks, self.store.evicted
-        assert evicted is not None
-        size = store.block_size
+        store, blocks, size = self.store, prompt.blocks, self.store.block_size
         found, kept = self._found_below(prompt, blocks.written)
         step = store.storage.chunk or len(found)
         for at in range(0, len(found), max(step, 1)):
@@ -204,7 +202,6 @@ class PromptRequests:
         If the model has states, the last block is one whose states are kept too.
         """
         store, evicted = self.store, self.store.evicted
-        assert evicted is not None
         groups = [group for group, _ in store.storage.kv]
         digests = store.manager.block_hashes(prompt.request_id)[first:]
         has, content = partial(evicted.has, store.manager), partial(evicted.content, store.manager)

@@ -18,6 +18,7 @@ import copy
 import functools
 import importlib
 import inspect
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -161,9 +162,6 @@ CLASSES = seam.paths(NAMES.values()) | {
 
 def __getattr__(name):  # type: ignore[no-untyped-def]  # untyped, so that mypy accepts imported names as classes
     """Return the class of `CLASSES` with this name, or an empty class if the installed transformers lacks it."""
-    if name in _MADE:
-        globals()[name] = _MADE[name]()
-        return globals()[name]
     if name not in CLASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = _found_or_none(CLASSES[name])
@@ -407,9 +405,9 @@ def repeat_encoded(model: Any, input_ids: torch.Tensor, outputs: dict[str, Any],
 _STORAGE_USERS: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
-def holders_of(tensor: torch.Tensor) -> int | None:
-    """Return how many tensors and storage objects hold a tensor's memory; None if torch does not count them."""
-    return None if _STORAGE_USERS is None else _STORAGE_USERS(tensor.untyped_storage()._cdata)
+def holders_of(tensor: torch.Tensor) -> float:
+    """Return how many tensors and storage objects hold a tensor's memory; infinity if torch does not count them."""
+    return math.inf if _STORAGE_USERS is None else _STORAGE_USERS(tensor.untyped_storage()._cdata)
 
 
 # Attention
@@ -583,29 +581,10 @@ def share_prefixes(manager: Any, share: bool) -> None:
     manager._use_prefix_sharing = share
 
 
-def _make_processor() -> type:
-    """Return a class of processors that call the method `step` as their forward pass."""
-
-    class BatchProcessor(seam.find(CLASSES["ContinuousBatchProcessor"])):  # type: ignore[misc]
-        """Transformers' processor with another forward pass."""
-
-        @torch.no_grad()
-        def _generation_step(self, model: Any) -> None:
-            self.step(model)
-
-    return BatchProcessor
-
-
-def _make_manager() -> type:
-    """Return a class of managers that call the method `make_processor` for their processor."""
-
-    class BatchManager(seam.find(CLASSES["ContinuousBatchingManager"])):  # type: ignore[misc]
-        """Transformers' manager with another processor."""
-
-        def _create_batch_processor(self) -> Any:
-            return self.make_processor()
-
-    return BatchManager
+def serve_batches(processor: Any, manager: Any) -> None:
+    """Let a class of processors run `step` as its forward pass, and a class of managers call `make_processor`."""
+    processor._generation_step = torch.no_grad()(lambda self, model: self.step(model))
+    manager._create_batch_processor = lambda self: self.make_processor()
 
 
 class ModelInStep:
@@ -620,10 +599,6 @@ class ModelInStep:
 
     def _supports_logits_to_keep(self) -> bool:
         return keeps_logits(self._model)
-
-
-_MADE = {"BatchManager": _make_manager, "BatchProcessor": _make_processor}
-"""Functions that make a class when it is first imported, by name."""
 
 
 def _main() -> int:

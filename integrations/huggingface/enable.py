@@ -23,6 +23,7 @@ from .compression.document import CompressedDocument
 from .runners.graphs import GraphReport
 from .serving import Serving
 from .settings import CacheOptions, check_fallback, check_number
+from .store.tiers import load, save
 
 RECOMPUTE = 0.1
 """Default share of moved tokens that are computed again; docs/reuse_anywhere.md compares shares."""
@@ -255,8 +256,7 @@ class PrefixCaching:
             >>> count
             2
         """
-        engine, model, adapters = self._serving.saved_engine()
-        return engine.save(model, adapters, path)
+        return self._serving.move_blocks(save, path)
 
     def load(self, path: str | os.PathLike[str]) -> int:
         """Read the blocks of a file into host memory, from where prompts reuse them.
@@ -283,8 +283,7 @@ class PrefixCaching:
             >>> handle.last_requests
             [RequestReport(prompt_tokens=40, cached_tokens=32, cached_spans=((0, 32),))]
         """
-        engine, model, adapters = self._serving.saved_engine()
-        return engine.load(model, adapters, path)
+        return self._serving.move_blocks(load, path)
 
     def compress(self, context_ids: Any, press: Any = "snapkv", budget: float = 0.5) -> CompressedDocument:
         """Compute a text's keys and values once and keep those of the tokens that each head needs most.

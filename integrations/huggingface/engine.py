@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,7 +25,7 @@ from .runners.moved import probe_moved
 from .runners.packed import probe_packed
 from .settings import CacheOptions
 from .store.kept import PromptStore
-from .store.tiers import LowerTiers, SavedBlocks, disk_writers
+from .store.tiers import LowerTiers, disk_writers
 
 LOOPS = (*BY_TOKEN, "beam_search", "beam_sample", "assisted_generation")
 
@@ -87,8 +86,7 @@ class Engine:
 
     def close(self) -> None:
         """Write the cached blocks to disk, if `disk` was given."""
-        if self.store.evicted is not None:
-            self.store.evicted.close(self.store.manager)
+        self.store.evicted.close(self.store.manager)
 
     def empty(self, model: Any) -> None:
         """Replace the cache by an empty one. Running calls keep the blocks they have."""
@@ -101,21 +99,6 @@ class Engine:
         """Finish pending writes to disk and write no more, because another cache may use the directory."""
         for writer in self._disk or ():
             writer.close()
-
-    def save(self, model: Any, adapters: tuple[str, ...], path: str | os.PathLike[str]) -> int:
-        """Write the blocks to a file: see `PrefixCaching.save`."""
-        store = self.store
-        return SavedBlocks(model, store.manager, store.storage, adapters).write(path, store.evicted)
-
-    def load(self, model: Any, adapters: tuple[str, ...], path: str | os.PathLike[str]) -> int:
-        """Read blocks from a file into host memory: see `PrefixCaching.load`."""
-        store = self.store
-        groups = SavedBlocks(model, store.manager, store.storage, adapters).read(path)
-        if store.evicted is None:
-            store.evicted = LowerTiers(store.storage, 0)
-        for group, blocks in enumerate(groups):
-            store.evicted.add(group, blocks)
-        return sum(map(len, groups))
 
     def bypasses(self, loop: Loop) -> bool:
         """Return whether a call is too short for the cache: it ends within its first block, so it fills none."""
@@ -179,8 +162,8 @@ class Engine:
         if self._options.chunk is not None:
             loop.extra_keys = (*loop.extra_keys, *deterministic.conditions(loop.model))
         prompts = paged.row_prompts(loop) if by_row else prompts_of(loop.input_ids, loop.mask, images, loop.adapters)
-        evicted = self.store.evicted if self.store.storage.any_prefix else None
-        below = None if evicted is None else partial(evicted.has, manager, 0)
+        evicted = self.store.evicted
+        below = partial(evicted.has, manager, 0) if evicted.used and self.store.storage.any_prefix else None
         keys = [extra_keys(self.store, loop.extra_keys, prompt) or None for prompt in prompts]
         found = [manager.explain(p.tokens, k, loop.salt, below) for p, k in zip(prompts, keys, strict=True)]
         return [self._in_chunks(explanation) for explanation in found]

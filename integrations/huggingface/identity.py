@@ -13,8 +13,8 @@ import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
-from operator import is_, itemgetter
+from itertools import chain, repeat
+from operator import contains, is_, itemgetter
 from typing import Any
 
 import numpy as np
@@ -105,7 +105,7 @@ class Identity:
     def _lengths(self) -> list[int]:
         """Return sums of lengths, which change if something is added or removed."""
         attributes = [own for _, own in self._settings]
-        recorded = sum(RECORDING in own for own in attributes)
+        recorded = sum(map(contains, attributes, repeat(RECORDING)))
         return [sum(map(len, attributes)) - recorded, sum(map(len, self._dicts)), sum(map(len, self._lists))]
 
     def _hooks(self) -> list[tuple[int, Any]]:

@@ -50,14 +50,8 @@ def aligned(empty: Callable[[int], torch.Tensor], columns: int, first: int) -> t
     """Return a buffer for `columns` columns, beginning with column number `first`. `empty(n)` allocates n columns."""
     before = first % ALIGNED
     whole = empty(-(-(before + columns) // ALIGNED) * ALIGNED)
-    # `.data`: a view would keep the whole tensor as another holder of the memory, and `_is_shared` counts holders.
+    # `.data`: a view would keep the whole tensor as another holder of the memory, and `_extend` counts holders.
     return whole[:, :, before : before + columns].data
-
-
-def _is_shared(buffer: torch.Tensor) -> bool:
-    """Return whether a tensor outside of the layer may share the memory of the layer's buffer."""
-    count = holders_of(buffer)
-    return count is None or count > HOLDERS
 
 
 HOLDERS = 3  # holders of unshared memory: the buffer, the view of its tokens, the storage object that counts them
@@ -82,8 +76,8 @@ class _Growing:
         length = there.shape[2] if there is not None and there.dim() == 4 else 0
         end = length + tokens
         own_buffer = buffer is not None and there is not None and there.data_ptr() == buffer.data_ptr()
-        if own_buffer and length < own.get(f"_{name}_written", 0) and _is_shared(buffer):
-            own_buffer = False  # tokens were cropped, and another holder still reads them
+        if own_buffer and length < own.get(f"_{name}_written", 0) and holders_of(buffer) > HOLDERS:
+            own_buffer = False  # tokens were cropped, and another holder may still read them
         if not own_buffer or batch != buffer.shape[0] or end > buffer.shape[2]:
             buffer = aligned(
                 lambda columns: new.new_empty((batch, heads, columns, width)),

@@ -112,29 +112,29 @@ class Loop:
         mask = self.model_kwargs.get("attention_mask")
         return None if mask is None or bool(mask.all()) else mask
 
-    @property
+    @functools.cached_property
     def requested_outputs(self) -> dict[str, Any]:
         """The outputs of each token that the caller asked for, such as hidden states and attention weights."""
         config = self.generation_config
         wanted = {n: getattr(config, n, None) or self.model_kwargs.get(n) for n in BY_TOKEN_OUTPUTS}
         return {name: value for name, value in wanted.items() if value and config.return_dict_in_generate}
 
-    @property
+    @functools.cached_property
     def by_token(self) -> bool:
         """Whether the loop is greedy search or sampling, with one row for each row of the caller."""
         return self.mode in BY_TOKEN and self.repeats == 1
 
-    @property
+    @functools.cached_property
     def by_row(self) -> bool:
         """Whether the result has a row for each row of the cache."""
         return self.mode in (*BY_TOKEN, "assisted_generation")
 
-    @property
+    @functools.cached_property
     def repeats(self) -> int:
         """The number of rows in `input_ids` for each row of the caller."""
         return max(self.generation_config.num_beams or 1, self.generation_config.num_return_sequences or 1)
 
-    @property
+    @functools.cached_property
     def cache_name(self) -> str:
         """The argument name of the cache in the model's forward pass."""
         return next((name for name in CACHE_NAMES if name in self.model_kwargs), CACHE)
@@ -144,7 +144,7 @@ class Loop:
         """The cache that transformers made or the caller passed."""
         return self.model_kwargs.get(self.cache_name)
 
-    @property
+    @functools.cached_property
     def continued(self) -> Any:
         """The cache of an earlier result that this call continues, or None."""
         return self.cache if hasattr(self.cache, CONTINUED) else None

@@ -229,6 +229,7 @@ class Prompt:
     branches: dict[int, RequestBlocks] = field(default_factory=dict)  # by row: forks for different answers
     hit: PromptHit = field(default_factory=PromptHit)
     hidden: Sequence[torch.Tensor] = ()  # for each layer, hidden states of its first tokens, if the caller wants them
+    owner: Any = None  # in continuous batching, its `PromptRequests`, which forks share
 
     @property
     def waits(self) -> bool:

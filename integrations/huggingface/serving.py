@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -377,8 +378,8 @@ class Serving:
             if self._engine is not None and model is not None:
                 self._engine.empty(model)
 
-    def saved_engine(self) -> tuple[Engine, Any, tuple[str, ...]]:
-        """Return the engine that can save or load blocks, the model, and the keys of its adapters.
+    def move_blocks(self, move: Callable[..., int], path: str | os.PathLike[str]) -> int:
+        """Run `save` or `load` of `store.tiers` for the blocks of the model in its current state.
 
         Raises:
             ValueError: The model is not served.
@@ -387,7 +388,7 @@ class Serving:
         engine, adapters = (None, ()) if model is None else self._current(model)
         if engine is None:
             raise ValueError("model: needs one that is served, to save or load its blocks")
-        return engine, model, adapters
+        return move(model, engine.store, adapters, path)
 
     def disable(self) -> None:
         """See `PrefixCaching.disable`."""

@@ -94,8 +94,9 @@ def visited() -> list[Visit]:
     A block that has ended still counts for threads and tasks that inherited it. It no longer counts if another thread
     or task ended it than the one that entered it.
     """
-    here = _here()
-    return [v for v in _VISITS.get() if v.open or not (v.left_elsewhere or v.owner == here)]
+    visits = _VISITS.get()
+    here = _here() if visits else None
+    return [v for v in visits if v.open or not (v.left_elsewhere or v.owner == here)]
 
 
 @contextmanager

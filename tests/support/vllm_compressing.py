@@ -56,8 +56,7 @@ class CompressingEngine(ExactEngine):
             self.saved.pop(new.req_id, None)
         for name in output.scheduled_cached_reqs.resumed_req_ids:
             self.saved.pop(name, None)
-        step = getattr(output, "pc_compression", None)
-        for packing in step.packings if step is not None else ():
+        for packing in getattr(output, "pc_packings", ()):
             queries = self.saved.pop(packing.request_id, [])
             if packing.peer is None:
                 assert queries == list(range(packing.tokens - KEPT_QUERIES, packing.tokens))
@@ -67,6 +66,6 @@ class CompressingEngine(ExactEngine):
                     self.kv[packing.targets[at // BLOCK] * BLOCK + at % BLOCK] = each
             ids = packing.targets + [0] * (len(packing.sources) - len(packing.targets))
             self.tables[packing.request_id][: len(ids)] = ids
-        for name, rows in step.queries.items() if step is not None else ():
+        for name, rows in getattr(output, "pc_queries", {}).items():
             end = self.begins[name] + output.num_scheduled_tokens[name]
             self.saved.setdefault(name, []).extend(range(end - rows, end))

@@ -57,28 +57,7 @@ class Questions(Cache):  # type: ignore[misc]  # transformers is untyped here
         return self._step
 
 
-class CachedPass(PagedPass):
-    """A pass that checks that a layer attends to exactly the values that it has cached."""
-
-    _cached: tuple[Any, ...] = ()
-
-    def caches(self, values: torch.Tensor) -> None:
-        """Record the values with which attention must be called next."""
-        self._cached = _seen(values)
-
-    def attention(self, module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """Attend as in `PagedPass`. Raise UnsupportedError if the model changed the values after caching them."""
-        refuse_if(_seen(value) != self._cached, "a layer attends to values other than those it has cached")
-        return super().attention(module, query, key, value, *args, **kwargs)
-
-
-def _seen(values: torch.Tensor) -> tuple[Any, ...]:
-    """Return a tensor's address, layout and version, which differ once it was replaced or written to."""
-    version = -1 if values.is_inference() else values._version
-    return values.data_ptr(), values.shape, values.stride(), version
-
-
-class OwnLayer(CachedPass, DynamicLayer):  # type: ignore[misc]
+class OwnLayer(PagedPass, DynamicLayer):  # type: ignore[misc]
     """A layer of a call over a document. It holds the call's own tokens.
 
     Buffers are `[batch, room, num_kv_heads, head_dim]` and read as blocks. `update` marks the keys that it returns, so

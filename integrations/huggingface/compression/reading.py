@@ -17,11 +17,10 @@ from ....triton_ops import paged_attention
 from ...presses import kept_tokens
 from ..api import CACHE_NAMES, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, takes_cache
 from ..calls import UnsupportedError, refuse_if
-from ..runners.dispatch import MarkedCall, install, mark
+from ..runners.dispatch import MarkedCall, PagedPass, install, mark
 from ..runners.layout import inputs_of
 from ..support import changing_rope, check_model, is_compiled
 from .kept import Content, KeptLayer, WindowLayer, keep
-from .layers import CachedPass
 
 
 def check_compressible(model: Any) -> None:
@@ -89,7 +88,7 @@ class Peak:
         self.nbytes = max(self.nbytes, sum({s.data_ptr(): s.nbytes() for s in held}.values()))
 
 
-class _ReadLayer(CachedPass, DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
+class _ReadLayer(PagedPass, DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
     """A layer of the cache that is compressed when attention is computed.
 
     It marks the keys that it returns, and attention over marked keys calls `attend`.

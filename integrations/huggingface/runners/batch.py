@@ -7,6 +7,7 @@ A column is a position in the padded batch.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from typing import Any
@@ -93,12 +94,12 @@ class Batch:
         for prompt in self.prompts:
             prompt.hit = PromptHit()
 
-    @property
+    @functools.cached_property
     def by_token(self) -> bool:
         """Whether the loop computes each row token by token, over keys and values only."""
         return self.loop.by_token and self.store.states is None and self.images is None
 
-    @property
+    @functools.cached_property
     def alone(self) -> bool:
         """Whether the batch is one row without padding, which may continue from the cache of an earlier call."""
         loop = self.loop

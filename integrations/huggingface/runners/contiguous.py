@@ -161,7 +161,8 @@ class WatchedModel(ModelInLoop):
         enough = self._computed - self._kept >= self.batch.room
         if enough and self._published and self._loop.mode in BY_TOKEN and self.store.storage.chunk is not None:
             self._kept = self._computed
-            self.keep_answers(sequences, last=False)
+            if self.intact(sequences):
+                self.keep_answers(sequences, last=False)
 
     def add_hidden(self, outputs: Any) -> None:
         """Put the hidden states of cached tokens before those of the first pass."""
@@ -177,9 +178,9 @@ class WatchedModel(ModelInLoop):
     def keep_hidden(self, steps: Any) -> None:
         """Store hidden states `steps[pass][layer] [batch, tokens, width]` of a result, the prompts' pass first."""
         batch = self.batch
-        if not batch.requests.publishes():
-            return
         if batch.hidden is None or batch.cache is None or not steps or self._computed + batch.start < batch.length:
+            return
+        if not batch.requests.publishes():
             return
         for prompt in batch.prompts:
             if any(layer.dim() != 3 or layer.shape[1] != len(prompt.tokens) for layer in steps[0]):
@@ -188,24 +189,24 @@ class WatchedModel(ModelInLoop):
             table = prompt.blocks.tables[0]
             batch.hidden.keep(table[: prompt.blocks.written], of_steps(steps if whole else steps[:1], prompt.rows[0]))
 
-    def intact(self, length: int) -> bool:
-        """Return whether the cache has `length` columns and the model is unchanged since the call began.
+    def intact(self, sequences: torch.Tensor) -> bool:
+        """Return whether answers may be kept: the cache is whole, and the model is unchanged since the call began.
 
-        If it has other columns, set `storage.evicts`, so that later calls fall back.
+        If the cache lacks columns of `sequences [batch, length]`, set `storage.evicts`, so that later calls fall back.
         """
         batch = self.batch
-        whole = not (columns(batch.cache) - {length})
+        if batch.cache is None or not batch.publishes_answers:
+            return False
+        whole = not (columns(batch.cache) - {sequences.shape[1] - 1})
         self.store.storage.evicts |= not whole
         return whole and batch.requests.publishes()
 
     def keep_answers(self, sequences: torch.Tensor, last: bool = True) -> None:
         """Publish the answers of a loop. `sequences [batch, length]` has a row for each row of the cache.
 
-        `last`: the answers are complete.
+        The caller has checked that they are `intact`. `last`: the answers are complete.
         """
         batch = self.batch
-        if batch.cache is None or not batch.publishes_answers or not self.intact(sequences.shape[1] - 1):
-            return
         have = batch.start + self._computed if self.store.states is not None else num_tokens(batch.cache)
         generated, eos = sequences[:, batch.length : have].cpu().numpy(), self._loop.eos
         for prompt in batch.prompts:
@@ -236,13 +237,12 @@ class WatchedModel(ModelInLoop):
         batch, loop, store = self.batch, self._loop, self.store
         sequences: torch.Tensor = result if isinstance(result, torch.Tensor) else result.sequences
         self.publish()
-        if loop.by_row:
+        whole = self.intact(sequences) if loop.by_row else batch.cache is not None
+        if loop.by_row and whole:
             self.keep_answers(sequences)
         self.keep_hidden(getattr(result, "hidden_states", None))
-        if batch.cache is None or batch.over_document or any(prompt.approximate for prompt in batch.prompts):
+        if not whole or batch.over_document or any(prompt.approximate for prompt in batch.prompts):
             return  # no later call may continue from an approximate cache
-        if loop.by_row and not self.intact(sequences.shape[1] - 1):
-            return
         if batch.by_token and result_cache(result) is batch.cache:
             record = record_of(batch.cache, store, sequences.cpu().numpy(), loop, loop.mask)
             if record is not None:

@@ -38,6 +38,12 @@ class MarkedCall(NamedTuple):
 class PagedPass:
     """A forward pass with its own attention, to which `Dispatch` sends the calls whose keys are marked."""
 
+    _cached: tuple[Any, ...] | None = None
+
+    def caches(self, values: torch.Tensor) -> None:
+        """Record the values that a layer caches. Attention must be called with exactly these next."""
+        self._cached = _seen(values)
+
     def attend(self, call: MarkedCall) -> torch.Tensor:
         """Return attention of the queries over all cached tokens, `[batch, num_tokens, num_heads, head_dim]`.
 
@@ -63,12 +69,20 @@ class PagedPass:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """Check the arguments of transformers' `AttentionInterface`, and call `attend`."""
+        changed = self._cached is not None and _seen(value) != self._cached
+        refuse_if(changed, "a layer attends to values other than those it has cached")
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         refuse_if(not causal, "its attention uses attention that is not causal")
         refuse_if(dropout, "its attention uses dropout")
         refuse_if(position_bias is not None, "its attention uses a position bias")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return self.attend(MarkedCall(query, key, value, scale, sliding_window, softcap or 0.0, s_aux)), None
+
+
+def _seen(values: torch.Tensor) -> tuple[Any, ...]:
+    """Return a tensor's address, layout and version, which differ once it was replaced or written to."""
+    version = -1 if values.is_inference() else values._version
+    return values.data_ptr(), values.shape, values.stride(), version
 
 
 def mark(key: torch.Tensor, batch: PagedPass) -> torch.Tensor:

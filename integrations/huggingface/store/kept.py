@@ -53,7 +53,7 @@ class PromptStore:
         self.vision = VisionOutputs(memory_budget(model) // 8)
         self.kept = KeptCaches(sum(part.num_blocks * part.bytes_per_block for _, part in storage.kv) // 4)
         self.hidden = HiddenStates(manager, memory_budget(model) // 2)
-        self.evicted: LowerTiers | None = None  # blocks in host memory or on disk
+        self.evicted = LowerTiers(storage, 0)  # blocks in host memory or on disk
         self.reuse, self.counts_padding = options.reuse, probed.counts_padding
         self.recompute = options.recompute
         self.moving = moving  # the way to move tokens; None unless reuse="anywhere"

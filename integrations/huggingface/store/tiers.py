@@ -41,6 +41,7 @@ class LowerTiers:
         self._disk, self._parts = disk or (), storage.parts
         below: Sequence[Sequence[Tier]] = [(writer,) for writer in self._disk] or [()] * len(self.memory)
         self._tiers: list[list[Tier]] = [[memory, *more] for memory, more in zip(self.memory, below, strict=True)]
+        self.used = bool(host_blocks or disk)  # whether there may be a block in a tier
 
     def content(self, manager: AnyManager, group: int, digest: bytes) -> BlockContent | None:
         """Return the content of a block from the cache or, if it is not there or is overwritten meanwhile, a tier."""
@@ -66,7 +67,7 @@ class LowerTiers:
 
     def add(self, group: int, blocks: Mapping[bytes, BlockContent]) -> None:
         """Add blocks to host memory."""
-        memory = self.memory[group]
+        memory, self.used = self.memory[group], True
         memory.max_blocks = max(memory.max_blocks, len(memory) + len(blocks))
         memory.put_many(blocks)
 
@@ -119,70 +120,75 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         raise
 
 
-class SavedBlocks:
-    """A file of blocks: `FORMAT`, a line of JSON with their model and hashes, then each block, packed."""
+def _header(model: Any, store: Any, adapters: tuple[str, ...]) -> tuple[dict[str, str], list[Layout]]:
+    """Return what a file of `save` says of its model, and the layout of each group's blocks.
 
-    # The file belongs to the model in its current state; `adapters` are the extra keys of PEFT adapters.
+    The model is in its current state. `store` is its `PromptStore`, and `adapters` are the extra keys of PEFT adapters.
+    """
+    manager, parts = store.manager, store.storage.parts
+    shapes = [(type(g).__name__, part.shapes) for g, part in zip(manager.groups, parts, strict=True)]
+    identity = {
+        "block_size": str(manager.block_size),
+        "hash": f"{manager.hash_algorithm} {manager.seed}",
+        "adapter": " ".join(adapters),
+        "model": fingerprint(model),
+        "layout": repr(shapes),
+    }
+    digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+    return identity, [Layout(digest, part.shapes) for part in parts]
 
-    def __init__(self, model: Any, manager: AnyManager, storage: ModelStorage, adapters: tuple[str, ...]) -> None:
-        self._manager, self._storage = manager, storage
-        shapes = [(type(g).__name__, part.shapes) for g, part in zip(manager.groups, storage.parts, strict=True)]
-        self._identity = {
-            "block_size": str(manager.block_size),
-            "hash": f"{manager.hash_algorithm} {manager.seed}",
-            "adapter": " ".join(adapters),
-            "model": fingerprint(model),
-            "layout": repr(shapes),
-        }
-        digest = hashlib.sha256(json.dumps(self._identity).encode()).hexdigest()
-        self._layouts = [Layout(digest, part.shapes) for part in storage.parts]
 
-    def write(self, path: str | os.PathLike[str], evicted: LowerTiers | None) -> int:
-        """Write all published blocks and return their number. If an error occurs, no file is written."""
-        with replaced(path) as file:
-            return self._write(file, evicted)
+def save(model: Any, store: Any, adapters: tuple[str, ...], path: str | os.PathLike[str]) -> int:
+    """Write all published blocks to a file and return their number. If an error occurs, no file is written.
 
-    def _write(self, file: IO[bytes], evicted: LowerTiers | None) -> int:
-        groups: list[dict[bytes, int | BlockContent]] = []
-        for group in range(len(self._storage.parts)):
-            memory = None if evicted is None else evicted.memory[group]
-            below = {} if memory is None else {key: memory.get(key) for key in memory.keys()}  # noqa: SIM118
-            groups.append({key: content for key, content in below.items() if content is not None})
-            groups[-1] |= dict(published(self._manager, group))
-        header = {"blocks": [[digest.hex() for digest in blocks] for blocks in groups], **self._identity}
+    The file has a line `FORMAT`, a line of JSON with the model and the hashes of the blocks, then each block, packed.
+    """
+    identity, layouts = _header(model, store, adapters)
+    groups: list[dict[bytes, int | BlockContent]] = []
+    for group, memory in enumerate(store.evicted.memory):
+        below = {key: memory.get(key) for key in memory.keys()}  # noqa: SIM118
+        groups.append({key: content for key, content in below.items() if content is not None})
+        groups[-1] |= dict(published(store.manager, group))
+    header = {"blocks": [[digest.hex() for digest in blocks] for blocks in groups], **identity}
+    with replaced(path) as file:
         file.write(f"{FORMAT}\n{json.dumps(header)}\n".encode())
-        for blocks, part, layout in zip(groups, self._storage.parts, self._layouts, strict=True):
+        for blocks, part, layout in zip(groups, store.storage.parts, layouts, strict=True):
             for digest, kept in blocks.items():
                 data = pack(digest, part.content(kept) if isinstance(kept, int) else kept, layout)
                 file.write(_SIZE.pack(len(data)))
                 file.write(data)
-        return sum(map(len, groups))
+    return sum(map(len, groups))
 
-    def read(self, path: str | os.PathLike[str]) -> list[dict[bytes, BlockContent]]:
-        """Return a file's blocks by group and hash.
 
-        Raises:
-            ValueError: `write` did not write the file, or wrote it for another model, or it is damaged.
-        """
-        with open(path, "rb") as file:
-            if file.readline(len(FORMAT) + 1) != f"{FORMAT}\n".encode():
-                raise ValueError("path: got a file of another format, needs a file that save() wrote")
-            try:
-                header = json.loads(file.readline())
-                identity = {name: header[name] for name in self._identity}
-                digests = [[bytes.fromhex(digest) for digest in group] for group in header["blocks"]]
-            except (ValueError, KeyError, TypeError) as error:
-                raise _damaged(error) from error
-            for name, value in self._identity.items():
-                if identity[name] != value:
-                    raise ValueError(f"path: got KV of another {name}, needs KV of this model in its current state")
-            try:
-                return [
-                    {digest: unpack(_next(file, layout), digest, layout) for digest in group}
-                    for group, layout in zip(digests, self._layouts, strict=True)
-                ]
-            except (ValueError, struct.error) as error:
-                raise _damaged(error) from error
+def load(model: Any, store: Any, adapters: tuple[str, ...], path: str | os.PathLike[str]) -> int:
+    """Read a file's blocks into host memory and return their number.
+
+    Raises:
+        ValueError: `save` did not write the file, or wrote it for another model, or it is damaged.
+    """
+    expected, layouts = _header(model, store, adapters)
+    with open(path, "rb") as file:
+        if file.readline(len(FORMAT) + 1) != f"{FORMAT}\n".encode():
+            raise ValueError("path: got a file of another format, needs a file that save() wrote")
+        try:
+            header = json.loads(file.readline())
+            identity = {name: header[name] for name in expected}
+            digests = [[bytes.fromhex(digest) for digest in group] for group in header["blocks"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise _damaged(error) from error
+        for name, value in expected.items():
+            if identity[name] != value:
+                raise ValueError(f"path: got KV of another {name}, needs KV of this model in its current state")
+        try:
+            groups = [
+                {digest: unpack(_next(file, layout), digest, layout) for digest in group}
+                for group, layout in zip(digests, layouts, strict=True)
+            ]
+        except (ValueError, struct.error) as error:
+            raise _damaged(error) from error
+    for group, blocks in enumerate(groups):
+        store.evicted.add(group, blocks)
+    return sum(map(len, groups))
 
 
 def _next(file: IO[bytes], layout: Layout) -> bytes:

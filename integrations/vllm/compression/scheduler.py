@@ -33,7 +33,7 @@ from ..api import (
 )
 from ..reasons import chain_reasons, clipping_reasons, first_reason
 from .options import ASKED, CompressionOptions
-from .steps import CompressionStep, Packing
+from .steps import Packing
 
 
 @dataclass
@@ -268,7 +268,10 @@ class Compression:
             self.plans[each.request_id].stay_exact()
 
     def finish_step(self, output: Any) -> None:
-        """Add to a step's output the blocks that workers pack, and the queries that they save for presses."""
+        """Add to a step's output the prompts that workers pack before its forward pass, and the queries that they save.
+
+        `pc_queries` has for each request the number of last rows of its chunk whose queries a press will read.
+        """
         queries = {}
         for name in self.plans.keys() & output.num_scheduled_tokens.keys():
             plan, count = self.plans[name], output.num_scheduled_tokens[name]
@@ -276,9 +279,7 @@ class Compression:
             rows = min(self.scheduler.requests[name].num_computed_tokens - first, count)
             if plan.state == "waiting" and first < plan.tokens and rows > 0:
                 queries[name] = rows
-        if self._packings or queries:
-            output.pc_compression = CompressionStep(self._packings, queries)
-            self._packings = []
+        output.pc_packings, output.pc_queries, self._packings = self._packings, queries, []
         self._is_stuck = bool(self._stalled) and not output.num_scheduled_tokens
 
     def release(self, request: Any) -> None:

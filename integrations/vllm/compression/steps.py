@@ -28,15 +28,3 @@ class Packing(NamedTuple):
     tail: int | None
     peer: str | None
     by_head: bool
-
-
-class CompressionStep(NamedTuple):
-    """Work of one step: prompts to pack before its forward pass, and queries to save during it.
-
-    Attributes:
-        packings: The prompts to pack, in this order.
-        queries: For each request, the number of last rows of its chunk whose queries a press will read.
-    """
-
-    packings: list[Packing]
-    queries: dict[str, int]

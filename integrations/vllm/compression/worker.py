@@ -22,7 +22,7 @@ from ....triton_ops import gather_slots, scatter_slots, sparse_gap_attention
 from ...presses import QUERIES, SCORES, WINDOW, choose
 from ..api import call_around_update
 from ..scheduler_output import entering_requests
-from .steps import CompressionStep, Packing
+from .steps import Packing
 
 TURN_BYTES = 128 << 20
 """The memory that scoring may use at once. A single layer may need more."""
@@ -123,7 +123,7 @@ def _as_rows(layers: dict[str, Any]) -> CacheRows:
 
 @dataclass
 class Compressor:
-    """Compression in one worker's model runner. Each step's `CompressionStep` says what to do.
+    """Compression in one worker's model runner. Each step's output says what to do; see `Compression.finish_step`.
 
     Attributes:
         runner: vLLM's model runner.
@@ -152,9 +152,8 @@ class Compressor:
             for of_request in (self.saved, self.tables, self.holes):
                 of_request.pop(name, None)
         self.holes |= {name: (ids.index(0), ids.count(0)) for name, ids in entering.items() if 0 in ids}
-        step: CompressionStep | None = getattr(output, "pc_compression", None)
         self._spans, self._by_head = [], None
-        for packing in step.packings if step is not None else ():
+        for packing in getattr(output, "pc_packings", ()):
             saved = self.saved.pop(packing.request_id, {})
             write_table(self.runner, packing)
             num_packed = len(packing.targets)
@@ -171,12 +170,11 @@ class Compressor:
 
         It finds the rows whose queries presses will read, the holes of requests, and requests with tables by head.
         """
-        step: CompressionStep | None = getattr(output, "pc_compression", None)
-        self._spans, end = [], 0
-        for name in names if step is not None and step.queries else ():
+        queries, self._spans, end = getattr(output, "pc_queries", {}), [], 0
+        for name in names if queries else ():
             end += output.num_scheduled_tokens[name]
-            if name in step.queries:  # type: ignore[union-attr]
-                self._spans.append((name, end - step.queries[name], end))  # type: ignore[union-attr]
+            if name in queries:
+                self._spans.append((name, end - queries[name], end))
         self._unseen = {name for cache in self.caches for name in cache.layers} if self._spans else set()
         self._holes = [(0, 0) if name in self.tables else self.holes.get(name, (0, 0)) for name in names]
         counts = [output.num_scheduled_tokens[name] for name in names] if self.tables else []

@@ -7,8 +7,9 @@ the texts of requests that have ended since the first request with `pc_explain`.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from ....cache.observe.explain import Explanation, Source, explain_from
 from ....cache.observe.history import ENTRY_BYTES, TOKEN_BYTES, Ended, Latest
 from ....cache.table import Ids
 from ..api import token_ids
-from .jumps import GapJumps
+from .jumps import Jumps
 from .moved import moved_from
 
 ASKED = "pc_explain"
@@ -55,22 +56,16 @@ def why_not_explained(scheduler: Any) -> str:
     return ""
 
 
-class GroupBlocks:
-    """The cached blocks of one of vLLM's groups.
+def find_blocks(pool: Any, group: int, names: Mapping[bytes, bytes], digests: Words) -> Ids:
+    """Return the blocks of one of vLLM's groups that hold an explained prompt, -1 where they are not cached.
 
-    `names` maps our hashes of the explained prompt to vLLM's own. vLLM's hashes of other texts are unknown. `find`
-    reports blocks of other texts as cached, with block number 0.
+    `names` maps our hashes of the prompt to vLLM's own. vLLM's hashes of other texts are unknown, so blocks of other
+    texts are reported as cached, with number 0.
     """
-
-    def __init__(self, pool: Any, group: int, names: dict[bytes, bytes]) -> None:
-        self._pool, self._group, self._names = pool, group, names
-
-    def find(self, digests: Words) -> Ids:
-        """Return the blocks of the explained prompt, -1 where they are not cached."""
-        names = [self._names.get(digest) for digest in split_digests(digests)]
-        found = [name and self._pool.get_cached_block(name, [self._group]) for name in names]
-        cached = (block[0].block_id if block else -1 for block in found)
-        return np.array([0 if name is None else block for name, block in zip(names, cached, strict=True)], np.int32)
+    known = [names.get(digest) for digest in split_digests(digests)]
+    found = [name and pool.get_cached_block(name, [group]) for name in known]
+    cached = (block[0].block_id if block else -1 for block in found)
+    return np.array([0 if name is None else block for name, block in zip(known, cached, strict=True)], np.int32)
 
 
 class Misses:
@@ -83,12 +78,12 @@ class Misses:
         self._groups = groups_of(scheduler) or (FullAttention(),)
         self._ended: Latest[Ended] = Latest(TOKEN_BYTES * len(self._pool.blocks))
 
-    def explain(self, request: Any, jumps: GapJumps | None) -> Explanation:
+    def explain(self, request: Any, jumps: Jumps | None) -> Explanation:
         """Return how far the prompt of a request that is not admitted yet is cached, and why no further."""
         tokens, keys = array("I", token_ids(request)), _keys_of(request)
         digests = split_digests(self._hasher.hash_blocks(tokens, keys))
         names = dict(zip(digests, request.block_hashes, strict=False))
-        find = [GroupBlocks(self._pool, group, names).find for group in range(len(self._groups))]
+        find = [partial(find_blocks, self._pool, group, names) for group in range(len(self._groups))]
         others = [other for other in self._scheduler.requests.values() if other.request_id != request.request_id]
         texts: list[tuple[Ended, Hashable]] = [(entry, None) for entry, _ in self._ended]
         texts += [(self._text_of(other), other.request_id) for other in others]
@@ -97,7 +92,7 @@ class Misses:
         if found.reason == "evicted" and compression is not None and request.block_hashes[block] in compression.freed:
             found = replace(found, reason="compressed", there=None)
         if jumps is not None:  # the jumps have an index of text that moved
-            moved = jumps.find_moved(request, found.matched, {})
+            moved = jumps.contents.find(request, found.matched, {})
             found = replace(found, moved_tokens=sum(piece.end - piece.begin for piece in moved))
         return found
 

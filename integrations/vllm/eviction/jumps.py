@@ -1,15 +1,18 @@
-"""Prefill that jumps over cached blocks after a gap. Their KV is exact: a block's hash covers all tokens before it.
+"""Prefill that jumps over cached blocks after a gap, and over text that moved (`moved`).
 
 vLLM reuses only a leading run of cached blocks. If blocks in between were evicted, the later runs are pinned when the
-request is admitted. Its chunk ends where the gap ends, and the next step continues after the run. A worker only
-sees a request with more computed tokens, so workers need no change.
+request is admitted. Their KV is exact, because a block's hash covers all tokens before it. The request's chunk ends
+where the gap ends, and the next step continues after the run. A worker only sees a request with more computed tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
+
+import numpy as np
 
 from ..api import (
     KVCacheBlocks,
@@ -17,22 +20,24 @@ from ..api import (
     RequestStatus,
     find_cached,
     group_ending,
+    logger,
     token_ids,
 )
 from ..reasons import chain_reasons, clipping_reasons, first_reason
-
-MIN_TOKENS = 64
-"""The shortest run worth jumping over. A jump ends a chunk and may cost an extra step. Other running requests
-share that step."""
+from .moved import MIN_TOKENS, Contents, CopiedSpan, moved_from
 
 
-class GapJumps:
-    """The later runs of cached blocks of each request, pinned from its admission until they join its block table.
+class Jumps:
+    """The later runs of cached blocks of each request, and its text that is cached elsewhere.
 
-    A pinned block has one more reference. The block table takes that reference over, or the request's end drops it.
+    They are pinned from the request's admission on. A pinned block has one more reference. The block table takes over
+    the reference to a run. The reference to a source of moved text is dropped when the step that copies it is sent.
+    The request's end drops all others.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, cannot_move: str) -> None:
+        self.cannot_move = cannot_move
+        """Why text that moved is not reused, or ""."""
         self._cache = scheduler.kv_cache_manager
         self._manager = self._cache.coordinator.single_type_managers[0]
         self._pool = self._cache.block_pool
@@ -43,9 +48,13 @@ class GapJumps:
         self._requests = scheduler.requests
         self._sends_anew = scheduler.use_v2_model_runner
         self._allocate_slots = self._cache.allocate_slots
-        self._planned: tuple[Any, dict[int, Any], list[Any]] | None = None
+        self.contents = Contents(self._pool, self._size)
+        self._planned: tuple[Any, dict[int, Any], list[CopiedSpan]] | None = None
         self.pinned: dict[str, dict[int, Any]] = {}
         """The blocks that each request will jump over, by their place in its block table, ascending."""
+        self.pieces: dict[str, list[CopiedSpan]] = {}
+        """The text that each request will skip because it is cached elsewhere, ascending."""
+        self._moving: dict[str, list[CopiedSpan]] = {}  # pieces to copy in the next step
         self._unsent: dict[str, list[Any]] = {}  # blocks added by jumps that no worker knows yet
         self.num_jumped_tokens = self.num_moved_tokens = 0
 
@@ -54,15 +63,20 @@ class GapJumps:
         """The tokens that were skipped, by the names of counters that `..metrics` describes."""
         return {"jumped_tokens": self.num_jumped_tokens, "moved_tokens": self.num_moved_tokens}
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether the chunk of a running request may have to end early."""
-        return bool(self.pinned)
+    def follow(self) -> None:
+        """Index the text of blocks from now on, or log why text that moved is not reused."""
+        if self.cannot_move:
+            logger.warning_once("text that moved is not reused under %s", self.cannot_move)
+        else:
+            self.contents.follow()
 
     def holds(self) -> Iterator[Any]:
         """Yield the pinned blocks, each as often as it is pinned."""
         for pins in self.pinned.values():
             yield from pins.values()
+        for pieces in (*self.pieces.values(), *self._moving.values()):
+            for piece in pieces:
+                yield from piece.blocks
 
     def plan(self, request: Any, num_computed: int, anywhere: bool = False) -> bool:
         """Find a request's later runs and, with `anywhere`, its moved text; return whether there is any.
@@ -74,23 +88,22 @@ class GapJumps:
             first, rest = divmod(num_computed, self._size)
             # Runner V2 gets media only with a new request, and then none of computed tokens.
             runs = {} if rest or (self._sends_anew and request.mm_features) else self._behind(request, first)
-            pieces = self.find_moved(request, num_computed, runs) if anywhere else []
+            pieces = self.contents.find(request, num_computed, runs) if anywhere else []
             self._planned = (request, runs, pieces) if runs or pieces else None
         return self._planned is not None
 
-    def find_moved(self, request: Any, num_computed: int, runs: dict[int, Any]) -> list[Any]:
-        """Return pieces of a prompt, after its hit and between later runs, that are cached elsewhere. Here: none."""
-        return []
-
-    def _planned_for(self, request: Any) -> tuple[dict[int, Any], list[Any]]:
+    def _planned_for(self, request: Any) -> tuple[dict[int, Any], list[CopiedSpan]]:
         """Return the planned runs and moved text of a request, if `plan` was called for it last."""
         planned = self._planned
         return planned[1:] if planned is not None and planned[0] is request else ({}, [])
 
     def clip(self, request: Any, num_computed: int, num_new: int) -> int:
-        """Return the number of tokens of a chunk that come before the next run."""
-        runs = self._planned_for(request)[0] or self.pinned.get(request.request_id)
-        return min(num_new, next(iter(runs)) * self._size - num_computed) if runs else num_new
+        """Return the number of tokens of a chunk that come before the next run or piece."""
+        runs, pieces = self._planned_for(request)
+        runs = runs or self.pinned.get(request.request_id, {})
+        pieces = pieces or self.pieces.get(request.request_id, [])
+        ends: list[int] = [number * self._size for number in [*runs][:1]] + [piece.begin for piece in pieces[:1]]
+        return min(num_new, *(end - num_computed for end in ends)) if ends else num_new
 
     def _behind(self, request: Any, first: int) -> dict[int, Any]:
         """Return the runs of cached blocks after the uncached block `first` and before the last token's block."""
@@ -118,9 +131,34 @@ class GapJumps:
         return find_cached(self._pool, request.block_hashes[number] + self._group)
 
     def allocate(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        """Allocate slots, in place of vLLM's method. Pin planned runs first; add blocks of past jumps to the result."""
-        runs, _ = self._planned_for(request)
+        """Allocate slots, in place of vLLM's method.
+
+        Pin planned runs, and the source blocks of pieces that fit. Add blocks of past jumps to the result.
+        """
+        runs, found = self._planned_for(request)
         self._planned = None
+        pieces = self._fitting(request, list(runs.values()), found, **kwargs) if found else []
+        for piece in pieces:
+            self._pool.touch(piece.blocks)
+        new = self._allocate(request, runs, num_new_tokens, *args, **kwargs)
+        if new is None:
+            self._unpin(pieces)
+        elif pieces:
+            self.pieces[request.request_id] = pieces
+        return new
+
+    def _fitting(self, request: Any, runs: list[Any], found: list[CopiedSpan], **kwargs: Any) -> list[CopiedSpan]:
+        """Return the first pieces whose sources fit next to the whole request and the blocks of its runs."""
+        room, held = self._room(request, runs, **kwargs), set(map(id, runs))
+        for count, piece in enumerate(found):
+            room -= sum(block.ref_cnt == 0 and id(block) not in held for block in piece.blocks)
+            if room < 0:
+                return found[:count]
+            held.update(map(id, piece.blocks))
+        return found
+
+    def _allocate(self, request: Any, runs: dict[int, Any], num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        """Pin the runs of a request that fit, and return its new blocks."""
         if runs:
             blocks = list(runs.values())
             if not kwargs.get("full_sequence_must_fit") or self._room(request, blocks, **kwargs) >= 0:
@@ -138,6 +176,11 @@ class GapJumps:
             return KVCacheBlocks(([*unsent, *new.blocks[0]],))
         return new
 
+    def _unpin(self, pieces: list[CopiedSpan]) -> None:
+        """Release the source blocks of pieces."""
+        for piece in pieces:
+            self._pool.free_blocks(reversed(piece.blocks))
+
     def _room(self, request: Any, blocks: list[Any], **kwargs: Any) -> int:
         """Return how many blocks a whole request leaves free. vLLM's own check would count pinned blocks twice."""
         lead = kwargs["new_computed_blocks"].blocks[0]
@@ -147,11 +190,36 @@ class GapJumps:
         return int(self._pool.get_num_free_blocks() - need)
 
     def start_step(self) -> None:
-        """Let requests jump over a run if the gap before it is computed, or will be in the running step."""
+        """Let requests jump over runs and pieces if the tokens before are computed, or will be in the running step."""
         for name, pins in list(self.pinned.items()):
             self._jump(self._requests[name], pins)
             if not pins:
                 del self.pinned[name]
+        self.contents.enter_published()
+        for name, pieces in list(self.pieces.items()):
+            self._move(self._requests[name], pieces)
+            if not pieces:
+                del self.pieces[name]
+
+    def _move(self, request: Any, pieces: list[CopiedSpan]) -> None:
+        """Let a request skip the piece at its position, which workers then copy."""
+        name, (begin, end, *_) = request.request_id, pieces[0]
+        if request.num_computed_tokens != begin:
+            return
+        if begin // self._size < moved_from(request):
+            self._rename(request, begin // self._size)
+        request.num_computed_tokens = end
+        self._moving.setdefault(name, []).append(pieces.pop(0))
+        self._unsent.setdefault(name, [])
+        self.num_moved_tokens += end - begin
+        self._count(request, end - begin)
+
+    def _rename(self, request: Any, number: int) -> None:
+        """Give a request's blocks from `number` on new hashes, which no prompt has."""
+        exact = request.block_hashes[number]
+        request.block_hashes[number:] = [sha256(b"pc.moved" + exact).digest()[: len(exact)]]
+        request.update_block_hashes()
+        request.pc_moved_from = number
 
     def _jump(self, request: Any, pins: dict[int, Any]) -> None:
         """Let a request skip the cached run at its position: add the blocks to its table, and count the tokens."""
@@ -191,11 +259,24 @@ class GapJumps:
             stats.hits += tokens
 
     def finish_step(self, output: Any) -> None:
-        """Record which blocks were sent. Send requests that have jumped to runner V2 as new requests."""
+        """Record which blocks were sent, and name the slots that workers copy and rotate.
+
+        Requests that have jumped are sent to runner V2 as new requests.
+        """
         for name in self._unsent.keys() & output.num_scheduled_tokens.keys():
             del self._unsent[name]
             if self._sends_anew:  # runner V2 counts computed tokens itself, and reads the count of a new request only
                 self._send_anew(output, self._requests[name])
+        moves = []
+        for name in self._moving.keys() & output.num_scheduled_tokens.keys():
+            pieces = self._moving.pop(name)
+            table = np.array([block.block_id for block in self._manager.req_to_blocks[name]], np.int64)
+            for piece in pieces:
+                at = np.arange(piece.begin, piece.end)
+                moves.append((piece.slots, table[at // self._size] * self._size + at % self._size, piece.deltas))
+            self._unpin(pieces)  # their next owner writes to them in a later step
+        if moves:
+            output.pc_moves = moves
 
     def _send_anew(self, output: Any, request: Any) -> None:
         """Replace a request's part of the step by a new request, with all of its blocks and computed tokens."""
@@ -208,11 +289,13 @@ class GapJumps:
             del column[at]
 
     def release(self, request: Any) -> None:
-        """Unpin the blocks of a request that is preempted or has ended."""
-        self._unsent.pop(request.request_id, None)
-        pins = self.pinned.pop(request.request_id, None)
+        """Unpin the blocks and sources of a request that is preempted or has ended."""
+        name = request.request_id
+        self._unsent.pop(name, None)
+        pins = self.pinned.pop(name, None)
         if pins:
             self._pool.free_blocks(reversed(pins.values()))
+        self._unpin(self.pieces.pop(name, []) + self._moving.pop(name, []))
 
 
 def why_no_jumps(scheduler: Any) -> str:

@@ -25,46 +25,14 @@ from ....cache.runs import MovedSpan
 from ....cache.table import Ids
 from ...hints import extra_args
 from ..api import FullAttentionSpec, block_hash, token_ids
-from .jumps import MIN_TOKENS, GapJumps
+
+MIN_TOKENS = 64
+"""The shortest run or piece worth jumping over. A jump ends a chunk and may cost an extra step. Other running requests
+share that step."""
 
 LEAD = 16
 """Tokens at the beginning of a piece that are computed, since they depend most on the text before them. With 32 tokens,
 SmolLM2's answers after a changed beginning diverged no less."""
-
-
-class Contents:
-    """vLLM's blocks that have a hash, in the form of a pool that a `ContentIndex` can read.
-
-    An entry is valid while its block has the hash that the block had when it was entered.
-    """
-
-    def __init__(self, pool: Any) -> None:
-        self.num_blocks = len(pool.blocks)
-        self.hasher = SimpleNamespace(new=sha256)
-        self.taken_at = np.zeros(self.num_blocks, np.int64)
-        self.prefix_length = np.zeros(self.num_blocks, np.int32)
-        self.table = self
-        self._blocks = pool.blocks
-        self._keys: list[bytes | None] = [None] * self.num_blocks
-
-    def index_of(self, ids: Ids) -> Ids:
-        """Return the indices of blocks in the arrays. An index is the block's number."""
-        return ids
-
-    def lists(self, block: int) -> bool:
-        """Return whether a block still holds the text that was entered."""
-        key = self._keys[block]
-        return key is not None and block_hash(self._blocks[block]) == key
-
-    def contains(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        """Return, for each of several blocks, whether it still holds the text that was entered."""
-        return np.fromiter(map(self.lists, ids.tolist()), np.bool_, ids.size)
-
-    def enter(self, ids: Ids, keys: list[bytes | None], first: int) -> None:
-        """Enter blocks with their hashes; the first is number `first` of its sequence."""
-        self.prefix_length[ids] = np.arange(first + 1, first + 1 + ids.size)
-        for block, key in zip(ids.tolist(), keys, strict=True):
-            self._keys[block] = key
 
 
 class CopiedSpan(NamedTuple):
@@ -79,21 +47,41 @@ class CopiedSpan(NamedTuple):
     """The blocks that hold these slots."""
 
 
-class MovedJumps(GapJumps):
-    """Jumps over gaps, and over text that is cached elsewhere."""
+class Contents:
+    """The texts of vLLM's blocks that have a hash, found by content from the first call of `follow` on.
 
-    def __init__(self, scheduler: Any) -> None:
-        super().__init__(scheduler)
-        self._contents = Contents(self._pool)
+    `ContentIndex` reads this object as its pool. An entry is valid while its block has the hash that the block had when
+    it was entered.
+    """
+
+    def __init__(self, pool: Any, block_size: int) -> None:
+        self._pool, self._size = pool, block_size
         self._index: ContentIndex | None = None
         self._pending: list[tuple[Ids, list[bytes | None], int, int, array[int], bytes, bool]] = []
-        self._pieces: dict[str, list[CopiedSpan]] = {}  # pieces that each request has not reached yet
-        self._moving: dict[str, list[CopiedSpan]] = {}  # pieces to copy in the next step
+        self.num_blocks = len(pool.blocks)
+        self.hasher = SimpleNamespace(new=sha256)
+        self.taken_at = np.zeros(self.num_blocks, np.int64)
+        self.prefix_length = np.zeros(self.num_blocks, np.int32)
+        self.table = self
+        self._keys: list[bytes | None] = [None] * self.num_blocks
+
+    def index_of(self, ids: Ids) -> Ids:
+        """Return the indices of blocks in the arrays. An index is the block's number."""
+        return ids
+
+    def lists(self, block: int) -> bool:
+        """Return whether a block still holds the text that was entered."""
+        key = self._keys[block]
+        return key is not None and block_hash(self._pool.blocks[block]) == key
+
+    def contains(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Return, for each of several blocks, whether it still holds the text that was entered."""
+        return np.fromiter(map(self.lists, ids.tolist()), np.bool_, ids.size)
 
     def follow(self) -> None:
         """Index the text of blocks from now on. It costs time and 180 bytes per block, so a request must ask first."""
         if self._index is None:
-            self._index = ContentIndex(self._contents, self._size)  # type: ignore[arg-type]
+            self._index = ContentIndex(self, self._size)  # type: ignore[arg-type]
             self._pool.contents = self
 
     def published(self, request: Any, blocks: list[Any], first: int, last: int) -> None:
@@ -110,24 +98,22 @@ class MovedJumps(GapJumps):
                 tokens = array("I", token_ids(request)[begin * self._size : end * self._size])
                 self._pending.append((ids, keys, begin, before, tokens, root, end == border))
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether the chunk of a running request may have to end early."""
-        return bool(self.pinned or self._pieces)
+    def enter_published(self) -> None:
+        """Index the blocks that were published before this step, because their KV is written now."""
+        for ids, keys, first, before, tokens, root, exact in self._pending:
+            self.prefix_length[ids] = np.arange(first + 1, first + 1 + ids.size)
+            for block, key in zip(ids.tolist(), keys, strict=True):
+                self._keys[block] = key
+            assert self._index is not None
+            self._index.add(ids, before, tokens, root, exact)
+        self._pending.clear()
 
-    def holds(self) -> Iterator[Any]:
-        """Yield the pinned blocks, each as often as it is pinned."""
-        yield from super().holds()
-        for pieces in (*self._pieces.values(), *self._moving.values()):
-            for piece in pieces:
-                yield from piece.blocks
-
-    def find_moved(self, request: Any, num_computed: int, runs: dict[int, Any]) -> list[CopiedSpan]:
-        """Return pieces of a prompt, after its hit and between later runs, that are cached elsewhere. See `follow`."""
+    def find(self, request: Any, num_computed: int, runs: dict[int, Any]) -> list[CopiedSpan]:
+        """Return pieces of a prompt that are cached elsewhere, between its hit, later runs and its last token."""
         return [] if self._index is None else list(self._find(request, num_computed, runs))
 
     def _find(self, request: Any, num_computed: int, runs: dict[int, Any]) -> Iterator[CopiedSpan]:
-        """Yield the pieces of a prompt that are cached elsewhere. They lie between runs and omit the last token."""
+        """Yield the pieces of a prompt that are cached elsewhere. See `find`."""
         root, size, last = _root(request), self._size, request.num_tokens - 1
         if root is None or request.sampling_params is None or _asks_for_rows(request):
             return
@@ -157,90 +143,6 @@ class MovedJumps(GapJumps):
             deltas = np.repeat([match.delta for match in matches], [len(match.slots) for match in matches])[LEAD:]
             blocks = [self._pool.blocks[number] for number in np.unique(slots // self._size).tolist()]
             yield CopiedSpan(begin, end, slots, deltas, blocks)
-
-    def clip(self, request: Any, num_computed: int, num_new: int) -> int:
-        """Return the number of tokens of a chunk that come before the next run or piece."""
-        pieces = self._planned_for(request)[1] or self._pieces.get(request.request_id)
-        allowed = super().clip(request, num_computed, num_new)
-        return min(allowed, pieces[0].begin - num_computed) if pieces else allowed
-
-    def allocate(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        """Allocate like `GapJumps.allocate`. Also pin the source blocks of pieces that fit beside the whole request."""
-        planned, found = self._planned_for(request)
-        pieces: list[CopiedSpan] = []
-        if found:
-            runs = list(planned.values())
-            room, held = self._room(request, runs, **kwargs), set(map(id, runs))
-            for piece in found:
-                room -= sum(block.ref_cnt == 0 and id(block) not in held for block in piece.blocks)
-                if room < 0:
-                    break
-                held.update(map(id, piece.blocks))
-                pieces.append(piece)
-        for piece in pieces:
-            self._pool.touch(piece.blocks)
-        new = super().allocate(request, num_new_tokens, *args, **kwargs)
-        if pieces and new is not None:
-            self._pieces[request.request_id] = pieces
-        elif pieces:
-            self._unpin(pieces)
-        return new
-
-    def _unpin(self, pieces: list[CopiedSpan]) -> None:
-        """Release the source blocks of pieces."""
-        for piece in pieces:
-            self._pool.free_blocks(reversed(piece.blocks))
-
-    def start_step(self) -> None:
-        """Let requests jump over a run or piece that they have reached."""
-        super().start_step()
-        for ids, keys, first, before, tokens, root, exact in self._pending:
-            self._contents.enter(ids, keys, first)
-            assert self._index is not None
-            self._index.add(ids, before, tokens, root, exact)
-        self._pending.clear()
-        for name, pieces in list(self._pieces.items()):
-            request, piece = self._requests[name], pieces[0]
-            if request.num_computed_tokens != piece.begin:
-                continue
-            if piece.begin // self._size < moved_from(request):
-                self._rename(request, piece.begin // self._size)
-            request.num_computed_tokens = piece.end
-            self._moving.setdefault(name, []).append(piece)
-            self._unsent.setdefault(name, [])
-            self.num_moved_tokens += piece.end - piece.begin
-            self._count(request, piece.end - piece.begin)
-            if len(pieces) > 1:
-                self._pieces[name] = pieces[1:]
-            else:
-                del self._pieces[name]
-
-    def _rename(self, request: Any, number: int) -> None:
-        """Give a request's blocks from `number` on new hashes, which no prompt has."""
-        exact = request.block_hashes[number]
-        request.block_hashes[number:] = [sha256(b"pc.moved" + exact).digest()[: len(exact)]]
-        request.update_block_hashes()
-        request.pc_moved_from = number
-
-    def finish_step(self, output: Any) -> None:
-        """Add to the step the slots that workers copy and rotate."""
-        super().finish_step(output)
-        moves = []
-        for name in self._moving.keys() & output.num_scheduled_tokens.keys():
-            pieces = self._moving.pop(name)
-            table = np.array([block.block_id for block in self._manager.req_to_blocks[name]], np.int64)
-            for piece in pieces:
-                at = np.arange(piece.begin, piece.end)
-                moves.append((piece.slots, table[at // self._size] * self._size + at % self._size, piece.deltas))
-            self._unpin(pieces)  # their next owner writes to them in a later step
-        if moves:
-            output.pc_moves = moves
-
-    def release(self, request: Any) -> None:
-        """Unpin the blocks and sources of a request that is preempted or has ended."""
-        super().release(request)
-        for pieces in (self._pieces.pop(request.request_id, []), self._moving.pop(request.request_id, [])):
-            self._unpin(pieces)
 
 
 def moved_from(request: Any) -> int:

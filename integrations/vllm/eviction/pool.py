@@ -37,7 +37,7 @@ class PolicyBlockPool(BlockPool):
     fresh_numbers: list[int] | None = None
     """Blocks allocated since the scheduler last read this list; None if the scheduler does not read it."""
     contents: Any = None
-    """The `MovedJumps` that indexes the text of blocks; None until a request asks for moved text."""
+    """The `Contents` that index the text of blocks; None until a request asks for moved text."""
 
     def touch(self, blocks: Sequence[Any]) -> None:
         """Reference the cached blocks that a request found."""

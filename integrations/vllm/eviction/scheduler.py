@@ -17,8 +17,8 @@ from ..metrics import COUNTERS, PolicyCounts
 from ..reasons import can_serve
 from .chunks import make_chunks
 from .explaining import ASKED, Misses, why_not_explained
-from .jumps import GapJumps, why_no_jumps
-from .moved import MovedJumps, why_no_moves
+from .jumps import Jumps, why_no_jumps
+from .moved import why_no_moves
 from .pool import PolicyBlockPool, install_policy
 from .waiting import WaitingPrefixes
 
@@ -66,7 +66,7 @@ class PolicyScheduler(HookedScheduler):
         self.clips = self.chunks is not None or self.jumps is not None
         self.compression: Compression | None = None
         """The compression of prompts; None until a request asks for it."""
-        self._parts: list[Compression | GapJumps] = [] if self.jumps is None else [self.jumps]
+        self._parts: list[Compression | Jumps] = [] if self.jumps is None else [self.jumps]
         """The collaborators that act before and after each step, in their order before a step."""
         self._allocate_slots = self.kv_cache_manager.allocate_slots
         announce(vllm_config)
@@ -81,7 +81,7 @@ class PolicyScheduler(HookedScheduler):
             return False
         return True
 
-    def _make_jumps(self) -> GapJumps | None:
+    def _make_jumps(self) -> Jumps | None:
         """Return the jumps over gaps and moved text that the engine allows, or None. Log what it does not allow.
 
         The log is a warning if the user asked for the feature.
@@ -89,16 +89,13 @@ class PolicyScheduler(HookedScheduler):
         log = logger.info_once if self._reuse in ("", "prefix") else logger.warning_once
         if not can_serve("eviction.gap", self, why_no_jumps, "what is cached behind a gap is not reused", log):
             return None
-        self._cannot_move = "" if available("eviction.anywhere", scheduler=self) else "this release of vLLM"
-        self._cannot_move = self._cannot_move or why_no_moves(self)
-        if self._cannot_move:
-            log = logger.warning_once if self._reuse == "anywhere" else logger.info_once
-            log("text that moved is not reused under %s", self._cannot_move)
-            return GapJumps(self)
-        moved = MovedJumps(self)
+        served = available("eviction.anywhere", scheduler=self)
+        jumps = Jumps(self, why_no_moves(self) if served else "this release of vLLM")
         if self._reuse == "anywhere":
-            moved.follow()
-        return moved
+            jumps.follow()
+        elif jumps.cannot_move:
+            logger.info_once("text that moved is not reused under %s", jumps.cannot_move)
+        return jumps
 
     def add_request(self, request: Any) -> None:
         """Add a request, and read its hint and options. An invalid hint is logged and ignored."""
@@ -114,10 +111,7 @@ class PolicyScheduler(HookedScheduler):
                 logger.warning("pc_reuse of request %s: got %.100r, needs one of %s", request.request_id, asked, known)
                 asked = "prefix"
             if asked == "anywhere" and self.jumps is not None:
-                if isinstance(self.jumps, MovedJumps):
-                    self.jumps.follow()
-                else:
-                    logger.warning_once("text that moved is not reused under %s", self._cannot_move)
+                self.jumps.follow()
             self._reuse_asked[request.request_id] = asked
         hint, readable = read_or_warn(request, request.request_id, logger)
         self._counts["unreadable_hints"] += not readable
@@ -180,7 +174,7 @@ class PolicyScheduler(HookedScheduler):
         if self.chunks is not None:
             return self.chunks.clip(request, num_computed_tokens, allowed)
         jumps, admits = self.jumps, request.num_computed_tokens == 0
-        if jumps is None or not (admits or jumps.is_busy):
+        if jumps is None or not (admits or jumps.pinned or jumps.pieces):
             return allowed
         reuse = self._reuse_asked.get(request.request_id, self._reuse)
         if admits and reuse != "prefix" and jumps.plan(request, num_computed_tokens, reuse == "anywhere"):

@@ -20,7 +20,6 @@ from vllm_exact import ExactEngine, following
 from pc.integrations import seam
 from pc.integrations import vllm as adapter
 from pc.integrations.vllm import api, features
-from pc.integrations.vllm.eviction.jumps import GapJumps
 
 OURS = Path(adapter.__file__).parent
 PARTS = ("eviction.gap", "eviction.anywhere", "eviction.chunks", "eviction.explain")
@@ -124,7 +123,7 @@ def parts_of(scheduler):
     jumps = scheduler.jumps
     found = {
         "eviction.gap": jumps is not None,
-        "eviction.anywhere": jumps is not None and type(jumps) is not GapJumps,
+        "eviction.anywhere": jumps is not None and not jumps.cannot_move,
         "eviction.explain": scheduler._misses is not None,
     }
     return ["eviction", *(name for name, there in found.items() if there)]

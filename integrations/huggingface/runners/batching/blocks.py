@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 from copy import copy
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -70,13 +70,6 @@ class SharedStore(PromptStore):
         )
 
 
-class Held(NamedTuple):
-    """A request that was admitted. Forks share the `requests` of the first one."""
-
-    requests: PromptRequests
-    prompt: Prompt  # without an allocation in a fork
-
-
 class ScheduledBlocks:
     """The cache of one session in place of transformers' `PagedAttentionCache`. Only the session's thread calls it."""
 
@@ -110,7 +103,7 @@ class ScheduledBlocks:
         self.refused: list[Any] = []
         self.scheduled: set[Hashable] = set()
         self.arrived: set[str] = set()
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, Prompt] = {}  # admitted requests; a fork has no allocation
         self._deferred: set[str] = set()
         self._rows: list[tuple[Prompt, int, int]] = []
         self._copies: list[tuple[int, Pairs]] = []
@@ -125,8 +118,8 @@ class ScheduledBlocks:
         """Stop publishing for running requests if the model has changed. Called before and after each pass."""
         if not self._unchanged():
             self._unchanged = self._watch()
-            for held in self._held.values():
-                held.requests.stale = True  # nothing more is published
+            for prompt in self._held.values():
+                prompt.owner.stale = True  # nothing more is published
 
     def begin(self) -> None:
         """Start a schedule."""
@@ -150,7 +143,7 @@ class ScheduledBlocks:
 
     def others_hold(self) -> bool:
         """Return whether other sessions hold blocks that this session does not hold."""
-        tables = [held.prompt.blocks.tables for held in self._held.values()]
+        tables = [prompt.blocks.tables for prompt in self._held.values()]
         mine = {(group, block) for own in tables for group, table in enumerate(own) for block in table.tolist()}
         return bool(self.manager.stats().held_blocks > sum(block >= 0 for _, block in mine))
 
@@ -183,7 +176,7 @@ class ScheduledBlocks:
             return False
         if state.request_id not in self._held:
             self._start(state, state.initial_tokens)
-        blocks = self._held[state.request_id].prompt.blocks
+        blocks = self._held[state.request_id].blocks
         if not blocks.hold(_tokens(state, blocks.held, state.current_len() + request_len)):
             self.refused.append(state)
             return False
@@ -205,13 +198,13 @@ class ScheduledBlocks:
         write_index: list[list[int]],
     ) -> None:
         """Add a request to the step. `pack` computes the slots of all requests together."""
-        self._rows.append((self._held[request_id].prompt, past_length, query_length))
+        self._rows.append((self._held[request_id], past_length, query_length))
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
         """Publish the complete blocks of a request."""
-        held = self._held.get(state.request_id)
-        if held is not None and not held.requests.stale:
-            blocks, length = held.prompt.blocks, state.current_len()
+        prompt = self._held.get(state.request_id)
+        if prompt is not None and not prompt.owner.stale:
+            blocks, length = prompt.blocks, state.current_len()
             if any(self.manager.commit(blocks.request_id, length)):
                 # The step that read the replaced blocks has ended, and a second commit frees them at once.
                 self.manager.commit(blocks.request_id, length)
@@ -221,7 +214,7 @@ class ScheduledBlocks:
         self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: dict[str, tuple[list[int], list[int]]]
     ) -> list[str]:
         """Fork a request: start requests that share all of its blocks. The first write to a shared block copies it."""
-        (requests, prompt), length = self._held[src_state.request_id], src_state.current_len()
+        prompt, length = self._held[src_state.request_id], src_state.current_len()
         blocks = prompt.blocks
         if blocks.held > length:
             self.manager.rollback(blocks.request_id, blocks.held - length)
@@ -230,8 +223,8 @@ class ScheduledBlocks:
         for request_id in dst_req_ids:
             fork = copy(prompt)
             fork.request_id, fork.allocation = f"{self.number} {request_id}", None
-            fork.blocks = requests.branch(blocks, fork.request_id)
-            self._held[request_id] = Held(requests, fork)
+            fork.blocks = prompt.owner.branch(blocks, fork.request_id)
+            self._held[request_id] = fork
         return list(dst_req_ids)
 
     def perform_cache_copy(self, copy_src_and_dst: dict[str, tuple[list[int], list[int]]]) -> None:
@@ -239,9 +232,9 @@ class ScheduledBlocks:
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """End a request, if it was started. Its complete blocks stay published in every case."""
-        held = self._held.pop(request_id, None)
-        if held is not None:
-            held.requests.end(held.prompt.request_id)
+        prompt = self._held.pop(request_id, None)
+        if prompt is not None:
+            prompt.owner.end(prompt.request_id)
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
         """End every request of the session."""
@@ -257,9 +250,8 @@ class ScheduledBlocks:
 
     def blocks_needed(self, request_id: str, past_length: int, query_length: int) -> int:
         """Return the most blocks per group that a request's next tokens need, including one for a copy."""
-        held = self._held.get(request_id)
-        size = self.manager.block_size
-        have = 0 if held is None else -(-held.prompt.blocks.held // size)
+        prompt, size = self._held.get(request_id), self.manager.block_size
+        have = 0 if prompt is None else -(-prompt.blocks.held // size)
         return max(-(-(past_length + query_length) // size) - have, 0) + 1
 
     def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
@@ -287,14 +279,13 @@ class ScheduledBlocks:
         requests = PromptRequests(self.shared, keys, getattr(state, "salt", None))
         prompt = Prompt(f"{self.number} {state.request_id}", np.array(prompt_ids, np.int64), 0, [0])
         requests.admit(prompt)
-        self._held[state.request_id] = Held(requests, prompt)
+        prompt.owner, self._held[state.request_id] = requests, prompt
         return prompt
 
     def _take_back(self, request_id: str) -> None:
         """Cancel the search of a request that got no room for its first token."""
-        held = self._held.get(request_id)
-        if held is not None:
-            prompt = held.prompt
+        prompt = self._held.get(request_id)
+        if prompt is not None:
             if prompt.allocation is not None:
                 self.shared.take_back(len(prompt.tokens), prompt.allocation.num_cached_tokens)
             self.free_blocks(request_id)

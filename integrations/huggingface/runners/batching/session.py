@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ...api import (
-    BatchManager,
-    BatchProcessor,
+    ContinuousBatchingManager,
+    ContinuousBatchProcessor,
     ModelInStep,
     OffloadingManager,
     RequestState,
@@ -26,6 +26,7 @@ from ...api import (
     make_scheduler,
     plain_processor,
     plain_start,
+    serve_batches,
     share_prefixes,
     update_cb_config_after_cache_creation,
     without_masks,
@@ -136,7 +137,7 @@ class Offloading(OffloadingManager):  # type: ignore[misc]
         self.scheduler.add_waiting_request(again)
 
 
-class Processor(BatchProcessor):  # type: ignore[misc]
+class Processor(ContinuousBatchProcessor):  # type: ignore[misc]
     """Transformers' processor, with batches that run over blocks."""
 
     def __init__(self, **arguments: Any) -> None:
@@ -184,7 +185,7 @@ class Processor(BatchProcessor):  # type: ignore[misc]
         self.scheduler.block_new_requests = False
 
 
-class Session(BatchManager):  # type: ignore[misc]
+class Session(ContinuousBatchingManager):  # type: ignore[misc]
     """Transformers' manager of continuous batching, over a model's blocks."""
 
     def __init__(
@@ -306,6 +307,9 @@ class Session(BatchManager):  # type: ignore[misc]
             scheduler=scheduler,
             distributed_helper=self.distributed_helper,
         )
+
+
+serve_batches(Processor, Session)
 
 
 def _warn_of_options(settings: Any, warned: set[str]) -> None:

@@ -334,7 +334,7 @@ def test_packing_of_a_trained_model_costs_less_than_a_tenth_of_the_prefill(model
     def timed(self, output):
         started = time.process_time()
         begin(self, output)
-        if getattr(output, "pc_compression", None) is not None and output.pc_compression.packings:
+        if getattr(output, "pc_packings", ()):
             seconds.append(time.process_time() - started)
 
     monkeypatch.setattr(worker.Compressor, "begin_step", timed)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 from vllm_exact import ASYNC, BLOCK, RUNNERS, ExactEngine, following, prompt, random_traffic
 
-from pc.integrations.vllm.eviction import moved
+from pc.integrations.vllm.eviction import jumps
 from pc.integrations.vllm.eviction.moved import LEAD
 
 
@@ -116,7 +116,7 @@ def test_random_traffic(runner_v2, asynchronous, seed):
 
 def test_renamed_blocks_are_what_keeps_others_off(monkeypatch):
     """Otherwise the tests above could not fail."""
-    monkeypatch.setattr(moved.MovedJumps, "_rename", lambda *_: None)
+    monkeypatch.setattr(jumps.Jumps, "_rename", lambda *_: None)
     engine, text = ExactEngine(200, reuse="anywhere"), prompt(300)
     run(engine, "first", prompt(20, 1) + text)
     tokens = prompt(37, 2) + text
