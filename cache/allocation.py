@@ -32,7 +32,8 @@ class BaseAllocation:
         wait_for: Id of a request that is computing the next block of this prompt now, or None. The caller may wait for
             its commit and allocate again, which saves the work. Continuing at once is right too.
         junction: Length in tokens of the longest hit of the attention layers, if recurrent states allow only a shorter
-            one; else None. After a `CacheManager.checkpoint` at this length, the next such prompt can start from it.
+            one; else None. After a `CacheManager.checkpoint` at this length, a later prompt with these tokens can
+            start there.
         moved: Spans of tokens that are cached elsewhere, ascending; only with `reuse="anywhere"`. Before this step
             computes anything, the caller must copy their KV to `MovedSpan.targets` with keys rotated by `delta`
             positions (`pc.move_slots`). They are not in `compute_spans`. Their blocks are held until the next commit.

@@ -86,7 +86,7 @@ def checkpoint(state: ManagerState, request_id: Hashable, num_tokens: int, group
 
 
 def _compute_digests(state: ManagerState, request: Request, last: int) -> None:
-    """Compute the missing hashes among those of a request's first `last` blocks."""
+    """Compute the hashes of a request's first `last` blocks that it does not have yet."""
     if last <= len(request.digests):
         return
     chain = request.chain

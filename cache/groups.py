@@ -135,8 +135,8 @@ class Recurrent(Group):
     """State-space layers, whose whole past is one state of fixed size.
 
     The engine owns the state with which a request computes. A block of this group is a copy of the state at the end of
-    a block of tokens. `CacheManager.checkpoint` allocates it where a forward pass left a state. A hit needs the state
-    at its end. `num_blocks` is the number of states that are kept.
+    a block of tokens. `CacheManager.checkpoint` allocates it, and the caller copies the state to it. A hit needs the
+    state at its end. `num_blocks` is the number of states that are kept.
 
     Examples:
         >>> manager = pc.CacheManager(16, block_size=4, groups=[pc.FullAttention(), pc.Recurrent(num_blocks=4)])

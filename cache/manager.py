@@ -210,10 +210,10 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
                 one. "anywhere": also reuse text behind the prefix that is cached at another position or behind other
                 text, with the same keys and salt (`Allocation.moved`). Such KV is approximate. From there on, blocks
                 get different hashes, so that no request with "prefix" or "gap" ever finds them. "anywhere" needs one
-                group of full attention. It finds only blocks that were published after the first such request, and no
+                group of full attention. It finds only blocks published after the first such call, and no
                 blocks of a prompt with a `KeyAt`.
-            priority: Policies that use priorities keep blocks with a priority above 0 longer. It also holds for the
-                blocks of the answer.
+            priority: Policies that use priorities keep blocks with a priority above 0 longer. The priority
+                also holds for the blocks of the answer.
             ttl: Seconds for which the priority holds. None: until evicted.
             num_tokens: Allocate blocks for only this many tokens of the prompt, or for the cached tokens if these are
                 more. `append` allocates blocks for the next tokens. None: for all.

@@ -82,7 +82,7 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Number of all known tokens, with those of the prompt that have no blocks yet."""
+        """Number of all known tokens, including the prompt's tokens that have no blocks yet."""
         return len(self.tokens) + (len(self.pending) if self.pending else 0)
 
     def snapshot(self) -> tuple[Request, int, tuple[Any, ...]]:

@@ -168,7 +168,7 @@ class HashTable:
         index = ids.astype(np.intp)
         self.slot_of[index] = at
         self.slot_of[index.take(rest)] = -1
-        return self._put_each(ids, digests, rest.tolist())  # in a full pool, a tenth of the blocks is left for this
+        return self._put_each(ids, digests, rest.tolist())  # in a full pool, these are a tenth of the blocks
 
     def _put_each(self, ids: Ids, digests: Words, rows: Iterable[int]) -> Ids | None:
         """Add the blocks in some rows one by one; see `put`."""

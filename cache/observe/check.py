@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check(state: ManagerState) -> None:
-    """Assert every invariant of requests, and then those of each pool."""
+    """Assert the invariants of all requests and of all pools."""
     size, running = state.block_size, state.running
     assert state.snapshot is None, "a verb was left in the middle"
     assert {r.writing: i for i, r in running.items() if r.writing is not None} == state.writers, "a lost writer"

@@ -255,7 +255,7 @@ def _as_array(tokens: array[int]) -> Tokens:
 
 
 def _known(source: Source, hasher: BlockHasher, prompt: Known) -> Iterator[Known]:
-    """Yield all remembered texts, oldest first, and those of running requests."""
+    """Yield the texts of a source as `Known`: remembered texts, oldest first, and texts of running requests."""
     size = source.block_size
     behind = {digest: prompt.tokens[: (i + 1) * size] for i, digest in enumerate(split_digests(prompt.digests))}
     for (keys, before, own, committed), request_id in source.texts:
@@ -265,7 +265,7 @@ def _known(source: Source, hasher: BlockHasher, prompt: Known) -> Iterator[Known
                 continue  # the request that computed the earlier text is forgotten
             text = np.concatenate((behind[before], text))
         moved = approximate_from(keys)
-        if moved is not None:  # from there on KV is approximate, and no prompt has such hashes
+        if moved is not None:  # the KV behind it is approximate, and a prompt has other hashes
             keys, text, committed = keys._replace(placed=()), text[:moved], min(committed, moved)
         digests = hasher.hash_blocks(array("I", text.tobytes()), keys)
         behind.update({digest: text[: (i + 1) * size] for i, digest in enumerate(split_digests(digests))})

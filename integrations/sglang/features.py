@@ -100,7 +100,7 @@ def enable(*names: str, fallback: str = "raise") -> None:
     Args:
         *names: Keys of `FEATURES`.
         fallback: "warn": if the installed SGLang cannot serve a feature, SGLang's own code serves its names, and a
-            warning in the log says why. "raise": such a feature is refused.
+            warning in the log says why. "raise": the feature is refused.
 
     Raises:
         ValueError: A name is not a feature, or `fallback` is unknown. Nothing has been registered.

@@ -89,7 +89,7 @@ class StepBuilder:
         step.plans = {kind: self._plan(step, kind, None) for kind in self.kinds}
 
     def window_slots(self, slots: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the slots in the windowed layers' pool for tokens with these slots; None if there is no such pool."""
+        """Translate tokens' slots to slots in the windowed layers' pool; return None if there is no such pool."""
         if slots is None or not hasattr(self.pool, "translate_loc_from_full_to_swa"):
             return None
         translated: torch.Tensor = self.pool.translate_loc_from_full_to_swa(slots)

@@ -755,7 +755,7 @@ def become_stock(scheduler: Any) -> None:
 
 
 def preempt(scheduler: Any, request: Any) -> None:
-    """Preempt a running request that was taken from the scheduler's list."""
+    """Preempt a request that the caller has removed from the scheduler's list of running requests."""
     scheduler._preempt_request(request, time.monotonic())
 
 
@@ -917,7 +917,7 @@ def replace_pooling(runner: Any, pool: Callable[..., Any]) -> Callable[..., Any]
 
 
 def pool_prefix_hits(decide: Callable[[Any], bool]) -> None:
-    """Let pooling requests that return a row for each token read prefix hits, which vLLM disables for such requests.
+    """Let pooling requests that return a row for each token read prefix hits, which vLLM itself does not allow.
 
     Args:
         decide: Called with the model's configuration. Returns whether its requests may read hits.

@@ -100,7 +100,7 @@ def enable(*names: str, fallback: str = "warn") -> None:
     Args:
         *names: Keys of `FEATURES`.
         fallback: With "warn", a feature that the installed vLLM cannot serve stays off, and a warning in vLLM's log
-            says why; vLLM runs as without it. "raise" refuses such a feature.
+            says why; vLLM runs as without it. With "raise", the feature is refused.
 
     Raises:
         ValueError: A name is no feature or needs one that is off, or `fallback` is unknown; nothing has been enabled.

@@ -2,7 +2,7 @@
 
 The scheduler runs in a separate process, which writes its counters into files of Prometheus' client library. The
 process that serves /metrics reads the files of all schedulers that it started, on one machine. A server with several
-API processes names a folder for such files (PROMETHEUS_MULTIPROC_DIR), and the scheduler then writes there.
+API processes names a folder for the files of all of them (PROMETHEUS_MULTIPROC_DIR), and the scheduler writes there.
 """
 
 from __future__ import annotations

@@ -123,7 +123,10 @@ class HazardModel:
             self._factor_events += np.bincount(factor, weight, FACTORS)
 
     def _fit_rates(self) -> None:
-        """Compute rates as occurrences over exposure, shrunk towards those of all strata, and these towards a prior."""
+        """Compute the rates of strata: occurrences over exposure, shrunk towards the rates of all strata together.
+
+        The rates of all strata together are shrunk towards a prior.
+        """
         events, exposure = self._events.sum(axis=0), self._exposure.sum(axis=0)
         prior = AGE_PRIOR * WIDTHS  # falls with age, because an age never seen must not look good
         pooled = (events + prior * 0.05 / (EDGES[:AGES] + 300)) / (exposure + prior)

@@ -3,8 +3,8 @@
 All heads of all layers are packed at once. For this the KV cache is read and written as rows of one key and one value.
 
 If heads have different budgets, each head has its own block table. A block is then divided into pages, one for each KV
-head. The attention of such a request is computed twice, first with the whole batch and then for each head. So the
-results of other requests do not change.
+head. Attention of a request with such tables is computed twice, first with the whole batch and then for each head.
+So the results of other requests do not change.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ class RequestChunks:
 class OffloadPolicy(CachePolicy):
     """An `eviction_policy` for vLLM's CPU tier. `policy_class` makes the class for a policy's name.
 
-    Chunks of running requests are evicted only if those of ended requests are not enough, starting with the oldest
-    request.
+    Chunks of running requests are evicted only if the chunks of ended requests are not enough. The chunks of the oldest
+    running request then come first.
     """
 
     policy_name: ClassVar[str] = "default"

@@ -94,7 +94,7 @@ class OmniPrefixCacheManager:
 
         Raises:
             OmniPrefixCacheUnmatchError: Rows fit neither the step nor the earlier rows of a name.
-            OmniPrefixCacheStagingTimeoutError: Too many steps wait to be taken, and none was taken in time.
+            OmniPrefixCacheStagingTimeoutError: Too many steps wait to be read, and none was read in time.
         """
         count, counts = num_tokens_unpadded, self._counts
         requests = self._view.batch_req_ids()
@@ -184,7 +184,7 @@ class OmniPrefixCacheManager:
                     saved.rows = error
 
     def materialize(self, step_id: int, req_ids: Sequence[str]) -> Any:
-        """Return the outputs of a step for each request, once: its rows, preceded by those of a hit.
+        """Return the outputs of a step for each request, once: its rows, preceded by the rows of its hit.
 
         Returns:
             Hidden states `[num_tokens, hidden_size]` in host memory by request (None if none are kept), and the other
