@@ -113,25 +113,25 @@ def _make_room(
     Raises:
         OutOfBlocks: There are too few blocks for all of them together. Nothing has changed.
     """
-    more, requests, seen, positions = 0, list[Request](), list[Request](), list[tuple[Request, int]]()
+    new_blocks, requests, with_tail, positions = 0, list[Request](), list[Request](), list[tuple[Request, int]]()
     for request, end in growths:
-        more += -(-end // state.block_size) - request.num_blocks
+        new_blocks += -(-end // state.block_size) - request.num_blocks
         requests.append(request)
         if request.check_tail:
-            seen.append(request)
-        if not state.prefix_only:  # no query before this position is left to compute
+            with_tail.append(request)
+        if not state.prefix_only:  # all queries before this position are computed
             positions.append((request, min(request.committed, request.computed, max(request.length, end) - 1)))
     for group, (pool, spec) in enumerate(zip(state.pools, state.groups, strict=True)):
-        count, available = 0 if spec.holds_states else more, pool.available
-        for tail, holders in Counter([_seen_tail(state, request, group) for request in seen]).items() if seen else ():
+        count, available = 0 if spec.holds_states else new_blocks, pool.available
+        for tail, holders in Counter([_partial_block(state, r, group) for r in with_tail]).items() if with_tail else ():
             if tail >= 0:
                 others = pool.ref_count.item(tail) - 1
                 # The last holder to append keeps the block, unless it is published, or kept (`_replace_shared`).
                 copied = pool.table.lists(tail) or (others and state.offloading)
                 count += holders if copied else min(holders, others)
         if positions and count > available:
-            left = np.concatenate([state.behind_window(request, group, position)[1] for request, position in positions])
-            blocks, times = np.unique(left, return_counts=True)
+            behind = [state.behind_window(request, group, position)[1] for request, position in positions]
+            blocks, times = np.unique(np.concatenate(behind), return_counts=True)
             available += np.count_nonzero(pool.ref_count[blocks] == times)
         if count > available:
             raise OutOfBlocks(count, int(available))
@@ -141,7 +141,7 @@ def _make_room(
             state.leave_window(request, group, position)
 
 
-def _seen_tail(state: ManagerState, request: Request, group: int) -> int:
+def _partial_block(state: ManagerState, request: Request, group: int) -> int:
     """Return the number of a request's last block if it is partly filled and so may be shared; else -1."""
     first, filled = divmod(len(request.tokens), state.block_size)
     return request.tables[group].item(first) if filled else -1
@@ -156,7 +156,7 @@ def _grow(state: ManagerState, request: Request, end: int) -> list[Pairs]:
     old_blocks, num_blocks = request.num_blocks, -(-end // state.block_size)
     copies: list[Pairs] = [[] for _ in state.pools]
     for group, (pool, spec) in enumerate(zip(state.pools, state.groups, strict=True)):
-        tail = _seen_tail(state, request, group) if request.check_tail else -1
+        tail = _partial_block(state, request, group) if request.check_tail else -1
         if tail >= 0:
             source = -1
             if pool.table.lists(tail) or pool.ref_count.item(tail) > 1:

@@ -174,7 +174,7 @@ class RequestGhosts:
 
     @staticmethod
     def _read(places: Numbers, now: int) -> GhostRecord:
-        """Decode places as `remember` writes them. A serial is stored in few bits and is relative to `now`."""
+        """Decode places as `remember` writes them. They have the low bits of a serial; `now` gives the others."""
         value = (places & LOW).astype(np.int64)
         age = (now - (value >> 4)) & ((1 << SERIAL_BITS) - 1)
         return GhostRecord(now - age, value >> 1 & 7, value & 1)

@@ -110,7 +110,7 @@ def resume_as_exact(honest, state, request_id):
 
 BUGS = {
     "a window is released too early": [(ManagerState, "behind_window", release_early)],
-    "partly filled blocks are never copied": [(append, "_seen_tail", lambda *_: -1)],
+    "partly filled blocks are never copied": [(append, "_partial_block", lambda *_: -1)],
     "a fork goes on in place": [(append, "_replace_shared", lambda *_: (0, 0))],
     "shared blocks are not counted": [(BlockPool, "share", lambda *_: None)],
     "a salt is forgotten": [(pc.cache.manager, "encode_keys", lambda *_: NO_KEYS)],
