@@ -112,9 +112,9 @@ def too_few(count: int) -> RuntimeError:
     Examples:
         >>> from pc.cache.policies import too_few
         >>> too_few(2)
-        RuntimeError('victims: lacks 2 blocks of those asked for, needs as many as were released')
+        RuntimeError('victims: got a count 2 above the number of released blocks, needs at most that number')
     """
-    return RuntimeError(f"victims: lacks {count} blocks of those asked for, needs as many as were released")
+    return RuntimeError(f"victims: got a count {count} above the number of released blocks, needs at most that number")
 
 
 def compact_together(queues: Iterable[RunQueue], num_blocks: int) -> None:

@@ -309,5 +309,5 @@ def make_cache(context: Any, sglangs: Any) -> Any:
     given += ["enable_hierarchical_cache"] if context.enable_hierarchical_cache else []
     given += ["enable_session_radix_cache"] if params.enable_session_radix_cache else []
     if given:
-        raise ValueError(f"{name}: got {', '.join(given)}, needs an engine without")
+        raise ValueError(f"{name}: got {', '.join(given)}, needs an engine without them")
     return create_unified_radix_cache(context, cache_class=PolicyRadixCache)
