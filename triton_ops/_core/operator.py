@@ -44,9 +44,6 @@ LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 P = ParamSpec("P")
 R = TypeVar("R")
 
-CPU_FUNCTIONS: dict[str, Callable[..., Any]] = {}
-"""By operator, the function that runs its calls in PyTorch on CPU tensors, also where kernels run on CPU tensors."""
-
 _ARGUMENT_TYPES: dict[object, tuple[str, str, tuple[type, ...]]] = {
     torch.Tensor: ("Tensor", "a tensor", (torch.Tensor,)),
     torch.Tensor | None: ("Tensor?", "a tensor or None", (torch.Tensor, type(None))),
@@ -107,8 +104,7 @@ def operator(
         else:
             find = launch_finder(_checked(check, build), check_values)
         on_device = _on_own_device(find, bind)
-        CPU_FUNCTIONS[name] = _bound(_finding(_checked(check, cpu)), bind)
-        on_cpu = _bound(find, bind) if KERNELS_ON_CPU else CPU_FUNCTIONS[name]
+        on_cpu = _bound(find if KERNELS_ON_CPU else _finding(_checked(check, cpu)), bind)
 
         @functools.wraps(fake)
         def checked_fake(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._core.operator import CPU_FUNCTIONS
 from . import oracle
 from .oracle import Expected, Near
 
@@ -310,21 +309,6 @@ def _slots(draw: _Draw, count: int, of: int) -> torch.Tensor:
     return slots
 
 
-def _as_in_pytorch(operator: str, call: dict[str, Any], written: Sequence[str] = ()) -> CaseCall:
-    """Return a call whose results must equal, bit for bit, those of the operator in PyTorch on CPU tensors."""
-    own = {
-        name: [tensor.clone() for tensor in value] if isinstance(value, list) else _cloned(value)
-        for name, value in call.items()
-    }
-    returned = CPU_FUNCTIONS[operator](**own)
-    returned = returned if isinstance(returned, (list, tuple)) else [] if returned is None else [returned]
-    return CaseCall(call, tuple(returned), {name: own[name] for name in written})
-
-
-def _cloned(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
 def _put(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """Return a copy of the cache with rows in their slots."""
     out = cache.clone()
@@ -344,9 +328,13 @@ def _write(
     caches = [_cache(draw, (5, size, heads, head_dim), kept, 16) for _ in range(2)]
     slots, names = _slots(draw, tokens, 5 * size), ("key_cache", "value_cache")
     call = {"key": sides[0], "value": sides[1], **dict(zip(names, caches, strict=True)), "slot_mapping": slots}
+    rows = sides
     if cache_dtype is not None:
-        call |= {"k_scale": draw.uniform(heads) * 0.02 + 0.01, "v_scale": draw.uniform(1) * 0.02 + 0.01}
-    return _as_in_pytorch("reshape_and_cache", call, names)
+        scales = (draw.uniform(heads) * 0.02 + 0.01, draw.uniform(1) * 0.02 + 0.01)
+        call |= {"k_scale": scales[0], "v_scale": scales[1]}
+        rows = [oracle.codes(side, scale, kept) for side, scale in zip(sides, scales, strict=True)]
+    written = [_put(cache, side, slots) for cache, side in zip(caches, rows, strict=True)]
+    return CaseCall(call, (), dict(zip(names, written, strict=True)))
 
 
 def _angles(positions: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
@@ -448,19 +436,37 @@ def _stores(draw: _Draw, num_blocks: int, size: int, dtype: torch.dtype) -> list
 def _moves(operator: str, dtype: torch.dtype) -> CaseCall:
     """Build a gather, scatter or copy; operators of lists take three caches, the others the one with loose strides."""
     draw, num_blocks, size = _Draw(operator), 9, 4
-    stores, several, by_slot = _stores(draw, num_blocks, size, dtype), operator.endswith("_list"), "slots" in operator
+    stores, several = _stores(draw, num_blocks, size, dtype), operator.endswith("_list")
     stores = stores if several else stores[2:]
-    name, index = ("slot_mapping", _slots(draw, 13, num_blocks * size)) if by_slot else (
+    name, index = ("slot_mapping", _slots(draw, 13, num_blocks * size)) if "slots" in operator else (
         "block_ids", _slots(draw, 6, num_blocks))  # fmt: skip
-    caches: dict[str, Any] = {"caches": stores} if several else {"cache": stores[0]}
+    flat = [store.flatten(0, 1) if "slots" in operator else store for store in stores]
     if operator.startswith("copy"):
-        ids = {"source_ids": torch.tensor([0, 3, 5, 8]), "target_ids": torch.tensor([1, 2, -1, 7])}
-        return _as_in_pytorch(operator, caches | ids, [*caches])
+        sources, targets = torch.tensor([0, 3, 5, 8]), torch.tensor([1, 2, -1, 7])
+        copies = []
+        for store in stores:
+            copy = store.clone()
+            copy[[1, 2, 7]] = store[[0, 3, 8]]
+            copies.append(copy)
+        ids = {"source_ids": sources, "target_ids": targets}
+        return CaseCall({"caches": stores} | ids, (), {"caches": copies}) if several else CaseCall(
+            {"cache": stores[0]} | ids, (), {"cache": copies[0]})  # fmt: skip
     if operator.startswith("gather"):
-        return _as_in_pytorch(operator, caches | {name: index})
-    packed = [_cache(draw, (len(index), *store.shape[1 + by_slot :]), dtype) for store in stores]
-    sources: dict[str, Any] = {"sources": packed} if several else {"source": packed[0]}
-    return _as_in_pytorch(operator, sources | caches | {name: index}, [*caches])
+        rows = []
+        for store in flat:
+            rows.append(store[index.clamp(min=0)].contiguous())
+            rows[-1][index < 0] = 0
+        return CaseCall({"caches" if several else "cache": stores if several else stores[0], name: index}, tuple(rows))
+    packed = [_cache(draw, (len(index), *store.shape[1:]), dtype) for store in flat]
+    copies = []
+    for store, new in zip(stores, packed, strict=True):
+        copy = store.clone()
+        target = copy.view(-1, *copy.shape[2:]) if "slots" in operator else copy
+        target[index[index >= 0]] = new[index >= 0]
+        copies.append(copy)
+    if several:
+        return CaseCall({"sources": packed, "caches": stores, name: index}, (), {"caches": copies})
+    return CaseCall({"source": packed[0], "cache": stores[0], name: index}, (), {"cache": copies[0]})
 
 
 def _join(operator: str, dtype: torch.dtype, placed: bool) -> CaseCall:
@@ -470,14 +476,26 @@ def _join(operator: str, dtype: torch.dtype, placed: bool) -> CaseCall:
     stores = stores if several else stores[2:]
     tables = draw.order(9).view(3, 3).int()
     tables[0, 1] = -1
+    starts = torch.tensor([0, *queries]).cumsum(0).int()
     news = [_cache(draw, (5, *store.shape[2:]), dtype) for store in stores]
-    call: dict[str, Any] = {"caches": stores, "news": news} if several else {"cache": stores[0], "new": news[0]}
-    call |= {"block_tables": tables, "seq_lens": torch.tensor(lens, dtype=torch.int32), "num_rows": sum(lens) + 2}
-    call["query_start_loc"] = torch.tensor([0, *queries]).cumsum(0).int()
+    places = [torch.arange(length - count, length) for length, count in zip(lens, queries, strict=True)]
     if placed:
         places = [draw.some(length, count) for length, count in zip(lens, queries, strict=True)]
-        call["new_positions"] = torch.cat(places).int()
-    return _as_in_pytorch(operator, call)
+    joined = []
+    for store, new in zip(stores, news, strict=True):
+        out, begin = torch.zeros(sum(lens) + 2, *store.shape[2:], dtype=dtype), 0
+        for i, length in enumerate(lens):
+            for t in range(length):
+                number = int(tables[i, t // size])
+                out[begin + t] = store[number, t % size] if number >= 0 else 0
+            out[begin + places[i]] = new[starts[i] : starts[i + 1]]
+            begin += length
+        joined.append(out)
+    call: dict[str, Any] = {"block_tables": tables, "seq_lens": torch.tensor(lens, dtype=torch.int32)}
+    call |= {"query_start_loc": starts, "num_rows": sum(lens) + 2}
+    call["new_positions"] = torch.cat(places).int() if placed else None
+    sides = {"caches": stores, "news": news} if several else {"cache": stores[0], "new": news[0]}
+    return CaseCall(call | sides, tuple(joined))
 
 
 def _flash_append(dtype: torch.dtype) -> CaseCall:

@@ -190,3 +190,9 @@ def rotated(
     cos, sin = angles.real.to(dtype)[:, None], angles.imag.to(dtype)[:, None]
     out[..., first + left], out[..., first + right] = a * cos - b * sin, b * cos + a * sin
     return out
+
+
+def codes(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return x `[tokens, heads, width]` / scale in the nearest code of a quantized dtype, saturated."""
+    scaled = x.float() / scale.float().view(-1, 1)
+    return scaled.round().clamp(-128, 127).to(dtype) if dtype == torch.int8 else scaled.clamp(-448, 448).to(dtype)
