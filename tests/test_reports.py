@@ -309,6 +309,7 @@ def patch(monkeypatch: pytest.MonkeyPatch, name: str, factor: float) -> None:
     (monkeypatch.setitem if isinstance(owner, dict) else monkeypatch.setattr)(owner, attribute, scaled)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", [*OWNERS, "code"])
 def test_replaced_functions_are_noticed(model: Any, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     with enabled(model, disk=tmp_path):
@@ -516,42 +517,6 @@ def test_drafts_from_hidden_states_of_the_whole_prompt(layers: int, monkeypatch:
 
 def document_of(handle: Any, budget: float = 0.2, **options: Any) -> CompressedDocument:
     return handle.compress(CONTEXT, budget=budget, **options)
-
-
-# transformers: prompt lookup passes the whole text again in its first pass.
-@pytest.mark.parametrize("options", [{"prompt_lookup_num_tokens": 3}, {"prompt_lookup_num_tokens": 3, "num_beams": 1}])
-def test_prompt_lookup_over_a_document(options: dict[str, Any]) -> None:
-    model = changed_models.build(eos_token_id=None)
-    text = torch.cat([prompt(20), prompt(20)[:, :13]], 1)
-    with enabled(model) as handle:
-        document = handle.compress(text, budget=1.0)
-        for seed in range(3):
-            ids = torch.cat([text, prompt(3, 100 + seed), text[:, 5:9]], 1)
-            with document:
-                found = model.generate(ids, max_new_tokens=20, **options)
-            assert torch.equal(found, plain(model, input_ids=ids, max_new_tokens=20, **options))
-
-
-# The same kind: an option that is not known to work with a document is refused by name.
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("use_cache", False),
-        ("cache_implementation", "static"),
-        ("assistant_early_exit", 1),
-        ("inputs_embeds", torch.zeros(1, 3, 64)),
-        ("attention_mask", torch.ones(1, 209).tril(-1)),
-        ("position_ids", torch.zeros(1, 209, dtype=torch.long)),
-        ("custom_generate", lambda *_, **__: None),
-    ],
-)
-def test_options_that_no_document_serves_are_refused_by_name(model: Any, handle: Any, name: str, value: Any) -> None:
-    document = document_of(handle)
-    with document, pytest.raises(UnsupportedError, match=name):
-        model.generate(QUESTION, **{"max_new_tokens": 2, name: value})
-    assert handle.stats().document_calls == handle.stats().calls_served == 0
-    assert ask(model, document).sequences.shape == (1, 215)
-    assert handle.stats().document_calls == handle.stats().calls_served == 1
 
 
 # The same kind: deterministic caching, and models whose attention weights the caller asks for.

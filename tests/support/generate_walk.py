@@ -400,7 +400,7 @@ class Walk:
     refused: Counter[str] = field(default_factory=Counter)
     differing: list[str] = field(default_factory=list)
     tried: Counter[str] = field(default_factory=Counter)
-    fell_back: set[str] = field(default_factory=set)
+    not_served: set[str] = field(default_factory=set)  # options with which a call fell back or was refused
     answered: torch.Tensor | None = None
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
@@ -441,9 +441,10 @@ class Walk:
         self.tried.update(names)
         what = f"{self.about}: {' + '.join(names)} of {ids.shape[1]} tokens, seed {seed}"
         self._judge(what, want, got)
-        if sum(self.handle.stats().calls_handed_back.values()) > fell_back:
-            self.counts["fell back"] += 1
-            self.fell_back.add(" + ".join(names))
+        declined = sum(self.handle.stats().calls_handed_back.values()) > fell_back
+        self.counts["fell back"] += declined
+        if declined or (isinstance(got, Exception) and not isinstance(want, Exception)):
+            self.not_served.add(" + ".join(names))
         self.handle.manager.check()
         stats = self.handle.stats()
         # An assisted call that fails leaves a changed config in transformers itself: the twin's has then changed too.

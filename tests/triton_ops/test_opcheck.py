@@ -131,7 +131,7 @@ def _tensors(case: Case) -> tuple[torch.Tensor, ...]:
 
 def _paged() -> Calls:
     cases = (
-        _case(),
+        _case(dtype=torch.float16, value_dim=24),
         _case(head_major=True, dtype=torch.bfloat16, sinks=True, alibi=True),
         _case(lens=(), queries=()),
         _case(cache_dtype=torch.int8),

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import warnings
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
-from generate_cases import prompt
-from generate_walk import KINDS, OPTIONS, Walk, walk
+from generate_cases import CACHE, prompt
+from generate_walk import DOCUMENT, KINDS, OPTIONS, Walk, walk
 
 from pc.integrations.huggingface import api
 
@@ -20,21 +22,33 @@ NOT_SERVED = {
     *("positions_elsewhere", "contrastive", "assistant_early_exit"),  # the last one's drafts are calls within a call
 }
 """Options whose calls fall back to the model's own generate."""
+REFUSED = {
+    **{name: name for name in ("use_cache", "cache_implementation", "assistant_early_exit", "assistant_model")},
+    **dict.fromkeys(("padded_left", "padded_right", "mask_with_holes"), "attention_mask"),
+    **{"cache_of_own": CACHE, "filled_cache": CACHE, "own_loop": "custom_generate", "embeddings": "inputs_embeds"},
+    "positions_elsewhere": "position_ids",
+}
+"""Options that are refused over a document, and the argument that the error names first."""
 TOGETHER = ["streamer + use_cache", "padded_left + prefill_chunk_size", "prompt_lookup_num_tokens + prefill_chunk_size"]
 
 
-def test_each_option_of_generate_gives_the_same_cold_and_warm() -> None:
+@pytest.mark.quick
+@pytest.mark.parametrize("document", [False, True])
+def test_each_option_of_generate_gives_the_same_cold_and_warm(document: bool) -> None:
     found = Walk(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found.enable("Llama", {}, {}, documents=False)
+        found.enable("Llama", {}, {}, document)
         for number, name in enumerate([*OPTIONS, *TOGETHER]):
+            ids = torch.cat([found.text[:, :DOCUMENT], prompt(9, number)], 1) if document else prompt(40, number)
             for seed in range(2):
-                found.compare(prompt(40, number), name.split(" + "), seed)
+                found.compare(ids, name.split(" + "), seed)
+    alone = {name for name in found.not_served if " + " not in name}
     assert found.differing == []
-    alone = {name for name in found.fell_back if " + " not in name}
-    assert alone == NOT_SERVED or (api.look().disabled and alone > NOT_SERVED)  # of an older transformers
-    assert found.handle.stats().hit_tokens > 25 * len(OPTIONS)
+    assert {re.split(r"\W", reason)[0] for reason in found.refused} == ({*REFUSED.values()} if document else set())
+    if not api.look().disabled:  # by an older transformers
+        assert alone == ({*REFUSED} if document else NOT_SERVED)
+    assert document or found.handle.stats().hit_tokens > 25 * len(OPTIONS)
 
 
 def test_options_of_generate_give_the_same_over_a_cache() -> None:
