@@ -126,17 +126,16 @@ class Engine:
         if self._window_problem is not None:
             raise self._window_problem
 
-    def run(self, loop: Loop, calls: Calls, content: Content | None = None) -> tuple[Any, list[RequestReport]]:
+    def run(self, loop: Loop, content: Content | None = None) -> tuple[Any, list[RequestReport]]:
         """Run a loop over the cache and return its result and a report for each row.
 
         With the `content` of a compressed document, the loop reads the document. The caller must have passed the loop
         to `check`.
 
-        Warnings about tokens that could not be kept or read go to `calls`.
-
         Raises:
             UnsupportedError: The loop cannot be served; no token was computed.
         """
+        calls = self._calls
         if content is not None:
             return document.run(loop, self.store, content, self._options.chunk, calls)
         if self._steps is not None and self._packs(loop):

@@ -86,8 +86,8 @@ class _Growing:
             )
             if length:
                 buffer.narrow(2, 0, length).copy_(there)
-            own[f"_{name}_buffer"], own[f"_{name}_written"] = buffer, length
-        own[f"_{name}_written"] = max(own.get(f"_{name}_written", 0), end)
+            own[f"_{name}_buffer"] = buffer
+        own[f"_{name}_written"] = end
         buffer.narrow(2, length, tokens).copy_(new)
         grown: torch.Tensor = buffer.narrow(2, 0, end)
         own[name] = grown

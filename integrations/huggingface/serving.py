@@ -174,7 +174,7 @@ class Serving:
             engine.check(loop)
             content = self.documents.check(document, loop)
             with self._running.within(True), apart():
-                result, self.last_requests = engine.run(loop, self._calls, content)
+                result, self.last_requests = engine.run(loop, content)
             self._calls.serve(over_document=True)
             return result
 
@@ -300,7 +300,7 @@ class Serving:
             if not bypasses:
                 engine = self._identified(loop)
                 with self._running.within(True):
-                    result, reports = engine.run(loop, self._calls)
+                    result, reports = engine.run(loop)
         except Exception as error:
             if loop.answered:
                 raise
