@@ -120,7 +120,7 @@ def test_what_cannot_turn_is_refused_by_name(model_path):
     text = words(300, 1)
     with vllm_engine.engine(model_path("gpt2"), **OPTIONS) as (llm, _):
         scheduler = core_of(llm).scheduler
-        assert scheduler._cannot_move == "layer transformer.h.0.attn.attn, beside which is no rotary embedding"
+        assert scheduler.jumps.cannot_move == "layer transformer.h.0.attn.attn, beside which is no rotary embedding"
         exact = ask(llm, words(30, 3) + text, "prefix", salt="apart")
         ask(llm, words(40, 2) + text)
         torch.testing.assert_close(ask(llm, words(30, 3) + text), exact, atol=2e-4, rtol=0)
