@@ -23,16 +23,20 @@ class Seniority(pc.EvictionPolicy):
     BONUS = 400  # ticks of the pool's clock, which advances with every access and release
 
     def bind(self, pool):
+        """Prepare for a pool of a certain size."""
         super().bind(pool)
         self.waiting = np.zeros(len(pool.ref_count), bool)
 
     def accessed(self, ids, hit):
+        """Note that requests hold these blocks, so that they cannot be evicted."""
         self.waiting[ids] = False
 
     def released(self, ids):
+        """Note that no request holds these blocks any more."""
         self.waiting[ids] = True
 
     def victims(self, count):
+        """Return the `count` blocks to evict now."""
         ids = self.waiting.nonzero()[0].astype(np.int32)
         pool = self.pool
         age = pool.last_access[ids] + self.BONUS * np.minimum(pool.access_count[ids], 4)
@@ -41,9 +45,11 @@ class Seniority(pc.EvictionPolicy):
         return chosen
 
     def removed(self, ids):
+        """Note that these blocks left the cache without being chosen."""
         self.waiting[ids] = False
 
     def clear(self):
+        """Forget all blocks."""
         self.waiting[:] = False
 
 

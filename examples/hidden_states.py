@@ -24,6 +24,7 @@ class Talker(nn.Module):
         self.rnn = nn.GRU(width, 64, batch_first=True)
 
     def forward(self, hidden):
+        """Return a summary of the hidden states `[tokens, width]`."""
         return self.rnn(hidden[None])[1][0, 0]
 
 

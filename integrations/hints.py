@@ -141,6 +141,7 @@ def _is_retention(action: Any) -> bool:
 
 
 def _read_payload(payload: Any) -> Hint:
+    """Return the hint in the payload of one action. Raise TypeError or ValueError if it is invalid."""
     if not isinstance(payload, Mapping):
         raise TypeError(f"payload: got {type(payload).__name__}, needs a mapping")
     known = ("priority", "ttl", "token_ranges", "returns")
@@ -163,6 +164,7 @@ def _check_count(ranges: int) -> None:
 
 
 def _read_range(given: Any, priority: int | None, ttl: float | None) -> HintRange:
+    """Return one entry of `token_ranges`. `priority` and `ttl` replace its missing values."""
     if not isinstance(given, Mapping):
         raise TypeError(f"token_ranges: got {type(given).__name__}, needs mappings with start, end, priority, ttl")
     start, end = _value(given, "start", 0), _value(given, "end")

@@ -183,6 +183,7 @@ class PolicyPool:
 
 
 def _ids(numbers: Numbers) -> Ids:
+    """Return block numbers as an int32 array."""
     if isinstance(numbers, np.ndarray):
         return numbers
     ids: Ids = np.frombuffer(numbers if isinstance(numbers, array) else array("i", numbers), np.int32)

@@ -85,6 +85,7 @@ def build_merge_launch(
 
 
 def _run(launch: Launch, dtype: torch.dtype, args: tuple[torch.Tensor, ...]) -> Result:
+    """Launch the merge of four tensors and return out and lse."""
     out_a, lse_a, out_b, lse_b = args
     out = torch.empty(out_a.shape, dtype=dtype, device=out_a.device)
     lse = torch.empty(out_a.shape[:2], dtype=torch.float32, device=out_a.device)

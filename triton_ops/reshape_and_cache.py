@@ -105,6 +105,7 @@ def _build(args: Any) -> Callable[[Any], None]:
 
 
 def _run(launch: Launch, kv_heads: int, is_packed: bool, args: Any) -> None:
+    """Launch the cache write of a call."""
     if launch.programs[0] == 0:
         return
     key, slots = args.key, args.slot_mapping

@@ -112,6 +112,7 @@ class ScopedSetting:
             self._set(before)
 
     def _set(self, value: Any) -> None:
+        """Set or, with None, remove the value for the current thread or task."""
         others = {setting: other for setting, other in _VALUES.get().items() if setting is not self}
         _VALUES.set(others if value is None else others | {self: value})
 

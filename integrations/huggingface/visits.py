@@ -28,7 +28,7 @@ _entered = False  # whether a block is open in any thread; compiled forward pass
 
 
 class Visit:
-    """One `with document:` block."""
+    """One `with document:` block: its document, the thread and task that entered it, and whether it is open."""
 
     def __init__(self, document: Any) -> None:
         self.document, self.owner, self.open = document, _here(), True

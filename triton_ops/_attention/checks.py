@@ -54,6 +54,7 @@ def check_cache(
 
 
 def _check_scales(key_cache: torch.Tensor, device: torch.device, **scales: torch.Tensor | None) -> None:
+    """Check that a quantized cache has scales of the right size and dtype, and that another cache has none."""
     for name, scale in scales.items():
         if scale is None:
             if key_cache.dtype in QUANTIZED_DTYPES:
@@ -204,6 +205,7 @@ def check_attention_values(args: AttentionArgs) -> None:
 
 
 def _check_batch_values(args: AttentionArgs) -> None:
+    """Check the values of lengths, starts, tables, lists, trees and positions; see `check_attention_values`."""
     num_tokens = args.query.shape[0]
     num_blocks, block_size = args.key_cache.shape[0], args.block_size
     lens, starts = args.seq_lens.tolist(), args.query_start_loc.tolist()
@@ -247,6 +249,7 @@ def _check_batch_values(args: AttentionArgs) -> None:
 
 
 def _check_lists(lists: torch.Tensor, args: AttentionArgs, lens: list[int], starts: list[int]) -> None:
+    """Check that `query_blocks` names blocks of its sequence, ascending, then -1."""
     import numpy as np
 
     own = lists.cpu().numpy()[: starts[-1]]
@@ -279,6 +282,7 @@ def tree_bits(mask: torch.Tensor, num_keys: int) -> np.ndarray:
 
 
 def _check_tree(mask: torch.Tensor, args: AttentionArgs, starts: list[int]) -> None:
+    """Check that `tree_mask` has enough bits for each sequence and, if causal, lets no token see a later one."""
     import numpy as np
 
     for i, (begin, end) in enumerate(itertools.pairwise(starts)):
@@ -299,6 +303,7 @@ def _check_tree(mask: torch.Tensor, args: AttentionArgs, starts: list[int]) -> N
 
 
 def _check_prefix(prefixes: torch.Tensor, shortest: int, block_size: int) -> None:
+    """Check that all sequences have the same first blocks, and at least the tokens that these hold."""
     num_shared_blocks = prefixes.shape[1]
     if shortest < num_shared_blocks * block_size:
         needs = f"at most {shortest // block_size}, since a sequence is {shortest} long"

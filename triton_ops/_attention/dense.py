@@ -75,6 +75,7 @@ def _steps(dense: torch.Tensor, size: int) -> tuple[int, int, int]:
 
 
 def _blocks(dense: torch.Tensor, size: int, steps: tuple[int, int, int]) -> torch.Tensor:
+    """Return a view of dense keys or values as a cache of blocks of `size` tokens, with strides from `_steps`."""
     batch, length, *features = dense.shape
     step, per_sequence, per_block = steps
     count = (batch - 1) * per_sequence + (length // size - 1) * per_block + 1

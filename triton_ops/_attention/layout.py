@@ -1,6 +1,6 @@
 """The layout of a plan: one int32 tensor whose size depends only on shapes, so that a graph can refresh it in place.
 
-    header   [HEADER]                   number of work items, then the settings the plan was made for
+    header   [HEADER]                   number of work items, then the options for which the plan was built
     info     [num_rows, INFO]           columns INFO_FLAGS to INFO_LIVE
     items    [max_items, ITEM]          columns ITEM_ROW to ITEM_COUNT
     tiles    [num_rows, max_tiles]      the live tiles, ascending

@@ -127,6 +127,7 @@ def build_lists(args: AttentionArgs) -> ListLaunch:
 
 
 def _unite_constants(args: AttentionArgs, queries: int) -> dict[str, Any]:
+    """Return the constants for which the kernel that unites lists is compiled."""
     assert args.query_blocks is not None
     return {
         **constants(args.mask),

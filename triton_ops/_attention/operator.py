@@ -65,6 +65,7 @@ def _register(fake: Callable[P, Any], build: Build, with_lse: bool, **options: A
 
 
 def _doc_with_lse(function: Callable[..., object]) -> str:
+    """Return the docstring of an operator's twin, made from the operator's own."""
     name, sections = function.__name__, doc_sections(function.__doc__)
     sections[""] = f"`{name}`, and the log-sum-exp of each row's scores for `merge_attention`."
     sections["Returns"] = f"    out, as `{name}` returns it, {_LSE}"

@@ -32,6 +32,7 @@ _MADV_HUGEPAGE = 14
 
 
 def _find_madvise() -> Callable[[int, int, int], int] | None:
+    """Return the C library's madvise, or None where it does not exist."""
     if not sys.platform.startswith("linux"):
         return None
     try:

@@ -104,9 +104,9 @@ def forget_choices() -> None:
 
 
 class LaunchCache(Generic[T]):
-    """A cache of launches and other things that are built for calls.
+    """A cache of launches, or of other objects that are built once for all calls of a kind.
 
-    The key of an entry is the options of a call, and the metadata and alignments of its tensors.
+    The key of an entry is a call's options, and the metadata and alignments of its tensors.
 
     Recent calls are matched by TensorGuards, in C++. They compare all that torch's dispatcher looks at: classes,
     metadata, modes, transforms and gradients. Options are everything else that the launch depends on, such as which

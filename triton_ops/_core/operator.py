@@ -448,4 +448,5 @@ def _without_result(function: Callable[..., Any]) -> Callable[..., None]:
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
+    """Do nothing: the fake of an operator that writes to `out`."""
     return None

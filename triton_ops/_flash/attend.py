@@ -156,6 +156,7 @@ def _attend_heads(query: torch.Tensor, keys: PagedKV, args: FlashArgs, scales: S
 
 
 def _attend_window(query: torch.Tensor, keys: PagedKV, args: FlashArgs, left: int, right: int, scales: Scales) -> Any:
+    """Attend to the keys from `left` before to `right` after each query, with one operator."""
     if _needs_holes(keys, query):
         keys = with_holes(keys)
     return _build_window(keys, args, query.shape[-1], left, right)(query, keys, args, scales)

@@ -86,6 +86,7 @@ def check_kernels(
 
 
 def _check(case: Case, device: torch.device) -> Row:
+    """Run a case twice and return its row: the first call builds a launch, and the second reuses it."""
     begin = time.perf_counter()
     error, allowed, problem = 0.0, 0.0, ""
     try:
@@ -104,6 +105,7 @@ def _check(case: Case, device: torch.device) -> Row:
 
 
 def _off(error: float) -> str:
+    """Return an error as words for a problem."""
     return f"off by {error:.2g}" if math.isfinite(error) else "of another shape or dtype, or no number"
 
 

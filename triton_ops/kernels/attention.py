@@ -98,7 +98,10 @@ def _zero_padding(tensors, num_seqs, num_tokens, kv_head, traits, tile):
 def _zero_padding_once(
     tensors, num_seqs, num_tokens, kv_head, decode_queries, traits, tile, GRID_HEADS: tl.constexpr, DECODE: tl.constexpr
 ):
-    """Call `_zero_padding` in only one of a call's launches, from each KV head's first split and row tile."""
+    """Call `_zero_padding` in only one launch of a call: the decode if there is one, otherwise the prefill.
+
+    The programs of the first split and row tile of each KV head share the work.
+    """
     zeroes = (tl.program_id(1) < GRID_HEADS) & (tl.program_id(2) == 0)
     if not DECODE:
         zeroes = zeroes & (decode_queries == 0)

@@ -28,9 +28,9 @@ def _join_map_kernel(
     num_seqs, num_rows, max_blocks, block_size, seq_steps, token_steps, stride_bs, stride_bb,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write where each row comes from. Grid (tiles of rows,).
+    """Write the source of each row: the slot of a cached token, -2 - t for the new token t, or -1 for zeros.
 
-    That is the slot of a cached token, -2 - t for the new token t, or -1 if there is neither.
+    Grid (tiles of rows,).
     """
     offs = tl.cast(tl.program_id(0), tl.int64) * TILE + tl.arange(0, TILE)
     low = tl.zeros([TILE], tl.int64)

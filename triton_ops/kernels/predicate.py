@@ -51,7 +51,7 @@ def _span(p_first, p_last, seq_len, key_begin, mask):
 
 @triton.jit
 def _attending_from(p_first, t, mask):
-    """Return p_first or, if it is earlier, the last position whose query attends to key t."""
+    """Return the smaller of p_first and the last position whose query attends to key t."""
     return tl.minimum(p_first, t + mask.window - 1)
 
 

@@ -180,7 +180,7 @@ class Batch:
         return self.images.features(items, self.start, self.length)
 
     def _has_boundaries(self) -> bool:
-        """Return whether states can be kept or read.
+        """Return whether computing rows separately lets recurrent states be kept or read.
 
         Every row must leave two tokens for the joint pass, and the tokens before these two must fill a block in one row
         at least.

@@ -23,9 +23,9 @@ from .batch import Batch
 
 
 class WatchedModel(ModelInLoop):
-    """The model that a loop calls for a batch. Its first inputs omit cached tokens.
+    """The model that a loop calls for a batch. The first forward pass omits cached tokens.
 
-    It publishes prompts when they are computed, and answers at the end. If storing fails, `warn` gets the error.
+    This class publishes prompts once they are computed, and answers at the end. If that fails, `warn` gets the error.
     """
 
     def __init__(self, batch: Batch, warn: Callable[[Exception], None]) -> None:

@@ -40,7 +40,7 @@ class RequestBlocks:
         return min(self.held, (self.written + 1) * self.storage.block_size - 1)
 
     def look(self) -> None:
-        """Read the block tables from the manager."""
+        """Set `tables` to the manager's current block tables. Call this after the manager has changed blocks."""
         groups = range(len(self.storage.groups))
         self.tables = [self.manager.block_table(self.request_id, group) for group in groups]
 

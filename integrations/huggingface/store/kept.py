@@ -103,6 +103,7 @@ class CacheRecord:
 
 
 def _identity(loop: Loop) -> tuple[Any, ...]:
+    """Return everything that the KV of a call's tokens depends on besides the tokens."""
     return loop.extra_keys, loop.adapters, type(loop.salt), loop.salt
 
 
@@ -252,7 +253,7 @@ class HiddenStates:
         return known is not None and known[0] == self._pool.taken_at[block]
 
     def _touch(self, blocks: list[int]) -> None:
-        """Mark blocks as used, so that the end of a prefix is dropped before its beginning."""
+        """Mark blocks of a prefix as recently used, its first block last, so that its end is dropped first."""
         for block in reversed(blocks):
             self._blocks.move_to_end(block)
 

@@ -131,6 +131,7 @@ class Offloading(OffloadingManager):  # type: ignore[misc]
         return True
 
     def _queue_again(self, state: Any) -> None:
+        """End a request and queue an equal one, which computes its tokens again later."""
         again = state.create_equivalent_initial_request()
         finish(state)
         self.scheduler.finish_request(state.request_id)
