@@ -73,7 +73,7 @@ def release(version: str) -> Series:
 
 
 def untested(package: str, version: str | None = None) -> str:
-    """Return a text if a version is newer or older than the tested ones; "" if it is tested or not installed.
+    """Return a warning if a version is newer or older than all tested versions; "" if it is tested or not installed.
 
     Args:
         package: A key of `TESTED`.
@@ -94,7 +94,7 @@ _said: set[str] = set()
 
 
 def say_untested(*packages: str) -> str | None:
-    """Return a text that names the installed untested packages, and log it once; None if there are none."""
+    """Log once, and return, a warning about those packages whose installed version is untested; None without any."""
     found = "; ".join(filter(None, map(untested, packages)))
     if found and found not in _said:
         _said.add(found)

@@ -128,7 +128,7 @@ class PromptRequests:
         prompt.hit = PromptHit(cached, later, moved, repaired, states, max(cached, kv_hit))
 
     def _allocate(self, prompt: Prompt, limit: int, anywhere: bool) -> tuple[Any, int, int]:
-        """Start a request for up to `limit` tokens of a prompt. Shorten its hit until computing can continue there.
+        """Start a request for up to `limit` tokens of a prompt, with a hit after which the model can continue.
 
         Returns:
             The allocation, its final limit, and the number of tokens cached for attention layers if recurrent states

@@ -273,7 +273,7 @@ def rename_cache(model: Any, arguments: dict[str, Any]) -> None:
 
 
 def length_behind_crop(length: int, argument: int) -> int:
-    """Return the number of tokens that a layer keeps when its crop is called with an argument."""
+    """Return how many of its `length` tokens a cache layer keeps after `crop(argument)`, as transformers defines it."""
     # A positive argument is the number of tokens to keep in older versions of transformers.
     if argument > 0 and takes(seam.find("transformers.cache_utils:DynamicLayer.crop"), "tokens_to_remove"):
         raise ValueError(f"tokens_to_remove: got {argument}, needs a negative number of tokens, or 0")

@@ -214,7 +214,7 @@ class PrefixCaching:
 
     @property
     def graphs(self) -> GraphReport:
-        """Whether decode steps ran in CUDA graphs, or the reason why they ran eagerly."""
+        """A report of how decode steps ran: in CUDA graphs, or eagerly and why."""
         return self._serving.steps.report()
 
     def stats(self) -> ServedStats:

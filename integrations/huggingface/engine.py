@@ -101,7 +101,7 @@ class Engine:
             writer.close()
 
     def bypasses(self, loop: Loop) -> bool:
-        """Return whether a call is too short for the cache: it ends within its first block, so it fills none."""
+        """Return whether a call is too short for the cache: prompt and answer together fill no block."""
         config = loop.generation_config
         return (
             self._options.chunk is None
@@ -198,7 +198,7 @@ class Engine:
 
 
 def _reports(prompts: list[Prompt], calls: Calls) -> list[RequestReport]:
-    """Return a report for each row. Count repaired tokens in `calls`, and let it warn of missing blocks."""
+    """Return a report for each row. `calls` counts repaired tokens, and warns if there were too few blocks."""
     every = (blocks for prompt in prompts for blocks in (prompt.blocks, *prompt.branches.values()))
     full = next((blocks.full for blocks in every if blocks.full is not None), None)
     if full is not None:

@@ -44,7 +44,7 @@ class Images:
 
 
 def take_images(model: Any, arguments: dict[str, Any]) -> Images | None:
-    """Remove the pixels from generate's arguments and return them; None if there are none.
+    """Remove the images from generate's arguments and return them; None if the call has no images.
 
     Raises:
         UnsupportedError: The prompt has other content than tokens and images, or images that cannot be compared.

@@ -194,7 +194,7 @@ def take_stop_strings(model: Any, arguments: dict[str, Any]) -> None:
 
 
 def ask_for_cache(model: Any, arguments: dict[str, Any]) -> None:
-    """Enable the cache if the model's defaults disable it, as MPT's do, and the caller sets nothing."""
+    """Set `use_cache` if the model's defaults disable the cache, as MPT's do, and the caller says nothing about it."""
     own = arguments.get("generation_config")
     if arguments.get("use_cache") is None and getattr(own, "use_cache", None) is None:
         configs = (model.generation_config, model.config.get_text_config(decoder=True))

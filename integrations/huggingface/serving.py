@@ -160,8 +160,8 @@ class Serving:
     def _ask(self, document: CompressedDocument, model: Any, arguments: dict[str, Any]) -> Any:
         """Run a call over a compressed document, after the checks that all calls must pass.
 
-        It never falls back, because full attention would give another result than the document. A call that cannot be
-        served raises.
+        Such a call never falls back, because full attention would give another result than the document. A call that
+        cannot be served raises UnsupportedError or ValueError.
         """
         check_arguments_over_document(arguments)
         engine, images = self._prepared(model, arguments)
@@ -419,7 +419,7 @@ class Serving:
 
 
 def _run_plainly(loop: Loop) -> Any:
-    """Run a loop as generate would have run it."""
+    """Run a loop without this cache, as the model's own generate does."""
     if loop.images is None:
         return loop.run()
     encoded = encoded_by_model(loop.images, loop.model, loop.input_ids, loop.repeats)

@@ -81,7 +81,7 @@ def open_visits() -> list[Visit]:
 
 
 def leave(visit: Visit) -> None:
-    """End a block, also from another thread or task than it began in."""
+    """End a block. Any thread or task may call this, not only the one that entered the block."""
     with _lock:
         _change([other for other in _open if other is not visit])
     visit.open, visit.left_elsewhere = False, visit.owner != _here()
@@ -91,8 +91,8 @@ def leave(visit: Visit) -> None:
 def visited() -> list[Visit]:
     """Return the blocks that the caller is in, the innermost last.
 
-    A block that has ended still counts for threads and tasks that inherited it. It no longer counts if another thread
-    or task ended it than the one that entered it.
+    A block that has ended still counts for threads and tasks that inherited it, if the thread and task that entered it
+    also ended it. If another one ended it, it counts for none.
     """
     visits = _VISITS.get()
     here = _here() if visits else None

@@ -126,7 +126,7 @@ def _parts(plan: torch.Tensor, name: str, stream: int | None, shape: PartsShape)
 
 
 def _with_sinks(launch: Callable[[AttentionArgs], Any], args: AttentionArgs) -> Any:
-    """Run a call with sinks of -inf replaced: kernels give NaN for them in a row without keys."""
+    """Run a call whose sinks may be -inf. Kernels get a finite number instead, because -inf gives NaN without keys."""
     assert args.sinks is not None
     found = launch(args._replace(sinks=args.sinks.float().clamp(min=_LEAST_SINK)))
     if args.with_lse:

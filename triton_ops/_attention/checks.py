@@ -197,7 +197,7 @@ def check_lengths(args: Any, lens: list[int], starts: list[int], max_seq_len: in
 
 
 def check_attention_values(args: AttentionArgs) -> None:
-    """Check lengths, block numbers, positions and the plan; this reads them, so on a device it synchronizes."""
+    """Check lengths, block numbers, positions and the plan. This reads values, so on a device it synchronizes."""
     args = args.with_rows()
     _check_batch_values(args)
     if args.plan is not None:

@@ -112,7 +112,7 @@ def _of_head(args: AttentionArgs, head: int) -> tuple[slice, AttentionArgs]:
 
 
 def _blocks(args: AttentionArgs, run: Run) -> np.ndarray:
-    """Return the run's block numbers by logical block, -1 if absent; a row for each KV head that has its own blocks."""
+    """Return the number of each logical block of a run, -1 if absent. If KV heads have own blocks, each gets a row."""
     tables = args.block_tables.numpy()[run.sequence, ..., : -(-int(args.seq_lens[run.sequence]) // args.block_size)]
     if args.query_blocks is None:
         return tables
@@ -123,7 +123,7 @@ def _blocks(args: AttentionArgs, run: Run) -> np.ndarray:
 
 
 def _attend_heads(args: AttentionArgs, cache: Cache, run: Run, out: torch.Tensor, lse: torch.Tensor) -> bool:
-    """Write the results of a run whose KV heads have their own blocks, all at once; return False if it needs masks."""
+    """Write the results of a run whose KV heads have their own blocks. Return False if the run needs masks."""
     chunks = run.chunks(args)
     if len(chunks) > max(1, run.length // _LONG_CHUNK) or args.mask.BOUNDED:
         return False

@@ -205,7 +205,10 @@ def attend_entries(
 
 
 def _cut(lengths: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Split entries into parts of at most `most` vectors, longest first: entry, begin, length, whether it is first."""
+    """Split entries into parts of at most `most` vectors, and sort the parts by length, longest first.
+
+    Return arrays with each part's entry, begin, length, and whether it is the first part of its entry.
+    """
     entry = np.flatnonzero(lengths)
     cuts = -(-lengths[entry] // most)
     nth, entry = concatenated_ranges(np.zeros_like(cuts), cuts), entry.repeat(cuts)

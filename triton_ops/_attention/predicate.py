@@ -45,10 +45,7 @@ class Mask(NamedTuple):
         return min(self.num_sink_tokens, begin), begin, end
 
     def max_tiles(self, queries: int) -> int:
-        """Return the most tiles that the last queries of a sequence attend to.
-
-        A large number if nothing bounds them.
-        """
+        """Return the most tiles to which a sequence's last `queries` queries attend; 2**31 if nothing bounds them."""
         if not self.BOUNDED:
             return 1 << 31
         # The first key of the window may be the last key of its tile.

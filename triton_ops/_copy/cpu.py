@@ -48,7 +48,7 @@ _madvise = _find_madvise()
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return `torch.empty`, on the CPU with huge pages for large tensors if the system grants them.
+    """Return an uninitialized tensor. Large tensors on the CPU get huge pages if the system grants them.
 
     Page faults for 64 MB take several times as long as copying them.
     """

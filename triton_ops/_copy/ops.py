@@ -31,7 +31,7 @@ A bus of 50 GB/s moves half of these bytes in that time. The number is calculate
 
 
 def new_rows(cache: torch.Tensor, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return an empty result on `device`; if that is the host and a device writes it, it is pinned."""
+    """Return an uninitialized result on `device`. In host memory, the result of a cache on a GPU is pinned."""
     if device.type == "cpu" and cache.is_cuda:
         return torch.empty(tuple(shape), dtype=cache.dtype, pin_memory=True)
     return cpu.empty(shape, cache.dtype, device)
@@ -45,7 +45,7 @@ def result_device(cache: torch.Tensor, index: torch.Tensor, device: torch.device
 
 
 def _flat(tensor: torch.Tensor, leading: int) -> torch.Tensor | None:
-    """Return the tensor with one leading dimension, or None if its slots are not evenly spaced."""
+    """Return a view in which the first dimension counts all rows, or None if slots are not evenly spaced."""
     address = address_of(tensor, leading)
     if address.block_size > 1:
         return None
@@ -75,7 +75,7 @@ def _move_on_device(
 ) -> None:
     """Move rows by a kernel, or by the copy engine.
 
-    The copy engine needs an index on the host. It is used if host tensors are pageable, or if runs are long.
+    The copy engine needs an index on the host. It moves the rows if host tensors are pageable, or if runs are long.
     """
     device = next((t.device for t in (*packed, *caches, index) if t.is_cuda), None)
     if device is not None and not index.is_cuda:

@@ -54,7 +54,7 @@ def needs_dispatcher() -> bool:
 
 
 def may_cache_tensors(on_gpu: bool) -> bool:
-    """Return whether a call may keep tensors for later ones: not where it is watched or captured in a CUDA graph."""
+    """Return whether a call may keep tensors for later calls. A watched or captured call may not."""
     return not (needs_dispatcher() or (on_gpu and torch.cuda.is_current_stream_capturing()))
 
 
@@ -120,7 +120,7 @@ class LaunchCache(Generic[T]):
         _all.add(self)
 
     def get_or(self, options: object, tensors: Tensors, build: Callable[[], T]) -> T:
-        """Return what was built for a call with these options and metadata; otherwise build and remember it."""
+        """Return the object for calls with these options and metadata. The first such call builds it."""
         if not tensors:
             found = self._known.get(options)
             return _remember(self._known, options, build()) if found is None else found

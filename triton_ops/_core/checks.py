@@ -27,7 +27,7 @@ def debug_mode_enabled() -> bool:
 def set_debug_mode(enabled: bool) -> None:
     """Turn value checks on device tensors on or off. The environment variable PC_DEBUG=1 turns them on at the start.
 
-    They cost a synchronization per call. On CPU tensors the checks always run, because reading values there is free.
+    The checks cost a synchronization per call. On CPU tensors they always run, because reading values there is free.
 
     Examples:
         >>> pc.set_debug_mode(True)  # operators on a GPU now refuse a block number that is out of range
@@ -43,7 +43,7 @@ def reads_values(tensor: torch.Tensor) -> bool:
 
 
 def on_host(*tensors: torch.Tensor) -> bool:
-    """Return whether PyTorch on the CPU computes operators on these tensors."""
+    """Return whether operators on these tensors run in PyTorch on the CPU, not as kernels."""
     return not KERNELS_ON_CPU and not any(t.is_cuda for t in tensors)
 
 
@@ -136,7 +136,7 @@ def refuse_grad(operator: object, names: Iterable[str], values: Iterable[object]
 
 
 def _short(operator: object) -> str:
-    """Return the name of an operator, for an error. Making it takes time that calls without an error save."""
+    """Return an operator's name for an error message. It takes time, so call this only when there is an error."""
     return str(operator).removesuffix(".default")
 
 

@@ -339,7 +339,7 @@ def _writing(run: Callable[..., Any], names: tuple[str, ...], mutates: tuple[str
 
 
 def _apart(value: Any, written: Sequence[torch.Tensor]) -> Any:
-    """Return an argument, with copies of its tensors that may share memory with one that is written to."""
+    """Return an argument in which copies replace the tensors that may share memory with a written tensor."""
     if isinstance(value, (list, tuple)):
         return [_apart(tensor, written) for tensor in value]
     if not isinstance(value, torch.Tensor):

@@ -144,7 +144,7 @@ def pair(window_size: Sequence[int] | None) -> tuple[int, int]:
 
 
 def bound(name: str, value: Any) -> int | None:
-    """Return an upper bound of lengths, or None. If it is a tensor, its value is read."""
+    """Return an argument such as max_seqlen_q as a checked int, or None. A tensor's value is read from its device."""
     if value is None:
         return None
     number = int(value) if isinstance(value, torch.Tensor) else value

@@ -195,7 +195,7 @@ def _attend_latent(query: torch.Tensor, qv: torch.Tensor, keys: PagedKV, args: F
 
 
 def with_plan(keys: PagedKV, args: FlashArgs) -> PagedKV:
-    """Return the keys with the call's plan, if it fits the shape of their tables and the call uses these tables."""
+    """Return the keys with the plan that the caller passed, if its size fits their tables; else without a plan."""
     plan = args.scheduler_metadata
     if plan is None or args.attention_chunk or plan.shape != (PlanShape.of(keys.tables, keys.key_cache.shape[1]).size,):
         return keys
@@ -203,7 +203,7 @@ def with_plan(keys: PagedKV, args: FlashArgs) -> PagedKV:
 
 
 def scale_of_heads(name: str, descale: torch.Tensor, batch: int) -> torch.Tensor | None:
-    """Return a descale `[batch, num_kv_heads]` as an operator takes it; None where sequences may differ."""
+    """Return a descale `[batch, num_kv_heads]` as the scale of an operator; None if sequences may have other scales."""
     if descale.dim() == 0 or descale.numel() == 1:
         return descale.reshape(1)
     if descale.dim() == 1:

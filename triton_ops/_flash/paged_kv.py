@@ -89,7 +89,7 @@ def _in_order(keys: PagedKV, size: int, first: torch.Tensor, count: int, step: i
 
 
 def check_lens(keys: PagedKV) -> None:
-    """Check lengths before they change, so that errors state the caller's numbers."""
+    """Check that lengths fit the tables. Callers do this before they change lengths, so that errors show the user's."""
     if not needs_dispatcher():
         lowest_entry("seq_lens", keys.lens, keys.longest + 1, least=0)
 

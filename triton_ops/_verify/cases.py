@@ -303,7 +303,7 @@ def _cache(draw: _Draw, shape: tuple[int, ...], dtype: torch.dtype, padded: int 
 
 
 def _slots(draw: _Draw, count: int, of: int) -> torch.Tensor:
-    """Return different slots, two of them -1."""
+    """Return `count` different slots below `of`, and replace two of them by -1."""
     slots = draw.order(of)[:count]
     slots[[1, count // 2]] = -1
     return slots
@@ -321,7 +321,7 @@ def _put(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.
 def _write(
     name: str, dtype: torch.dtype, cache_dtype: torch.dtype | None, heads: int, head_dim: int, size: int
 ) -> CaseCall:
-    """Build a call of `reshape_and_cache`, into a quantized cache if it has another dtype."""
+    """Build a call of `reshape_and_cache`. The cache is quantized if `cache_dtype` is given."""
     draw = _Draw(f"reshape_and_cache {name}")
     tokens, kept = 21, dtype if cache_dtype is None else cache_dtype
     sides = [draw.normal(tokens, heads + 1, head_dim)[:, :heads].to(dtype) for _ in range(2)]
@@ -554,7 +554,7 @@ CHUNK: Options = {"lens": (1, 33, 90), "queries": (1, 33, 40)}
 
 
 def small_cases(shape: Shape, use: str) -> list[Case]:
-    """Return the cases for the kernels that a model with such layers launches.
+    """Return the cases for the kernels that a model with attention layers of this shape launches.
 
     Args:
         shape: The model's attention layers.

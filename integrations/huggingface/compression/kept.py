@@ -28,7 +28,7 @@ class KeptLayer(NamedTuple):
 
 
 class WindowLayer(NamedTuple):
-    """The last tokens of a layer with a window. It reads no others, so it is not compressed."""
+    """The last tokens of a layer with a window. Such a layer reads no other tokens, so it is not compressed."""
 
     keys: torch.Tensor  # [1, num_kv_heads, tokens, head_dim]
     values: torch.Tensor

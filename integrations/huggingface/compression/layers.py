@@ -199,7 +199,7 @@ class OwnLayer(PagedPass, DynamicLayer):  # type: ignore[misc]
         return merged.view(batch, tokens, heads, -1)
 
     def _decode(self, query: torch.Tensor, scale: float) -> torch.Tensor:
-        """Decode one token on a CPU, with one call of PyTorch for each head. It is faster than the operators."""
+        """Decode one token on a CPU with one call of PyTorch for each head, which is faster than the operators."""
         batch, heads, _, width = query.shape
         grouped = query.reshape(batch, len(self.rows), -1, width)
         keys, values = (buffer[:, : self.tokens].transpose(1, 2) for buffer in self.buffers)

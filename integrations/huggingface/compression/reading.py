@@ -129,7 +129,7 @@ class _ReadLayer(PagedPass, DynamicLayer):  # type: ignore[misc]  # transformers
 def _read_by_hooks(
     model: Any, tokens: torch.Tensor, press: Any, cache: DynamicCache, kept: dict[int, Any], peak: Peak, full: set[int]
 ) -> None:
-    """Run the model over a text with an object of kvpress. Layers that it did not shorten are packed at the end."""
+    """Run the model over a text with a press of kvpress. Layers that the press left whole are packed at the end."""
     twin = _twin(model)
     modules = _attention_modules(twin)
     refuse_if(full - modules.keys(), "its attention modules have no layer_idx")

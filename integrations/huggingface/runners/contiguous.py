@@ -165,7 +165,7 @@ class WatchedModel(ModelInLoop):
                 self.keep_answers(sequences, last=False)
 
     def add_hidden(self, outputs: Any) -> None:
-        """Put the hidden states of cached tokens before those of the first pass."""
+        """Prepend the stored hidden states of cached tokens to the outputs of the first pass, which omits them."""
         batch = self.batch
         if batch.hidden is None or self._computed or not batch.start:
             return

@@ -74,7 +74,7 @@ class CudaCapturer:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm(self, step: DecodeStep) -> torch.Tensor:
-        """Run a step on the capturer's stream, after earlier work of the current stream and before its later work."""
+        """Run a step on the capturer's stream, in order with the work of the current stream, and return its result."""
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)

@@ -52,7 +52,8 @@ def lay_out(
 ) -> None:
     """Fill the first `start` columns of a batch's empty cache.
 
-    `caches` has a cache of its own for some prompts, by a prompt's number. Columns of other prompts come from blocks.
+    `caches` holds, by number, the prompts that were computed separately, each in a cache of one row. The columns of
+    other prompts come from blocks.
     `capacity` is the number of columns for which buffers have room. `unwritten` is the first column that is not in
     blocks yet.
     """

@@ -67,7 +67,7 @@ class PromptStore:
                 self.running.pop(owner, None)  # another thread may have removed it too
 
     def make_cache(self, room: int) -> DynamicCache:
-        """Return an empty cache for a call. Its buffers grow in steps of at least `room` tokens."""
+        """Return an empty cache for a call, whose buffers grow by at least `room` tokens at a time."""
         cache = like(self.empty_cache)
         for layer in attention_layers(cache).values():
             if isinstance(layer, GrowingLayer | GrowingWindowLayer):

@@ -70,7 +70,7 @@ class SaltedState(RequestState):  # type: ignore[misc]  # transformers is untype
 
 
 class RequestQueue(queue.Queue):  # type: ignore[type-arg]
-    """The queue of new requests. A client's thread puts a request, which sets its salt, and the loop gets it."""
+    """The queue of new requests. `put`, in a client's thread, sets a request's salt. The loop's thread calls `get`."""
 
     def __init__(
         self,
