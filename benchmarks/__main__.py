@@ -15,7 +15,7 @@ NAMES = {
     "gpu": ("gpu", "checks and measures the kernels on a GPU: make gpu"),
     "demo": ("models.demo", "takes rows that `pc demo` wrote into the tree"),
     "manager": ("caching.manager", "CacheManager against vLLM's: make bench-manager"),
-    "traffic": ("caching.traffic", "eviction policies on 28 kinds of generated traffic, and 4 of stress"),
+    "traffic": ("caching.traffic", "eviction policies on 12 kinds of generated traffic, and 4 of stress"),
     "reuse": ("models.reuse", "generate with the cache, plain and with transformers' own reuse"),
     "reuse_anywhere": ("models.reuse_anywhere", "text that moved: time and loss"),
     "agents": ("models.agents", "agents' traffic and changes of their prompts: tokens computed, and lost"),

@@ -102,20 +102,6 @@ def turns_of(mean: float) -> Draw:
     return lambda rng: float(rng.geometric(1 / mean))
 
 
-def recent(rng: Rng) -> Requests:
-    """Return traffic that reuses recent blocks, which suits lru."""
-    used = [0]
-
-    def choose(number: int) -> int:
-        if rng.random() < 0.15:
-            used.append(max(used) + 1)
-        else:
-            used.append(used.pop(-min(len(used), int(rng.geometric(0.02)))))
-        return used[-1]
-
-    return documents(rng, choose)
-
-
 def tree(rng: Rng) -> Requests:
     """Return searches that continue from any node of a tree, more often from deep ones."""
     ids = Ids()
@@ -125,24 +111,6 @@ def tree(rng: Rng) -> Requests:
             base = nodes[-min(len(nodes), int(rng.geometric(0.3)))]
             nodes.append([*base, *ids.take(near(2)(rng))])
             yield nodes[-1], int(100 * rng.random())
-
-
-def batches(rng: Rng) -> Requests:
-    """Yield jobs of many requests with one template each, one job after the other."""
-    ids = Ids()
-    while True:
-        template = ids.take(near(20)(rng))
-        for _ in range(int(near(60)(rng))):
-            yield [*template, *ids.take(near(4)(rng))], 20
-
-
-def retries(rng: Rng) -> Requests:
-    """Yield requests that are repeated at once, word for word."""
-    ids = Ids()
-    while True:
-        request = ids.take(near(12)(rng))
-        for _ in range(int(rng.geometric(0.6))):
-            yield request, int(200 * rng.random())
 
 
 def mixed(rng: Rng, parts: list[Requests], share: Callable[[int], int]) -> Requests:
@@ -157,8 +125,8 @@ def chat(rng: Rng, mean: float = 3, gap: float = 60) -> Requests:
     return sessions(rng, turns_of(mean), near(gap))
 
 
-def agents(rng: Rng, gap: float = 4) -> Requests:
-    return sessions(rng, near(30), near(gap), first=near(20), grow=near(4), arrival=lambda i: 20.0, prompts=2)
+def agents(rng: Rng) -> Requests:
+    return sessions(rng, near(30), near(4), first=near(20), grow=near(4), arrival=lambda i: 20.0, prompts=2)
 
 
 def scans(rng: Rng) -> Requests:
@@ -256,24 +224,10 @@ def tools(
 
 KINDS: dict[str, Callable[[Rng, int], Requests]] = {
     "chat": lambda rng, n: chat(rng),
-    "chat_long": lambda rng, n: chat(rng, 10, 40),
-    "chat_slow": lambda rng, n: chat(rng, 4, 600),
-    "chat_system_prompts": lambda rng, n: sessions(rng, turns_of(3), near(60), prompts=20),
-    "single_turns": lambda rng, n: sessions(rng, turns_of(1), near(2), prompts=200),
-    "output_tells": lambda rng, n: telling(rng, True),
-    "long_prompts": lambda rng, n: sessions(rng, turns_of(3), near(60), first=lambda r: 4 + 4 * r.pareto(1.2)),
-    "bursts": lambda rng, n: sessions(rng, turns_of(3), near(60), arrival=lambda i: 8.0 if i // 50 % 2 else 0.2),
     "agents": lambda rng, n: agents(rng),
-    "agents_waiting": lambda rng, n: agents(rng, 30),
-    "documents_popular": lambda rng, n: popular(rng, 1.3),
-    "documents_alike": lambda rng, n: documents(rng, lambda i: int(rng.integers(400))),
     "documents_drifting": lambda rng, n: documents(rng, lambda i: (int(rng.zipf(1.3)) + i // 20) % 3000),
-    "loop": lambda rng, n: loop(rng),
     "hot_set_and_scans": lambda rng, n: scans(rng),
     "scans_and_loops": lambda rng, n: scans_and_loops(rng),
-    "recent": lambda rng, n: recent(rng),
-    "batches": lambda rng, n: batches(rng),
-    "retries": lambda rng, n: retries(rng),
     "tree_search": lambda rng, n: tree(rng),
     "tools": lambda rng, n: tools(rng, lambda i: 1.0),
     "tools_bursts": lambda rng, n: tools(rng, lambda i: 6.0 if i // 20 % 2 else 0.2),
@@ -281,10 +235,6 @@ KINDS: dict[str, Callable[[Rng, int], Requests]] = {
     "tools_rewriting": lambda rng, n: tools(rng, lambda i: 2.0, near(20), rewritten=0.15),
     "tools_pausing": lambda rng, n: tools(rng, lambda i: 2.0, paused=0.15),
     "tools_roles": lambda rng, n: tools(rng, lambda i: 3.0, near(12), roles=4),
-    "tenants": lambda rng, n: mixed(
-        rng, [chat(rng), agents(rng), batches(rng)], lambda i: min(int(rng.integers(0, 5)), 2)
-    ),
-    "day_and_night": lambda rng, n: mixed(rng, [chat(rng), batches(rng)], lambda i: i // 500 % 2),
 }
 STRESS: dict[str, Callable[[Rng, int], Requests]] = {
     "law_flips": flips,
