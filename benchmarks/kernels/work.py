@@ -28,55 +28,37 @@ from emulator.launch import Session
 from ..harness import tables
 from ..harness.conditions import commit
 from ..harness.experiment import Experiment, option
-from ..operators.attention_peers import vllm_version
-from .steps import HEAD_DIM, HEADS, KV_HEADS, LATENT_BLOCK, LATENT_VALUE, STEPS, Batch, ours, sources
+from ..operators.attention import AttentionCall, AttentionCase
+from ..operators.attention_peers import run_vllm_latent, run_vllm_triton, vllm_version
+from .steps import HEAD_DIM, HEADS, KV_HEADS, LATENT_VALUE, STEPS, Batch, ours, sources
 
-SEGMENTS, LATENT_SPLITS = 16, 4  # vLLM's
 KINDS = ("global load", "global store", "shared memory", "matrix product", "synchronization", "other")
 WORK = ("instructions", "loaded_bytes", "stored_bytes", "launches")
 OURS, VLLM = "pc", "vLLM Triton"
 TABLE = tables.RESULTS / "work.csv"
 
 
-def load_vllm(folder: Path) -> Callable[[Batch], torch.Tensor]:
-    """Return a function that runs vLLM's Triton kernels, imported from its sources."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = (
-        ""  # vLLM disables its kernels if it finds no device, unless devices are hidden
-    )
+def load_vllm(folder: Path) -> None:
+    """Let vLLM's Triton kernels be imported from its sources."""
+    # vLLM disables its kernels if it finds no device, unless devices are hidden.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     sys.path.append(str(folder))
     vllm_version()
-    from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
-    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
-    def run_latent(batch: Batch) -> torch.Tensor:
-        rows, heads = batch.key, batch.query.shape[:2]
-        out = torch.empty(*heads, LATENT_VALUE, dtype=batch.query.dtype)
-        parts = torch.empty(*heads, LATENT_SPLITS, LATENT_VALUE + 1)
-        decode_attention_fwd(
-            batch.query, rows, rows[..., :LATENT_VALUE], out, torch.empty(heads), batch.tables, batch.lens, parts,
-            LATENT_SPLITS, HEAD_DIM**-0.5, LATENT_BLOCK,
-        )  # fmt: skip
-        return out
 
-    def run(batch: Batch) -> torch.Tensor:
-        if batch.step.latent:
-            return run_latent(batch)
-        step, tokens, out = batch.step, batch.query.shape[0], torch.empty_like(batch.query)
-        partial = [torch.empty(tokens, HEADS, SEGMENTS, *last) for last in ((HEAD_DIM,), (), ())]
-        options: dict[str, Any] = {}
-        if step.prefix:
-            options["rswa_prefix_lens"] = torch.full((1,), step.prefix, dtype=torch.int32)
-            options["rswa_window"] = step.window
-        window = (step.window - 1, 0) if step.window and not step.prefix else (-1, -1)
-        unified_attention(
-            batch.query, batch.key, batch.value, out, batch.starts, batch.most, batch.lens, max(step.seq_lens),
-            HEAD_DIM**-0.5, True, window, batch.tables, 0.0, None, None, None,
-            seq_threshold_3D=128 // KV_HEADS, num_par_softmax_segments=SEGMENTS, softmax_segm_output=partial[0],
-            softmax_segm_max=partial[1], softmax_segm_expsum=partial[2], **options,
-        )  # fmt: skip
-        return out
-
-    return run
+def theirs(batch: Batch) -> torch.Tensor:
+    """Run vLLM's Triton kernel for a step."""
+    step, lengths = batch.step, (batch.tables, batch.lens)
+    if step.latent:
+        found: torch.Tensor = run_vllm_latent(batch.query, batch.key, *lengths, LATENT_VALUE, HEAD_DIM**-0.5)()
+        return found
+    more: dict[str, Any] = {}
+    if step.prefix:
+        more = {"rswa_prefix_lens": torch.full((1,), step.prefix, dtype=torch.int32), "rswa_window": step.window}
+    q_lens, window = step.q_lens or (1,) * len(step.seq_lens), 0 if step.prefix else step.window
+    case = AttentionCase(step.seq_lens, q_lens, (HEADS, KV_HEADS), HEAD_DIM, window=window)
+    call = AttentionCall(case, batch.query, batch.key, batch.value, *lengths, batch.starts, *[None] * 5)
+    return run_vllm_triton(call, **more)()  # type: ignore[no-any-return]
 
 
 def counted(run: Callable[[Batch], torch.Tensor], batch: Batch) -> tuple[torch.Tensor, dict[str, str]]:
@@ -95,23 +77,23 @@ def counted(run: Callable[[Batch], torch.Tensor], batch: Batch) -> tuple[torch.T
     return out, {name: str(value) for name, value in work.items()}
 
 
-def measure(name: str, vllm: Callable[[Batch], torch.Tensor] | None, version: str) -> list[tables.Row]:
-    """Return a row for each provider.
+def measure(name: str, with_rival: bool) -> list[tables.Row]:
+    """Return our row, and vLLM's if it is wanted.
 
     Raises:
         ValueError: The two results differ by more than bfloat16 explains.
     """
     batch = Batch(STEPS[name])
     results = {OURS: counted(ours, batch)}
-    if vllm is not None:
-        results[VLLM] = counted(vllm, batch)
+    if with_rival:
+        results[VLLM] = counted(theirs, batch)
     rows = []
     for provider, (out, work) in results.items():
         difference = (out.float() - results[OURS][0].float()).abs().max().item()
         if not difference <= 0.02:
             raise ValueError(f"{name}: {provider} and pc differ by {difference}")
         row = {"case": name, "provider": provider, **work, "difference": f"{difference:.1e}"}
-        row |= {"architecture": emulator.device.ARCH, "version": version if provider == VLLM else ""}
+        row |= {"architecture": emulator.device.ARCH, "version": vllm_version() if provider == VLLM else ""}
         row |= {"torch": torch.__version__, "triton": triton.__version__}
         row |= {"sources": "" if provider == VLLM else _sources(name)}
         rows.append(row | {"commit": commit(), "date": datetime.date.today().isoformat()})
@@ -124,15 +106,16 @@ def _sources(name: str) -> str:
 
 def rows(given: argparse.Namespace) -> Iterator[tables.Row]:
     """Yield the rows of steps whose rows are missing or of other sources."""
-    vllm = None if given.vllm is None else load_vllm(given.vllm)
+    if given.vllm is not None:
+        load_vllm(given.vllm)
     known = {tuple(row[name] for name in KEY): row for row in tables.read_rows(given.output)}
     for name in (name for name in STEPS if given.case in name):
         place = (triton.__version__, emulator.device.ARCH, name)
-        row, theirs = known.get((*place, OURS)), known.get((*place, VLLM))
-        step = STEPS[name]
-        has_rival = vllm is not None and not (step.top_k or step.kept or step.packed)  # which its kernel cannot do
-        if given.all or not row or row.get("sources") != _sources(name) or (has_rival and not theirs):
-            yield from measure(name, vllm if has_rival and (given.all or not theirs) else None, given.version)
+        row, step = known.get((*place, OURS)), STEPS[name]
+        can_rival = given.vllm is not None and not (step.top_k or step.kept or step.packed)
+        with_rival = can_rival and (given.all or (*place, VLLM) not in known)
+        if given.all or with_rival or not row or row.get("sources") != _sources(name):
+            yield from measure(name, with_rival)
 
 
 KEY = ("triton", "architecture", "case", "provider")
@@ -141,7 +124,6 @@ main = Experiment(
     rows,
     {
         "--vllm": option(type=Path, help="folder of the unpacked wheel; without it only our steps are counted"),
-        "--version": option("0.33.0", "of that wheel"),
         "--case": option("", "steps whose name contains this"),
         "--all": option(False, "rows that hold too"),
     },

@@ -130,8 +130,8 @@ def flash_attn_3_version() -> str:
         return f"vLLM {vllm_version()}"
 
 
-def run_vllm_triton(call: AttentionCall) -> Run:
-    """Prepare the Triton kernel of vLLM, with the scratch and thresholds of its backend."""
+def run_vllm_triton(call: AttentionCall, **more: Any) -> Run:
+    """Prepare the Triton kernel of vLLM, with the scratch and thresholds of its backend, and `more` arguments."""
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
     from vllm.v1.kv_cache_interface import KVQuantMode
 
@@ -151,10 +151,29 @@ def run_vllm_triton(call: AttentionCall) -> Run:
         shape = (len(case.seq_lens), heads[1])
         given |= {"k_descale": call.k_scale.expand(shape), "v_descale": call.v_scale.expand(shape)}
         given["kv_quant_mode"] = KVQuantMode.FP8_PER_TENSOR
+    given |= more
 
     def run() -> torch.Tensor:
         out = torch.empty_like(call.query)
         unified_attention(q=call.query, k=call.key_cache, v=call.value_cache, out=out, **given)
+        return out
+
+    return run
+
+
+def run_vllm_latent(
+    query: torch.Tensor, cache: torch.Tensor, tables: torch.Tensor, lens: torch.Tensor, value_dim: int, scale: float
+) -> Run:
+    """Prepare vLLM's Triton kernel for decodes over latent rows `[blocks, block_size, 1, head_dim]`."""
+    from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
+
+    batch, heads, splits = *query.shape[:2], 4  # as vLLM's backend has it
+    out = query.new_empty(batch, heads, value_dim)
+    lse, parts = out.new_empty(batch, heads), out.new_empty(batch, heads, splits, value_dim + 1, dtype=torch.float32)
+
+    def run() -> torch.Tensor:
+        values = cache[..., :value_dim]
+        decode_attention_fwd(query, cache, values, out, lse, tables, lens, parts, splits, scale, cache.shape[1])
         return out
 
     return run

@@ -139,26 +139,6 @@ def _rope_case(device: str, tokens: int, quick: bool = False):  # type: ignore[n
     return case(f"{tokens} tokens, heads 32/8", device, quick, rope_inputs, tokens, 32, 8, **columns)
 
 
-def rotate_inputs(blocks: int, kv_heads: int, device: torch.device, rotate: int) -> Inputs:
-    """Return shuffled blocks of one cache, each moved to another block by a different number of positions."""
-    dtype, rows = default_dtype(device), blocks * BLOCK * kv_heads * HEAD_DIM
-
-    def calls(draw: Draw, copies: int) -> Iterable[Call]:
-        cache = draw(2 * copies * blocks, BLOCK, kv_heads, HEAD_DIM).to(dtype)
-        deltas = torch.randint(-4096, 4096, (blocks,), device=device, dtype=torch.int32)
-        ids = shuffled(len(cache), device).split(blocks)
-        for source, target in zip(ids[::2], ids[1::2], strict=True):
-            names = {"source_ids": source, "target_ids": target, "deltas": deltas, "inv_freq": _frequencies(device)}
-            yield Call(key_cache=cache, **names)
-
-    def reference(call: Call) -> Iterable[Expected]:
-        exact = _turned(call.key_cache[call.source_ids].double(), call)
-        call.key_cache[call.target_ids] = 0
-        return [Expected(exact, lambda got: call.key_cache[call.target_ids], roundings(exact, dtype))]
-
-    return Inputs(calls, reference, 2 * rows * dtype.itemsize + 20 * blocks, 3 * rows, device, rotate)
-
-
 def move_inputs(tokens: int, kv_heads: int, device: torch.device, rotate: int) -> Inputs:
     """Return four spans of text in one cache, each moved to its end by a different number of positions."""
     dtype, elements = default_dtype(device), tokens * kv_heads * HEAD_DIM
@@ -188,11 +168,6 @@ def _turned(keys: torch.Tensor, call: Call) -> torch.Tensor:
     return _rotated(keys, *(part.to(keys.dtype) for part in (angles.cos(), angles.sin())))
 
 
-def _rotate_in_torch(call: Call) -> None:
-    turned = _turned(call.key_cache.index_select(0, call.source_ids).float(), call)
-    call.key_cache.index_copy_(0, call.target_ids, turned.to(call.key_cache.dtype))
-
-
 def _move_in_torch(call: Call) -> None:
     keys, values = (cache.flatten(0, 1) for cache in (call.key_cache, call.value_cache))
     turned = _turned(keys.index_select(0, call.source_slots).float(), call)
@@ -200,9 +175,9 @@ def _move_in_torch(call: Call) -> None:
     values.index_copy_(0, call.target_slots, values.index_select(0, call.source_slots))
 
 
-def _turn_case(unit: str, build: Callable[..., Inputs], device: str, count: int, quick: bool):  # type: ignore[no-untyped-def]
-    columns = {"count": count, "heads": 8, "head_dim": HEAD_DIM, "block_size": BLOCK}
-    return case(f"{count} {unit}, KV 8x128", device, quick, build, count, 8, **columns)
+def _move_case(device: str, tokens: int, quick: bool):  # type: ignore[no-untyped-def]
+    columns = {"count": tokens, "heads": 8, "head_dim": HEAD_DIM, "block_size": BLOCK}
+    return case(f"{tokens} tokens, KV 8x128", device, quick, move_inputs, tokens, 8, **columns)
 
 
 BENCHMARKS = (
@@ -232,18 +207,10 @@ BENCHMARKS = (
         (ours("rope_and_cache"), in_torch("torch", _rope_in_torch)),
     ),
     Benchmark(
-        "rotate_keys",
-        (
-            *(_turn_case("blocks", rotate_inputs, "cpu", count, True) for count in (4, 256)),
-            *(_turn_case("blocks", rotate_inputs, "cuda", count, count == 256) for count in (4, 64, 256, 4096)),
-        ),
-        (ours("rotate_keys"), in_torch("torch", _rotate_in_torch)),
-    ),
-    Benchmark(
         "move_slots",
         (
-            *(_turn_case("tokens", move_inputs, "cpu", count, True) for count in (64, 4096)),
-            *(_turn_case("tokens", move_inputs, "cuda", count, count == 4096) for count in (64, 1024, 4096, 32768)),
+            *(_move_case("cpu", count, True) for count in (64, 4096)),
+            *(_move_case("cuda", count, count == 4096) for count in (64, 1024, 4096, 32768)),
         ),
         (ours("move_slots"), in_torch("torch", _move_in_torch)),
     ),

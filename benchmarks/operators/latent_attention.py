@@ -16,7 +16,7 @@ import pc
 from ..harness.conditions import version
 from ..harness.inputs import Call, Draw, Expected, Inputs, default_dtype, paged_batch, roundings, shuffled
 from ..harness.registry import OURS, Benchmark, Case, Provider, UnsupportedError, case
-from .attention_peers import vllm_version
+from .attention_peers import run_vllm_latent, vllm_version
 
 K, HEAD_DIM, VALUE_DIM, BLOCK = 1024, 576, 512, 64
 SCALE = 192**-0.5
@@ -25,7 +25,7 @@ SCALE = 192**-0.5
 def latent_inputs(
     batch: int, seq_len: int, q_len: int, heads: int, top_k: int, device: torch.device, rotate: int
 ) -> Inputs:
-    """Return calls over disjoint blocks of one cache; with `top_k`, queries have lists of so many blocks."""
+    """Return calls over disjoint blocks of one cache; with `top_k`, each query has a list of that many blocks."""
     dtype, width, tokens = default_dtype(device), -(-seq_len // BLOCK), batch * q_len
     share = top_k * BLOCK / seq_len if top_k else 1
 
@@ -122,23 +122,9 @@ def _flashinfer(call: Call) -> Callable[[], torch.Tensor]:
 
 
 def _vllm(call: Call) -> Callable[[], torch.Tensor]:
-    from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
-
     if call.q_len > 1:
         raise UnsupportedError("several queries a sequence")
-    batch, heads, splits = call.seq_lens.shape[0], call.query.shape[1], 4  # as vLLM's backend has it
-    out = call.query.new_empty(batch, heads, VALUE_DIM)
-    lse, parts = out.new_empty(batch, heads), out.new_empty(batch, heads, splits, VALUE_DIM + 1, dtype=torch.float32)
-    rows = call.cache.unsqueeze(2)
-
-    def run() -> torch.Tensor:
-        decode_attention_fwd(
-            call.query, rows, rows[..., :VALUE_DIM], out, lse, call.block_tables, call.seq_lens, parts, splits, SCALE,
-            BLOCK,
-        )  # fmt: skip
-        return out
-
-    return run
+    return run_vllm_latent(call.query, call.cache.unsqueeze(2), call.block_tables, call.seq_lens, VALUE_DIM, SCALE)
 
 
 def _case(

@@ -83,9 +83,6 @@ def main() -> int:
             draw(source, chart)
             print(f"drawn {chart.relative_to(ROOT)}")
     for page in pages():
-        if page.parent.name == "ops" and page.stem in operators() and "<!-- render: operator" not in page.read_text():
-            with page.open("a", encoding="utf-8") as file:
-                file.write(f"\n## Benchmark\n\n<!-- render: operator {page.stem} -->\n<!-- /render -->\n")
         text = render_page(page)
         if text != page.read_text(encoding="utf-8"):
             page.write_text(text, encoding="utf-8")
