@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..harness.tables import Row, read_rows
 from .markdown import short_time
@@ -81,15 +81,6 @@ LONGEST = 4.0
 """Times ours to which bars are drawn; a longer bar is cut off there, and its text has its length."""
 
 
-class Bar(NamedTuple):
-    """A horizontal bar with a text behind it, and a line over the spread of its value."""
-
-    length: float
-    text: str
-    color: str
-    spread: tuple[float, float] | None
-
-
 def plot_operator(source: Path, target: Path) -> None:
     """Draw each provider's time over ours in each case, with lines from the 20th to the 80th percentile.
 
@@ -100,40 +91,24 @@ def plot_operator(source: Path, target: Path) -> None:
     rows = [row for row in read_rows(source) if row.get("p50_us")]
     mode = "graph" if any(row["mode"] == "graph" for row in rows) else "eager"
     times = {(row["case"], row["provider"]): row for row in rows if row["mode"] == mode}
+    cases = [case for case in dict.fromkeys(case for case, _ in times) if (case, "pc") in times]
     names = sorted({name for _, name in times}, key=lambda name: (name != "pc", not name.startswith("pc"), name))
     colors = dict(zip(names, (OURS_COLOR, *RIVALS * 2), strict=False))
-
-    def bar(row: Row, ours: float) -> Bar:
-        median, low, high = (float(row.get(name) or row["p50_us"]) / ours for name in ("p50_us", "p20_us", "p80_us"))
-        cut = "" if median <= LONGEST else f"... {median:.{0 if median >= 10 else 1}f} times, "
-        text = f"{cut}{short_time(median * ours)}"
-        return Bar(min(median, LONGEST), text, colors[row["provider"]], (low, high) if low < high <= LONGEST else None)
-
-    groups = {}
-    for case in dict.fromkeys(case for case, _ in times):
-        if (case, "pc") in times:
-            ours = float(times[case, "pc"]["p50_us"])
-            groups[case] = [bar(times[case, name], ours) for name in colors if (case, name) in times]
-    unit = "time in a CUDA graph" if mode == "graph" else "wall time"
-    _plot_bars(source, target, f"median {unit} of a call over that of pc, less is better", groups, colors)
-
-
-def _plot_bars(
-    source: Path, target: Path, label: str, groups: Mapping[str, Sequence[Bar]], colors: Mapping[str, str]
-) -> None:
-    """Draw each group of bars below its name, and a legend of the colors above them."""
+    groups = {case: [name for name in colors if (case, name) in times] for case in cases}
     columns = 1 if any(len(name) > LONGEST_NAME for name in colors) else 2
-    lines = sum(len(bars) + 1.6 for bars in groups.values())
+    lines = sum(len(group) + 1.6 for group in groups.values())
+    unit = "time in a CUDA graph" if mode == "graph" else "wall time"
 
     def draw(pyplot: Any) -> Any:
         height = 0.8 + 0.21 * lines + 0.22 * -(-len(colors) // columns)
         figure, axis = pyplot.subplots(figsize=(WIDTH, height), layout="constrained")
         at = 0.0
-        for name, bars in groups.items():
-            axis.annotate(name, (0, at), va="center", fontweight="bold")
-            for place, bar in enumerate(bars, 1):
-                _draw_bar(axis, at + place, bar)
-            at += len(bars) + 1.6
+        for case, group in groups.items():
+            axis.annotate(case, (0, at), va="center", fontweight="bold")
+            for place, name in enumerate(group, 1):
+                _draw_bar(axis, at + place, times[case, name], float(times[case, "pc"]["p50_us"]), colors[name])
+            at += len(group) + 1.6
+        label = f"median {unit} of a call over that of pc, less is better"
         axis.set(yticks=[], xlabel=label, xlim=(0, LONGEST * 1.45))
         axis.set_ylim(at - 0.8, -0.7)
         axis.set_xticks(range(int(LONGEST) + 1))
@@ -146,12 +121,16 @@ def _plot_bars(
     _save(target, source, draw)
 
 
-def _draw_bar(axis: Any, at: float, bar: Bar) -> None:
-    axis.barh(at, bar.length, 0.86, color=bar.color)
-    if bar.spread:
-        axis.plot(bar.spread, [at, at], color=INK, linewidth=1, solid_capstyle="butt")
-    end = max(bar.length, bar.spread[1] if bar.spread else 0)
-    axis.annotate(f" {bar.text}", (end, at), va="center", fontsize=10)
+def _draw_bar(axis: Any, at: float, row: Row, ours: float, color: str) -> None:
+    """Draw a time over ours with its text, and a line over its spread if that is not cut off."""
+    median, low, high = (float(row.get(name) or row["p50_us"]) / ours for name in ("p50_us", "p20_us", "p80_us"))
+    cut = "" if median <= LONGEST else f"... {median:.{0 if median >= 10 else 1}f} times, "
+    has_spread = low < high <= LONGEST
+    axis.barh(at, min(median, LONGEST), 0.86, color=color)
+    if has_spread:
+        axis.plot((low, high), [at, at], color=INK, linewidth=1, solid_capstyle="butt")
+    end = max(min(median, LONGEST), high if has_spread else 0)
+    axis.annotate(f" {cut}{short_time(median * ours)}", (end, at), va="center", fontsize=10)
 
 
 Lines = dict[str, list[tuple[float, float]]]

@@ -8,7 +8,6 @@ from pathlib import Path
 from ..gpu import STEPS
 from ..harness.registry import OURS, ROOT, operators
 from ..harness.tables import Row, read_rows
-from ..kernels import steps
 from .markdown import (
     all_of,
     chart,
@@ -156,30 +155,6 @@ def _generate(page: Path, device: str) -> str:
     return "\n".join(["### generate", "", said + measured(page, source, rows, ()), "", *table(heads, "lrrl", lines)])
 
 
-def render_work(page: Path) -> str:
-    """Render the counted work of attention steps beside vLLM's."""
-    counted = _steps_counted()
-    if not counted:
-        return "Not counted yet: `make work`."
-    first, rival = counted[0]
-    pairs = ("warp instructions, pc", "vLLM", "vLLM / pc", "MB read, pc", "vLLM", "MB written, pc", "vLLM")
-    lines = []
-    for ours, theirs in counted:
-        count = [int(row["instructions"]) for row in (ours, theirs)]
-        found = [f"{count[0]:,}", f"{count[1]:,}", f"{count[1] / count[0]:.2f}"]
-        for name in ("loaded_bytes", "stored_bytes"):
-            found += [f"{int(row[name]) / 1e6:.2f}" for row in (ours, theirs)]
-        lines.append([ours["case"], ours["architecture"], *found, f"{ours['launches']}, {theirs['launches']}"])
-    return "\n".join(
-        [
-            f"triton {first['triton']}, {first['date']}, commit {first['commit']}, vLLM {rival['version']}; "
-            f"[rows, with instructions by kind]({link(page, results('work.csv'))}).",
-            "",
-            *table(("step", "target", *pairs, "launches"), "ll" + "r" * 8, lines),
-        ]
-    )
-
-
 def render_work_summary(page: Path) -> str:
     """Render the counted work in a sentence."""
     counted = _steps_counted()
@@ -195,7 +170,7 @@ def render_work_summary(page: Path) -> str:
 
 def render_work_compressed(page: Path) -> str:
     """Render decodes over half of a document or prompt beside those over all of it, by the newest triton."""
-    rows = [row for row in newest_triton(work_rows()) if row["provider"] == OURS]
+    rows = [row for row in work_rows() if row["provider"] == OURS]
     found = {(row["architecture"], row["case"]): row for row in rows}
     lines = []
     for (arch, case), row in found.items():
@@ -222,25 +197,13 @@ COMPRESSED = {"half of a document kept": "a document", "packed into half of its 
 
 
 def work_rows() -> list[Row]:
-    """Return the rows of counted work.
-
-    Raises:
-        ValueError: A row was counted of other sources than the tree's; names it and both.
-    """
-    rows = read_rows(results("work.csv"))
-    for row in rows:
-        place = row["architecture"], row["triton"], row["case"]
-        if row["provider"] == OURS and row["sources"] != (now := steps.sources().get(place)):
-            raise ValueError(
-                f"work.csv: {row['case']}, {row['architecture']}, triton {row['triton']} was counted of sources "
-                f"{row['sources']}, the tree has {now}; count again: make work"
-            )
-    return rows
+    """Return the rows of counted work for the newest triton."""
+    return newest_triton(read_rows(results("work.csv")))
 
 
 def _steps_counted() -> list[tuple[Row, Row]]:
     """Return our row and vLLM's of each step and target, for the newest triton."""
-    rows = newest_triton(work_rows())
+    rows = work_rows()
     found = {(row["architecture"], row["case"], row["provider"] == OURS): row for row in rows}
     return [
         (row, found[arch, case, False])

@@ -11,7 +11,7 @@ from operator import sub, truediv
 from pathlib import Path
 
 from ..harness.tables import Row, number, read_rows
-from .markdown import commits, measured, results, short_time, table, with_rows
+from .markdown import commits, measured, newest_triton, results, short_time, table, with_rows
 
 UNITS = {"us": 1, "ms": 1e3, "s": 1e6}
 
@@ -94,6 +94,7 @@ class Table:
     packages: str = "torch"
     beside: str = ""
     needs: str = ""
+    newest: str = ""
 
     @classmethod
     def of(cls, section: dict[str, str]) -> Table:
@@ -104,7 +105,7 @@ class Table:
     def render(self, page: Path, *arguments: str) -> str:
         """Return the table with its conditions."""
         source = Path(os.path.normpath(results("cpu", self.rows.format(*arguments))))
-        rows = read_rows(source)
+        rows = newest_triton(read_rows(source)) if self.newest else read_rows(source)
         if not rows:
             return f"Not measured yet: {source.name}."
         found, columns = rows, list(self.columns)
