@@ -24,8 +24,7 @@ from unittest import mock
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver as drivers
 
 from pc.triton_ops._attention import constants, dense
 from pc.triton_ops._attention.arguments import AttentionArgs
@@ -38,7 +37,7 @@ from pc.triton_ops._flash import append
 from ..harness import tables
 from ..harness.experiment import Experiment, option
 from . import sass
-from .launches import TARGETS, Launch, digest, on_device, patched, recorded
+from .launches import TARGETS, Driver, Launch, digest, on_device, patched, recorded
 
 load_kernels()  # `recorded` finds kernels by their class
 
@@ -328,53 +327,13 @@ def targets_of(case: str) -> list[str]:
     return [target for target in TARGETS if target not in MINOR_TARGETS or case in MAIN_CASES]
 
 
-_POINTERS = {
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.uint8: "*u8",
-    torch.int8: "*i8",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
-
-
-def _describe(value: Any, path: tuple[int, ...], specialize: bool, constants_: Any, attributes: Any) -> Any:
-    """Return an argument's type for the compiler; a tuple has a type for each of its parts."""
-    if isinstance(value, tuple):  # triton heeds do_not_specialize for plain arguments only
-        return tuple(_describe(v, (*path, i), True, constants_, attributes) for i, v in enumerate(value))
-    if isinstance(value, float):
-        return "fp32"
-    if isinstance(value, int):
-        if value == 1 and specialize:
-            constants_[path] = value
-            return "constexpr"
-        if value % 16 == 0 and specialize:
-            attributes[path] = [["tt.divisibility", 16]]
-        return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
-    if value.data_ptr() % 16 == 0:
-        attributes[path] = [["tt.divisibility", 16]]  # a tensor, as it is or reinterpreted
-    return _POINTERS[value.dtype] if isinstance(value, torch.Tensor) else f"*{triton_type(value.dtype)}"
-
-
-def triton_type(dtype: Any) -> str:
-    """Return the compiler's name of a type that `triton.reinterpret` gave a tensor."""
-    return {"int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64"}[str(dtype)]
-
-
-def compile_launch(recorded_launch: Launch, target: GPUTarget) -> Any:
-    """Compile like triton's launcher, with types, constants and divisibility by 16 from the arguments."""
-    signature, constants_, attributes = {}, {}, {}
-    for i, parameter in enumerate(recorded_launch.kernel.params):
-        value = recorded_launch.arguments[parameter.name]
-        if parameter.is_constexpr or value is None:
-            signature[parameter.name], constants_[parameter.name] = "constexpr", value
-        else:
-            kind = _describe(value, (i,), not parameter.do_not_specialize, constants_, attributes)
-            signature[parameter.name] = kind
-    source = ASTSource(recorded_launch.kernel, signature, constants_, attributes)
-    return triton.compile(source, target=target, options=dict(recorded_launch.options))
+def compile_launch(entry: Launch, target: str) -> Any:
+    """Compile a recorded launch for a target as triton's own launcher does, without launching it."""
+    options = dict(entry.options)
+    if TARGETS[target].gpu.backend == "hip":
+        options.pop("maxnreg", None)  # launches leave it out where torch is built for AMD
+    with mock.patch.object(drivers, "_active", Driver(target)):
+        return entry.kernel.run(**entry.arguments, **options, grid=entry.grid, warmup=True)
 
 
 def _nvidia(compiled: Any, target: str, entry: Launch) -> dict[str, Any]:
@@ -434,7 +393,7 @@ def measure(case: str, target: str, again: bool = True) -> Iterator[Row]:
         if row.key in known and known[row.key].sources == row.sources:
             yield known[row.key]
             continue
-        compiled = compile_launch(entry, gpu)
+        compiled = compile_launch(entry, target)
         found = _amd(compiled) if gpu.backend == "hip" else _nvidia(compiled, target, entry)
         yield dataclasses.replace(row, shared=compiled.metadata.shared, **found)
 
@@ -449,11 +408,15 @@ def read_table(path: Path = TABLE) -> dict[tuple[str, str, str, str], Row]:
     return {row.key: row for row in rows}
 
 
+SPILLS = {("3.6.0", "gfx942", "decode bf16 latent g16 e4m3")}
+"""Cases that may spill: two registers there, and none with newer versions of triton."""
+
+
 def complaints(row: Row) -> list[str]:
     """Return the faults of a row: spills, too much shared memory, no matrix instruction, narrow loads."""
     limit = TARGETS[row.target].shared
     found: list[str] = []
-    if row.spills:
+    if row.spills and row.key[:3] not in SPILLS:
         found.append(f"{row.spills} bytes of spills")
     if row.shared > limit:
         found.append(f"{row.shared} bytes of shared memory, {limit} at most")

@@ -105,6 +105,8 @@ class Driver:
         self.utils = self
         self.launcher_cls = lambda source, metadata: lambda *arguments: None
         self._target, architecture, shared, _ = TARGETS[target]
+        # Triton keeps compiled kernels by device: those of a target must not reach another one, or a real device.
+        self._device = 4242 + list(TARGETS).index(target)
         self._properties = {"max_shared_mem": shared, "multiprocessor_count": architecture.num_processors}
 
     def load_binary(self, *arguments: object) -> tuple[object, int, int, int, int]:
@@ -120,7 +122,7 @@ class Driver:
         return self._target
 
     def get_current_device(self) -> int:
-        return 4242  # triton keeps compiled kernels by device: none of these may reach a real one
+        return self._device
 
     def get_current_stream(self, device: int) -> int:
         return 0

@@ -1,9 +1,9 @@
 """Sweeps of the constants of attention kernels: other tiles, and other numbers of programs, beside those in use.
 
-A sweep is a benchmark like those of operators, so `python -m benchmarks gpu` measures it in the same way: wrong results
-are not timed, all candidates take turns, and the rows are in a CSV file. Nothing takes over the fastest candidate.
-Whoever reads the rows changes the rules in `triton_ops/_attention/constants.py`, and checks the change with the cases
-of `paged_attention`.
+A sweep is a benchmark like those of operators, and `python -m benchmarks gpu` measures it in the same way. Wrong
+results are not timed, all candidates take turns, and the rows are in a CSV file. Nothing takes over the fastest
+candidate. Whoever reads the rows changes the rules in `triton_ops/_attention/constants.py`, and checks the change with
+the cases of `paged_attention`.
 
 Examples:
     python -m benchmarks gpu --only sweep
