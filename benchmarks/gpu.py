@@ -1,13 +1,13 @@
 """Check and measure the kernels on a GPU: `make gpu`.
 
-Usage:
+The jobs are in the order of their worth. A call runs those that are not done, for nine minutes; call it again for the
+rest. Each job is a process, so a crash stops no other job. `run.csv` among the device's results has the outcome of each
+job. A job runs again once the sources have changed or its rows are deleted.
 
-    python -m benchmarks gpu --list         the jobs, in the order of their worth, and their outcomes
-    python -m benchmarks gpu                runs what is not done, for nine minutes; run it again for the rest
-    python -m benchmarks gpu --dry-run      the same on the CPU, small
-
-Each job is a process, so a crash stops no other job. `run.csv` among the device's results has the outcome of each job.
-A job runs again once the sources have changed or its rows are deleted.
+Examples:
+    python -m benchmarks gpu --list         (the jobs and their outcomes)
+    python -m benchmarks gpu
+    python -m benchmarks gpu --dry-run      (the same on the CPU, small)
 """
 
 from __future__ import annotations
@@ -226,12 +226,9 @@ def _rows_of(path: Path, case: str) -> dict[str, Row]:
 
 def compile_first(names: list[str], options: Options) -> None:
     """Fill Triton's cache for some cases of an operator, by several processes at once."""
-    count, end, op = workers(), time.monotonic() + MOST_SECONDS, names[0]
-    command = [sys.executable, *options.command("compile", *names)]
-    shares = [{**os.environ, "PC_SHARE": f"{share}/{count}"} for share in range(count)]
-    print(f"compiling {op} in {count} processes", flush=True)
-    for process in [subprocess.Popen(command, cwd=ROOT, env=each, start_new_session=True) for each in shares]:
-        _wait(process, end)
+    job = Job("", f"compile {names[0]}", options.command("compile", *names), workers())
+    print(f"{job.name} in {job.shares} processes", flush=True)
+    run_job(job, MOST_SECONDS)
 
 
 def compile_share(*given: Any) -> int:
@@ -249,7 +246,7 @@ def _first_calls(names: list[str], options: Options) -> Iterator[Callable[[], ob
     for case in benchmark.of(options.kind, False):
         for provider in benchmark.providers if case.name in names[1:] else ():
             if runner.takes_part(provider, options.kind, without=options.without):
-                # Inputs are made for one call at a time: those of all cases, in each process, fill a GPU.
+                # Inputs are made for one call at a time. The inputs of all cases, in each process, would fill a GPU.
                 yield lambda case=case, provider=provider: provider.prepare(case.build(device, 0).calls[0])()
 
 

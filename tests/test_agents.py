@@ -6,7 +6,7 @@ import gzip
 import json
 from pathlib import Path
 
-from benchmarks.models.agents import BESIDE, VARIANTS, count, count_unique, interleaved, sessions_of, write_hashed
+from benchmarks.models.agents import BESIDE, VARIANTS, count, interleaved, sessions_of, write_hashed
 
 RESULT = "<output>\n{}\n</output>\n"
 
@@ -64,9 +64,8 @@ def test_sessions_run_side_by_side_and_in_order(tmp_path: Path) -> None:
 def test_counts_are_those_of_the_prompts(tmp_path: Path) -> None:
     text = list(range(1000))
     requests = [(text[:320], text[320:340]), (text[:340], []), ([5000, *text[:320]], [])]
-    assert count_unique(requests, 100) == 20 + 1 + 20
-    assert count(requests, "prefix", 100) == (981, 320 + 4 + 321, 0)
-    asked, computed, moved = count(requests, "anywhere", 100)
+    assert count(requests, "prefix", 100) == (981, 320 + 4 + 321, 0, 20 + 1 + 20)
+    asked, computed, moved, _ = count(requests, "anywhere", 100)
     assert (asked, moved) == (981, 319)  # incomplete blocks are never read
     assert computed == 320 + 4 + 2 + 32
     write_hashed(tmp_path / "trace.jsonl", requests)

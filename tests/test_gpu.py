@@ -86,6 +86,21 @@ def test_shares_of_a_job_run_side_by_side_and_one_failure_is_its_own() -> None:
     assert gpu.run_job(gpu.Job("tests", "two", ("-c", code), 2), 60) == 7
 
 
+def test_processes_that_compile_make_the_first_calls_between_them(
+    options: gpu.Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (benchmark,) = registry.discover(["merge_attention"])
+    given, made = ("merge_attention", benchmark.of("cpu", True)[0].name), []
+    calls = list(gpu._first_calls(list(given), options))
+    assert len(calls) == len(benchmark.providers)
+    calls[0]()
+    monkeypatch.setattr(gpu, "_first_calls", lambda *_: [lambda n=n: made.append(n) for n in range(5)])
+    for share in ("0/2", "1/2"):
+        monkeypatch.setenv("PC_SHARE", share)
+        assert gpu.compile_share(*given, options) == 0
+    assert sorted(made) == list(range(5))
+
+
 def collected(code: str, **environment: str) -> str:
     """Return the output of `pytest.main`, which `code` calls in its own process."""
     done = subprocess.run(

@@ -205,7 +205,7 @@ def compressed(given: argparse.Namespace) -> Workload:
         base="exact",
         counts=COMPRESSION_COUNTS,
         shape={"clients": len(asked), "answer_tokens": answer, "blocks": blocks, "block_size": block_size}
-        | {"prompt_tokens": len(prompts[0]), "other_load": given.other_load},
+        | {"prompt_tokens": len(prompts[0])},
     )
 
 
@@ -322,7 +322,6 @@ main = Experiment(
         "--answer": option(0, "tokens of an answer; 0: 4 in conversations, 16 about a document, 96 about a prompt"),
         "--documents": option(1.55, "prompts that the cache holds, where they are compressed"),
         "--rounds": option(2),
-        "--other-load": option("", "what else the machine did, for the rows"),
     },
     ("workload",),
 ).main

@@ -15,7 +15,7 @@ from .ceilings import Ceilings, measure_ceilings
 from .conditions import conditions, device_folder
 from .inputs import Inputs, WrongError
 from .registry import OURS, Benchmark, Case, Provider, UnsupportedError
-from .tables import Row, read_rows, write_rows
+from .tables import Row, replaced, write_rows
 
 MEASURED = ("p20_us", "p50_us", "p80_us", "samples", "error", "bytes", "flops", "copy_gbs", "matmul_tflops", "roofline")
 KEY = ("case", "provider", "mode")
@@ -179,17 +179,11 @@ def save_rows(path: Path, benchmark: Benchmark, rows: Iterable[Row]) -> None:
     rows = list(rows)
     if not rows:
         return
-    measured = {row["case"] for row in rows}
-    order: dict[str, int] = {}
-    for case in benchmark.cases:
-        order.setdefault(case.name, len(order))
-    kept = [
-        row
-        for row in read_rows(path)
-        if row["case"] not in measured and row["case"] in order and row["device"] == rows[0]["device"]
-    ]
-    rows = sorted([*kept, *rows], key=lambda row: order[row["case"]])
-    write_rows(path, rows, [*KEY, "version", *MEASURED, "note"])
+    order = {name: place for place, name in enumerate(dict.fromkeys(case.name for case in benchmark.cases))}
+    found = [row for row in replaced(path, rows, ("case",)) if row["case"] in order]
+    found = [row for row in found if row["device"] == rows[0]["device"]]
+    found.sort(key=lambda row: order[str(row["case"])])
+    write_rows(path, found, [*KEY, "version", *MEASURED, "note"])
 
 
 def run_benchmarks(

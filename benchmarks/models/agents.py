@@ -133,8 +133,8 @@ def requests_of(tokenizer: Any, sessions: list[list[tuple[float, Turn]]], varian
     ]
 
 
-def count(requests: list[Request], way: str, num_blocks: int) -> tuple[int, int, int]:
-    """Return the numbers of tokens of prompts, of computed tokens and of moved tokens over all requests."""
+def count(requests: list[Request], way: str, num_blocks: int) -> tuple[int, int, int, int]:
+    """Return the tokens of all prompts, computed tokens, moved tokens, and the number of blocks cached in the end."""
     manager, asked, computed, moved = pc.CacheManager(num_blocks, BLOCK), 0, 0, 0
     for number, (prompt, answer) in enumerate(requests):
         allocation = manager.allocate(number, prompt, reuse=way)
@@ -146,7 +146,7 @@ def count(requests: list[Request], way: str, num_blocks: int) -> tuple[int, int,
             manager.append(number, answer)
         manager.commit(number, len(prompt) + len(answer))
         manager.free(number)
-    return asked, computed, moved
+    return asked, computed, moved, manager.stats().cached_blocks
 
 
 def write_hashed(path: Path, requests: list[Request]) -> None:
@@ -158,16 +158,6 @@ def write_hashed(path: Path, requests: list[Request]) -> None:
             row = {"timestamp": 1000 * second, "input_length": len(prompt), "output_length": max(len(answer), 1)}
             row["hash_ids"] = [known.setdefault(block, len(known)) for block in blocks]
             file.write(json.dumps(row) + "\n")
-
-
-def count_unique(requests: list[Request], num_blocks: int) -> int:
-    """Return how many blocks a cache that never evicts holds in the end."""
-    manager = pc.CacheManager(num_blocks, BLOCK)
-    for number, (prompt, answer) in enumerate(requests):
-        manager.allocate(number, [*prompt, *answer])
-        manager.commit(number, len(prompt) + len(answer))
-        manager.free(number)
-    return manager.stats().cached_blocks
 
 
 def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -183,13 +173,13 @@ def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             if given.hashed:
                 write_hashed(given.hashed / f"agents_{trace}.jsonl", requests)
                 break
-            tenth = tenth or count_unique(requests, whole) // 10
+            tenth = tenth or count(requests, "prefix", whole)[3] // 10
             if name not in given.variants:
                 continue
             longest = max(-(-(len(prompt) + len(answer)) // BLOCK) for prompt, answer in requests)
             for cache, num_blocks in (("all", max(whole, 2 * longest)), ("10%", max(tenth, 2 * longest))):
                 for way in WAYS:
-                    asked, computed, moved = count(requests, way, num_blocks)
+                    asked, computed, moved, _ = count(requests, way, num_blocks)
                     row = {"trace": trace, "variant": name, "cache": cache, "way": way, "blocks": num_blocks}
                     row |= {"prompts": len(requests), "prompt_tokens": asked, "computed_tokens": computed}
                     row |= {"hit_rate": f"{1 - computed / asked:.4f}", "moved_tokens": moved}

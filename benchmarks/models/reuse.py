@@ -68,7 +68,7 @@ def _peak(reset: bool = False) -> int:
 
 
 class Answer(NamedTuple):
-    """What one call gave."""
+    """The outcome of one call."""
 
     prompt_tokens: int
     tokens: torch.Tensor
@@ -184,7 +184,7 @@ def _columns(own: Sequence[Answer], plain: Sequence[Answer], warm: bool) -> dict
         return {name: f"{statistics.median(times[0]):.6f}", f"{name}_over_plain": f"{over(*times):.4f}"}
 
     def ended(tokens: int) -> Callable[[Answer], float]:
-        """Return a function for the time of an answer of so many tokens: until the last of them, and the end."""
+        """Return a function for the time until an answer of this length has ended."""
         return lambda answer: answer.seconds[tokens - 1] + answer.seconds[-1] - answer.seconds[-2]
 
     row = column("s_1", lambda answer: answer.seconds[0])
