@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
-import multiprocessing
 from types import SimpleNamespace
 from typing import Any
 
@@ -159,31 +159,26 @@ def sources() -> dict[tuple[str, str, str], str]:
     return {tuple(key): value for key, value in json.loads(run_on_cpu("launches"))}
 
 
-_DRAWN: dict[str, Batch] = {}  # batches of steps that need no kernel to make; they take longest, so they are made once
-
-
-def _digests(kind: tuple[str, str]) -> list[tuple[tuple[str, str, str], str]]:
-    """Return the digest of every step on a target with the constants of a triton version; run it in a new process."""
+def main() -> None:
+    """Print the digest of every step on each target, with the constants of each triton version, as JSON."""
     import triton
+
+    from pc.triton_ops._attention.constants import architecture
+    from pc.triton_ops._core.cache import forget_choices
 
     from . import launches
 
-    target, triton.__version__ = kind
-    triton.runtime.driver.set_active(launches.Driver(target))
-    found = []
-    for name, step in STEPS.items():
-        with launches.recorded() as recorded:
-            ours(_DRAWN.get(name) or Batch(step))
-        found.append(((*kind, name), launches.digest(recorded)))
-    return found
-
-
-def main() -> None:
-    """Print the digests as JSON."""
-    from pc.integrations.huggingface.compression import layers  # noqa: F401  4 s, here once for all processes
-
     torch.set_num_threads(1)
-    _DRAWN.update((name, Batch(step)) for name, step in STEPS.items() if not step.kept)
-    kinds = [(target, version) for target in TARGETS for version in VERSIONS]
-    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        print(json.dumps([pair for pairs in pool.map(_digests, kinds, 1) for pair in pairs]))
+    # Batches that need no kernel to make. Drawing them takes longest.
+    drawn = {name: Batch(step) for name, step in STEPS.items() if not step.kept}
+    found = []
+    for target, version in itertools.product(TARGETS, VERSIONS):
+        triton.__version__ = version
+        triton.runtime.driver.set_active(launches.Driver(target))
+        architecture.cache_clear()
+        forget_choices()
+        for name, step in STEPS.items():
+            with launches.recorded() as recorded:
+                ours(drawn.get(name) or Batch(step))
+            found.append(((target, version, name), launches.digest(recorded)))
+    print(json.dumps(found))
