@@ -4,10 +4,10 @@ A trace has one line for each request: `session`, `timestamp` (microseconds), `i
 inputs of a session only grow, they hold what users and tools said, and the outputs are inserted between them. Eight
 sessions run side by side; when one ends, the next begins. Prompts are cut to the model's length.
 
-    untouched   no change
-    marker      a clock in the first line of the prompt changes with each turn
-    thinking    the text before a command ("THOUGHT: ...") is removed from all turns but the latest
-    cleared     all tool results but the latest three are removed
+    untouched: nothing changes.
+    marker: a clock in the first line of the prompt changes with each turn.
+    thinking: the text before a command ("THOUGHT: ...") is removed from all turns but the latest.
+    cleared: all tool results but the latest three are removed.
 
 Counts come from a `CacheManager` with blocks of 16 tokens. One cache holds everything, another a tenth of the untouched
 trace. A tenth of moved text is computed again and counts as computed. With `--hashed FOLDER` the command writes traces

@@ -1,10 +1,10 @@
 """Text that moved, with a trained model: time to the first token and loss, by the share that is computed again.
 
-Three workloads of SmolLM2-135M-Instruct (`pc.demo.trained_model_folder`), each a row of prompts through `generate`:
+SmolLM2-135M-Instruct (`pc.demo.trained_model_folder`) answers the prompts of three workloads, one after another:
 
-    order   six questions over the same five documents, each time in another order
-    agent   an agent's loop of twenty turns that keeps the latest tool results (`--kept`)
-    edit    a long text, with another edit in its middle for each of five prompts
+    order: six questions over the same five documents, each time in another order.
+    agent: an agent's loop of twenty turns that keeps the latest tool results (`--kept`).
+    edit: a long text, with another edit in its middle for each of five prompts.
 
 The reference is exact prefix caching with greedy answers of eight tokens. Every other way is forced to produce these
 answers. The rows compare its next-token distributions: KL divergence, equal most likely tokens, and answers whose
