@@ -11,10 +11,10 @@ from .allocation import BaseAllocation, Pairs
 from .hashing import Chain
 from .keys import EncodedKeys, approximate_from
 from .lookup import Hit, complement, find_in_groups, find_prefix
-from .pool import ONE
+from .pool import ONE, Hint
 from .request import Request
 from .runs import Span
-from .state import FIT_EVERY, ManagerState
+from .state import ManagerState
 
 
 def allocate(
@@ -23,8 +23,7 @@ def allocate(
     tokens: array[int],
     keys: EncodedKeys,
     reuse: str,
-    priority: int,
-    ttl: float | None,
+    hint: Hint | None,
     wanted: int,
     segments: Sequence[Span] | None = None,
 ) -> BaseAllocation:
@@ -34,7 +33,7 @@ def allocate(
     size, num_tokens, pool = state.block_size, len(tokens), state.pools[0]
     chain = Chain(state.hasher, keys)
     digests = chain.extend(tokens, num_tokens // size)
-    request = Request(tokens, chain, digests, keys, priority, ttl, num_tokens)
+    request = Request(tokens, chain, digests, keys, hint, num_tokens)
     if state.prefix_only and reuse != "gap":
         hit = find_prefix(pool.table.leading(digests), num_tokens, wanted, size)
     else:
@@ -53,8 +52,6 @@ def allocate(
         partial=hit.copied,
         moved=sum([run.end - run.start for run in hit.moved]) if hit.moved else 0,
     )
-    if not state.counts["requests"] % FIT_EVERY:
-        state.fit_hashes()
     return allocation
 
 
@@ -75,13 +72,13 @@ def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit)
     state.running[request_id] = request  # before blocks are allocated, because comparing ids runs the caller's code
     for pool, (table, held, fresh, _) in zip(state.pools, hit.groups, strict=True):
         if held.size:
-            pool.hold(held)
+            pool.hold(held, request.hint)
         if hit.borrowed.size:
             pool.hold(hit.borrowed)
         if fresh.size:
-            table[fresh] = pool.take(fresh + ONE)
-        if request.priority or request.ttl is not None:
-            pool.hinted(table, request.priority, request.ttl)
+            first = fresh.item(0)
+            index = slice(first, None) if first + fresh.size == table.size else fresh  # a slice is faster
+            table[index] = pool.take(fresh + ONE, request.hint)
         tables.append(table)
     request.num_blocks = tables[0].size
     request.hit, request.published = hit.blocks, hit.published

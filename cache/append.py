@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 
 from .allocation import AppendedTokens, BaseAllocation, Pairs
 from .pool import OutOfBlocks
-from .request import Request
+from .request import Request, RequestSnapshot
 from .state import ManagerState
 from .table import Ids
 
@@ -26,8 +27,6 @@ def append(state: ManagerState, request_id: Hashable, new: array[int]) -> BaseAl
     if -(-end // size) > old_blocks or pending or (request.check_tail and end > start):
         _make_room(state, [(request, end)])
         copies = _grow(state, request, end)
-        if pending:
-            request.pending = pending[len(new) :] or None
     first, num_blocks = start // size, request.num_blocks
     tables, spans = [table[first:num_blocks].copy() for table in request.tables], [(start, end)] if end > start else []
     allocation = state.allocation(tables, first, size, [], spans, False, copies, None, old_blocks)
@@ -43,12 +42,13 @@ def append_each(state: ManagerState, request_ids: Sequence[Hashable], new: array
         raise ValueError("request_ids: got a request twice, needs each once")
     positions = [len(request.tokens) for request in requests]
     slow = [r for r, at in zip(requests, positions, strict=True) if at % size == 0 or r.check_tail or r.pending]
+    growing = zip(requests, positions, repeat(()))
     if slow:
         if any(request.pending and request.pending[0] != token for request, token in zip(requests, new, strict=True)):
             raise ValueError("token_ids: got a token that is not the next one of its prompt, needs its next token")
-        copies = _grow_each(state, slow, (requests, positions))
+        copies = _grow_each(state, slow, growing)
     else:
-        state.begin(growing=(requests, positions))
+        state.begin(growing=growing)
         copies = [[] for _ in state.pools]
     slots = []
     offsets = np.array([at % size for at in positions], np.int64)
@@ -65,9 +65,7 @@ def append_each(state: ManagerState, request_ids: Sequence[Hashable], new: array
     return appended
 
 
-def _grow_each(
-    state: ManagerState, slow: list[Request], growing: tuple[Sequence[Request], Sequence[int]]
-) -> list[Pairs]:
+def _grow_each(state: ManagerState, slow: list[Request], growing: Iterable[RequestSnapshot]) -> list[Pairs]:
     """Add room for one token to each of the requests in `slow`; return the copies of each group.
 
     `slow` has the requests that need a new block or a check. `growing` has all requests; see `ManagerState.begin`.
@@ -75,16 +73,12 @@ def _grow_each(
     growths = [(request, len(request.tokens) + 1) for request in slow]
     _make_room(state, growths, growing)
     copies: list[Pairs] = [[] for _ in state.pools]
-    if state.prefix_only and not any(request.check_tail for request in slow):
-        if full := [request for request in slow if len(request.tokens) % state.block_size == 0]:
-            _take_one_each(state, full)
-    else:
-        for request, end in growths:
-            for pairs, further in zip(copies, _grow(state, request, end), strict=True):
-                pairs += further
-    for request in slow:
-        if request.pending:
-            request.pending = request.pending[1:] or None
+    if state.prefix_only and not any(request.check_tail or request.pending or request.hint for request in slow):
+        _take_one_each(state, slow)
+        return copies
+    for request, end in growths:
+        for pairs, further in zip(copies, _grow(state, request, end), strict=True):
+            pairs += further
     return copies
 
 
@@ -92,18 +86,16 @@ def _take_one_each(state: ManagerState, requests: Sequence[Request]) -> None:
     """Allocate a fresh block for each of several requests in one call."""
     pool = state.pools[0]
     ids = pool.take(np.array([request.num_blocks + 1 for request in requests], np.int32), runs=False)
-    for i, (request, block) in enumerate(zip(requests, ids.tolist(), strict=True)):
+    for request, block in zip(requests, ids.tolist(), strict=True):
         at = request.num_blocks
         request.grown_table(0, at + 1)[at] = block
         request.num_blocks = at + 1
-        if request.priority or request.ttl is not None:  # checked here because decode calls this for each request
-            pool.hinted(ids[i : i + 1], request.priority, request.ttl)
 
 
 def _make_room(
     state: ManagerState,
     growths: Sequence[tuple[Request, int]],
-    growing: tuple[Sequence[Request], Sequence[int]] = ((), ()),
+    growing: Iterable[RequestSnapshot] = (),
 ) -> None:
     """Check that there are enough blocks for requests to grow, and release the blocks behind their windows.
 
@@ -167,20 +159,20 @@ def _grow(state: ManagerState, request: Request, end: int) -> list[Pairs]:
             if spec.holds_states:
                 request.grown_table(group, num_blocks)[old_blocks:num_blocks] = -1
             else:
-                ids = pool.take(np.arange(old_blocks + 1, num_blocks + 1, dtype=np.int32))
+                ids = pool.take(np.arange(old_blocks + 1, num_blocks + 1, dtype=np.int32), request.hint)
                 request.grown_table(group, num_blocks)[old_blocks:num_blocks] = ids
-                pool.hinted(ids, request.priority, request.ttl)
     request.check_tail = False
     request.num_blocks = num_blocks
+    if request.pending:
+        request.pending = request.pending[end - len(request.tokens) :] or None
     return copies
 
 
 def _replace_shared(state: ManagerState, request: Request, group: int, block: int) -> int:
     """Give a request a fresh block in place of one that is shared or published; return the fresh block's number."""
     pool, old = state.pools[group], request.tables[group][block : block + 1].copy()
-    fresh: Ids = pool.take(np.array([block + 1], np.int32))
+    fresh: Ids = pool.take(np.array([block + 1], np.int32), request.hint)
     request.put_blocks(group, block, fresh.item(0))
-    pool.hinted(fresh, request.priority, request.ttl)
     number = old.item(0)
     if pool.ref_count.item(number) > 1 and not pool.table.lists(number) and not state.offloading:
         pool.release(old)  # its other holders go on writing to it

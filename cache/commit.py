@@ -78,9 +78,8 @@ def checkpoint(state: ManagerState, request_id: Hashable, num_tokens: int, group
         raise ValueError(f"num_tokens: got {num_tokens}, but the request already holds that state")
     pool.check_available(1)
     state.begin(request)
-    ids = pool.take(np.array([block + 1], np.int32))
+    ids = pool.take(np.array([block + 1], np.int32), request.hint)
     request.put_blocks(group, block, ids.item(0))
-    pool.hinted(ids, request.priority, request.ttl)
     request.new_states = [*request.new_states, (group, block)]
     return ids.item(0)
 
@@ -110,7 +109,7 @@ def _publish(state: ManagerState, request: Request, group: int, first: int, last
             return []
         ids, digests = ids[present], digests[present]
     listed = pool.table.contains(ids) if state.listeners else None
-    old, new = pool.publish(ids, digests)
+    old, new = pool.publish(ids, digests, request.hint)
     if listed is None and not old.size:
         return []
     blocks = np.arange(first, last) if present is None else present.nonzero()[0] + first
@@ -122,7 +121,6 @@ def _publish(state: ManagerState, request: Request, group: int, first: int, last
     request.put_blocks(group, blocks[np.isin(ids, old)].astype(np.int32), new)
     request.keep_replaced(group, old)
     state.count(merged=old.size)
-    pool.hinted(new, request.priority, request.ttl)
     return list(zip(old.tolist(), new.tolist(), strict=True))
 
 

@@ -23,7 +23,7 @@ from .keys import NO_KEYS, ExtraKeys, Key, encode_keys
 from .listeners import Listener
 from .offload import OnEvict
 from .policies import EvictionPolicy
-from .pool import BlockPool
+from .pool import BlockPool, Hint
 from .runs import Slots, Span
 from .state import ManagerState
 from .table import Ids
@@ -172,7 +172,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
     @property
     def nbytes(self) -> int:
         """Bytes of bookkeeping: fields, tables, policies, remembered hashes and texts, and the index of text."""
-        return self._state.nbytes + self._state.index_bytes + self._state.history.nbytes
+        return self._state.nbytes
 
     def _run(self, verb: Callable[..., Any], *args: Any) -> Any:
         """Run a verb under the lock, and pass the blocks it has evicted to a tier, if there is one."""
@@ -239,8 +239,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         """
         if reuse not in REUSES:
             raise ValueError(f"reuse: got {reuse!r}, needs one of {', '.join(REUSES)}")
-        if type(priority) is not int or priority or ttl is not None:
-            priority = _check_hint(priority, ttl)
+        plain = type(priority) is int and not priority and ttl is None
+        hint = None if plain else _check_hint(priority, ttl)
         tokens = encode_tokens(token_ids)
         wanted = len(tokens)
         if num_tokens is not None:
@@ -252,7 +252,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             from .reuse.moved import check_segments
 
             segments = check_segments(segments, reuse)
-        args = (request_id, tokens, keys, reuse, priority, ttl, wanted, segments)
+        args = (request_id, tokens, keys, reuse, hint, wanted, segments)
         return self._run(allocate.allocate, *args)
 
     def append(self, request_id: Hashable, token_ids: TokenIds) -> AllocationT:
@@ -632,10 +632,11 @@ def _free(state: ManagerState, request_id: Hashable, returns: float | None) -> N
     state.release(request_id, request, returns)
 
 
-def _check_hint(priority: Any, ttl: Any) -> int:
-    """Check a priority and a ttl, and return the priority as an int."""
+def _check_hint(priority: Any, ttl: Any) -> Hint | None:
+    """Check a priority and a ttl; return them, or None if they say nothing."""
     if ttl is not None and not isinstance(ttl, Real):
         raise TypeError(f"ttl: got {type(ttl).__name__}, needs seconds or None")
     if ttl is not None and not float(ttl) >= 0:
         raise ValueError(f"ttl: got {ttl}, needs at least 0 seconds")
-    return check_integer("priority", priority, -(1 << 31), 31)
+    priority = check_integer("priority", priority, -(1 << 31), 31)
+    return (priority, ttl) if priority or ttl is not None else None

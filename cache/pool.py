@@ -25,6 +25,9 @@ EMPTY: Ids = np.empty(0, np.int32)
 # An index of blocks into the pool's arrays. Consecutive blocks get a slice, which is several times faster.
 Index = slice | npt.NDArray[np.intp]
 
+# A request's priority, and the seconds for which it holds; see `EvictionPolicy.hinted`.
+Hint = tuple[int, "float | None"]
+
 # A pool, its evicted blocks, their hashes, the tick of the eviction, and their old `taken_at` and `prefix_length`.
 Eviction = tuple["BlockPool", Ids, Words, int, Ticks, Ids]
 
@@ -116,7 +119,6 @@ class BlockPool:
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self.num_free = num_blocks
         self._rising = self.table.numbers.tobytes()
-        self._absent = b"\xff" * (4 * num_blocks)
         self.policy = policy
         # The victims of a user's own policy are checked.
         self._trusted = type(policy).__module__.startswith("pc.cache.")
@@ -168,7 +170,7 @@ class BlockPool:
         if count > available:
             raise OutOfBlocks(count, int(available))
 
-    def hold(self, ids: Ids) -> None:
+    def hold(self, ids: Ids, hint: Hint | None = None) -> None:
         """Add a reference to complete blocks that a request found, in sequence order, and notify the policy."""
         # `HashTable.leading` returns consecutive blocks as a view of `numbers`.
         consecutive = ids.base is self.table.numbers
@@ -180,16 +182,18 @@ class BlockPool:
         self.clock += 1
         self.last_access[index] = self.clock
         self._call("accessed", ids, True)
+        if hint is not None:
+            self._call("hinted", ids, *hint)
 
     def share(self, ids: Ids) -> None:
         """Add one more reference to blocks that are held already, without notifying the policy."""
         self.ref_count[ids] += 1
 
-    def take(self, prefix_lengths: Ids, runs: bool = True) -> Ids:
+    def take(self, prefix_lengths: Ids, hint: Hint | None = None, runs: bool = True) -> Ids:
         """Allocate fresh blocks, one for each prefix length: free blocks first, then victims of the policy.
 
-        The caller has checked that enough blocks are available. With `runs` the blocks belong to one sequence, and the
-        lengths ascend. Without `runs` each belongs to another sequence.
+        The caller has checked that enough blocks are available. The policy gets the hint. With `runs` the blocks belong
+        to one sequence, and the lengths ascend. Without `runs` each belongs to another sequence.
         """
         count, num_free = prefix_lengths.size, self.num_free
         if not num_free:
@@ -209,6 +213,8 @@ class BlockPool:
         self.prefix_length[index] = prefix_lengths
         for part in (ids,) if runs else [ids[i : i + 1] for i in range(count)]:
             self._call("accessed", part, False)
+        if hint is not None:
+            self._call("hinted", ids, *hint)
         return ids
 
     def refill(self, block: int, first: int, source: int = -1) -> None:
@@ -272,19 +278,11 @@ class BlockPool:
         finally:
             self.log.in_policy = False
 
-    def hinted(self, ids: Ids, priority: int, ttl: float | None) -> None:
-        """Pass a hint for these blocks, without holes (-1), to the policy; see `EvictionPolicy.hinted`.
-
-        Do nothing if `priority` is 0 and `ttl` is None.
-        """
-        if (priority or ttl is not None) and ids.size:
-            self._call("hinted", ids[ids >= 0], priority, ttl)
-
     @property
     def nbytes(self) -> int:
         """Bytes of bookkeeping, without the policy's."""
         fields = (self.ref_count, self.last_access, self.taken_at, self.access_count, self.prefix_length, self.words)
-        return sum(field.nbytes for field in fields) + self._free.nbytes + 3 * len(self._rising) + self.table.nbytes
+        return sum(field.nbytes for field in fields) + self._free.nbytes + 2 * len(self._rising) + self.table.nbytes
 
     def ended(self, returns: float | None, output_tokens: int) -> None:
         """Notify the policy that a request has ended. The releases follow."""
@@ -325,7 +323,7 @@ class BlockPool:
         if kept is not None:
             self._call("released", kept)
 
-    def publish(self, ids: Ids, digests: Words) -> tuple[Ids, Ids]:
+    def publish(self, ids: Ids, digests: Words, hint: Hint | None = None) -> tuple[Ids, Ids]:
         """Publish written blocks under their hashes.
 
         Returns:
@@ -333,9 +331,8 @@ class BlockPool:
             reference. The caller must use the duplicates and release its own blocks.
         """
         index, table = self.index_of(ids), self.table
-        slots = table.slot_of[index]
-        if slots.tobytes() != self._absent[: slots.nbytes]:  # some are published already
-            new = slots < 0
+        new = np.less(table.slot_of[index], ZERO)
+        if count_nonzero(new) < ids.size:  # some are published already
             ids, digests = ids[new], digests[new]
             if not ids.size:
                 return EMPTY, EMPTY
@@ -350,7 +347,7 @@ class BlockPool:
         old = ids[double]
         self.words[old] = 0
         self._call("completed", ids[~double])
-        self.hold(duplicates[double])
+        self.hold(duplicates[double], hint)
         return old, duplicates[double]
 
     def acquire(self, sequence: TokenIds | Sequence[bytes]) -> list[Block]:

@@ -10,60 +10,58 @@ from typing import Any
 
 from .hashing import Chain
 
-OVERHEAD = 800
+OVERHEAD = 1000
 """Bytes of an entry besides its tokens and digests: objects, the dictionary and the state of a hasher."""
-BLOCK_BYTES = 256
-"""Bytes that the bookkeeping of a block may use. Remembered hashes get the rest."""
-BASE_BYTES = 1 << 20
-"""Additional bytes that bookkeeping may use, for any number of blocks."""
-QUEUE_BYTES = 16
-"""Bytes of `BLOCK_BYTES` reserved for policies, which may grow before hashes are fitted again."""
+BLOCK_BYTES = 64
+"""Bytes of remembered chunks for each block of a manager."""
+BASE_BYTES = 1 << 18
+"""Additional bytes of remembered chunks, for any number of blocks."""
 
 # No block is before the first chunk of a sequence. There `Chain.header` takes the digest's place.
-Key = tuple[int, bytes, bytes]
-"""The number of a chunk's first block, the digest of the block before it, and the chunk's tokens."""
+Key = tuple[bytes, bytes, bytes]
+"""The digest of the block before a chunk, the tokens of the chunk's first block, and those of its last block."""
 
 
 class RememberedHashes:
     """An LRU dictionary of chunks of prompts, up to `capacity` bytes.
 
-    An entry has the digests of the chunk's blocks and the state of the hasher behind them. A lookup touches a prompt's
-    first chunk last, so that this chunk is evicted last: without it, later chunks cannot be found.
+    An entry has the chunk's tokens, the digests of its blocks and the state of the hasher behind them. The key has only
+    a part of the tokens, because Python hashes all bytes of a key. The other tokens are compared, which is faster. A
+    chunk with the key of another chunk replaces it.
+
+    A lookup touches a prompt's first chunk last, so that this chunk is evicted last: without it, later chunks cannot be
+    found.
     """
 
-    def __init__(self) -> None:
-        self._chunks: OrderedDict[Key, tuple[Key, bytes, Any, int]] = OrderedDict()
-        self.capacity = self.nbytes = 0
-
-    def fit(self, num_blocks: int, taken: int) -> None:
-        """Set the capacity: the bytes allowed for the bookkeeping of `num_blocks` blocks, less `taken`.
-
-        `taken` is the number of bytes that pools and policies use.
-        """
-        self.capacity = max(BASE_BYTES + (BLOCK_BYTES - QUEUE_BYTES) * num_blocks - taken, 0)
+    def __init__(self, num_blocks: int) -> None:
+        self._chunks: OrderedDict[Key, tuple[bytes, bytes, Any, int]] = OrderedDict()
+        self.capacity, self.nbytes = BASE_BYTES + BLOCK_BYTES * num_blocks, 0
 
     def begin(self, chain: Chain, data: bytes, end: int) -> bytes:
         """Return the digests of the first `end` blocks, whose tokens are `data`, and let the chain continue there.
 
         This replaces `BlockHasher.begin`. Only blocks behind the remembered chunks are hashed.
         """
-        chunks, width, walked, digests = self._chunks, len(data) // max(end, 1), list[Key](), list[bytes]()
+        chunks, width = self._chunks, len(data) // max(end, 1)
+        walked: list[Key] = []
+        digests: list[bytes] = []
         block, before, hasher, fed = 0, chain.header, chain.start, False
         while block < end:
             # Chunks are short at the start, where prompts branch, and long later.
             reach = block + (16 if block < 64 else 64 if block < 256 else 128 if block < 1024 else 256)
-            key = (block, before, data[block * width : reach * width])
+            piece = data[block * width : reach * width]
+            key = (before, piece[:width], piece[-width:])
             entry = chunks.get(key) if reach <= end and not fed else None
-            if entry is not None:
-                key, hashes, hasher, _ = entry
+            if entry is not None and entry[0] == piece:
+                _, hashes, hasher, _ = entry
             else:
                 if not fed:
                     chain.hasher, chain.hashed, fed = hasher.copy(), block, True
-                hashes = chain.feed(key[2])
+                hashes = chain.feed(piece)
                 if reach <= end:
-                    nbytes = len(before) + len(key[2]) + len(hashes) + OVERHEAD
-                    chunks[key] = key, hashes, chain.hasher.copy(), nbytes
-                    self.nbytes += nbytes
+                    nbytes = len(before) + len(piece) + len(hashes) + OVERHEAD
+                    self.nbytes += nbytes if key not in chunks else 0
+                    chunks[key] = piece, hashes, chain.hasher.copy(), nbytes
             if reach <= end:
                 walked.append(key)
                 before = hashes[-len(hashes) // (reach - block) :]

@@ -12,6 +12,7 @@ import numpy as np
 
 from .hashing import Chain, Words
 from .keys import EncodedKeys
+from .pool import Hint
 from .table import Ids
 
 # Attributes of a request that verbs change. In addition, verbs grow `tokens` and the room of `tables` in place.
@@ -20,6 +21,9 @@ CHANGING = (
     *("replaced", "check_tail", "writing", "new_states", "host_end", "host_blocks", "host_slots"),
 )
 _changing = attrgetter(*CHANGING)
+
+# A request, its number of tokens, and the values of `CHANGING`, or none of them if the request only gets tokens.
+RequestSnapshot = tuple["Request", int, tuple[Any, ...]]
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +43,7 @@ class Request:
         tables: For each group, block numbers by logical block, -1 where the request holds none, with room to grow.
         num_blocks: Number of logical blocks. The rest of each table is room.
         chain: Running hash after the blocks of `digests`; None if it must be built again.
+        hint: The hint for its blocks; None without one.
         digests: Hashes of the first complete blocks: those of the prompt, and every block before `committed`.
         hit: Number of leading blocks that were cached when the request started and are still complete.
         replaced: For each group, blocks that were replaced in the table, held until the next commit or free.
@@ -57,8 +62,7 @@ class Request:
     chain: Chain | None
     digests: Words
     keys: EncodedKeys
-    priority: int
-    ttl: float | None
+    hint: Hint | None = None
     prompt_tokens: int = 0
     pending: array[int] | None = None
     tables: list[Ids] = field(default_factory=list)
@@ -85,13 +89,13 @@ class Request:
         """Number of all known tokens, including the prompt's tokens that have no blocks yet."""
         return len(self.tokens) + (len(self.pending) if self.pending else 0)
 
-    def snapshot(self) -> tuple[Request, int, tuple[Any, ...]]:
+    def snapshot(self) -> RequestSnapshot:
         """Return the request, its number of tokens, and the values of `CHANGING`."""
         return self, len(self.tokens), _changing(self)
 
     def restore(self, length: int, values: tuple[Any, ...]) -> None:
-        """Restore the values that `snapshot` returned."""
-        for name, value in zip(CHANGING, values, strict=True):
+        """Restore what `snapshot` returned. `values` is empty for a request that only got tokens."""
+        for name, value in zip(CHANGING, values, strict=False):
             setattr(self, name, value)
         self.chain = None  # it may have been fed, so it must be built again
         del self.tokens[length:]
@@ -99,8 +103,7 @@ class Request:
     def copy(self) -> Request:
         """Return a request with the same tokens on the same blocks, without states that are not published yet."""
         chain = self.chain.copy() if self.chain is not None else None
-        hints = self.priority, self.ttl, self.prompt_tokens
-        other = Request(array("I", self.tokens), chain, self.digests, self.keys, *hints)
+        other = Request(array("I", self.tokens), chain, self.digests, self.keys, self.hint, self.prompt_tokens)
         other.pending = array("I", self.pending) if self.pending else None
         other.tables = [self.written_table(group, self.num_blocks) for group in range(len(self.tables))]
         other.num_blocks = self.num_blocks

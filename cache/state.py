@@ -19,7 +19,7 @@ With three rules, a verb needs no code to undo its changes:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -34,14 +34,12 @@ from .offload import Evicted, OnEvict
 from .policies import PolicyLike, make_policy
 from .pool import EMPTY, BlockPool, Log, log
 from .remembered import RememberedHashes
-from .request import Request
+from .request import Request, RequestSnapshot
 from .table import Ids
 
 if TYPE_CHECKING:
     from .reuse import Reuse
 
-# Number of requests between two adjustments of the capacity for remembered hashes
-FIT_EVERY = 256
 # Number of consecutive interrupts that undoing a verb withstands
 ATTEMPTS = 100
 
@@ -54,16 +52,9 @@ COUNTS = (
 )
 Counts = dict[str, int]
 
-# The values that cannot be rebuilt, as they were before the running verb: requests with their number of tokens and
-# attributes; requests that only get tokens, with their lengths; `counts`, `reuses` and `offloading`; the numbers of
-# running and of preempted requests.
-Snapshot = tuple[
-    "Sequence[tuple[Request, int, tuple[Any, ...]]]",
-    "tuple[Sequence[Request], Sequence[int]]",
-    "tuple[Counts, dict[str, Reuse], list[Evicted]]",
-    int,
-    int,
-]
+# The values that cannot be rebuilt, as they were before the running verb: `RequestSnapshot` of requests; `counts`,
+# `reuses` and `offloading`; the numbers of running and of preempted requests.
+Snapshot = tuple["list[RequestSnapshot]", "tuple[Counts, dict[str, Reuse], list[Evicted]]", int, int]
 
 
 class ManagerState:
@@ -88,7 +79,7 @@ class ManagerState:
     ) -> None:
         self.block_size = hasher.block_size
         self.hasher = hasher
-        self.memory = RememberedHashes()
+        self.memory = RememberedHashes(sum(g.num_blocks or num_blocks for g in groups))
         hasher.begin = self.memory.begin
         self.groups = tuple(groups)
         self.prefix_only = len(groups) == 1 and isinstance(groups[0], FullAttention | Tensors)
@@ -101,7 +92,6 @@ class ManagerState:
         self.reuses: dict[str, Reuse] = {}
         self.on_evict: OnEvict | None = None
         self.pools = [BlockPool(g.num_blocks or num_blocks, hasher, make_policy(policy), self.log) for g in groups]
-        self.fit_hashes()
         self.running: dict[Hashable, Request] = {}
         self.preempted: dict[Hashable, Request] = {}
         self.host_blocks = host_blocks
@@ -109,10 +99,6 @@ class ManagerState:
         self.writers: dict[bytes, Hashable] = {}
         self.history = History(self.pools)
         self.counts: Counts = dict.fromkeys(COUNTS, 0)
-
-    def fit_hashes(self) -> None:
-        """Set the capacity for remembered hashes to the bytes of bookkeeping that pools and policies do not use."""
-        self.memory.fit(sum(pool.num_blocks for pool in self.pools), self.nbytes - self.memory.nbytes)
 
     def with_reuse(self, name: str) -> dict[str, Reuse]:
         """Return `reuses` with a new index of `pc.cache.reuse`, which is imported on first use."""
@@ -154,16 +140,16 @@ class ManagerState:
                         raise
             raise
 
-    def begin(self, *requests: Request, growing: tuple[Sequence[Request], Sequence[int]] = ((), ())) -> None:
+    def begin(self, *requests: Request, growing: Iterable[RequestSnapshot] = ()) -> None:
         """Take the snapshot. After this the running verb changes these requests, and may allocate and release blocks.
 
-        `growing`: other requests that only get tokens, and their lengths.
+        `growing`: snapshots of other requests that only get tokens.
         """
         if self.log.published:
             self.log.published.clear()
-        changing = [request.snapshot() for request in requests] if requests else ()
+        changing = [*map(Request.snapshot, requests), *growing]
         fields = self.counts, self.reuses, self.offloading
-        self.snapshot = changing, growing, fields, len(self.running), len(self.preempted)
+        self.snapshot = changing, fields, len(self.running), len(self.preempted)
 
     def undo(self, nested: bool) -> None:
         """Undo a verb that did not finish, or complete it if it has already removed something.
@@ -173,7 +159,7 @@ class ManagerState:
         self.log.in_policy, self.notifying = False, nested
         if self.snapshot is None:
             return
-        requests, growing, fields, num_running, num_preempted = self.snapshot
+        requests, fields, num_running, num_preempted = self.snapshot
         kept = len(self.running) >= num_running and len(self.preempted) >= num_preempted
         if kept and all(len(request.tokens) >= length for request, length, _ in requests):
             for some, count in ((self.running, num_running), (self.preempted, num_preempted)):
@@ -181,8 +167,6 @@ class ManagerState:
                     some.popitem()  # compares no keys, which may raise
             for request, length, values in requests:
                 request.restore(length, values)
-            for request, length in zip(*growing, strict=True):
-                del request.tokens[length:]
             self.counts, self.reuses, self.offloading = fields
             for pool, ids in self.log.published:
                 pool.words[ids] = 0
@@ -220,8 +204,6 @@ class ManagerState:
         while evicted:
             pool, _, words, now, then, _ = evicted[0]
             pool.residency.add(now, then)
-            if not self.history.evicted:  # from its first choice of victims on, a policy may use more memory
-                self.fit_hashes()
             group = self.pools.index(pool)
             self.history.blocks_evicted(words, group)
             for user in self.reuses.values():
@@ -270,8 +252,9 @@ class ManagerState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of pools, policies and remembered hashes. `CacheManager.nbytes` adds the indexes and the history."""
-        return sum(pool.nbytes + pool.policy.nbytes for pool in self.pools) + self.memory.nbytes
+        """Bytes of all bookkeeping; see `CacheManager.nbytes`."""
+        pools = sum(pool.nbytes + pool.policy.nbytes for pool in self.pools)
+        return pools + self.memory.nbytes + self.index_bytes + self.history.nbytes
 
     @property
     def index_bytes(self) -> int:
@@ -313,7 +296,7 @@ class ManagerState:
 
     def victim(self) -> Hashable:
         """Return the request to preempt first; see `CacheManager.victim`."""
-        order = [(r.priority, -i, request_id) for i, (request_id, r) in enumerate(self.running.items())]
+        order = [(r.hint[0] if r.hint else 0, -i, request_id) for i, (request_id, r) in enumerate(self.running.items())]
         return min(order, key=lambda row: row[:2])[2] if order else None
 
     def check_new(self, name: str, request_id: Hashable) -> None:

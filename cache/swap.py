@@ -42,7 +42,7 @@ def resume(state: ManagerState, request_id: Hashable) -> BaseAllocation:
     prompt, size, count = saved.tokens + (saved.pending or array("I")), state.block_size, len(saved.tokens)
     chain = Chain(state.hasher, saved.keys)
     digests = chain.extend(prompt, len(prompt) // size)
-    request = Request(saved.tokens, chain, digests, saved.keys, saved.priority, saved.ttl, count)
+    request = Request(saved.tokens, chain, digests, saved.keys, saved.hint, count)
     request.pending, request.host_slots = saved.pending, saved.host_slots
     listed = [pool.table.find(digests[: count // size]) for pool in state.pools]
     on_host = [np.full(-(-saved.host_end // size), -1, np.int32) for _ in state.pools]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -123,7 +123,7 @@ class HashTable:
                 end = min(length + step, most)
                 here, asked = self._words[block + length : block + end], digests[at + length : at + end]
                 if here.tobytes() != asked.tobytes():
-                    length += int((here != asked).any(1).argmax())
+                    length += int((here != asked).argmax()) // self._width
                     break
                 length, step = end, 8 * step
             parts.append(self.numbers[block : block + length])
@@ -155,7 +155,7 @@ class HashTable:
         if self._num_passed > self._size // 16:
             self.renew(self.listed.nonzero()[0].astype(np.int32))
         if ids.size <= FEW:
-            return self._put_each(ids, digests, range(ids.size))
+            return self._put_each(digests, range(ids.size), ids.tolist(), digests[:, 0].tolist())
         at = self._start(digests)
         places = self._slots.take(at)
         taken = places >= PASSED
@@ -168,17 +168,20 @@ class HashTable:
         index = ids.astype(np.intp)
         self.slot_of[index] = at
         self.slot_of[index.take(rest)] = -1
-        return self._put_each(ids, digests, rest.tolist())  # in a full pool, these are a tenth of the blocks
+        # In a full pool, these are a tenth of the blocks.
+        return self._put_each(digests, rest.tolist(), ids.take(rest).tolist(), digests[rest, 0].tolist())
 
-    def _put_each(self, ids: Ids, digests: Words, rows: Iterable[int]) -> Ids | None:
-        """Add the blocks in some rows one by one; see `put`."""
+    def _put_each(self, digests: Words, rows: Sequence[int], ids: list[int], keys: list[int]) -> Ids | None:
+        """Add the blocks in some rows one by one, with their numbers and the first words of their hashes; see `put`."""
         slots, slot_of, mask = self._slots_view, self._slot_of_view, self._mask
         first_word, width = self._words_view, self._width
         duplicates: dict[int, int] = {}
-        for row in rows:
-            block, key = ids.item(row), digests.item(row, 0)
+        for row, block, key in zip(rows, ids, keys, strict=True):
             at, step, free = key & mask, (key >> 40) | 1, -1
             slot = slots[at]
+            if slot < PASSED and slot_of[slot] != at:  # the usual case, in half the time
+                slots[at], slot_of[block] = block, at
+                continue
             while True:
                 other = slot & (PASSED - 1)
                 if slot_of[other] != at:
@@ -204,7 +207,7 @@ class HashTable:
             slot_of[block] = free
         if not duplicates:
             return None
-        found = np.full(ids.size, -1, np.int32)
+        found = np.full(len(digests), -1, np.int32)
         found[list(duplicates)] = list(duplicates.values())
         return found
 

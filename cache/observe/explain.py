@@ -235,7 +235,7 @@ def explain_from(
     if blocks > hit.blocks:
         hit = hit._replace(blocks=blocks, position=min(blocks * size, max(count - 1, 0)))
     elif source.manager is not None:
-        hit = source.manager.extended(Request(tokens, chain, digests, keys, 0, None), hit)
+        hit = source.manager.extended(Request(tokens, chain, digests, keys), hit)
     prompt = Known(_as_array(tokens), keys, digests, 0)
     if hit.position >= count - 1:
         return Explanation(count, hit.position, None, hit.position)

@@ -183,7 +183,7 @@ def test_hints_reach_generated_blocks_and_survive_preemption_and_forks():
             manager.fork("p", "child")
             manager.free("p")
             name = "child"
-            assert manager._state.running["child"].priority == 5
+            assert manager._state.running["child"].hint == (5, None)
         manager.commit(name, 8)
         manager.free(name)
         assert hit_after_traffic(manager, [1] * 4 + [2] * 4) == 7, how

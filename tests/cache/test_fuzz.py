@@ -88,7 +88,7 @@ def around_undo(before, after=lambda state, kept: None):
 
 
 def change_snapshot(change):
-    """Change the snapshot of an undo: requests, tokens of growing requests, fields, running and preempted ones."""
+    """Change the snapshot of an undo: requests, fields, the numbers of running and of preempted requests."""
     return around_undo(lambda state: setattr(state, "snapshot", change(state, *state.snapshot)))
 
 
@@ -113,10 +113,10 @@ BUGS = {
         lambda state: state.log.later[:], lambda state, later: state.log.later.extend(later)
     ),
     "tokens of append_each are not taken back": change_snapshot(
-        lambda state, requests, _, *rest: (requests, ((), ()), *rest)
+        lambda state, requests, *rest: ([each for each in requests if each[2]], *rest)
     ),
     "a request of an undone verb runs on": change_snapshot(
-        lambda state, requests, growing, fields, _, others: (requests, growing, fields, len(state.running), others)
+        lambda state, requests, fields, _, others: (requests, fields, len(state.running), others)
     ),
 }
 

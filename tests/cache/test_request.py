@@ -16,7 +16,7 @@ from pc.cache.request import Request
 def request_of_two_blocks():
     tokens = array("I", range(10))
     chain = Chain(BlockHasher("sha256", 4), NO_KEYS)
-    made = Request(tokens, chain, chain.extend(tokens, 2), NO_KEYS, priority=1, ttl=2.0)
+    made = Request(tokens, chain, chain.extend(tokens, 2), NO_KEYS, hint=(1, 2.0))
     made.tables = [np.array([5, 3, 7, -1, -1], np.int32)]
     made.num_blocks = 3
     return made
@@ -27,7 +27,7 @@ def test_a_copy_grows_on_its_own(request_of_two_blocks):
     second.tokens.append(99)
     second.tables[0][0] = 1
     assert (len(first.tokens), first.tables[0][0]) == (10, 5)
-    assert (second.priority, second.ttl, second.num_blocks) == (1, 2.0, 3)
+    assert (second.hint, second.num_blocks) == ((1, 2.0), 3)
     tokens = array("I", range(12))
     assert first.chain.extend(tokens, 3).tobytes() == second.chain.extend(tokens, 3).tobytes()
 
