@@ -46,7 +46,8 @@ def append_each(state: ManagerState, request_ids: Sequence[Hashable], new: array
     if slow:
         if any(request.pending and request.pending[0] != token for request, token in zip(requests, new, strict=True)):
             raise ValueError("token_ids: got a token that is not the next one of its prompt, needs its next token")
-        copies = _grow_each(state, slow, growing)
+        _make_room(state, [(request, len(request.tokens) + 1) for request in slow], growing)
+        copies = _grow_each(state, slow)
     else:
         state.begin(growing=growing)
         copies = [[] for _ in state.pools]
@@ -65,37 +66,27 @@ def append_each(state: ManagerState, request_ids: Sequence[Hashable], new: array
     return appended
 
 
-def _grow_each(state: ManagerState, slow: list[Request], growing: Iterable[RequestSnapshot]) -> list[Pairs]:
-    """Add room for one token to each of the requests in `slow`; return the copies of each group.
+def _grow_each(state: ManagerState, requests: Sequence[Request]) -> list[Pairs]:
+    """Add room for one token to each of several requests that may need a block; return the copies of each group.
 
-    `slow` has the requests that need a new block or a check. `growing` has all requests; see `ManagerState.begin`.
+    The caller has called `_make_room`.
     """
-    growths = [(request, len(request.tokens) + 1) for request in slow]
-    _make_room(state, growths, growing)
     copies: list[Pairs] = [[] for _ in state.pools]
-    if state.prefix_only and not any(request.check_tail or request.pending or request.hint for request in slow):
-        _take_one_each(state, slow)
+    if state.prefix_only and not any(request.check_tail or request.pending or request.hint for request in requests):
+        # All of them need a block. One call is faster.
+        ids = state.pools[0].take(np.array([request.num_blocks + 1 for request in requests], np.int32), runs=False)
+        for request, block in zip(requests, ids.tolist(), strict=True):
+            request.num_blocks += 1
+            request.grown_table(0, request.num_blocks)[request.num_blocks - 1] = block
         return copies
-    for request, end in growths:
-        for pairs, further in zip(copies, _grow(state, request, end), strict=True):
+    for request in requests:
+        for pairs, further in zip(copies, _grow(state, request, len(request.tokens) + 1), strict=True):
             pairs += further
     return copies
 
 
-def _take_one_each(state: ManagerState, requests: Sequence[Request]) -> None:
-    """Allocate a fresh block for each of several requests in one call."""
-    pool = state.pools[0]
-    ids = pool.take(np.array([request.num_blocks + 1 for request in requests], np.int32), runs=False)
-    for request, block in zip(requests, ids.tolist(), strict=True):
-        at = request.num_blocks
-        request.grown_table(0, at + 1)[at] = block
-        request.num_blocks = at + 1
-
-
 def _make_room(
-    state: ManagerState,
-    growths: Sequence[tuple[Request, int]],
-    growing: Iterable[RequestSnapshot] = (),
+    state: ManagerState, growths: Sequence[tuple[Request, int]], growing: Iterable[RequestSnapshot] = ()
 ) -> None:
     """Check that there are enough blocks for requests to grow, and release the blocks behind their windows.
 

@@ -46,8 +46,7 @@ def commit(state: ManagerState, request_id: Hashable, num_tokens: int) -> Any:
 
 def _publish_all(state: ManagerState, request_id: Hashable, request: Request, first: int, last: int) -> list[Pairs]:
     """Publish logical blocks [first, last) in all groups; return (old block, new block) pairs by group."""
-    if request.writing is not None:
-        state.stop_writing(request)
+    state.stop_writing(request)
     _compute_digests(state, request, last)
     replaced = [_publish(state, request, group, first, last) for group in range(len(state.pools))]
     for user in state.reuses.values():

@@ -319,9 +319,8 @@ class ManagerState:
 
     def stop_writing(self, request: Request) -> None:
         """Record that a request no longer computes its block, so that others may."""
-        if request.writing is not None:
-            self.writers.pop(request.writing, None)
-            request.writing = None
+        self.writers.pop(request.writing or b"", None)
+        request.writing = None
 
     def end_step(self, request: Request) -> None:
         """Release the replaced blocks and the host slots that the last step still read."""
