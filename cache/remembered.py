@@ -18,8 +18,8 @@ BASE_BYTES = 1 << 18
 """Additional bytes of remembered chunks, for any number of blocks."""
 
 # No block is before the first chunk of a sequence. There `Chain.header` takes the digest's place.
-Key = tuple[bytes, bytes, bytes]
-"""The digest of the block before a chunk, the tokens of the chunk's first block, and those of its last block."""
+Key = tuple[int, bytes, bytes, bytes]
+"""A chunk's first block, the digest of the block before it, and the tokens of its first and of its last block."""
 
 
 class RememberedHashes:
@@ -49,14 +49,15 @@ class RememberedHashes:
         while block < end:
             # Chunks are short at the start, where prompts branch, and long later.
             reach = block + (16 if block < 64 else 64 if block < 256 else 128 if block < 1024 else 256)
-            piece = data[block * width : reach * width]
-            key = (before, piece[:width], piece[-width:])
+            first, behind = block * width, reach * width
+            key = (block, before, data[first : first + width], data[behind - width : behind])
             entry = chunks.get(key) if reach <= end and not fed else None
-            if entry is not None and entry[0] == piece:
+            if entry is not None and data.startswith(entry[0], first):
                 _, hashes, hasher, _ = entry
             else:
                 if not fed:
                     chain.hasher, chain.hashed, fed = hasher.copy(), block, True
+                piece = data[first:behind]
                 hashes = chain.feed(piece)
                 if reach <= end:
                     nbytes = len(before) + len(piece) + len(hashes) + OVERHEAD
