@@ -634,9 +634,9 @@ def _free(state: ManagerState, request_id: Hashable, returns: float | None) -> N
 
 def _check_hint(priority: Any, ttl: Any) -> Hint | None:
     """Check a priority and a ttl; return them, or None if they say nothing."""
+    hint: Hint = (check_integer("priority", priority, -(1 << 31), 31), ttl)
     if ttl is not None and not isinstance(ttl, Real):
         raise TypeError(f"ttl: got {type(ttl).__name__}, needs seconds or None")
     if ttl is not None and not float(ttl) >= 0:
         raise ValueError(f"ttl: got {ttl}, needs at least 0 seconds")
-    priority = check_integer("priority", priority, -(1 << 31), 31)
-    return (priority, ttl) if priority or ttl is not None else None
+    return hint if hint[0] or ttl is not None else None
