@@ -240,7 +240,7 @@ def explain_from(
     if hit.position >= count - 1:
         return Explanation(count, hit.position, None, hit.position)
     known = list(_known(source, hasher, prompt))
-    why = _absent(source, known, prompt, hit.blocks) or _different(source, prompt, known, hit)
+    why = _why_by_hash(source, known, prompt, hit.blocks) or _why_by_text(source, prompt, known, hit)
     moved = _moved_tokens(source, hasher, chain, prompt, known, hit)
     groups = _by_group(source, known, prompt, hit.blocks)
     return Explanation(count, hit.position, *why, gap_tokens, moved, groups=groups)
@@ -257,22 +257,22 @@ def _as_array(tokens: array[int]) -> Tokens:
 def _known(source: Source, hasher: BlockHasher, prompt: Known) -> Iterator[Known]:
     """Yield the texts of a source as `Known`: remembered texts, oldest first, and texts of running requests."""
     size = source.block_size
-    behind = {digest: prompt.tokens[: (i + 1) * size] for i, digest in enumerate(split_digests(prompt.digests))}
+    text_before = {digest: prompt.tokens[: (i + 1) * size] for i, digest in enumerate(split_digests(prompt.digests))}
     for (keys, before, own, committed), request_id in source.texts:
         text = _as_array(own)
         if before is not None:
-            if before not in behind:
+            if before not in text_before:
                 continue  # the request that computed the earlier text is forgotten
-            text = np.concatenate((behind[before], text))
+            text = np.concatenate((text_before[before], text))
         moved = approximate_from(keys)
-        if moved is not None:  # the KV behind it is approximate, and a prompt has other hashes
+        if moved is not None:  # KV from there on is approximate, and a prompt has other hashes
             keys, text, committed = keys._replace(placed=()), text[:moved], min(committed, moved)
         digests = hasher.hash_blocks(array("I", text.tobytes()), keys)
-        behind.update({digest: text[: (i + 1) * size] for i, digest in enumerate(split_digests(digests))})
+        text_before.update({digest: text[: (i + 1) * size] for i, digest in enumerate(split_digests(digests))})
         yield Known(text, keys, digests, committed, request_id)
 
 
-def _absent(source: Source, known: list[Known], prompt: Known, block: int) -> Why | None:
+def _why_by_hash(source: Source, known: list[Known], prompt: Known, block: int) -> Why | None:
     """Return why the prompt's block behind the hit is not reused; None if its hash was never seen."""
     if block == len(prompt.digests):
         return None
@@ -282,11 +282,11 @@ def _absent(source: Source, known: list[Known], prompt: Known, block: int) -> Wh
     if any(there) and all(is_there for is_there, part in zip(there, parts, strict=True) if not part):
         lacking = [i for i, part in enumerate(parts) if part]
         return "window", start, None, min(lacking, key=lambda i: there[i])
-    found = _lost(source, known, prompt, block)
+    found = _why_not_cached(source, known, prompt, block)
     return found and (found[0], start, None, found[1])
 
 
-def _lost(
+def _why_not_cached(
     source: Source, known: list[Known], prompt: Known, block: int, group: int | None = None
 ) -> tuple[str, Any] | None:
     """Return why a block is not cached (in a group), or None if its hash was never seen.
@@ -324,7 +324,7 @@ def _by_group(source: Source, known: list[Known], prompt: Known, hit: int) -> tu
         lacking = needed[~there[needed]]
         if lacking.size:
             block = lacking.item(0)
-            found = _lost(source, known, prompt, block, group)
+            found = _why_not_cached(source, known, prompt, block, group)
             if spec.holds_states and (found == ("evicted", None) or (found is None and reach > hit)):
                 found = "state", None  # its text was computed or is cached, but its state was not kept
             reason, other = found or ("never", None)
@@ -333,23 +333,23 @@ def _by_group(source: Source, known: list[Known], prompt: Known, hit: int) -> tu
     return tuple(misses)
 
 
-def _different(source: Source, prompt: Known, known: list[Known], hit: Hit) -> Why:
+def _why_by_text(source: Source, prompt: Known, known: list[Known], hit: Hit) -> Why:
     """Return how the prompt differs from remembered texts at the block behind a hit."""
     size, block = source.block_size, hit.blocks
     start = block * size
-    agreed, end, other = _longest(prompt, known, block)
+    agreed, end, other = _longest_match(prompt, known, block)
     # A text with another salt or other keys explains more if its tokens agree longer and its block is cached.
-    apart, elsewhere = max(
+    other_agreed, other_at = max(
         (
             (common_length(prompt.tokens, text.tokens), i)
             for i, text in enumerate(known)
-            if _differ(prompt, text) and _is_cached(source, text, block)
+            if _have_other_keys(prompt, text) and _is_cached(source, text, block)
         ),
         default=(0, -1),
     )
-    if apart // size > max(agreed, start) // size:
-        text = known[elsewhere]
-        if _split(text.keys)[0] != _split(prompt.keys)[0]:
+    if other_agreed // size > max(agreed, start) // size:
+        text = known[other_at]
+        if _salt_and_keys(text.keys)[0] != _salt_and_keys(prompt.keys)[0]:
             return "salt", start, None, None
         return "keys", start, prompt.keys.extra_keys, text.keys.extra_keys
     if other is not None and agreed >= hit.position and end != "end":
@@ -368,11 +368,11 @@ def _is_cached(source: Source, text: Known, block: int) -> bool:
     return any(find(digest[None])[0] >= 0 for find in source.find for digest in digests)
 
 
-def _longest(prompt: Known, known: list[Known], block: int) -> tuple[int, str, Known | None]:
+def _longest_match(prompt: Known, known: list[Known], block: int) -> tuple[int, str, Known | None]:
     """Return the longest match with a text of the same salt and keys: its length, why it ends, and the text."""
     best: tuple[int, str, Known | None] = (0, "end", None)
     for text in known:
-        if _differ(prompt, text):
+        if _have_other_keys(prompt, text):
             continue
         both, common = min(len(text.tokens), len(prompt.tokens)), common_length(prompt.tokens, text.tokens)
         placed = {position for position, _ in set(text.keys.placed) ^ set(prompt.keys.placed)}
@@ -386,12 +386,12 @@ def _longest(prompt: Known, known: list[Known], block: int) -> tuple[int, str, K
     return best
 
 
-def _differ(one: Known, other: Known) -> bool:
+def _have_other_keys(one: Known, other: Known) -> bool:
     """Return whether two texts differ in their salt, or in an extra key that holds for the whole text."""
     return one.keys.header != other.keys.header
 
 
-def _split(keys: EncodedKeys) -> tuple[bytes, bytes]:
+def _salt_and_keys(keys: EncodedKeys) -> tuple[bytes, bytes]:
     """Return the encoded salt, and the encoded keys that hold for the whole text."""
     rest = encode_keys(cast("ExtraKeys", keys.extra_keys)).header[1:]  # after the encoding of the salt None
     return keys.header[: len(keys.header) - len(rest)], rest
