@@ -255,7 +255,7 @@ class Hazard(EvictionPolicy):
             left -= self._evict(left)
         if left:  # no run can be evicted by score, because each has a child
             left -= chooser.evict_oldest(left)
-        parts = chooser.taken()
+        parts = chooser.pop_evicted()
         if left:
             raise too_few(left)
         ids = np.concatenate([part for part, _, _ in parts]) if len(parts) > 1 else parts[0][0]

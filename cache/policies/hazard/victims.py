@@ -79,8 +79,8 @@ class VictimChooser:
                 chains[row] = NO_BLOCKS
         runs.places -= places
 
-    def taken(self) -> list[Part]:
-        """Return the blocks evicted since the last call."""
+    def pop_evicted(self) -> list[Part]:
+        """Return the blocks that were evicted since the last call, and forget them."""
         parts, self._parts = self._parts, []
         return parts
 

@@ -28,11 +28,11 @@ from .moved import MIN_TOKENS, Contents, CopiedSpan, moved_from
 
 
 class Jumps:
-    """The later runs of cached blocks of each request, and its text that is cached elsewhere.
+    """The parts of prompts that requests jump over: later runs of cached blocks, and text that is cached elsewhere.
 
-    They are pinned from the request's admission on. A pinned block has one more reference. The block table takes over
-    the reference to a run. The reference to a source of moved text is dropped when the step that copies it is sent.
-    The request's end drops all others.
+    The blocks of these parts are pinned, with one more reference each, from the request's admission on. For a run, the
+    request's block table takes over the references. For moved text, they are dropped when the step that copies the text
+    is sent. When the request ends, its other pinned blocks are released.
     """
 
     def __init__(self, scheduler: Any, cannot_move: str) -> None:
@@ -87,7 +87,7 @@ class Jumps:
         if self._cache.prefix_cache_lookup_enabled(request):
             first, rest = divmod(num_computed, self._size)
             # Runner V2 gets media only with a new request, and then none of computed tokens.
-            runs = {} if rest or (self._sends_anew and request.mm_features) else self._behind(request, first)
+            runs = {} if rest or (self._sends_anew and request.mm_features) else self._later_runs(request, first)
             pieces = self.contents.find(request, num_computed, runs) if anywhere else []
             self._planned = (request, runs, pieces) if runs or pieces else None
         return self._planned is not None
@@ -105,11 +105,11 @@ class Jumps:
         ends: list[int] = [number * self._size for number in [*runs][:1]] + [piece.begin for piece in pieces[:1]]
         return min(num_new, *(end - num_computed for end in ends)) if ends else num_new
 
-    def _behind(self, request: Any, first: int) -> dict[int, Any]:
+    def _later_runs(self, request: Any, first: int) -> dict[int, Any]:
         """Return the runs of cached blocks after the uncached block `first` and before the last token's block."""
         found: dict[int, Any] = {}
         run: dict[int, Any] = {}
-        for number in range(first, self._last(request)):
+        for number in range(first, self._num_reachable(request)):
             block = self._cached(request, number)
             if block is not None:
                 run[number] = block
@@ -121,10 +121,10 @@ class Jumps:
         """Return the found runs with one more, if it is long enough."""
         return found | run if len(run) >= self._min_blocks else found
 
-    def _last(self, request: Any) -> int:
+    def _num_reachable(self, request: Any) -> int:
         """Return how many of a request's first blocks a jump may reach: not the block of the last token."""
-        last: int = min(len(request.block_hashes), (request.num_tokens - 1) // self._size)
-        return last
+        count: int = min(len(request.block_hashes), (request.num_tokens - 1) // self._size)
+        return count
 
     def _cached(self, request: Any, number: int) -> Any:
         """Return the cached block with the content of a request's block, or None."""
@@ -190,7 +190,7 @@ class Jumps:
         return int(self._pool.get_num_free_blocks() - need)
 
     def start_step(self) -> None:
-        """Let requests jump over runs and pieces if the tokens before are computed, or will be in the running step."""
+        """Let requests jump over runs and pieces if all tokens before them are computed or in the running step."""
         for name, pins in list(self.pinned.items()):
             self._jump(self._requests[name], pins)
             if not pins:
@@ -229,7 +229,7 @@ class Jumps:
         table, name = self._manager.req_to_blocks[request.request_id], request.request_id
         assert len(table) == begin <= next(iter(pins))
         taken: list[Any] = []
-        for number in range(begin, self._last(request)):
+        for number in range(begin, self._num_reachable(request)):
             block = pins.pop(number, None)
             if block is None:  # another request may have filled it since
                 block = self._cached(request, number)

@@ -109,7 +109,7 @@ class Contents:
         self._pending.clear()
 
     def find(self, request: Any, num_computed: int, runs: dict[int, Any]) -> list[CopiedSpan]:
-        """Return pieces of a prompt that are cached elsewhere, between its hit, later runs and its last token."""
+        """Return the pieces of a prompt, after its hit and outside of later runs, that are cached elsewhere."""
         return [] if self._index is None else list(self._find(request, num_computed, runs))
 
     def _find(self, request: Any, num_computed: int, runs: dict[int, Any]) -> Iterator[CopiedSpan]:
