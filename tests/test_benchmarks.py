@@ -250,12 +250,12 @@ def test_an_experiment_names_its_file_and_options(capsys: pytest.CaptureFixture[
         made.parse(["--size", "x"])
 
 
-def test_each_begins_a_round_in_its_turn() -> None:
+def test_rounds_go_forwards_and_backwards() -> None:
     measured: list[str] = []
     names = ["a", "b", "c"]
     found = timing.by_turns(lambda name: measured.append(name) or len(measured), names, 2)
-    assert found == {"a": [1, 6], "b": [2, 4], "c": [3, 5]}
-    assert measured == [*names, "b", "c", "a"]
+    assert found == {"a": [1, 6], "b": [2, 5], "c": [3, 4]}
+    assert measured == [*names, *reversed(names)]
     numbers = iter((10, 20))
     assert timing.by_turns(lambda name, n: n, names, 2, lambda: next(numbers)) == {name: [10, 20] for name in names}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,10 +50,8 @@ def _alternate(
     for name in names:
         once(name, -1)
     took = max(time.perf_counter() - start, 1e-6)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for i in range(int(min(max(seconds / took, least), 300)) | 1):
-        for name in reversed(names) if i % 2 else names:
-            times[name].append(once(name, i))
+    rounds = int(min(max(seconds / took, least), 300)) | 1
+    times = by_turns(once, names, rounds, itertools.count().__next__)
     return {name: Quantiles.of(values) for name, values in times.items()}
 
 
@@ -142,16 +141,10 @@ def over(own: Iterable[float], other: Iterable[float]) -> float:
     return statistics.median(a / b for a, b in zip(own, other, strict=True))
 
 
-def rotated(names: Iterable[Name], turn: int) -> list[Name]:
-    """Return all names, beginning with another one in each turn."""
-    names = list(names)
-    return names[turn % len(names) :] + names[: turn % len(names)]
-
-
 def by_turns(
     measure: Callable[..., Result], names: Iterable[Name], rounds: int, draw: Callable[[], object] | None = None
 ) -> dict[Name, list[Result]]:
-    """Return what `measure` returns for each name in each round; every round begins with another name.
+    """Return what `measure` returns for each name in each round; rounds go forwards and backwards.
 
     Args:
         measure: Function from a name, and from what the round has drawn, to a result.
@@ -162,7 +155,7 @@ def by_turns(
     found: dict[Name, list[Result]] = {name: [] for name in names}
     for turn in range(rounds):
         drawn = () if draw is None else (draw(),)
-        for name in rotated(found, turn):
+        for name in reversed(found) if turn % 2 else found:
             found[name].append(measure(name, *drawn))
     return found
 
