@@ -14,7 +14,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from compression_cases import ASKED, CONTEXT, QUESTION, ask, assert_dense_logits, chosen_tokens  # noqa: E402
-from generate_cases import CACHE, FAMILIES, LLAMA, Family, first_quick, plain, prompt  # noqa: E402
+from generate_cases import FAMILIES, LLAMA, Family, first_quick, plain, prompt  # noqa: E402
 
 from pc.integrations.huggingface import (  # noqa: E402
     CompressedDocument,
@@ -340,17 +340,12 @@ def test_refused_documents(handle: PrefixCaching, arguments: Any, error: type[Ex
 
 def test_refused_calls(model: Any, handle: PrefixCaching) -> None:
     document = handle.compress(CONTEXT)
-    padding = torch.ones_like(QUESTION)
-    padding[:, 0] = 0
-    for ids, options, message in (
-        (CONTEXT, {}, "input_ids: got 200 tokens, needs the 200 of the compressed document and more"),
-        (prompt(230, 5), {}, "input_ids: got 230 tokens, needs the 200"),
-        (QUESTION, {"attention_mask": padding}, "attention_mask: got padded rows"),
-        (QUESTION, {CACHE: transformers.DynamicCache()}, f"{CACHE}: got one, needs none"),
-        (QUESTION, {"assistant_model": model}, "assistant_model: got one, needs none"),
+    for ids, message in (
+        (CONTEXT, "input_ids: got 200 tokens, needs the 200 of the compressed document and more"),
+        (prompt(230, 5), "input_ids: got 230 tokens, needs the 200"),
     ):
         with pytest.raises(ValueError, match=message):
-            ask(model, document, ids, **options)
+            ask(model, document, ids)
     model.train()
     with pytest.raises(ValueError, match="model: is in training mode"):
         ask(model, document)
