@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("transformers")
 
 from batching_cases import LLAMA, alone, batched, config, tokens
+from generate_cases import first_quick
 from transformers import ContinuousBatchingConfig
 
 from pc.integrations.huggingface import UnsupportedError, enable_continuous_batching
@@ -70,9 +71,8 @@ def test_what_fails_when_it_is_enabled(monkeypatch: pytest.MonkeyPatch, where: s
     assert "init_continuous_batching" not in vars(model)
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("warmup", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("where", BEGINNING)
+@pytest.mark.parametrize("warmup", [True, False])
+@pytest.mark.parametrize("where", first_quick(reversed(BEGINNING)))
 def test_what_fails_when_a_manager_begins(monkeypatch: pytest.MonkeyPatch, where: str, warmup: bool) -> None:
     model, want = LLAMA.build(), alone(LLAMA.build(), PROMPTS)
 
