@@ -88,10 +88,10 @@ def _providers(kind: str) -> Iterator[Provider]:
 
 def _cases(kind: str) -> Iterator[Case]:
     for device, (head_dim, heads), block_size in itertools.product(("cpu", "cuda"), HEADS.items(), (16, 64)):
-        length, batch = (4096 if device == "cuda" else 128), (8 if kind == "decode" else 1)
+        length, batch = (4096, 8) if device == "cuda" else (128, 2)
+        batch, q_len = (batch, 1) if kind == "decode" else (1, length)
         if device == "cpu":
             heads = (heads[0] // heads[1], 1)
-        q_len = 1 if kind == "decode" else length
         given = {"seq_lens": (length,) * batch, "q_lens": (q_len,) * batch, "heads": heads, "head_dim": head_dim}
         name = f"{kind} head_dim {head_dim} block {block_size}"
         yield attention_case(name, device, True, block_size=block_size, **given)

@@ -1,6 +1,6 @@
 """Work of attention steps, counted on compiled kernels without a GPU: `make work`.
 
-The emulator (tests/emulator) runs kernels compiled for an architecture. It counts warp instructions by kind, the bytes
+The emulator (tests/emulator) runs kernels compiled for an architecture. It counts warp instructions, the bytes
 of 32-byte sectors that loads and stores touch, and launches. Our steps include their plan. The Triton kernel of vLLM
 (--vllm is the folder of the wheel's sources) runs on the same tensors, and the results are compared. The figures count
 work; they are not times. A row has the digest of the launches that it was counted on (`sources`). It is counted again
@@ -32,8 +32,6 @@ from ..operators.attention import AttentionCall, AttentionCase
 from ..operators.attention_peers import run_vllm_latent, run_vllm_triton, vllm_version
 from .steps import HEAD_DIM, HEADS, KV_HEADS, LATENT_VALUE, STEPS, Batch, ours, sources
 
-KINDS = ("global load", "global store", "shared memory", "matrix product", "synchronization", "other")
-WORK = ("instructions", "loaded_bytes", "stored_bytes", "launches")
 OURS, VLLM = "pc", "vLLM Triton"
 TABLE = tables.RESULTS / "work.csv"
 
@@ -64,16 +62,10 @@ def theirs(batch: Batch) -> torch.Tensor:
 def counted(run: Callable[[Batch], torch.Tensor], batch: Batch) -> tuple[torch.Tensor, dict[str, str]]:
     """Return the result of a step and its work."""
     first = len(Session.launches)
-    known = {launch.program for launch in Session.launches}
-    before = {program: program.kinds() for program in known}
     out = run(batch)
     launches = Session.launches[first:]
     work = {"instructions": sum(n.instructions for n in launches), "launches": len(launches)}
     work |= {"loaded_bytes": sum(n.loaded for n in launches), "stored_bytes": sum(n.stored for n in launches)}
-    for kind in KINDS:
-        now = sum(program.kinds()[kind] for program in {n.program for n in launches})
-        earlier = sum(before[program][kind] for program in {n.program for n in launches} & known)
-        work[kind.replace(" ", "_")] = now - earlier
     return out, {name: str(value) for name, value in work.items()}
 
 

@@ -16,7 +16,6 @@ import argparse
 import functools
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -225,7 +224,7 @@ def methods(budgets: Sequence[float]) -> Iterator[Method]:
 def measure(readings: Sequence[Reading], method: Method | None, right: Sequence[bool]) -> dict[str, str]:
     """Return the columns of a row over all parts of all readings; without a method, full attention is measured."""
     loss = divergence = tokens = same = 0.0
-    answers, begin = [], time.process_time()
+    answers = []
     for reading in readings:
         reading.llama.cache[:, :, : reading.blocks] = reading.exact
         attend = method.begin(reading) if method else full
@@ -246,7 +245,6 @@ def measure(readings: Sequence[Reading], method: Method | None, right: Sequence[
         "same_top1": f"{same / tokens:.4f}",
         "answers": str(sum(a and r for a, r in zip(answers, right, strict=True))) if right else "",
         "questions": str(len(right)) if right else "",
-        "cpu_s": f"{time.process_time() - begin:.1f}",
     }
 
 

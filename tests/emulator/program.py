@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,23 +19,6 @@ from .ptx import EmulationError, parse
 def pointer(array: np.ndarray) -> ctypes.c_void_p:
     """Return the address of an array, for the machine."""
     return ctypes.c_void_p(array.ctypes.data)
-
-
-def kind_of(text: str) -> str:
-    """Return the kind under which an instruction is counted."""
-    if text.startswith("@"):
-        text = text.split(None, 1)[1]
-    if text.startswith(("ld.global", "cp.async.ca", "cp.async.cg", "cp.async.bulk.tensor")):
-        return "global load"
-    if text.startswith(("st.global", "atom.global", "red.global")):
-        return "global store"
-    if ".shared" in text or text.startswith(("ldmatrix", "stmatrix")):
-        return "shared memory"
-    if text.startswith(("mma", "wgmma.mma_async")):
-        return "matrix product"
-    if text.startswith(("bar.", "barrier.", "mbarrier", "cp.async", "wgmma")):
-        return "synchronization"
-    return "other"
 
 
 class Program:
@@ -92,14 +74,6 @@ class Program:
         finally:
             for instruction in instructions:
                 machine().emulator_flip(self.handle, instruction)
-
-    def kinds(self) -> Counter[str]:
-        """Return the instructions that ran since the start, by kind."""
-        found: Counter[str] = Counter()
-        for instruction, count in zip(self.code, self.counts()[0], strict=True):
-            if count:
-                found[kind_of(instruction.statement.text)] += int(count)
-        return found
 
     def source(self, instruction: int) -> tuple[str, int, int] | None:
         """Return path, line and column of the kernel's source."""
