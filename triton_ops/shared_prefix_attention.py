@@ -57,23 +57,27 @@ class _Prefix:
             (-(-num_tokens // 64), 1, 1),
             (seq_lens.shape[0], num_tokens, self._num_blocks * args.block_size),
         )
-        own = self._of_prefix(args)
+        own = args._replace(
+            block_tables=args.block_tables[:1, : self._num_blocks],
+            seq_lens=self.lens,
+            query_start_loc=self.bounds,
+            query_positions=self.positions,
+        )
         build_plan(own, self._options, 1)(self.plan, own)
 
-    def _of_prefix(self, args: Any) -> Any:
-        """Return the arguments of a call, or of `attention_plan`, for the shared blocks as one sequence."""
+    def arguments(self, args: AttentionArgs) -> AttentionArgs:
+        """Return the arguments of attention of all queries over the shared blocks."""
         return args._replace(
             block_tables=args.block_tables[:1, : self._num_blocks],
             seq_lens=self.lens,
             query_start_loc=self.bounds,
             query_positions=self.positions,
             num_shared_blocks=0,
+            sinks=None,
+            max_query_len=None,
+            max_seq_len=None,
+            plan=self.plan,
         )
-
-    def arguments(self, args: AttentionArgs) -> AttentionArgs:
-        """Return the arguments of attention of all queries over the shared blocks."""
-        own: AttentionArgs = self._of_prefix(args)
-        return own._replace(sinks=None, max_query_len=None, max_seq_len=None, plan=self.plan)
 
 
 def _prefix_of(args: AttentionArgs) -> _Prefix:
