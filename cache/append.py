@@ -52,7 +52,7 @@ def append_each(state: ManagerState, request_ids: Sequence[Hashable], new: array
         state.begin(growing=growing)
         copies = [[] for _ in state.pools]
     slots = []
-    offsets = np.array([at % size for at in positions], np.int64)
+    offsets = np.array(positions, np.int64) % size
     for group, spec in enumerate(state.groups):
         if spec.holds_states:
             slots.append(np.full(len(requests), -1, np.int64))
@@ -72,9 +72,10 @@ def _grow_each(state: ManagerState, requests: Sequence[Request]) -> list[Pairs]:
     The caller has called `_make_room`.
     """
     copies: list[Pairs] = [[] for _ in state.pools]
-    if state.prefix_only and not any(request.check_tail or request.pending or request.hint for request in requests):
+    if state.prefix_only and not any(request.check_tail or request.pending for request in requests):
         # All of them need a block. One call is faster.
-        ids = state.pools[0].take(np.array([request.num_blocks + 1 for request in requests], np.int32), runs=False)
+        lengths = np.array([request.num_blocks + 1 for request in requests], np.int32)
+        ids = state.pools[0].take(lengths, each=[request.hint for request in requests])
         for request, block in zip(requests, ids.tolist(), strict=True):
             request.num_blocks += 1
             request.grown_table(0, request.num_blocks)[request.num_blocks - 1] = block

@@ -189,11 +189,11 @@ class BlockPool:
         """Add one more reference to blocks that are held already, without notifying the policy."""
         self.ref_count[ids] += 1
 
-    def take(self, prefix_lengths: Ids, hint: Hint | None = None, runs: bool = True) -> Ids:
+    def take(self, prefix_lengths: Ids, hint: Hint | None = None, each: Sequence[Hint | None] | None = None) -> Ids:
         """Allocate fresh blocks, one for each prefix length: free blocks first, then victims of the policy.
 
-        The caller has checked that enough blocks are available. The policy gets the hint. With `runs` the blocks belong
-        to one sequence, and the lengths ascend. Without `runs` each belongs to another sequence.
+        The caller has checked that enough blocks are available. The blocks belong to one sequence, and the lengths
+        ascend. With `each`, every block belongs to another sequence, and has its own hint.
         """
         count, num_free = prefix_lengths.size, self.num_free
         if not num_free:
@@ -211,10 +211,10 @@ class BlockPool:
         self.last_access[index] = self.taken_at[index] = self.clock
         self.access_count[index] = 1
         self.prefix_length[index] = prefix_lengths
-        for part in (ids,) if runs else [ids[i : i + 1] for i in range(count)]:
+        for part, given in [(ids, hint)] if each is None else [(ids[i : i + 1], one) for i, one in enumerate(each)]:
             self._call("accessed", part, False)
-        if hint is not None:
-            self._call("hinted", ids, *hint)
+            if given is not None:
+                self._call("hinted", part, *given)
         return ids
 
     def refill(self, block: int, first: int, source: int = -1) -> None:
