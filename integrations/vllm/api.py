@@ -7,7 +7,8 @@ part of a feature, such as `eviction.gap`, needs its feature too.
 - `ATTRIBUTES`: attributes of objects that exist once the engine has made them. Code that receives such an object
   calls `available(feature, scheduler=scheduler)`.
 - `BODIES`: functions and classes of vLLM that this adapter reimplements or imitates, with a digest of the source for
-  each release that was read. A feature is refused if the installed source has another digest.
+  each release that was read. A feature is refused if the installed source has another digest, so `NAMES` need not list
+  them.
 
 To use another name of vLLM:
 
@@ -90,20 +91,10 @@ NAMES: dict[str, dict[str, str]] = {
         "vllm.v1.worker.gpu_input_batch:InputBatch": "block_table num_computed_tokens_cpu",
     },
     "eviction": {
-        "vllm.v1.core.block_pool:BlockPool": (
-            "touch(blocks) get_new_blocks(num_blocks) free_blocks(ordered_blocks) unpin_blocks(blocks on_reuse) "
-            "_maybe_evict_cached_block(block) _notify_reuse(blocks) cache_full_blocks(request blocks "
-            "num_cached_blocks num_full_blocks block_size kv_cache_group_id ...) cache_partial_block(request block "
-            "num_tokens kv_cache_group_id block_size ...) move_block_hashes(src_block dst_block) "
-            "evict_blocks(block_ids) reset_prefix_cache get_num_free_blocks"
-        ),
+        "vllm.v1.core.block_pool:BlockPool": "get_num_free_blocks",
         "vllm.v1.core.kv_cache_utils": (
             "KVCacheBlock(block_id ref_cnt pool is_null _block_hash _block_hash_num_tokens ...) "
             "KVCacheBlock.block_hash make_block_hash_with_group_id(block_hash group_id)"
-        ),
-        "vllm.v1.core.block_pool": "BlockHashToBlockMap.insert(key block)",
-        "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue": (
-            "popleft_n(n) append_n(blocks) prepend_n(blocks) remove(block) get_all_free_blocks"
         ),
         "vllm.v1.core.kv_cache_manager:KVCacheManager": "block_pool allocate_slots(request num_new_tokens)",
         "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": "single_type_managers",
@@ -205,11 +196,7 @@ NAMES: dict[str, dict[str, str]] = {
             "BlockStored(block_hashes parent_block_hash token_ids block_size lora_id medium lora_name "
             "kv_cache_spec_kind ...)"
         ),
-        "vllm.v1.core.block_pool:BlockPool": (
-            "touch(blocks) get_new_blocks(num_blocks) free_blocks(ordered_blocks) evict_blocks(block_ids) "
-            "get_num_free_blocks _insert_block_hash(block_hash_with_group_id block num_tokens) null_block "
-            "kv_event_queue medium"
-        ),
+        "vllm.v1.core.block_pool:BlockPool": "get_num_free_blocks null_block kv_event_queue medium",
         "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": "req_to_blocks num_cached_block block_size",
         "vllm.v1.core.sched.scheduler:Scheduler": (
             "_preempt_request(request timestamp ...) _reserve_prefill_lookahead(request num_computed_tokens "
@@ -309,11 +296,6 @@ NAMES: dict[str, dict[str, str]] = {
         ),
     },
     "omni": {
-        "vllm_omni.core.prefix_cache.manager:OmniPrefixCacheManager": (
-            "__init__(config view eager) register_policy(policy) new_step_starts(scheduler_output) "
-            "save_outputs(hidden_states mm_outputs num_tokens_unpadded num_tokens_padded) materialize(step_id "
-            "req_ids) discard_step shutdown"
-        ),
         "vllm_omni.core.prefix_cache.interface": (
             "PrefixCacheConfig(num_blocks block_size staging_depth staging_claim_timeout_s ...) "
             "StageCacheOutputs(hidden_states mm_outputs) ModelCachePolicy(needs_full_hidden_states deferred_keys ...) "
@@ -321,10 +303,6 @@ NAMES: dict[str, dict[str, str]] = {
         ),
         "vllm_omni.core.prefix_cache": (
             "OmniPrefixCacheManager check_prefix_cache_kv_groups get_prefix_cache_group_view"
-        ),
-        "vllm_omni.core.prefix_cache.group_view": (
-            "check_prefix_cache_kv_groups(kv_cache_groups) get_prefix_cache_group_view(input_batch block_size "
-            "kv_cache_groups)"
         ),
         "vllm_omni.core.prefix_cache.runner_mixin": "get_prefix_cache_group_view OmniPrefixCacheManager",
         "vllm_omni.utils.mm_outputs": "to_payload_element(element idx start end pass_lists_through seq_len)",
