@@ -41,14 +41,14 @@ class Group:
         return 0
 
     def first_needed(self, position: Any, block_size: int) -> Any:
-        """Return the first block, apart from sinks, that queries at `position` and later may read.
+        """Return the first block, apart from sinks, that queries at or after `position` may read.
 
         `position` may be an array, which gives an array.
         """
         return 0
 
     def needed(self, position: int, end: int, block_size: int) -> npt.NDArray[np.int32]:
-        """Return the blocks before block `end` that queries at `position` and later read, ascending."""
+        """Return the blocks before block `end` that queries at or after `position` read, ascending."""
         first = min(self.first_needed(position, block_size), end)
         sinks = min(self.sink_blocks(block_size), first)
         return np.concatenate((np.arange(sinks, dtype=np.int32), np.arange(first, end, dtype=np.int32)))
@@ -141,7 +141,7 @@ class Recurrent(Group):
     Examples:
         >>> manager = pc.CacheManager(16, block_size=4, groups=[pc.FullAttention(), pc.Recurrent(num_blocks=4)])
         >>> allocation = manager.allocate("a", range(10))
-        >>> state = manager.checkpoint("a", 8)  # copy the state behind token 8 to this block
+        >>> state = manager.checkpoint("a", 8)  # copy the state after 8 tokens to this block
         >>> merged = manager.commit("a", 10)
         >>> manager.allocate("b", range(10)).compute_spans
         [(8, 10)]

@@ -59,8 +59,9 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         hash_algorithm: "sha256", "blake2b" or "xxh3_128"; see `pc.cache.hashing` for the strength of each.
         groups: Specs of the layer groups. None: one group of full attention.
         seed: Makes hashes differ from those of managers with another seed. None: the same hashes everywhere.
-        partial_reuse: Whether a prompt may reuse only the first tokens of a cached block, through a copy of the block
-            (`Allocation.copies`). Needs one group of full attention; costs about 400 bytes for each block.
+        partial_reuse: Whether a prompt also reuses the first tokens of a cached block whose later tokens differ. It
+            gets a copy of the block (`Allocation.copies`). Needs one group of full attention; costs about 400 bytes for
+            each block.
         host_blocks: Number of block-sized slots of host memory in each group for `preempt(mode="swap")`.
 
     Examples:
@@ -206,12 +207,12 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             extra_keys: Keys that decide the KV besides tokens: one key or a list of several, plain (LoRA name) or
                 `KeyAt`. Later changes of the list have no effect.
             salt: Requests with different salts never share a block.
-            reuse: "prefix": reuse the leading run of cached blocks. "gap": also reuse cached blocks behind a missing
-                one. "anywhere": also reuse text behind the prefix that is cached at another position or behind other
-                text, with the same keys and salt (`Allocation.moved`). Such KV is approximate. From there on, blocks
-                get different hashes, so that no request with "prefix" or "gap" ever finds them. "anywhere" needs one
-                group of full attention. It finds only blocks published after the first such call, and no
-                blocks of a prompt with a `KeyAt`.
+            reuse: "prefix": reuse the leading run of cached blocks. "gap": also reuse cached blocks that come after a
+                missing one. "anywhere": after the prefix, also reuse text that is cached at another position or after
+                other text, with the same keys and salt (`Allocation.moved`). Such KV is approximate. From the first
+                moved token on, blocks get different hashes, so that no request with "prefix" or "gap" ever finds them.
+                "anywhere" needs one group of full attention. It finds only blocks published after the first such call,
+                and no blocks of a prompt with a `KeyAt`.
             priority: Policies that use priorities keep blocks with a priority above 0 longer. The priority
                 also holds for the blocks of the answer.
             ttl: Seconds for which the priority holds. None: until evicted.
@@ -222,8 +223,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
                 prompt.
 
         Returns:
-            The allocation of the prompt or of its part. At least the last token of a whole prompt must be computed. Its
-            slot is -1 if its KV is cached.
+            The allocation of the prompt, or of its first `num_tokens` tokens. At least the last token of a whole prompt
+            must be computed. Its slot is -1 if its KV is cached.
 
         Raises:
             OutOfBlocks: There are too few blocks.
@@ -311,7 +312,9 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         return self._run(append.append_each, request_ids, new)
 
     def commit(self, request_id: Hashable, num_tokens: int) -> PairsT:
-        """Publish the complete blocks before `num_tokens`, whose positions have all been written, in the prefix cache.
+        """Publish the complete blocks among a request's first `num_tokens` tokens in the prefix cache.
+
+        The KV of all these tokens must have been written.
 
         Args:
             request_id: A running request.
@@ -324,7 +327,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
         Raises:
             KeyError: The request is unknown.
-            ValueError: `num_tokens` is more than the request has blocks for.
+            ValueError: `num_tokens` is negative, or more than the request has blocks for.
 
         Examples:
             >>> both = [manager.allocate(request, range(5)) for request in ("a", "b")]  # compute the same prompt
@@ -338,7 +341,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         return self._run(commit.commit, request_id, num_tokens)
 
     def checkpoint(self, request_id: Hashable, num_tokens: int, group: int | None = None) -> int:
-        """Allocate a block for the state of a recurrent group behind `num_tokens` tokens.
+        """Allocate a block for the state of a recurrent group after a request's first `num_tokens` tokens.
 
         Write the state to the block before the next commit of that position. The commit publishes it, and a later
         prompt with these tokens and their KV starts there. `Allocation.junction` names positions where this pays.
@@ -360,7 +363,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         Examples:
             >>> manager = pc.CacheManager(8, block_size=4, groups=[pc.FullAttention(), pc.Recurrent(num_blocks=4)])
             >>> allocation = manager.allocate("a", range(10))
-            >>> block = manager.checkpoint("a", 8)  # write the state behind token 8 to this block
+            >>> block = manager.checkpoint("a", 8)  # write the state after 8 tokens to this block
             >>> merged = manager.commit("a", 10)
             >>> manager.allocate("b", range(10)).num_cached_tokens
             8

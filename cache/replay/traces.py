@@ -83,7 +83,8 @@ def load_trace(path: str | Path, block_size: int | None = None) -> Trace:
         block_size: Number of tokens in a block. None: the number that the file gives, or else the one above.
 
     Raises:
-        ValueError: There are no requests, or a line has neither layout. The message names the line.
+        ValueError: There are no requests, or a line has neither layout. The message names the line. Or `block_size` is
+            below 1.
 
     Examples:
         >>> import json, tempfile

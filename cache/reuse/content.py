@@ -187,7 +187,10 @@ class ContentIndex:
             number = int(hits.searchsorted(done))
 
     def agreed_before(self, match: MovedSpan, tokens: Tokens) -> int:
-        """Return how many tokens before a match, up to two blocks, equal those before the text that is reused."""
+        """Return how many tokens before a match in the prompt equal those before it in the cached text.
+
+        At most two blocks of the cached text are compared.
+        """
         block, offset = divmod(match.slots.item(0), self._size)
         stood, before = self._tokens[block, :offset], self._neighbour(self._before, block, -1)
         if before >= 0:

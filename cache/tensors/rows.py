@@ -255,10 +255,10 @@ def _bare(rows: torch.Tensor) -> bool:
 
 
 def write_rows(rows: torch.Tensor, flat: torch.Tensor, slots: StepSlots, new: torch.Tensor, row_bytes: int) -> None:
-    """Write new rows `[num_tokens, *features]` in host memory, of the dtype of `rows`, to at least one slot.
+    """Write new rows `[num_tokens, *features]` in host memory to their slots, of which there is at least one.
 
-    `rows` are `[num_blocks, block_size, *features]`, contiguous. `flat` is the same memory with slots as first
-    dimension.
+    `rows` are `[num_blocks, block_size, *features]`, contiguous, with the dtype of `new`. `flat` is the same memory
+    with slots as first dimension.
     """
     runs, num_bytes = slots.runs, slots.count * row_bytes
     alone = _alone(num_bytes)

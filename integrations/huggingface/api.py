@@ -582,7 +582,7 @@ def share_prefixes(manager: Any, share: bool) -> None:
 
 
 def serve_batches(processor: Any, manager: Any) -> None:
-    """Let a class of processors run `step` as its forward pass, and a class of managers call `make_processor`."""
+    """Make a class of processors run its `step` as forward pass, and a class of managers use its `make_processor`."""
     processor._generation_step = torch.no_grad()(lambda self, model: self.step(model))
     manager._create_batch_processor = lambda self: self.make_processor()
 

@@ -58,12 +58,12 @@ def enable_prefix_caching(
             more than 32 sequences of maximum length need. On a CPU, a fifth of all memory counts, at most 4 GiB.
         block_size: Number of tokens in a block.
         policy: Eviction policy: a name or an `EvictionPolicy`, see `CacheManager`.
-        reuse: "prefix": reuse the leading run of cached blocks. "gap": also reuse cached blocks behind an evicted one;
-            the tokens between are computed again. "anywhere": also reuse text behind the prefix that is cached at
-            another position or behind other text. Examples are documents in another order and a conversation without
-            its middle part. **Approximate**: moved keys are rotated to their new positions, but they come from behind
-            other text, so tokens may differ. A share of the moved tokens is computed again (`recompute`). Blocks
-            computed from moved text are kept apart.
+        reuse: "prefix": reuse the leading run of cached blocks. "gap": also reuse cached blocks that come after an
+            evicted one; the tokens between are computed again. "anywhere": after the prefix, also reuse text that is
+            cached at another position or after other text. Examples are documents in another order and a conversation
+            without its middle part. **Approximate**: moved keys are rotated to their new positions, but they were
+            computed after other text, so tokens may differ. A share of the moved tokens is computed again
+            (`recompute`). Blocks computed from moved text are kept apart.
         host_blocks: Number of evicted blocks to keep in host memory, from where later calls read them.
         cuda_graphs: Whether to capture decode steps in CUDA graphs and replay them. None: if possible, see
             `docs/huggingface_options.md`. Steps that cannot be captured run eagerly.

@@ -94,17 +94,18 @@ class RowImages:
         self.items = [row for row in rows for _ in range(repeats)]
         self._check(input_ids, kwargs.get("attention_mask"))
 
-    def _segments(self, images: Images, stands: torch.Tensor, mask: Any, repeats: int) -> list[list[Item]]:
-        """Return the images of each of the caller's rows. `stands` marks the placeholder tokens."""
+    def _segments(self, images: Images, placeholders: torch.Tensor, mask: Any, repeats: int) -> list[list[Item]]:
+        """Return the images of each of the caller's rows. `placeholders` marks the image tokens in these rows."""
         lengths = [self._length(unit) for unit in images.units]
         refuse_if(
-            sum(lengths) != int(stands.sum()), "the number of image tokens differs from the number of image features"
+            sum(lengths) != int(placeholders.sum()),
+            "the number of image tokens differs from the number of image features",
         )
-        if mask is not None and bool((stands & (mask[::repeats] == 0)).any()):
+        if mask is not None and bool((placeholders & (mask[::repeats] == 0)).any()):
             raise UnsupportedError("attention_mask leaves out tokens of an image")
         rows: list[list[Item]] = []
         number = taken = 0
-        for row, line in enumerate(stands.cpu().numpy()):
+        for row, line in enumerate(placeholders.cpu().numpy()):
             columns, items = np.flatnonzero(line), []
             while columns.size:
                 count = min(columns.size, lengths[number] - taken)
@@ -119,7 +120,7 @@ class RowImages:
         return rows
 
     def _length(self, unit: Any) -> int:
-        """Return the number of tokens of an image."""
+        """Return the number of rows in a unit's output, one for each image token."""
         known = self._outputs.length(unit)
         return len(self._fresh[unit.digest]) if known is None else known
 
@@ -174,7 +175,7 @@ class RowImages:
 
 
 def runs(items: list[Item]) -> list[list[Item]]:
-    """Return the images in groups without a token between them. In some models, each token sees its whole group."""
+    """Return the images in groups. No token lies between the images of a group; in some models they see each other."""
     found: list[list[Item]] = []
     for item in items:
         if found and found[-1][-1].end == item.first:

@@ -91,8 +91,8 @@ def leave(visit: Visit) -> None:
 def visited() -> list[Visit]:
     """Return the blocks that the caller is in, the innermost last.
 
-    A block that has ended still counts for threads and tasks that inherited it, if the thread and task that entered it
-    also ended it. If another one ended it, it counts for none.
+    Threads and tasks that inherited a block remain in it after the block has ended. The exception is a block that was
+    ended by another thread or task than the one that entered it: nobody remains in that block.
     """
     visits = _VISITS.get()
     here = _here() if visits else None

@@ -72,6 +72,7 @@ class PolicyTreeCore(UnifiedTreeCore):
         raise NotImplementedError(f"{PREFIX}{self.policy_name}: a hierarchical cache is not supported")
 
     def _add_new_node(self, parent: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+        """Add a node to SGLang's tree and its pages to the policy's view. No request holds the node yet."""
         node = super()._add_new_node(parent, key, *args, **kwargs)
         raw = np.frombuffer(node.key.raw_token_ids(), np.int64)
         tokens = raw[: len(raw) // self.page_size * self.page_size].reshape(-1, self.page_size)
@@ -186,7 +187,7 @@ class PolicyTreeCore(UnifiedTreeCore):
         return result
 
     def evict_device_end(self, component_type: Any) -> None:
-        """Give chosen leaves that were not evicted back to the policy. A later eviction may choose them again."""
+        """Return to the policy the chosen leaves that were not evicted. A later eviction may choose them again."""
         for node in reversed(self._leaves):
             self.pages.refill(node.pc_pages)
             self._release([node])

@@ -253,7 +253,7 @@ def _splits(
         shape: The shape of its plan.
         decode_queries: Sequences with more queries are prefills. 0: all are.
         longest: Most queries of a sequence.
-        idle: How many times as many programs as those of a prefill without splits keep all processors busy.
+        idle: The number of splits with which a prefill has enough programs to keep all processors busy.
     """
     max_tiles = shape.max_tiles
     if args.max_seq_len is not None:
@@ -285,7 +285,8 @@ def _build_attention_launch(
 ) -> Launch:
     """Return a launch of the attention kernel.
 
-    `limits` has the most queries of a sequence that is decoded (0: none is), the most queries of a decode, and splits.
+    `limits` has three numbers. Sequences with more queries than the first are prefills (0: all are). The second is the
+    most queries that a decode of this call may have. The third is the number of splits.
     """
     from ..kernels.attention import _attention_kernel
 

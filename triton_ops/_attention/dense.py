@@ -61,7 +61,10 @@ def as_blocks(key: torch.Tensor, value: torch.Tensor, size: int = 0, in_place: b
 
 
 def _steps(dense: torch.Tensor, size: int) -> tuple[int, int, int]:
-    """Return three strides: elements per block number, and block numbers per sequence and per block of a sequence."""
+    """Return (step, per_sequence, per_block).
+
+    Blocks with consecutive numbers begin `step` elements apart. See `DenseBlocks` for the other two.
+    """
     batch, length = dense.shape[:2]
     by_sequence = dense.stride(0) if batch > 1 else 0
     by_block = dense.stride(1) * size if length > size else 0

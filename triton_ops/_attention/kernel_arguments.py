@@ -133,7 +133,8 @@ def strides_of(args: AttentionArgs) -> Strides:
 def build_sum_launch(args: AttentionArgs, rows: int, splits: int, values: tuple[int, ...], num_tables: int) -> Launch:
     """Return a launch that sums splits: a program for each of `rows` and each head.
 
-    `num_tables` is the number of block tables of a sequence whose splits are summed apart.
+    `num_tables` is the number of block tables of a sequence. The splits of each table are summed separately.
+
     For few rows of many splits, the kernel is compiled so that each program sums a part of a head. The two variants add
     in different orders, so batch-invariant mode must not choose between them by batch size. `pc.warmup` compiles both.
     """

@@ -58,7 +58,7 @@ def _rotated(x: torch.Tensor, angles: torch.Tensor, interleaved: bool) -> torch.
 
 
 def _append_places(total: int, starts: torch.Tensor, keys: PagedKV, rotary: Rotary | None) -> Appended:
-    """Return slots, lengths and angles of `total` new keys, which start at `starts`, in PyTorch."""
+    """Compute slots, lengths and angles of `total` new keys with PyTorch. Sequences begin at the rows `starts`."""
     lens, tables, block_size = keys.lens, keys.tables, keys.key_cache.shape[1]
     token, sequence = sequence_of_token(starts, total)
     nth = token - starts.index_select(0, sequence)

@@ -187,7 +187,8 @@ def _block_tables(draw: _Draw, sizes: tuple[int, int, int], block_size: int, sha
         sizes: Tables of a sequence, sequences, and the width of a table.
         block_size: Token slots of a block.
         shared: How many first blocks all sequences share.
-        holes: The share of absent blocks; with some, every table also lacks a tile of 64 keys, each at another place.
+        holes: The share of absent blocks. If it is not 0, every table also lacks a tile of 64 keys, not the same as its
+            neighbours.
     """
     count, n, width = sizes
     orders = [draw.order(n * width + 3)[: n * width] for _ in range(count)]

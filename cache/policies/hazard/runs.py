@@ -126,7 +126,7 @@ class RunTable:
         return (self.end[: self.count] > self.start[: self.count]).nonzero()[0]
 
     def class_at(self, rows: Numbers, end: Numbers) -> tuple[Numbers, Numbers]:
-        """Return the stratum and covariates of the last of `end` blocks of each chain."""
+        """Return the stratum and covariates of the block at place `end - 1` of each chain."""
         uses = (self.bounds[rows] >= end[:, None]).sum(axis=1)
         tail = end == self.size[rows]
         return USES * self.groups_of(rows) + uses, self.covariates_of(rows) + COVARIATES * tail
@@ -168,7 +168,7 @@ class RunTable:
         return np.frombuffer(chain, np.int32, last - first, 4 * (first - base))
 
     def trim_all(self) -> None:
-        """Trim chains whose runs were shortened, once blocks behind their end are no longer needed."""
+        """Trim the chains whose runs were shortened. Call this when nothing needs the blocks behind their ends."""
         for row in self._shortened:
             self.trim(row)
         self._shortened.clear()
@@ -189,7 +189,7 @@ class RunTable:
         self.chains[row] = left
 
     def piece_start(self, row: int, start: int, end: int) -> int:
-        """Return the first place of the consecutive blocks up to `end` that have the same score as the last of them."""
+        """Return the first place, from `start` on, of the blocks that have the same score as the block at `end - 1`."""
         views = self.views
         if end == views.size[row]:
             return end - 1

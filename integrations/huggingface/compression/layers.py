@@ -1,7 +1,7 @@
 """The cache with which a call of generate reads a compressed document.
 
-The call's own tokens are in blocks of all heads. Attention over the document and attention over these tokens are merged
-by their log-sum-exps, without rounding and without a copy.
+The call's own tokens are in blocks that all heads share. Attention over the document and attention over these tokens
+are merged by their log-sum-exps, without rounding and without a copy.
 """
 
 from __future__ import annotations

@@ -147,21 +147,22 @@ def _read_by_hooks(
         # New tensors, because an empty view would hold all of the memory.
         layer.keys, layer.values = (side.new_empty(1, len(side), 0, side.shape[2]) for side in (keys, values))
 
-    def behind(module: Any, *_: Any) -> None:
+    def pack_if_pressed(module: Any, *_: Any) -> None:
         layer = cache.layers[module.layer_idx]
         peak.look()
         if layer.keys.shape[2] < len(tokens) or vars(module).get("masked_key_indices") is not None:
             pack(module.layer_idx)
 
-    def under_every_name(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def pass_cache(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Give the press's hook, which runs next, the cache under every name that it may look up."""
         for name in CACHE_NAMES:
             kwargs.setdefault(name, cache)
 
     for index in full:
-        modules[index].register_forward_hook(under_every_name, with_kwargs=True)  # some versions use another name
+        modules[index].register_forward_hook(pass_cache, with_kwargs=True)
     with press(twin):
         for index in full:
-            modules[index].register_forward_hook(behind)  # runs after the press's hook; deleted with the twin
+            modules[index].register_forward_hook(pack_if_pressed)  # runs after the press's hook; deleted with the twin
         places = torch.arange(len(tokens), device=model.device)  # kvpress needs them, and transformers passes them on
         twin.base_model(**_inputs(twin, tokens, cache), cache_position=places)
     for index in sorted(full - kept.keys()):

@@ -151,7 +151,7 @@ class Batch:
         return not together and all(p.computable(self._end(p)) for p in self.prompts)
 
     def _end(self, prompt: Prompt) -> int:
-        """Return the number of a prompt's tokens before the last columns of the batch, which rows compute together."""
+        """Return how many of a prompt's tokens come before the last columns, which all rows compute in a joint pass."""
         behind = 1 if self.store.states is None else 2
         return min(len(prompt.tokens), self.length - behind - prompt.pad)
 
@@ -265,7 +265,10 @@ class Batch:
         return cache
 
     def unwritten(self, prompt: Prompt) -> int:
-        """Return how many leading tokens layers may drop, because they are in blocks or will never be written."""
+        """Return the position of the first token that is still to be written to a block; `sys.maxsize` if none is.
+
+        Layers may drop the tokens before that position.
+        """
         if prompt.blocks.closed:
             return sys.maxsize
         branches = [prompt.branches.get(row, prompt.blocks) for row in prompt.rows]

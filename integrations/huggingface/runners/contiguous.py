@@ -269,9 +269,8 @@ def run(loop: Loop, store: PromptStore, windows: Mapping[int, int], calls: Calls
     Raises:
         UnsupportedError: The prompts do not fit, or the loop's images or cache cannot be continued.
     """
-    requests = PromptRequests(
-        store, loop.extra_keys, loop.salt, loop.returns, loop.unchanged
-    )  # it also ends requests of an interrupted `_batch`
+    # Made here and not in `_batch`, so that requests of an interrupted `_batch` are ended too.
+    requests = PromptRequests(store, loop.extra_keys, loop.salt, loop.returns, loop.unchanged)
     try:
         batch = _batch(loop, requests, windows)
     except OutOfBlocks as error:

@@ -1,7 +1,7 @@
 """Forward passes of a model over packed rows whose KV is in blocks, and the probe of such passes.
 
 Two hooks of transformers carry a pass. The `update` of a `PagedCache` writes blocks and marks the key tensor that it
-returns. The attention registry of `dispatch` sends a marked key to `PagedCache.attention`.
+returns. The attention registry of `dispatch` sends a call with a marked key to `PagedCache.attend`.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class RequestBlocks:
 
     @property
     def settled(self) -> int:
-        """The number of tokens that may be committed. They complete no block that is not written yet."""
+        """The number of tokens that may be committed: the written blocks, and a part of the block after them."""
         return min(self.held, (self.written + 1) * self.storage.block_size - 1)
 
     def look(self) -> None:

@@ -201,7 +201,10 @@ class ModelStorage:
 def model_storage(
     model: Any, options: CacheOptions, specs: Specs, windows: Mapping[int, int], states: States
 ) -> ModelStorage:
-    """Return storage with a group for each window and one for states, which get at most a quarter of the budget."""
+    """Return storage with a group for each window and one for states.
+
+    States get at most a quarter of the memory budget.
+    """
     by_window: dict[int, Specs] = {}
     for layer, pair in specs.items():
         by_window.setdefault(windows.get(layer, 0), {})[layer] = pair

@@ -81,8 +81,8 @@ class PagedAttention(AttentionImpl):
     """Decoder attention of one layer.
 
     Raises:
-        ValueError: The layer needs an option that is not served. On its CPU platform, vLLM does not ask the backend
-            before.
+        ValueError: The layer needs an option that is not served. Usually the backend refuses it earlier, but vLLM's CPU
+            platform does not ask the backend.
     """
 
     def __init__(

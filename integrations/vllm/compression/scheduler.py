@@ -74,7 +74,7 @@ COUNTED = ("compressed_requests", "recompressed_requests", "compression_freed_bl
 
 @dataclass
 class Compression:
-    """Compression of prompts in one scheduler, for an engine without a reason in `why_no_compression`.
+    """The compression of prompts in one scheduler, used if `why_no_compression` gives no reason against it.
 
     Attributes:
         plans: The plan of each request that asked for compression, by its id.

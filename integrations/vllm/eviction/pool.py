@@ -54,6 +54,7 @@ class PolicyBlockPool(BlockPool):
         """Allocate blocks: those without content first, then the policy's victims.
 
         Raises:
+            ValueError: There are fewer free blocks.
             RuntimeError: The policy chose a block that it may not choose.
         """
         queue: PolicyQueue = self.free_block_queue
@@ -138,7 +139,7 @@ class PolicyBlockPool(BlockPool):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Give a block that is full in part a hash, perhaps in place of its earlier one."""
+        """Give a hash to a partly filled block, perhaps in place of an earlier hash."""
         had = block.block_hash
         named = super().cache_partial_block(request, block, num_tokens, kv_cache_group_id, block_size, *args, **kwargs)
         if named is not None and block.block_hash != had:
