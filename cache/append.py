@@ -89,10 +89,10 @@ def _grow_each(state: ManagerState, requests: Sequence[Request]) -> list[Pairs]:
 def _make_room(
     state: ManagerState, growths: Sequence[tuple[Request, int]], growing: Iterable[RequestSnapshot] = ()
 ) -> None:
-    """Check that there are enough blocks for requests to grow, and release the blocks behind their windows.
+    """Check that there are enough blocks for requests to grow, begin the verb, and release the blocks behind windows.
 
-    In between, call `ManagerState.begin`, which takes `growing`. `growths` has the requests that may need blocks, each
-    with its number of tokens afterwards.
+    `growths` has the requests that may need blocks, each with its number of tokens afterwards. `growing` is for
+    `ManagerState.begin`.
 
     Raises:
         OutOfBlocks: There are too few blocks for all of them together. Nothing has changed.
@@ -110,7 +110,8 @@ def _make_room(
         for tail, holders in Counter([_partial_block(state, r, group) for r in with_tail]).items() if with_tail else ():
             if tail >= 0:
                 others = pool.ref_count.item(tail) - 1
-                # The last holder to append keeps the block, unless it is published, or kept (`_replace_shared`).
+                # The last holder to append needs no copy, unless the block is published, or offloading keeps it
+                # (`_replace_shared`).
                 copied = pool.table.lists(tail) or (others and state.offloading)
                 count += holders if copied else min(holders, others)
         if positions and count > available:

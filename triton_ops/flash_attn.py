@@ -108,10 +108,10 @@ def flash_attn_func(
         q_descale: `[batch, num_kv_heads]`, factor of a quantized q; ignored for other dtypes.
         k_descale: The same for k.
         v_descale: The same for v.
-        qv: `[batch, seqlen_q, num_heads, head_dim of v]`, a second part of the queries, for MLA. A score is
-            softmax_scale * (q.k + qv.v), by default (head_dim + head_dim of v) ** -0.5. It needs one KV head. A window,
-            alibi_slopes, s_aux and quantization are refused. If v and k are in one row, in this order, they are read
-            in place.
+        qv: `[batch, seqlen_q, num_heads, head_dim of v]`, a second part of the queries, for MLA. A score is then
+            softmax_scale * (q.k + qv.v), and the default of softmax_scale is (head_dim + head_dim of v) ** -0.5. qv
+            needs one KV head. A window, alibi_slopes, s_aux and quantization are refused. If v and k are in one row, in
+            this order, they are read in place.
         attention_chunk: If positive, a query attends only to keys in its own chunk of this many positions.
         num_splits: No effect, like pack_gqa and sm_margin: this package decides how the work is split.
         pack_gqa: No effect.

@@ -149,7 +149,7 @@ def _build_move(args: Any) -> Callable[[Any], None]:
 
 
 def _kernel_tensors(args: Any) -> tuple[torch.Tensor, ...]:
-    """Return the kernel's tensors: caches, slots, cosines and sines. Without values, keys are never read as values."""
+    """Return the kernel's tensors: caches, slots, cosines and sines. Without values, the keys are a dummy for them."""
     keys, values, device = args.key_cache, args.value_cache, args.key_cache.device
     sources, targets, deltas = (
         x.to(device, non_blocking=True).contiguous() for x in (args.source_slots, args.target_slots, args.deltas)

@@ -79,6 +79,7 @@ def reshape_and_cache_cpu(args: Any) -> None:
 
 
 def _build(args: Any) -> Callable[[Any], None]:
+    """Return a function that writes keys and values for calls of this kind, with one launch."""
     require_triton("reshape_and_cache")
     from .kernels.reshape_and_cache import _reshape_and_cache_kernel
 

@@ -88,6 +88,7 @@ def _rope_and_cache_cpu(args: Any) -> torch.Tensor:
 
 
 def _build(args: Any) -> Callable[[Any], torch.Tensor]:
+    """Return a function that rotates and writes for calls of this kind, with one launch."""
     require_triton("rope_and_cache")
     from .kernels.rope_and_cache import _rope_and_cache_kernel
 

@@ -44,7 +44,7 @@ class GroupMiss(NamedTuple):
         reason: Why it cannot serve more than the hit. "evicted": a block that it needs was evicted. "uncommitted": a
             running request computes the block. "state": no state was cached there (`CacheManager.checkpoint`). "never":
             no request has computed the block. None: another group ends the hit.
-        position: Start of the first missing block; with "state", the end of the block whose state is missing.
+        position: Start of the first missing block; for a group of states, the end of the block whose state is missing.
         there: With "evicted", the seconds since the eviction, or None if its time is forgotten. With "uncommitted", the
             request.
 
@@ -156,8 +156,8 @@ class Source(NamedTuple):
         texts: Pairs of a text and its request: first remembered texts, oldest first, with None as their request. Then
             the texts of running requests, each with the request's id.
         evicted: Evictions: the time, the hashes of the evicted blocks, and the group.
-        manager: The state of a manager. It may also reuse parts of blocks, or text at other positions. None for an
-            engine's cache.
+        manager: The state of a manager, to find parts of blocks and text at other positions that it would reuse. None
+            for an engine's cache.
     """
 
     hasher: BlockHasher

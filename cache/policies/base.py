@@ -34,7 +34,7 @@ class Block(NamedTuple):
     """Tick of the pool's clock, which advances with every access and every release."""
     access_count: int
     prefix_length: int
-    """Number of complete blocks of its sequence up to and including this one."""
+    """Number of blocks of its sequence up to and including this one."""
 
 
 class PoolView(Protocol):

@@ -315,6 +315,7 @@ class NextTurn(Belady):
         self._due[turn] = np.append(self._due.get(turn, NO_BLOCKS), ids)
 
     def _next_use(self, key: int) -> int:
+        """Record the next turn of the current conversation for this key, and return the soonest turn recorded."""
         ahead = [turn for turn in self._ahead.get(key, ()) if turn >= self._now]
         self._ahead[key] = [*ahead, self._turns[self._now - 1]]
         return min(self._ahead[key])

@@ -49,8 +49,8 @@ class MovedText:
     def extend(self, request: Request, hit: Hit, reuse: str, segments: Sequence[Span] | None) -> Hit:
         """Return a hit of exact blocks, extended by approximate KV of the text after it.
 
-        Blocks that another request with approximate KV computed after the same exact blocks come first, then text found
-        by content. The approximate blocks of the request get other hashes than exact ones.
+        The extension begins with approximate blocks that another request computed after the same exact blocks. Text
+        found by content follows. The approximate blocks of the request get other hashes than exact ones.
         """
         if reuse != "anywhere" or request.keys.placed or hit.position >= len(request.tokens) - 1:
             return hit  # KV after a key placed inside text depends on more than tokens

@@ -82,9 +82,9 @@ class PartialBlocks:
         return hit._replace(position=reached, cached=[(0, reached)], committed=reached, borrowed=source, copied=common)
 
     def longest(self, parent: bytes, tokens: array[int]) -> tuple[bytes | None, int]:
-        """Return the hash of the block behind a prefix that begins most like `tokens`, and the number of equal tokens.
+        """Find the block behind a prefix that has the most first tokens in common with `tokens`.
 
-        Return None and 0 if no block shares a token.
+        Return its hash and the number of common tokens; None and 0 if no block has the first token.
         """
         best: tuple[bytes | None, int] = (None, 0)
         asked = np.frombuffer(tokens, np.uint32) if tokens else np.empty(0, np.uint32)

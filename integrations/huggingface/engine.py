@@ -129,8 +129,8 @@ class Engine:
     def run(self, loop: Loop, content: Content | None = None) -> tuple[Any, list[RequestReport]]:
         """Run a loop over the cache and return its result and a report for each row.
 
-        With the `content` of a compressed document, the loop reads the document. The caller must have passed the loop
-        to `check`.
+        With the `content` of a compressed document, the loop reads the document, and the caller must have called
+        `check`. Without it, this method checks the loop itself.
 
         Raises:
             UnsupportedError: The loop cannot be served; no token was computed.

@@ -127,16 +127,16 @@ class StepBuilder:
         columns = -(-self.req_to_token.shape[1] // self.page_size)
         device = self.req_to_token.device
 
-        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         memory = AttentionStep(
-            empty(max_seqs), empty(0), None, None, {each: empty(max_seqs, columns) for each in self.pools}
+            zeros(max_seqs), zeros(0), None, None, {each: zeros(max_seqs, columns) for each in self.pools}
         )
         size = PlanShape.of(memory.tables[False], self.page_size).size
-        memory.plans = {kind: empty(size) for kind in self.kinds}
-        memory.window_slots = empty(max_tokens, dtype=torch.int64) if hasattr(self.pool, "swa_kv_pool") else None
-        memory.depths = empty(max_tokens)
+        memory.plans = {kind: zeros(size) for kind in self.kinds}
+        memory.window_slots = zeros(max_tokens, dtype=torch.int64) if hasattr(self.pool, "swa_kv_pool") else None
+        memory.depths = zeros(max_tokens)
         self._memory = memory
         self._graphs = {}
 

@@ -42,9 +42,9 @@ class RowsFolder:
     """A folder that one thread writes and keeps within limits. Others may read and delete its files at any time.
 
     A file appears only when it is complete. Several engines may share a folder; each keeps it within its own limits.
-    Beyond `max_bytes` the oldest files are deleted, but never the newest. Files older than `max_seconds` are deleted
-    when a file is written, at most a 16th of that time late. Rows beyond `pending_bytes` in memory are dropped, with
-    one warning.
+    Beyond `max_bytes` the oldest files are deleted, but never the newest. A write also deletes files older than
+    `max_seconds`, if the last check for them was a 16th of that time ago. Rows beyond `pending_bytes` in memory are
+    dropped, with one warning.
 
     Raises:
         OSError: The folder cannot be created or written.

@@ -110,7 +110,8 @@ def sampled(names: Sequence[str], count: int, seed: int) -> list[str]:
                 print(f"{kind}, not noticed: {mutant.case}, {mutant.kernel.place(mutant.index)}{cause}", flush=True)
         rows.append(f"| {kind} | {len(pool):,} | {len(drawn)} | {len(drawn) - missed} | {missed} |")
     causes = "; ".join(f"{count}{cause}" for cause, count in why.items() if cause)
-    return [*rows, "", f"Barriers without which the case passed, by the reason found: {causes}."] if causes else rows
+    said = f"Barriers that were removed unnoticed, with their number and the reason: {causes}."
+    return [*rows, "", said] if causes else rows
 
 
 def dispensable(mutant: Mutant, pool: Sequence[Mutant]) -> str:
@@ -134,7 +135,7 @@ def dispensable(mutant: Mutant, pool: Sequence[Mutant]) -> str:
         both = ptx[:first] + ptx[until:behind_first] + ptx[last:]
         if noticed(mutant, both) and not noticed(dataclasses.replace(other, case=mutant.case)):
             return "another barrier suffices without it, and it suffices without the other; without both the case fails"
-    return "no two warps touch the same bytes between the barriers on its sides, one of them writing"
+    return "between the barriers before and after it, no warp writes bytes that another warp touches"
 
 
 def compared(names: Sequence[str], count: int, seed: int) -> tuple[str, list[str]]:
@@ -157,10 +158,11 @@ def compared(names: Sequence[str], count: int, seed: int) -> tuple[str, list[str
     tried = total[NOTICED] + total[NO_EFFECT]
     text = (
         f"{sum(kinds.values())} comparisons of the sources became {copies:,} in the compiled kernels. "
-        f"{kinds['noticed']} were noticed wherever they were broken. {kinds['explained']} change no result, in one "
-        f"kernel or in all. {kinds['neither']} are neither noticed nor explained. Of the compiled comparisons, "
-        f"{tried:,} were broken and {total[NOTICED]:,} of these noticed. {total[NOT_MET]:,} never had equal operands, "
-        "because no case of their kernel ends at the element or loop iteration that they are for."
+        f"{kinds['noticed']} were noticed in every place where they were broken. {kinds['explained']} change no "
+        f"result, in some or all kernels, for a reason in the list. {kinds['neither']} are neither noticed nor in the "
+        f"list. Of the compiled comparisons, {tried:,} were broken, and {total[NOTICED]:,} of these were noticed. "
+        f"{total[NOT_MET]:,} never had equal operands, because no case of their kernel ends at the element or loop "
+        "iteration that they are for."
     )
     # With few copies, none may be the one that the reason is for.
     return text, wrong + ([f"explained without need: {place}" for place in sorted(unneeded)] if not count else [])

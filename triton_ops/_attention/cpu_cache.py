@@ -30,8 +30,8 @@ Piece = tuple[torch.Tensor, torch.Tensor, np.ndarray]
 class Cache:
     """Keys and values of a call, read as tensors of one dtype, by block or by vector.
 
-    A vector is a token's key or value of one KV head. Its number is its row in `_matrices`, or in a contiguous cache if
-    keys and values have different strides.
+    A vector is a token's key or value of one KV head. Its number is its row in `_matrices`. If keys and values have
+    different strides, its number is the row that it would have in a contiguous cache.
     """
 
     def __init__(self, args: AttentionArgs) -> None:

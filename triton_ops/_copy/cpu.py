@@ -153,7 +153,10 @@ def quick_scatter(source: torch.Tensor, cache: torch.Tensor, leading: int, index
 
 
 def gather_rows(source: torch.Tensor, leading: int, index: torch.Tensor, target: torch.Tensor, lowest: int) -> None:
-    """Set target[i] to row index[i] of source, or to zeros if index[i] < 0. `lowest` >= 0 says that no index is."""
+    """Set target[i] to row index[i] of source, or to zeros if index[i] < 0.
+
+    A `lowest` of 0 or more says that no index is negative.
+    """
     if not target.numel():
         return
     if lowest < 0:

@@ -53,7 +53,7 @@ def launch_move_rows(
     Args:
         op: Name of the operator, for errors.
         sources: Tensors to read.
-        targets: Tensors to write, in other memory.
+        targets: Tensors to write. They may be the sources, but no row may be both read and written.
         leading: For sources and for targets, 1 if an index counts the first dimension, 2 if it counts slots.
         num_rows: Length of the indices.
         source_index: `[num_rows]`; None: 0, 1, 2, ... An entry of -1 reads zeros. An entry of -2 or below reads row -2

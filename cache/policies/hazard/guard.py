@@ -70,7 +70,7 @@ class ShadowGuard:
             self._end = np.append(self._end, sizes)
 
     def fill(self, runs: RunTable, capacity: int) -> None:
-        """Find the oldest request whose blocks lru would still hold. Call this after all uses are recorded."""
+        """Fill the simulated lru cache: find the oldest request whose blocks lru would still hold."""
         row = int(runs.serial[: runs.count].searchsorted(self._edge))
         owned_of = runs.views.owned
         owned = owned_of[row]

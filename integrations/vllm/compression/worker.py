@@ -68,7 +68,10 @@ class CacheRows:
         return self.first[:, None, None] + (torch.arange(heads, device=device) * head)[:, None] + slots
 
     def turns(self, tokens: int) -> Iterator[slice]:
-        """Yield parts of the layers, so small that scoring `tokens` tokens of one takes at most `TURN_BYTES`."""
+        """Yield slices of the layers. Scoring `tokens` tokens of a slice takes at most `TURN_BYTES`.
+
+        A slice of one layer may take more.
+        """
         layer_bytes = 4 * tokens * self.impl.num_heads * self.shape[2]
         step = max(1, TURN_BYTES // max(layer_bytes, 1))
         for begin in range(0, len(self.layers), step):

@@ -86,7 +86,7 @@ class Jumps:
         self._planned = None
         if self._cache.prefix_cache_lookup_enabled(request):
             first, rest = divmod(num_computed, self._size)
-            # Runner V2 gets media only with a new request, and then none of computed tokens.
+            # Runner V2 would get a request that jumped as a new one, without the media of computed tokens.
             runs = {} if rest or (self._sends_anew and request.mm_features) else self._later_runs(request, first)
             pieces = self.contents.find(request, num_computed, runs) if anywhere else []
             self._planned = (request, runs, pieces) if runs or pieces else None
@@ -215,7 +215,7 @@ class Jumps:
         self._count(request, end - begin)
 
     def _rename(self, request: Any, number: int) -> None:
-        """Give a request's blocks from `number` on new hashes, which no prompt has."""
+        """Replace the hashes of block `number` of a request and of all later blocks by hashes that no prompt has."""
         exact = request.block_hashes[number]
         request.block_hashes[number:] = [sha256(b"pc.moved" + exact).digest()[: len(exact)]]
         request.update_block_hashes()

@@ -125,8 +125,8 @@ class Contents:
         for begin, end in zip([num_computed, *begins], [*ends, last], strict=True):
             joined: list[MovedSpan] = []
             for match in self._index.find(tokens, begin, end, root):
-                # A conversation's turns may lie in blocks of several requests. Adjacent matches form one piece if at
-                # least LEAD tokens before the later one are those it was computed after.
+                # A conversation's turns may lie in blocks of several requests. Adjacent matches form one piece if the
+                # cached text of the later match was computed after the same LEAD tokens that precede it here.
                 goes_on = bool(joined) and match.start == joined[-1].end
                 if not goes_on or self._index.agreed_before(match, tokens) < LEAD:
                     yield from self._piece(request, joined)
@@ -167,7 +167,10 @@ def _asks_for_rows(request: Any) -> bool:
 
 
 def why_no_moves(scheduler: Any) -> str:
-    """Return why an engine that can jump over gaps cannot move text, or "". Workers report theirs at start."""
+    """Return why an engine that can jump over gaps cannot move text, or "".
+
+    Workers report their reasons when the engine starts, in `pc_cannot_move` of the model's configuration.
+    """
     (group,) = scheduler.kv_cache_config.kv_cache_groups
     if type(group.kv_cache_spec) is not FullAttentionSpec:
         return f"layers with a cache of the kind {type(group.kv_cache_spec).__name__}"

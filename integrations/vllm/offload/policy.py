@@ -259,8 +259,8 @@ class OffloadPolicy(CachePolicy):
 def policy_class(name: str) -> type[Any]:
     """Return the class for a name of `eviction_policy`: `pc_` and the name of a policy.
 
-    `pc_lru` is vLLM's own lru, which evicts in the same order: first the chunks whose last request ended first. Of a
-    sequence, it evicts the last chunks first.
+    `pc_lru` is vLLM's own lru, which evicts in the same order as the lru of `pc.cache`. It begins with the chunks whose
+    last request ended longest ago, and evicts the end of a sequence before its beginning.
 
     Raises:
         AttributeError: There is no such policy. vLLM looks for the name in this module.

@@ -200,7 +200,10 @@ def check_groups(kv_cache_groups: Iterable[Any]) -> None:
 
 
 def make_view(input_batch: Any, block_size: int, kv_cache_groups: Any = None) -> GroupView | None:
-    """Return the view of a batch, in place of vLLM-Omni's function. The group's own block size counts."""
+    """Return the view of a batch, in place of vLLM-Omni's function; None if the batch has no block tables.
+
+    `block_size` is ignored, because the group has its own block size.
+    """
     groups = list(kv_cache_groups or ())
     number = _group(groups)
     if not getattr(input_batch.block_table, "block_tables", None):
