@@ -25,7 +25,7 @@ Key = tuple[int, bytes, bytes, bytes]
 class RememberedHashes:
     """An LRU dictionary of chunks of prompts, up to `capacity` bytes.
 
-    An entry has the chunk's tokens, the digests of its blocks and the state of the hasher behind them. The key has only
+    An entry has the chunk's tokens, the digests of its blocks and the state of the hasher after them. The key has only
     a part of the tokens, because Python hashes all bytes of a key. The other tokens are compared, which is faster. A
     chunk with the key of another chunk replaces it.
 
@@ -40,7 +40,7 @@ class RememberedHashes:
     def begin(self, chain: Chain, data: bytes, end: int) -> bytes:
         """Return the digests of the first `end` blocks, whose tokens are `data`, and let the chain continue there.
 
-        This replaces `BlockHasher.begin`. Only blocks behind the remembered chunks are hashed.
+        This replaces `BlockHasher.begin`. Only blocks after the remembered chunks are hashed.
         """
         chunks, width = self._chunks, len(data) // max(end, 1)
         walked: list[Key] = []

@@ -105,7 +105,7 @@ class HashTable:
     def leading(self, digests: Words, start: int = 0) -> Ids:
         """Return the blocks of the hashes from `start` on, up to the first hash that is not in the table.
 
-        Blocks of a sequence are mostly neighbours in memory, so one is looked up and the blocks behind it are compared.
+        Blocks of a sequence are mostly neighbours in memory, so one is looked up and the blocks after it are compared.
         """
         parts: list[Ids] = []
         at, count = start, len(digests)

@@ -1,6 +1,6 @@
 """Reuse retrieved documents that come in another order for each question.
 
-A prefix cache computes all documents again behind the first one that differs. `reuse="anywhere"` rotates their keys
+A prefix cache computes all documents again after the first one that differs. `reuse="anywhere"` rotates their keys
 to the new positions and computes a tenth of their tokens again. That is approximate: use it where a small loss is
 harmless.
 """

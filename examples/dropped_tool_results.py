@@ -1,6 +1,6 @@
-"""Run an agent that drops stale tool results, without computing the text behind them again.
+"""Run an agent that drops stale tool results, without computing the text after them again.
 
-In every turn, a prefix cache loses everything behind the first dropped result. `reuse="anywhere"` finds the rest, some
+In every turn, a prefix cache loses everything after the first dropped result. `reuse="anywhere"` finds the rest, some
 hundred positions earlier, and computes a tenth of it again. That is approximate.
 """
 

@@ -1,4 +1,4 @@
-"""Change a sentence in the middle of a long text, without computing the text behind it again.
+"""Change a sentence in the middle of a long text, without computing the text after it again.
 
 `reuse="anywhere"` finds that text some positions later, rotates its keys and computes a share of it again
 (`recompute`). That is approximate: the program compares the next-token probabilities with those of computing

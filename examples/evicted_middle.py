@@ -1,7 +1,7 @@
 """Compute the evicted middle of a cached text again, and nothing else; the result is exact.
 
-Blocks behind the hole are reused. Each evicted token attends to the tokens before it, at its own position, so the call
-writes what a whole prefill writes. A question behind the text then gets the same answer. Without the middle, the model
+Blocks after the hole are reused. Each evicted token attends to the tokens before it, at its own position, so the call
+writes what a whole prefill writes. A question after the text then gets the same answer. Without the middle, the model
 would read another text.
 """
 

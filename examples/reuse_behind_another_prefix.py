@@ -1,4 +1,4 @@
-"""Reuse a cached document behind another prefix, and compute a tenth of its tokens again.
+"""Reuse a cached document after another prefix, and compute a tenth of its tokens again.
 
 The program copies the document's blocks and rotates their keys to the new positions. Then it computes a few tokens
 again: those whose keys and values change most, as CacheBlend does, or the first ones, as EPIC does. It compares the
@@ -29,7 +29,7 @@ question = torch.tensor(
 text, begin, end = torch.cat([new, document, question]), len(new), len(new) + len(document)
 everything, blocks = torch.arange(len(text), device=DEVICE), -(-len(text) // BLOCK)
 
-# Cache the document behind the old prefix. Then compute the whole new text into other blocks, to compare with.
+# Cache the document after the old prefix. Then compute the whole new text into other blocks, to compare with.
 first = ints(range(blocks))
 read(llama, torch.cat([old, document]), everything[: len(old) + len(document)], first, len(old) + len(document))
 exact_table = ints(range(blocks, 2 * blocks))
@@ -67,7 +67,7 @@ turned = reuse(1, tokens[:0])
 most = reuse(1, changed_most(tenth))
 beginning = reuse(1, tokens[:tenth])
 whole = reuse(1, tokens)
-print(f"{len(document)} tokens behind {len(new)} others instead of {len(old)}: mean KL divergence of what comes next")
+print(f"{len(document)} tokens after {len(new)} others instead of {len(old)}: mean KL divergence of what comes next")
 for name, value in (
     ("blocks as they were", as_it_was),
     ("keys rotated to their new positions", turned),

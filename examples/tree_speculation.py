@@ -30,7 +30,7 @@ def slots(places):
 
 
 def forward(tokens, begin, depths=None, ancestors=None):
-    """Write `tokens` behind `begin` cached ones, and return the next token after each."""
+    """Write `tokens` after `begin` cached ones, and return the next token after each."""
     x = embedding[torch.tensor(tokens, device=device)]
     query, key, value = (torch.nn.functional.normalize(x.flatten(1) @ m).view_as(x) * 6 for m in mix)
     pc.reshape_and_cache(key, value, *cache, slots(range(begin, begin + len(tokens))))
@@ -73,7 +73,7 @@ while len(text) < NEW:
         if node < 0:
             break
         path.append(node)
-    # Move the keys and values of accepted tokens to their final slots. The next step overwrites the slots behind them.
+    # Move the keys and values of accepted tokens to their final slots. The next step overwrites the slots after them.
     source, target = slots([begin + n for n in path]), slots(range(begin, begin + len(path)))
     for part in cache:
         pc.scatter_slots(pc.gather_slots(part, source), part, target)

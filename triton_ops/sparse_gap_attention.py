@@ -42,7 +42,7 @@ def sparse_gap_attention(
 
     It serves two cases, alone or together:
 
-    - Blocks were evicted from the middle of a cached sequence. Their tokens are computed again, and the blocks behind
+    - Blocks were evicted from the middle of a cached sequence. Their tokens are computed again, and the blocks after
       them are reused. query_positions has each query's position. The result equals that of a full prefill.
     - Queries must not attend to some blocks, which are -1 in the table. With a block table for each KV head, this holds
       for the query heads of that KV head.

@@ -1,6 +1,6 @@
 """`CacheManager.explain`: why the cached prefix of a prompt ends where it does.
 
-The block behind the hit is looked up by its hash in tables, running requests and remembered evictions (history.py). If
+The block after the hit is looked up by its hash in tables, running requests and remembered evictions (history.py). If
 it is in none of them, the prompt's tokens and keys are compared with remembered texts.
 """
 
@@ -113,7 +113,7 @@ class Explanation:
     gap_tokens: int = 0
     """Number of additional tokens that `reuse="gap"` would find."""
     moved_tokens: int = 0
-    """Number of additional tokens behind the exact prefix that `reuse="anywhere"` would find, at any position."""
+    """Number of additional tokens after the exact prefix that `reuse="anywhere"` would find, at any position."""
     texts: tuple[str, str] | None = None
     """`here` and `there` as text, if a tokenizer was given."""
     groups: tuple[GroupMiss, ...] = ()
@@ -273,7 +273,7 @@ def _known(source: Source, hasher: BlockHasher, prompt: Known) -> Iterator[Known
 
 
 def _why_by_hash(source: Source, known: list[Known], prompt: Known, block: int) -> Why | None:
-    """Return why the prompt's block behind the hit is not reused; None if its hash was never seen."""
+    """Return why the prompt's block after the hit is not reused; None if its hash was never seen."""
     if block == len(prompt.digests):
         return None
     start, digest = block * source.block_size, prompt.digests[block]
@@ -305,7 +305,7 @@ def _why_not_cached(
 
 
 def _by_group(source: Source, known: list[Known], prompt: Known, hit: int) -> tuple[GroupMiss, ...]:
-    """Return what each of several groups lacks behind a hit of `hit` blocks.
+    """Return what each of several groups lacks after a hit of `hit` blocks.
 
     Groups of states are examined where the hit of the attention groups alone would end.
     """
@@ -334,7 +334,7 @@ def _by_group(source: Source, known: list[Known], prompt: Known, hit: int) -> tu
 
 
 def _why_by_text(source: Source, prompt: Known, known: list[Known], hit: Hit) -> Why:
-    """Return how the prompt differs from remembered texts at the block behind a hit."""
+    """Return how the prompt differs from remembered texts at the block after a hit."""
     size, block = source.block_size, hit.blocks
     start = block * size
     agreed, end, other = _longest_match(prompt, known, block)
@@ -406,7 +406,7 @@ def _key_at(keys: EncodedKeys, position: int) -> Key:
 def _moved_tokens(
     source: Source, hasher: BlockHasher, chain: Chain, prompt: Known, known: list[Known], hit: Hit
 ) -> int:
-    """Return how many tokens behind a hit `reuse="anywhere"` would find."""
+    """Return how many tokens after a hit `reuse="anywhere"` would find."""
     namespace, size, manager = chain.namespace, source.block_size, source.manager
     if namespace is None or manager is None or not manager.prefix_only:
         return 0

@@ -24,7 +24,7 @@ class CacheStats:
         total_requests: Requests that were started.
         queried_tokens: Tokens in all prompts that `allocate` received.
         hit_tokens: Tokens of `queried_tokens` that need not be computed.
-        hit_tokens_by_cause: `hit_tokens` by cause: prefix, gap (behind a missing block), partial (a copied part of a
+        hit_tokens_by_cause: `hit_tokens` by cause: prefix, gap (after a missing block), partial (a copied part of a
             block).
         moved_tokens: Tokens of `queried_tokens` that were cached at another position or after other text. They do not
             count as `hit_tokens`.

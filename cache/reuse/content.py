@@ -1,10 +1,10 @@
-"""An index of published blocks by their tokens alone, which finds text at any position and behind any other text.
+"""An index of published blocks by their tokens alone, which finds text at any position and after any other text.
 
 It works as rsync does for files. A block has a fingerprint, a polynomial of its tokens modulo 2**32:
 
     f(t) = t[0] + t[1] m + ... + t[B - 1] m**(B - 1)
 
-The sums of t[i] m**i over B neighbours, times m**-i, give the fingerprint of the B tokens behind every offset i of a
+The sums of t[i] m**i over B neighbours, times m**-i, give the fingerprint of the B tokens after every offset i of a
 prompt. Before a match counts, the block's own tokens, keys and salt are compared. So fingerprints only affect speed,
 never results. Neighbouring blocks of the sequence in which a block was computed extend a match to both sides, token by
 token.
@@ -91,7 +91,7 @@ class _Scratch:
 class ContentIndex:
     """An index that finds the tokens of a pool's published blocks in any text.
 
-    Its memory, about 180 bytes for each block of 16 tokens, is allocated at once.
+    Its memory, about 170 bytes for each block of 16 tokens, is allocated at once.
     """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
@@ -117,7 +117,7 @@ class ContentIndex:
         return sum(part.nbytes for part in (self._marks, self._blocks, *by_block)) + self._scratch.nbytes
 
     def add(self, ids: Ids, before: int, tokens: array[int], namespace: bytes, exact: bool) -> None:
-        """Add published blocks of one sequence, behind the block `before` (-1: none), with their tokens.
+        """Add published blocks of one sequence, after the block `before` (-1: none), with their tokens.
 
         `namespace` identifies keys and salt. `exact`: no moved KV is in the blocks or before them. Exact text is found
         first.
@@ -242,7 +242,7 @@ class ContentIndex:
         return MovedSpan(first, end, slots, first - stood, slots[:0])
 
     def _neighbour(self, links: Ids, block: int, step: int) -> int:
-        """Return the block before or behind a block, in the sequence in which it was computed; -1 if not cached."""
+        """Return the block before or after a block, in the sequence in which it was computed; -1 if not cached."""
         other, pool = links.item(block), self._pool
         if other < 0 or not pool.table.lists(other) or self._stamps.item(other) != pool.taken_at.item(other):
             return -1

@@ -15,7 +15,7 @@ from ..runs import Span
 from .content import common_length
 
 CANDIDATES = 32
-"""Maximum number of blocks that are compared behind one prefix, the latest first. Popular prefixes have many."""
+"""Maximum number of blocks that are compared after one prefix, the latest first. Popular prefixes have many."""
 ENTRY_BYTES = 400
 """Bytes of an entry besides its tokens."""
 
@@ -82,7 +82,7 @@ class PartialBlocks:
         return hit._replace(position=reached, cached=[(0, reached)], committed=reached, borrowed=source, copied=common)
 
     def longest(self, parent: bytes, tokens: array[int]) -> tuple[bytes | None, int]:
-        """Find the block behind a prefix that has the most first tokens in common with `tokens`.
+        """Find the block after a prefix that has the most first tokens in common with `tokens`.
 
         Return its hash and the number of common tokens; None and 0 if no block has the first token.
         """

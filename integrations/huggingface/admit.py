@@ -155,7 +155,7 @@ class PromptRequests:
         """Start a request in the manager and return its allocation."""
         if not self.store.by_steps:
             return self.manager.allocate(request_id, tokens, **options)
-        if options["reuse"] == "gap":  # only a request with blocks for all tokens finds blocks behind a gap
+        if options["reuse"] == "gap":  # only a request with blocks for all tokens finds blocks after a gap
             with contextlib.suppress(OutOfBlocks):
                 return self.manager.allocate(request_id, tokens, **options)
         return self.manager.allocate(request_id, tokens, num_tokens=0, **options)
@@ -173,7 +173,7 @@ class PromptRequests:
         blocks.look()
 
     def _bring_back(self, prompt: Prompt, cached: int, states: States | None) -> tuple[int, States | None]:
-        """Extend a prompt's hit by copies of blocks from lower tiers, and of cached blocks behind a gap.
+        """Extend a prompt's hit by copies of blocks from lower tiers, and of cached blocks after a gap.
 
         Returns:
             The number of cached tokens, and the states after the last of them.

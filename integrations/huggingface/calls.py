@@ -104,7 +104,7 @@ class RequestReport:
         prompt_tokens: Number of tokens in the prompt, without padding.
         cached_tokens: Number of prompt tokens that were read from the cache.
         cached_spans: The cached ranges [start, end) of the prompt, ascending. Only `reuse="gap"` gives more than one.
-        moved_spans: With `reuse="anywhere"`, ranges read from another position or from behind other text.
+        moved_spans: With `reuse="anywhere"`, ranges read from another position or computed after other text.
         repaired_tokens: Number of tokens in `moved_spans` that were computed again.
 
     Examples:

@@ -47,7 +47,7 @@ class Item:
 
     @property
     def end(self) -> int:
-        """The column behind its last placeholder token."""
+        """The column after its last placeholder token."""
         return int(self.columns[-1]) + 1
 
     @property
@@ -197,7 +197,7 @@ class PromptHit(NamedTuple):
     """The tokens of a prompt that are read from the cache instead of computed."""
 
     cached: int = 0  # number of leading tokens
-    later: Sequence[Span] = ()  # spans behind the first missing block
+    later: Sequence[Span] = ()  # spans after the first missing block
     moved: Sequence[Span] = ()  # spans that were cached at other positions and moved here
     repaired: np.ndarray = np.empty(0, np.int64)  # tokens of these that are computed again
     states: States | None = None  # the checkpoint at the end of the cached tokens

@@ -34,7 +34,7 @@ class PolicyTreeCore(UnifiedTreeCore):
     """SGLang's own tree core in Python, with a policy in place of its heap of leaves.
 
     Locks show which pages a request holds. A request finds pages when it is admitted. It fills pages when its prompt or
-    a chunk has been computed. It releases all of them at its end. Evicting a page also evicts the pages behind it.
+    a chunk has been computed. It releases all of them at its end. Evicting a page also evicts the pages after it.
 
     Attributes:
         asked: Number of tokens that the current eviction must free.

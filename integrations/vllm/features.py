@@ -17,7 +17,7 @@ VARIABLE = "PC_VLLM"
 """Names the features. Other variables with this prefix set options of one feature each."""
 
 REUSE = ("prefix", "gap", "anywhere")
-"""What requests may reuse: a leading run of cached blocks; later runs behind a gap too (the default); or text at
+"""What requests may reuse: a leading run of cached blocks; later runs after a gap too (the default); or text at
 another position too, which is approximate."""
 
 SCHEDULER_OPTIONS = {"pc_policy": "PC_VLLM_POLICY", "pc_reuse": "PC_VLLM_REUSE", "pc_chunk": "PC_VLLM_CHUNK"}

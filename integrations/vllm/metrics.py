@@ -23,7 +23,7 @@ PREFIX = "pc:"
 COUNTERS = {
     "evicted_blocks": "Blocks with content that the eviction policy evicted",
     "returned_blocks": "Blocks that were hit after the policy had chosen them, before they were evicted",
-    "jumped_tokens": "Tokens that were cached behind a gap, and not computed",
+    "jumped_tokens": "Tokens that were cached after a gap, and not computed",
     "moved_tokens": "Tokens that were cached at another position, moved, and not computed",
     "compressed_requests": "Prompts that were compressed",
     "recompressed_requests": "Prompts among them that were compressed again, after a preemption",

@@ -222,7 +222,7 @@ def _check_batch_values(args: AttentionArgs) -> None:
     tables = args.block_tables.cpu()
     own = tables[..., : -(-longest // block_size)]
     if own.numel() and (own.min() < -1 or own.max() >= num_blocks):
-        # Entries behind a sequence's end are never read and may hold anything.
+        # Entries after a sequence's end are never read and may hold anything.
         ends = torch.tensor(lens).view(-1, *[1] * (own.dim() - 1))
         wrong = (torch.arange(own.shape[-1]) * block_size < ends) & ((own < -1) | (own >= num_blocks))
         if wrong.any():

@@ -90,7 +90,7 @@ def compiled_for(args: AttentionArgs, mask: Mask, tiles: Tiles) -> dict[str, Any
     """Return the constants that attention kernels are compiled for, in the order of their parameters."""
     num_heads, head_dim = args.query.shape[1:]
     value_dim, group = args.value_cache.shape[3], num_heads // args.key_cache.shape[2]
-    rope_columns = head_dim - value_dim if args.is_latent else 0  # of a latent row, behind its value
+    rope_columns = head_dim - value_dim if args.is_latent else 0  # of a latent row, after its value
     key_columns = (head_dim - rope_columns) // tiles.value_splits
     value_columns = value_dim // tiles.value_splits
     codes = _codes(args)

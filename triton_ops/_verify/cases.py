@@ -299,7 +299,7 @@ def _merge(dtype: torch.dtype) -> CaseCall:
 
 
 def _cache(draw: _Draw, shape: tuple[int, ...], dtype: torch.dtype, padded: int = 0) -> torch.Tensor:
-    """Return a cache with random contents and `padded` unused columns behind each row."""
+    """Return a cache with random contents and `padded` unused columns after each row."""
     return (draw.normal(*shape[:-1], shape[-1] + padded) * 5).to(dtype)[..., : shape[-1]]
 
 

@@ -42,7 +42,7 @@ class Hazard(EvictionPolicy):
         self._place_bits = max(pool.num_blocks.bit_length(), 1)
         self._owner = np.full(pool.num_blocks, -1, np.int64)  # last user's serial and the place in its chain, or -1
         self._earlier_uses = np.zeros(pool.num_blocks, np.uint8)  # uses before the block was evicted and filled again
-        self._forked = np.zeros(pool.num_blocks, np.bool_)  # whether other requests continued behind the block
+        self._forked = np.zeros(pool.num_blocks, np.bool_)  # whether other requests continued after the block
         self._log_limit = min(2 * pool.num_blocks + 64, LOG_BLOCKS)
         self._previous = np.full(pool.num_blocks, -1, np.int32)  # the block before it in the chain of its last user
         self._child_count = np.zeros(pool.num_blocks, np.int32)  # number of runs whose `parent` the block is

@@ -58,7 +58,7 @@ class RunTable:
     bounds: Numbers  # number of blocks of the chain used at least 2, 3 and 5 times, [rows, 3]
     last: Numbers  # the block at `end - 1`
     parent: Numbers  # the block before `start`; -1: none
-    shared: Numbers  # place after the last block behind which another request continued; set if `final`
+    shared: Numbers  # place after the last block after which another request continued; set if `final`
     owned: Numbers  # number of blocks that no other request has used since, evicted ones included
     stratum: Numbers  # with covariates, the class of the block at `end - 1`; see `HazardModel.scores`
     covariates: Numbers
@@ -132,7 +132,7 @@ class RunTable:
         return USES * self.groups_of(rows) + uses, self.covariates_of(rows) + COVARIATES * tail
 
     def advance_starts(self, rows: Numbers, first: Numbers, last: Numbers) -> list[int]:
-        """Move the starts of runs behind places `first` to `last`, which were reused; return the changed rows."""
+        """Move the starts of runs after places `first` to `last`, which were reused; return the changed rows."""
         start_of, moved = self.views.start, set()
         for row, begins, ends in zip(rows.tolist(), first.tolist(), last.tolist(), strict=True):
             if begins <= start_of[row] < ends:  # one by one, because several requests may continue one run
@@ -168,7 +168,7 @@ class RunTable:
         return np.frombuffer(chain, np.int32, last - first, 4 * (first - base))
 
     def trim_all(self) -> None:
-        """Trim the chains whose runs were shortened. Call this when nothing needs the blocks behind their ends."""
+        """Trim the chains whose runs were shortened. Call this when nothing needs the blocks after their ends."""
         for row in self._shortened:
             self.trim(row)
         self._shortened.clear()

@@ -31,7 +31,7 @@ FINISHED_SCORE = -1.0  # score of blocks of a finished conversation
 class VictimChooser:
     """A chooser of victims, which evicts from the ends of runs.
 
-    `child_count` has for each block the number of its children, which are runs that start behind it.
+    `child_count` has for each block the number of its children, which are runs that start after it.
 
     `owner` and `place_bits` are as in `EventLog`.
     """

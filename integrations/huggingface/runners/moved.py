@@ -259,7 +259,7 @@ def compute_moved(
 ) -> None:
     """Fill an empty cache of one row with a prompt's first `end` tokens: read the cached ones, compute the others.
 
-    `room` is the number of free columns that the cache keeps behind these tokens.
+    `room` is the number of free columns that the cache keeps after these tokens.
     """
     known = np.zeros(len(prompt.tokens), np.bool_)
     known[: prompt.hit.cached] = True

@@ -1,4 +1,4 @@
-"""Text that moved, in vLLM: KV cached at another position or behind other text, copied to a request's own blocks.
+"""Text that moved, in vLLM: KV cached at another position or after other text, copied to a request's own blocks.
 
 The result is approximate, so requests must ask for it. After the leading hit, and between exact later hits, pieces of
 a prompt are found by content. The first `LEAD` tokens of a piece are computed. The chunk ends with them, and the next

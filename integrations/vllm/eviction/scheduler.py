@@ -29,7 +29,7 @@ PEEKING = ("SimpleCPUOffloadConnector",)
 class PolicyScheduler(HookedScheduler):
     """vLLM's scheduler with a policy of `pc.cache` (`scheduler_cls`, with `async_scheduling=False`).
 
-    If the installed vLLM lacks what the policy needs, the scheduler becomes vLLM's own and logs why. Reuse behind gaps,
+    If the installed vLLM lacks what the policy needs, the scheduler becomes vLLM's own and logs why. Reuse after gaps,
     reuse of moved text, fixed chunks and explanations need more of vLLM. The scheduler disables each of them that vLLM
     cannot serve, and logs why.
     """
@@ -87,7 +87,7 @@ class PolicyScheduler(HookedScheduler):
         The log is a warning if the user asked for the feature.
         """
         log = logger.info_once if self._reuse in ("", "prefix") else logger.warning_once
-        if not can_serve("eviction.gap", self, why_no_jumps, "what is cached behind a gap is not reused", log):
+        if not can_serve("eviction.gap", self, why_no_jumps, "what is cached after a gap is not reused", log):
             return None
         served = available("eviction.anywhere", scheduler=self)
         jumps = Jumps(self, why_no_moves(self) if served else "this release of vLLM")

@@ -1,4 +1,4 @@
-"""Eviction policies of `pc.cache` for vLLM's offloading to host memory, and a tier on disk behind it.
+"""Eviction policies of `pc.cache` for vLLM's offloading to host memory, and a tier on disk below it.
 
 Both are loaded by the name of this module; see docs/vllm_tiers.md. The name of a policy's class is `pc_` and the
 policy's name.

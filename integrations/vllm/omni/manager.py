@@ -68,7 +68,7 @@ class OmniPrefixCacheManager:
             self._counts = dict(scheduler_output.num_scheduled_tokens)
 
     def _enter(self, request: str, computed: int, blocks: list[int]) -> None:
-        """Record the hit of a request that enters: the tokens behind those that it got before."""
+        """Record the hit of a request that enters: the tokens after those that it got before."""
         had = min(self._reached.get(request, 0), computed)
         self._reached[request] = computed
         if had < computed:

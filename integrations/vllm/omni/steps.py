@@ -30,7 +30,7 @@ class PrefixHit(NamedTuple):
     blocks: Ids
 
     def read(self, cache: TensorCache, request: str, more: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return all rows of the request by name, up to `more` tokens behind the hit.
+        """Return all rows of the request by name, up to `more` tokens after the hit.
 
         Raises:
             OmniPrefixCacheUnmatchError: Blocks, or rows of hidden states, are missing.
