@@ -179,7 +179,7 @@ def tools(
     rewritten: float = 0.0,
     paused: float = 0.0,
 ) -> Requests:
-    """Return short-lived agents that call tools behind shared system prompts, many of them side by side.
+    """Return short-lived agents that call tools after shared system prompts, many of them side by side.
 
     A turn sends all blocks before it, the tool's result and a partial block that never returns.
 

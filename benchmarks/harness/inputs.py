@@ -117,7 +117,7 @@ def paged_batch(
         q_lens: Queries of each sequence.
         block_size: Tokens of a block.
         numbers: Blocks of all sequences, those of a sequence in order; None: block 0 everywhere.
-        absent: Entry of a table behind a sequence's last block.
+        absent: Entry of a table after a sequence's last block.
     """
     counts = [-(-length // block_size) for length in seq_lens]
     tables = torch.full((len(counts), max(counts)), 0 if numbers is None else absent, dtype=torch.int32)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def add_peers(folder: Path) -> list[str]:
-    """Make the packages of a folder importable, behind everything that is installed.
+    """Make the packages of a folder importable, after everything that is installed.
 
     Args:
         folder: Folder of wheels, which are unpacked once, or of unpacked wheels.

@@ -112,7 +112,7 @@ def attention_case(
     top_k: int = 0,
     latent: bool = False,
 ) -> None:
-    """Run an attention call on small tensors; the query begins `offset` elements behind an aligned address."""
+    """Run an attention call on small tensors; the query begins `offset` elements after an aligned address."""
     num_seqs, max_blocks = 2, 4096 // block_size
     num_tokens = num_seqs * q_len
     elements = torch.zeros(num_tokens * heads[0] * head_dim + offset, dtype=dtype)

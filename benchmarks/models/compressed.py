@@ -1,6 +1,6 @@
 """A compressed document beside the whole text: bytes held, peak bytes while it is read, and the time of a decode.
 
-SmolLM2-135M reads real text and keeps a share of it (`handle.compress`). It then decodes behind a short question, over
+SmolLM2-135M reads real text and keeps a share of it (`handle.compress`). It then decodes after a short question, over
 the document and over transformers' own cache of the whole text, alternating in one process. Rows have medians. Times
 need a quiet machine; --counts leaves them out. About two minutes with OMP_NUM_THREADS threads (1).
 

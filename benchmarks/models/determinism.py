@@ -1,6 +1,6 @@
 """The time to the first token with and without `deterministic=True`, in turns.
 
-SmolLM2-135M-Instruct in float32 reads a new document, then the same document with a question behind it. Times are CPU
+SmolLM2-135M-Instruct in float32 reads a new document, then the same document with a question after it. Times are CPU
 time, with OMP_NUM_THREADS threads (1).
 
 Examples:

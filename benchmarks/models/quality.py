@@ -4,7 +4,7 @@ SmolLM2-135M (`pc.demo.trained_model_folder`) reads prompts with full attention,
 then chooses which keys and values of the prompt are kept, or which ones a query reads. The model reads the following
 tokens over them, all in one pass. The rows have the perplexity and the mean KL divergence from full attention. They
 also have the share of equal most likely tokens, and the share of answers that are the same word for word. A budget is a
-share of the prompt's tokens; tokens behind the prompt are always read. About 15 minutes on one core.
+share of the prompt's tokens; tokens after the prompt are always read. About 15 minutes on one core.
 
 Examples:
     python -m benchmarks quality [alice constitution questions] [--methods snapkv Quest] [--budgets .05 .1 .2 .5]
@@ -87,7 +87,7 @@ class Reading:
     Args:
         llama: With blocks for the prompt, and for what follows.
         prompt: As many tokens as fill blocks.
-        parts: Texts behind the prompt: tokens, and the index of the first token that counts.
+        parts: Texts after the prompt: tokens, and the index of the first token that counts.
     """
 
     def __init__(self, llama: Llama, prompt: list[int], parts: Sequence[tuple[list[int], int]]) -> None:

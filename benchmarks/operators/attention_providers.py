@@ -124,7 +124,7 @@ def _mask(call: AttentionCall, i: int, positions: np.ndarray) -> tuple[Any, np.n
 
 
 def _compacted(call: AttentionCall) -> Run:
-    """Remove the dead blocks from the table for the dense kernel; exact only behind block-aligned holes."""
+    """Remove the dead blocks from the table for the dense kernel; exact only after block-aligned holes."""
     case = call.case
     if case.kept < 1:
         return _compacted_heads(call, copies=True)
@@ -151,7 +151,7 @@ def _compacted_heads(call: AttentionCall, copies: bool) -> Run:
     """Copy each head's blocks together for the dense kernel, which then has as many tokens and the same result.
 
     Args:
-        call: Heads with blocks of their own, its queries behind them.
+        call: Heads with blocks of their own, its queries after them.
         copies: Whether each call copies; otherwise it is done once, outside of the timing.
     """
     case = call.case

@@ -73,7 +73,7 @@ class PlantedMiss:
         return BlockHasher(self.algorithm, self.size).hash_blocks(encode_tokens(self.text), keys)
 
     def serve(self, name, tokens, states=None, **options):
-        """Compute a prompt whole. `states`: the blocks behind which a state is kept, by default all of the text's."""
+        """Compute a prompt whole. `states`: the blocks after which a state is kept, by default all of the text's."""
         if name == "text" and not self.states and self.rng.random() < 0.5:
             self.serve("an earlier turn", tokens[: self.rng.randrange(1, len(tokens))], **options)
         self.manager.allocate(name, tokens, **self.options | options)

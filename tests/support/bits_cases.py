@@ -107,7 +107,7 @@ class History:
         self.asked = self.cached = 0
 
     def run(self, seed: int, calls: int) -> None:
-        """Make `calls` calls. Every third answer ends behind whole chunks, and later prompts begin with answers."""
+        """Make `calls` calls. Every third answer ends after whole chunks, and later prompts begin with answers."""
         chance = random.Random(seed)
         options: dict[str, Any] = {"num_blocks": chance.choice([14, 24, 60]), "reuse": chance.choice(["prefix", "gap"])}
         options["policy"] = MiddleFirst if options["reuse"] == "gap" else "default"

@@ -342,7 +342,7 @@ class Worker:
         before, after, r = self.snapshot(), None, self.random
         if not self.model.exact and r.random() < self.model.hazard:
             after = int(math.exp(r.uniform(0, 8)))
-            if r.random() < 0.5 and verb.__name__ in self.places:  # behind its last changes
+            if r.random() < 0.5 and verb.__name__ in self.places:  # after its last changes
                 after = max(self.places[verb.__name__] - r.randrange(12), 1)
         try:
             with interrupted(after) as passed:

@@ -41,7 +41,7 @@ def same_memory(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, first: int = 0) -> torch.Tensor:
     """Return the rotary embedding of x `[..., heads, head_dim]` in float64.
 
-    cos and sin are `[..., pairs]`. The features before `first` and behind the pairs stay.
+    cos and sin are `[..., pairs]`. The features before `first` and after the pairs stay.
     """
     out, half = (x.float() if x.dtype.itemsize == 1 else x).double(), cos.shape[-1]
     out = out.clone()

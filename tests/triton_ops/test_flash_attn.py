@@ -351,7 +351,7 @@ def test_a_call_that_is_found_gives_the_same(name: str) -> None:
 
 @pytest.mark.quick
 def test_tokens_outside_of_a_block_table_are_not_written() -> None:
-    """If values are not read: tokens behind the table's end, in a hole, and in a row of length -1 are not written."""
+    """If values are not read: tokens after the table's end, in a hole, and in a row of length -1 are not written."""
     caches = torch.zeros(2, 4, 16, 2, 32)
     new, lens = torch.ones(5, 1, 2, 32), torch.tensor([3, 16, 32, 40, -1], dtype=torch.int32)
     tables = torch.tensor([[-1, 1], [0, -1], [2, 3], [0, 0], [1, 1]], dtype=torch.int32)

@@ -88,7 +88,7 @@ Call = Callable[[int, torch.dtype], None]
 
 
 def _tensor(offset: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Return a tensor that begins `offset` elements behind an aligned address."""
+    """Return a tensor that begins `offset` elements after an aligned address."""
     return torch.zeros(math.prod(shape) + 8, dtype=dtype)[offset : math.prod(shape) + offset].view(shape)
 
 

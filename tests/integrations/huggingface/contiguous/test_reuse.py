@@ -1,4 +1,4 @@
-"""Reuse beyond the cached prefix: blocks behind a gap, blocks in host memory, and caches of earlier calls."""
+"""Reuse beyond the cached prefix: blocks after a gap, blocks in host memory, and caches of earlier calls."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_tokens_and_blocks(runner_v2, asynchronous, budget):
 @RUNNERS
 @ASYNC
 def test_until(runner_v2, asynchronous):
-    """Tokens behind the compressed part see what is left of it."""
+    """Tokens after the compressed part see what is left of it."""
     engine, tokens = CompressingEngine(64, runner_v2=runner_v2, asynchronous=asynchronous), prompt(20 * BLOCK + 5)
     engine.add("one", tokens, 6, pc_compress={"budget": 0.5, "until": 10 * BLOCK + 7})
     engine.run()

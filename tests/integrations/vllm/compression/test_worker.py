@@ -13,7 +13,7 @@ import pc
 from pc.integrations.vllm.compression.worker import Compressor
 
 SIZE, HEADS, DIM = 16, 2, 32
-REQUESTS = {  # packed blocks, null blocks, blocks behind them, queries
+REQUESTS = {  # packed blocks, null blocks, blocks after them, queries
     "compressed": (4, 6, 2, 1),
     "exact": (0, 0, 5, 1),
     "packed more": (2, 9, 3, 1),

@@ -85,7 +85,7 @@ def test_a_second_process_answers_without_computing(model_path, shared, tmp_path
 
 @pytest.fixture(scope="module")
 def longer(model_path, tmp_path_factory):
-    """Prompts that continue those of `shared`, so that a step completes blocks behind those that it loads."""
+    """Prompts that continue those of `shared`, so that a step completes blocks after those that it loads."""
     folder = tmp_path_factory.mktemp("longer")
     asked = [prompt + prompts()[2][:60] for prompt in prompts()]
     return (
@@ -100,7 +100,7 @@ def longer(model_path, tmp_path_factory):
 def test_blocks_that_are_lost_between_two_questions_are_computed(
     model_path, shared, longer, tmp_path, left, asynchronous
 ):
-    """All blocks are lost, or those from the middle of a prompt on; blocks saved behind them are right too."""
+    """All blocks are lost, or those from the middle of a prompt on; blocks saved after them are right too."""
     copy = shutil.copytree(shared[0], tmp_path / "copy")
     folder, asked, expected = longer
     tier = {"tier": "vllm_shared:Lossy", "path": str(copy), "left": left}

@@ -25,7 +25,7 @@ def run(engine, name, tokens, **extra):
 @RUNNERS
 @ASYNC
 def test_a_marker_in_the_head(runner_v2, asynchronous):
-    """Everything behind the marker is found in three turns, because text that a turn moved is found by the next."""
+    """Everything after the marker is found in three turns, because text that a turn moved is found by the next."""
     engine = ExactEngine(120, runner_v2=runner_v2, asynchronous=asynchronous, reuse="anywhere")
     text = prompt(300)
     assert run(engine, "turn 0", prompt(20, 1) + text).num_output_tokens == 4
@@ -55,7 +55,7 @@ def test_short_turns_are_one_piece():
 
 
 def test_documents_in_another_order_are_pieces_of_their_own():
-    """The first tokens behind another document are computed, although no token is between the documents."""
+    """The first tokens after another document are computed, although no token is between the documents."""
     engine, one, other = ExactEngine(300, reuse="anywhere", budget=1000), prompt(160, 1), prompt(160, 2)
     run(engine, "first", one + other)
     run(engine, "second", other + one)

@@ -37,7 +37,7 @@ def test_hits_are_those_of_pc_replay(policy, capacity):
     expected = replay(trace, policy, capacity).hit_rate
     assert 0.1 < expected < 0.95
     # The default policy remembers evicted blocks by the size of the pool, which is two blocks larger here. Policies
-    # that do not evict a sequence from its end leave gaps, behind which vLLM keeps duplicates that pc merges.
+    # that do not evict a sequence from its end leave gaps, after which vLLM keeps duplicates that pc merges.
     tolerance = {"lru": 0.0, "lfu": 0.0, "default": 0.02}.get(policy, 0.05)
     found = vllm_scheduler.run(trace, policy, capacity).hit_rate
     assert found == pytest.approx(expected, rel=tolerance, abs=0)
