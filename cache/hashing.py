@@ -114,8 +114,8 @@ class BlockHasher:
     Without a seed, all processes compute the same hashes. Two threads must not use a hasher at once.
 
     Attributes:
-        words: Number of 64-bit words in a hash: the algorithm's, unless a caller that has its own hashes passes
-            another number.
+        words: Number of 64-bit words in a hash. It follows from the algorithm, unless a caller with hashes of its own
+            passes another number.
         pieces: Iterates over the bytes of tokens block by block, each in a tuple.
         begin: Returns the digests of a chain's first blocks, whose tokens are given as bytes. `pc.cache.remembered`
             replaces it with a faster function.

@@ -104,7 +104,7 @@ def encode_keys(extra_keys: ExtraKeys = None, salt: Key = None) -> EncodedKeys:
 
     Raises:
         TypeError: A key has an unsupported type.
-        ValueError: A position is below 0 or above 2**64 - 1, or keys are nested too deeply.
+        ValueError: A position is below 0 or above 2**64 - 1, an integer is too large, or keys are nested too deeply.
     """
     if extra_keys is None and salt is None:
         return NO_KEYS

@@ -54,9 +54,10 @@ class Evicted:
 
     @property
     def is_over(self) -> bool:
-        """Whether no thread passes these blocks to a tier.
+        """Whether no thread passes these blocks to a tier any more.
 
-        The thread that evicted them has ended, or it reads this property outside of `on_evict`.
+        True if the thread that evicted them has ended, or if that same thread reads this property outside of
+        `on_evict`.
         """
         if self._thread() is _mark():
             return not self._inside.locked()

@@ -58,6 +58,7 @@ def _cpu(args: Any) -> torch.Tensor:
 
 
 def _build(args: Any) -> Callable[[Any], torch.Tensor]:
+    """Return the launch of the kernels. With `out`, it also refreshes what attention calls cached with that plan."""
     require_triton("attention_plan")
     fill = build_plan(args, plan_options(args), _wanted_items(args), args.out)
     size = PlanShape.of(args.block_tables, args.block_size).size

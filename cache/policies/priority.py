@@ -18,10 +18,10 @@ GONE = -(1 << 31)  # priority of blocks of a finished conversation
 class Priority(QueuedPolicy):
     """A policy that uses `allocate(..., priority=, ttl=)`. Without hints it is lru.
 
-    A block keeps the highest priority of its running hints. When `ttl` seconds have passed since the hint, its priority
-    is 0 again. If `free(..., returns=0)` says that a conversation is over, blocks without priority that only its last
-    request used are evicted first of all. Nothing is pinned: if only blocks of high priority are left, they are
-    evicted.
+    Of several hints for a block, the one with the highest priority counts, and of equal priorities the one that ends
+    last. When its `ttl` seconds are over, the block's priority is 0, even if a hint of lower priority has not expired.
+    If `free(..., returns=0)` says that a conversation is over, blocks without priority that only its last request used
+    are evicted first of all. Nothing is pinned: if only blocks of high priority are left, they are evicted.
 
     Args:
         now: Returns the time in seconds.

@@ -170,7 +170,11 @@ class Step:
 
     @cached_property
     def is_decode(self) -> bool:
-        """Whether each request may have one token. Then per-token and per-request tensors have the same shape."""
+        """Whether the step could be a decode, in which per-token and per-request tensors have the same shape.
+
+        It could if it has no more tokens than requests. Without `requests`, it could if no token's slot directly
+        follows the slot of the token before it.
+        """
         if self.requests:
             return self.slots.count <= len(self.requests)
         return self.slots.all_single

@@ -321,7 +321,7 @@ class TensorCache:
         return slots
 
     def prepare(self, allocation: BaseAllocation) -> None:
-        """Apply `copies` and `loads` of an allocation to the rows, and forget the rows in its slots to compute.
+        """Apply `copies` and `loads` of an allocation to the rows, and forget the rows that its step will replace.
 
         Call it before the allocation's step is computed if it has copies (a shared or partly reused block) or loads
         (rows that were swapped out). Other allocations do not need it, because `store` does the same for them.

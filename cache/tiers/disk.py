@@ -223,7 +223,7 @@ def _open_file(path: Path) -> tuple[int, os.stat_result]:
 
 
 def _write(partial: Path, data: bytearray, path: Path) -> None:
-    """Write a file and move it to its place. It is locked until then, because unlocked files count as abandoned."""
+    """Write a file and move it to its place. Keep it locked until then, because unlocked files count as abandoned."""
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(descriptor, "wb") as file:
         _lock(descriptor)
@@ -234,7 +234,10 @@ def _write(partial: Path, data: bytearray, path: Path) -> None:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Lock a file until the process ends. Return False if another process holds the lock, None without file locks."""
+    """Lock an open file until it is closed. Return False if another process holds the lock, None without file locks.
+
+    If the process ends, the system closes the file, so a crash leaves no lock.
+    """
     # A lock of the file, not a process number, works between containers that share the directory.
     try:
         import fcntl

@@ -131,7 +131,7 @@ class ImageSplit:
     """The ways in which a prompt may continue after a cached prefix that ends inside an image."""
 
     computes: bool = False  # an image may be computed in two passes; not if its tokens attend in both directions
-    reads: bool = False  # the rest of an image may be computed after cached tokens of a pass over the whole image
+    reads: bool = False  # cached tokens of an image that was computed in one pass may be read, and the others computed
 
 
 class VisionOutputs:

@@ -803,7 +803,8 @@ def give_hashes(
         group: Their group of layers.
 
     Returns:
-        The keys of all blocks, and the ranges of blocks for which vLLM's own method must still be called.
+        The keys of all blocks, and the ranges of blocks for which vLLM's own method must still be called. If
+            something watches the pool's table of hashes, there are no keys, and one range has all blocks.
     """
     table, size = _table_of(pool), pool.hash_block_size
     if table is None:

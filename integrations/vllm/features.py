@@ -266,7 +266,7 @@ def _complete(vllm_config: Any) -> None:
         scheduler.scheduler_cls = f"{__package__}.eviction.{kind}"
     if "hidden_states" in _enabled and parallel.worker_cls in api.VLLMS_WORKERS[1:]:
         parallel.worker_cls = f"{__package__}.hidden_states.HiddenStatesWorker"
-    if vllm_config.model_config is not None:  # an engine's
+    if vllm_config.model_config is not None:  # only an engine's configuration has a model
         check_options(vllm_config)
         vllm_config.model_config.pc_pools_hits = keeps_rows(vllm_config)
         announce(vllm_config)

@@ -71,9 +71,10 @@ class WaitingRows(NamedTuple):
 class PromptHiddenStates:
     """The hidden states of prompts in one worker. Each step stores rows; the step that completes a prompt reads them.
 
-    This class replaces the runner's `execute_model` after the warm-up. Between the two halves of a step, both model
-    runners keep the hidden states of the step's tokens in an attribute. A row is stored in the slot of its token's KV,
-    so a prefix hit finds the row with the KV. Rows are read while the request still references the prompt's blocks.
+    This class replaces the runner's `execute_model` after the warm-up. vLLM runs a step in two calls, and this is the
+    first. Between the calls, its model runners (V1 and V2) keep the hidden states of the step's tokens in an attribute.
+    A row is stored in the slot of its token's KV, so a prefix hit finds the row with the KV. Rows are read while the
+    request still references the prompt's blocks.
 
     Args:
         runner: vLLM's model runner.
@@ -397,8 +398,9 @@ def take_hidden_states(llm: Any) -> dict[str, dict[str, torch.Tensor] | None]:
         llm: vLLM's `LLM`.
 
     Returns:
-        By request id, as in vLLM's outputs: by name ("hidden_states", "aux.0" and so on) rows `[num_prompt_tokens, *]`.
-        None for a prompt of which a KV connector loaded a part; ask again with `skip_reading_prefix_cache=True`.
+        For each request id, as in vLLM's outputs, the rows `[num_prompt_tokens, *]` by name: "hidden_states", "aux.0"
+        and so on. None for a prompt of which a KV connector loaded a part; ask again with
+        `skip_reading_prefix_cache=True`.
     """
     return _gather(llm, "pc_take_hidden_states")
 

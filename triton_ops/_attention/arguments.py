@@ -41,7 +41,7 @@ def table_heads(block_tables: torch.Tensor) -> int:
 
 
 def table_strides(block_tables: torch.Tensor) -> tuple[int, int]:
-    """Return the elements of block tables from sequence to sequence, and from KV head to KV head."""
+    """Return the strides of block tables, in elements: between sequences and between KV heads (0: one table)."""
     return block_tables.stride(0), block_tables.stride(1) if block_tables.dim() == 3 else 0
 
 
@@ -60,7 +60,10 @@ def mask_of(args: Any) -> Mask:
 
 
 def plan_options(args: Any, tiled: bool = False) -> PlanOptions:
-    """Return the options of a plan for this call. `tiled`: no sequence is decoded from the work list; see `layout`."""
+    """Return the options of a plan for this call.
+
+    `tiled`: sequences with few queries are tiled like prefills too, instead of decoded from the plan's work list.
+    """
     # Scattered queries under a window are tiled, so that a tile reads the union of its queries' windows.
     tiled = tiled or args.batch_invariant or (args.query_positions is not None and args.window > 0)
     return PlanOptions(mask_of(args), 0 if tiled else DECODE_QUERIES, args.num_shared_blocks * args.block_size)
@@ -118,7 +121,7 @@ class AttentionArgs(NamedTuple):
 
     @property
     def tree_sizes(self) -> tuple[int, int]:
-        """Keys that a row of tree_mask has bits for, and elements from row to row; (0, 0) without tree_mask."""
+        """The number of keys that a row of tree_mask has bits for, and the row's stride; (0, 0) without tree_mask."""
         return (0, 0) if self.tree_mask is None else (32 * self.tree_mask.shape[1], self.tree_mask.stride(0))
 
     @property

@@ -70,9 +70,10 @@ def rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def _in_order(keys: PagedKV, size: int, first: torch.Tensor, count: int, step: int = 1) -> PagedKV:
     """Return the keys with new tables `[batch * n, count]`, of blocks of `size` tokens.
 
-    `first` `[batch, n]` makes n sequences of each one. Their tables have the old sequence's blocks first, first + step,
-    and so on. Blocks before the old sequence's first or after its table's last are absent. The caller must change the
-    lengths and the starts of queries.
+    Each sequence becomes n sequences. `first` `[batch, n]` has the number of each new table's first block in the old
+    sequence, in units of `size` tokens. The blocks `first + step`, `first + 2 * step` and so on follow. Blocks before
+    the old sequence's first or after its table's last are absent. The caller must change the lengths and the starts of
+    queries.
     """
     blocks, per_block = as_blocks(keys.key_cache, keys.value_cache, size), keys.key_cache.shape[1] // size
     unit = first.unsqueeze(2) + arange_i32(first.device, count, step)

@@ -86,11 +86,11 @@ def check_kernels(
 
 
 def _check(case: Case, device: torch.device) -> Row:
-    """Run a case twice and return its row: the first call builds a launch, and the second reuses it."""
+    """Run a case and return its row. Outside the interpreter, run it twice, because the second call reuses a launch."""
     begin = time.perf_counter()
     error, allowed, problem = 0.0, 0.0, ""
     try:
-        # The first call builds a launch, later ones reuse it; an interpreter has nothing to reuse.
+        # In the interpreter the case runs once, because there is no compiled kernel to reuse.
         for call in ("",) if INTERPRET else ("", "the second call: "):
             for place, found, expected in _results(case, device):
                 wrong, within = difference(found, expected)

@@ -185,13 +185,16 @@ def _check(loop: Loop, prompts: list[Prompt], counts_padding: bool) -> None:
 
 
 def conditions(model: Any) -> tuple[str | bytes, ...]:
-    """Return keys for all but shapes that the bits of KV depend on. Calls with different keys share no blocks."""
+    """Return keys for everything, except shapes, that decides the bits of KV.
+
+    Calls with different keys share no blocks.
+    """
     # Weights mapped from a file may be unaligned to 64 bytes, while a copy of them is aligned.
-    lie = bytes([weight.data_ptr() % 64 for weight in model.parameters()])
+    alignments = bytes([weight.data_ptr() % 64 for weight in model.parameters()])
     on_gpu = model.device.type == "cuda"
     processor = torch.cuda.get_device_name(model.device) if on_gpu else torch.backends.cpu.get_cpu_capability()
     attention, threads = attention_implementation(model.config.get_text_config()), torch.get_num_threads()
-    return ("bits", lie, *map(str, (torch.__version__, processor, threads, float32_precision(), attention)))
+    return ("bits", alignments, *map(str, (torch.__version__, processor, threads, float32_precision(), attention)))
 
 
 def _down(number: int, step: int) -> int:

@@ -47,8 +47,9 @@ class PagedPass:
     def attend(self, call: MarkedCall) -> torch.Tensor:
         """Return attention of the queries over all cached tokens, `[batch, num_tokens, num_heads, head_dim]`.
 
-        Subclasses implement this method. `no_mask` marks its masks with an object of this base class. If a layer's keys
-        have no mark, they are not those that it has just cached. The base class's method refuses such a call.
+        Subclasses implement this method. The method of this base class refuses every call. `no_mask` relies on that: it
+        marks its masks with a plain `PagedPass`. The mark of a mask counts only if the keys have none. Such keys are
+        not those that the layer has just cached.
         """
         raise UnsupportedError("a layer attends to keys other than those it has just cached")
 
@@ -92,8 +93,9 @@ def mark(key: torch.Tensor, batch: PagedPass) -> torch.Tensor:
 
 
 def no_mask(num_tokens: int, device: torch.device) -> torch.Tensor:
-    """Return an attention_mask of the right shape and one element, which transformers passes on unchanged."""
-    # The mark refuses layers whose keys are not those just cached: they would be computed without a mask.
+    """Return an attention_mask that masks nothing: one stored element, expanded to four dimensions."""
+    # Transformers passes it on unchanged. Layers whose keys are not those just cached would wrongly go without a mask,
+    # so its mark refuses them (`PagedPass.attend`).
     return mark(torch.ones((), dtype=torch.bool, device=device).expand(1, 1, num_tokens, num_tokens), PagedPass())
 
 
@@ -127,7 +129,10 @@ class Dispatch(AttentionInterface):  # type: ignore[misc]  # transformers is unt
         return Dispatch, (self.original,)
 
     def _before(self, found: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that looks for marks before it calls `found`, the same one each time."""
+        """Return a function that looks for marks before it calls `found`, the same one each time.
+
+        While torch compiles, return `found` or a function that only calls `check_forward` before it.
+        """
         if torch.compiler.is_compiling():  # a compiled forward is never part of a paged pass
             return _checking(found) if may_be_within() else found
         if found not in self._made:

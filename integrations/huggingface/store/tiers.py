@@ -44,7 +44,7 @@ class LowerTiers:
         self.used = bool(host_blocks or disk)  # whether there may be a block in a tier
 
     def content(self, manager: AnyManager, group: int, digest: bytes) -> BlockContent | None:
-        """Return a block's content from the cache or, if the block is not cached or no longer, from a tier."""
+        """Return a block's content from the cache, or from a tier if the cache lacks it or evicts it meanwhile."""
         pool, words = manager.pools[group], np.frombuffer(digest, np.uint64)[None]
         block = int(pool.table.find(words)[0])
         if block >= 0:

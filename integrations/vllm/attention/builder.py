@@ -154,6 +154,9 @@ class PagedMetadataBuilder(AttentionMetadataBuilder):
 def count_shared_blocks(table: npt.NDArray[np.int32], computed: npt.NDArray[np.int32], block_size: int) -> int:
     """Return how many leading blocks all requests share and have computed.
 
+    Return 0 for fewer than `SHARED_REQUESTS` requests. If these blocks have fewer than `SHARED_TOKENS` tokens, the
+    result may also be 0.
+
     Args:
         table: Block table `[num_requests, max_blocks]`.
         computed: Computed tokens of each request.

@@ -50,7 +50,7 @@ class OmniPrefixCacheManager:
         self._next_step_id = 1
 
     def register_policy(self, policy: Any) -> None:
-        """Set which outputs of a model are kept."""
+        """Set the name under which hidden states are kept; None: they are not kept. Other fields are ignored."""
         self._hidden_key = policy.hidden_key
 
     def new_step_starts(self, scheduler_output: Any) -> None:

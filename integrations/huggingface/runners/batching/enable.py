@@ -49,8 +49,8 @@ def enable_continuous_batching(
         block_size: Number of tokens in a block, at least 4.
         policy: Eviction policy: a name or a class of `EvictionPolicy`, see `CacheManager`.
         deterministic: Must be False. Only `enable_prefix_caching` supports it, see `docs/determinism.md`.
-        fallback: "warn": if blocks cannot serve a manager, it becomes transformers' own, with a reason in `stats()` and
-            one warning. "raise": it raises an UnsupportedError that names the reason.
+        fallback: "warn": if a manager cannot run over blocks, transformers' own manager runs instead. `stats()` and one
+            warning name the reason. "raise": starting the manager raises an UnsupportedError with the reason.
 
     Returns:
         The handle: `stats()`, `salt()`, `reset()`, `disable()`. As a context manager it disables at the end of the
@@ -173,7 +173,7 @@ class ContinuousBatching:
         return None if self._shared is None else self._shared.manager
 
     def stats(self) -> ServedStats:
-        """Return counts of the cache, and of transformers' managers: served over blocks, and fallbacks by reason.
+        """Return the counts of the cache, the number of managers that ran over blocks, and the fallbacks by reason.
 
         A request counts once, also if it waited for room or for another request that computed its prefix.
         """
