@@ -109,7 +109,7 @@ def test_times_carry_their_commit() -> None:
 
 
 def test_a_gpu_that_was_not_measured_is_said_to_be_missing() -> None:
-    text = render_operators.render_gpu(render_docs.ROOT / "docs" / "benchmarks.md")
+    text = render_operators.render_gpu(render_docs.ROOT / "docs" / "benchmarks_gpu.md")
     assert ("Missing" in text) == (markdown.devices() == ["cpu"])
 
 
@@ -126,7 +126,7 @@ def test_a_table_gives_the_best_rival_and_the_ratio() -> None:
 
 
 def test_results_of_a_gpu_take_the_place_of_the_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root, page = tmp_path, tmp_path / "docs" / "benchmarks.md"
+    root, page = tmp_path, tmp_path / "docs" / "benchmarks_gpu.md"
     folder = root / "benchmarks" / "results" / "a-gpu"
     folder.mkdir(parents=True)
     monkeypatch.setattr(markdown, "ROOT", root)
