@@ -58,7 +58,7 @@ def allocate(
 def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit) -> BaseAllocation:
     """Give a request its blocks: hold the cached blocks of its hit, and allocate fresh ones for the other tokens.
 
-    This calls `ManagerState.begin` first.
+    This calls `ManagerState.begin` after it has checked that there are enough blocks.
 
     Raises:
         OutOfBlocks: There are too few blocks for the tokens that the hit does not cover. Nothing has changed.

@@ -37,7 +37,8 @@ class BaseAllocation:
         moved: Spans of tokens that are cached elsewhere, ascending; only with `reuse="anywhere"`. Before this step
             computes anything, the caller must copy their KV to `MovedSpan.targets` with keys rotated by `delta`
             positions (`pc.move_slots`). They are not in `compute_spans`. Their blocks are held until the next commit.
-        approximate_from: The first position whose block holds moved KV or is after moved KV; None if all KV is exact.
+        approximate_from: Start of the first block with approximate KV: moved KV, or KV computed after it. None if all
+            KV is exact.
     """
 
     _tables: list[Ids]

@@ -169,7 +169,10 @@ class Chain:
 
     @property
     def namespace(self) -> bytes | None:
-        """The identity of the sequence's salt and keys: its digest before the first block. None if keys are placed."""
+        """The identity of the sequence's salt and keys: its digest before the first block.
+
+        None if the sequence has placed keys (`KeyAt`).
+        """
         return None if self._placed else self.start.digest()
 
     def copy(self) -> Chain:

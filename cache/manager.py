@@ -150,9 +150,9 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         It runs in the thread of the verb that evicted the blocks, after the verb is complete and before it returns. It
         runs without the manager's lock, so a slow tier blocks no other thread. It may call the manager.
 
-        Until it returns, the blocks still hold the KV of their hashes, because no other request knows their slots yet.
-        They are not allocated again until then. Read the blocks before it returns, or order their
-        copy before later writes on the device.
+        Until it returns, the blocks still hold the KV of their hashes, because the verb has not returned their slots to
+        its caller yet. No other verb allocates them until then. Read the blocks before it returns, or order their copy
+        before later writes on the device.
 
         It returns the hashes that it took, as a list or set, or None; `stats().offloaded_blocks` counts them. If it
         raises, the exception is logged (logger "pc.cache") and counted (`stats().failed_offloads`), its blocks are
@@ -298,7 +298,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             OutOfBlocks: There are too few blocks. No request has got its token.
             KeyError: A request is unknown.
             ValueError: There are not as many tokens as requests, a request is given twice, or a token id is out of
-                range.
+                range. Or a token is not the next one of a prompt that is allocated in part.
 
         Examples:
             >>> allocations = [manager.allocate(request, range(6)) for request in ("a", "b")]
@@ -343,8 +343,9 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
     def checkpoint(self, request_id: Hashable, num_tokens: int, group: int | None = None) -> int:
         """Allocate a block for the state of a recurrent group after a request's first `num_tokens` tokens.
 
-        Write the state to the block before the next commit of that position. The commit publishes it, and a later
-        prompt with these tokens and their KV starts there. `Allocation.junction` names positions where this pays.
+        Write the state to the block before the next commit of that position. The commit publishes it. A later prompt
+        that begins with these tokens starts there, if their KV is still cached. `Allocation.junction` names positions
+        where this pays.
 
         Args:
             request_id: A running request.
@@ -585,7 +586,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         """Forget all cached blocks and counters.
 
         Raises:
-            RuntimeError: Requests are running.
+            RuntimeError: Requests are running or preempted, or `on_evict` is still saving blocks.
 
         Examples:
             >>> allocation, merged = manager.allocate("a", range(9)), manager.commit("a", 9)

@@ -119,7 +119,7 @@ class ManagerState:
             raise RuntimeError("the manager was called from within a hook of its eviction policy")
         try:
             if self.snapshot is not None or log.evicted or log.later or self.offloading:
-                self._settle()  # finish after earlier interrupts
+                self._settle()  # finish what earlier interrupts and calls of `on_evict` have left
             result = verb(self, *args)
             if self.snapshot is not None:
                 self.snapshot = None  # from here on the verb is complete
@@ -130,7 +130,7 @@ class ManagerState:
             return result
         except BaseException:
             attempts = 0
-            while True:  # no call before the first attempt, where an interrupt could come
+            while True:  # `range` would be a call, in which an interrupt could come before the first attempt
                 try:
                     self.undo(nested)
                     break
@@ -178,13 +178,16 @@ class ManagerState:
         self.snapshot = None
 
     def settle(self) -> None:
-        """Finish what interrupts have left unfinished. Within a policy's hook, in the middle of a verb, do nothing."""
+        """Finish what interrupts have left unfinished, and release the blocks of calls of `on_evict` that have ended.
+
+        Within a policy's hook, in the middle of a verb, do nothing.
+        """
         log = self.log
         if (self.snapshot is not None or log.evicted or log.later or self.offloading) and not log.in_policy:
             self.run(lambda state: None, ())
 
     def _settle(self) -> None:
-        """Undo or finish the last verb, and release the blocks of calls of `on_evict` that were interrupted."""
+        """Undo or finish the last verb, and release the blocks of calls of `on_evict` that have ended."""
         if self.snapshot is not None:
             self.undo(self.notifying)
         self._finish()

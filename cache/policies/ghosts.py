@@ -115,11 +115,11 @@ class RequestGhosts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held; 0 until a ghost is stored, because untouched memory takes no room."""
+        """Bytes held; 0 until the first call of `expect` or `remember`, because untouched memory takes no room."""
         return self._places.nbytes if self._written else 0
 
     def expect(self) -> None:
-        """Prepare for ghosts: from now on `nbytes` counts the memory, and `recall` searches it."""
+        """Announce that ghosts will be stored: from now on `nbytes` counts the memory, and `recall` searches it."""
         self._written = True
 
     def _set_of(self, keys: Keys) -> npt.NDArray[np.intp]:

@@ -146,9 +146,9 @@ class Identity:
         return self._restructured(model) or self._samples.elements() != self._content
 
     def watch(self, model: Any) -> Callable[[], bool]:
-        """Return a function that returns whether the model and its active adapters have not changed since now.
+        """Return a function that returns whether the model still has this identity and the adapters active now.
 
-        A call runs it before each forward pass. It does not compare elements of tensors on a device, because that would
+        Callers run it before each forward pass. It does not compare elements of tensors on a device, because that would
         wait for the device.
         """
         states, reference = self._adapter_states(), weakref.ref(model)
@@ -239,7 +239,7 @@ def _is_adapter(module: torch.nn.Module) -> bool:
 
 @contextmanager
 def without_row_settings(model: Any) -> Iterator[None]:
-    """Remove within a block the hooks through which PEFT gives its layers settings for each row."""
+    """Remove, within a `with` block, the hooks through which PEFT gives its layers settings for each row."""
     tables = [m._forward_pre_hooks for m in model.modules() if any(map(_row_settings, m._forward_pre_hooks.values()))]
     kept = [dict(table) for table in tables]
     try:
@@ -267,7 +267,7 @@ def _within(module: torch.nn.Module) -> dict[str, list[int]]:
 
 @contextmanager
 def set_by_forward(model: Any) -> Iterator[set[str]]:
-    """Yield a set that gets the names of the attributes and tensors that forward passes within this block change.
+    """Yield a set that gets the names of the attributes and tensors that forward passes in the `with` block change.
 
     PEFT's LoRA on parameters, for example, replaces a parameter during each pass, which raises its version.
     """
@@ -316,7 +316,7 @@ def _configs(model: Any) -> list[Any]:
 def _named_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter and buffer once, by name; for a tensor subclass, the tensors that it wraps.
 
-    Buffers of rotary embeddings that change with the input length are skipped.
+    Buffers of rotary embeddings that change with the input length are skipped, and the tensors that `_inner` skips.
     """
     seen: set[int] = set()
     for label, module in model.named_modules():
@@ -329,7 +329,10 @@ def _named_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _inner(label: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a tensor with its name or, for a tensor subclass, the tensors that it wraps."""
+    """Yield a tensor with its name or, for a tensor subclass, the tensors that it wraps.
+
+    Tensors that are not strided or have no memory (meta) are skipped.
+    """
     data = tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor
     if hasattr(type(data), "__tensor_flatten__"):
         for name in getattr(data, "__tensor_flatten__")()[0]:  # noqa: B009  torch.Tensor lacks the method

@@ -141,7 +141,10 @@ class PolicyTreeCore(UnifiedTreeCore):
         self.pages.hit(_pages(path), waiting)
 
     def report_hit(self, node_id: Any) -> None:
-        """Notify the policy that a request has found the path to a node, before it fills pages behind it."""
+        """Notify the policy that a request has found the path to a node.
+
+        The cache calls this before the request fills the pages after that node.
+        """
         node = self.node_by_id(node_id)
         if node in self._unreported:
             self._unreported.remove(node)

@@ -50,7 +50,7 @@ _madvise = _find_madvise()
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return an uninitialized tensor. Large tensors on the CPU get huge pages if the system grants them.
 
-    Page faults for 64 MB take several times as long as copying them.
+    Page faults for 64 MB take several times as long as copying 64 MB.
     """
     tensor = torch.empty(shape, dtype=dtype, device=device)
     size = tensor.untyped_storage().nbytes()
@@ -249,7 +249,7 @@ def join_sequences(
 
 
 def join_rows(cache: torch.Tensor, new: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
-    """Set out[i] to slot rows[i] of cache, to row -2 - rows[i] of new, or to zeros at -1."""
+    """Set out[i] to slot rows[i] of cache if rows[i] >= 0, to zeros if it is -1, else to row -2 - rows[i] of new."""
     gather_rows(cache, 2, rows, out, -1)
     fresh = torch.nonzero(rows < -1).squeeze(1)
     if fresh.numel():

@@ -73,6 +73,7 @@ class Hazard(EvictionPolicy):
                 self._drain()
             self._log.hit(ids, self._now)
             return
+        # Fresh blocks have no history. The first of them may continue the chain of the hit just before.
         index = ids.astype(np.intp)
         self._previous[index] = NO_OWNER
         self._forked[index] = False

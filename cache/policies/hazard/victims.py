@@ -1,7 +1,7 @@
 """The choice of victims: blocks are evicted from the end of the run whose last block has the least worth.
 
-A run is the part of a request's blocks that no later request has used. Eviction shortens a run from its end, up to the
-block whose worth differs. A block is evicted before its parent, because it cannot be hit without the parent. To save
+A run is the part of a request's blocks that no later request has used. Eviction shortens a run from its end and stops
+where the worth changes. A block is evicted before its parent, because it cannot be hit without the parent. To save
 time, a heap keeps the scores of the likely next runs until some more requests have come. Memoryviews read owners and
 child counts.
 """
@@ -85,9 +85,10 @@ class VictimChooser:
         return parts
 
     def rank(self, count: int, now: int, learned: bool) -> None:
-        """Score every run whose last block has no child, and keep those from which `count` blocks may be evicted.
+        """Score every run whose last block has no child, and keep the runs with the least scores.
 
-        If lru is in force, only blocks of finished conversations are scored.
+        They suffice if each request until the next ranking needs `count` blocks. Without `learned`, lru is in force.
+        Then only runs with blocks of finished conversations are kept.
         """
         runs = self._runs
         rows = runs.nonempty()

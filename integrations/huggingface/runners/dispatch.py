@@ -157,7 +157,10 @@ def _looking(found: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _checking(found: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the attention function of a compiled forward pass while some thread is in a `with document:` block."""
+    """Return a function that calls `check_forward`, outside of the compiled code, and then `found`.
+
+    A compiled forward pass gets it while some thread is in a `with document:` block.
+    """
 
     def attention(module: Any, *args: Any, **kwargs: Any) -> Any:
         _check_uncompiled(module)

@@ -250,9 +250,10 @@ class Compression:
         return [*unknown, *lost, *(self._pool.get_new_blocks(num_free) if num_free else [])]
 
     def start_step(self) -> None:
-        """If all requests wait for blocks, preempt the youngest until one of the others can be compressed.
+        """If all requests wait for blocks, preempt one after another until one of the others can be compressed.
 
-        If that fails, the last request stays exact.
+        The youngest is preempted first; with priority scheduling, the youngest of the lowest priority. If the last
+        request cannot be compressed either, it stays exact.
         """
         running, stalled, self._stalled = self.scheduler.running, self._stalled, []
         if not self._is_stuck or len(stalled) < len(running):

@@ -158,7 +158,7 @@ class Jumps:
         return found
 
     def _allocate(self, request: Any, runs: dict[int, Any], num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        """Pin the runs of a request that fit, and return its new blocks."""
+        """Pin the runs of a request if all of them fit, and return its new blocks."""
         if runs:
             blocks = list(runs.values())
             if not kwargs.get("full_sequence_must_fit") or self._room(request, blocks, **kwargs) >= 0:
