@@ -292,7 +292,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
         Returns:
             (slots, copies): the slot of each new token, [n] int64, and copies like `Allocation.copies`. With several
-            groups, one of each for each group. The result's attributes are the arguments of a `Step`.
+            groups, one of each for each group. The result also has the other arguments of a `pc.Step` as attributes,
+            except the model's outputs.
 
         Raises:
             OutOfBlocks: There are too few blocks. No request has got its token.
@@ -358,8 +359,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         Raises:
             OutOfBlocks: All states of the group are held.
             KeyError: The request is unknown.
-            ValueError: The position is not a block boundary, or is past the request's end, or the request holds its
-                state already. Or the group is not recurrent.
+            ValueError: The position is not a block boundary, or is past the request's end. Or the request already
+                holds a published state of that position. Or the group is not recurrent.
 
         Examples:
             >>> manager = pc.CacheManager(8, block_size=4, groups=[pc.FullAttention(), pc.Recurrent(num_blocks=4)])
@@ -383,8 +384,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         Raises:
             KeyError: The request is unknown.
             ValueError: The request has fewer tokens, or a sliding window would need blocks that were released. Or,
-                with a recurrent group, the request would end neither at a state that it holds nor at the committed
-                position, whose state the engine has kept.
+                with a recurrent group, the request would end at a position without a state. States exist where the
+                request holds a published one, and at the committed position, whose state the engine has kept.
 
         Examples:
             >>> allocation = manager.allocate("a", range(6))
@@ -468,7 +469,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
     def victim(self) -> Hashable:
         """Return the running request to preempt first: of those with the lowest priority, the last that started.
 
-        Return None if no request is running.
+        A resumed request counts as started when it was resumed. Return None if no request is running.
 
         Examples:
             >>> first, second = manager.allocate("a", range(4)), manager.allocate("b", range(4), priority=1)
@@ -548,7 +549,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         """Explain how far a prompt is cached, why no further, and what other kinds of reuse would save. Change nothing.
 
         The time is proportional to the number of remembered tokens and evictions. The manager remembers the latest
-        evictions, and the latest 16 tokens for each block of the pool. It never shows text of another salt.
+        evictions and the latest tokens, about 16 times as many as it has blocks. It never shows text of another salt.
 
         Args:
             token_ids: The prompt, as for `allocate`.

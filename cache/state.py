@@ -108,8 +108,8 @@ class ManagerState:
 
     def extended(self, request: Request, hit: Hit, reuse: str = "prefix", segments: Any = None) -> Hit:
         """Return the hit, extended by each index in `reuses`: parts of blocks, and text at other positions."""
-        for user in self.reuses.values():
-            hit = user.extend(request, hit, reuse, segments)
+        for index in self.reuses.values():
+            hit = index.extend(request, hit, reuse, segments)
         return hit
 
     def run(self, verb: Callable[..., T], args: tuple[Any, ...]) -> T:
@@ -187,7 +187,10 @@ class ManagerState:
             self.run(lambda state: None, ())
 
     def _settle(self) -> None:
-        """Undo or finish the last verb, and release the blocks of calls of `on_evict` that have ended."""
+        """Undo or finish the last verb, and release the blocks of calls of `on_evict` that have ended.
+
+        `run` calls this before the next verb. Other code calls `settle`.
+        """
         if self.snapshot is not None:
             self.undo(self.notifying)
         self._finish()
@@ -202,15 +205,19 @@ class ManagerState:
             self.snapshot = None
 
     def _finish(self) -> None:
-        """Run the tasks that a complete verb has queued. After an interrupt, the next verb runs the rest."""
+        """Record the blocks that a complete verb has evicted, and run the tasks that it has queued.
+
+        The history, the indexes and the events for listeners record the blocks. After an interrupt, the next verb does
+        the rest.
+        """
         evicted, later = self.log.evicted, self.log.later
         while evicted:
             pool, _, words, now, then, _ = evicted[0]
             pool.residency.add(now, then)
             group = self.pools.index(pool)
             self.history.blocks_evicted(words, group)
-            for user in self.reuses.values():
-                user.removed(words)
+            for index in self.reuses.values():
+                index.removed(words)
             if self.listeners:
                 self.events.append(("removed", group, split_digests(words)))
             del evicted[0]
@@ -262,7 +269,7 @@ class ManagerState:
     @property
     def index_bytes(self) -> int:
         """Bytes of the indexes that find more than whole blocks of a prefix."""
-        return sum(user.nbytes for user in self.reuses.values())
+        return sum(index.nbytes for index in self.reuses.values())
 
     def count(self, **more: int) -> None:
         """Add to counters. The dictionary is replaced, because the snapshot has the old one."""
@@ -352,7 +359,7 @@ class ManagerState:
         """Return the range of the block table that no query from `position` on reads, and the blocks held there."""
         spec, size = self.groups[group], self.block_size
         first, last = spec.sink_blocks(size), spec.first_needed(position, size)
-        if request.new_states:  # their states must still be written
+        if request.new_states:  # a later commit needs the blocks whose states are not written yet
             last = min([last, *[block for at, block in request.new_states if at == group]])
         blocks = slice(first, max(first, last))
         ids = request.tables[group][blocks]

@@ -100,7 +100,7 @@ def _halves(places: Keys) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32
 
 
 class RequestGhosts:
-    """A memory of the last user and the number of uses of each recently evicted block.
+    """A memory of each recently evicted block: the request that used it last, and its number of uses.
 
     Entries are found by the first word of a block's hash.
 

@@ -146,10 +146,10 @@ class Identity:
         return self._restructured(model) or self._samples.elements() != self._content
 
     def watch(self, model: Any) -> Callable[[], bool]:
-        """Return a function that returns whether the model still has this identity and the adapters active now.
+        """Return a function that checks whether the model still has this identity and the adapters that are active now.
 
-        Callers run it before each forward pass. It does not compare elements of tensors on a device, because that would
-        wait for the device.
+        Callers run it before each forward pass. If any sampled tensor is on a device, it compares no elements, because
+        that would wait for the device.
         """
         states, reference = self._adapter_states(), weakref.ref(model)
 
@@ -165,7 +165,7 @@ class Identity:
         return unchanged
 
     def _restructured(self, model: Any) -> bool:
-        """Return whether anything but the sampled elements of tensors has changed."""
+        """Return whether anything but the sampled elements of tensors and the active adapters has changed."""
         try:
             return not (
                 not any(self._empty)
@@ -269,7 +269,8 @@ def _within(module: torch.nn.Module) -> dict[str, list[int]]:
 def set_by_forward(model: Any) -> Iterator[set[str]]:
     """Yield a set that gets the names of the attributes and tensors that forward passes in the `with` block change.
 
-    PEFT's LoRA on parameters, for example, replaces a parameter during each pass, which raises its version.
+    PEFT's LoRA on parameters, for example, replaces a parameter during each pass and restores it afterwards. The
+    parameter has a higher version then.
     """
     found: set[str] = set()
     before = [(m, dict(vars(m)), _within(m)) for m in model.modules()]
@@ -293,7 +294,10 @@ def changes_itself(module: torch.nn.Module) -> bool:
 
 
 def _nested(label: str, values: dict[str, Any], found: dict[int, tuple[str, Any]], depth: int = 3) -> None:
-    """Add the dicts and lists among values, and those nested in them, by id and with a name."""
+    """Add to `found` the name of each dict and list among `values`, and the dict or list itself, by its id.
+
+    Dicts and lists inside these are added too, down to `depth` levels.
+    """
     for name, value in values.items():
         if isinstance(value, dict | list) and id(value) not in found and depth:
             own = _joined(label, str(name))

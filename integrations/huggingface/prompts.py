@@ -32,11 +32,11 @@ TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 @dataclass(frozen=True)
 class Item:
-    """An image in a row."""
+    """An image in a row of the batch. Its feature rows are a part of a vision tower's output."""
 
     unit: Unit  # the input of the vision tower that the image belongs to
-    offset: int  # first of its rows in the unit's output
-    length: int  # number of its rows, one for each placeholder token
+    offset: int  # first of its feature rows in the unit's output
+    length: int  # number of its feature rows, one for each placeholder token
     columns: np.ndarray = field(compare=False)  # columns of its placeholder tokens, ascending
     seen: bytes  # positions and types of its tokens, on which its KV depends too
 
@@ -52,7 +52,7 @@ class Item:
 
     @property
     def rows(self) -> RowsKey:
-        """The key of its rows in the unit's output."""
+        """The key of its feature rows in the unit's output."""
         return self.unit.digest, self.offset, self.length
 
     @property
@@ -199,7 +199,7 @@ class PromptHit(NamedTuple):
     cached: int = 0  # number of leading tokens
     later: Sequence[Span] = ()  # spans after the first missing block
     moved: Sequence[Span] = ()  # spans that were cached at other positions and moved here
-    repaired: np.ndarray = np.empty(0, np.int64)  # tokens of these that are computed again
+    repaired: np.ndarray = np.empty(0, np.int64)  # tokens in `moved` that are computed again
     states: States | None = None  # the checkpoint at the end of the cached tokens
     kv_hit: int = 0  # leading tokens with cached KV; more than `cached` if states are missing
 
@@ -253,7 +253,10 @@ class Prompt:
         return within or clear_of(self.items, length + self.pad) == length + self.pad
 
     def inputs(self, start: int, end: int) -> dict[str, Any] | None:
-        """Return positions, types and images of a forward pass over tokens `start` to `end`; None without images."""
+        """Return the inputs of a forward pass over tokens `start` to `end`, besides the tokens; None without images.
+
+        Positions and types begin at the first token, images at `start`.
+        """
         if self.images is None:
             return None
         features = {"mm_encoder_outputs": self.images.features(self.items, self.pad + start, self.pad + end)}

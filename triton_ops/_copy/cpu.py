@@ -2,7 +2,8 @@
 
 They copy units of up to 16 bytes.
 
-In all functions `leading` is the number of first dimensions that count rows: 1, or 2 if rows are slots of blocks.
+`leading` is the number of first dimensions that count rows: 1, or 2 if rows are slots of blocks. `_as_matrices` gets a
+pair of them, for the source and the target.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 def _as_matrices(
     source: torch.Tensor, target: torch.Tensor, leading: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return both tensors as `[rows, units]` of their widest common unit.
+    """Return both tensors as `[rows, units]` of their widest common unit, or as `[rows]` if a row is one unit.
 
     Return None if the rows of a tensor are not contiguous or not evenly spaced.
     """
@@ -115,7 +116,10 @@ def quick_gather(cache: torch.Tensor, leading: int, index: torch.Tensor) -> torc
 
 
 def fits(source: torch.Tensor, cache: torch.Tensor, leading: int, index: torch.Tensor) -> bool:
-    """Return whether a source has one row of the cache for each entry of the index, and needs no gradient."""
+    """Return whether a source has the cache's dtype and a row for each entry of the index, and neither requires grad.
+
+    Arguments may be None. The result is False then.
+    """
     if source is None or cache is None or index is None or source.dtype != cache.dtype:
         return False
     return source.shape == index.shape + cache.shape[leading:] and not (source.requires_grad or cache.requires_grad)
@@ -202,7 +206,11 @@ def scatter_rows(source: torch.Tensor, target: torch.Tensor, leading: int, index
 
 
 def copy_rows(cache: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.Tensor, lowest: tuple[int, int]) -> None:
-    """Set cache[target_ids[i]] = cache[source_ids[i]], through a buffer that fits in the processor's cache."""
+    """Set cache[target_ids[i]] = cache[source_ids[i]], through a buffer that fits in the processor's cache.
+
+    A source below 0 writes zeros; a target below 0 writes nothing. `lowest` has a lower bound of the sources and one of
+    the targets.
+    """
     if not cache.numel():
         return
     slab = max(1, _SLAB_BYTES // row_bytes(cache))
@@ -222,7 +230,10 @@ def join_sequences(
     query_start_loc: list[int],
     out: torch.Tensor,
 ) -> None:
-    """Join rows sequence by sequence: whole blocks, the cached part of the next block, then the new rows."""
+    """Fill `out` with the rows of each sequence in turn: its cached rows, then its new rows.
+
+    The cached rows are whole blocks and the first part of the next block. Holes, and the rest of `out`, become zeros.
+    """
     block_size, begin = cache.shape[1], 0
     is_contiguous = cache.is_contiguous()
     for s, length in enumerate(seq_lens):

@@ -2,8 +2,8 @@
 
 A run is the part of a request's blocks that no later request has used. Eviction shortens a run from its end and stops
 where the worth changes. A block is evicted before its parent, because it cannot be hit without the parent. To save
-time, a heap keeps the scores of the likely next runs until some more requests have come. Memoryviews read owners and
-child counts.
+time, a heap keeps the scores of the likely next runs until some more requests have come. Single owners and child
+counts are read and written through memoryviews, which are faster than arrays.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class VictimChooser:
 
     `child_count` has for each block the number of its children, which are runs that start after it.
 
-    `owner` and `place_bits` are as in `EventLog`.
+    `owner` has for each block the serial of the request that used it last and, in the low `place_bits` bits, the place
+    of the block in that request's chain; -1 if the block has no owner. Eviction sets it to -1.
     """
 
     def __init__(
@@ -87,8 +88,8 @@ class VictimChooser:
     def rank(self, count: int, now: int, learned: bool) -> None:
         """Score every run whose last block has no child, and keep the runs with the least scores.
 
-        They suffice if each request until the next ranking needs `count` blocks. Without `learned`, lru is in force.
-        Then only runs with blocks of finished conversations are kept.
+        The kept runs suffice if each request until the next ranking needs `count` blocks. If `learned` is false, lru
+        evicts, and only runs with blocks of finished conversations are kept.
         """
         runs = self._runs
         rows = runs.nonempty()
@@ -149,9 +150,10 @@ class VictimChooser:
         return count - left
 
     def _evict_from(self, row: int, count: int, by_score: bool) -> tuple[int, int]:
-        """Evict up to `count` blocks from a run's end; return how many, and the row that becomes a candidate, or -1.
+        """Evict up to `count` blocks from a run's end; return how many, and the parent's row or -1.
 
-        With `by_score`, stop where the worth changes, and before blocks that have children.
+        The row is returned if the run is empty now, and the parent ends a run and has no other child. That run may be
+        evicted next. With `by_score`, stop where the worth changes, and before blocks that have children.
         """
         runs = self._runs
         views = runs.views
