@@ -76,6 +76,6 @@ def tile_kilobytes(arguments: dict[str, Any]) -> float:
     """Return the KiB of keys and values in one step of an attention kernel."""
     itemsize = arguments["key_ptr"].dtype.itemsize
     columns = arguments["HEAD_DIM"] + arguments["VALUE_DIM"]
-    if arguments["REST"]:  # values are in keys
-        columns = arguments["VALUE_DIM"] + arguments["REST"]
+    if arguments["ROPE_COLUMNS"]:  # values are in keys
+        columns = arguments["VALUE_DIM"] + arguments["ROPE_COLUMNS"]
     return float(arguments["BLOCK_N"] * columns * itemsize / 1024)

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pc
 from pc.triton_ops._attention.predicate import Mask
-from pc.triton_ops._attention.scores import Terms
+from pc.triton_ops._attention.scores import ScoreModifiers
 from pc.triton_ops._copy import ops as rows_ops
 from pc.triton_ops._core import operator as registration
 
@@ -76,7 +76,7 @@ def test_a_result_is_typed() -> None:
 # Code that reads an option by name must change when one is added; docs/architecture.md lists these files.
 KNOWN: dict[Any, set[str]] = {
     Mask: {"_attention/arguments", "_attention/predicate", "kernels/predicate"},
-    Terms: {"_attention/arguments", "_attention/scores", "kernels/scores"},
+    ScoreModifiers: {"_attention/arguments", "_attention/scores", "kernels/scores"},
 }
 
 
@@ -86,7 +86,7 @@ def _names(path: Path) -> set[str]:
     return {node[field] for node in nodes for field in ("id", "attr", "arg") if isinstance(node.get(field), str)}
 
 
-@pytest.mark.parametrize("options", [Mask, Terms], ids=["mask", "terms"])
+@pytest.mark.parametrize("options", [Mask, ScoreModifiers], ids=["mask", "terms"])
 def test_few_files_know_an_option(options):
     folder = Path(next(iter(pc.triton_ops.__path__)))
     words = {name for name in options._fields if not name.isupper()}

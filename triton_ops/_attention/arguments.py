@@ -13,7 +13,7 @@ from .._core.cache import aligned
 from .._core.checks import bad_argument
 from .layout import DECODE_QUERIES
 from .predicate import Mask
-from .scores import Terms
+from .scores import ScoreModifiers
 
 Result = tuple[torch.Tensor, torch.Tensor]
 """The result of attention, out, and its log-sum-exp."""
@@ -125,11 +125,11 @@ class AttentionArgs(NamedTuple):
         return (0, 0) if self.tree_mask is None else (32 * self.tree_mask.shape[1], self.tree_mask.stride(0))
 
     @property
-    def terms(self) -> Terms:
+    def terms(self) -> ScoreModifiers:
         """The options that change a score."""
         has_softcap, has_alibi = self.softcap > 0, self.alibi_slopes is not None
         plain = not (has_softcap or has_alibi)
-        return Terms(self.softcap, has_softcap, has_alibi, PLAIN=plain, NEGATIVE=self.scale < 0)
+        return ScoreModifiers(self.softcap, has_softcap, has_alibi, PLAIN=plain, NEGATIVE=self.scale < 0)
 
     def with_rows(self) -> AttentionArgs:
         """Return the arguments with latent rows as keys of one head and as values; without latent rows, unchanged."""

@@ -31,7 +31,7 @@ class Tiles:
     num_stages: int
     two_loops: bool  # tiles without masked keys have their own loop, without masks
     max_registers: int = 0  # limit for a thread, so that more programs fit on a processor; 0: no limit
-    value_splits: int = 1  # programs that share the columns of a latent row's value, `PARTS` in kernels
+    value_splits: int = 1  # programs that share the columns of a latent row's value, `VALUE_SPLITS` in kernels
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from .constants import Tiles, architecture, multiplies_from_shared, next_power_o
 from .parameters import (
     E4M3_BITS,
     E4M3_PACKED,
-    HELD_CODES,
+    LOCAL_CODES,
     NATIVE_CODES,
     PACKED_CODES,
     PLAIN_CACHE,
@@ -54,7 +54,7 @@ def build_results(args: AttentionArgs, dtype: torch.dtype | None = None) -> NewR
 
 
 def _codes(args: AttentionArgs) -> int:
-    """Return how kernels read the cache, before their tiles decide between PACKED_CODES and HELD_CODES."""
+    """Return how kernels read the cache, before their tiles decide between PACKED_CODES and LOCAL_CODES."""
     arch = architecture(args.query.device)
     if args.key_cache.dtype == torch.float8_e4m3fn and not arch.has_e4m3:
         return E4M3_PACKED if arch.name.startswith("sm_") else E4M3_BITS
@@ -95,7 +95,7 @@ def compiled_for(args: AttentionArgs, mask: Mask, tiles: Tiles) -> dict[str, Any
     value_columns = value_dim // tiles.value_splits
     codes = _codes(args)
     if codes == PACKED_CODES and not multiplies_from_shared(architecture(args.query.device).name, tiles.block_m):
-        codes = HELD_CODES
+        codes = LOCAL_CODES
     traits = Traits(
         POSITIONS=args.query_positions is not None,
         SINKS=args.sinks is not None,
@@ -110,7 +110,7 @@ def compiled_for(args: AttentionArgs, mask: Mask, tiles: Tiles) -> dict[str, Any
         BLOCK_SIZE=args.block_size,
         HEAD_DIM=key_columns,
         VALUE_DIM=value_dim,
-        REST=rope_columns,
+        ROPE_COLUMNS=rope_columns,
     )
     sizes = TileSizes(
         BLOCK_M=tiles.block_m,
@@ -119,7 +119,7 @@ def compiled_for(args: AttentionArgs, mask: Mask, tiles: Tiles) -> dict[str, Any
         BLOCK_V=max(16, next_power_of_2(value_columns)),
         BLOCK_R=next_power_of_2(rope_columns),
         BLOCK_G=next_power_of_2(group),
-        PARTS=tiles.value_splits,
+        VALUE_SPLITS=tiles.value_splits,
     )
     return {**constants(args.terms), **constants(mask), **constants(traits), **constants(sizes)}
 

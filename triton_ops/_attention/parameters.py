@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 # How a cache is stored. PLAIN_CACHE: in the query's dtype. NATIVE_CODES: as codes that the compiler converts.
-# PACKED_CODES, HELD_CODES: as codes that `kernels.codes.packed_codes` converts to float16 on NVIDIA devices; with
-# HELD_CODES, in the threads that loaded them.
+# PACKED_CODES, LOCAL_CODES: as codes that `kernels.codes.packed_codes` converts to float16 on NVIDIA devices; with
+# LOCAL_CODES, in the threads that loaded them.
 # E4M3_BITS: as uint8 codes of float8 e4m3, read as a 256th of their values. E4M3_PACKED: the same on NVIDIA devices.
-PLAIN_CACHE, NATIVE_CODES, PACKED_CODES, HELD_CODES, E4M3_BITS, E4M3_PACKED = range(6)
+PLAIN_CACHE, NATIVE_CODES, PACKED_CODES, LOCAL_CODES, E4M3_BITS, E4M3_PACKED = range(6)
 # Arguments of kernels that differ from step to step. Kernels are not specialized for their values.
 UNSPECIALIZED = [
     *("num_seqs", "num_tokens", "max_tiles", "max_items", "max_q", "num_splits", "target_items", "extra_items"),
@@ -37,8 +37,9 @@ class Strides(NamedTuple):
 class Traits(NamedTuple):
     """The properties of a call for which kernels are compiled: present tensors, cache storage, and sizes.
 
-    HEAD_DIM is the number of columns of a key. In a latent row, the value comes first, and REST columns of the rotated
-    key follow. HEAD_DIM is then the number of columns of one split of the value. REST is 0 for other caches.
+    HEAD_DIM is the number of columns of a key. In a latent row, the value comes first, and ROPE_COLUMNS columns of the
+    rotated key follow. HEAD_DIM is then the number of columns of one split of the value. ROPE_COLUMNS is 0 for other
+    caches.
     """
 
     POSITIONS: bool
@@ -54,14 +55,14 @@ class Traits(NamedTuple):
     BLOCK_SIZE: int
     HEAD_DIM: int
     VALUE_DIM: int
-    REST: int
+    ROPE_COLUMNS: int
 
 
 class TileSizes(NamedTuple):
     """Sizes of a program's tile: BLOCK_M rows and BLOCK_N keys.
 
     The next four are counts rounded up to powers of two. BLOCK_D and BLOCK_V count columns of keys and of values.
-    BLOCK_R counts columns for the REST of a latent row, and BLOCK_G heads of a group. PARTS is `Tiles.value_splits`.
+    BLOCK_R counts the rope columns of a latent row, and BLOCK_G heads of a group. VALUE_SPLITS is `Tiles.value_splits`.
     """
 
     BLOCK_M: int
@@ -70,4 +71,4 @@ class TileSizes(NamedTuple):
     BLOCK_V: int
     BLOCK_R: int
     BLOCK_G: int
-    PARTS: int
+    VALUE_SPLITS: int

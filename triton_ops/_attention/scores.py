@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 
-class Terms(NamedTuple):
+class ScoreModifiers(NamedTuple):
     """The options that change a score. PLAIN: no option is set. NEGATIVE: scale is below 0."""
 
     softcap: float

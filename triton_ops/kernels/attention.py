@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .._attention.parameters import UNSPECIALIZED, Strides, TileSizes, Traits
 from .._attention.predicate import Mask
-from .._attention.scores import Terms
+from .._attention.scores import ScoreModifiers
 from .bundles import kernel
 from .layout import (
     DEAD_TILES,
@@ -40,7 +40,7 @@ class AttentionTensors(NamedTuple):
 
     query_ptr: Any  # [num_tokens, NUM_HEADS, HEAD_DIM]
     key_ptr: Any  # [num_blocks, BLOCK_SIZE, NUM_HEADS // GROUP, HEAD_DIM]
-    value_ptr: Any  # [num_blocks, BLOCK_SIZE, NUM_HEADS // GROUP, VALUE_DIM]; with REST not read
+    value_ptr: Any  # [num_blocks, BLOCK_SIZE, NUM_HEADS // GROUP, VALUE_DIM]; with ROPE_COLUMNS not read
     out_ptr: Any  # [num_tokens, NUM_HEADS, VALUE_DIM]
     lse_ptr: Any  # [num_tokens, NUM_HEADS]
     partial_ptr: Any  # a row of VALUE_DIM for each split and row
@@ -84,7 +84,7 @@ def _zero_padding(tensors, num_seqs, num_tokens, kv_head, traits, tile):
     offs_g = tl.arange(0, tile.BLOCK_G)
     for token in range(tl.load(tensors.starts_ptr + num_seqs) + tl.program_id(0), num_tokens, tl.num_programs(0)):
         row = tl.cast(token, tl.int64) * traits.NUM_HEADS + kv_head * traits.GROUP + offs_g
-        for first_v in tl.static_range(0, tile.PARTS * tile.BLOCK_V, tile.BLOCK_V):
+        for first_v in tl.static_range(0, tile.VALUE_SPLITS * tile.BLOCK_V, tile.BLOCK_V):
             offs_v = first_v + tl.arange(0, tile.BLOCK_V)
             mask = (offs_g[:, None] < traits.GROUP) & (offs_v[None, :] < traits.VALUE_DIM)
             zero = tl.zeros([tile.BLOCK_G, tile.BLOCK_V], tensors.out_ptr.dtype.element_ty)
@@ -135,7 +135,15 @@ def _work_item(items_ptr, item, max_q, num_splits, traits, SPLIT_HEADS: tl.const
     return row, i_begin, i_end, split_row, is_split
 
 
-@kernel(UNSPECIALIZED, tensors=AttentionTensors, terms=Terms, mask=Mask, strides=Strides, traits=Traits, tile=TileSizes)
+@kernel(
+    UNSPECIALIZED,
+    tensors=AttentionTensors,
+    terms=ScoreModifiers,
+    mask=Mask,
+    strides=Strides,
+    traits=Traits,
+    tile=TileSizes,
+)
 def _attention_kernel(
     tensors, plan_ptr, num_seqs, num_tokens, max_tiles, max_items, decode_queries, max_q, num_splits,
     scale, terms, mask, key_begin, strides, traits, tile,
@@ -156,8 +164,8 @@ def _attention_kernel(
     GRID_HEADS: tl.constexpr = KV_HEADS // TABLE_HEADS if DECODE else KV_HEADS
     SPLIT_HEADS: tl.constexpr = GROUP if DECODE and TABLE_HEADS > 1 else traits.NUM_HEADS
     num_rows = num_seqs * TABLE_HEADS
-    place = tl.program_id(1) // tile.PARTS
-    part = tl.program_id(1) % tile.PARTS
+    place = tl.program_id(1) // tile.VALUE_SPLITS
+    part = tl.program_id(1) % tile.VALUE_SPLITS
     if DECODE:
         kv_head = place % GRID_HEADS
         row_begin = place // GRID_HEADS * tile.BLOCK_M
@@ -172,7 +180,7 @@ def _attention_kernel(
         item_step = 1
     _zero_padding_once(tensors, num_seqs, num_tokens, kv_head, decode_queries, traits, tile, GRID_HEADS, DECODE)
     # Hoisting these loads out of the loop over items would keep their values in registers.
-    ONCE: tl.constexpr = DECODE and (traits.CODES == PLAIN_CACHE or traits.REST > 0)
+    ONCE: tl.constexpr = DECODE and (traits.CODES == PLAIN_CACHE or traits.ROPE_COLUMNS > 0)
     for item in tl.range(item_begin, item_end, item_step, disable_licm=ONCE):
         if DECODE:
             items_ptr = _plan_parts(plan_ptr, num_rows, max_tiles, max_items)[1]

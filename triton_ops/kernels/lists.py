@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .._attention.parameters import UNSPECIALIZED, Strides, TileSizes, Traits
 from .._attention.predicate import Mask
-from .._attention.scores import Terms
+from .._attention.scores import ScoreModifiers
 from .attention import AttentionTensors, _find_sequence, _table_of, _zero_padding
 from .bundles import kernel
 from .mainloop import PLAIN_CACHE, CachedHead, Queries, TreeRows, _accumulate, _depths, _load_rows, _tree_scores
@@ -159,17 +159,17 @@ def _load_list_query(rows, first, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _load_list_queries(rows, key_at, other_at, rest_at, traits, tile):
-    """Load the rows' queries: the columns of the program's own part, of the other part, and of the rotated key (REST).
+    """Load the rows' queries: the columns of the program's own part, of the other part, and of the rotated key.
 
-    Only latent rows have another part or a REST. Otherwise, the own part stands in for them and is not read.
+    Only latent rows have another part or rope columns. Otherwise, the own part stands in for them and is not read.
     """
     q = _load_list_query(rows, key_at, traits.HEAD_DIM, tile.BLOCK_D)
     other = q
     rest = q
-    if tile.PARTS > 1:
+    if tile.VALUE_SPLITS > 1:
         other = _load_list_query(rows, key_at + other_at, traits.HEAD_DIM, tile.BLOCK_D)
-    if traits.REST > 0:
-        rest = _load_list_query(rows, key_at + rest_at, traits.REST, tile.BLOCK_R)
+    if traits.ROPE_COLUMNS > 0:
+        rest = _load_list_query(rows, key_at + rest_at, traits.ROPE_COLUMNS, tile.BLOCK_R)
     return q, other, rest
 
 
@@ -196,14 +196,16 @@ def _list_step(
     k = _load_rows(keys, present, queries.q.dtype, True, cache.CODES, cache.HEAD_DIM, BLOCK_N, cache.BLOCK_D)
     other = k
     rest = k
-    if cache.PARTS > 1:
+    if cache.VALUE_SPLITS > 1:
         pointers = keys + cache.other
         other = _load_rows(
             pointers, present, queries.q.dtype, True, cache.CODES, cache.HEAD_DIM, BLOCK_N, cache.BLOCK_D
         )
-    if cache.REST > 0:
+    if cache.ROPE_COLUMNS > 0:
         behind = row_ptrs + cache.behind + tl.arange(0, cache.BLOCK_R)[None, :]
-        rest = _load_rows(behind, present, queries.q.dtype, True, cache.CODES, cache.REST, BLOCK_N, cache.BLOCK_R)
+        rest = _load_rows(
+            behind, present, queries.q.dtype, True, cache.CODES, cache.ROPE_COLUMNS, BLOCK_N, cache.BLOCK_R
+        )
         v = k
     else:
         offs_v = tl.arange(0, cache.BLOCK_V)
@@ -214,7 +216,15 @@ def _list_step(
     return _accumulate(m, total, acc, k, other, rest, v, t, live, queries, terms, True)
 
 
-@kernel(UNSPECIALIZED, tensors=AttentionTensors, terms=Terms, mask=Mask, strides=Strides, traits=Traits, tile=TileSizes)
+@kernel(
+    UNSPECIALIZED,
+    tensors=AttentionTensors,
+    terms=ScoreModifiers,
+    mask=Mask,
+    strides=Strides,
+    traits=Traits,
+    tile=TileSizes,
+)
 def _list_attention_kernel(
     tensors, union_ptr, counts_ptr, num_seqs, num_tokens, max_union, num_splits,
     scale, terms, mask, strides, traits, tile,
@@ -227,9 +237,9 @@ def _list_attention_kernel(
     PARTS: tl.constexpr = BLOCK_N // WIDTH
     PIECES: tl.constexpr = (BLOCK_SIZE + WIDTH - 1) // WIDTH
     item = tl.program_id(0)
-    part = tl.program_id(1) % tile.PARTS
-    kv_head = tl.program_id(1) // tile.PARTS % KV_HEADS
-    row_begin = tl.program_id(1) // tile.PARTS // KV_HEADS * tile.BLOCK_M
+    part = tl.program_id(1) % tile.VALUE_SPLITS
+    kv_head = tl.program_id(1) // tile.VALUE_SPLITS % KV_HEADS
+    row_begin = tl.program_id(1) // tile.VALUE_SPLITS // KV_HEADS * tile.BLOCK_M
     split = tl.program_id(2)
     if (row_begin == 0) & (part == 0) & (split == 0):
         _zero_padding(tensors, num_seqs, num_tokens, kv_head, traits, tile)
@@ -268,13 +278,16 @@ def _list_attention_kernel(
         # Build the tuple where it is passed on. As a variable of the loop it would lose its constants.
         m, total, acc = _list_step(
             m, total, acc, number, t, bits, seq_len,
-            Queries(q, other, rest, rows.pos, slope, factor, traits.UPCAST, ROWS, True, SHIFT, tile.PARTS, traits.REST),
+            Queries(
+                q, other, rest, rows.pos, slope, factor, traits.UPCAST, ROWS, True, SHIFT,
+                tile.VALUE_SPLITS, traits.ROPE_COLUMNS,
+            ),
             rows,
             TreeRows(rows.tree_ptr, seq_len - q_len, strides.tree_keys, tensors.positions_ptr + q_begin),
             CachedHead(
                 key_ptr, value_ptr, strides.stride_kb, strides.stride_kt, strides.stride_vb, strides.stride_vt,
-                other_at, rest_at, traits.CODES, BLOCK_SIZE, traits.HEAD_DIM, traits.VALUE_DIM, traits.REST,
-                tile.BLOCK_D, tile.BLOCK_V, tile.BLOCK_R, tile.PARTS,
+                other_at, rest_at, traits.CODES, BLOCK_SIZE, traits.HEAD_DIM, traits.VALUE_DIM, traits.ROPE_COLUMNS,
+                tile.BLOCK_D, tile.BLOCK_V, tile.BLOCK_R, tile.VALUE_SPLITS,
             ),
             terms, mask, traits, BLOCK_N,
         )  # fmt: skip

@@ -15,15 +15,15 @@ import triton.language as tl
 
 from .._attention import parameters
 from .._attention.predicate import Mask
-from .._attention.scores import Terms
+from .._attention.scores import ScoreModifiers
 from .codes import packed_codes, small_e4m3
 from .layout import TILE, kernel_constants
 from .predicate import _ahead, _row_spans, _within
 from .scores import _rescale, _with_terms
 
-PLAIN_CACHE, NATIVE_CODES, PACKED_CODES, HELD_CODES, E4M3_BITS, E4M3_PACKED = kernel_constants(
+PLAIN_CACHE, NATIVE_CODES, PACKED_CODES, LOCAL_CODES, E4M3_BITS, E4M3_PACKED = kernel_constants(
     parameters.PLAIN_CACHE, parameters.NATIVE_CODES, parameters.PACKED_CODES,
-    parameters.HELD_CODES, parameters.E4M3_BITS, parameters.E4M3_PACKED,
+    parameters.LOCAL_CODES, parameters.E4M3_BITS, parameters.E4M3_PACKED,
 )  # fmt: skip
 # Distance of an absent key: beyond every end.
 (ABSENT,) = kernel_constants(1 << 31)
@@ -33,8 +33,8 @@ class Queries(NamedTuple):
     """The rows of a program, in a tile's order, with the numbers that their scores need.
 
     Queries of latent rows have up to three parts. `q` is for the program's columns of the value. `other` is for the
-    value's other columns (PARTS above 1). `rest` is for the rotated columns (REST above 0). UPCAST: compute products in
-    float32. ROWS: `factor` has one number for each row. LAZY and SHIFT: as for `_rescale`.
+    value's other columns (VALUE_SPLITS above 1). `rest` is for the rotated columns (ROPE_COLUMNS above 0). UPCAST:
+    compute products in float32. ROWS: `factor` has one number for each row. LAZY and SHIFT: as for `_rescale`.
     """
 
     q: Any  # [BLOCK_M, BLOCK_D]
@@ -47,15 +47,16 @@ class Queries(NamedTuple):
     ROWS: bool
     LAZY: bool
     SHIFT: int
-    PARTS: int
-    REST: int
+    VALUE_SPLITS: int
+    ROPE_COLUMNS: int
 
 
 class CachedHead(NamedTuple):
     """Keys and values of a KV head in the cache.
 
-    REST above 0: rows are latent, and `key_ptr` points at the program's columns of the value, which also belong to the
-    key. `other` is the distance in columns from there to the value's other columns, `behind` to the rotated columns.
+    ROPE_COLUMNS above 0: rows are latent, and `key_ptr` points at the program's columns of the value, which also belong
+    to the key. `other` is the distance in columns from there to the value's other columns, `behind` to the rotated
+    columns.
     """
 
     key_ptr: Any
@@ -70,11 +71,11 @@ class CachedHead(NamedTuple):
     BLOCK_SIZE: int
     HEAD_DIM: int
     VALUE_DIM: int
-    REST: int
+    ROPE_COLUMNS: int
     BLOCK_D: int
     BLOCK_V: int
     BLOCK_R: int
-    PARTS: int
+    VALUE_SPLITS: int
 
 
 class LiveTiles(NamedTuple):
@@ -116,7 +117,7 @@ class Walk(NamedTuple):
     tiles: LiveTiles
     tree: TreeRows
     mask: Mask
-    terms: Terms
+    terms: ScoreModifiers
     lo: Any
     hi: Any
     key_begin: Any
@@ -232,9 +233,9 @@ def _accumulate(m, total, acc, k, other, rest, v, t, live, queries, terms, MASKE
     """
     q = queries.q
     score = _products(q, k, None, queries.UPCAST)
-    if queries.PARTS > 1:
+    if queries.VALUE_SPLITS > 1:
         score = _products(queries.other, other, score, queries.UPCAST)
-    if queries.REST > 0:
+    if queries.ROPE_COLUMNS > 0:
         score = _products(queries.rest, rest, score, queries.UPCAST)
     factor = queries.factor
     if not terms.PLAIN:
@@ -313,8 +314,8 @@ def _load_rows(
         rows = tl.load(pointers)
     if CODES >= E4M3_BITS:
         rows = small_e4m3(rows, CODES == E4M3_PACKED)
-    elif CODES == PACKED_CODES or CODES == HELD_CODES:  # noqa: SIM109  triton knows no `in`
-        rows = packed_codes(rows, CODES == HELD_CODES)
+    elif CODES == PACKED_CODES or CODES == LOCAL_CODES:  # noqa: SIM109  triton knows no `in`
+        rows = packed_codes(rows, CODES == LOCAL_CODES)
     return rows.to(dtype)
 
 
@@ -325,20 +326,20 @@ def _load_step(
     """Load a step's keys, the other parts of latent rows, and values, with 0 for absent ones."""
     keys = _row_pointers(
         cache.key_ptr, block, start, second, cache.stride_kb, cache.stride_kt,
-        cache.BLOCK_SIZE, BLOCK_N, cache.BLOCK_D, cache.PARTS > 1,
+        cache.BLOCK_SIZE, BLOCK_N, cache.BLOCK_D, cache.VALUE_SPLITS > 1,
     )  # fmt: skip
-    if cache.REST > 0:
+    if cache.ROPE_COLUMNS > 0:
         behind = _row_pointers(
             cache.key_ptr + cache.behind, block, start, second, cache.stride_kb, cache.stride_kt,
-            cache.BLOCK_SIZE, BLOCK_N, cache.BLOCK_R, cache.PARTS > 1,
+            cache.BLOCK_SIZE, BLOCK_N, cache.BLOCK_R, cache.VALUE_SPLITS > 1,
         )  # fmt: skip
         k = _load_rows(keys, present, dtype, MASKED, cache.CODES, cache.HEAD_DIM, BLOCK_N, cache.BLOCK_D)
-        rest = _load_rows(behind, present, dtype, MASKED, cache.CODES, cache.REST, BLOCK_N, cache.BLOCK_R)
+        rest = _load_rows(behind, present, dtype, MASKED, cache.CODES, cache.ROPE_COLUMNS, BLOCK_N, cache.BLOCK_R)
         other = k
-        if cache.PARTS > 1:
+        if cache.VALUE_SPLITS > 1:
             pointers = _row_pointers(
                 cache.key_ptr + cache.other, block, start, second, cache.stride_kb, cache.stride_kt,
-                cache.BLOCK_SIZE, BLOCK_N, cache.BLOCK_D, cache.PARTS > 1,
+                cache.BLOCK_SIZE, BLOCK_N, cache.BLOCK_D, cache.VALUE_SPLITS > 1,
             )  # fmt: skip
             other = _load_rows(pointers, present, dtype, MASKED, cache.CODES, cache.HEAD_DIM, BLOCK_N, cache.BLOCK_D)
         return k, other, rest, k

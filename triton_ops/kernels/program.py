@@ -158,9 +158,9 @@ def _load_query(pointers, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
 def _exponents(q, other, rest, traits, tile):
     """Return the power of two of each row's largest number, as the bits of its exponent."""
     top = tl.max(tl.abs(q.to(tl.float32)), 1)
-    if tile.PARTS > 1:
+    if tile.VALUE_SPLITS > 1:
         top = tl.maximum(top, tl.max(tl.abs(other.to(tl.float32)), 1))
-    if traits.REST > 0:
+    if traits.ROPE_COLUMNS > 0:
         top = tl.maximum(top, tl.max(tl.abs(rest.to(tl.float32)), 1))
     # Within these bounds the power and its inverse are normal numbers, given by their exponents alone.
     top = tl.minimum(tl.maximum(top, 2.0**-120), 2.0**126)
@@ -200,9 +200,9 @@ def _scaled_queries(q, other, rest, scale, k_scale_ptr, kv_head, terms, traits, 
         exponent = _exponents(q, other, rest, traits, tile)
         factor = factor * exponent.to(tl.float32, bitcast=True)
     q = _scaled_columns(q, qk_scale, exponent, terms, traits.SCALES, ROWS)
-    if tile.PARTS > 1:
+    if tile.VALUE_SPLITS > 1:
         other = _scaled_columns(other, qk_scale, exponent, terms, traits.SCALES, ROWS)
-    if traits.REST > 0:
+    if traits.ROPE_COLUMNS > 0:
         rest = _scaled_columns(rest, qk_scale, exponent, terms, traits.SCALES, ROWS)
     return q, other, rest, factor
 
@@ -260,11 +260,11 @@ def _attend_tiles(
     # Sums of more columns leave few registers.
     WIDE: tl.constexpr = walk.cache.BLOCK_V > 128
     # Steps that need a mask take one tile at most, because dead tiles may lie between two.
-    WIDEST: tl.constexpr = TILE if walk.cache.PARTS == 1 and not WIDE else TILE // 2
+    WIDEST: tl.constexpr = TILE if walk.cache.VALUE_SPLITS == 1 and not WIDE else TILE // 2
     EDGE_N: tl.constexpr = BLOCK_N if BLOCK_N < WIDEST else WIDEST
     # Whether to compute the last tile first. Scores with more terms than product and mask leave no registers for it.
     LAST_FIRST: tl.constexpr = (
-        TWO_LOOPS and not (DECODE or walk.TREE or CODED or WIDE) and walk.terms.PLAIN and walk.cache.REST == 0
+        TWO_LOOPS and not (DECODE or walk.TREE or CODED or WIDE) and walk.terms.PLAIN and walk.cache.ROPE_COLUMNS == 0
     )
     if LAST_FIRST:
         # The last tile nearly always needs a mask. Computed first, outside of the loop, it needs no rescaling.
@@ -284,7 +284,7 @@ def _attend_tiles(
         )
         if BLOCK_N > TILE:
             full_end -= (full_end - full_begin) % (BLOCK_N // TILE)
-        if DECODE or walk.cache.REST > 0 or (full_end > full_begin):
+        if DECODE or walk.cache.ROPE_COLUMNS > 0 or (full_end > full_begin):
             m, total, acc = _walk(
                 m, total, acc, full_begin, full_end, full_end, 0, walk, False, False, BLOCK_N
             )  # fmt: skip
@@ -304,7 +304,7 @@ def _attend_tiles(
 @triton.jit
 def _columns_beside(part, traits, tile):
     """Return the distances, in columns, from a part of a latent row to the other part and to the rest."""
-    if tile.PARTS > 1:
+    if tile.VALUE_SPLITS > 1:
         return (1 - 2 * part) * tile.BLOCK_D, (2 - part) * tile.BLOCK_D
     else:
         return 0, traits.HEAD_DIM
@@ -326,7 +326,7 @@ def _attend_rows(
     SCATTERED: tl.constexpr = TREE or (traits.POSITIONS and mask.BOUNDED)
     ROWS: tl.constexpr = CODES != PLAIN_CACHE and tensors.query_ptr.dtype.element_ty == tl.bfloat16
     # LAZY: a total for each key of a tile. Sums of many rows of 512 columns leave no registers for it.
-    LAZY: tl.constexpr = DECODE and (traits.REST == 0 or tile.BLOCK_M == 16)
+    LAZY: tl.constexpr = DECODE and (traits.ROPE_COLUMNS == 0 or tile.BLOCK_M == 16)
     SHIFT: tl.constexpr = 15 if ROWS or tensors.query_ptr.dtype.element_ty == tl.float16 else 0
     rows = _tile_rows(tensors.positions_ptr, sequence, row_begin, kv_head, traits, tile.BLOCK_M, DECODE)
     own_begin = 0
@@ -353,10 +353,10 @@ def _attend_rows(
     q = _load_query(q_ptrs + key_at, traits.HEAD_DIM, tile.BLOCK_D)
     other = q
     rest = q
-    if tile.PARTS > 1:
+    if tile.VALUE_SPLITS > 1:
         other = _load_query(q_ptrs + key_at + other_at, traits.HEAD_DIM, tile.BLOCK_D)
-    if traits.REST > 0:
-        rest = _load_query(q_ptrs + key_at + rest_at, traits.REST, tile.BLOCK_R)
+    if traits.ROPE_COLUMNS > 0:
+        rest = _load_query(q_ptrs + key_at + rest_at, traits.ROPE_COLUMNS, tile.BLOCK_R)
     key_ptr = tensors.key_ptr + tl.cast(kv_head, tl.int64) * strides.stride_kh + key_at
     value_ptr = tensors.value_ptr + tl.cast(kv_head, tl.int64) * strides.stride_vh
     q, other, rest, factor = _scaled_queries(
@@ -366,11 +366,14 @@ def _attend_rows(
     m, total, acc = _attend_tiles(
         i_begin, i_end,
         Walk(
-            Queries(q, other, rest, rows.pos, slope, factor, traits.UPCAST, ROWS, LAZY, SHIFT, tile.PARTS, traits.REST),
+            Queries(
+                q, other, rest, rows.pos, slope, factor, traits.UPCAST, ROWS, LAZY, SHIFT,
+                tile.VALUE_SPLITS, traits.ROPE_COLUMNS,
+            ),
             CachedHead(
                 key_ptr, value_ptr, strides.stride_kb, strides.stride_kt, strides.stride_vb, strides.stride_vt,
-                other_at, rest_at, CODES, traits.BLOCK_SIZE, traits.HEAD_DIM, traits.VALUE_DIM, traits.REST,
-                tile.BLOCK_D, tile.BLOCK_V, tile.BLOCK_R, tile.PARTS,
+                other_at, rest_at, CODES, traits.BLOCK_SIZE, traits.HEAD_DIM, traits.VALUE_DIM, traits.ROPE_COLUMNS,
+                tile.BLOCK_D, tile.BLOCK_V, tile.BLOCK_R, tile.VALUE_SPLITS,
             ),
             LiveTiles(
                 sequence.table_ptr, sequence.tiles_ptr, sequence.has_holes,
