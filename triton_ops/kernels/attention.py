@@ -135,15 +135,18 @@ def _work_item(items_ptr, item, max_q, num_splits, traits, SPLIT_HEADS: tl.const
     return row, i_begin, i_end, split_row, is_split
 
 
-@kernel(
-    UNSPECIALIZED,
-    tensors=AttentionTensors,
-    terms=ScoreModifiers,
-    mask=Mask,
-    strides=Strides,
-    traits=Traits,
-    tile=TileSizes,
-)
+BUNDLES: dict[str, Any] = {
+    "tensors": AttentionTensors,
+    "terms": ScoreModifiers,
+    "mask": Mask,
+    "strides": Strides,
+    "traits": Traits,
+    "tile": TileSizes,
+}
+"""The named tuples of an attention kernel, by parameter; see `kernel`."""
+
+
+@kernel(UNSPECIALIZED, **BUNDLES)
 def _attention_kernel(
     tensors, plan_ptr, num_seqs, num_tokens, max_tiles, max_items, decode_queries, max_q, num_splits,
     scale, terms, mask, key_begin, strides, traits, tile,

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .._attention.parameters import UNSPECIALIZED, Strides, TileSizes, Traits
+from .._attention.parameters import UNSPECIALIZED
 from .._attention.predicate import Mask
-from .._attention.scores import ScoreModifiers
-from .attention import AttentionTensors, _find_sequence, _table_of, _zero_padding
+from .attention import BUNDLES, _find_sequence, _table_of, _zero_padding
 from .bundles import kernel
 from .mainloop import PLAIN_CACHE, CachedHead, Queries, TreeRows, _accumulate, _depths, _load_rows, _tree_scores
 from .predicate import _ahead, _live_blocks, _row_spans, _within
@@ -216,15 +215,7 @@ def _list_step(
     return _accumulate(m, total, acc, k, other, rest, v, t, live, queries, terms, True)
 
 
-@kernel(
-    UNSPECIALIZED,
-    tensors=AttentionTensors,
-    terms=ScoreModifiers,
-    mask=Mask,
-    strides=Strides,
-    traits=Traits,
-    tile=TileSizes,
-)
+@kernel(UNSPECIALIZED, **BUNDLES)
 def _list_attention_kernel(
     tensors, union_ptr, counts_ptr, num_seqs, num_tokens, max_union, num_splits,
     scale, terms, mask, strides, traits, tile,
@@ -278,10 +269,8 @@ def _list_attention_kernel(
         # Build the tuple where it is passed on. As a variable of the loop it would lose its constants.
         m, total, acc = _list_step(
             m, total, acc, number, t, bits, seq_len,
-            Queries(
-                q, other, rest, rows.pos, slope, factor, traits.UPCAST, ROWS, True, SHIFT,
-                tile.VALUE_SPLITS, traits.ROPE_COLUMNS,
-            ),
+            Queries(q, other, rest, rows.pos, slope, factor, traits.UPCAST, ROWS, True, SHIFT,
+                    tile.VALUE_SPLITS, traits.ROPE_COLUMNS),
             rows,
             TreeRows(rows.tree_ptr, seq_len - q_len, strides.tree_keys, tensors.positions_ptr + q_begin),
             CachedHead(
