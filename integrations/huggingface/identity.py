@@ -87,7 +87,7 @@ class Identity:
         self._versioned = [t for n, t in self._tensors.items() if not t.is_inference() and n not in transient]
         self._samples = _Samples([(n, t, MANY if n in transient else SAMPLED) for n, t in self._tensors.items()])
         self._kept = list(self._attributes(model))
-        self._types = list(map(type, self._modules))
+        self._types = [type(model), *map(type, self._modules)]
         self._functions = Functions(model)
         self._numbers = self._tensor_numbers()
         self._content = self._samples.elements()
@@ -173,7 +173,7 @@ class Identity:
                 and self._lengths() == self._kept_lengths
                 and self._hooks() == self._kept_hooks
                 and all(map(is_, self._attributes(model), self._kept))
-                and list(map(type, self._modules)) == self._types
+                and [type(model), *map(type, self._modules)] == self._types
                 and self._tensor_numbers() == self._numbers
                 and not self._functions.changed()
             )
@@ -201,7 +201,8 @@ class Identity:
         """Return everything that is compared, by a name that a user understands."""
         names = [_joined(label, str(key)) for label, keys in self._labels for key in keys]
         found = dict(zip(names, self._kept, strict=False))
-        found |= {f"{name}'s class": kind for name, kind in zip(self._module_names, self._types, strict=True)}
+        classes = zip(("the model", *self._module_names), self._types, strict=True)
+        found |= {f"{name}'s class": kind for name, kind in classes}
         found |= {f"{self._hook_labels[n]}, {_name_of(hook)}": hook for n, hook in self._kept_hooks}
         addresses = zip(self._tensors, self._numbers[len(self._versioned) :], strict=True)
         found |= {f"{name}'s address": str(address).encode() for name, address in addresses}

@@ -21,6 +21,10 @@ class Halved(transformers.models.llama.modeling_llama.LlamaMLP):  # type: ignore
         return super().forward(x) * 0.5
 
 
+class Other(transformers.LlamaForCausalLM):  # type: ignore[misc]
+    """The model's class as `torch.distributed.fsdp.fully_shard` replaces it: a subclass."""
+
+
 def _layer(model: Any) -> Any:
     return model.model.layers[0]
 
@@ -33,6 +37,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "setting equal to another": lambda m: setattr(_layer(m).input_layernorm, "variance_epsilon", float("1e-6") * 1),
     "epsilon": lambda m: setattr(_layer(m).input_layernorm, "variance_epsilon", 1.0),
     "class": lambda m: setattr(_layer(m).mlp, "__class__", Halved),
+    "class of the model": lambda m: setattr(m, "__class__", Other),
     "module replaced": lambda m: setattr(_layer(m).mlp, "act_fn", torch.nn.ReLU()),
     "layers swapped": lambda m: m.model.layers.insert(0, m.model.layers.pop(1)),
     "layer dropped": lambda m: m.model.layers.pop(1),
