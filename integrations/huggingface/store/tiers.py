@@ -75,14 +75,16 @@ class LowerTiers:
         """Write the published blocks of a manager to disk, if there is a disk tier."""
         for group, writer in enumerate(self._disk):
             writer.close()
-            for digest, block in published(manager, group):
-                writer.tier.put(digest, self._parts[group].content(block))
+            for digest in published(manager, group):
+                content = self.content(manager, group, digest)
+                if content is not None:
+                    writer.tier.put(digest, content)
 
 
-def published(manager: AnyManager, group: int) -> list[tuple[bytes, int]]:
-    """Return the hash and number of each published block of a group."""
+def published(manager: AnyManager, group: int) -> list[bytes]:
+    """Return the hash of each published block of a group. Calls of other threads may evict blocks at any time."""
     pool = manager.pools[group]
-    return [(pool.words[b].tobytes(), b) for b in range(pool.num_blocks) if pool.table.lists(b)]
+    return [pool.words[block].tobytes() for block in range(pool.num_blocks) if pool.table.lists(block)]
 
 
 def disk_writers(
@@ -142,22 +144,24 @@ def save(model: Any, store: Any, adapters: tuple[str, ...], path: str | os.PathL
     """Write all published blocks to a file and return their number. If an error occurs, no file is written.
 
     The file has a line `FORMAT`, a line of JSON with the model and the hashes of the blocks, then each block, packed.
+    A block that another thread's call evicts meanwhile has no bytes.
     """
     identity, layouts = _header(model, store, adapters)
-    groups: list[dict[bytes, int | BlockContent]] = []
-    for group, memory in enumerate(store.evicted.memory):
-        below = {key: memory.get(key) for key in memory.keys()}  # noqa: SIM118
-        groups.append({key: content for key, content in below.items() if content is not None})
-        groups[-1] |= dict(published(store.manager, group))
-    header = {"blocks": [[digest.hex() for digest in blocks] for blocks in groups], **identity}
+    groups = [
+        [*dict.fromkeys((*memory.keys(), *published(store.manager, group)))]
+        for group, memory in enumerate(store.evicted.memory)
+    ]
+    header, count = {"blocks": [[digest.hex() for digest in digests] for digests in groups], **identity}, 0
     with replaced(path) as file:
         file.write(f"{FORMAT}\n{json.dumps(header)}\n".encode())
-        for blocks, part, layout in zip(groups, store.storage.parts, layouts, strict=True):
-            for digest, kept in blocks.items():
-                data = pack(digest, part.content(kept) if isinstance(kept, int) else kept, layout)
+        for group, (digests, layout) in enumerate(zip(groups, layouts, strict=True)):
+            for digest in digests:
+                content = store.evicted.content(store.manager, group, digest)
+                data = b"" if content is None else pack(digest, content, layout)
                 file.write(_SIZE.pack(len(data)))
                 file.write(data)
-    return sum(map(len, groups))
+                count += content is not None
+    return count
 
 
 def load(model: Any, store: Any, adapters: tuple[str, ...], path: str | os.PathLike[str]) -> int:
@@ -181,7 +185,7 @@ def load(model: Any, store: Any, adapters: tuple[str, ...], path: str | os.PathL
                 raise ValueError(f"path: got KV of another {name}, needs KV of this model in its current state")
         try:
             groups = [
-                {digest: unpack(_next(file, layout), digest, layout) for digest in group}
+                {digest: unpack(data, digest, layout) for digest in group if (data := _next(file, layout))}
                 for group, layout in zip(digests, layouts, strict=True)
             ]
         except (ValueError, struct.error) as error:

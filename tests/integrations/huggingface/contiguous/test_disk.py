@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from generate_cases import LLAMA, assert_same, prompt  # noqa: E402
 
+from pc.cache.tiers.disk import DiskTier  # noqa: E402
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
 
 
@@ -95,3 +96,28 @@ def test_writing_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert cached(model, handle, prompt(64)) == 63  # hits blocks whose write has not ended
     handle.disable()
     assert len(list(tmp_path.rglob("*.block"))) == len(slow) == 12
+
+
+def test_blocks_that_another_call_evicts_during_disable_are_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their memory then holds other text, which was once written under the old hash."""
+    model, put, written = LLAMA.build(), DiskTier.put, []
+
+    def put_while_a_call_runs(self: DiskTier, key: bytes, tensors: Any) -> bool:
+        if not written:
+            manager.allocate("of another thread", range(8 * 16))
+            for tensor in store.storage.parts[0].tensors.values():
+                tensor.fill_(7.0)
+        written.append(key)
+        return put(self, key, tensors)
+
+    handle = enable_prefix_caching(model, num_blocks=8, disk=tmp_path)
+    manager, store = handle.manager, handle._serving.store
+    assert_same(model, input_ids=prompt(64))
+    monkeypatch.setattr(DiskTier, "put", put_while_a_call_runs)
+    handle.disable()
+    monkeypatch.setattr(DiskTier, "put", put)
+    assert 0 < len(written) < 4
+    with enable_prefix_caching(model, num_blocks=64, disk=tmp_path):
+        assert_same(model, input_ids=prompt(64))

@@ -13,6 +13,8 @@ transformers = pytest.importorskip("transformers")
 from generate_cases import FAMILIES, LLAMA, assert_same, prompt  # noqa: E402
 
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
+from pc.integrations.huggingface.store import tiers  # noqa: E402
+from pc.integrations.huggingface.store.tiers import pack  # noqa: E402
 
 
 @pytest.fixture
@@ -43,6 +45,28 @@ def test_kv_of_another_is_refused(saved: Path, build: Any, options: dict[str, An
     model = build()
     with enable_prefix_caching(model, num_blocks=64, **options) as handle, pytest.raises(ValueError, match=text):
         handle.load(saved)
+
+
+def test_blocks_that_another_call_evicts_meanwhile_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their memory then holds other text, which was once written under the old hash."""
+    model = LLAMA.build()
+    packed: list[bytes] = []
+
+    def pack_while_others_generate(*args: Any) -> bytes:
+        if not packed:
+            model.generate(input_ids=prompt(100, 1), max_new_tokens=4)
+        packed.append(pack(*args))
+        return packed[-1]
+
+    monkeypatch.setattr(tiers, "pack", pack_while_others_generate)
+    with enable_prefix_caching(model, num_blocks=8) as handle:
+        assert_same(model, input_ids=prompt(64))
+        assert handle.save(tmp_path / "blocks") == len(packed) < 4
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        assert handle.load(tmp_path / "blocks") == len(packed)
+        assert_same(model, input_ids=prompt(64))
 
 
 def test_files_of_another_kind(saved: Path, tmp_path: Path) -> None:
