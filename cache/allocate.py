@@ -69,7 +69,8 @@ def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit)
             pool.check_available(part.fresh.size, held)
     state.begin()
     size, tables = state.block_size, request.tables
-    state.running[request_id] = request  # before blocks are allocated, because comparing ids runs the caller's code
+    # Before blocks are allocated, because comparing ids calls their `__eq__`, which may raise.
+    state.running[request_id] = request
     for pool, (table, held, fresh, _) in zip(state.pools, hit.groups, strict=True):
         if held.size:
             pool.hold(held, request.hint)
@@ -110,7 +111,7 @@ def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit)
 
 
 def _copy_beginning(state: ManagerState, request: Request, hit: Hit) -> list[Pairs]:
-    """Plan to copy the first tokens of a borrowed block to the first fresh block; return this copy for the caller."""
+    """Return the copy that the caller must make: of a borrowed block's first tokens, to the first fresh block."""
     pair = hit.borrowed.item(0), request.tables[0].item(hit.blocks)
     state.pools[0].refill(pair[1], hit.copied, pair[0])
     return [[pair]]

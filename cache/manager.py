@@ -50,7 +50,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
     With one group, results are `Allocation`, arrays and lists. With several groups, results are `GroupedAllocation` and
     one array or list for each group. To a type checker, a manager without `groups`, or with a tuple of one group,
-    returns the former. With any other sequence of groups, such as a list, it is a `GroupedCacheManager`.
+    returns `Allocation`. Any other sequence of groups, such as a list, makes it a `GroupedCacheManager`.
 
     Args:
         num_blocks: Number of blocks in each group's cache tensors.
@@ -172,7 +172,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of bookkeeping: fields, tables, policies, remembered hashes and texts, and the index of text."""
+        """Bytes of bookkeeping: fields of blocks, tables, policies, remembered hashes and tokens, and reuse indexes."""
         return self._state.nbytes
 
     def _run(self, verb: Callable[..., Any], *args: Any) -> Any:
@@ -202,7 +202,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         """Start a request: find its cached blocks and allocate blocks for the other tokens.
 
         Args:
-            request_id: Any hashable that no running request has. Ids that are equal are the same id.
+            request_id: Any hashable that no running or preempted request has. Ids that are equal are the same id.
             token_ids: The prompt: a list, array or numpy array of integers.
             extra_keys: Keys that decide the KV besides tokens: one key or a list of several, plain (LoRA name) or
                 `KeyAt`. Later changes of the list have no effect.
@@ -292,8 +292,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
         Returns:
             (slots, copies): the slot of each new token, [n] int64, and copies like `Allocation.copies`. With several
-            groups, one of each for each group. The result also has the other arguments of a `pc.Step` as attributes,
-            except the model's outputs.
+            groups, one of each for each group. The result also has the attributes `slot_mapping`, `requests`,
+            `query_start_loc` and `positions`, from which you can make a `pc.Step`.
 
         Raises:
             OutOfBlocks: There are too few blocks. No request has got its token.
@@ -324,7 +324,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         Returns:
             (old block, new block) for each block of this request that was replaced by an equal block of another
             request. With several groups, one list for each group. Old blocks are not allocated again before this
-            request's next commit or free.
+            request's next commit, preempt or free.
 
         Raises:
             KeyError: The request is unknown.
@@ -345,8 +345,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         """Allocate a block for the state of a recurrent group after a request's first `num_tokens` tokens.
 
         Write the state to the block before the next commit of that position. The commit publishes it. A later prompt
-        that begins with these tokens starts there, if their KV is still cached. `Allocation.junction` names positions
-        where this pays.
+        that begins with these tokens starts there, if their KV is still cached. `Allocation.junction` is a position
+        where a checkpoint pays, or None.
 
         Args:
             request_id: A running request.
@@ -384,8 +384,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         Raises:
             KeyError: The request is unknown.
             ValueError: The request has fewer tokens, or a sliding window would need blocks that were released. Or,
-                with a recurrent group, the request would end at a position without a state. States exist where the
-                request holds a published one, and at the committed position, whose state the engine has kept.
+                with a recurrent group, the request would end at a position without a state. It may end at 0, at the
+                committed position, whose state the engine keeps, and where it holds a published state.
 
         Examples:
             >>> allocation = manager.allocate("a", range(6))
@@ -404,7 +404,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
         Raises:
             KeyError: The request is unknown.
-            ValueError: `new_request_id` is running, or the request has tokens that are not committed.
+            ValueError: `new_request_id` is in use, or the request has tokens that are not committed.
 
         Examples:
             >>> allocation, merged = manager.allocate("a", range(6)), manager.commit("a", 6)
@@ -549,7 +549,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         """Explain how far a prompt is cached, why no further, and what other kinds of reuse would save. Change nothing.
 
         The time is proportional to the number of remembered tokens and evictions. The manager remembers the latest
-        evictions and the latest tokens, about 16 times as many as it has blocks. It never shows text of another salt.
+        evictions, and of the latest tokens about 16 for each block. It never shows text of another salt.
 
         Args:
             token_ids: The prompt, as for `allocate`.

@@ -293,7 +293,7 @@ class BlockPool:
     def release(self, ids: Ids, split: int = 0) -> None:
         """Drop a reference to each block, in the order of their sequence. Complete blocks stay published.
 
-        `split` only saves time: the first `split` blocks and the others are likely to be consecutive in memory.
+        `split` only saves time: the first `split` blocks likely have consecutive numbers, and so have the others.
         """
         self.clock += 1
         kept: Ids | None = None

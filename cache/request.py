@@ -111,7 +111,7 @@ class Request:
         return other
 
     def keep_replaced(self, group: int, ids: Ids) -> None:
-        """Hold replaced blocks until the next commit or free."""
+        """Hold replaced blocks until the next commit, preempt or free."""
         replaced = list(self.replaced) if self.replaced is not None else [np.empty(0, np.int32) for _ in self.tables]
         replaced[group] = np.concatenate((replaced[group], ids))
         self.replaced = replaced

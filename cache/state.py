@@ -13,8 +13,8 @@ With three rules, a verb needs no code to undo its changes:
 - A verb grows a request's tokens and tables in place, and replaces every other value (`Request`).
 - A verb that removes a request, or tokens of one, removes them in one step. From that step on it is complete, and its
   remaining changes can be rebuilt.
-- Notifications of others (listeners, watchers, the history, indexes of text) are queued in `Log.later`, and run once
-  the verb is complete. A task may run twice.
+- Listeners, watchers and indexes are notified after the verb is complete, of what `Log.evicted` and `Log.later` hold.
+  After an interrupt, they may be notified twice.
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ class ManagerState:
     def check_new(self, name: str, request_id: Hashable) -> None:
         """Raise ValueError if an id is in use."""
         if request_id in self.running or request_id in self.preempted:
-            raise ValueError(f"{name}: got {request_id!r}, which is running, needs a new one")
+            raise ValueError(f"{name}: got {request_id!r}, which is in use, needs a new one")
 
     def start_writing(self, request_id: Hashable, request: Request, block: int) -> Hashable:
         """Record that a request computes a block of its prompt.
@@ -376,8 +376,9 @@ class ManagerState:
         """Forget all cached blocks and counters."""
         busy = len(self.running) + len(self.preempted)
         if busy or self.offloading:
-            what = f"{busy} requests are running or preempted" if busy else "blocks are being saved by on_evict"
-            raise RuntimeError(f"reset: {what}, needs none; free them first")
+            if busy:
+                raise RuntimeError(f"reset: {busy} requests are running or preempted, needs none; free them first")
+            raise RuntimeError("reset: on_evict is still saving blocks; wait until it returns")
         self.begin()
         self.log.later.append((self._empty,))
 

@@ -94,7 +94,7 @@ def test_rows_say_whether_what_they_measure_has_changed() -> None:
     row, operator = {"commit": "abc"}, Path("results/cpu/copy_blocks.csv")
     now = {"sources": conditions.sources()}
     assert markdown.commits(operator, [row | now]) == "commit abc"
-    assert markdown.commits(operator, [row]) == "commit abc (what it measures has changed since)"
+    assert markdown.commits(operator, [row]) == "commit abc (the measured code has changed since)"
     of_cache = {"sources": re.sub("cache:[0-9a-f]+", "cache:0", now["sources"])}
     assert markdown.commits(operator, [row | of_cache]) == "commit abc"
     assert markdown.commits(Path("results/cpu/manager.csv"), [row | of_cache]) != "commit abc"

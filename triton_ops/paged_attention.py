@@ -6,8 +6,8 @@ out[i, h] = sum over live t of softmax_t(score(i, h, t)) * value[t, h // group],
 
 The query is at position p. A key position t is live if the query attends to it.
 
-For each sequence and query tile, the kernel reads q_len * num_heads * head_dim + live tokens * num_kv_heads * head_dim
-* 2 elements. It accumulates in float32.
+The kernel reads each query once, and a sequence's live keys and values once for each tile of its queries. It
+accumulates in float32.
 """
 
 from __future__ import annotations

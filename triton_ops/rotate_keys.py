@@ -39,7 +39,7 @@ def _check(args: Any) -> None:
     check_moves(key_cache.device, source_ids=args.source_ids, target_ids=args.target_ids, deltas=args.deltas)
     check_tensor("inv_freq", inv_freq, 1, "[rotary_dim / 2]", (torch.float32, torch.float64), key_cache.device)
     if not 0 <= first <= max(0, head_dim - 2):
-        raise bad_argument("first", first, f"0 to {head_dim - 2}, a column of head_dim {head_dim} with one behind it")
+        raise bad_argument("first", first, f"0 to {head_dim - 2}, so that a pair fits into head_dim {head_dim}")
     pairs = (head_dim - first) // 2
     if not 1 <= inv_freq.shape[0] <= pairs:
         needs = f"1 to {pairs} elements, one per pair of head_dim" + (f" from {first} on" if first else "")

@@ -19,8 +19,8 @@ from .scatter_blocks import scatter_blocks, scatter_blocks_list
 def scatter_slots(source: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Write the vectors of tokens to their slots in a cache.
 
-    The result is undefined if a slot appears twice, or if source and cache share memory. If the index is in host
-    memory, and either tensor is on a device, the copy engine moves long contiguous runs.
+    The result is undefined if a slot appears twice, or if source and cache share memory. If `slot_mapping` is in
+    host memory, and either tensor is on a device, the copy engine moves long contiguous runs.
 
     Args:
         source: `[num_tokens, *features]`, with the cache's dtype and any strides, on a device or in host memory.

@@ -69,7 +69,7 @@ def commits(source: Path, rows: Sequence[Row]) -> str:
     """Return the commits of rows, and whether what they measure has changed since."""
     name = source.stem
     folders = ("triton_ops",) if name in operators() else ("cache",) if name in OF_CACHE else FOLDERS
-    changed = " (what it measures has changed since)" if any(has_changed(row, folders) for row in rows) else ""
+    changed = " (the measured code has changed since)" if any(has_changed(row, folders) for row in rows) else ""
     return f"commit {all_of(rows, 'commit')}{changed}"
 
 

@@ -75,7 +75,7 @@ class MovedText:
         return hit
 
     def _follow_approximate(self, request: Request, hit: Hit) -> Hit:
-        """Return the hit, continued with blocks of a request whose KV is approximate from the same block on."""
+        """Return the hit, continued with blocks of another request whose KV is approximate from the same block on."""
         table, digests, keys, chain = self._pool.table, request.digests, request.keys, request.chain
         self._set_identity(request, hit.blocks, hit.blocks + 1)
         ids = table.leading(request.digests, hit.blocks)

@@ -8,11 +8,11 @@ handle.stats()
 handle.disable()
 ```
 
-- `enable` puts a handle before a model's generate, and `serving` runs its calls.
+- `enable` replaces a model's generate with a handle's, and `serving` runs the calls.
 - `identity` notices when the model has changed. `probe` checks a model before it is served.
 - `loop` is a call as transformers prepared it, and `prompts` and `images` are what it was given.
 - `engine` chooses the runner of a loop, from `runners`. `admit` finds the cached tokens of a prompt in `store`.
-- `settings` has the user's options, `calls` reports, counts and warnings.
+- `settings` has the user's options. `calls` has the reports, counts and warnings.
 - `compression` reads and keeps compressed documents.
 - `api` has everything private of transformers.
 """

@@ -28,9 +28,12 @@ SAMPLED = 16  # number of elements of each weight that are compared before a cal
 MANY = 1 << 14  # the same for weights whose version is useless, because each forward pass raises it
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ADAPTER_STATE = frozenset({"active_adapters", "_active_adapter", "disable_adapters", "_disable_adapters", "scaling"})
-"""Attributes in which PEFT's layers keep the active adapters. They are part of a block's identity, not changes."""
+"""Attributes in which PEFT's layers keep the active adapters.
+
+They are not compared, because `adapter_keys` adds them to the keys of blocks.
+"""
 _INTERNAL = frozenset(vars(torch.nn.Module()))
-"""Attributes of every torch module. Only the tables below affect what a forward pass computes."""
+"""Attributes of every torch module. Of these, only `_TABLES`, `_HOOKS` and the submodules' `training` are compared."""
 _TABLES = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 ATTACHED = frozenset({"generate", "init_continuous_batching", KEPT_MANAGER, RECORDING, "_is_torch_compile", *COMPILED})
@@ -44,7 +47,8 @@ class Identity:
 
     Args:
         model: The model.
-        transient: Names of attributes and tensors whose differences do not count; see `set_by_forward`.
+        transient: Names of attributes that are not compared, and of tensors whose versions are not compared. See
+            `set_by_forward`.
     """
 
     def __init__(self, model: Any, transient: Collection[str] = ()) -> None:
@@ -63,6 +67,7 @@ class Identity:
         for m in watched:
             left_out = _INTERNAL | {RECORDING} | set(transient) | (ADAPTER_STATE if id(m) in adapters else frozenset())
             names = [n for n in vars(m) if n not in left_out]
+            # `itemgetter` returns a tuple only for two names or more, so one is given twice.
             self._settings.append((itemgetter("training", "training", *names), vars(m)))
             labels.append((named[id(m)], ("training", "training", *names)))
             _nested(named[id(m)], {n: vars(m)[n] for n in names}, nested)

@@ -131,7 +131,7 @@ class ImageSplit:
     """The ways in which a prompt may continue after a cached prefix that ends inside an image."""
 
     computes: bool = False  # an image may be computed in two passes; not if its tokens attend in both directions
-    reads: bool = False  # cached tokens of an image that was computed in one pass may be read, and the others computed
+    reads: bool = False  # its cached tokens may be read and the others computed, if one pass computed it before
 
 
 class VisionOutputs:
@@ -164,7 +164,7 @@ class VisionOutputs:
             return {key: self._rows.get(key) for key in keys}
 
     def put(self, rows: dict[RowsKey, torch.Tensor]) -> None:
-        """Cache rows by key. Rows that exceed the budget alone are not cached."""
+        """Cache rows by key. An entry that is larger than the whole budget is not cached."""
         with self._lock:
             total = self.nbytes
             for key, output in rows.items():

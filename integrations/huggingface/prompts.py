@@ -150,7 +150,7 @@ class RowImages:
 
     @property
     def split(self) -> ImageSplit:
-        """The places inside images at which a prompt may be cut."""
+        """Whether a prompt may be cut inside an image: when it is computed, and when cached tokens are read."""
         return self._outputs.split or ImageSplit()
 
     def inputs(self, row: int, start: int, end: int) -> dict[str, torch.Tensor]:

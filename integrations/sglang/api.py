@@ -253,7 +253,7 @@ def register_policies(
 
 
 def register_core(name: str, make: Callable[[Any, Any], Any]) -> None:
-    """Register a tree core under a name that the parameters of a unified cache may give as `tree_core_backend`.
+    """Register a tree core under a name, which a unified cache's parameter `tree_core_backend` may have.
 
     `make(params, components)` returns the core.
     """

@@ -275,8 +275,8 @@ class HiddenStatesWorker(Base):
     Raises:
         ValueError: At start-up. An option is out of range, or no layer has full attention. Or speculation is
             asynchronous, so the host does not know its positions. Or there is a KV connector with a pooling model, or
-            without `pc`'s scheduler. Or the model pools without chunked prefill, under runner V2, or with a pooler that
-            joins chunks itself.
+            without `pc`'s scheduler. Or the model pools without chunked prefill or under runner V2, or its pooler
+            of tokens does not use vLLM's AllPool.
         UnsupportedVersionError: The model pools each token, and vLLM lacks what adds the rows of prefix hits.
     """
 
@@ -296,7 +296,7 @@ class HiddenStatesWorker(Base):
         self._pc_config = kv_cache_config
 
     def compile_or_warm_up_model(self) -> Any:
-        """Store rows from the end of the warm-up on, because its requests are made up."""
+        """Warm up as vLLM does, then start to store rows, because the requests of the warm-up are dummies."""
         times = super().compile_or_warm_up_model()
         if not self._pc_follows:
             return times
@@ -346,7 +346,7 @@ def why_no_logprobs(config: Any) -> str:
     if getattr(getattr(config, "parallel_config", None), "tensor_parallel_size", 1) > 1:
         return "tensor parallelism: no rank has all logits"
     if getattr(config, "lora_config", None) is not None:
-        return "LoRA: vLLM makes logits for the requests of a step alone"
+        return "LoRA: vLLM computes logits only for the requests of the current step"
     return ""
 
 
@@ -380,13 +380,15 @@ def check_hidden_states(vllm_config: Any) -> None:
 
 
 def check_pooler(pooler: Any) -> None:
-    """Check that token-wise poolers join the chunks of a prompt, because rows of hits are added to these chunks.
+    """Check that token-wise poolers use vLLM's AllPool, because rows of hits are added to the chunks that it joins.
 
     Raises:
-        ValueError: A token-wise pooler does not.
+        ValueError: A token-wise pooler does not use AllPool.
     """
     for task in pooler.get_supported_tasks():
-        own = (getattr(pooler, "poolers_by_task", None) or {}).get(task, pooler)  # not among a dispatcher's modules
+        own = (getattr(pooler, "poolers_by_task", None) or {}).get(
+            task, pooler
+        )  # a dispatcher does not list its poolers as modules
         if task.startswith("token_") and not any(isinstance(module, AllPool) for module in own.modules()):
             raise ValueError(f"model: got the pooler {type(own).__name__}, needs one on vLLM's AllPool for {task}")
 

@@ -63,7 +63,7 @@ def architecture(device: torch.device) -> Architecture:
 
 # Targets that multiply from shared memory, with wgmma or tcgen05.
 _ASYNC_MATRIX = frozenset({"sm_90", "sm_100"})
-# Targets with at least 160 KB of shared memory for each processor. Others have 100.
+# Targets with at least 160 KB of shared memory for each processor. Others have 100 KB, gfx942 64 KB.
 _LARGE_SHARED = frozenset({"sm_80", "sm_90", "sm_100", "interpreter"})
 
 # Register limits for a thread of a decode, by number of warps. Without a limit the compiler uses 168 and spills. If two
@@ -170,15 +170,15 @@ def prefill_tiles(
     """Return the tiles for sequences with more than DECODE_QUERIES queries.
 
     `spare_registers`: the kernel needs registers for more than a product and a mask, such as score modifiers, trees or
-    windows of distant queries. `two_tiles`: the kernel finds keys with few registers, so each step of its loop may read
-    two tiles of keys.
+    windows of queries whose positions are far apart. `two_tiles`: the kernel finds keys with few registers, so each
+    step of its loop may read two tiles of keys.
     """
     wide = head_dim > 128
     if arch == "interpreter":
         return Tiles(64, 32, 4, 1, True)
     if head_dim > 256:
-        # 64 rows of 16-bit queries alone take 64 KB. On sm_90 wgmma takes at least 64 rows. Their sums take half of a
-        # thread's registers, so it spills. tcgen05 keeps sums outside of the registers.
+        # 64 rows of 16-bit queries alone take 64 KB. On sm_90 wgmma takes at least 64 rows. The sums of 64 rows take
+        # half of a thread's registers, so the kernel spills. tcgen05 keeps sums outside of the registers.
         if arch == "sm_90" and itemsize == 2:
             return Tiles(32, 32, 8, 2, False)
         rows = 64 if arch == "sm_100" and itemsize == 2 else 32 if arch in _LARGE_SHARED or itemsize == 2 else 16

@@ -136,7 +136,7 @@ def _unite_constants(args: AttentionArgs, queries: int) -> dict[str, Any]:
         "KV_HEADS": args.key_cache.shape[2],
         "BLOCK_SIZE": args.block_size,
         "QUERIES": queries,
-        # At least one a thread: with fewer, several threads would mark the same block.
+        # At least one entry for each thread. With fewer entries, several threads would mark the same block.
         "BLOCK_K": max(128, min(512, next_power_of_2(max(args.query_blocks.shape[2], args.block_tables.shape[-1])))),
         "TREE": args.tree_mask is not None,
     }

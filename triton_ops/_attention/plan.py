@@ -114,7 +114,7 @@ def refresh_cached(plan: torch.Tensor, args: Any) -> None:
     """
     cached = cached_with(plan)
     for key, entry in [*cached.items()]:
-        if not hasattr(entry, "fill"):  # memory, which no batch decides
+        if not hasattr(entry, "fill"):  # memory for results, which does not depend on the batch
             continue
         if entry.is_captured:
             entry.fill(args)

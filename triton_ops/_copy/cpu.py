@@ -20,7 +20,7 @@ from .layout import row_bytes, row_layout
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _SLAB_BYTES = 1 << 20  # size of the buffer of `copy_rows`
 _COPY_BYTES = (1 << 20, 1 << 24)  # sizes between which one plain copy is faster than a copy by index
-_FEW_BYTES, _FEW_ROWS = 1 << 14, 32  # up to here, copying all is faster than making views or bounds
+_FEW_BYTES, _FEW_ROWS = 1 << 14, 32  # up to these sizes, wide views and `torch.aminmax` cost more than they save
 # Errors after which the general path takes over. An argument may be None, and an empty index has no bounds.
 _REFUSALS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
@@ -71,7 +71,7 @@ def _as_matrices(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return both tensors as `[rows, units]` of their widest common unit, or as `[rows]` if a row is one unit.
 
-    Return None if the rows of a tensor are not contiguous or not evenly spaced.
+    Return None if rows are not contiguous or not evenly spaced, or an address is no multiple of the element size.
     """
     itemsize = source.dtype.itemsize
     width = math.prod(source.shape[leading[0] :])
@@ -190,7 +190,7 @@ def scatter_rows(source: torch.Tensor, target: torch.Tensor, leading: int, index
         if not kept.numel():
             return
         first, last = int(kept[0]), int(kept[-1]) + 1
-        if last - first == kept.numel():  # padding only at the ends: no copy of the rest
+        if last - first == kept.numel():  # padding only at the ends: slices of the other rows need no copy
             source, index = source[first:last], index[first:last]
         else:
             source, index = as_bits(source)[kept].view(source.dtype), index[kept]

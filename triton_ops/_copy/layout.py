@@ -11,7 +11,10 @@ MAX_OUTER = 3
 
 
 class Address(NamedTuple):
-    """The address of row `i` of a tensor: (i // block_size) * block + (i % block_size) * slot, in grains."""
+    """The address of row `i` of a tensor: (i // block_size) * block + (i % block_size) * slot.
+
+    It counts elements, or in a `RowLayout` grains.
+    """
 
     block_size: int
     block: int

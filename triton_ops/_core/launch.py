@@ -21,7 +21,7 @@ def num_numbers(bundle: type[tuple[Any, ...]]) -> int:
     """Return how many fields of a named tuple are numbers. Numbers come first, then constants, named in capitals."""
     names: tuple[str, ...] = bundle._fields  # type: ignore[attr-defined]
     count = sum(not name.isupper() for name in names)
-    assert not any(name.isupper() for name in names[:count]), "numbers before what is compiled for"
+    assert not any(name.isupper() for name in names[:count]), "fields: numbers must come before constants"
     return count
 
 

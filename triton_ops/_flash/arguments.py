@@ -97,7 +97,7 @@ def flash_launch(name: str, build: Callable[[FlashArgs], Run], names: dict[str, 
     Args:
         name: The function.
         build: Returns the launch for all calls of a kind. A launch that may not be cached is built for each call.
-        names: By operators' parameters, the names that errors show, if they differ from `_NAMES`.
+        names: From operators' parameters to the names that errors show, where they differ from `_NAMES`.
     """
     find, names = launch_finder(build), _NAMES | names
 

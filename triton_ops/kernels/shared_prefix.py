@@ -1,4 +1,4 @@
-"""The kernel that computes the positions of a batch's queries behind its shared prefix, which is one sequence."""
+"""The kernel that computes the absolute positions of a batch's queries, and makes its shared prefix one sequence."""
 
 from __future__ import annotations
 

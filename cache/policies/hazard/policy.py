@@ -297,7 +297,7 @@ class Hazard(EvictionPolicy):
         self._log.drain()
         chains, owner = [np.frombuffer(chain, np.int32) for chain in self._log.chains], self._owner
         self.runs.check(self._child_count)
-        assert not self.pool.ref_count[owner >= 0].any(), "a block that is held may be chosen"
+        assert not self.pool.ref_count[owner >= 0].any(), "a held block has an owner, so it could be evicted"
         self.runs.check_blocks(owner, self._place_bits, self._now - len(chains), chains)
 
     def clear(self) -> None:

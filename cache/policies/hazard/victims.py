@@ -2,8 +2,8 @@
 
 A run is the part of a request's blocks that no later request has used. Eviction shortens a run from its end and stops
 where the worth changes. A block is evicted before its parent, because it cannot be hit without the parent. To save
-time, a heap keeps the scores of the likely next runs until some more requests have come. Single owners and child
-counts are read and written through memoryviews, which are faster than arrays.
+time, a heap keeps the scores of the likely next runs until some more requests have come. For a single
+element, such as a block's owner, the code uses a memoryview of the array, which is faster.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .runs import NO_BLOCKS, Numbers, RunTable
 
 Part = tuple[Ids, int, bool]  # evicted blocks of a request, its serial, and whether blocks[0] was its last one
 
-FRESH = 32  # scores serve one more request for every 32 runs, because the time of ranking grows with the runs
+FRESH = 32  # a ranking of n runs serves n // 32 requests, because its time grows with n
 # Bounds for the number of requests that scores serve. A cache of few runs ranks for every request: the last request's
 # blocks may be worth least, and evicting them at once keeps other conversations whole.
 LEAST, LONGEST = 1, 64
@@ -61,7 +61,7 @@ class VictimChooser:
     def reparent(self, rows: list[int]) -> None:
         """Update the parents and child counts of these rows, whose runs have a new start or are empty.
 
-        This may drop blocks from the rows' `chains`, which list all blocks of a request.
+        This may shorten the rows' `chains` to the blocks of their runs.
         """
         runs, child_count = self._runs, self._child_count_of
         views, chains = runs.views, runs.chains
@@ -88,8 +88,8 @@ class VictimChooser:
     def rank(self, count: int, now: int, learned: bool) -> None:
         """Score every run whose last block has no child, and keep the runs with the least scores.
 
-        The kept runs suffice if each request until the next ranking needs `count` blocks. If `learned` is false, lru
-        evicts, and only runs with blocks of finished conversations are kept.
+        The kept runs suffice if each request until the next ranking needs `count` blocks. If `learned` is false, keep
+        only runs with blocks of finished conversations. `evict_oldest` then chooses the other victims.
         """
         runs = self._runs
         rows = runs.nonempty()
@@ -150,10 +150,12 @@ class VictimChooser:
         return count - left
 
     def _evict_from(self, row: int, count: int, by_score: bool) -> tuple[int, int]:
-        """Evict up to `count` blocks from a run's end; return how many, and the parent's row or -1.
+        """Evict up to `count` blocks from a run's end; return how many, and the row of the run before it or -1.
 
-        The row is returned if the run is empty now, and the parent ends a run and has no other child. That run may be
-        evicted next. With `by_score`, stop where the worth changes, and before blocks that have children.
+        The run before is the one that ends in the parent of this run's first block. Its row is returned if this run is
+        now empty and the parent has no other child, because the run before may then be evicted.
+
+        With `by_score`, stop where the worth changes, and before blocks that have children.
         """
         runs = self._runs
         views = runs.views
@@ -205,6 +207,6 @@ class VictimChooser:
         runs, owner = self._runs, self._owner_of[block]
         known, rows = runs.find(np.array([owner >> self._place_bits]))
         if not known.size:
-            return -1  # released since the last update; the next ranking includes it
+            return -1  # the owner was released after the last update of `runs` and has no row yet
         row, place = rows.item(0), owner & ((1 << self._place_bits) - 1)
         return row if runs.views.end[row] - 1 == place else -1

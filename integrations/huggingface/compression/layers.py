@@ -1,7 +1,7 @@
 """The cache with which a call of generate reads a compressed document.
 
 The call's own tokens are in blocks that all heads share. Attention over the document and attention over these tokens
-are merged by their log-sum-exps, without rounding and without a copy.
+are merged by their log-sum-exps, without a copy of keys or values.
 """
 
 from __future__ import annotations

@@ -191,7 +191,8 @@ class Batch:
     def _rows_cost(self) -> float:
         """Return the cost, in tokens, of computing each prompt separately; infinite if that is impossible.
 
-        It is impossible if unmasked tokens follow a prompt, or if masked columns do and layers have windows or states.
+        It is impossible if unmasked tokens follow a prompt. If layers have windows or states, it is impossible too if
+        masked columns follow one.
         """
         cost = float(self.size)
         for number, prompt in enumerate(self.prompts):

@@ -60,7 +60,7 @@ class LowerTiers:
         return bool(cached) or any(digest in tier for tier in self._tiers[group])
 
     def evicted(self, group: int, blocks: np.ndarray, digests: list[bytes]) -> list[bytes]:
-        """Store blocks that are about to be evicted and return the hashes of those kept. The manager calls this."""
+        """Store evicted blocks, which still hold their content, and return the hashes of those kept."""
         contents = {d: self._parts[group].content(b) for b, d in zip(blocks.tolist(), digests, strict=True)}
         kept = set().union(*[tier.put_many(contents) for tier in self._tiers[group]])
         return [digest for digest in digests if digest in kept]
@@ -125,7 +125,7 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 def _header(model: Any, store: Any, adapters: tuple[str, ...]) -> tuple[dict[str, str], list[Layout]]:
     """Return what a file of `save` says of its model, and the layout of each group's blocks.
 
-    The model is in its current state. `store` is its `PromptStore`, and `adapters` are the extra keys of PEFT adapters.
+    `store` is its `PromptStore`, and `adapters` are the extra keys of PEFT adapters.
     """
     manager, parts = store.manager, store.storage.parts
     shapes = [(type(g).__name__, part.shapes) for g, part in zip(manager.groups, parts, strict=True)]
@@ -199,7 +199,7 @@ def _next(file: IO[bytes], layout: Layout) -> bytes:
     """Return the bytes of the next block in a file."""
     (size,) = _SIZE.unpack(file.read(_SIZE.size))
     if size > largest_size(layout):
-        raise ValueError(f"a block of {size} bytes")
+        raise ValueError(f"a block of {size} bytes, needs at most {largest_size(layout)}")
     return file.read(size)
 
 

@@ -162,7 +162,7 @@ class Jumps:
         if runs:
             blocks = list(runs.values())
             if not kwargs.get("full_sequence_must_fit") or self._room(request, blocks, **kwargs) >= 0:
-                # Pinned first, because the gap's new blocks could otherwise be these.
+                # Pin the runs first. Otherwise the pool could evict them for the gap's new blocks.
                 self._pool.touch(blocks)
                 given = kwargs | {"full_sequence_must_fit": False}
                 new = self._allocate_slots(request, num_new_tokens, *args, **given)

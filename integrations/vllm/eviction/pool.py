@@ -1,7 +1,7 @@
 """vLLM's block pool with an eviction policy in place of its queue.
 
 In vLLM's own pool, each block takes several calls, which take a third of the time of a step that allocates and evicts.
-Here one loop handles many blocks. vLLM's own methods are called with KV events or metrics, and for unusual blocks.
+Here one loop handles many blocks. vLLM's own methods run if KV events or metrics are on, and for unusual blocks.
 """
 
 from __future__ import annotations

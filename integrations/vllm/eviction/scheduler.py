@@ -77,7 +77,9 @@ class PolicyScheduler(HookedScheduler):
             return False
         kind = type(self.kv_cache_manager.block_pool)
         if not issubclass(kind, BlockPool):
-            logger.warning_once("eviction is off, and vLLM's own code runs in its place: a block pool of %s", kind)
+            logger.warning_once(
+                "eviction is off, and vLLM's own code runs in its place: got a block pool of %s, needs vLLM's", kind
+            )
             return False
         return True
 

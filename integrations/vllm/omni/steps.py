@@ -60,7 +60,7 @@ class SavedStep:
     new: dict[str, torch.Tensor] | None
     """A copy of the step's own rows, if they are few; see `copied_rows`."""
     rows: Rows | Exception | None = None
-    """The rows, read before a later step overwrites them, or the error of this read, for the caller that asks."""
+    """The rows, if they were read before a later step overwrote them, or the error of that read."""
 
     def read(self, cache: TensorCache, requests: Sequence[str]) -> Rows:
         """Return the rows of some requests, each preceded by the rows of its hit. Raise like `PrefixHit.read`."""
