@@ -85,20 +85,3 @@ def test_equal_states_are_merged():
     assert m.commit("a", 8) == [[], []]
     assert m.commit("b", 8)[1] == [(second, first)]
     m.check()
-
-
-def test_bad_checkpoints_are_refused_by_name():
-    m = recurrent(4)
-    m.allocate("a", list(range(10)))
-    for position in (0, 6, 12, -4):
-        with pytest.raises(ValueError, match="num_tokens"):
-            m.checkpoint("a", position)
-    with pytest.raises(TypeError, match="num_tokens"):
-        m.checkpoint("a", 4.0)
-    for group in (0, 2):
-        with pytest.raises(ValueError, match="group"):
-            m.checkpoint("a", 4, group)
-    plain = pc.CacheManager(4, block_size=4)
-    plain.allocate("a", [1, 2, 3, 4])
-    with pytest.raises(ValueError, match="group"):
-        plain.checkpoint("a", 4)

@@ -54,12 +54,6 @@ def test_what_only_compares_equal_to_a_key_is_refused(key):
     assert manager.stats().num_requests == 0
 
 
-@pytest.mark.parametrize("position", [-1, True, 2**64, 1.0, "1"])
-def test_bad_positions_are_refused(position):
-    with pytest.raises(ValueError, match="position"):
-        pc.CacheManager(8, block_size=4).allocate("a", [1], extra_keys=pc.KeyAt(position, "x"))
-
-
 def test_a_list_of_keys_may_be_reused_by_its_owner():
     """Rollback, resume, hashes and events use the keys as they were when they were passed."""
     manager = pc.CacheManager(64, block_size=4)
@@ -165,9 +159,4 @@ def test_keys_that_hold_themselves_are_refused():
         with pytest.raises(ValueError, match="extra_keys, salt: got keys that are nested too deeply"):
             manager.allocate("a", [1], **options)
     assert manager.stats().num_requests == 0
-
-
-def test_an_integer_too_long_to_be_written_is_refused_by_name():
-    with pytest.raises(ValueError, match="salt: got an integer of 20001 bits, needs at most 14000"):
-        pc.CacheManager(4).allocate("a", [1], salt=1 << 20000)
-    assert encode_key((1 << 14000) - 1)
+    assert encode_key((1 << 14000) - 1), "an integer as long as it may be"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 import threading
 
@@ -180,50 +179,6 @@ def test_blocks_of_an_interrupted_handover_go_back_when_its_thread_or_another_go
     assert (manager.stats().held_blocks, manager.stats().free_blocks) == (0, 2)
     manager.check()
     manager.reset()
-
-
-def test_requests_from_many_threads_beside_a_tier():
-    """Verbs run while a tier saves. The counters are right, and each block has the content of its hash."""
-    interval, failures = sys.getswitchinterval(), []
-
-    def work(thread):
-        chance, mine = random.Random(thread), []
-        try:
-            for i in range(150):
-                tokens = [chance.randrange(3) for _ in range(chance.randrange(1, 13))]
-                try:
-                    manager.allocate((thread, i), tokens)
-                    mine.append((thread, i))
-                    table, hashes = manager.block_table((thread, i)), manager.block_hashes((thread, i))
-                    content.update(zip(table.tolist(), hashes, strict=False))
-                    manager.commit((thread, i), len(tokens))
-                except pc.OutOfBlocks:
-                    pass
-                while len(mine) > 2 or (mine and chance.random() < 0.5):
-                    manager.free(mine.pop(chance.randrange(len(mine))))
-        except BaseException as error:
-            failures.append(error)
-
-    def save(group, blocks, hashes):
-        failures.extend(block for block, h in zip(blocks.tolist(), hashes, strict=True) if content[block] != h)
-        return hashes
-
-    sys.setswitchinterval(1e-5)
-    try:
-        for _ in range(8):
-            manager, content = pc.CacheManager(24, block_size=2, policy="lru"), {}
-            manager.on_evict = save
-            threads = [threading.Thread(target=work, args=(thread,)) for thread in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert failures == []
-            manager.check()
-            stats = manager.stats()
-            assert (stats.failed_offloads, stats.offloaded_blocks) == (0, stats.evictions)
-    finally:
-        sys.setswitchinterval(interval)
 
 
 def test_a_slow_tier_stops_nobody_else(monkeypatch):

@@ -42,17 +42,6 @@ def test_stats_count_tokens_and_blocks(manager):
     assert {type(value) for value in vars(s).values()} == {int, dict, tuple}
 
 
-def test_a_window_moves_with_every_token_and_keeps_what_the_last_one_reads():
-    m = pc.CacheManager(16, block_size=4, groups=[pc.SlidingWindow(window=6)])
-    m.allocate("a", [1])
-    m.commit("a", 1)
-    for position in range(1, 24):
-        m.append("a", [1])
-        m.commit("a", position + 1)
-        held = (m.block_table("a") >= 0).nonzero()[0].tolist()
-        assert held == list(range(max(0, position - 5) // 4, position // 4 + 1))
-
-
 def test_states_are_evicted_like_blocks_and_run_out():
     m = pc.CacheManager(16, block_size=4, groups=[pc.FullAttention(), pc.Recurrent(num_blocks=1)], policy="lru")
     m.allocate("a", list(range(8)))
