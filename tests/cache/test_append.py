@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from cache_cases import run
+from cache_cases import recurrent, run
 
 import pc
 from pc.cache.policies.priority import Priority
@@ -80,6 +80,27 @@ def test_append_each_succeeds_just_where_separate_appends_do(groups):
             if not together:
                 break
     assert {True, False} <= set(outcomes)
+
+
+def test_a_fork_has_the_next_tokens_of_its_prompt_and_no_state_that_is_not_written():
+    manager = recurrent()
+    manager.allocate("a", list(range(12)), num_tokens=8)
+    manager.commit("a", 8)
+    manager.checkpoint("a", 4)
+    manager.fork("a", "b")
+    assert manager.block_table("b", 1).tolist() == [-1, -1]
+    with pytest.raises(ValueError, match="not the next ones of the prompt"):
+        manager.append("b", [99])
+    manager.check()
+
+
+def test_a_table_grows_in_few_steps(manager):
+    manager.allocate("a", [])
+    sizes = set()
+    for token in range(64):
+        manager.append_each(["a"], [token])
+        sizes.add(manager._state.running["a"].tables[0].size)
+    assert len(sizes) < 4, "a table that grows is copied"
 
 
 def test_a_step_can_be_made_of_appended_tokens():

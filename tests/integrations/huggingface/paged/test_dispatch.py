@@ -18,7 +18,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from generate_cases import LLAMA, left_padded, plain, prompt  # noqa: E402
+from generate_cases import left_padded, plain, prompt  # noqa: E402
 
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
 from pc.integrations.huggingface.runners.dispatch import Dispatch, install  # noqa: E402
@@ -127,10 +127,3 @@ def test_compiled_exported_and_copied_models_are_what_they_were(model: Any) -> N
         torch.testing.assert_close(compiled(prompt(12)).logits, want)
         torch.testing.assert_close(copy.deepcopy(model)(prompt(12)).logits, want)
         assert "pc" not in str(model.config._attn_implementation)
-
-
-if __name__ == "__main__":
-    sys.setswitchinterval(1e-5)
-    forwards_beside_served_calls(LLAMA.build(), int(sys.argv[1]))
-    beams_beside_served_calls(LLAMA.build(), int(sys.argv[1]) // 10)
-    print(f"{sys.argv[1]} forward passes and {int(sys.argv[1]) // 10} beam searches beside served calls: none wrong")

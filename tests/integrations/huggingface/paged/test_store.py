@@ -17,8 +17,6 @@ from generate_cases import (  # noqa: E402
     LLAMA,
     assert_nothing_held,
     assert_same,
-    count_computed,
-    left_padded,
     prompt,
 )
 from graph_double import TapeCapturer  # noqa: E402
@@ -28,14 +26,6 @@ from pc.integrations.huggingface.runners import graphs  # noqa: E402
 
 BY_NAME = {family.name: family for family in FAMILIES}
 NAMES = ["llama", "gemma2", "gpt2"]
-
-
-@pytest.fixture(params=["packed passes", "copies"])
-def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run a test twice: with packed passes, as on a device with kernels, and over contiguous copies."""
-    if request.param == "packed passes":
-        monkeypatch.setitem(graphs.CAPTURERS, "cpu", TapeCapturer)
-    return str(request.param)
 
 
 @pytest.fixture
@@ -75,18 +65,6 @@ def test_a_file_serves_either_runner(
                     assert handle.save(tmp_path / "blocks") > 0
 
 
-def test_windows_take_the_blocks_of_their_window(runner: str) -> None:
-    model = BY_NAME["mistral-window"].build()  # a window of 20 tokens
-    with enable_prefix_caching(model, num_blocks=40, window_blocks=12) as handle:
-        for seed in (0, 1, 0):
-            assert_same(model, input_ids=prompt(300, seed), max_new_tokens=30, eos_token_id=None)
-        batch = left_padded(prompt(150), prompt(90, 1))
-        for _ in range(2):
-            assert_same(model, **batch, max_new_tokens=30, eos_token_id=None)
-        assert handle.stats().hit_tokens > 0
-        assert_nothing_held(handle)
-
-
 OVER_COPIES: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 3},
     "prompt lookup": {"prompt_lookup_num_tokens": 3},
@@ -109,15 +87,3 @@ def test_calls_that_packed_passes_cannot_follow_read_the_same_blocks(options: di
         assert cached(model, handle, torch.cat([other, prompt(5, 2)], 1)) >= 96
         assert handle.stats().calls_handed_back == {}
         assert_nothing_held(handle)
-
-
-@pytest.mark.usefixtures("packed")
-def test_rows_that_share_a_prefix_compute_it_once_in_chunks() -> None:
-    for name in ("llama", "mistral-window"):
-        model = BY_NAME[name].build()
-        shared = prompt(64)
-        batch = left_padded(torch.cat([shared, prompt(9, 1)], 1), torch.cat([shared, prompt(7, 2)], 1))
-        with enable_prefix_caching(model, cuda_graphs=False) as handle:
-            assert count_computed(model, **batch, max_new_tokens=1) == 73 + 7
-            assert_same(model, **batch)
-            assert_nothing_held(handle)
