@@ -245,8 +245,15 @@ def test_misses_of_every_cause_are_explained_for_each_group_by_kind_and_place(ki
         assert (found.reason, found.position, there) == (planted.reason, planted.position, planted.there), seed
         if found.reason == "evicted":
             assert 0 <= found.there < 60
+        if kind == "without_state":
+            lacks = f"group {there} (Recurrent) lacks the state at token {len(planted.text)}: none was cached there"
+            assert lacks in str(found)
+            assert max(miss.matched for miss in found.groups) == len(planted.text)
+        if kind == "evicted_state":
+            assert found.groups[there].there > 0
         if len(planted.specs) > 1:
             assert [(miss.reason, miss.position) for miss in found.groups] == planted.groups, seed
+            assert [miss.kind for miss in found.groups] == [type(spec).__name__ for spec in planted.specs]
         else:
             assert found.groups == ()
         if planted.below is None and planted.found is None:
@@ -467,43 +474,3 @@ def test_every_claim_of_an_explanation_is_true():
                 walk.step(number)
             assert walk.check(), seed
         walk.manager.check()
-
-
-def hybrid(*windows, states=6, num_blocks=64):
-    groups = [pc.FullAttention(), *windows, pc.Recurrent(num_blocks=states)]
-    return pc.CacheManager(num_blocks, block_size=4, policy="lru", groups=groups)
-
-
-def served(manager, name, tokens, checkpoint=True):
-    manager.allocate(name, tokens)
-    if checkpoint:
-        manager.checkpoint(name, len(tokens) // 4 * 4)
-    manager.commit(name, len(tokens))
-    manager.free(name)
-
-
-def misses(manager, tokens):
-    found = manager.explain(tokens)
-    assert found.matched == manager.allocate("probe", tokens).num_cached_tokens
-    manager.free("probe")
-    return found, [(miss.kind, miss.matched, miss.reason, miss.position) for miss in found.groups]
-
-
-@pytest.mark.parametrize("windows", [(), (pc.SlidingWindow(window=8),)])
-def test_a_hybrid_that_hits_nothing_says_which_group_lacks_what(windows):
-    attention = [("FullAttention", 16, None, None), *[("SlidingWindow", 16, None, None)] * len(windows)]
-    text = list(range(16))
-    manager = hybrid(*windows)
-    served(manager, "a", text, checkpoint=False)
-    found, groups = misses(manager, [*text, 5])
-    assert (found.matched, found.reason, found.there) == (0, "window", len(windows) + 1)
-    assert groups == [*attention, ("Recurrent", 0, "state", 16)]
-    assert f"group {len(windows) + 1} (Recurrent) lacks the state at token 16: none was cached there" in str(found)
-
-    manager = hybrid(*windows)
-    served(manager, "a", text)
-    for i in range(8):
-        served(manager, i, [100 + i] * 8)
-    found, groups = misses(manager, [*text, 5])
-    assert groups == [*attention, ("Recurrent", 0, "evicted", 16)]
-    assert found.groups[-1].there > 0
