@@ -104,7 +104,7 @@ class Request:
         """Return a request with the same tokens on the same blocks, without states that are not published yet."""
         chain = self.chain.copy() if self.chain is not None else None
         other = Request(array("I", self.tokens), chain, self.digests, self.keys, self.hint, self.prompt_tokens)
-        other.pending = array("I", self.pending) if self.pending else None
+        other.pending = self.pending  # verbs replace it and never change it
         other.tables = [self.written_table(group, self.num_blocks) for group in range(len(self.tables))]
         other.num_blocks = self.num_blocks
         other.committed, other.computed, other.published = self.committed, self.computed, self.published

@@ -9,7 +9,6 @@ import inspect
 import pickle
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 
 from generate_cases import LLAMA, assert_same, plain, prompt  # noqa: E402
 
-from pc.cache import CacheManager, CacheStats  # noqa: E402
+from pc.cache import CacheManager  # noqa: E402
 from pc.integrations.huggingface import PrefixCaching, RequestReport, enable_prefix_caching  # noqa: E402
 from pc.integrations.huggingface.admit import PromptRequests  # noqa: E402
 from pc.integrations.huggingface.identity import Identity  # noqa: E402
@@ -65,19 +64,6 @@ def test_salt_is_one_threads(model: Any, handle: PrefixCaching) -> None:
         thread.join()
         assert cached(model, handle) == 39
     assert found == [0]
-
-
-def test_counts_of_calls(model: Any, handle: PrefixCaching) -> None:
-    assert_same(model, input_ids=prompt(40))
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for length in (40, 41):
-            model.generate(prompt(length), max_new_tokens=2, use_cache=False)
-    stats = handle.stats()
-    assert isinstance(stats, CacheStats)
-    assert stats.calls_served == 1
-    assert stats.calls_handed_back == {"use_cache=False asks for no cache": 2}
-    assert [w.filename for w in told] == [__file__]  # one warning, at the caller's line
 
 
 def test_a_call_within_one_block_costs_nothing(

@@ -229,8 +229,8 @@ def test_what_is_not_served_goes_to_the_model_with_one_warning(model: Any, handl
         warnings.simplefilter("always")
         assert torch.equal(call(model.generate), want)
         assert torch.equal(call(model.generate), want)
-    told = [str(w.message) for w in caught if str(w.message).startswith("prefix caching:")]
-    assert told == [f"prefix caching: falls back to the model's own generate: {reason}"]
+    told = [(str(w.message), w.filename) for w in caught if str(w.message).startswith("prefix caching:")]
+    assert told == [(f"prefix caching: falls back to the model's own generate: {reason}", __file__)]
     assert handle.last_requests == []
     assert handle.stats().calls_served == 0
     assert list(handle.stats().calls_handed_back.values()) == [2]

@@ -29,9 +29,7 @@ def registered(monkeypatch):
 
 
 def pretend(monkeypatch, version):
-    fake = types.ModuleType("sglang")
-    fake.__version__ = version
-    monkeypatch.setitem(sys.modules, "sglang", fake)
+    monkeypatch.setitem(sys.modules, "sglang", types.SimpleNamespace(__version__=version))
     monkeypatch.setitem(api.NAMES, "attention", {})
     monkeypatch.setitem(api.REGISTRATION, "attention", {})
 
