@@ -69,7 +69,7 @@ def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit)
             pool.check_available(part.fresh.size, held)
     state.begin()
     size, tables = state.block_size, request.tables
-    # Before blocks are allocated, because comparing ids calls their `__eq__`, which may raise.
+    # The request is inserted before blocks are allocated, because comparing ids calls their `__eq__`, which may raise.
     state.running[request_id] = request
     for pool, (table, held, fresh, _) in zip(state.pools, hit.groups, strict=True):
         if held.size:
@@ -111,7 +111,7 @@ def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit)
 
 
 def _copy_beginning(state: ManagerState, request: Request, hit: Hit) -> list[Pairs]:
-    """Return the copy that the caller must make: of a borrowed block's first tokens, to the first fresh block."""
+    """Return the pair (borrowed block, first fresh block) that the caller must copy, and tell the pool of the copy."""
     pair = hit.borrowed.item(0), request.tables[0].item(hit.blocks)
     state.pools[0].refill(pair[1], hit.copied, pair[0])
     return [[pair]]

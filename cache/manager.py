@@ -50,7 +50,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
     With one group, results are `Allocation`, arrays and lists. With several groups, results are `GroupedAllocation` and
     one array or list for each group. To a type checker, a manager without `groups`, or with a tuple of one group,
-    returns `Allocation`. Any other sequence of groups, such as a list, makes it a `GroupedCacheManager`.
+    returns `Allocation`. A manager with any other sequence of groups, such as a list, is a `GroupedCacheManager`.
 
     Args:
         num_blocks: Number of blocks in each group's cache tensors.
@@ -59,9 +59,9 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         hash_algorithm: "sha256", "blake2b" or "xxh3_128"; see `pc.cache.hashing` for the strength of each.
         groups: Specs of the layer groups. None: one group of full attention.
         seed: Makes hashes differ from those of managers with another seed. None: the same hashes everywhere.
-        partial_reuse: Whether a prompt also reuses the first tokens of a cached block whose later tokens differ. It
-            gets a copy of the block (`Allocation.copies`). Needs one group of full attention; costs about 400 bytes for
-            each block.
+        partial_reuse: Whether a prompt also reuses the first tokens of a cached block whose later tokens differ. The
+            request gets its own copy of the block (`Allocation.copies`). Needs one group of full attention; costs about
+            400 bytes for each block.
         host_blocks: Number of block-sized slots of host memory in each group for `preempt(mode="swap")`.
 
     Examples:
@@ -156,8 +156,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
         It returns the hashes that it took, as a list or set, or None; `stats().offloaded_blocks` counts them. If it
         raises, the exception is logged (logger "pc.cache") and counted (`stats().failed_offloads`), its blocks are
-        lost, and the verb returns normally. A `KeyboardInterrupt` in it goes to the caller of the verb, which is
-        complete.
+        lost, and the verb returns normally. A `KeyboardInterrupt` in it is raised in the verb's caller; the verb
+        is complete then.
         """
         return self._state.on_evict
 
@@ -204,8 +204,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         Args:
             request_id: Any hashable that no running or preempted request has. Ids that are equal are the same id.
             token_ids: The prompt: a list, array or numpy array of integers.
-            extra_keys: Keys that decide the KV besides tokens: one key or a list of several, plain (LoRA name) or
-                `KeyAt`. Later changes of the list have no effect.
+            extra_keys: Keys for what the KV depends on besides tokens: one key or a list. A key is a plain value,
+                such as a LoRA's name, or a `KeyAt`. Later changes of the list have no effect.
             salt: Requests with different salts never share a block.
             reuse: "prefix": reuse the leading run of cached blocks. "gap": also reuse cached blocks that come after a
                 missing one. "anywhere": after the prefix, also reuse text that is cached at another position or after
@@ -420,8 +420,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         Args:
             request_id: The request.
             returns: Probability that the conversation resumes soon, 0 to 1, if the caller knows something: a tool call
-                is pending, the window was closed. With 0, the policies that use hints (`default`, `priority`) evict
-                first the blocks that only this conversation used. None: unknown.
+                is pending, or the user has closed the chat. With 0, the policies that use hints (`default`, `priority`)
+                evict first the blocks that only this conversation used. None: unknown.
 
         Raises:
             KeyError: The request is unknown.
@@ -549,7 +549,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         """Explain how far a prompt is cached, why no further, and what other kinds of reuse would save. Change nothing.
 
         The time is proportional to the number of remembered tokens and evictions. The manager remembers the latest
-        evictions, and of the latest tokens about 16 for each block. It never shows text of another salt.
+        evictions, and the latest tokens, about 16 for each block. It never shows text of another salt.
 
         Args:
             token_ids: The prompt, as for `allocate`.

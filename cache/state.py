@@ -11,8 +11,8 @@ any two instructions. The time of a rebuild is proportional to the number of blo
 With three rules, a verb needs no code to undo its changes:
 
 - A verb grows a request's tokens and tables in place, and replaces every other value (`Request`).
-- A verb that removes a request, or tokens of one, removes them in one step. From that step on it is complete, and its
-  remaining changes can be rebuilt.
+- A verb that removes a request, or tokens of one, removes them in one step. From that step on the verb counts as
+  complete, because `undo` can rebuild its remaining changes.
 - Listeners, watchers and indexes are notified after the verb is complete, of what `Log.evicted` and `Log.later` hold.
   After an interrupt, they may be notified twice.
 """
@@ -40,7 +40,7 @@ from .table import Ids
 if TYPE_CHECKING:
     from .reuse import Reuse
 
-# Number of consecutive interrupts that undoing a verb withstands
+# Maximum number of attempts to undo a verb, if each is interrupted
 ATTEMPTS = 100
 
 T = TypeVar("T")

@@ -62,7 +62,9 @@ class Identity:
         # An identity must not keep its model alive, so it reads the model's own attributes through the model.
         self._root_names = [n for n in vars(model) if n not in self._left_out]
         self._settings: list[tuple[Any, dict[str, Any]]] = []
-        labels: list[tuple[str, tuple[Any, ...]]] = [("", tuple(self._root_names))]  # of values of `_attributes`
+        labels: list[tuple[str, tuple[Any, ...]]] = [
+            ("", tuple(self._root_names))
+        ]  # of the values that `_attributes` returns
         nested: dict[int, tuple[str, Any]] = {}
         for m in watched:
             left_out = _INTERNAL | {RECORDING} | set(transient) | (ADAPTER_STATE if id(m) in adapters else frozenset())
@@ -326,7 +328,7 @@ def _configs(model: Any) -> list[Any]:
 def _named_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter and buffer once, by name; for a tensor subclass, the tensors that it wraps.
 
-    Buffers of rotary embeddings that change with the input length are skipped, and the tensors that `_inner` skips.
+    Rotary embeddings that change with the input length are skipped. So are the tensors that `_inner` skips.
     """
     seen: set[int] = set()
     for label, module in model.named_modules():

@@ -130,7 +130,7 @@ class RowImages:
         return b"".join(np.ascontiguousarray(part).astype(np.int64).tobytes() for part in parts)
 
     def _check(self, input_ids: torch.Tensor, mask: Any) -> None:
-        """Check that types outside of images and positions before the first image are those of text.
+        """Check that token types outside images, and positions before the first image, are those of text.
 
         Blocks outside of images may be shared with prompts that have no images.
         """
@@ -229,7 +229,7 @@ class Prompt:
     blocks: RequestBlocks = field(init=False)  # the blocks of its request
     branches: dict[int, RequestBlocks] = field(default_factory=dict)  # by row: forks for different answers
     hit: PromptHit = field(default_factory=PromptHit)
-    hidden: Sequence[torch.Tensor] = ()  # for each layer, hidden states of its first tokens, if the caller wants them
+    hidden: Sequence[torch.Tensor] = ()  # for each layer, those of the cached tokens, if the caller wants them
     owner: Any = None  # in continuous batching, its `PromptRequests`, which forks share
 
     @property
@@ -265,7 +265,7 @@ class Prompt:
     def image_keys(self) -> list[KeyAt]:
         """Return the extra keys that images add to a prompt's blocks.
 
-        If tokens attend in both directions within images, an image's key contains all images adjacent to it.
+        If tokens attend in both directions within images, an image's key contains all images of its group (`runs`).
         """
         if self.images is None or self.images.split.computes:
             return [item.key(self.pad) for item in self.items]

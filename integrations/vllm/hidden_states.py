@@ -84,7 +84,7 @@ class PromptHiddenStates:
         max_bytes: The most bytes of rows; None: half of the memory available.
         waiting_bytes: The most bytes of rows that wait for `take`. Beyond this limit, the rows of the prompts that
             were completed first are dropped, with one warning. Those of the last prompt always stay.
-        folder: A folder. Rows are written there and do not wait.
+        folder: A folder. Rows are written there and do not wait for `take`.
 
     Raises:
         ValueError: No group of layers has full attention. Layers with a window free the blocks of a prefix.
@@ -134,8 +134,9 @@ class PromptHiddenStates:
     def pool(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Pool a step's hidden states, after token-wise poolers have got the rows of prefix hits.
 
-        A token-wise pooler keeps the chunks of a prompt and joins them at its end. This method replaces the pooler's
-        chunks by all rows before this step's tokens. The result then has a row for each token, also after a preemption.
+        A token-wise pooler keeps the chunks of a prompt and joins them at its end. If the chunks lack
+        tokens before this step's, this method replaces them by the stored rows of all these tokens. The result then has
+        a row for each token, also after a preemption.
         """
         output, self._output = self._output, None
         if output is not None:
@@ -158,7 +159,7 @@ class PromptHiddenStates:
     def _follow(self, output: Any) -> dict[str, int]:
         """Update the tables and rows for a step, and return the first position of each of its requests."""
         fresh = getattr(output, "pc_fresh_blocks", None)
-        if fresh is None:  # vLLM's own scheduler does not name new blocks, which a connector may fill
+        if fresh is None:  # from vLLM's own scheduler: a connector may have filled any block
             fresh = range(self._num_blocks) if self._has_connector else ()
         self.rows.forget(fresh)
         for request in output.finished_req_ids:
@@ -261,13 +262,13 @@ class PromptHiddenStates:
 class HiddenStatesWorker(Base):
     """vLLM's worker with the hidden states of prompts.
 
-    The last pipeline rank stores rows. If the model does not pool, only the first of its tensor-parallel ranks does.
+    The last pipeline stage stores rows. If the model pools, each of its tensor-parallel ranks does, else the first.
     `additional_config` of the engine may have these options:
 
-    - `pc_hidden_states_device`: the device of the rows, "cpu" (the default, pinned beside a GPU) or "cuda".
+    - `pc_hidden_states_device`: the device of the rows, "cpu" (the default; pinned if there is a GPU) or "cuda".
     - `pc_hidden_states_bytes`: the most bytes of rows; by default half of the available memory.
     - `pc_hidden_states_waiting_bytes`: the most bytes of rows that wait to be taken or written; 1 GiB by default.
-    - `pc_hidden_states_dir`: a folder with a file for each prompt whose request asked, for clients of a server.
+    - `pc_hidden_states_dir`: a folder with a file for each prompt whose request asks for rows, for clients of a server.
     - `pc_hidden_states_dir_bytes`, `pc_hidden_states_dir_seconds`: limits of the folder; 10 GiB and an hour by default.
 
     If the installed vLLM lacks what the rows need, the worker runs as vLLM's own and logs why.
@@ -277,7 +278,7 @@ class HiddenStatesWorker(Base):
             asynchronous, so the host does not know its positions. Or there is a KV connector with a pooling model, or
             without `pc`'s scheduler. Or the model pools without chunked prefill or under runner V2, or its pooler
             of tokens does not use vLLM's AllPool.
-        UnsupportedVersionError: The model pools each token, and vLLM lacks what adds the rows of prefix hits.
+        UnsupportedVersionError: The model pools, and vLLM lacks the parts that are needed to add the rows of hits.
     """
 
     pc_hidden_states: PromptHiddenStates | None = None
@@ -337,7 +338,10 @@ class HiddenStatesWorker(Base):
 
 
 def pools(runner: Any) -> bool:
-    """Return whether a runner pools hidden states instead of sampling. Runner V2 has no such flag and is refused."""
+    """Return whether a runner pools hidden states instead of sampling.
+
+    Runner V2 has no such flag, and `check_hidden_states` refuses it for pooling models.
+    """
     return bool(getattr(runner, "is_pooling_model", False))
 
 
@@ -351,13 +355,13 @@ def why_no_logprobs(config: Any) -> str:
 
 
 def check_hidden_states(vllm_config: Any) -> None:
-    """Refuse configurations in which rows would be stored in wrong slots. Raises as `HiddenStatesWorker`."""
+    """Check the options, and refuse configurations in which rows would be wrong. Raises as `HiddenStatesWorker`."""
     given = additional_config(vllm_config)
     for name, value in given.items():
         if name == "pc_hidden_states_dir" and (not isinstance(value, str) or not value):
             raise ValueError(f"{name}: got {value!r}, needs the path of a folder")
         if name.startswith("pc_hidden_states_dir_") and "pc_hidden_states_dir" not in given:
-            raise ValueError(f"{name}: got one without pc_hidden_states_dir, needs the folder that it bounds")
+            raise ValueError(f"{name}: got {value!r} without pc_hidden_states_dir, needs the folder that it limits")
         if name.endswith("_dir_seconds") and (type(value) not in (int, float) or not value > 0):
             raise ValueError(f"{name}: got {value!r}, needs a number above 0")
         if name == "pc_hidden_states_device" and value not in ("cpu", "cuda"):
@@ -369,7 +373,9 @@ def check_hidden_states(vllm_config: Any) -> None:
         raise ValueError("async_scheduling: got True with speculation, needs False for hidden states")
     connector = vllm_config.kv_transfer_config
     if connector is not None and not has_policy(vllm_config):
-        raise ValueError("kv_transfer_config: a connector fills blocks unseen, needs PC_VLLM=eviction,hidden_states")
+        raise ValueError(
+            "kv_transfer_config: got a connector without pc's scheduler, needs PC_VLLM=eviction,hidden_states"
+        )
     if getattr(vllm_config.model_config, "runner_type", "") == "pooling":
         if connector is not None:
             raise ValueError("kv_transfer_config: got a connector, whose blocks have no rows to pool, needs None")
@@ -394,7 +400,7 @@ def check_pooler(pooler: Any) -> None:
 
 
 def take_hidden_states(llm: Any) -> dict[str, dict[str, torch.Tensor] | None]:
-    """Return the hidden states of the prompts that were completed since the last call and whose requests asked.
+    """Return the hidden states of the prompts that were completed since the last call and whose requests ask for them.
 
     Args:
         llm: vLLM's `LLM`.

@@ -1,6 +1,6 @@
 """Tile sizes and launch options, by architecture, head_dim, dtype and regime.
 
-On sm_90, two rules were measured on an H100: decodes of 16 rows, and prefills of head_dim 128 over blocks of 16. All
+For sm_90, three rules were measured on an H100: `PROGRAMS`, decodes of 16 rows, and prefills with `two_tiles`. All
 other rules were chosen without a GPU. They are based on registers, shared memory and spills of compiled kernels (`make
 kernels` writes the table) and on published sweeps of other projects. For example, BLOCK_M 128 with 8 warps reaches
 wgmma without a spill, and 4 warps spill. To measure other tiles on a GPU, run `make gpu ARGS="--only sweep"`.
@@ -102,7 +102,7 @@ def decode_tiles(
     block_m = min(64, max(16, next_power_of_2(rows)))
     row_bytes = max(16, next_power_of_2(head_dim)) * (1 if quantized else itemsize)
     is_large = arch in _LARGE_SHARED
-    # Two tiles in flight while one is computed, and three programs for each processor if their tiles fit.
+    # Load two or three tiles while one is computed, and let three programs fit on a processor where possible.
     block_n = max(16, min(64 if head_dim <= 64 else 32, (16384 if is_large else 8192) // row_bytes))
     num_stages = 4 if is_large and (row_bytes <= 512 or head_dim > 256) else 3
     if itemsize == 4:
@@ -147,14 +147,14 @@ def latent_tiles(
     if arch.startswith("gfx"):
         return Tiles(16, 32, 4, 1, False)
     if not splits_values:
-        # Codes take more registers.
+        # Quantized rows take more registers.
         return Tiles(16, 32, 8 if quantized else 4, 3, True)
     if arch not in _ASYNC_MATRIX:
         return Tiles(32, 32, 4, 2, True, value_splits=2)
     import triton
 
-    # wgmma takes at least 64 rows. These spill in prefills, which need registers to find rows and splits. They also
-    # spill with tcgen05, and with triton 3.6.
+    # wgmma takes at least 64 rows. In prefills, which need registers to find rows and splits, 64 rows spill.
+    # With tcgen05 or triton 3.6, they spill in decodes too.
     block_m = 64 if arch == "sm_90" and decoding and not triton.__version__.startswith("3.6.") else 32
     return Tiles(block_m, 64, 4, 2, True, value_splits=2)
 
@@ -194,10 +194,10 @@ def prefill_tiles(
         return Tiles(64, 32, 4, 2, not wide)
     if wide:
         if arch in _ASYNC_MATRIX and not spare_registers:
-            # Codes take more registers. So does tcgen05, which loads its sums into registers to scale them.
+            # Quantized keys take more registers. So does tcgen05, which loads its sums into registers to scale them.
             is_narrow = quantized or arch == "sm_100"
             return Tiles(64 if is_narrow else 128, 64, 8, 3 if quantized else 2, True)
-        # Codes of 64 rows spill with mma.sync.
+        # With mma.sync, 64 rows over quantized keys spill.
         is_narrow = quantized and arch not in _ASYNC_MATRIX
         return Tiles(32, 32, 4, 2, False) if is_narrow else Tiles(64, 32, 8, 2, False)
     if arch not in _ASYNC_MATRIX:

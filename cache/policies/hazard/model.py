@@ -46,7 +46,7 @@ HINT_BOUNDS = (0.1, 0.35, 0.65)  # hint 0: none was given; hints 1 to 4: rising 
 NEW, OUTPUT, TAIL = 0, 8, 16  # index of the first factor for new blocks, for output, and for the tail
 FACTORS = 18
 LEVELS = 24  # the product of factors is rounded to steps of a third of an octave, for lookups
-FADING = 1e-7  # of two equal blocks, the older one is worth a little less
+FADING = 1e-7  # of two equal blocks, the older one has a slightly lower score
 
 DECAY = 0.97  # factor of all sums every 50 requests, so about 1,600 requests count
 # Weights of the priors. Halving or doubling them changes hits by about 1 %.
@@ -158,7 +158,7 @@ class HazardModel:
         return clipped
 
     def scores(self, stratum: Numbers, covariates: Numbers, age: Numbers) -> Numbers:
-        """Return the worth of blocks: their Gittins indices, in expected hits for each request that they stay.
+        """Return the scores of blocks: their Gittins indices, in expected hits for each request that they stay.
 
         All arguments are `[n]`: stratum 4 * group + uses, covariates as in `RunTable`, and idle times.
         """
@@ -173,7 +173,7 @@ class HazardModel:
         return scores
 
     def score(self, stratum: int, covariates: int, age: int) -> float:
-        """Return the worth of one block, as `scores` does, without numpy's overhead."""
+        """Return the score of one block, as `scores` does, without numpy's overhead."""
         if not self._indexed:
             self._find_index()
         bucket = min(bisect(EDGE_LIST, age) - 1, AGES - 1)

@@ -1,7 +1,7 @@
-"""The choice of victims: blocks are evicted from the end of the run whose last block has the least worth.
+"""The choice of victims: blocks are evicted from the end of the run whose last block has the lowest score.
 
 A run is the part of a request's blocks that no later request has used. Eviction shortens a run from its end and stops
-where the worth changes. A block is evicted before its parent, because it cannot be hit without the parent. To save
+where the score changes. A block is evicted before its parent, because it cannot be hit without the parent. To save
 time, a heap keeps the scores of the likely next runs until some more requests have come. For a single
 element, such as a block's owner, the code uses a memoryview of the array, which is faster.
 """
@@ -21,7 +21,7 @@ Part = tuple[Ids, int, bool]  # evicted blocks of a request, its serial, and whe
 
 FRESH = 32  # a ranking of n runs serves n // 32 requests, because its time grows with n
 # Bounds for the number of requests that scores serve. A cache of few runs ranks for every request: the last request's
-# blocks may be worth least, and evicting them at once keeps other conversations whole.
+# blocks may have the lowest scores, and evicting them at once keeps other conversations whole.
 LEAST, LONGEST = 1, 64
 SPARE = 64  # number of runs to rank in addition to one run for each block to evict
 LOOK = 64  # minimum number of places checked together
@@ -133,7 +133,7 @@ class VictimChooser:
         return bool(views.start[row] < views.end[row] and not self._child_count_of[views.last[row]])
 
     def _score(self, row: int, now: int) -> float:
-        """Return the worth of the last block of a run."""
+        """Return the score of the last block of a run."""
         views = self._runs.views
         if views.final[row] and views.end[row] > views.shared[row]:
             return FINISHED_SCORE
@@ -155,14 +155,14 @@ class VictimChooser:
         The run before is the one that ends in the parent of this run's first block. Its row is returned if this run is
         now empty and the parent has no other child, because the run before may then be evicted.
 
-        With `by_score`, stop where the worth changes, and before blocks that have children.
+        With `by_score`, stop where the score changes, and before blocks that have children.
         """
         runs = self._runs
         views = runs.views
         start, end, serial = views.start[row], views.end[row], views.serial[row]
         owner = serial << self._place_bits
         tail = end == views.size[row]
-        if tail and by_score:  # the tail is a separate piece and has no children
+        if tail and by_score:  # the request's last block has its own score and no children, so it is evicted alone
             chosen, looked = runs.blocks(row, end - 1, end), 1
             if self._owner_of[views.last[row]] == owner + end - 1:
                 self._owner_of[views.last[row]] = -1

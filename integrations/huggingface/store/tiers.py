@@ -106,7 +106,7 @@ def disk_writers(
 
 @contextmanager
 def replaced(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Yield a file that only its owner may read. It replaces `path` if the block ends without an error.
+    """Yield a file that only its owner may read. It replaces `path` if the `with` statement ends without an error.
 
     Raises:
         OSError: The file cannot be written.
@@ -123,7 +123,7 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 
 def _header(model: Any, store: Any, adapters: tuple[str, ...]) -> tuple[dict[str, str], list[Layout]]:
-    """Return what a file of `save` says of its model, and the layout of each group's blocks.
+    """Return the fields of a file's header that identify the model, and the layout of each group's blocks.
 
     `store` is its `PromptStore`, and `adapters` are the extra keys of PEFT adapters.
     """
@@ -141,10 +141,10 @@ def _header(model: Any, store: Any, adapters: tuple[str, ...]) -> tuple[dict[str
 
 
 def save(model: Any, store: Any, adapters: tuple[str, ...], path: str | os.PathLike[str]) -> int:
-    """Write all published blocks to a file and return their number. If an error occurs, no file is written.
+    """Write all published blocks, and those in host memory, to a file; return their number. An error changes no file.
 
-    The file has a line `FORMAT`, a line of JSON with the model and the hashes of the blocks, then each block, packed.
-    A block that another thread's call evicts meanwhile has no bytes.
+    The file has a line `FORMAT`, a line of JSON, then each block, packed. The JSON has the model's fingerprint, the
+    cache's settings and the hashes of the blocks. A block that another thread's call evicts meanwhile has no bytes.
     """
     identity, layouts = _header(model, store, adapters)
     groups = [
@@ -182,7 +182,7 @@ def load(model: Any, store: Any, adapters: tuple[str, ...], path: str | os.PathL
             raise _damaged(error) from error
         for name, value in expected.items():
             if identity[name] != value:
-                raise ValueError(f"path: got KV of another {name}, needs KV of this model in its current state")
+                raise ValueError(f"path: got KV of another {name}, needs the same model, adapters and cache settings")
         try:
             groups = [
                 {digest: unpack(data, digest, layout) for digest in group if (data := _next(file, layout))}
@@ -222,7 +222,7 @@ def fingerprint(model: Any) -> str:
 
 
 def _settings(model: Any) -> Iterator[str]:
-    """Yield the classes, simple attributes and hooks of modules, except hooks that transformers itself adds."""
+    """Yield the classes, simple attributes and hooks of modules, except hooks that `is_harmless` accepts."""
     for name, module in model.named_modules():
         yield f"{name} {type(module).__module__} {type(module).__qualname__}"
         for hooks in _HOOKS:
