@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib.util
 import logging
 import os
@@ -18,6 +20,14 @@ import pc  # noqa: F401  registers torch.ops.pc
 from pc.triton_ops._core.runtime import HAS_TRITON, INTERPRET, KERNELS_ON_CPU
 
 HAS_GPU = torch.cuda.is_available()
+gc.disable()  # until all modules are imported
+
+
+def pytest_collection_finish() -> None:
+    """Leave the million objects of imported modules out of garbage collections, which frameworks ask for often."""
+    gc.freeze()
+    atexit.register(gc.unfreeze)
+    gc.enable()
 
 
 # Packages that tests import and this machine lacks. `make gpu` reads them and runs the other tests.
