@@ -84,15 +84,15 @@ kvpress: setup .peers/kvpress/.ready ## compare presses of NVIDIA's kvpress, ins
 # Kernels run in triton's interpreter. Tests of other folders run kernels on a GPU or in `make emulate`.
 # A worker begins with its own part of the folders, so it imports less than if tests took turns, and steals tests at the end.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=25 --durations-min=2
-run_tests = export OMP_NUM_THREADS=1; $(PYTEST) -m "$(1)" && \
-	TRITON_INTERPRET=1 $(PYTEST) -m "$(1)" tests/triton_ops \
-		tests/integrations/huggingface/test_compression_kernels.py
+# Four processes import the tests, so their bytecode is kept.
+run_tests = export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=; $(PYTEST) -m "$(1)" && \
+	TRITON_INTERPRET=1 $(PYTEST) -m "$(1)" tests/triton_ops $(2)
 
 test: setup ## the quick tests, some minutes: operators on CPU tensors first, then kernels in triton's interpreter
 	$(call run_tests,not slow)
 
 test-slow: setup ## the slow tests: more cases of each test, and tests that take long
-	$(call run_tests,slow)
+	$(call run_tests,slow,tests/integrations/huggingface/test_compression_kernels.py)
 
 test-all: test test-slow ## all tests
 
