@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import importlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -376,25 +376,32 @@ def _amd(compiled: Any) -> dict[str, Any]:
     }
 
 
+def launched(cases: Iterable[str], target: str) -> list[tuple[Row, Launch]]:
+    """Return a row for each kernel that the cases launch, without its measurements, and the recorded launch."""
+    found = []
+    with chosen_for(TARGETS[target].architecture) as launches:
+        for case in cases:
+            launches.clear()
+            CASES[case]()
+            for entry in launches:
+                name = entry.kernel.__name__.strip("_").removesuffix("_kernel")
+                # One case shows the plan and the merge; a prefill's launch for short sequences is that of "verify".
+                is_shown = case == MERGED_CASE or name not in ("plan_tiles", "plan_items", "merge_splits")
+                if is_shown and not (entry.arguments.get("DECODE") and "prefill" in case):
+                    found.append((Row(triton.__version__, target, case, name, sources=digest([entry])), entry))
+    return found
+
+
 def measure(case: str, target: str, again: bool = True) -> Iterator[Row]:
     """Yield a row for each kernel that a case launches: the table's if it holds, unless all are measured `again`."""
-    gpu, arch, *_ = TARGETS[target]
     known = {} if again else read_table()
-    with chosen_for(arch) as launches:
-        CASES[case]()
-    for entry in launches:
-        name = entry.kernel.__name__.strip("_").removesuffix("_kernel")
-        # One case shows the plan and the merge; a prefill's launch for short sequences is that of "verify".
-        if name in ("plan_tiles", "plan_items", "merge_splits") and case != MERGED_CASE:
-            continue
-        if entry.arguments.get("DECODE") and "prefill" in case:
-            continue
-        row = Row(triton.__version__, target, case, name, sources=digest([entry]))
+    for row, entry in launched([case], target):
         if row.key in known and known[row.key].sources == row.sources:
             yield known[row.key]
             continue
         compiled = compile_launch(entry, target)
-        found = _amd(compiled) if gpu.backend == "hip" else _nvidia(compiled, target, entry)
+        is_amd = TARGETS[target].gpu.backend == "hip"
+        found = _amd(compiled) if is_amd else _nvidia(compiled, target, entry)
         yield dataclasses.replace(row, shared=compiled.metadata.shared, **found)
 
 
