@@ -385,7 +385,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             KeyError: The request is unknown.
             ValueError: The request has fewer tokens, or a sliding window would need blocks that were released. Or,
                 with a recurrent group, the request would end at a position without a state. It may end at 0, at the
-                committed position, whose state the engine keeps, and where it holds a published state.
+                committed position (the engine keeps that state), or where the request holds a published state.
 
         Examples:
             >>> allocation = manager.allocate("a", range(6))

@@ -62,7 +62,7 @@ class ManagerState:
 
     Attributes:
         prefix_only: Whether there is only one group of layers, and it needs all blocks of a prefix.
-        reuses: Indexes that find more than whole blocks of a prefix, by name. They are made on first use.
+        reuses: By name, the indexes for reuse of parts of blocks ("partial") and of text elsewhere ("anywhere").
         log: Changed hashes and tasks of the running verb; see `Log`.
         snapshot: The values that the running verb may change; None while it only reads.
         offloading: For each running call of `on_evict`, the `Evicted` that holds its blocks.
@@ -268,7 +268,7 @@ class ManagerState:
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of the indexes that find more than whole blocks of a prefix."""
+        """Bytes of the indexes in `reuses`."""
         return sum(index.nbytes for index in self.reuses.values())
 
     def count(self, **more: int) -> None:

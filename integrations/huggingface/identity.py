@@ -62,9 +62,8 @@ class Identity:
         # An identity must not keep its model alive, so it reads the model's own attributes through the model.
         self._root_names = [n for n in vars(model) if n not in self._left_out]
         self._settings: list[tuple[Any, dict[str, Any]]] = []
-        labels: list[tuple[str, tuple[Any, ...]]] = [
-            ("", tuple(self._root_names))
-        ]  # of the values that `_attributes` returns
+        # The module's name and the attributes' names, for each result of `_attributes`, in the same order.
+        labels: list[tuple[str, tuple[Any, ...]]] = [("", tuple(self._root_names))]
         nested: dict[int, tuple[str, Any]] = {}
         for m in watched:
             left_out = _INTERNAL | {RECORDING} | set(transient) | (ADAPTER_STATE if id(m) in adapters else frozenset())
@@ -358,7 +357,7 @@ class _Samples:
 
     def __init__(self, tensors: list[tuple[str, torch.Tensor, int]]) -> None:
         # Tensors in host memory are grouped by element size, others by device and dtype. `names` has for each group the
-        # names of its tensors and their numbers of bytes.
+        # names of its tensors and the number of bytes of each sample.
         host: dict[int, list[np.ndarray]] = {}
         other: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         names: dict[Any, list[tuple[str, int]]] = {}

@@ -71,7 +71,8 @@ class RowImages:
     Each row of the caller appears `repeats` times in `input_ids [batch, length]`.
 
     Raises:
-        UnsupportedError: Tokens and images do not match, or something besides images sets positions or types.
+        UnsupportedError: Tokens and images do not match, or `attention_mask` leaves out tokens of images. Or token
+            types outside images, or positions before the first image, are not those of text.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class RowImages:
 
     @property
     def split(self) -> ImageSplit:
-        """Whether a prompt may be cut inside an image: when it is computed, and when cached tokens are read."""
+        """Whether a prompt may be cut inside an image, for computing it and for reading cached tokens."""
         return self._outputs.split or ImageSplit()
 
     def inputs(self, row: int, start: int, end: int) -> dict[str, torch.Tensor]:
@@ -229,7 +230,9 @@ class Prompt:
     blocks: RequestBlocks = field(init=False)  # the blocks of its request
     branches: dict[int, RequestBlocks] = field(default_factory=dict)  # by row: forks for different answers
     hit: PromptHit = field(default_factory=PromptHit)
-    hidden: Sequence[torch.Tensor] = ()  # for each layer, those of the cached tokens, if the caller wants them
+    hidden: Sequence[
+        torch.Tensor
+    ] = ()  # for each layer, cached hidden states of the first tokens, if the caller wants any
     owner: Any = None  # in continuous batching, its `PromptRequests`, which forks share
 
     @property

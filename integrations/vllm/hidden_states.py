@@ -135,8 +135,8 @@ class PromptHiddenStates:
         """Pool a step's hidden states, after token-wise poolers have got the rows of prefix hits.
 
         A token-wise pooler keeps the chunks of a prompt and joins them at its end. If the chunks lack
-        tokens before this step's, this method replaces them by the stored rows of all these tokens. The result then has
-        a row for each token, also after a preemption.
+        tokens of earlier steps, this method replaces all chunks with the stored rows of all earlier tokens. The result
+        then has a row for each token, also after a preemption.
         """
         output, self._output = self._output, None
         if output is not None:
@@ -274,10 +274,10 @@ class HiddenStatesWorker(Base):
     If the installed vLLM lacks what the rows need, the worker runs as vLLM's own and logs why.
 
     Raises:
-        ValueError: At start-up. An option is out of range, or no layer has full attention. Or speculation is
-            asynchronous, so the host does not know its positions. Or there is a KV connector with a pooling model, or
-            without `pc`'s scheduler. Or the model pools without chunked prefill or under runner V2, or its pooler
-            of tokens does not use vLLM's AllPool.
+        ValueError: At start-up. An option is out of range, or no layer has full attention. Or `async_scheduling`
+            is on with speculation, so the host does not know the positions of a step's tokens. Or there is a KV
+            connector with a pooling model, or without `pc`'s scheduler. Or the model pools without chunked prefill or
+            under runner V2, or has a token-wise pooler without vLLM's AllPool.
         UnsupportedVersionError: The model pools, and vLLM lacks the parts that are needed to add the rows of hits.
     """
 
@@ -290,7 +290,7 @@ class HiddenStatesWorker(Base):
         if self._pc_follows:
             check_hidden_states(self.vllm_config)
         if self._pc_follows and pools(self.model_runner):
-            # The engine lets these requests read hits, so the pooler needs the rows of these hits.
+            # `pool_prefix_hits` lets requests of token-wise poolers read hits, so the pooler needs the rows of hits.
             check_version("hidden_states.pooling", runner=self.model_runner)
             check_pooler(self.model_runner.get_model().pooler)
         super().initialize_from_config(kv_cache_config, *args, **kwargs)

@@ -1,9 +1,9 @@
 """Tile sizes and launch options, by architecture, head_dim, dtype and regime.
 
 For sm_90, three rules were measured on an H100: `PROGRAMS`, decodes of 16 rows, and prefills with `two_tiles`. All
-other rules were chosen without a GPU. They are based on registers, shared memory and spills of compiled kernels (`make
-kernels` writes the table) and on published sweeps of other projects. For example, BLOCK_M 128 with 8 warps reaches
-wgmma without a spill, and 4 warps spill. To measure other tiles on a GPU, run `make gpu ARGS="--only sweep"`.
+other rules were chosen without a GPU. They are based on registers, shared memory and spills of compiled kernels, which
+`make kernels` writes to a table, and on published sweeps of other projects. For example, BLOCK_M 128 with 8 warps
+reaches wgmma without a spill, and 4 warps spill. To measure other tiles on a GPU, run `make gpu ARGS="--only sweep"`.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ _ASYNC_MATRIX = frozenset({"sm_90", "sm_100"})
 # Targets with at least 160 KB of shared memory for each processor. Others have 100 KB, gfx942 64 KB.
 _LARGE_SHARED = frozenset({"sm_80", "sm_90", "sm_100", "interpreter"})
 
-# Register limits for a thread of a decode, by number of warps. Without a limit the compiler uses 168 and spills. If two
-# programs of 4 warps share a processor, a thread may use 240 registers; if three do, 168.
+# Register limits for a thread of a decode, by number of warps. With 240 registers, two programs of 4 warps fit on a
+# processor; with 168, three would. Without a limit the compiler uses 168 and spills.
 DECODE_REGISTERS = {2: 255, 4: 240, 8: 0}
 
 

@@ -88,8 +88,8 @@ class HazardModel:
             since: Start of the interval.
             until: End of the interval.
             at_risk: Weighted number of blocks in each cell, 2 * uses + tail: `[n, 8]`.
-            stale: Whether many requests have ended since the last fit. The rates are then updated before the expected
-                hits are computed. Otherwise the factors would absorb the whole change of the rates.
+            stale: Whether many requests have ended since the last fit. If so, the rates are updated before the expected
+                hits are computed, so that the factors do not absorb the whole change of the rates.
         """
         new, output = covariates % 8 + NEW, covariates // 8 + OUTPUT
         ages = min(bisect(EDGE_LIST, float(until.max())), AGES)
@@ -128,7 +128,8 @@ class HazardModel:
         The rates of all strata together are shrunk towards a prior.
         """
         events, exposure = self._events.sum(axis=0), self._exposure.sum(axis=0)
-        prior = AGE_PRIOR * WIDTHS  # falls with age, because an age never seen must not look good
+        prior = AGE_PRIOR * WIDTHS
+        # The prior's rate falls with age, because an age that was never seen must not look good.
         pooled = (events + prior * 0.05 / (EDGES[:AGES] + 300)) / (exposure + prior)
         self.rate = (self._events + PRIOR * WIDTHS * pooled) / (self._exposure + PRIOR * WIDTHS)
 
@@ -160,7 +161,7 @@ class HazardModel:
     def scores(self, stratum: Numbers, covariates: Numbers, age: Numbers) -> Numbers:
         """Return the scores of blocks: their Gittins indices, in expected hits for each request that they stay.
 
-        All arguments are `[n]`: stratum 4 * group + uses, covariates as in `RunTable`, and idle times.
+        All arguments are `[n]`: stratum 4 * group + uses, covariates new + 8 * output + 64 * tail, and idle times.
         """
         if not self._indexed:
             self._find_index()
@@ -238,7 +239,8 @@ YOUNG = 512  # number of latest requests whose idle time is counted in every cal
 class IntervalsAtRisk:
     """A collector of intervals during which blocks were at risk of reuse.
 
-    A reuse ends an interval. Before each fit of the model, `learn` counts the reuses and all exposure. Blocks that were
+    A reuse ends an interval. Before each fit of the model, `learn` counts all reuses, and the
+    exposure of the latest requests and of a quarter of the older ones. Blocks that were
     not reused yet are censored: they add exposure and no occurrence. The collector maintains the columns `at_risk` and
     `counted_to` of rows.
     """
