@@ -52,12 +52,15 @@ def _check_values(args: Any) -> None:
 
 
 def _moves_of(args: Any) -> Any:
-    """Return a checked call as one of `move_slots`: a slot for each token of a block, and no values."""
+    """Return a checked call as one of `move_slots`: a slot for each token of a block, and no values.
+
+    All slots of an absent block are negative, as absent slots are.
+    """
     size, device = args.key_cache.shape[1], args.key_cache.device
     indexes = (args.source_ids, args.target_ids, args.deltas)
     sources, targets, deltas = (x.to(device, non_blocking=True).long().unsqueeze(1) for x in indexes)
     nth = torch.arange(size, device=device)
-    sources, targets = (torch.where(ids < 0, -1, ids * size + nth).flatten() for ids in (sources, targets))
+    sources, targets = ((ids * size + nth).flatten() for ids in (sources, targets))
     deltas = deltas.expand(-1, size).flatten()
     return Moves(args.key_cache, None, sources, targets, deltas, args.inv_freq, args.is_neox, args.first)
 

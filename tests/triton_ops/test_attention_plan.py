@@ -113,6 +113,16 @@ def test_wrong_plan_is_refused(change, device):
         attend(batch, "sparse_gap_attention", plan=plan, window=window, batch_invariant=invariant)
 
 
+def test_a_plan_of_other_tiles_is_refused(device):
+    """The masks attend to two tiles each: the last two, or the first and the last."""
+    batch = build(Case(lens=(320,), queries=(1,), window=64, num_sink_tokens=64)).to(device)
+    pc.set_debug_mode(True)
+    check(build(batch.case), *attend(batch, "sliding_window_attention", plan=plan_of(batch)))
+    other = pc.attention_plan(*batch.tensors[-3:], batch.case.block_size, window=128)
+    with pytest.raises(ValueError, match=r"plan: got .* \(.*window.*\)"):
+        attend(batch, "sliding_window_attention", plan=other)
+
+
 def test_compile(device):
     torch._dynamo.reset()
 
