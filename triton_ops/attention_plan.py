@@ -16,14 +16,13 @@ import torch
 
 from ._attention.arguments import plan_options
 from ._attention.build import wanted_items
-from ._attention.checks import check_batch, check_lengths
+from ._attention.checks import check_batch, check_lengths, check_plan_size
 from ._attention.constants import architecture
 from ._attention.layout import PlanShape
 from ._attention.plan import build_plan, refresh_cached
 from ._attention.plan_check import plan_without_work
-from ._core.checks import bad_argument, check_tensor
+from ._core.checks import bad_argument
 from ._core.operator import operator
-from ._core.runtime import require_triton
 
 
 def _check(args: Any) -> None:
@@ -31,24 +30,13 @@ def _check(args: Any) -> None:
         raise bad_argument("block_size", args.block_size, "at least 1")
     if args.num_kv_heads < 1:
         raise bad_argument("num_kv_heads", args.num_kv_heads, "a positive number")
-    device = args.block_tables.device
-    check_batch(args, device)
-    if args.out is None:
-        return
-    check_tensor("out", args.out, 1, "[n] from attention_plan", (torch.int32,), device)
-    size = PlanShape.of(args.block_tables, args.block_size).size
-    if args.out.shape[0] != size or not args.out.is_contiguous():
-        raise bad_argument("out", f"{args.out.shape[0]} elements", f"{size}, a plan for tables of this shape")
+    check_batch(args, args.block_tables.device)
+    if args.out is not None:
+        check_plan_size("out", args.out, args)
 
 
 def _check_values(args: Any) -> None:
     check_lengths(args, args.seq_lens.tolist(), args.query_start_loc.tolist())
-
-
-def _wanted_items(args: Any) -> int:
-    """Return how many decode work items the plan should have, so that all processors are busy."""
-    tables = args.block_tables
-    return wanted_items(architecture(tables.device), 1 if tables.dim() == 3 else args.num_kv_heads)
 
 
 def _cpu(args: Any) -> torch.Tensor:
@@ -59,13 +47,14 @@ def _cpu(args: Any) -> torch.Tensor:
 
 def _build(args: Any) -> Callable[[Any], torch.Tensor]:
     """Return the launch of the kernels. With `out`, it also refreshes what attention calls cached with that plan."""
-    require_triton("attention_plan")
-    fill = build_plan(args, plan_options(args), _wanted_items(args), args.out)
-    size = PlanShape.of(args.block_tables, args.block_size).size
+    tables = args.block_tables
+    items = wanted_items(architecture(tables.device), 1 if tables.dim() == 3 else args.num_kv_heads)
+    fill = build_plan(args, plan_options(args), items, args.out)
+    size = PlanShape.of(tables, args.block_size).size
 
     def run(args: Any) -> torch.Tensor:
-        tables, plan = args.block_tables, args.out
-        plan = torch.empty(size, dtype=torch.int32, device=tables.device) if plan is None else plan
+        plan = args.out
+        plan = torch.empty(size, dtype=torch.int32, device=args.block_tables.device) if plan is None else plan
         fill(plan, args)
         if args.out is not None:
             refresh_cached(plan, args)

@@ -12,7 +12,7 @@ import torch
 
 from ._copy import cpu
 from ._copy.launch import launch_move_rows
-from ._core.checks import bad_argument, check_caches, check_index, check_reachable, lowest_entry, on_host
+from ._core.checks import INDEX_DTYPES, check_caches, check_reachable, check_tensor, lowest_entry, on_host
 from ._core.operator import operator
 from .gather_blocks import gather_blocks, gather_blocks_list
 
@@ -22,12 +22,8 @@ def _copy(
 ) -> None:
     """Check the arguments and copy blocks within each cache. Errors call the operator `op` and its caches `name`."""
     check_caches(name, caches)
-    check_index("source_ids", source_ids, "[n]")
-    check_index("target_ids", target_ids, "[n]")
-    if target_ids.shape != source_ids.shape:
-        raise bad_argument("target_ids", f"{target_ids.shape[0]} elements", f"{source_ids.shape[0]} as source_ids")
-    if target_ids.device != source_ids.device:
-        raise bad_argument("target_ids", f"device {target_ids.device}", f"device {source_ids.device} of source_ids")
+    check_tensor("source_ids", source_ids, "[n]", INDEX_DTYPES)
+    check_tensor("target_ids", target_ids, "[n]", INDEX_DTYPES, source_ids.device, source_ids.shape)
     check_reachable(name, caches[0], source_ids, "source_ids")
     limit = caches[0].shape[0]
     lowest = lowest_entry("source_ids", source_ids, limit), lowest_entry("target_ids", target_ids, limit)

@@ -18,15 +18,15 @@ import torch
 
 from ._attention.dense import arange_i32, as_blocks, build_packed_tables, full_i32, strided_block_table
 from ._core.cache import needs_dispatcher
-from ._core.checks import CACHE_LAYOUT, bad_argument, check_tensor, describe, lowest_entry, reads_values
+from ._core.checks import CACHE_LAYOUT, INT32, bad_argument, check_tensor, describe, lowest_entry, reads_values
 from ._flash.append import build_append
 from ._flash.arguments import (
     FlashArgs,
     Run,
     bound,
     call_context,
-    check_numbers,
     check_partial,
+    check_starts,
     check_tensors,
     contiguous,
     flash_launch,
@@ -152,13 +152,13 @@ def _build_dense(args: FlashArgs) -> Run:
     for name, x in (("k", k), ("v", v)):
         if x.shape[:2] != (batch, seqlen_k) or x.device != device:
             raise bad_argument(name, describe(x), f"[{batch}, {seqlen_k}, num_kv_heads, head_dim] on {device}")
-    blocks = as_blocks(contiguous(k), contiguous(v))
-    tables = strided_block_table(device, batch, seqlen_k // max(1, blocks.size), blocks.per_sequence, blocks.per_block)
+    k, _, steps = as_blocks(contiguous(k), contiguous(v))
+    tables = strided_block_table(device, batch, seqlen_k // k.shape[1], *steps)
     lens, starts = full_i32(device, batch, seqlen_k), arange_i32(device, batch + 1, seqlen_q)
     shape = (batch, seqlen_q)
 
     def keys_of(args: FlashArgs) -> PagedKV:
-        k, v = as_blocks(contiguous(args.k), contiguous(args.v))[:2]
+        k, v, _ = as_blocks(contiguous(args.k), contiguous(args.v))
         return PagedKV(k, v, tables, lens, starts, seqlen_q, seqlen_k, seqlen_q > seqlen_k)
 
     attend = build_attend(packed(q), keys_of(args), args)
@@ -241,7 +241,7 @@ def flash_attn_varlen_func(
     with_lse = return_attn_probs or return_softmax_lse
     same, unpack, given_out = cu_seqlens_k is cu_seqlens_q and seqused_q is None, None, out
     if seqused_q is not None:
-        check_numbers("cu_seqlens_q", cu_seqlens_q, None, q.device)
+        check_starts("cu_seqlens_q", cu_seqlens_q, q.device)
         cu_seqlens_q, pack, unpack = pack_used(q.shape[0], cu_seqlens_q, seqused_q)
         q, qv, scheduler_metadata, out = pack(q), None if qv is None else pack(qv), None, None
     needs_lse = with_lse or unpack is not None
@@ -268,11 +268,11 @@ def _build_packed(args: FlashArgs) -> Run:
     check_tensors({"q": (q, "[total_q, num_heads, head_dim]"), "k": (k, layout), "v": (args.v, layout)}, args)
     if args.cu_seqlens_k is None and not same and (args.seqused_k is None or not paged):
         raise bad_argument("cu_seqlens_k", "None", "[batch + 1] int32; or seqused_k and block_table")
-    check_numbers("cu_seqlens_q", args.cu_seqlens_q, None, q.device)
+    check_starts("cu_seqlens_q", args.cu_seqlens_q, q.device)
     if args.cu_seqlens_k is not None:
-        check_numbers("cu_seqlens_k", args.cu_seqlens_k, None, q.device)
+        check_starts("cu_seqlens_k", args.cu_seqlens_k, q.device)
     if args.seqused_k is not None:
-        check_numbers("seqused_k", args.seqused_k, args.cu_seqlens_q.shape[0] - 1, q.device)
+        check_tensor("seqused_k", args.seqused_k, "[batch]", INT32, q.device, (args.cu_seqlens_q.shape[0] - 1,))
     max_queries = q.shape[0] if args.max_seqlen_q is None else args.max_seqlen_q
     max_keys = k.shape[0] if args.max_seqlen_k is None and not paged else args.max_seqlen_k
     begins = args.cu_seqlens_q if same else args.cu_seqlens_k
@@ -427,7 +427,7 @@ def _build_cached(args: FlashArgs) -> Run:
     dense = _dense_cache(batch, args) if args.block_table is None else None
     num_rows, capacity = args.k_cache.shape[:2]
     if args.block_table is not None:
-        check_tensor("block_table", args.block_table, 2, "[batch, max_blocks]", (torch.int32,), device)
+        check_tensor("block_table", args.block_table, "[batch, max_blocks]", INT32, device)
         num_rows, capacity = args.block_table.shape[0], args.block_table.shape[1] * capacity
     full = capacity if args.cache_length is None else args.cache_length
     full_lens = full_i32(device, batch, full) if args.cache_seqlens is None else None
@@ -495,15 +495,13 @@ def _check_cached(args: FlashArgs) -> int:
     check_tensors(tensors, args)
     batch = q.shape[0]
     if is_packed:
-        check_numbers("cu_seqlens_q", args.cu_seqlens_q, None, q.device)
+        check_starts("cu_seqlens_q", args.cu_seqlens_q, q.device)
         batch = args.cu_seqlens_q.shape[0] - 1
-    for name, numbers, count in (
-        ("cache_seqlens", args.cache_seqlens, batch), ("cache_batch_idx", args.cache_batch_idx, batch),
-        ("cache_leftpad", args.cache_leftpad, batch),
-        ("cu_seqlens_k_new", args.cu_seqlens_k_new if args.k is not None else None, batch + 1),
-    ):  # fmt: skip
-        if numbers is not None:
-            check_numbers(name, numbers, count, q.device)
+    for name in ("cache_seqlens", "cache_batch_idx", "cache_leftpad"):
+        if getattr(args, name) is not None:
+            check_tensor(name, getattr(args, name), "[batch]", INT32, q.device, (batch,))
+    if args.k is not None and args.cu_seqlens_k_new is not None:
+        check_tensor("cu_seqlens_k_new", args.cu_seqlens_k_new, "[batch + 1]", INT32, q.device, (batch + 1,))
     return batch
 
 
@@ -512,11 +510,10 @@ def _dense_cache(batch: int, args: FlashArgs) -> tuple[Any, ...]:
     (num_rows, length), chosen = args.k_cache.shape[:2], args.cache_batch_idx
     if chosen is None and num_rows < batch:
         raise bad_argument("k_cache", f"{num_rows} sequences", f"at least {batch}, or cache_batch_idx")
-    blocks = as_blocks(args.k_cache, args.v_cache, in_place=True)
+    *caches, steps = as_blocks(args.k_cache, args.v_cache, in_place=True)
     num_rows = batch if chosen is None else num_rows
-    sizes = (num_rows, length // max(1, blocks.size), blocks.per_sequence, blocks.per_block)
-    tables = strided_block_table(args.k_cache.device, *sizes)
-    return tables, *[(cache.shape, cache.stride()) for cache in blocks[:2]]
+    tables = strided_block_table(args.k_cache.device, num_rows, length // caches[0].shape[1], *steps)
+    return tables, *[(cache.shape, cache.stride()) for cache in caches]
 
 
 def flash_attn_combine(
@@ -624,7 +621,7 @@ def get_scheduler_metadata(
         torch.int32
     """
     device = cache_seqlens.device
-    check_numbers("cache_seqlens", cache_seqlens, batch_size, device)
+    check_tensor("cache_seqlens", cache_seqlens, "[batch]", INT32, device, (batch_size,))
     size = page_size or 16
     tables = strided_block_table(device, batch_size, -(-max_seqlen_k // size), 0, 1)
     lens = cache_seqlens + (max_seqlen_k_new if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())

@@ -42,27 +42,20 @@ _launches: LaunchCache[Launch] = LaunchCache()
 
 def _check(args: Any) -> None:
     """Check the metadata of a call with lists of tensors, and the values where they may be read."""
-    caches, news, block_tables, seq_lens = args.caches, args.news, args.block_tables, args.seq_lens
-    query_start_loc, new_positions = args.query_start_loc, args.new_positions
+    caches, news, seq_lens = args.caches, args.news, args.seq_lens
     check_caches("cache", caches)
-    check_tensor("seq_lens", seq_lens, 1, "[num_seqs]", INDEX_DTYPES)
+    check_tensor("seq_lens", seq_lens, "[num_seqs]", INDEX_DTYPES)
     device, num_seqs = seq_lens.device, seq_lens.shape[0]
-    check_tensor("block_tables", block_tables, 2, "[num_seqs, max_blocks]", INDEX_DTYPES, device)
-    check_tensor("query_start_loc", query_start_loc, 1, "[num_seqs + 1]", INDEX_DTYPES, device)
-    if block_tables.shape[0] != num_seqs:
-        raise bad_argument("block_tables", describe(block_tables), f"{num_seqs} rows, as seq_lens has")
-    if query_start_loc.shape[0] != num_seqs + 1:
-        raise bad_argument("query_start_loc", describe(query_start_loc), f"{num_seqs + 1} elements, num_seqs + 1")
+    check_tensor("block_tables", args.block_tables, "[num_seqs, max_blocks]", INDEX_DTYPES, device, (num_seqs, None))
+    check_tensor("query_start_loc", args.query_start_loc, "[num_seqs + 1]", INDEX_DTYPES, device, (num_seqs + 1,))
     if not news or not isinstance(news[0], torch.Tensor) or not news[0].dim():
         raise bad_argument("new", describe(news[0]) if news else "an empty list", "[num_tokens, *features]")
     num_tokens = news[0].shape[0]
     check_rows("new", news, caches, num_tokens, 2)
     if args.num_rows < 0:
         raise bad_argument("num_rows", args.num_rows, "at least 0")
-    if new_positions is not None:
-        check_tensor("new_positions", new_positions, 1, "[num_tokens]", INDEX_DTYPES, device)
-        if new_positions.shape[0] != num_tokens:
-            raise bad_argument("new_positions", describe(new_positions), f"{num_tokens} elements, one per row of new")
+    if args.new_positions is not None:
+        check_tensor("new_positions", args.new_positions, "[num_tokens]", INDEX_DTYPES, device, (num_tokens,))
     check_reachable("cache", caches[0], seq_lens, "seq_lens")
     check_reachable("new", news[0], seq_lens, "seq_lens")
     if reads_values(seq_lens):

@@ -17,10 +17,9 @@ import torch
 from ._attention.arguments import Result
 from ._attention.constants import next_power_of_2
 from ._core.cache import aligned
-from ._core.checks import FLOATS, bad_argument, check_last_dim, check_tensor
+from ._core.checks import FLOATS, check_tensor
 from ._core.launch import Launch
 from ._core.operator import operator
-from ._core.runtime import require_triton
 
 _PIECE_ELEMENTS = 1 << 18
 
@@ -28,16 +27,10 @@ _PIECE_ELEMENTS = 1 << 18
 def _check(args: Any) -> None:
     out_a, lse_a, out_b, lse_b = args
     layout = "[num_tokens, num_heads, head_dim]"
-    check_tensor("out_a", out_a, 3, layout, FLOATS)
-    check_tensor("out_b", out_b, 3, layout, (out_a.dtype,), out_a.device)
-    if out_b.shape != out_a.shape:
-        raise bad_argument("out_b", f"shape {list(out_b.shape)}", f"{list(out_a.shape)} as out_a")
+    check_tensor("out_a", out_a, layout, FLOATS, rows=True)
+    check_tensor("out_b", out_b, layout, (out_a.dtype,), out_a.device, out_a.shape, rows=True)
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
-        check_tensor(name, lse, 2, "[num_tokens, num_heads]", (torch.float32,), out_a.device)
-        if lse.shape != out_a.shape[:2]:
-            raise bad_argument(name, f"shape {list(lse.shape)}", f"{list(out_a.shape[:2])}")
-    for name, out in (("out_a", out_a), ("out_b", out_b)):
-        check_last_dim(name, out)
+        check_tensor(name, lse, "[num_tokens, num_heads]", (torch.float32,), out_a.device, out_a.shape[:2])
 
 
 def merge_attention_cpu(args: Any) -> Result:
@@ -68,9 +61,9 @@ def merge_attention_cpu(args: Any) -> Result:
 
 
 def build_merge_launch(
-    args: tuple[torch.Tensor, ...], dtype: torch.dtype
+    args: tuple[torch.Tensor, ...], dtype: torch.dtype | None = None
 ) -> Callable[[tuple[torch.Tensor, ...]], Result]:
-    """Return a function that merges four tensors like `args` on the device, into a result of `dtype`."""
+    """Return a function that merges four tensors like `args` on the device; `dtype` None: the result's is out_a's."""
     from .kernels.merge_attention import _merge_attention_kernel
 
     num_tokens, num_heads, head_dim = args[0].shape
@@ -81,7 +74,7 @@ def build_merge_launch(
     strides = [stride for tensor in args for stride in tensor.stride()[:2]]
     programs, is_aligned = (-(-num_rows // block_r), 1, 1), aligned(*args)
     launch = Launch(_merge_attention_kernel, constexprs, programs, (num_rows, *strides), same_alignment=is_aligned)
-    return functools.partial(_run, launch, dtype)
+    return functools.partial(_run, launch, dtype or args[0].dtype)
 
 
 def _run(launch: Launch, dtype: torch.dtype, args: tuple[torch.Tensor, ...]) -> Result:
@@ -94,12 +87,7 @@ def _run(launch: Launch, dtype: torch.dtype, args: tuple[torch.Tensor, ...]) -> 
     return out, lse
 
 
-def _build(args: Any) -> Callable[[Any], Result]:
-    require_triton("merge_attention")
-    return build_merge_launch(args, args.out_a.dtype)
-
-
-@operator(check=_check, cpu=merge_attention_cpu, build=_build)
+@operator(check=_check, cpu=merge_attention_cpu, build=build_merge_launch)
 def merge_attention(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

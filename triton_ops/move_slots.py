@@ -21,9 +21,8 @@ from ._core.cache import aligned, launch_finder
 from ._core.checks import (
     CACHE_LAYOUT,
     FLOATS,
+    INDEX_DTYPES,
     bad_argument,
-    check_index,
-    check_last_dim,
     check_tensor,
     describe,
     lowest_entry,
@@ -34,39 +33,33 @@ from ._core.quantize import QUANTIZED_DTYPES, as_codes, code_kind, quantize
 from ._core.runtime import require_triton
 from .rope_and_cache import rotate
 
-
-def check_moves(device: torch.device, **indexes: torch.Tensor) -> None:
-    """Check that indexes have one length and are on the device of key_cache or on the host."""
-    first, sources = next(iter(indexes.items()))
-    for name, vector in indexes.items():
-        check_index(name, vector, "[n]")
-        if vector.shape != sources.shape:
-            raise bad_argument(name, f"{vector.shape[0]} elements", f"{sources.shape[0]} as {first}")
-        if vector.device not in (device, torch.device("cpu")):
-            raise bad_argument(name, f"device {vector.device}", f"device {device} of key_cache, or the host")
+_DTYPES = (*FLOATS, *QUANTIZED_DTYPES)
 
 
-def _check(args: Any) -> None:
-    keys, values = args.key_cache, args.value_cache
-    check_tensor("key_cache", keys, 4, CACHE_LAYOUT, (*FLOATS, *QUANTIZED_DTYPES))
-    check_last_dim("key_cache", keys)
-    if values is not None:
-        check_tensor("value_cache", values, 4, CACHE_LAYOUT, (*FLOATS, *QUANTIZED_DTYPES), keys.device)
-        check_last_dim("value_cache", values)
-        if values.shape[:3] != keys.shape[:3]:
-            raise bad_argument(
-                "value_cache", f"shape {list(values.shape)}", f"{list(keys.shape[:3])} first, as key_cache"
-            )
-    slots = {"source_slots": args.source_slots, "target_slots": args.target_slots}
-    check_moves(keys.device, **slots, deltas=args.deltas)
+def check_moved_keys(args: Any, *indexes: str) -> None:
+    """Check the keys, the rotation and the index arguments of `move_slots` or `rotate_keys`, from metadata alone."""
+    keys, count = args.key_cache, getattr(args, indexes[0]).shape
+    check_tensor("key_cache", keys, CACHE_LAYOUT, _DTYPES, rows=True)
+    for name in indexes:
+        index = getattr(args, name)
+        check_tensor(name, index, "[n]", INDEX_DTYPES, sizes=count)
+        if index.device not in (keys.device, torch.device("cpu")):
+            raise bad_argument(name, f"device {index.device}", f"device {keys.device} of key_cache, or the host")
     room = keys.shape[3] - args.first
     if args.first < 0 or room < 0:
         raise bad_argument("first", args.first, f"0 to {keys.shape[3]}, features of a key")
     if args.inv_freq is not None:
-        wanted = (torch.float32, torch.float64)
-        check_tensor("inv_freq", args.inv_freq, 1, "[rotary_dim / 2]", wanted, keys.device)
+        check_tensor("inv_freq", args.inv_freq, "[rotary_dim / 2]", (torch.float32, torch.float64), keys.device)
         if not 1 <= args.inv_freq.shape[0] <= room // 2:
-            raise bad_argument("inv_freq", describe(args.inv_freq), f"1 to {room // 2} elements, one per pair")
+            needs = f"1 to {room // 2} elements, one for each pair of features from {args.first} on"
+            raise bad_argument("inv_freq", describe(args.inv_freq), needs)
+
+
+def _check(args: Any) -> None:
+    check_moved_keys(args, "source_slots", "target_slots", "deltas")
+    if args.value_cache is not None:
+        sizes, device = (*args.key_cache.shape[:3], None), args.key_cache.device
+        check_tensor("value_cache", args.value_cache, CACHE_LAYOUT, _DTYPES, device, sizes, rows=True)
 
 
 def _check_values(args: Any) -> None:

@@ -19,34 +19,25 @@ from ._core.cache import aligned
 from ._core.checks import (
     FLOATS,
     bad_argument,
-    check_last_dim,
     check_tensor,
     debug_mode_enabled,
-    describe,
     lowest_entry,
 )
 from ._core.launch import Launch
 from ._core.operator import operator
 from ._core.quantize import as_codes, code_kind, equal_scales, quantize, refuse_nan, scale_kind
-from ._core.runtime import require_triton
 
 
 def check_write(args: Any) -> None:
     """Check the metadata of a cache write's arguments."""
-    key, value, slot_mapping = args.key, args.value, args.slot_mapping
-    check_tensor("key", key, 3, "[num_tokens, num_kv_heads, head_dim]", FLOATS)
-    check_tensor("value", value, 3, "[num_tokens, num_kv_heads, head_dim]", (key.dtype,), key.device)
-    if value.shape[:2] != key.shape[:2]:
-        needs = f"{list(key.shape[:2])} as key, and any head_dim"
-        raise bad_argument("value", f"shape {list(value.shape)}", needs)
+    key, value = args.key, args.value
+    layout = "[num_tokens, num_kv_heads, head_dim]"
+    check_tensor("key", key, layout, FLOATS, rows=True)
+    check_tensor("value", value, layout, (key.dtype,), key.device, (*key.shape[:2], None), rows=True)
     if not 1 <= key.shape[2] <= MAX_HEAD_DIM:
         raise bad_argument("key", f"head_dim {key.shape[2]}", f"1 to {MAX_HEAD_DIM}")
-    check_last_dim("key", key)
-    check_last_dim("value", value)
-    check_cache(args, "key", key, key.shape[1], value.shape[2])
-    check_tensor("slot_mapping", slot_mapping, 1, "[num_tokens]", (torch.int64,), key.device)
-    if slot_mapping.shape[0] != key.shape[0]:
-        raise bad_argument("slot_mapping", describe(slot_mapping), f"{key.shape[0]} elements, one per token of key")
+    check_cache(args, key, key.shape[1], value.shape[2])
+    check_tensor("slot_mapping", args.slot_mapping, "[num_tokens]", (torch.int64,), key.device, key.shape[:1])
 
 
 def check_write_values(args: Any) -> bool:
@@ -80,7 +71,6 @@ def reshape_and_cache_cpu(args: Any) -> None:
 
 def _build(args: Any) -> Callable[[Any], None]:
     """Return a function that writes keys and values for calls of this kind, with one launch."""
-    require_triton("reshape_and_cache")
     from .kernels.reshape_and_cache import _reshape_and_cache_kernel
 
     key, value, key_cache, value_cache = args.key, args.value, args.key_cache, args.value_cache

@@ -20,11 +20,10 @@ import torch
 
 from ._attention.constants import next_power_of_2
 from ._core.cache import aligned
-from ._core.checks import FLOATS, INDEX_DTYPES, bad_argument, check_last_dim, check_tensor, describe, lowest_entry
+from ._core.checks import FLOATS, INDEX_DTYPES, bad_argument, check_tensor, describe, lowest_entry
 from ._core.launch import Launch
 from ._core.operator import operator
 from ._core.quantize import code_kind, scale_kind
-from ._core.runtime import require_triton
 from .reshape_and_cache import (
     cache_tensors,
     check_write,
@@ -39,19 +38,14 @@ _PIECE_ELEMENTS = 1 << 16
 def _check(args: Any) -> None:
     """Check the metadata of a call."""
     check_write(args)
-    query, key, value, positions, cos_sin = args.query, args.key, args.value, args.positions, args.cos_sin
+    key, value, cos_sin = args.key, args.value, args.cos_sin
     if value.shape != key.shape:
         raise bad_argument("value", f"shape {list(value.shape)}", f"{list(key.shape)} as key")
     num_tokens, _, head_dim = key.shape
-    check_tensor("query", query, 3, "[num_tokens, num_heads, head_dim]", (key.dtype,), key.device)
-    if query.shape[0] != num_tokens or query.shape[2] != head_dim:
-        needs = f"[{num_tokens}, num_heads, {head_dim}] as key"
-        raise bad_argument("query", f"shape {list(query.shape)}", needs)
-    check_last_dim("query", query)
-    check_tensor("positions", positions, 1, "[num_tokens]", INDEX_DTYPES, key.device)
-    if positions.shape[0] != num_tokens or not positions.is_contiguous():
-        raise bad_argument("positions", describe(positions), f"a contiguous tensor of {num_tokens} elements")
-    check_tensor("cos_sin", cos_sin, 2, "[max_positions, rotary_dim]", FLOATS, key.device)
+    layout, sizes = "[num_tokens, num_heads, head_dim]", (num_tokens, None, head_dim)
+    check_tensor("query", args.query, layout, (key.dtype,), key.device, sizes, rows=True)
+    check_tensor("positions", args.positions, "[num_tokens]", INDEX_DTYPES, key.device, (num_tokens,), rows=True)
+    check_tensor("cos_sin", cos_sin, "[max_positions, rotary_dim]", FLOATS, key.device)
     rotary_dim = cos_sin.shape[1]
     if not cos_sin.is_contiguous() or rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         needs = f"a contiguous tensor with an even rotary_dim of at most {head_dim}"
@@ -89,7 +83,6 @@ def _rope_and_cache_cpu(args: Any) -> torch.Tensor:
 
 def _build(args: Any) -> Callable[[Any], torch.Tensor]:
     """Return a function that rotates and writes for calls of this kind, with one launch."""
-    require_triton("rope_and_cache")
     from .kernels.rope_and_cache import _rope_and_cache_kernel
 
     num_tokens, num_heads, head_dim = args.query.shape

@@ -16,34 +16,14 @@ from typing import Any
 
 import torch
 
-from ._core.checks import (
-    CACHE_LAYOUT,
-    FLOATS,
-    bad_argument,
-    check_last_dim,
-    check_tensor,
-    describe,
-    lowest_entry,
-)
+from ._core.checks import lowest_entry
 from ._core.operator import operator
-from ._core.quantize import QUANTIZED_DTYPES
 from ._core.runtime import require_triton
-from .move_slots import Moves, check_moves, launch_move, move_on_cpu
+from .move_slots import Moves, check_moved_keys, launch_move, move_on_cpu
 
 
 def _check(args: Any) -> None:
-    key_cache, inv_freq, first = args.key_cache, args.inv_freq, args.first
-    check_tensor("key_cache", key_cache, 4, CACHE_LAYOUT, (*FLOATS, *QUANTIZED_DTYPES))
-    head_dim = key_cache.shape[3]
-    check_last_dim("key_cache", key_cache)
-    check_moves(key_cache.device, source_ids=args.source_ids, target_ids=args.target_ids, deltas=args.deltas)
-    check_tensor("inv_freq", inv_freq, 1, "[rotary_dim / 2]", (torch.float32, torch.float64), key_cache.device)
-    if not 0 <= first <= max(0, head_dim - 2):
-        raise bad_argument("first", first, f"0 to {head_dim - 2}, so that a pair fits into head_dim {head_dim}")
-    pairs = (head_dim - first) // 2
-    if not 1 <= inv_freq.shape[0] <= pairs:
-        needs = f"1 to {pairs} elements, one per pair of head_dim" + (f" from {first} on" if first else "")
-        raise bad_argument("inv_freq", describe(inv_freq), needs)
+    check_moved_keys(args, "source_ids", "target_ids", "deltas")
 
 
 def _check_values(args: Any) -> None:

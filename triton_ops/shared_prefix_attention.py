@@ -39,39 +39,34 @@ class _Prefix:
 
     def __init__(self, args: AttentionArgs) -> None:
         device, self._num_blocks = args.query.device, args.num_shared_blocks
-        sizes = (args.query.shape[0], 1, 2)
-        self.positions, self.lens, self.bounds = (torch.empty(n, dtype=torch.int32, device=device) for n in sizes)
+        sizes = {"query_positions": args.query.shape[0], "seq_lens": 1, "query_start_loc": 2}
+        self._batch: dict[str, Any] = {
+            name: torch.empty(n, dtype=torch.int32, device=device) for name, n in sizes.items()
+        }
         size = PlanShape.of(args.block_tables[:1, : self._num_blocks], args.block_size).size
         self.plan = torch.empty(size, dtype=torch.int32, device=device)
         self._options = plan_options(self.arguments(args), tiled=True)
 
     def fill(self, args: Any) -> None:
         """Compute each query's position, and the plan, for the batch of a call, or of a plan that was refreshed."""
-        num_tokens, seq_lens, starts = self.positions.shape[0], args.seq_lens, args.query_start_loc
+        seq_lens, starts, num_tokens = args.seq_lens, args.query_start_loc, len(self._batch["query_positions"])
         is_aligned = aligned(seq_lens, starts)
         kind = (is_aligned, seq_lens.device)
         launch = _positions_launches.get_or(kind, (), lambda: _build_positions_launch(is_aligned))
         launch(
-            (self.positions, self.lens, self.bounds, seq_lens, starts),
+            (*self._batch.values(), seq_lens, starts),
             None,
             (-(-num_tokens // 64), 1, 1),
             (seq_lens.shape[0], num_tokens, self._num_blocks * args.block_size),
         )
-        own = args._replace(
-            block_tables=args.block_tables[:1, : self._num_blocks],
-            seq_lens=self.lens,
-            query_start_loc=self.bounds,
-            query_positions=self.positions,
-        )
+        own = args._replace(block_tables=args.block_tables[:1, : self._num_blocks], **self._batch)
         build_plan(own, self._options, 1)(self.plan, own)
 
     def arguments(self, args: AttentionArgs) -> AttentionArgs:
         """Return the arguments of attention of all queries over the shared blocks."""
         return args._replace(
+            **self._batch,
             block_tables=args.block_tables[:1, : self._num_blocks],
-            seq_lens=self.lens,
-            query_start_loc=self.bounds,
-            query_positions=self.positions,
             num_shared_blocks=0,
             sinks=None,
             max_query_len=None,

@@ -136,12 +136,12 @@ REFUSED: dict[Any, list[tuple[str, dict[str, Any]]]] = {
         ("qv", {"qv": torch.zeros(1)}),
         ("attention_chunk: got -8", {"attention_chunk": -8}),
         ("alibi_slopes: got float32 [3, 4]", {"alibi_slopes": torch.rand(3, 4), "causal": True}),
-        ("alibi_slopes: got float32 [3]", {"alibi_slopes": torch.rand(3), "causal": True}),
+        ("alibi_slopes: got 3 elements, needs 4", {"alibi_slopes": torch.rand(3), "causal": True}),
         *(
             ("alibi_slopes: got", {"q": Q[:1], "k": K[:1], "v": V[:1], "out": None, "alibi_slopes": slopes})
             for slopes in (torch.rand(2, 4), torch.rand(1, 4).expand(3, 4), torch.rand(1, 3))
         ),
-        ("s_aux: got float32 [2]", {"s_aux": torch.zeros(2)}),
+        ("s_aux: got 2 elements, needs 4", {"s_aux": torch.zeros(2)}),
         ("softcap: got -1.0", {"softcap": -1.0}),
         ("out: got float32 [2, 5, 4]", {"out": torch.zeros(2, 5, 4)}),
         ("k: got float16", {"k": K.half()}),
@@ -157,7 +157,7 @@ REFUSED: dict[Any, list[tuple[str, dict[str, Any]]]] = {
     flash_attn_varlen_func: [
         ("cu_seqlens_q: got 2 elements, needs 3", {"cu_seqlens_q": starts(5)}),
         ("cu_seqlens_k: got None", {"cu_seqlens_k": None}),
-        ("seqused_q: got float32 [2] on cpu, needs int32 [2]", {"seqused_q": torch.ones(2)}),
+        ("seqused_q: got float32 [2] on cpu, needs dtype int32", {"seqused_q": torch.ones(2)}),
         ("max_seqlen_q: got 2, needs at least 3", {"max_seqlen_q": 2}),
         ("max_seqlen_q: got -1", {"max_seqlen_q": -1}),
         ("max_seqlen_k: got -2", {"max_seqlen_k": -2}),
@@ -178,8 +178,11 @@ REFUSED: dict[Any, list[tuple[str, dict[str, Any]]]] = {
             {**ONE, "rotary_cos": ANGLES[:5], "rotary_sin": ANGLES[:5], "cache_seqlens": 3, "causal": True},
         ),
         (
-            "rotary_cos: got 3 positions, needs at least 4",
-            {**ONE, "q": Q[:, :1], "rotary_cos": ANGLES[:3], "rotary_sin": ANGLES[:3], "cache_seqlens": 3},
+            "rotary_cos: got 4 positions, needs at least 5",
+            {
+                **{"q": Q[:, :1], "k": K[:, :2], "v": V[:, :2], "cache_seqlens": 3},
+                **{"rotary_cos": ANGLES[:4], "rotary_sin": ANGLES[:4]},
+            },
         ),
         (
             "rotary_cos: got 3 positions, needs at least 4",
@@ -191,7 +194,7 @@ REFUSED: dict[Any, list[tuple[str, dict[str, Any]]]] = {
         ("v: got None", {"k": K[:, :1]}),
         ("k: got None", {"v": V[:, :1]}),
         ("cache_batch_idx: got values from 0 to 2, needs 0 to 1", {"cache_batch_idx": ints(0, 2)}),
-        ("cache_batch_idx: got int32 [3]", {"cache_batch_idx": ints(0, 1, 0)}),
+        ("cache_batch_idx: got 3 elements, needs 2", {"cache_batch_idx": ints(0, 1, 0)}),
         ("cache_seqlens: got list", {"cache_seqlens": [5, 9]}),
         ("cache_seqlens: got -3", {"cache_seqlens": -3}),
         ("cache_seqlens: got int64 [2]", {"cache_seqlens": torch.tensor([5, 9])}),
@@ -300,9 +303,9 @@ def test_dense_keys_and_values_are_read_where_they_are() -> None:
         (wide[0, :2, :, :9].transpose(1, 2), wide[1, :2, :, :9].transpose(1, 2)),
         (k[:1].expand(2, -1, -1, -1), v[:1].expand(2, -1, -1, -1)),
     ):
-        blocks = as_blocks(key, value)
-        assert blocks.key_cache.data_ptr() == key.data_ptr()
-        assert blocks.value_cache.data_ptr() == value.data_ptr()
+        key_cache, value_cache, _ = as_blocks(key, value)
+        assert key_cache.data_ptr() == key.data_ptr()
+        assert value_cache.data_ptr() == value.data_ptr()
         flash_attn_func(q, key, value)
 
 
@@ -368,7 +371,7 @@ def test_tokens_outside_of_a_block_table_are_not_written() -> None:
     new, lens = torch.ones(5, 1, 2, 32), torch.tensor([3, 16, 32, 40, -1], dtype=torch.int32)
     tables = torch.tensor([[-1, 1], [0, -1], [2, 3], [0, 0], [1, 1]], dtype=torch.int32)
     # PyTorch's attention reads values after the write, so it still refuses these lengths.
-    refused = contextlib.nullcontext() if KERNELS_ON_CPU else pytest.raises(ValueError, match="^cache_seqlens: got")
+    refused = contextlib.nullcontext() if KERNELS_ON_CPU else pytest.raises(ValueError, match=r"^cache_seqlens: got")
     with flash_cases.as_on_a_device(), refused:
         flash_attn_with_kvcache(
             torch.ones(5, 1, 4, 32), *caches, new, new, cache_seqlens=lens, block_table=tables, causal=True

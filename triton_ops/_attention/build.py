@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from .._core.launch import Launch, current_stream, numbers
-from .._core.runtime import require_triton
 from .arguments import AttentionArgs, PlanOptions, Result, plan_options, table_heads
 from .constants import (
     Architecture,
@@ -62,7 +61,6 @@ def build_attention(
         out_dtype: The dtype of out; None: that of the query.
         tiled: Whether sequences with few queries are tiled like prefills too, instead of decoded from the work list.
     """
-    require_triton("attention")
     args = args.with_rows()
     if 0 in args.query.shape[:2] or 0 in args.block_tables.shape:
         return functools.partial(_give_empty, build_results(args, out_dtype))

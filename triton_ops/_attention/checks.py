@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._core.checks import CACHE_LAYOUT, FLOATS, bad_argument, check_last_dim, check_tensor, describe
+from .._core.checks import CACHE_LAYOUT, FLOATS, INT32, bad_argument, check_tensor, describe
 from .._core.quantize import QUANTIZED_DTYPES
 from .arguments import NOT_NEGATIVE, AttentionArgs, plan_options
 from .layout import PlanShape
@@ -19,37 +19,25 @@ if TYPE_CHECKING:
 MAX_HEAD_DIM, MAX_LATENT_DIM = 512, 1024
 
 
-def _check_blocks(name: str, cache: torch.Tensor, like: torch.Tensor) -> None:
-    """Check a cache's rank, dtype, device, last dimension and blocks."""
-    check_tensor(name, cache, 4, CACHE_LAYOUT, (like.dtype, *QUANTIZED_DTYPES), like.device)
-    check_last_dim(name, cache)
+def _check_blocks(name: str, cache: torch.Tensor, like: torch.Tensor, num_kv_heads: int | None = None) -> None:
+    """Check a cache of keys for the query or key `like`."""
+    sizes = (None, None, num_kv_heads, like.shape[2])
+    check_tensor(name, cache, CACHE_LAYOUT, (like.dtype, *QUANTIZED_DTYPES), like.device, sizes, rows=True)
     if cache.shape[1] < 1:
         raise bad_argument(name, f"block_size {cache.shape[1]}", "at least 1")
 
 
-def check_cache(
-    args: Any, like_name: str, like: torch.Tensor, num_kv_heads: int | None = None, value_dim: int | None = None
-) -> None:
+def check_cache(args: Any, like: torch.Tensor, num_kv_heads: int | None = None, value_dim: int | None = None) -> None:
     """Check the caches and scales of an operator's arguments against given sizes and against `like`.
 
-    `like` is the query that attends over the caches, or the key that is written to them. Errors call it `like_name`.
+    `like` is the query that attends over the caches, or the key that is written to them.
     """
-    key_cache, value_cache, head_dim = args.key_cache, args.value_cache, like.shape[2]
-    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        _check_blocks(name, cache, like)
-        if num_kv_heads is not None and cache.shape[2] != num_kv_heads:
-            raise bad_argument(name, f"{cache.shape[2]} heads", f"{num_kv_heads} heads as {like_name}")
-    if key_cache.shape[3] != head_dim:
-        raise bad_argument("key_cache", f"head_dim {key_cache.shape[3]}", f"head_dim {head_dim} of {like_name}")
-    if value_cache.shape[:3] != key_cache.shape[:3]:
-        needs = f"{list(key_cache.shape[:3])} as key_cache, and any head_dim"
-        raise bad_argument("value_cache", f"shape {list(value_cache.shape)}", needs)
-    if value_dim is not None and value_cache.shape[3] != value_dim:
-        raise bad_argument("value_cache", f"head_dim {value_cache.shape[3]}", f"head_dim {value_dim} of value")
+    key_cache, value_cache = args.key_cache, args.value_cache
+    _check_blocks("key_cache", key_cache, like, num_kv_heads)
+    sizes = (*key_cache.shape[:3], value_dim)
+    check_tensor("value_cache", value_cache, CACHE_LAYOUT, (key_cache.dtype,), like.device, sizes, rows=True)
     if not 1 <= value_cache.shape[3] <= MAX_HEAD_DIM:
         raise bad_argument("value_cache", f"head_dim {value_cache.shape[3]}", f"1 to {MAX_HEAD_DIM}")
-    if value_cache.dtype != key_cache.dtype:
-        raise bad_argument("value_cache", describe(value_cache), f"dtype {key_cache.dtype} as key_cache", TypeError)
     _check_scales(key_cache, like.device, k_scale=args.k_scale, v_scale=args.v_scale)
 
 
@@ -75,9 +63,8 @@ def _check_latent(args: AttentionArgs) -> None:
     """Check the cache of latent rows. `AttentionArgs.with_rows` has checked value_dim."""
     rows, query = args.key_cache, args.query
     _check_blocks("cache", rows, query)
-    if rows.shape[3] != query.shape[2] or rows.shape[3] % 16:
-        needs = f"head_dim {query.shape[2]} of query, a multiple of 16"
-        raise bad_argument("cache", f"head_dim {rows.shape[3]}", needs)
+    if rows.shape[3] % 16:
+        raise bad_argument("cache", f"head_dim {rows.shape[3]}", "a multiple of 16")
     _check_scales(rows, query.device, k_scale=args.k_scale)
 
 
@@ -86,37 +73,21 @@ def check_batch(args: Any, device: torch.device, head_tables: bool = True, num_t
 
     `head_tables`: block_tables may be one per KV head.
     """
-    tables, seq_lens, starts = args.block_tables, args.seq_lens, args.query_start_loc
+    tables, layout = args.block_tables, "[num_seqs, max_blocks]"
     if head_tables and tables.dim() == 3:
-        check_tensor("block_tables", tables, 3, "[num_seqs, num_kv_heads, max_blocks]", (torch.int32,), device)
+        layout = "[num_seqs, num_kv_heads, max_blocks]"
         if args.num_shared_blocks:
             raise bad_argument("num_shared_blocks", args.num_shared_blocks, "0 with a block table per KV head")
-    else:
-        layout = "[num_seqs, max_blocks]"
-        if tables.dim() == 3:
-            layout += "; a table per KV head goes to sparse_gap_attention"
-        elif head_tables:
-            layout += " or [num_seqs, num_kv_heads, max_blocks]"
-        check_tensor("block_tables", tables, 2, layout, (torch.int32,), device)
-    check_tensor("seq_lens", seq_lens, 1, "[num_seqs]", (torch.int32,), device)
-    check_tensor("query_start_loc", starts, 1, "[num_seqs + 1]", (torch.int32,), device)
+    elif tables.dim() == 3:
+        layout += "; a table per KV head goes to sparse_gap_attention"
+    elif head_tables:
+        layout += " or [num_seqs, num_kv_heads, max_blocks]"
+    check_tensor("block_tables", tables, layout, INT32, device, rows=True)
     num_seqs, max_blocks = tables.shape[0], tables.shape[-1]
-    check_last_dim("block_tables", tables)
-    if seq_lens.shape[0] != num_seqs:
-        raise bad_argument("seq_lens", f"{seq_lens.shape[0]} elements", f"{num_seqs}, the rows of block_tables")
-    if starts.shape[0] != num_seqs + 1:
-        needs = f"{num_seqs + 1}, one more than seq_lens"
-        raise bad_argument("query_start_loc", f"{starts.shape[0]} elements", needs)
-    vectors = {"seq_lens": seq_lens, "query_start_loc": starts}
+    check_tensor("seq_lens", args.seq_lens, "[num_seqs]", INT32, device, (num_seqs,), rows=True)
+    check_tensor("query_start_loc", args.query_start_loc, "[num_seqs + 1]", INT32, device, (num_seqs + 1,), rows=True)
     if args.query_positions is not None:
-        vectors["query_positions"] = args.query_positions
-        check_tensor("query_positions", args.query_positions, 1, "[num_tokens]", (torch.int32,), device)
-        if num_tokens is not None and args.query_positions.shape[0] != num_tokens:
-            got = f"{args.query_positions.shape[0]} elements"
-            raise bad_argument("query_positions", got, f"{num_tokens}, one per row of query")
-    for name, vector in vectors.items():
-        if not vector.is_contiguous():
-            raise bad_argument(name, f"strides {list(vector.stride())}", "a contiguous tensor")
+        check_tensor("query_positions", args.query_positions, "[num_tokens]", INT32, device, (num_tokens,), rows=True)
     if not 0 <= args.num_shared_blocks <= max_blocks:
         needs = f"0 to {max_blocks}, the columns of block_tables"
         raise bad_argument("num_shared_blocks", args.num_shared_blocks, needs)
@@ -125,22 +96,30 @@ def check_batch(args: Any, device: torch.device, head_tables: bool = True, num_t
             raise bad_argument(option, getattr(args, option), needs)
 
 
+def check_plan_size(name: str, plan: torch.Tensor, args: Any) -> None:
+    """Check that a tensor can be a plan for the block tables of an attention call, or of `attention_plan`."""
+    check_tensor(name, plan, "[n] from attention_plan", INT32, args.block_tables.device)
+    size = PlanShape.of(args.block_tables, args.block_size).size
+    if plan.shape[0] != size or not plan.is_contiguous():
+        needs = f"{size} contiguous ones, from attention_plan for these tables"
+        raise bad_argument(name, f"{plan.shape[0]} elements with strides {plan.stride()}", needs)
+
+
 def check_attention(args: AttentionArgs) -> None:
     """Check all metadata of an attention call, without reading a value."""
     args = args.with_rows()
     query = args.query
-    check_tensor("query", query, 3, "[num_tokens, num_heads, head_dim]", FLOATS)
+    check_tensor("query", query, "[num_tokens, num_heads, head_dim]", FLOATS, rows=True)
     num_tokens, num_heads, head_dim = query.shape
     limit = MAX_LATENT_DIM if args.is_latent else MAX_HEAD_DIM
     if not 1 <= head_dim <= limit:
         raise bad_argument("query", f"head_dim {head_dim}", f"1 to {limit}")
     if num_heads < 1:
         raise bad_argument("query", f"shape {list(query.shape)}", "at least one head")
-    check_last_dim("query", query)
     if args.is_latent:
         _check_latent(args)
     else:
-        check_cache(args, "query", query)
+        check_cache(args, query)
     num_kv_heads = args.key_cache.shape[2]
     if num_kv_heads == 0 or num_heads % num_kv_heads:
         needs = f"a divisor of query's {num_heads} heads in its third dimension"
@@ -153,30 +132,17 @@ def check_attention(args: AttentionArgs) -> None:
         got = f"shape {list(args.block_tables.shape)}"
         raise bad_argument("block_tables", got, f"{num_kv_heads} tables a sequence, one per KV head of key_cache")
     for name, per_head in (("alibi_slopes", args.alibi_slopes), ("sinks", args.sinks)):
-        if per_head is None:
-            continue
-        check_tensor(name, per_head, 1, "[num_heads]", FLOATS, device)
-        if per_head.shape[0] != num_heads or not per_head.is_contiguous():
-            raise bad_argument(name, describe(per_head), f"a contiguous tensor of {num_heads} elements, one per head")
+        if per_head is not None:
+            check_tensor(name, per_head, "[num_heads]", FLOATS, device, (num_heads,), rows=True)
     if args.tree_mask is not None:
-        mask, layout = args.tree_mask, "[num_tokens, words]"
-        check_tensor("tree_mask", mask, 2, layout, (torch.int32,), device)
-        if mask.shape[0] != num_tokens or mask.shape[1] < 1:
-            raise bad_argument("tree_mask", f"shape {list(mask.shape)}", f"{num_tokens} rows, one per row of query")
-        check_last_dim("tree_mask", mask)
+        check_tensor("tree_mask", args.tree_mask, "[num_tokens, words]", INT32, device, (num_tokens, None), rows=True)
+        if args.tree_mask.shape[1] < 1:
+            raise bad_argument("tree_mask", f"shape {list(args.tree_mask.shape)}", "at least one word")
     if args.query_blocks is not None:
-        lists = args.query_blocks
-        check_tensor("query_blocks", lists, 3, "[num_tokens, num_kv_heads, top_k]", (torch.int32,), device)
-        if lists.shape[:2] != (num_tokens, num_kv_heads):
-            needs = f"[{num_tokens}, {num_kv_heads}, top_k], one list per row of query and KV head"
-            raise bad_argument("query_blocks", f"shape {list(lists.shape)}", needs)
-        check_last_dim("query_blocks", lists)
+        layout, sizes = "[num_tokens, num_kv_heads, top_k]", (num_tokens, num_kv_heads, None)
+        check_tensor("query_blocks", args.query_blocks, layout, INT32, device, sizes, rows=True)
     if args.plan is not None:
-        check_tensor("plan", args.plan, 1, "[n] from attention_plan", (torch.int32,), device)
-        size = PlanShape.of(args.block_tables, args.block_size).size
-        if args.plan.shape[0] != size or not args.plan.is_contiguous():
-            needs = f"{size} contiguous ones, from attention_plan for these tables"
-            raise bad_argument("plan", f"{args.plan.shape[0]} elements with strides {args.plan.stride()}", needs)
+        check_plan_size("plan", args.plan, args)
 
 
 def check_lengths(args: Any, lens: list[int], starts: list[int], max_seq_len: int | None = None) -> None:

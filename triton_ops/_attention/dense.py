@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
@@ -19,22 +18,16 @@ BLOCK_SIZE = 16
 _COLUMNS_A_PROGRAM = 1024
 
 
-class DenseBlocks(NamedTuple):
-    """Keys and values as caches of blocks. Block j of sequence b has the number b * per_sequence + j * per_block."""
-
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
-    per_sequence: int
-    per_block: int
-
-    @property
-    def size(self) -> int:
-        """Number of tokens in a block."""
-        return self.key_cache.shape[1]
+BlockSteps = tuple[int, int]
+"""Two numbers, (per_sequence, per_block). Block j of sequence b has the number b * per_sequence + j * per_block."""
 
 
-def as_blocks(key: torch.Tensor, value: torch.Tensor, size: int = 0, in_place: bool = False) -> DenseBlocks:
+def as_blocks(
+    key: torch.Tensor, value: torch.Tensor, size: int = 0, in_place: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, BlockSteps]:
     """Return keys and values `[batch, seq_len, num_kv_heads, head_dim]` as caches with the same block numbers.
+
+    The last result is what `strided_block_table` needs to number the blocks.
 
     The caches are views if views with equal block numbers exist. They do not exist if there are several sequences and
     only one of the two tensors has heads before tokens.
@@ -47,23 +40,23 @@ def as_blocks(key: torch.Tensor, value: torch.Tensor, size: int = 0, in_place: b
     """
     batch, length = key.shape[:2]
     if batch == 0 or length == 0:
-        return DenseBlocks(key.reshape(0, 1, *key.shape[2:]), value.reshape(0, 1, *value.shape[2:]), 0, 0)
+        return key.reshape(0, 1, *key.shape[2:]), value.reshape(0, 1, *value.shape[2:]), (0, 0)
     if key.is_cpu and not KERNELS_ON_CPU and not size:
-        return DenseBlocks(key, value, 1, 1)
+        return key, value, (1, 1)
     size = size or (1 if length % BLOCK_SIZE else BLOCK_SIZE)
     steps, value_steps = _steps(key, size), _steps(value, size)
     if steps[1:] != value_steps[1:]:
         if in_place:
-            return DenseBlocks(key, value, 1, 1)
+            return key, value, (1, 1)
         key, value = key.contiguous(), value.contiguous()
         steps, value_steps = _steps(key, size), _steps(value, size)
-    return DenseBlocks(_blocks(key, size, steps), _blocks(value, size, value_steps), *steps[1:])
+    return _blocks(key, size, steps), _blocks(value, size, value_steps), steps[1:]
 
 
 def _steps(dense: torch.Tensor, size: int) -> tuple[int, int, int]:
     """Return (step, per_sequence, per_block).
 
-    Blocks with consecutive numbers begin `step` elements apart. See `DenseBlocks` for the other two.
+    Blocks with consecutive numbers begin `step` elements apart. The other two are `BlockSteps`.
     """
     batch, length = dense.shape[:2]
     by_sequence = dense.stride(0) if batch > 1 else 0
@@ -119,7 +112,7 @@ def full_i32(device: torch.device, count: int, value: int) -> torch.Tensor:
 def strided_block_table(
     device: torch.device, batch: int, length: int, per_sequence: int, per_block: int
 ) -> torch.Tensor:
-    """Return block tables `[batch, length]` int32 for `DenseBlocks`."""
+    """Return block tables `[batch, length]` int32 for blocks with these `BlockSteps`."""
     rows = torch.arange(batch, dtype=torch.int32, device=device) * per_sequence
     blocks = torch.arange(length, dtype=torch.int32, device=device) * per_block
     return rows.unsqueeze(1) + blocks

@@ -81,10 +81,10 @@ def _as_matrices(
         flats = source.view(-1, width), target.view(-1, width)
     else:
         layout = row_layout((source, target), leading)
-        if layout.sizes or any(address.block_size > 1 for address in layout.addresses):
+        if layout.sizes or any(block_size > 1 for block_size, _, _ in layout.addresses):
             return None
         grain = min(grain, layout.grain)
-        pitches = [address.block * layout.grain // itemsize for address in layout.addresses]
+        pitches = [step * layout.grain // itemsize for _, step, _ in layout.addresses]
         flats = (
             source.as_strided((math.prod(source.shape[: leading[0]]), width), (pitches[0], 1)),
             target.as_strided((math.prod(target.shape[: leading[1]]), width), (pitches[1], 1)),

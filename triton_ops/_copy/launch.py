@@ -147,7 +147,7 @@ def _build_move(work: list[_Work], leading: tuple[int, int], num_rows: int, has_
         tuple(layout.inner for layout in layouts),
         tuple(widths),
         tuple(_padded(layout.sizes, 1) for layout in layouts),
-        tuple(tuple(tuple(address) for address in layout.addresses) for layout in layouts),
+        tuple(layout.addresses for layout in layouts),
         tuple(tuple(_padded(strides, 0) for strides in layout.strides) for layout in layouts),
     )
     launch = Launch(_move_rows_kernel, constexprs, (programs, 1, 1), (num_rows, *lengths), NUM_WARPS)

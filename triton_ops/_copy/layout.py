@@ -10,19 +10,15 @@ import torch
 MAX_OUTER = 3
 
 
-class Address(NamedTuple):
-    """The address of row `i` of a tensor: (i // block_size) * block + (i % block_size) * slot.
+Address = tuple[int, int, int]
+"""(block_size, block, slot): row i of a tensor begins at (i // block_size) * block + (i % block_size) * slot.
 
-    It counts elements, or in a `RowLayout` grains.
-    """
-
-    block_size: int
-    block: int
-    slot: int
+The numbers `block` and `slot` count elements, or in a `RowLayout` grains.
+"""
 
 
 class RowLayout(NamedTuple):
-    """A row of several tensors: strided outer dimensions around `inner` contiguous grains. Numbers count grains."""
+    """A row of several tensors: strided outer dimensions around `inner` contiguous grains. Lengths count grains."""
 
     grain: int  # bytes, a power of two up to 16 that divides every address, stride and size
     inner: int  # number of grains that are contiguous in all tensors
@@ -34,12 +30,12 @@ class RowLayout(NamedTuple):
 def address_of(tensor: torch.Tensor, leading: int) -> Address:
     """Return the address of rows after the first `leading` (1 or 2) dimensions, in elements."""
     if leading == 1:
-        return Address(1, tensor.stride(0), 0)
+        return 1, tensor.stride(0), 0
     num_blocks, block_size = tensor.shape[:2]
     block, slot = tensor.stride()[:2]
     if num_blocks <= 1 or block == block_size * slot or block_size == 1:
-        return Address(1, block if block_size == 1 else slot, 0)
-    return Address(block_size, block, slot)
+        return 1, block if block_size == 1 else slot, 0
+    return block_size, block, slot
 
 
 def row_layout(tensors: tuple[torch.Tensor, ...], leading: tuple[int, ...]) -> RowLayout:
@@ -64,15 +60,15 @@ def row_layout(tensors: tuple[torch.Tensor, ...], leading: tuple[int, ...]) -> R
             outer.append((size, steps))
     addresses = [address_of(t, lead) for t, lead in zip(tensors, leading, strict=True)]
     grain = math.gcd(16, inner * itemsize, *(t.data_ptr() for t in tensors))
-    for address in addresses:
-        grain = math.gcd(grain, address.block * itemsize, address.slot * itemsize)
+    for _, block, slot in addresses:
+        grain = math.gcd(grain, block * itemsize, slot * itemsize)
     for _, steps in outer:
         grain = math.gcd(grain, *(step * itemsize for step in steps))
     return RowLayout(
         grain,
         inner * itemsize // grain,
         tuple(size for size, _ in outer),
-        tuple(Address(a.block_size, a.block * itemsize // grain, a.slot * itemsize // grain) for a in addresses),
+        tuple((size, block * itemsize // grain, slot * itemsize // grain) for size, block, slot in addresses),
         tuple(tuple(steps[t] * itemsize // grain for _, steps in outer) for t in range(len(tensors))),
     )
 

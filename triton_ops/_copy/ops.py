@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._core.checks import check_caches, check_index, check_reachable, check_rows, lowest_entry, on_host
+from .._core.checks import (
+    INDEX_DTYPES,
+    check_caches,
+    check_reachable,
+    check_rows,
+    check_tensor,
+    lowest_entry,
+    on_host,
+)
 from . import cpu
 from .launch import launch_move_rows
 from .layout import address_of, row_bytes
@@ -46,11 +54,11 @@ def result_device(cache: torch.Tensor, index: torch.Tensor, device: torch.device
 
 def _flat(tensor: torch.Tensor, leading: int) -> torch.Tensor | None:
     """Return a view in which the first dimension counts all rows, or None if slots are not evenly spaced."""
-    address = address_of(tensor, leading)
-    if address.block_size > 1:
+    block_size, step, _ = address_of(tensor, leading)
+    if block_size > 1:
         return None
     shape = (math.prod(tensor.shape[:leading]), *tensor.shape[leading:])
-    return tensor.as_strided(shape, (address.block, *tensor.stride()[leading:]))
+    return tensor.as_strided(shape, (step, *tensor.stride()[leading:]))
 
 
 def copy_runs(packed: torch.Tensor, cache: torch.Tensor, runs: Sequence[Run], to_cache: bool) -> None:
@@ -124,7 +132,7 @@ def move_rows(
     """
     plural, (index_name, layout) = "s" if op.endswith("_list") else "", _INDEX[leading]
     check_caches(f"cache{plural}", caches)
-    check_index(index_name, index, layout)
+    check_tensor(index_name, index, layout, INDEX_DTYPES)
     check_reachable(f"cache{plural}", caches[0], index, index_name)
     lowest = lowest_entry(index_name, index, math.prod(caches[0].shape[:leading]))
     if sources is None:

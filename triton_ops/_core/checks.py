@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from .runtime import KERNELS_ON_CPU, is_set
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+INT32 = (torch.int32,)
 INDEX_DTYPES = (torch.int32, torch.int64)
 CACHE_LAYOUT = "[num_blocks, block_size, num_kv_heads, head_dim]"
 
@@ -96,26 +97,44 @@ def describe(tensor: object) -> str:
 def check_tensor(
     name: str,
     value: object,
-    ndim: int,
     layout: str,
     dtypes: tuple[torch.dtype, ...],
     device: torch.device | None = None,
+    sizes: Sequence[int | None] = (),
+    rows: bool = False,
 ) -> None:
-    """Check type, rank, dtype and device of a tensor argument, from metadata alone.
+    """Check the type, rank, dtype, device, sizes and strides of a tensor argument, from metadata alone.
+
+    Args:
+        name: The argument.
+        value: Its value.
+        layout: The dimensions, such as "[num_seqs, max_blocks]", from which the rank follows.
+        dtypes: The dtypes that it may have.
+        device: Its device; None: any.
+        sizes: The sizes that its dimensions must have, None for any; (): all may have any.
+        rows: Whether its last dimension must be contiguous.
 
     Raises:
         TypeError: The value is not a tensor, or its dtype is not in `dtypes`.
-        ValueError: The rank is not `ndim` (`layout` describes it), or the device is another.
+        ValueError: The rank, the device, a size or a stride is wrong.
     """
     if not isinstance(value, torch.Tensor):
         raise bad_argument(name, describe(value), f"a tensor {layout}", TypeError)
-    if value.dim() != ndim:
+    dimensions = layout.partition("]")[0].removeprefix("[").split(", ")
+    if value.dim() != len(dimensions):
         raise bad_argument(name, f"shape {list(value.shape)}", layout)
     if value.dtype not in dtypes:
         names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise bad_argument(name, describe(value), f"dtype {names}", TypeError)
     if device is not None and value.device != device:
         raise bad_argument(name, f"device {value.device}", f"device {device}")
+    if sizes and any(size is not None and size != found for size, found in zip(sizes, value.shape, strict=False)):
+        if len(sizes) == 1:
+            raise bad_argument(name, f"{value.shape[0]} elements", f"{sizes[0]} ({layout})")
+        wanted = [dimension if size is None else str(size) for dimension, size in zip(dimensions, sizes, strict=True)]
+        raise bad_argument(name, f"shape {list(value.shape)}", f"[{', '.join(wanted)}]")
+    if rows and value.stride(-1) != 1 and value.shape[-1] > 1:
+        raise bad_argument(name, f"strides {list(value.stride())}", "a contiguous last dimension")
 
 
 def refuse_grad(operator: object, names: Iterable[str], values: Iterable[object]) -> None:
@@ -138,17 +157,6 @@ def refuse_grad(operator: object, names: Iterable[str], values: Iterable[object]
 def _short(operator: object) -> str:
     """Return an operator's name for an error message. It takes time, so call this only when there is an error."""
     return str(operator).removesuffix(".default")
-
-
-def check_last_dim(name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError if the last dimension of a tensor is not contiguous."""
-    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-        raise bad_argument(name, f"strides {list(tensor.stride())}", "a contiguous last dimension")
-
-
-def check_index(name: str, index: torch.Tensor, layout: str) -> None:
-    """Check that an index has one dimension and is int32 or int64."""
-    check_tensor(name, index, 1, layout, INDEX_DTYPES)
 
 
 def lowest_entry(name: str, index: torch.Tensor, limit: int, least: int = -1) -> int:
@@ -184,9 +192,7 @@ def check_rows(name: str, rows: Sequence[torch.Tensor], caches: Sequence[torch.T
         raise bad_argument(name, f"{len(rows)} tensors", f"{len(caches)}, one per cache")
     for tensor, cache in zip(rows, caches, strict=True):
         needs = [count, *cache.shape[lead:]]
-        check_tensor(name, tensor, len(needs), str(needs), (cache.dtype,))
-        if list(tensor.shape) != needs:
-            raise bad_argument(name, f"shape {list(tensor.shape)}", str(needs))
+        check_tensor(name, tensor, str(needs), (cache.dtype,), sizes=needs)
         if tensor.device != rows[0].device:
             raise bad_argument(name, f"devices {rows[0].device} and {tensor.device}", "one device")
 

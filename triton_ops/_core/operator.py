@@ -35,7 +35,7 @@ import torch
 
 from .cache import launch_finder
 from .checks import INDEX_DTYPES, bad_argument, describe, refuse_grad
-from .runtime import KERNELS_ON_CPU
+from .runtime import KERNELS_ON_CPU, require_triton
 
 # "pc", or the name under which a copy of the package is imported, so that the operators of both do not collide.
 NAMESPACE = __name__.partition(".")[0]
@@ -100,11 +100,11 @@ def operator(
         name, names = fake.__name__, tuple(signature.types)
         if build is None:
             assert launch is not None, "an operator has `launch` or `build`"
-            find = _finding(_checked(check, launch))
+            find = _finding(check, launch)
         else:
-            find = launch_finder(_checked(check, build), check_values)
+            find = launch_finder(_building(name, check, build), check_values)
         on_device = _on_own_device(find, bind)
-        on_cpu = _bound(find if KERNELS_ON_CPU else _finding(_checked(check, cpu)), bind)
+        on_cpu = _bound(find if KERNELS_ON_CPU else _finding(check, cpu), bind)
 
         @functools.wraps(fake)
         def checked_fake(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -132,21 +132,27 @@ def record_of(function: Callable[..., object]) -> Any:
     return collections.namedtuple(function.__name__, parameters, defaults=defaults)
 
 
-def _checked(check: Callable[[Any], object] | None, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return `run`, preceded by a check of its arguments if there is one."""
-    if check is None:
+def _building(name: str, check: Callable[[Any], object] | None, build: Callable[[Any], R]) -> Callable[[Any], R]:
+    """Return `build`, preceded by the check of an operator's arguments, and by a check that triton is installed."""
+
+    def build_checked(args: Any) -> R:
+        if check is not None:
+            check(args)
+        require_triton(name)
+        return build(args)
+
+    return build_checked
+
+
+def _finding(check: Callable[[Any], object] | None, run: Callable[[Any], R]) -> Callable[[Any], Callable[[Any], R]]:
+    """Return a function that checks a call's arguments and returns `run`, for operators that have nothing to build."""
+
+    def find(args: Any) -> Callable[[Any], R]:
+        if check is not None:
+            check(args)
         return run
 
-    def run_checked(args: Any) -> Any:
-        check(args)
-        return run(args)
-
-    return run_checked
-
-
-def _finding(run: Callable[[Any], R]) -> Callable[[Any], Callable[[Any], R]]:
-    """Return a function that gives `run` for every call, for operators that have nothing to build."""
-    return lambda args: run
+    return find
 
 
 def _bound(find: Callable[[Any], Callable[[Any], R]], bind: Callable[..., Any]) -> Callable[..., R]:

@@ -14,14 +14,14 @@ import torch
 from .._attention.constants import next_power_of_2
 from .._attention.dense import arange_i32
 from .._core.cache import aligned, needs_dispatcher, runs_kernels
-from .._core.checks import bad_argument, describe, reads_values
+from .._core.checks import INT32, bad_argument, check_tensor, describe, reads_values
 from .._core.launch import Launch
 from .._core.quantize import QUANTIZED_DTYPES
 from .._core.runtime import require_triton
 from ..reshape_and_cache import reshape_and_cache
 from ..rope_and_cache import rope_and_cache, rotate
 from ..scatter_slots import scatter_slots_list
-from .arguments import FlashArgs, check_numbers, known, packed
+from .arguments import FlashArgs, known, packed
 from .attend import scale_of_heads
 from .paged_kv import PagedKV, sequence_of_token
 
@@ -127,7 +127,7 @@ def _check_new(
         if sin.shape != cos.shape or sin.device != device:
             needs = f"{list(cos.shape)} as rotary_cos on {device}"
             raise bad_argument("rotary_sin", describe(sin), needs)
-        check_numbers("rotary_seqlens", first, batch, device)
+        check_tensor("rotary_seqlens", first, "[batch]", INT32, device, (batch,))
     cache_dtype = keys.key_cache.dtype
     if k.dtype == torch.float8_e4m3fn and (cache_dtype, v.dtype) != (k.dtype, k.dtype):
         raise bad_argument("k", describe(k), f"dtype {cache_dtype} of k_cache, or 16 bits or 32", TypeError)

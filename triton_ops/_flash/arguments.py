@@ -9,7 +9,15 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from .._core.cache import current_device, launch_finder, may_cache_tensors
-from .._core.checks import bad_argument, check_integer, debug_mode_enabled, describe, refuse_grad
+from .._core.checks import (
+    INT32,
+    bad_argument,
+    check_integer,
+    check_tensor,
+    debug_mode_enabled,
+    describe,
+    refuse_grad,
+)
 from .._core.launch import current_stream
 
 
@@ -204,17 +212,11 @@ def check_partial(out_partial: Any, lse_partial: Any, out: torch.Tensor | None) 
     refuse_grad("flash_attn_combine", names, (out_partial, lse_partial, out))
 
 
-def check_numbers(name: str, tensor: Any, count: int | None, device: torch.device) -> None:
-    """Check an int32 tensor of `count` numbers. If `count` is None, it must have at least one number (batch + 1)."""
-
-    def needs() -> str:  # a function, because a size in a text would become a constant of the compiler
-        return f"int32 [{'batch + 1' if count is None else count}] on {device}"
-
-    if not isinstance(tensor, torch.Tensor):
-        raise bad_argument(name, describe(tensor), needs(), TypeError)
-    fits = tensor.dim() == 1 and (tensor.shape[0] > 0 if count is None else tensor.shape[0] == count)
-    if not fits or tensor.dtype != torch.int32 or tensor.device != device:
-        raise bad_argument(name, describe(tensor), needs())
+def check_starts(name: str, tensor: Any, device: torch.device) -> None:
+    """Check an int32 tensor that says where each sequence begins, and where the last one ends."""
+    check_tensor(name, tensor, "[batch + 1]", INT32, device)
+    if not tensor.shape[0]:
+        raise bad_argument(name, describe(tensor), "at least one element")
 
 
 def contiguous(x: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from .._attention.dense import arange_i32, as_blocks
 from .._core.cache import needs_dispatcher
-from .._core.checks import bad_argument, describe, lowest_entry
+from .._core.checks import INT32, check_tensor, lowest_entry
 from .arguments import known
 
 
@@ -75,18 +75,17 @@ def _in_order(keys: PagedKV, size: int, first: torch.Tensor, count: int, step: i
     the old sequence's first or after its table's last are absent. The caller must change the lengths and the starts of
     queries.
     """
-    blocks, per_block = as_blocks(keys.key_cache, keys.value_cache, size), keys.key_cache.shape[1] // size
+    blocks_each = keys.key_cache.shape[1] // size
+    key_cache, value_cache, (per_sequence, per_block) = as_blocks(keys.key_cache, keys.value_cache, size)
     unit = first.unsqueeze(2) + arange_i32(first.device, count, step)
-    columns = unit.div(per_block, rounding_mode="floor")
+    columns = unit.div(blocks_each, rounding_mode="floor")
     tables = torch.full_like(unit, -1)
     if keys.tables.shape[1]:
         inside = columns.clamp(0, keys.tables.shape[1] - 1)
         found = keys.tables.gather(1, inside.flatten(1).long()).view_as(unit)
-        places = found * blocks.per_sequence + unit.remainder(per_block) * blocks.per_block
+        places = found * per_sequence + unit.remainder(blocks_each) * per_block
         tables = torch.where((columns == inside) & (found >= 0), places, tables)
-    return keys._replace(
-        key_cache=blocks.key_cache, value_cache=blocks.value_cache, tables=tables.flatten(0, 1), plan=None
-    )
+    return keys._replace(key_cache=key_cache, value_cache=value_cache, tables=tables.flatten(0, 1), plan=None)
 
 
 def check_lens(keys: PagedKV) -> None:
@@ -171,9 +170,7 @@ def pack_used(count: int, starts: torch.Tensor, used: torch.Tensor) -> tuple[tor
         The starts of the used queries. A function that packs queries; rows after the used ones are arbitrary. A
         function that puts out and lse back to the places of all queries; unused ones get 0 and -inf.
     """
-    batch = starts.shape[0] - 1
-    if used.shape != (batch,) or used.dtype != torch.int32 or used.device != starts.device:
-        raise bad_argument("seqused_q", describe(used), f"int32 [{batch}] on {starts.device}")
+    check_tensor("seqused_q", used, "[batch]", INT32, starts.device, (starts.shape[0] - 1,))
     packed_starts = torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
     (token, new), (_, old) = sequence_of_token(packed_starts, count), sequence_of_token(starts, count)
     source = (token - packed_starts[new] + starts[new]).clamp_(0, max(0, count - 1))

@@ -137,7 +137,6 @@ def _attention(
     keys = draw.normal(num_blocks, block_size, kv_heads, head_dim) * magnitude
     values = draw.normal(num_blocks, block_size, kv_heads, value_dim or head_dim) * magnitude
     tables = _block_tables(draw, (kv_heads if head_tables else 1, n, width), block_size, shared, holes)
-    used = _used_slots(tables, lens, (num_blocks, block_size, kv_heads))
     for i, length in enumerate(lens):
         tables[i, :, -(-length // block_size) :] = 2**31 - 1  # never read
     starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
@@ -162,10 +161,11 @@ def _attention(
         arguments["num_shared_blocks"] = shared
     arguments |= _drawn_options(draw, options, heads, cache_dtype is not None, value_dim if latent else None)
     kept = dtype if cache_dtype is None else cache_dtype
-    arguments |= _stored([keys, values], ~used, kept, head_major, latent)
-    if tree or top_k:  # some keys are attended to by no query
-        _drop_unattended(used, tables, arguments)
-        arguments |= _stored([keys, values], ~used, kept, head_major, latent)
+    arguments |= _stored([keys, values], kept, head_major, latent)
+    used = _used_slots(tables, arguments, (num_blocks, block_size, kv_heads), attended=tree or top_k > 0)
+    if kept != INT8:  # it has no NaN
+        sides = [side.masked_fill(~used[..., None], NAN) for side in (keys, values)]
+        arguments |= _stored(sides, kept, head_major, latent)
     exact, lse = oracle.attention(arguments, torch.float64)
     rounded = oracle.attention(arguments, dtype)[0]
     returned: tuple[Expected, ...] = (Near(exact, rounded), Near(lse, lse.float(), 1e-3))
@@ -218,37 +218,30 @@ def _drawn_options(
     return options if latent_width is None else options | {"value_dim": latent_width}
 
 
-def _stored(
-    sides: list[torch.Tensor], unused: torch.Tensor, dtype: torch.dtype, head_major: bool, latent: bool
-) -> dict[str, torch.Tensor]:
-    """Return the caches that an operator takes, with NaN in unused slots if `dtype` has NaN."""
-    if dtype != INT8:
-        sides = [side.masked_fill(unused[..., None], NAN) for side in sides]
+def _stored(sides: list[torch.Tensor], dtype: torch.dtype, head_major: bool, latent: bool) -> dict[str, torch.Tensor]:
+    """Return keys and values as the caches that an operator takes."""
     sides = [side.to(dtype) for side in sides]
     if head_major:
         sides = [side.transpose(1, 2).contiguous().transpose(1, 2) for side in sides]
     return {"cache": sides[0][:, :, 0]} if latent else {"key_cache": sides[0], "value_cache": sides[1]}
 
 
-def _drop_unattended(used: torch.Tensor, tables: torch.Tensor, arguments: dict[str, Any]) -> None:
-    """Mark a slot as unused if no query attends to its key."""
-    _, block_size, kv_heads = used.shape
-    for i, length in enumerate(arguments["seq_lens"].tolist()):
-        t, seen = torch.arange(length), oracle.attended(arguments, i).any(1)
-        for head in range(kv_heads):
-            numbers = tables[i, head % tables.shape[1]].long()[t // block_size]
-            dead = ~seen[head] & (numbers >= 0)
-            used[numbers[dead], (t % block_size)[dead], head] = False
+def _used_slots(
+    tables: torch.Tensor, arguments: dict[str, Any], shape: tuple[int, int, int], attended: bool
+) -> torch.Tensor:
+    """Return which slots of a cache `[num_blocks, block_size, num_kv_heads]` hold a key of a sequence.
 
-
-def _used_slots(tables: torch.Tensor, lens: tuple[int, ...], shape: tuple[int, int, int]) -> torch.Tensor:
-    """Return which slots of a cache `[num_blocks, block_size, num_kv_heads]` hold a key of a sequence."""
+    With `attended`, keys to which no query attends do not count.
+    """
     used, (_, block_size, kv_heads) = torch.zeros(shape, dtype=torch.bool), shape
-    for i, length in enumerate(lens):
-        t = torch.arange(length)
+    for i, length in enumerate(arguments["seq_lens"].tolist()):
+        t, seen = torch.arange(length), torch.ones(kv_heads, length, dtype=torch.bool)
+        if attended:
+            seen = oracle.attended(arguments, i).any(1)
         for head in range(kv_heads):
             numbers = tables[i, head % tables.shape[1]].long()[t // block_size]
-            used[numbers[numbers >= 0], (t % block_size)[numbers >= 0], head] = True
+            live = seen[head] & (numbers >= 0)
+            used[numbers[live], (t % block_size)[live], head] = True
     return used
 
 
@@ -308,6 +301,18 @@ def _slots(draw: _Draw, count: int, of: int) -> torch.Tensor:
     slots = draw.order(of)[:count]
     slots[[1, count // 2]] = -1
     return slots
+
+
+def _slots_of(blocks: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the slots of blocks of this size, -1 for those of an absent block."""
+    return (blocks[:, None] * size + torch.arange(size)).masked_fill((blocks < 0)[:, None], -1).flatten()
+
+
+def _taken(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a cache in these slots, and zeros for a slot of -1."""
+    rows = cache.flatten(0, 1)[slots.clamp(min=0)]
+    rows[slots < 0] = 0
+    return rows
 
 
 def _put(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -383,10 +388,10 @@ def _rotate(name: str, dtype: torch.dtype, is_neox: bool, head_dim: int, pairs: 
     sources, targets = torch.tensor([0, 3, -1, 5, 6]), torch.tensor([1, 3, 4, -1, 2])
     deltas, inv_freq = torch.tensor([7, -30, 1, 2, 900], dtype=torch.int32), 1000.0 ** (-torch.arange(pairs) / pairs)
     call = {"key_cache": cache, "source_ids": sources, "target_ids": targets, "deltas": deltas, "inv_freq": inv_freq}
-    moved = cache[sources.clamp(min=0)].masked_fill((sources < 0)[:, None, None, None], 0)
-    rows = _rotated_keys(moved.flatten(0, 1), _angles(deltas, inv_freq).repeat_interleave(size, 0), is_neox, first)
-    slots = (targets[:, None] * size + torch.arange(size)).masked_fill((targets < 0)[:, None], -1).flatten()
-    return CaseCall(call | {"is_neox": is_neox, "first": first}, (), {"key_cache": _with_rotated(cache, rows, slots)})
+    angles = _angles(deltas, inv_freq).repeat_interleave(size, 0)
+    rows = _rotated_keys(_taken(cache, _slots_of(sources, size)), angles, is_neox, first)
+    written = {"key_cache": _with_rotated(cache, rows, _slots_of(targets, size))}
+    return CaseCall(call | {"is_neox": is_neox, "first": first}, (), written)
 
 
 def _move(
@@ -400,8 +405,7 @@ def _move(
     deltas, inv_freq = draw.integers(-40, 40, len(sources)).int(), 1000.0 ** (-torch.arange(pairs) / max(pairs, 1))
     call: dict[str, Any] = {"key_cache": cache, "value_cache": None if latent else values, "source_slots": sources}
     call |= {"target_slots": targets, "deltas": deltas, "inv_freq": inv_freq if pairs else None}
-    left = (sources < 0)[:, None, None]
-    keys, others = (side.flatten(0, 1)[sources.clamp(min=0)].masked_fill(left, 0) for side in (cache, values))
+    keys, others = (_taken(side, sources) for side in (cache, values))
     rows = _rotated_keys(keys, _angles(deltas, inv_freq), is_neox, first)
     moved = _with_rotated(cache, rows, targets) if pairs else _put(cache, keys, targets)
     written: dict[str, Any] = {"key_cache": moved}
@@ -436,45 +440,37 @@ def _stores(draw: _Draw, num_blocks: int, size: int, dtype: torch.dtype) -> list
 
 def _moves(operator: str, dtype: torch.dtype) -> CaseCall:
     """Build a gather, scatter or copy; operators of lists take three caches, the others the one with loose strides."""
-    draw, num_blocks, size = _Draw(operator), 9, 4
-    stores, several = _stores(draw, num_blocks, size, dtype), operator.endswith("_list")
-    stores = stores if several else stores[2:]
-    name, index = ("slot_mapping", _slots(draw, 13, num_blocks * size)) if "slots" in operator else (
-        "block_ids", _slots(draw, 6, num_blocks))  # fmt: skip
-    flat = [store.flatten(0, 1) if "slots" in operator else store for store in stores]
+    draw, num_blocks, size, several = _Draw(operator), 9, 4, operator.endswith("_list")
+    stores = _stores(draw, num_blocks, size, dtype)[0 if several else 2 :]
     if operator.startswith("copy"):
-        sources, targets = torch.tensor([0, 3, 5, 8]), torch.tensor([1, 2, -1, 7])
-        copies = []
-        for store in stores:
-            copy = store.clone()
-            copy[[1, 2, 7]] = store[[0, 3, 8]]
-            copies.append(copy)
-        ids = {"source_ids": sources, "target_ids": targets}
-        return CaseCall({"caches": stores} | ids, (), {"caches": copies}) if several else CaseCall(
-            {"cache": stores[0]} | ids, (), {"cache": copies[0]})  # fmt: skip
+        ids = {"source_ids": torch.tensor([0, 3, 5, 8]), "target_ids": torch.tensor([1, 2, -1, 7])}
+        sources, targets = (_slots_of(blocks, size) for blocks in ids.values())
+        copies = [_put(store, _taken(store, sources), targets) for store in stores]
+        return CaseCall(_named(several, cache=stores) | ids, (), _named(several, cache=copies))
+    if "slots" in operator:
+        slots = index = _slots(draw, 13, num_blocks * size)
+        lead: tuple[int, ...] = (len(index),)
+    else:
+        index = _slots(draw, 6, num_blocks)
+        slots, lead = _slots_of(index, size), (len(index), size)
+    call = {"slot_mapping" if "slots" in operator else "block_ids": index} | _named(several, cache=stores)
     if operator.startswith("gather"):
-        rows = []
-        for store in flat:
-            rows.append(store[index.clamp(min=0)].contiguous())
-            rows[-1][index < 0] = 0
-        return CaseCall({"caches" if several else "cache": stores if several else stores[0], name: index}, tuple(rows))
-    packed = [_cache(draw, (len(index), *store.shape[1:]), dtype) for store in flat]
-    copies = []
-    for store, new in zip(stores, packed, strict=True):
-        copy = store.clone()
-        target = copy.view(-1, *copy.shape[2:]) if "slots" in operator else copy
-        target[index[index >= 0]] = new[index >= 0]
-        copies.append(copy)
-    if several:
-        return CaseCall({"sources": packed, "caches": stores, name: index}, (), {"caches": copies})
-    return CaseCall({"source": packed[0], "cache": stores[0], name: index}, (), {"cache": copies[0]})
+        return CaseCall(call, tuple(_taken(store, slots).view(*lead, *store.shape[2:]) for store in stores))
+    packed = [_cache(draw, (*lead, *store.shape[2:]), dtype) for store in stores]
+    copies = [_put(store, rows.view(-1, *store.shape[2:]), slots) for store, rows in zip(stores, packed, strict=True)]
+    return CaseCall(call | _named(several, source=packed), (), _named(several, cache=copies))
+
+
+def _named(several: bool, **lists: list[torch.Tensor]) -> dict[str, Any]:
+    """Return lists as the arguments of an operator of lists, or their only tensors as those of the single operator."""
+    return {f"{name}s" if several else name: tensors if several else tensors[0] for name, tensors in lists.items()}
 
 
 def _join(operator: str, dtype: torch.dtype, placed: bool) -> CaseCall:
     """Build a call of `join_prefix` or `join_prefix_list`; with `placed`, new rows are in gaps between cached rows."""
     draw, size, lens, queries = _Draw(operator), 4, (11, 3, 9), (2, 3, 0)
-    stores, several = _stores(draw, 9, size, dtype), operator.endswith("_list")
-    stores = stores if several else stores[2:]
+    several = operator.endswith("_list")
+    stores = _stores(draw, 9, size, dtype)[0 if several else 2 :]
     tables = draw.order(9).view(3, 3).int()
     tables[0, 1] = -1
     starts = torch.tensor([0, *queries]).cumsum(0).int()
@@ -495,8 +491,7 @@ def _join(operator: str, dtype: torch.dtype, placed: bool) -> CaseCall:
     call: dict[str, Any] = {"block_tables": tables, "seq_lens": torch.tensor(lens, dtype=torch.int32)}
     call |= {"query_start_loc": starts, "num_rows": sum(lens) + 2}
     call["new_positions"] = torch.cat(places).int() if placed else None
-    sides = {"caches": stores, "news": news} if several else {"cache": stores[0], "new": news[0]}
-    return CaseCall(call | sides, tuple(joined))
+    return CaseCall(call | _named(several, cache=stores, new=news), tuple(joined))
 
 
 def _flash_append(dtype: torch.dtype) -> CaseCall:

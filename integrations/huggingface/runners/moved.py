@@ -169,11 +169,12 @@ class PlacedLayer(PagedPass, DynamicLayer):  # type: ignore[misc]  # transformer
         """See `PagedPass`."""
         query, window, length = call.query, call.window, call.key.shape[2]
         refuse_if((window or 0) != self._window, f"a layer attends over a window of {window}, not {self._window}")
-        blocks, device = as_blocks(call.key.transpose(1, 2), call.value.transpose(1, 2)), query.device
-        tables = strided_block_table(device, 1, length // blocks.size, blocks.per_sequence, blocks.per_block)
+        keys, values, steps = as_blocks(call.key.transpose(1, 2), call.value.transpose(1, 2))
+        device = query.device
+        tables = strided_block_table(device, 1, length // keys.shape[1], *steps)
         batch = (tables, full_i32(device, 1, length), arange_i32(device, 2, query.shape[2]))
         out: torch.Tensor = sparse_gap_attention(
-            query[0].transpose(0, 1), *blocks[:2], *batch, self._at.to(torch.int32), call.scale, self._window,
+            query[0].transpose(0, 1), keys, values, *batch, self._at.to(torch.int32), call.scale, self._window,
             softcap=call.softcap, sinks=call.sinks, max_query_len=query.shape[2], max_seq_len=length,
         )  # fmt: skip
         return out.unsqueeze(0)
