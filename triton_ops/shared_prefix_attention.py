@@ -40,7 +40,7 @@ class _Prefix:
     def __init__(self, args: AttentionArgs) -> None:
         device, self._num_blocks = args.query.device, args.num_shared_blocks
         sizes = {"query_positions": args.query.shape[0], "seq_lens": 1, "query_start_loc": 2}
-        self._batch: dict[str, Any] = {
+        self.batch: dict[str, Any] = {
             name: torch.empty(n, dtype=torch.int32, device=device) for name, n in sizes.items()
         }
         size = PlanShape.of(args.block_tables[:1, : self._num_blocks], args.block_size).size
@@ -49,23 +49,23 @@ class _Prefix:
 
     def fill(self, args: Any) -> None:
         """Compute each query's position, and the plan, for the batch of a call, or of a plan that was refreshed."""
-        seq_lens, starts, num_tokens = args.seq_lens, args.query_start_loc, len(self._batch["query_positions"])
+        seq_lens, starts, num_tokens = args.seq_lens, args.query_start_loc, len(self.batch["query_positions"])
         is_aligned = aligned(seq_lens, starts)
         kind = (is_aligned, seq_lens.device)
         launch = _positions_launches.get_or(kind, (), lambda: _build_positions_launch(is_aligned))
         launch(
-            (*self._batch.values(), seq_lens, starts),
+            (*self.batch.values(), seq_lens, starts),
             None,
             (-(-num_tokens // 64), 1, 1),
             (seq_lens.shape[0], num_tokens, self._num_blocks * args.block_size),
         )
-        own = args._replace(block_tables=args.block_tables[:1, : self._num_blocks], **self._batch)
+        own = args._replace(block_tables=args.block_tables[:1, : self._num_blocks], **self.batch)
         build_plan(own, self._options, 1)(self.plan, own)
 
     def arguments(self, args: AttentionArgs) -> AttentionArgs:
         """Return the arguments of attention of all queries over the shared blocks."""
         return args._replace(
-            **self._batch,
+            **self.batch,
             block_tables=args.block_tables[:1, : self._num_blocks],
             num_shared_blocks=0,
             sinks=None,

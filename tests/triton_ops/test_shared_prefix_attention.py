@@ -38,11 +38,11 @@ def test_what_layers_share_is_made_once_a_step(device, monkeypatch):
     assert len(made) == 2
     assert made[1] is not made[0]
     made[1].is_captured = True
-    positions = made[1].positions.data_ptr()
+    positions = made[1].batch["query_positions"]
     step((180, 130))
     assert made[2] is made[1]
-    assert made[2].positions.data_ptr() == positions
-    assert made[2].positions[: sum(case.queries)].tolist() == [179, 127, 128, 129]
+    assert made[2].batch["query_positions"] is positions
+    assert positions[: sum(case.queries)].tolist() == [179, 127, 128, 129]
     attend(batch, OP)
     assert len(made) == 4, "without a plan, in every layer"
 

@@ -120,21 +120,27 @@ def check_tensor(
     """
     if not isinstance(value, torch.Tensor):
         raise bad_argument(name, describe(value), f"a tensor {layout}", TypeError)
-    dimensions = layout.partition("]")[0].removeprefix("[").split(", ")
-    if value.dim() != len(dimensions):
+    if value.dim() != layout.count(",", 0, layout.index("]")) + 1:
         raise bad_argument(name, f"shape {list(value.shape)}", layout)
     if value.dtype not in dtypes:
         names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise bad_argument(name, describe(value), f"dtype {names}", TypeError)
     if device is not None and value.device != device:
         raise bad_argument(name, f"device {value.device}", f"device {device}")
-    if sizes and any(size is not None and size != found for size, found in zip(sizes, value.shape, strict=False)):
-        if len(sizes) == 1:
-            raise bad_argument(name, f"{value.shape[0]} elements", f"{sizes[0]} ({layout})")
-        wanted = [dimension if size is None else str(size) for dimension, size in zip(dimensions, sizes, strict=True)]
-        raise bad_argument(name, f"shape {list(value.shape)}", f"[{', '.join(wanted)}]")
+    for found, size in zip(value.shape, sizes, strict=False):
+        if size is not None and found != size:
+            raise _bad_sizes(name, value, layout, sizes)
     if rows and value.stride(-1) != 1 and value.shape[-1] > 1:
         raise bad_argument(name, f"strides {list(value.stride())}", "a contiguous last dimension")
+
+
+def _bad_sizes(name: str, tensor: torch.Tensor, layout: str, sizes: Sequence[int | None]) -> Exception:
+    """Return the error for a tensor with a wrong size."""
+    if len(sizes) == 1:
+        return bad_argument(name, f"{tensor.shape[0]} elements", f"{sizes[0]} ({layout})")
+    dimensions = layout.partition("]")[0].removeprefix("[").split(", ")
+    needs = [dimension if size is None else str(size) for dimension, size in zip(dimensions, sizes, strict=True)]
+    return bad_argument(name, f"shape {list(tensor.shape)}", f"[{', '.join(needs)}]")
 
 
 def refuse_grad(operator: object, names: Iterable[str], values: Iterable[object]) -> None:
