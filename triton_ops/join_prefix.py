@@ -46,7 +46,7 @@ def _check(args: Any) -> None:
     check_caches("cache", caches)
     check_tensor("seq_lens", seq_lens, "[num_seqs]", INDEX_DTYPES)
     device, num_seqs = seq_lens.device, seq_lens.shape[0]
-    check_tensor("block_tables", args.block_tables, "[num_seqs, max_blocks]", INDEX_DTYPES, device, (num_seqs, None))
+    check_tensor("block_tables", args.block_tables, "[num_seqs, max_blocks]", INDEX_DTYPES, device, (num_seqs,))
     check_tensor("query_start_loc", args.query_start_loc, "[num_seqs + 1]", INDEX_DTYPES, device, (num_seqs + 1,))
     if not news or not isinstance(news[0], torch.Tensor) or not news[0].dim():
         raise bad_argument("new", describe(news[0]) if news else "an empty list", "[num_tokens, *features]")

@@ -58,7 +58,7 @@ def check_moved_keys(args: Any, *indexes: str) -> None:
 def _check(args: Any) -> None:
     check_moved_keys(args, "source_slots", "target_slots", "deltas")
     if args.value_cache is not None:
-        sizes, device = (*args.key_cache.shape[:3], None), args.key_cache.device
+        sizes, device = args.key_cache.shape[:3], args.key_cache.device
         check_tensor("value_cache", args.value_cache, CACHE_LAYOUT, _DTYPES, device, sizes, rows=True)
 
 

@@ -33,7 +33,7 @@ def check_write(args: Any) -> None:
     key, value = args.key, args.value
     layout = "[num_tokens, num_kv_heads, head_dim]"
     check_tensor("key", key, layout, FLOATS, rows=True)
-    check_tensor("value", value, layout, (key.dtype,), key.device, (*key.shape[:2], None), rows=True)
+    check_tensor("value", value, layout, (key.dtype,), key.device, key.shape[:2], rows=True)
     if not 1 <= key.shape[2] <= MAX_HEAD_DIM:
         raise bad_argument("key", f"head_dim {key.shape[2]}", f"1 to {MAX_HEAD_DIM}")
     check_cache(args, key, key.shape[1], value.shape[2])

@@ -34,7 +34,7 @@ def check_cache(args: Any, like: torch.Tensor, num_kv_heads: int | None = None, 
     """
     key_cache, value_cache = args.key_cache, args.value_cache
     _check_blocks("key_cache", key_cache, like, num_kv_heads)
-    sizes = (*key_cache.shape[:3], value_dim)
+    sizes = key_cache.shape[:3] if value_dim is None else (*key_cache.shape[:3], value_dim)
     check_tensor("value_cache", value_cache, CACHE_LAYOUT, (key_cache.dtype,), like.device, sizes, rows=True)
     if not 1 <= value_cache.shape[3] <= MAX_HEAD_DIM:
         raise bad_argument("value_cache", f"head_dim {value_cache.shape[3]}", f"1 to {MAX_HEAD_DIM}")
@@ -135,11 +135,11 @@ def check_attention(args: AttentionArgs) -> None:
         if per_head is not None:
             check_tensor(name, per_head, "[num_heads]", FLOATS, device, (num_heads,), rows=True)
     if args.tree_mask is not None:
-        check_tensor("tree_mask", args.tree_mask, "[num_tokens, words]", INT32, device, (num_tokens, None), rows=True)
+        check_tensor("tree_mask", args.tree_mask, "[num_tokens, words]", INT32, device, (num_tokens,), rows=True)
         if args.tree_mask.shape[1] < 1:
             raise bad_argument("tree_mask", f"shape {list(args.tree_mask.shape)}", "at least one word")
     if args.query_blocks is not None:
-        layout, sizes = "[num_tokens, num_kv_heads, top_k]", (num_tokens, num_kv_heads, None)
+        layout, sizes = "[num_tokens, num_kv_heads, top_k]", (num_tokens, num_kv_heads)
         check_tensor("query_blocks", args.query_blocks, layout, INT32, device, sizes, rows=True)
     if args.plan is not None:
         check_plan_size("plan", args.plan, args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from numbers import Real
 from operator import index
@@ -111,7 +112,7 @@ def check_tensor(
         layout: The dimensions, such as "[num_seqs, max_blocks]", from which the rank follows.
         dtypes: The dtypes that it may have.
         device: Its device; None: any.
-        sizes: The sizes that its dimensions must have, None for any; (): all may have any.
+        sizes: The sizes that its first dimensions must have, None for any.
         rows: Whether its last dimension must be contiguous.
 
     Raises:
@@ -127,20 +128,21 @@ def check_tensor(
         raise bad_argument(name, describe(value), f"dtype {names}", TypeError)
     if device is not None and value.device != device:
         raise bad_argument(name, f"device {value.device}", f"device {device}")
-    for found, size in zip(value.shape, sizes, strict=False):
-        if size is not None and found != size:
-            raise _bad_sizes(name, value, layout, sizes)
+    if sizes and value.shape[: len(sizes)] != sizes:
+        _check_sizes(name, value, layout, sizes)
     if rows and value.stride(-1) != 1 and value.shape[-1] > 1:
         raise bad_argument(name, f"strides {list(value.stride())}", "a contiguous last dimension")
 
 
-def _bad_sizes(name: str, tensor: torch.Tensor, layout: str, sizes: Sequence[int | None]) -> Exception:
-    """Return the error for a tensor with a wrong size."""
-    if len(sizes) == 1:
-        return bad_argument(name, f"{tensor.shape[0]} elements", f"{sizes[0]} ({layout})")
+def _check_sizes(name: str, tensor: torch.Tensor, layout: str, sizes: Sequence[int | None]) -> None:
+    """Check the sizes of a tensor's first dimensions; see `check_tensor`."""
+    if all(size is None or size == found for size, found in zip(sizes, tensor.shape, strict=False)):
+        return
+    if tensor.dim() == 1:
+        raise bad_argument(name, f"{tensor.shape[0]} elements", f"{sizes[0]} ({layout})")
     dimensions = layout.partition("]")[0].removeprefix("[").split(", ")
-    needs = [dimension if size is None else str(size) for dimension, size in zip(dimensions, sizes, strict=True)]
-    return bad_argument(name, f"shape {list(tensor.shape)}", f"[{', '.join(needs)}]")
+    needs = [dimension if size is None else str(size) for dimension, size in itertools.zip_longest(dimensions, sizes)]
+    raise bad_argument(name, f"shape {list(tensor.shape)}", f"[{', '.join(needs)}]")
 
 
 def refuse_grad(operator: object, names: Iterable[str], values: Iterable[object]) -> None:
@@ -197,8 +199,8 @@ def check_rows(name: str, rows: Sequence[torch.Tensor], caches: Sequence[torch.T
     if len(rows) != len(caches):
         raise bad_argument(name, f"{len(rows)} tensors", f"{len(caches)}, one per cache")
     for tensor, cache in zip(rows, caches, strict=True):
-        needs = [count, *cache.shape[lead:]]
-        check_tensor(name, tensor, str(needs), (cache.dtype,), sizes=needs)
+        needs = (count, *cache.shape[lead:])
+        check_tensor(name, tensor, str([*needs]), (cache.dtype,), sizes=needs)
         if tensor.device != rows[0].device:
             raise bad_argument(name, f"devices {rows[0].device} and {tensor.device}", "one device")
 
