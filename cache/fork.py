@@ -73,8 +73,8 @@ def _check_resident(state: ManagerState, request: Request, length: int, needed_f
             kept = length % size == 0 and table[end] >= 0 and (group, end) not in request.new_states
             if length and length != request.committed and not kept:
                 raise ValueError(
-                    f"num_tokens: got {num_tokens}, needs to end where a state is held or at the committed "
-                    f"{request.committed} tokens: the state at {length} was released"
+                    f"num_tokens: got {num_tokens}, needs to leave the {request.committed} committed tokens or a "
+                    f"length whose state is held: the state at {length} was released"
                 )
         elif (table[first : -(-length // size)] < 0).any():
             raise ValueError(f"num_tokens: got {num_tokens}, needs fewer: blocks behind the window were released")

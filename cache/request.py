@@ -15,7 +15,8 @@ from .keys import EncodedKeys
 from .pool import Hint
 from .table import Ids
 
-# Attributes of a request that verbs change. In addition, verbs grow `tokens` and the room of `tables` in place.
+# Attributes of a request that verbs (the manager's methods, such as `allocate`) change. In addition, verbs grow
+# `tokens` and the room of `tables` in place.
 CHANGING = (
     *("pending", "tables", "num_blocks", "hit", "chain", "committed", "computed", "published", "digests"),
     *("replaced", "check_tail", "writing", "new_states", "host_end", "host_blocks", "host_slots"),
@@ -46,7 +47,8 @@ class Request:
         hint: The hint for its blocks; None without one.
         digests: Hashes of the first complete blocks: those of the prompt, and every block before `committed`.
         hit: Number of leading blocks that were cached when the request started and are still complete.
-        replaced: For each group, blocks that were replaced in the table, held until the next commit or free.
+        replaced: For each group, blocks that were replaced in the table, held until the next commit, preempt or
+            free.
         check_tail: Whether the next append must check if the last, partly filled block is shared.
         new_states: (group, logical block) of states that `checkpoint` allocated and no commit has published yet.
         prompt_tokens: Number of tokens with which the request started.

@@ -86,7 +86,7 @@ def flash_attn_func(
     row without keys gives 0, and lse -inf or, with s_aux, its sink.
 
     k and v are read in place with any strides, if their last dimension is contiguous. They are copied if there are
-    several sequences and only one of k and v has its heads before its tokens.
+    several sequences and, in memory, only one of k and v has heads before tokens.
 
     Args:
         q: `[batch, seqlen_q, num_heads, head_dim]`, float16, bfloat16, float32, or float8_e4m3fn (out is then

@@ -2,7 +2,8 @@
 
 For each request that ended with published blocks, `History` keeps the tokens that were written after the request's hit.
 The tokens of the hit were remembered with the request that computed them. A block's hash covers all tokens before it,
-so the hash at the end of a hit tells which remembered piece comes first. `History` also keeps hashes of evicted blocks.
+so the hash at the end of a hit identifies the remembered piece before the request's own tokens. `History` also keeps
+hashes of evicted blocks.
 """
 
 from __future__ import annotations

@@ -340,8 +340,8 @@ def positions(model: Any, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.
 class ModelInLoop:
     """A model as a decoding loop sees it. Methods that a subclass does not override are the model's own.
 
-    Subclasses override `compute` and `prefill`. This class sets `answered` of the `Loop` once the first token's logits
-    are computed. Before that, the call can start again.
+    Subclasses override `compute` and `prefill`, and may override `drafts_from_outputs`. This class sets
+    `answered` of the `Loop` once the first token's logits are computed. Before that, the call can start again.
     """
 
     def __init__(self, loop: Any) -> None:
@@ -377,7 +377,7 @@ class ModelInLoop:
         return generator
 
     def drafts_from_outputs(self) -> None:
-        """Handle a candidate generator that reads outputs of the whole prompt. Called before the prompt is computed."""
+        """Do nothing. Called before the prompt is computed, if a candidate generator reads outputs of all of it."""
 
 
 # Images
@@ -518,9 +518,10 @@ def kept_manager(model: Any) -> Any:
 
 
 def unshared(model: Any, generation_config: Any, continuous_batching_config: Any) -> Any:
-    """Return a copy of a continuous batching config without block sharing, from the argument or the generation config.
+    """Return a copy of a continuous batching config with block sharing off.
 
-    Transformers' own manager knows no salts, so its requests must share nothing.
+    If `continuous_batching_config` is None, copy the generation config's, or make a default one. Transformers'
+    own manager knows no salts, so its requests must share nothing.
     """
     settings = continuous_batching_config
     if settings is None:
@@ -582,7 +583,7 @@ def share_prefixes(manager: Any, share: bool) -> None:
 
 
 def serve_batches(processor: Any, manager: Any) -> None:
-    """Make a class of processors run its `step` as forward pass, and a class of managers use its `make_processor`."""
+    """Let processors of a class compute batches with `step`, and managers of a class make them with `make_processor`."""
     processor._generation_step = torch.no_grad()(lambda self, model: self.step(model))
     manager._create_batch_processor = lambda self: self.make_processor()
 

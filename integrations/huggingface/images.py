@@ -131,7 +131,9 @@ class ImageSplit:
     """The ways in which a prompt may continue after a cached prefix that ends inside an image."""
 
     computes: bool = False  # an image may be computed in two passes; not if its tokens attend in both directions
-    reads: bool = False  # its cached tokens may be read and the others computed, if one pass computed it before
+    reads: bool = (
+        False  # its first tokens may be read from the cache and the rest computed, after one pass computed all
+    )
 
 
 class VisionOutputs:

@@ -14,7 +14,7 @@ from .api import UnsupportedVersionError, available, check_version
 from .metrics import export_counts
 
 VARIABLE = "PC_VLLM"
-"""Names the features. Other variables with this prefix set options of one feature each."""
+"""The environment variable that lists the features. Other variables with this prefix set an option of one feature."""
 
 REUSE = ("prefix", "gap", "anywhere")
 """What requests may reuse: a leading run of cached blocks; later runs after a gap too (the default); or text at
@@ -66,7 +66,7 @@ def _enable_compression() -> None:
 
 
 def _enable_hidden_states() -> None:
-    """Let pooling requests that return a row for each token read prefix hits, if the engine has our worker.
+    """Allow prefix hits for pooling requests that return one row for each token, if the engine has our worker.
 
     The worker adds the rows of the hits.
     """

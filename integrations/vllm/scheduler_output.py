@@ -91,4 +91,4 @@ def full_attention_group(groups: list[Any]) -> int:
         kinds = getattr(spec, "kv_cache_specs", {"": spec}).values()  # several layers' specs in one
         if all(isinstance(kind, FullAttentionSpec) for kind in kinds):
             return number
-    raise ValueError("hidden_states: the model has no layers with full attention, needs some: windows free blocks")
+    raise ValueError("hidden_states: got no layers with full attention, needs one: layers with windows free blocks")

@@ -104,7 +104,9 @@ def _shares(capacity: str, trace: Trace) -> list[float]:
         except ValueError:
             share = 0.0
         if not 0 < share < math.inf:  # nan is refused too
-            raise typer.BadParameter(f"got {text!r}, needs a share such as 3% or blocks", param_hint="--capacity")
+            raise typer.BadParameter(
+                f"got {text!r}, needs a share such as 3% or a number of blocks", param_hint="--capacity"
+            )
         shares.append(share)
     return shares
 

@@ -122,7 +122,7 @@ def check_attention(args: AttentionArgs) -> None:
         check_cache(args, query)
     num_kv_heads = args.key_cache.shape[2]
     if num_kv_heads == 0 or num_heads % num_kv_heads:
-        needs = f"a divisor of query's {num_heads} heads in its third dimension"
+        needs = f"a divisor of query's {num_heads} heads as its number of heads"
         if args.key_cache.shape[1] and num_heads % args.key_cache.shape[1] == 0:
             needs += "; a cache [num_blocks, num_kv_heads, block_size, head_dim] goes in as cache.transpose(1, 2)"
         raise bad_argument("key_cache", f"{num_kv_heads} KV heads", needs)
@@ -264,7 +264,9 @@ def _check_tree(mask: torch.Tensor, args: AttentionArgs, starts: list[int]) -> N
             future[:, : end - begin] |= (depth[None] >= depth[:, None]) & (row != row.T)
         if (bits & future).any():
             query, key = np.argwhere(bits & future)[0]
-            needs = "its own bit and those of tokens before it, of smaller depth, where causal"
+            needs = (
+                "only its own bit and bits of earlier tokens if causal, and of smaller positions with query_positions"
+            )
             raise bad_argument("tree_mask", f"bit {key} in query {query} of sequence {i}", needs)
 
 

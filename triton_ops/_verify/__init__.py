@@ -23,7 +23,8 @@ class Row(NamedTuple):
     Attributes:
         operator: The operator, as in `torch.ops.pc`.
         case: A description of the call.
-        error: The largest difference from the formula; infinite if a result has a wrong shape or is NaN.
+        error: The largest difference from the formula; infinite if a result's shape or dtype is wrong, or
+            it contains NaN or misplaced infinities, and after an exception.
         allowed: The largest difference that rounding explains; 0 if bytes must be equal.
         seconds: Time of the calls, with compilation.
         problem: The fault; empty if there is none.
@@ -106,7 +107,11 @@ def _check(case: Case, device: torch.device) -> Row:
 
 def _off(error: float) -> str:
     """Return an error as words for a problem."""
-    return f"off by {error:.2g}" if math.isfinite(error) else "of another shape or dtype, or no number"
+    return (
+        f"off by {error:.2g}"
+        if math.isfinite(error)
+        else "wrong: its shape, dtype or infinities differ, or it contains NaN"
+    )
 
 
 def _results(case: Case, device: torch.device) -> list[tuple[str, torch.Tensor, Expected]]:

@@ -46,7 +46,7 @@ class PromptStore:
         self.block_size = size
         # Whether an admitted prompt gets blocks for its cached tokens only, and the others later.
         self.by_steps = scheduled or storage.chunk is not None
-        # The next call ends requests without an owner. A finalizer would not do: Python drops an interrupt in it.
+        # The next call ends requests without an owner. A finalizer cannot, because Python drops an interrupt in it.
         self.running: dict[weakref.ref[Any], list[str]] = {}  # by `PromptRequests` of a call: its request ids
         self.states = storage.states
         self.empty_cache = new_cache(model.config)  # the template of calls' caches

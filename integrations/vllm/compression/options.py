@@ -50,7 +50,7 @@ class CompressionOptions:
         if self.share is not None and not isinstance(self.share, bool):
             raise TypeError(f"share: got {type(self.share).__name__}, needs true or false")
         if self.share and self.until is None:
-            raise ValueError("share: got true for the whole prompt, needs until: only a part can be found again")
+            raise ValueError("share: got true for the whole prompt, needs until: only a part of a prompt can be shared")
         if self.share and self.heads != "same":
             raise ValueError(f"share: got true with heads {self.heads!r}, needs heads 'same'")
 

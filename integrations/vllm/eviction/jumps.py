@@ -86,7 +86,7 @@ class Jumps:
         self._planned = None
         if self._cache.prefix_cache_lookup_enabled(request):
             first, rest = divmod(num_computed, self._size)
-            # Runner V2 would get a request that jumped as a new one, without the media of computed tokens.
+            # After a jump, runner V2 gets the request as a new one, which would lack the media of computed tokens.
             runs = {} if rest or (self._sends_anew and request.mm_features) else self._later_runs(request, first)
             pieces = self.contents.find(request, num_computed, runs) if anywhere else []
             self._planned = (request, runs, pieces) if runs or pieces else None

@@ -113,7 +113,7 @@ class OmniPrefixCacheManager:
                 self._cache.write(slots, kept)
             except BaseException:
                 self._read_waiting()
-                self._cache.write(slots, {})  # their KV belongs to other tokens now
+                self._cache.write(slots, {})  # the step overwrites the KV of these slots, so this drops their old rows
                 raise
             spans, begin, reached = {}, 0, self._reached
             for request in requests:
@@ -135,7 +135,7 @@ class OmniPrefixCacheManager:
     def _sort(
         self, hidden_states: torch.Tensor | None, outputs: Mapping[str, Any] | None, count: int, padded: int
     ) -> tuple[dict[str, torch.Tensor], Leftover]:
-        """Return tensors with a row for each token, registered, and a copy of all other outputs."""
+        """Register and return the tensors that have a row for each token. Also return a copy of all other outputs."""
         kept: dict[str, torch.Tensor] = {}
         rest: dict[str, Any] = {}
         if count and hidden_states is not None and self._hidden_key is not None:
