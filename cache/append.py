@@ -89,7 +89,7 @@ def _grow_each(state: ManagerState, requests: Sequence[Request]) -> list[Pairs]:
 def _make_room(
     state: ManagerState, growths: Sequence[tuple[Request, int]], growing: Iterable[RequestSnapshot] = ()
 ) -> None:
-    """Check that there are enough blocks for requests to grow, begin the verb, and release the blocks behind windows.
+    """Check that requests have enough blocks to grow, call `state.begin`, and release the blocks that windows left.
 
     `growths` has the requests that may need blocks, each with its number of tokens afterwards. `growing` is for
     `ManagerState.begin`.

@@ -20,7 +20,7 @@ class GroupHit(NamedTuple):
         table: Block numbers by logical block. Entries of blocks that are not cached are undefined.
         held: The cached blocks of the table, in order.
         fresh: Logical blocks to allocate.
-        slots: Host slots from which the first `fresh` blocks are loaded.
+        slots: Host slots from which the leading blocks of `fresh` are loaded, one for each, in order.
     """
 
     table: Ids
@@ -90,7 +90,10 @@ def _prefix_hit(blocks: int, end: int, whole: int, groups: list[GroupHit], publi
 def longest_hit(
     groups: Sequence[Group], resident: Sequence[Mask], num_tokens: int, block_size: int, rooms: Sequence[int] = ()
 ) -> int:
-    """Return the number of blocks of the longest prefix after which every group can continue; see `Group.servable`."""
+    """Return the number of blocks of the longest prefix after which every group can continue; see `Group.servable`.
+
+    `rooms` limits the number of blocks that a hit may need in each group; empty: no limit.
+    """
     servable = np.ones(resident[0].size + 1, np.bool_)
     for i, (group, there) in enumerate(zip(groups, resident, strict=True)):
         servable &= group.servable(there, num_tokens, block_size, rooms[i] if rooms else None)

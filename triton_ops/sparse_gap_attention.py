@@ -57,7 +57,7 @@ def sparse_gap_attention(
         block_tables: `[num_seqs, max_blocks]` int32, the block number of each logical block. -1 is a hole. Or one table
             for each KV head, `[num_seqs, num_kv_heads, max_blocks]`, whose holes and block numbers may differ.
         query_positions: `[num_tokens]` int32, ascending within a sequence. None: seq_len - q_len + i. With tree_mask,
-            in any order: the position that a query's token has if its branch alone follows the cached tokens.
+            in any order: seq_len - q_len plus the depth of the token in its tree, 0 for a root.
         tree_mask: `[num_tokens, words]` int32. Bit b of word w of a query's row says whether it attends to the key at
             position seq_len - q_len + 32 * w + b of its sequence. These are this call's own tokens, and only the mask
             decides about them. Keys before them follow the rule above. Ancestors of a token must come before it, and

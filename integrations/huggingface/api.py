@@ -583,7 +583,10 @@ def share_prefixes(manager: Any, share: bool) -> None:
 
 
 def serve_batches(processor: Any, manager: Any) -> None:
-    """Let processors of a class compute batches with `step`, and managers of a class make them with `make_processor`."""
+    """Let processors of one class compute batches with `step`.
+
+    Managers of the class `manager` make them with `make_processor`.
+    """
     processor._generation_step = torch.no_grad()(lambda self, model: self.step(model))
     manager._create_batch_processor = lambda self: self.make_processor()
 

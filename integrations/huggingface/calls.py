@@ -20,7 +20,7 @@ _PACKAGES = ("torch", "transformers", "peft")
 
 
 class UnsupportedError(ValueError):
-    """The model or the call cannot be served. Raised before anything is changed.
+    """The model or the call cannot be served. Published blocks and the model are unchanged.
 
     Args:
         reason: The reason, in words that are the same for every call of this kind.
@@ -102,7 +102,7 @@ class RequestReport:
 
     Attributes:
         prompt_tokens: Number of tokens in the prompt, without padding.
-        cached_tokens: Number of prompt tokens that were read from the cache.
+        cached_tokens: Number of prompt tokens in `cached_spans`. Moved tokens are not counted.
         cached_spans: The cached ranges [start, end) of the prompt, ascending. Only `reuse="gap"` gives more than one.
         moved_spans: With `reuse="anywhere"`, ranges read from another position or computed after other text.
         repaired_tokens: Number of tokens in `moved_spans` that were computed again.

@@ -190,7 +190,9 @@ def _behind_padding(model: Any, whole: DynamicCache) -> tuple[bool, bool]:
     """Return whether masked columns before a row change its KV, and whether such a row continues from a prefix."""
     tokens = harmless_tokens(model, TOKENS)
     ids = torch.from_numpy(np.concatenate([np.full(PAD, tokens[0]), tokens]))[None].to(model.device)
-    ids = torch.cat([ids, ids.roll(1, 1)])  # a mask without a hole in any row may be dropped
+    ids = torch.cat(
+        [ids, ids.roll(1, 1)]
+    )  # in the second row no column is masked: models may ignore columns that all rows mask
     mask = torch.ones_like(ids)
     mask[0, :PAD] = 0
 

@@ -86,7 +86,7 @@ class Serving:
             try:
                 require_kernels(model, options.block_size, "moved")
             except WrongKernelError as error:
-                self._calls.warn("kernels", f'{error}. It is served with reuse="gap", in PyTorch')
+                self._calls.warn("kernels", f'{error}. The model is served with reuse="gap" instead of "anywhere"')
                 options = options._replace(reuse="gap")
         return Engine(model, options, self.steps, self._calls)
 
@@ -227,7 +227,10 @@ class Serving:
                 return (None if self._disabled else self._engine), ()
             before = self._identity
             if before.changed(model):
-                refuse_if(self._running.current, "a call inside a call of the same model, which has changed the model")
+                refuse_if(
+                    self._running.current,
+                    "it runs inside a call of the same model, which has changed the model for its own time",
+                )
                 lived = self._calls.served - self._served_before
                 self._set_up(model)
                 self._changed = before.difference(self._identity)

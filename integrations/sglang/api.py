@@ -141,7 +141,7 @@ BODIES: dict[str, dict[str, dict[str, str]]] = {
         "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache._evict": {"0.5.23": "958a84f8997c"},
     },
 }
-"""For each feature, the methods that it replaces, or that call those, and the digests of their bodies by release."""
+"""For each feature, the replaced methods and their callers, with the digests of their bodies by release."""
 
 PATHS = seam.paths([*REGISTRATION.values(), *NAMES.values()])
 """The classes and functions that other files may import from here, and their paths in SGLang."""

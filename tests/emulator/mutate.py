@@ -162,7 +162,7 @@ def compared(names: Sequence[str], count: int, seed: int) -> tuple[str, list[str
         f"result, in some or all kernels, for a reason in the list. {kinds['neither']} are neither noticed nor in the "
         f"list. Of the compiled comparisons, {tried:,} were broken, and {total[NOTICED]:,} of these were noticed. "
         f"{total[NOT_MET]:,} never had equal operands, because no case of their kernel ends at the element or loop "
-        "iteration that they are for."
+        "iteration that they test for."
     )
     # With few copies, none may be the one that the reason is for.
     return text, wrong + ([f"explained without need: {place}" for place in sorted(unneeded)] if not count else [])

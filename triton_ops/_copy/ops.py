@@ -90,7 +90,7 @@ def _move_on_device(
         hosted = [t for t in (*packed, *caches) if not t.is_cuda]
         flats = [_flat(cache, leading) for cache in caches]
         if hosted and all(flat is not None for flat in flats):
-            from .runs import find_runs  # imports numpy, which moving rows by kernel does without
+            from .runs import find_runs  # imported here because it needs numpy, which the kernel does not
 
             runs = find_runs(index.numpy())
             size = sum(row_bytes(tensor) for tensor in packed) * index.shape[0]

@@ -187,8 +187,8 @@ def _block_tables(draw: _Draw, sizes: tuple[int, int, int], block_size: int, sha
         sizes: Tables of a sequence, sequences, and the width of a table.
         block_size: Token slots of a block.
         shared: How many first blocks all sequences share.
-        holes: The share of absent blocks. If it is not 0, every table also lacks a tile of 64 keys, not the same as its
-            neighbours.
+        holes: The share of absent blocks. If it is not 0, every table also lacks one tile of 64 keys, another one
+            than its neighbours.
     """
     count, n, width = sizes
     orders = [draw.order(n * width + 3)[: n * width] for _ in range(count)]
@@ -615,13 +615,13 @@ def all_cases(wide: bool) -> Iterator[Case]:
         yield Case("rope_and_cache", name, partial(_rope, name, dtype, interleaved, head_dim, rotary_dim))
     for name, dtype, is_neox, head_dim, pairs, first in (
         ("float32", F32, True, 64, 32, 0),
-        ("bfloat16, interleaved, behind a part", BF16, False, 96, 16, 64),
+        ("bfloat16, interleaved, last columns", BF16, False, 96, 16, 64),
         ("int8", INT8, True, 64, 16, 0),
     ):
         yield Case("rotate_keys", name, partial(_rotate, name, dtype, is_neox, head_dim, pairs, first, 8))
     for name, dtype, is_neox, pairs, first, latent in (
         ("float32", F32, True, 32, 0, False),
-        ("bfloat16, interleaved, behind a part", BF16, False, 16, 32, True),
+        ("bfloat16, interleaved, last columns", BF16, False, 16, 32, True),
         ("int8", INT8, True, 16, 0, False),
         ("float16, without positions", F16, True, 0, 0, False),
     ):

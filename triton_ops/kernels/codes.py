@@ -46,8 +46,8 @@ def small_e4m3(code, PACKED: tl.constexpr):
     on NVIDIA devices, with three instructions for a code instead of eight.
     """
     if PACKED:
-        # Move bytes into the upper halves of half words and shift them right by one behind the sign. Adding 1 to a byte
-        # of 0x7F without its sign carries into bit 7, of which prmt makes a byte of ones: NaN.
+        # Move bytes into the upper halves of half words and shift them right by one behind the sign. After the sign is
+        # cleared, adding 1 to a byte of 0x7F sets bit 7. prmt repeats that bit over a byte: NaN.
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 nan, place, ones;
@@ -79,7 +79,7 @@ def packed_codes(code, HELD: tl.constexpr):
     matrix unit reads, and fill these from shared memory byte by byte.
     """
     if code.dtype == tl.int8:
-        # A code plus 128 is the last bits of a float16 from 1024 on, whose unit in the last place is 1.
+        # From 1024 on, a float16's unit in the last place is 1, so its last bits can hold the code plus 128.
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 more, low, high, least;

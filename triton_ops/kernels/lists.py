@@ -22,7 +22,7 @@ from .scores import _slopes
 
 
 class ListRows(NamedTuple):
-    """The rows of a program: one head of one query each, and the index of that query among the united ones."""
+    """The rows of a program: one head of one query each, and the index of that query in its tile."""
 
     member: Any  # [BLOCK_M]
     token: Any  # [BLOCK_M], counted from the sequence's first query
@@ -160,7 +160,7 @@ def _load_list_query(rows, first, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
 def _load_list_queries(rows, key_at, other_at, rest_at, traits, tile):
     """Load the rows' queries: the columns of the program's own part, of the other part, and of the rotated key.
 
-    Only latent rows have another part or rope columns. Otherwise, the own part stands in for them and is not read.
+    Only latent rows have another part or rope columns. Otherwise q is returned in their places and never read there.
     """
     q = _load_list_query(rows, key_at, traits.HEAD_DIM, tile.BLOCK_D)
     other = q

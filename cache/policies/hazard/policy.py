@@ -278,7 +278,7 @@ class Hazard(EvictionPolicy):
         return over + chooser.evict_oldest(count - over)
 
     def _refresh(self, count: int) -> None:
-        """Apply all notifications and rank runs again: all, or only finished conversations while lru is in force."""
+        """Apply all notifications and rank runs again. While lru decides, rank only runs of finished conversations."""
         self._drain()
         if self._now >= FIRST and self._now - self._last_fit >= min(EVERY, self._now / EARLY):
             self._learn()

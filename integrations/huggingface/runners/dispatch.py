@@ -129,7 +129,7 @@ class Dispatch(AttentionInterface):  # type: ignore[misc]  # transformers is unt
         return Dispatch, (self.original,)
 
     def _before(self, found: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that looks for marks before it calls `found`, the same one each time.
+        """Return a function that looks for marks and then calls `found`. The same `found` gives the same function.
 
         While torch compiles, return `found` or a function that only calls `check_forward` before it.
         """

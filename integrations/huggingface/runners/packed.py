@@ -39,7 +39,7 @@ class PackedSpan(NamedTuple):
     key: Any  # the request in the manager
     tables: Sequence[np.ndarray]  # its block table in each group
     start: int
-    length: int  # 0 for a request without tokens in this pass, which is only forked
+    length: int  # 0 for a request that is only forked and has no tokens in this pass
     written: int  # number of leading tokens whose KV is in blocks already
 
 
@@ -108,7 +108,9 @@ class PagedCache(PagedPass, Cache):  # type: ignore[misc]  # transformers is unt
         self.layers_attended += 1
         known = self.storage.windows.get(layer_idx)
         if window != known:
-            raise UnsupportedError(f"layer {layer_idx} attends over a window of {window} and caches {known}")
+            raise UnsupportedError(
+                f"layer {layer_idx} attends over a window of {window}, but its cache has a window of {known}"
+            )
         key_cache, value_cache = self.storage.caches(layer_idx)
         batch = self.batches[self.storage.group_of[layer_idx]]
         _, block_tables, seq_lens, query_start_loc = batch.on(query.device)

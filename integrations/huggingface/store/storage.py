@@ -201,7 +201,7 @@ class ModelStorage:
 def model_storage(
     model: Any, options: CacheOptions, specs: Specs, windows: Mapping[int, int], states: States
 ) -> ModelStorage:
-    """Return storage with a group for each window and one for states.
+    """Return storage with a group for full attention, one for each window and one for states, as the model needs.
 
     States get at most a quarter of the memory budget.
     """

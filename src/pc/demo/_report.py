@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 TITLES = {
     "document": "Six questions about one document",
-    "gap": "Six questions behind an evicted middle",
+    "gap": "Six questions after an evicted middle",
     "conversation": "A conversation of six rounds",
     "picture": "Four questions about each of two pictures",
 }

@@ -161,7 +161,9 @@ class ScheduledBlocks:
         """
         self._take_back(request_id)
         allocation: Any = self._start(self.waiting[request_id], prompt_ids).allocation
-        if allocation.wait_for in self.scheduled:  # this step computes its next block, so it waits
+        if (
+            allocation.wait_for in self.scheduled
+        ):  # a request of this step computes the prompt's next block, so this one waits
             self._take_back(request_id)
             self._deferred.add(request_id)
             return 0

@@ -78,7 +78,7 @@ def enable_continuous_batching(
     check_number("num_blocks", num_blocks, 1, optional=True)
     check_number("block_size", block_size, 4)
     refuse_if(
-        deterministic, "deterministic=True: each step computes whatever requests run in one pass; generate does not"
+        deterministic, "deterministic=True: a step computes all running requests together; use enable_prefix_caching"
     )
     check_fallback(fallback)
     model = generating_model(model)
