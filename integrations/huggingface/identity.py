@@ -89,6 +89,9 @@ class Identity:
         self._hook_labels = [f"{_joined(named[id(m)], n)}" for m in (model, *watched) for n in _HOOKS]
         self._kept_hooks = self._hooks()
         self._tensors = dict(_named_tensors(model))
+        known = set(map(id, self._tensors.values()))
+        plain = _plain_tensors(model, transient)
+        self._tensors |= {n: t for n, t in plain if n not in transient and id(t) not in known}
         self._all_tensors = list(self._tensors.values())
         self._versioned = [t for n, t in self._tensors.items() if not t.is_inference() and n not in transient]
         self._samples = _Samples([(n, t, MANY if n in transient else SAMPLED) for n, t in self._tensors.items()])
@@ -154,19 +157,17 @@ class Identity:
     def watch(self, model: Any) -> Callable[[], bool]:
         """Return a function that checks whether the model still has this identity and the adapters that are active now.
 
-        Callers run it before each forward pass. If any sampled tensor is on a device, it compares no elements, because
-        that would wait for the device.
+        Callers run it before each forward pass. It does not compare elements of tensors on devices, because that would
+        wait for the device.
         """
         states, reference = self._adapter_states(), weakref.ref(model)
 
         def unchanged() -> bool:
             now = reference()
-            return not (
-                now is None
-                or self._restructured(now)
-                or self._adapter_states() != states
-                or (not self._samples.on_devices and self._samples.elements() != self._content)
-            )
+            if now is None or self._restructured(now) or self._adapter_states() != states:
+                return False
+            elements = self._samples.elements(on_devices=False)
+            return elements == self._content[: len(elements)]
 
         return unchanged
 
@@ -281,13 +282,13 @@ def set_by_forward(model: Any) -> Iterator[set[str]]:
     """
     found: set[str] = set()
     before = [(m, dict(vars(m)), _within(m)) for m in model.modules()]
-    tensors = {name: (t, t._version) for name, t in _named_tensors(model) if not t.is_inference()}
+    tensors = {name: (t, t._version) for name, t in _all_tensors(model) if not t.is_inference()}
     yield found
     for module, attributes, within in before:
         found |= {name for name, value in vars(module).items() if attributes.get(name, found) is not value}
         now = _within(module)
         found |= {name for name in within.keys() | now.keys() if within.get(name) != now.get(name)}
-    for name, tensor in _named_tensors(model):
+    for name, tensor in _all_tensors(model):
         old, version = tensors.get(name, (None, 0))
         if old is tensor and tensor._version != version:
             found.add(name)
@@ -339,6 +340,28 @@ def _named_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 yield from _inner(_joined(label, name), tensor)
 
 
+def _plain_tensors(model: Any, left_out: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors that modules hold in attributes, or in dicts and lists there, instead of as parameters or buffers.
+
+    Attributes whose names are in `left_out` are skipped.
+    """
+    for label, module in model.named_modules():
+        if module is not model and changes_itself(module):
+            continue
+        own = {n: v for n, v in vars(module).items() if n not in _INTERNAL | ATTACHED and n not in left_out}
+        nested: dict[int, tuple[str, Any]] = {}
+        _nested(label, own, nested)
+        for name, held in ((label, own), *nested.values()):
+            for key, value in held.items() if isinstance(held, dict) else enumerate(held):
+                if isinstance(value, torch.Tensor):
+                    yield from _inner(_joined(name, str(key)), value)
+
+
+def _all_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of `_named_tensors` and those of `_plain_tensors`."""
+    return chain(_named_tensors(model), _plain_tensors(model))
+
+
 def _inner(label: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a tensor with its name or, for a tensor subclass, the tensors that it wraps.
 
@@ -356,8 +379,8 @@ class _Samples:
     """Views of some elements of tensors. Their bytes show whether the tensors have changed."""
 
     def __init__(self, tensors: list[tuple[str, torch.Tensor, int]]) -> None:
-        # Tensors in host memory are grouped by element size, others by device and dtype. `names` has for each group the
-        # names of its tensors and the number of bytes of each sample.
+        # Tensors in host memory are grouped by element size, others by device and dtype, those on devices last. `names`
+        # has for each group the names of its tensors and the number of bytes of each sample.
         host: dict[int, list[np.ndarray]] = {}
         other: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         names: dict[Any, list[tuple[str, int]]] = {}
@@ -371,15 +394,19 @@ class _Samples:
             else:
                 other.setdefault(key, []).append(view)
             names.setdefault(key, []).append((name, view.numel() * size))
-        self._host, self._other = list(host.values()), list(other.values())
-        self._names = [names[key] for key in (*host, *other)]
-        self.on_devices = any(views[0].device.type != "cpu" for views in self._other)
+        order = sorted(other, key=lambda key: key[0].type != "cpu")
+        self._host, self._other = list(host.values()), [other[key] for key in order]
+        self._names = [names[key] for key in (*host, *order)]
 
     @torch.no_grad()
-    def elements(self) -> list[bytes]:
-        """Return the bytes of all samples in a few pieces, one for each group."""
+    def elements(self, on_devices: bool = True) -> list[bytes]:
+        """Return the bytes of all samples in a few pieces, one for each group.
+
+        Reading tensors on devices waits for the device. Without `on_devices` their pieces, the last ones, are left out.
+        """
         found = [np.concatenate(views).tobytes() for views in self._host]
-        return found + [torch.cat(v).cpu().view(torch.uint8).numpy().tobytes() for v in self._other]
+        other = [views for views in self._other if on_devices or views[0].device.type == "cpu"]
+        return found + [torch.cat(views).cpu().view(torch.uint8).numpy().tobytes() for views in other]
 
     def by_name(self, pieces: list[bytes]) -> Iterator[tuple[str, bytes]]:
         """Yield the name and bytes of each tensor in the pieces."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,6 +59,39 @@ def test_changes_are_noticed(model: Any, change: Callable[[Any], Any]) -> None:
         assert not identity.changed(model)
         change(model)
         assert identity.changed(model)
+
+
+PLAIN: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "attribute": (lambda m: setattr(m, "plain", torch.ones(64)), lambda m: m.plain),
+    "in a dict": (lambda m: setattr(m, "plain", {"of": [torch.ones(64)]}), lambda m: m.plain["of"][0]),
+}
+
+
+@pytest.mark.parametrize("write", [lambda t: t.mul_(2), lambda t: t.data.mul_(2)], ids=["in place", "through data"])
+@pytest.mark.parametrize(("put", "get"), PLAIN.values(), ids=PLAIN.keys())
+def test_tensors_that_are_no_buffers(model: Any, put: Any, get: Any, write: Callable[[torch.Tensor], Any]) -> None:
+    """A patched forward may add such a steering vector. A forward pass may also count in one, which is no change."""
+    mlp = _layer(model).mlp
+    put(mlp)
+    mlp.count = torch.zeros(())
+    mlp.register_forward_hook(lambda module, *_: module.count.add_(1).zero_())
+    with set_by_forward(model) as transient:
+        model(torch.arange(8)[None])
+    identity = Identity(model, transient)
+    model(torch.arange(8)[None])
+    assert not identity.changed(model)
+    write(get(mlp))
+    assert identity.changed(model)
+
+
+def test_host_weights_are_compared_during_a_call_beside_weights_on_a_device(model: Any) -> None:
+    identity = Identity(model)
+    identity._samples._other.append([SimpleNamespace(device=torch.device("cuda"))])  # type: ignore[list-item]
+    identity._content.append(b"of the device")
+    unchanged = identity.watch(model)
+    assert unchanged()
+    _layer(model).mlp.up_proj.weight.data.neg_()
+    assert not unchanged()
 
 
 def test_forward_passes_change_nothing(model: Any) -> None:
