@@ -79,7 +79,8 @@ def _check_values(args: Any) -> None:
         raise bad_argument("seq_lens", longest, f"at most {most}, what block_tables holds")
     if total > num_rows:
         raise bad_argument("num_rows", num_rows, f"at least {total}, the sum of seq_lens")
-    lowest_entry("block_tables", block_tables, num_blocks)
+    first = torch.arange(block_tables.shape[1], device=block_tables.device) * block_size  # of each block's positions
+    lowest_entry("block_tables", block_tables[first < args.seq_lens[:, None]], num_blocks)  # nothing reads the others
     if new_positions is not None and num_tokens:
         counts = torch.tensor(queries)
         owner, limits = (
@@ -212,6 +213,7 @@ def join_prefix(
         cache: `[num_blocks, block_size, *features]`, any dtype and strides. If it is in host memory and other arguments
             are on a device, it must be pinned.
         block_tables: `[num_seqs, max_blocks]` int32 or int64. -1 marks an absent block, whose rows are zeros.
+            Entries after a sequence's last block are not read.
         seq_lens: `[num_seqs]` int32 or int64, the tokens of each sequence including its new ones.
         new: `[num_tokens, *features]`, the new rows of all sequences, with the cache's dtype.
         query_start_loc: `[num_seqs + 1]` int32 or int64, the first row of each sequence in `new`.

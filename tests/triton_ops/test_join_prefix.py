@@ -105,6 +105,15 @@ def test_list_of_caches_shares_one_map(device):
         assert same_bits(out, joined(*arguments))
 
 
+def test_entries_after_the_last_block_are_not_read(device):
+    """Engines leave old numbers there, and some leave memory as it was. Attention operators do not read them either."""
+    cache, lens = torch.randn(4, 2, 3, device=device), torch.tensor([3, 0, 2], device=device)
+    tables = torch.tensor([[1, 3, 99], [2**31 - 1] * 3, [0, -7, -(2**31)]], dtype=torch.int32, device=device)
+    starts = torch.zeros(4, dtype=torch.int64, device=device)
+    out = pc.join_prefix(cache, tables, lens, cache.new_empty(0, 3), starts, 5)
+    assert torch.equal(out, torch.cat((cache[1], cache[3, :1], cache[0])))
+
+
 def test_offsets_beyond_two_to_the_31(device):
     if device.type == "cuda":
         cache = torch.zeros(2051, 16, 1 << 16, dtype=torch.uint8, device=device)
