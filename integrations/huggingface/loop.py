@@ -110,7 +110,7 @@ class Loop:
     def mask(self) -> torch.Tensor | None:
         """The attention mask `[batch, length]`; None if it masks no token."""
         mask = self.model_kwargs.get("attention_mask")
-        return None if mask is None or bool(mask.all()) else mask
+        return None if mask is None or bool((mask == 1).all()) else mask
 
     @functools.cached_property
     def requested_outputs(self) -> dict[str, Any]:
@@ -235,6 +235,8 @@ def check_loop(loop: Loop) -> None:
     ids, mask, positions = loop.input_ids, kwargs.get("attention_mask"), kwargs.get("position_ids")
     refuse_if(ids.dim() != 2 or ids.shape[1] == 0, "input_ids hold no prompt", f"shape {list(ids.shape)}")
     refuse_if(mask is not None and mask.dim() != 2, "attention_mask has more than two dimensions")
+    if loop.mask is not None:  # transformers adds the values up to positions
+        refuse_if(not bool(((mask == 0) | (mask == 1)).all()), "attention_mask has values other than 0 and 1")
     if loop.images is not None:
         if config.prefill_chunk_size:
             raise UnsupportedError("chunks of a prompt may cut an image")

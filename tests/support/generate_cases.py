@@ -150,6 +150,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"position_ids": torch.arange(5, 45)[None]},
         "position_ids differ from those that transformers derives from attention_mask",
     ),
+    "mask": (
+        {"attention_mask": torch.full((1, 40), 2)},  # transformers adds the values up to positions
+        "attention_mask has values other than 0 and 1",
+    ),
 }
 """Arguments of calls that are not served, and the reasons; a class is made anew for each call."""
 
