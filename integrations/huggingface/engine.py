@@ -114,6 +114,12 @@ class Engine:
             and not self._packs(loop)
         )
 
+    def in_pieces(self, loop: Loop) -> bool:
+        """Return whether several forward passes may compute a prompt, besides one for its last token."""
+        options, store = self._options, self.store
+        by_options = options.chunk is not None or options.reuse != "prefix" or store.storage.chunk is not None
+        return by_options or store.states is not None or bool(loop.generation_config.prefill_chunk_size)
+
     def _prove_window(self, model: Any) -> None:
         """Probe the model beyond its window, once. Raise UnsupportedError if the probe failed."""
         if self._window_problem is None:

@@ -329,7 +329,7 @@ class Serving:
             loop.unchanged = self._identity.watch(loop.model)
         loop.adapters, loop.salt, loop.returns = self._row_adapters(loop), self.salt.current, self.hint.current
         lengths = [loop.input_ids.shape[1]] if loop.mask is None else loop.mask.sum(-1).tolist()
-        keys = rope_keys(loop.model.config, lengths, loop.generation_config.max_length)
+        keys = rope_keys(loop.model.config, lengths, loop.generation_config.max_length, engine.in_pieces(loop))
         if loop.model_kwargs.get("token_type_ids") is not None:  # equal tokens may have other KV
             keys = (*keys, "token_type_ids")
         loop.extra_keys = (*keys, *adapters)

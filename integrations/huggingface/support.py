@@ -27,12 +27,19 @@ def check_model(model: Any) -> None:
     refuse_if(any(p.device.type == "meta" for p in model.parameters()), "some of its weights are on the meta device")
 
 
-def rope_keys(config: Any, prompt_lens: list[int], max_length: int) -> tuple[str, ...]:
+def rope_keys(config: Any, prompt_lens: list[int], max_length: int, in_pieces: bool = False) -> tuple[str, ...]:
     """Return extra keys for rotary embeddings whose frequencies depend on the sequence length.
 
     The type "longrope" has one set of frequencies up to the length of the model's original training, and another
     beyond. The type "dynamic" changes the frequencies with every length beyond it. See transformers'
-    modeling_rope_utils.dynamic_rope_update. Keys rotated under one set must not be read under another.
+    modeling_rope_utils.dynamic_rope_update. Keys rotated under one set must not be read under another. The longest
+    sequence of a forward pass decides, so no pass may end within the original length of a prompt that is longer.
+
+    Args:
+        config: The config of the model.
+        prompt_lens: Number of tokens of each prompt.
+        max_length: Number of tokens after which the call ends.
+        in_pieces: Whether several forward passes may compute a prompt, besides one for its last token.
 
     Raises:
         UnsupportedError: The frequencies would change during this call.
@@ -49,7 +56,7 @@ def rope_keys(config: Any, prompt_lens: list[int], max_length: int) -> tuple[str
         )
         if max_length <= limit:
             continue
-        if kind == "longrope" and min(prompt_lens) > limit:
+        if kind == "longrope" and not in_pieces and min(prompt_lens) > limit + 1:
             return ("longrope",)
         raise UnsupportedError(f"{kind} rotary embeddings change at a length which this call may cross", str(limit))
     return ()

@@ -537,6 +537,30 @@ def test_longrope_is_served_on_either_side_of_its_switch(length: int, served: bo
             assert bool(handle.last_requests) == served
 
 
+LONG, OTHER = prompt(130), prompt(130, 1)
+TWO_ROWS = {"input_ids": torch.cat([LONG[:, :65], OTHER[:, :65]])}  # the first is cached, so rows are computed apart
+IN_PIECES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "prefill_chunk_size": ({}, [{"input_ids": LONG[:, :96], "prefill_chunk_size": 16}, {"input_ids": LONG}]),
+    "rows": ({}, [{"input_ids": LONG[:, :80]}, TWO_ROWS, {"input_ids": OTHER}]),
+    "chunks": ({"deterministic": True, "chunk": 32}, [{"input_ids": LONG}]),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("options", "calls"), IN_PIECES.values(), ids=IN_PIECES.keys())
+def test_longrope_is_not_computed_in_pieces_beyond_its_switch(options: Any, calls: list[dict[str, Any]]) -> None:
+    """A pass that ends before the switch has the short factors, also for a prompt that reaches beyond it."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0 + i for i in range(8)]}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, "factor": 8.0}
+    model = Family("llama", "LlamaConfig", "LlamaForCausalLM", {"rope_parameters": rope | factors}).build()
+    with enable_prefix_caching(model, **options), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call in calls:
+            want, got = both(model, **call, output_logits=True, return_dict_in_generate=True, eos_token_id=None)
+            for ours, own in zip(got.logits, want.logits, strict=True):
+                torch.testing.assert_close(ours, own, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.slow
 def test_block_sizes(model: Any) -> None:
     for block_size in (1, 12, 64, 256):
