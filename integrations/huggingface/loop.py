@@ -235,8 +235,9 @@ def check_loop(loop: Loop) -> None:
     ids, mask, positions = loop.input_ids, kwargs.get("attention_mask"), kwargs.get("position_ids")
     refuse_if(ids.dim() != 2 or ids.shape[1] == 0, "input_ids hold no prompt", f"shape {list(ids.shape)}")
     refuse_if(mask is not None and mask.dim() != 2, "attention_mask has more than two dimensions")
-    if loop.mask is not None:  # transformers adds the values up to positions
-        refuse_if(not bool(((mask == 0) | (mask == 1)).all()), "attention_mask has values other than 0 and 1")
+    if loop.mask is not None:
+        others = (loop.mask != 0) & (loop.mask != 1)  # transformers adds the values up to positions
+        refuse_if(bool(others.any()), "attention_mask has values other than 0 and 1")
     if loop.images is not None:
         if config.prefill_chunk_size:
             raise UnsupportedError("chunks of a prompt may cut an image")
