@@ -256,3 +256,15 @@ def test_decodes_beside_a_sequence_that_loses_blocks_keep_their_bits():
     holed = pc.paged_attention(query, keys, values, tables, lens, starts, 0.2)
     assert torch.equal(whole[::2], holed[::2])
     assert not torch.equal(whole[1], holed[1])
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_table_may_repeat_blocks_until_its_sequence_is_longer_than_the_cache(queries):
+    """Engines run such batches to warm up, with tables of zeros."""
+    caches, query = [torch.randn(2, 4, 2, 16) for _ in range(2)], torch.randn(2 * queries, 4, 16)
+    tables, lens = torch.tensor([[0, 1] * 5, [1] * 10], dtype=torch.int32), torch.tensor([39, 5], dtype=torch.int32)
+    starts = torch.tensor([0, queries, 2 * queries], dtype=torch.int32)
+    out = pc.paged_attention(query, *caches, tables, lens, starts, 0.25)
+    apart = torch.arange(20, dtype=torch.int32).view(2, 10)
+    expected = pc.paged_attention(query, *[x[tables.flatten()] for x in caches], apart, lens, starts, 0.25)
+    torch.testing.assert_close(out, expected)

@@ -161,6 +161,8 @@ def attend_entries(
     most = max(1, budget // _SMALL_GATHER) if are_few else budget
     is_even = 0 < len(vectors) == entries * longest
     in_place = cache.in_place if are_few and not (is_even and len(vectors) <= most) else None
+    if in_place is not None and longest > len(in_place[0]):
+        in_place = None  # a table repeats blocks; torch gives a sparse matrix no more numbers than it has places
     if is_even and in_place is None and longest <= most:
         even, step = vectors.reshape(entries, -1), most // longest
         cuts = [slice(begin, begin + step) for begin in range(0, entries, step)]
