@@ -13,8 +13,8 @@ With three rules, a verb needs no code to undo its changes:
 - A verb grows a request's tokens and tables in place, and replaces every other value (`Request`).
 - A verb that removes a request, or tokens of one, removes them in one step. From that step on the verb counts as
   complete, because `undo` can rebuild its remaining changes.
-- Listeners, watchers and indexes are notified after the verb is complete, of what `Log.evicted` and `Log.later` hold.
-  After an interrupt, they may be notified twice.
+- After the verb is complete, `run` notifies listeners, indexes and watchers (`BlockPool.watchers`) of all that
+  `Log.evicted` and `Log.later` hold. After an interrupt, they may be notified twice.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class _Prefix:
         self._options = plan_options(self.arguments(args), tiled=True)
 
     def fill(self, args: Any) -> None:
-        """Compute each query's position, and the plan, for the batch of a call, or of a plan that was refreshed."""
+        """Compute each query's position and the plan. `args` are a call's, or a refreshed `attention_plan`'s."""
         seq_lens, starts, num_tokens = args.seq_lens, args.query_start_loc, len(self.batch["query_positions"])
         is_aligned = aligned(seq_lens, starts)
         kind = (is_aligned, seq_lens.device)

@@ -290,7 +290,9 @@ class EncoderCache:
 def _check_length(item: EncoderItem, output: torch.Tensor) -> None:
     """Raise ValueError unless an output has a row for each token of its item."""
     if output.dim() < 1 or output.shape[0] != item.length:
-        raise ValueError(f"{item.content_hash!r}: got {list(output.shape)} rows, needs {item.length}, its length")
+        raise ValueError(
+            f"{item.content_hash!r}: got an output of shape {list(output.shape)}, needs {item.length} rows"
+        )
 
 
 def _identity(content_hash: Hashable) -> Hashable:

@@ -61,7 +61,7 @@ class PolicyTreeCore(UnifiedTreeCore):
         super().reset()
         self.pages = PageState(self._num_pages, self.page_size, make_policy(self.policy_name))
         self._node_of = np.full(self._num_pages, -1)  # node id of each page
-        self._unlocked: dict[int, Any] = {}  # nodes that were never locked
+        self._unlocked: dict[int, Any] = {}  # nodes without a lock that the policy does not know as released
         self._unreported: list[Any] = []  # nodes that requests locked, not yet reported to the policy
         self._leaves: list[Any] = []
         self.root_node.pc_pages = np.zeros(0, np.int32)

@@ -175,7 +175,7 @@ def _attend_chunk(
         before = full_parts(query, cache, table, 0, position, args.scale)
         return merge_parts([flash(query, keys, values, args.scale, True), *before], query, width)
     reached = sink_end + end - begin
-    # A slice with as many queries as each query has keys reads twice as many keys as one query.
+    # A slice of `reached` queries reads about twice as many keys as one query.
     step = max(1, min(count, max(16, reached), MAX_SCORES // max(1, min(seq_len, 2 * reached) * query.shape[1])))
 
     cuts = (slice(begin, begin + step) for begin in range(0, count, step))

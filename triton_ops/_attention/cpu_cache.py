@@ -104,7 +104,7 @@ class Cache:
         if _adjacent(blocks):
             whole = slice(int(blocks[0]), int(blocks[0]) + len(blocks))
             keys, values = self._key[whole].flatten(0, 1), self._value[whole].flatten(0, 1)
-        elif self.kv_heads == 1 < self._key.stride(1) // self._key.shape[3]:  # a block also has vectors of other heads
+        elif self.kv_heads == 1 < self._key.stride(1) // self._key.shape[3]:  # a view of one head of a wider cache
             head = np.zeros(1, dtype=np.int64)
             keys, values = self.gather(self.of_blocks(blocks, head).reshape(1, -1), head)
             return keys[0][:, None], values[0][:, None]

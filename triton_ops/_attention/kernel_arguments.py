@@ -1,4 +1,4 @@
-"""Arguments that the launches of attention kernels share: results, tensors, constants and strides, and sums of splits.
+"""Arguments that launches of attention share (results, tensors, constants, strides), and the launch that sums splits.
 
 The launches are in `build.py` (keys found by block tables) and `lists.py` (lists of blocks).
 """
@@ -29,8 +29,8 @@ from .parameters import (
 from .predicate import Mask
 
 # Splits that a program sums at once. A missing split costs the same instructions, so few are best: on sm_90, a row of
-# head_dim 128 takes 228 instructions for 4 splits (tests/emulator). With 128 at once, 2 splits took 6,256. If rows are
-# few and splits more than twice as many, a program sums eight times as many at once, for a part of a head.
+# head_dim 128 takes 228 instructions for 4 splits (tests/emulator). With 128 at once, 2 splits took 6,256. For few
+# rows with more than twice as many splits, a program sums eight times as many at once, for a part of a head.
 MERGED_SPLITS = 4
 
 NewResults = Callable[[torch.Tensor], Result]

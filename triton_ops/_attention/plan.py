@@ -17,7 +17,7 @@ from .layout import MIN_SPLIT_TILES, TILE_KEYS, PlanShape
 from .predicate import Mask
 
 FillPlan = Callable[[torch.Tensor, Any], None]
-"""A function that fills a plan, the first argument, for a call with the arguments `args`, the second."""
+"""`fill(plan, args)` fills `plan` for a call with the arguments `args`."""
 
 
 def build_plan(args: Any, options: PlanOptions, target_items: int, out: torch.Tensor | None = None) -> FillPlan:

@@ -107,7 +107,7 @@ def with_holes(keys: PagedKV) -> PagedKV:
 
 def without_leftpad(keys: PagedKV, leftpad: torch.Tensor) -> PagedKV:
     """Return the keys without the padding before each sequence."""
-    leftpad = leftpad.clamp(min=0)  # below it lies another sequence
+    leftpad = leftpad.clamp(min=0)  # a negative padding counts as 0
     found = _in_order(keys, 1, leftpad.unsqueeze(1), keys.capacity)
     return found._replace(lens=keys.lens - leftpad)
 

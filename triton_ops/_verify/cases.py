@@ -34,7 +34,7 @@ class CaseCall(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A call of an operator, named in the table.
+    """A named call of an operator: one row of the table that `pc check` prints.
 
     Attributes:
         operator: The operator whose kernels the case is about.
@@ -110,7 +110,7 @@ def _attention(
 
     Args:
         operator: The operator.
-        name: The case, whose random numbers follow from it.
+        name: The name of the case. With the operator's, it seeds the random numbers.
         lens: Tokens of each sequence.
         queries: Queries of each sequence.
         dtype: The dtype of queries.
@@ -187,8 +187,8 @@ def _block_tables(draw: _Draw, sizes: tuple[int, int, int], block_size: int, sha
         sizes: Tables of a sequence, sequences, and the width of a table.
         block_size: Token slots of a block.
         shared: How many first blocks all sequences share.
-        holes: The share of absent blocks. If it is not 0, every table also lacks one tile of 64 keys, another one
-            than its neighbours.
+        holes: The share of absent blocks. If it is not 0, each table also lacks one tile of 64 keys; neighbouring
+            tables lack different ones.
     """
     count, n, width = sizes
     orders = [draw.order(n * width + 3)[: n * width] for _ in range(count)]

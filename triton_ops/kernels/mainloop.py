@@ -167,7 +167,7 @@ def _key_positions(start, second, BLOCK_N: tl.constexpr):
 def _block_numbers(table_ptr, start, second, hi, FULL: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return the block number of each key of a step, or one number for all; -1 for an absent block.
 
-    There is one load for each block if blocks start at tiles and are few; otherwise one for each key. FULL: a step that
+    If parts that lie in one block are few, there is one load for each; otherwise one for each key. FULL: a step that
     starts below hi does not end after hi.
     """
     SPAN: tl.constexpr = BLOCK_N if BLOCK_N < TILE else TILE
@@ -258,7 +258,7 @@ def _accumulate(m, total, acc, k, other, rest, v, t, live, queries, terms, MASKE
 
 @triton.jit
 def _blocks(source, block, stride_b):
-    """Return pointers to blocks, in bytes, which saves a shift.
+    """Return pointers to blocks. Their offsets are computed in bytes, which saves a shift.
 
     For block -1 the pointer is arbitrary and never read.
     """

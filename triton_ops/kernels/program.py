@@ -192,7 +192,7 @@ def _scaled_queries(q, other, rest, scale, k_scale_ptr, kv_head, terms, traits, 
     if traits.CODES >= E4M3_BITS:
         qk_scale *= 256.0
     # A softmax step takes the maximum before it multiplies, and -inf times 0 is NaN, so the factor is made positive.
-    # Queries that need no change go to the matrix unit from shared memory.
+    # Scores are scaled, not queries: unchanged queries can go to the matrix unit from shared memory.
     factor = _product_factor(tl.maximum(tl.abs(qk_scale), 1e-30), terms)
     exponent = 0
     if ROWS:

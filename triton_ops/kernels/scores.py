@@ -42,7 +42,7 @@ def _slopes(alibi_ptr, head, mask_m, terms):
 
 @triton.jit
 def _with_terms(score, t, pos, slope, terms):
-    """Return scores in base 2 of products scaled by `_product_factor`: [queries at pos, keys at t]."""
+    """Turn products that `_product_factor` has scaled into scores in base 2: [queries at pos, keys at t]."""
     if terms.SOFTCAP:
         score = _tanh(score) * (terms.softcap * LOG2E)
     if terms.ALIBI:
@@ -54,7 +54,7 @@ def _with_terms(score, t, pos, slope, terms):
 def _rescale(
     score, m, total, acc, factor, MASKED: tl.constexpr, ROWS: tl.constexpr, LAZY: tl.constexpr, SHIFT: tl.constexpr
 ):
-    """Return the weights of a tile of scores, and m, total (with the weights) and acc, rescaled to its maximum.
+    """Return a tile's weights, the running maximum m, total with these weights, and acc without them, rescaled to m.
 
     For the first tile m and total are None, and acc is 0. `factor` is above 0 and brings scores to base 2. ROWS: it has
     one number for each row. LAZY: total has a column for each key of a tile, summed at the end. Weights are up to

@@ -17,8 +17,8 @@ from .victims import Part, VictimChooser
 EVERY = 50  # requests between fits of the model; 100 gives 1 to 4 % fewer hits in small caches
 IDLE = 1024  # requests after which the model is fitted even if nothing is evicted
 FIRST = 16  # requests before the first fit; fewer teach nothing
-EARLY = 5  # at first, a fit waits until a fifth of all requests are new; a quarter to a tenth give as many hits
-MEMORY = 8192  # latest requests to learn from; with 4096, lru gets more hits on the conversation trace at 30 %
+EARLY = 5  # early fits wait until a fifth of all requests came after the last; a quarter to a tenth give as many hits
+MEMORY = 8192  # latest requests to learn from; with 4096, lru is better on the conversation trace at a capacity of 30 %
 GHOSTS, GHOST_FLOOR = 4, 65_536  # ghosts for each block, and the minimum, because small caches see late returns too
 LOG_REQUESTS, LOG_BLOCKS = 512, 1 << 16  # maximum drained at once; more took 70 ms for a million blocks
 ONE = np.int32(1)

@@ -53,12 +53,12 @@ class RunTable:
 
     serial: Numbers  # number of the request, which is also its time
     start: Numbers  # first place of the run in the chain; later requests with this prefix take the front
-    end: Numbers  # place after the run; eviction shortens it; other requests may own places between
+    end: Numbers  # place after the run; eviction lowers it; later requests may own places between `start` and `end`
     size: Numbers  # number of blocks in the chain
     bounds: Numbers  # number of blocks of the chain used at least 2, 3 and 5 times, [rows, 3]
     last: Numbers  # the block at `end - 1`
     parent: Numbers  # the block before `start`; -1: none
-    shared: Numbers  # place after the last block after which another request continued; set if `final`
+    shared: Numbers  # place after the last block from which another request continued; set if `final`
     owned: Numbers  # number of blocks that no other request has used since, evicted ones included
     stratum: Numbers  # with covariates, the class of the block at `end - 1`; see `HazardModel.scores`
     covariates: Numbers

@@ -100,7 +100,7 @@ class OwnLayer(PagedPass, DynamicLayer):  # type: ignore[misc]
         They are cached for the same count.
         """
         if self._laid_out is None or self._laid_out[0] != count:
-            # Operators need lengths that include the queries. A hole before a head's tokens makes up for them.
+            # Operators need lengths that include the queries. A hole before a head's tokens adds their number.
             hole, kept = -(-count // BLOCK) if count > 1 else 0, self.document.kept
             tables, lens = pad(self.document.tables, (hole, 0), value=-1), kept + hole * BLOCK
             starts = torch.arange(len(kept) + 1, dtype=torch.int32, device=kept.device) * count
@@ -155,7 +155,7 @@ class OwnLayer(PagedPass, DynamicLayer):  # type: ignore[misc]
         left = length_behind_crop(self.get_seq_length(), tokens_to_remove) - self.questions.length
         if left < 0:
             raise ValueError(
-                f"tokens_to_remove: got {tokens_to_remove}, needs at most {self.tokens}: a document is whole"
+                f"tokens_to_remove: got {tokens_to_remove}, needs at most {self.tokens}: a document's tokens stay"
             )
         self.tokens = left
         self._show()

@@ -118,7 +118,7 @@ class Compression:
             "budgets by head beside full CUDA graphs": options.heads == "ada" and self._captures,
         }
         if reason := first_reason(reasons):
-            logger.warning_once("%s: requests stay exact under %s", ASKED, reason)
+            logger.warning_once("%s: the request stays exact; not served: %s", ASKED, reason)
         elif keep < whole:
             rest = tuple(token_ids(request)[whole * size : tokens])
             name = (request.block_hashes[whole - 1], rest, options) if request.block_hashes else (request.request_id,)

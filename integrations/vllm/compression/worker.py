@@ -1,6 +1,7 @@
 """Compression in vLLM's workers: save the queries that presses read, score a prompt's tokens, and pack the kept ones.
 
-All heads of all layers are packed at once. For this the KV cache is read and written as rows of one key and one value.
+All heads of some layers are packed at once (`CacheRows.turns`). For this, the KV cache is read and written as rows of
+one key and one value.
 
 If heads have different budgets, each head has its own block table. A block is then divided into pages, one for each KV
 head. Attention of a request with such tables is computed twice, first with the whole batch and then for each head.
@@ -400,14 +401,14 @@ def prepare(worker: Any) -> str:
     """Enable compression in a worker that has its model and caches. Return why it cannot compress, or ""."""
     runner, config = worker.model_runner, worker.vllm_config
     if getattr(config.parallel_config, "enable_dbo", False):
-        return "batches in two halves"
+        return "dual-batch overlap"
     try:
         caches = cache_rows(dict(config.compilation_config.static_forward_context))
     except ValueError as error:
         return str(error)
     (group, *_) = runner.kv_cache_config.kv_cache_groups
     if any(cache.shape[0] != group.kv_cache_spec.block_size for cache in caches):
-        return "kernels with blocks of their own size"
+        return "kernels with another block size than the KV cache"
     compressor = Compressor(runner, caches)
     for cache in caches:
         for layer in cache.layers.values():

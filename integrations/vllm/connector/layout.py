@@ -39,8 +39,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, options: Mapping[str, Any])
     Args:
         vllm_config: vLLM's configuration.
         kv_cache_config: Its KV cache configuration, with one group.
-        options: `kv_connector_extra_config`. If it has `model`, that name replaces the fingerprint of model and
-            weights.
+        options: `kv_connector_extra_config`. If it has `model`, that name replaces the digest of the weights.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     (group,) = kv_cache_config.kv_cache_groups
@@ -173,7 +172,9 @@ def check_connector(vllm_config: Any, kv_cache_config: Any) -> None:
         if getattr(parallel, name, 1) != 1:
             raise ValueError(f"{name}: got {getattr(parallel, name)}, needs 1")
     if vllm_config.lora_config is not None:
-        raise ValueError("lora_config: got adapters, which blocks know by name alone, needs None")
+        raise ValueError(
+            "lora_config: got adapters, needs None: hashes of blocks have an adapter's name, not its weights"
+        )
     cache = vllm_config.cache_config
     if "xxhash" in str(cache.prefix_caching_hash_algo) and not os.environ.get("PYTHONHASHSEED"):
         raise ValueError(

@@ -123,7 +123,7 @@ class OffloadPolicy(CachePolicy):
         self._running.pop(held, None)
         hint, _ = read_or_warn(req_context, req_context.req_id, logger)
         order = {key: n for n, key in enumerate(itertools.chain(*key_groups))}
-        # The chunks of all groups of layers, first ones first. Places are unknown if vLLM has not recorded any.
+        # The chunks of all groups of layers, by place. Places are 0 if vLLM has recorded no positions.
         chunks = sorted(held.chunks, key=lambda chunk: (chunk.place, order.get(chunk.key, 0)))
         for each in () if hint is None else hint.ranges:
             ids = [chunk.block_id for chunk in chunks if self._is_in(chunk, each.start, each.end)]

@@ -73,15 +73,23 @@ def test_held_outputs_stay_and_an_output_without_room_changes_nothing():
 
 EMBEDDINGS, WIDE = torch.zeros(9, 3), torch.zeros(9, 4)
 WRONG = [
-    (lambda cache: cache.put("a", item("dog", 2), output(3)), ValueError, r"'dog': got \[3, 3\] rows, needs 2"),
-    (lambda cache: cache.missing("b", [item("cat", 3)], [(0, 3)]), ValueError, r"'cat': got \[2, 3\] rows, needs 3"),
+    (
+        lambda cache: cache.put("a", item("dog", 2), output(3)),
+        ValueError,
+        r"'dog': got an output of shape \[3, 3\], needs 2",
+    ),
+    (
+        lambda cache: cache.missing("b", [item("cat", 3)], [(0, 3)]),
+        ValueError,
+        r"'cat': got an output of shape \[2, 3\], needs 3",
+    ),
     (
         lambda cache: cache.missing("b", [item("cat", 2), item("dog", 2), item("dog", 3, start=5)], [(0, 10)]),
         *(ValueError, "'dog': got lengths 2 and 3, needs one length for one content"),
     ),
     (lambda cache: cache.output(item("dog")), KeyError, "item: got 'dog', needs a cached one"),
     (lambda cache: place(cache, EMBEDDINGS, item("dog", 2, start=4)), KeyError, "item: got 'dog', needs a cached one"),
-    (lambda cache: place(cache, EMBEDDINGS, item("cat", 3, start=4)), ValueError, r"'cat': got .* rows, needs 3"),
+    (lambda cache: place(cache, EMBEDDINGS, item("cat", 3, start=4)), ValueError, r"'cat': got .*, needs 3 rows"),
     (lambda cache: place(cache, WIDE, item("cat", 2, start=4)), ValueError, r"'cat': got rows \[3\], needs \[4\]"),
     (lambda cache: pc.EncoderCache(1, "best"), ValueError, "policy: got 'best', needs one of lru, fifo, lfu, largest"),
     (lambda cache: pc.EncoderCache(-1), ValueError, "max_bytes: got -1, needs at least 0"),

@@ -170,7 +170,7 @@ class ScheduledBlocks:
         return int(allocation.num_cached_tokens)
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
-        """Allocate blocks for a request's next tokens. Return False, without a change, if there are too few."""
+        """Allocate blocks for a request's next tokens. Return False if there are too few."""
         if dry_run:
             needed = self.blocks_needed(state.request_id, state.current_len(), request_len)
             return self.count_storable_requests([{NAME: needed}]) == 1

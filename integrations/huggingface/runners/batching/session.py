@@ -104,7 +104,7 @@ class Offloading(OffloadingManager):  # type: ignore[misc]
     processor: Any
 
     def offload_requests(self) -> bool:
-        """Make room by queueing other requests again.
+        """Make room: queue a running request again, or end one that can never fit. Return whether this was done.
 
         Raises:
             NoRoomYetError: Only another session can make room.
