@@ -170,7 +170,7 @@ def test_what_is_refused_falls_back(call: dict[str, Any], reason: str) -> None:
 
 
 def test_continuous_batching_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="deterministic=True: each step"):
+    with pytest.raises(UnsupportedError, match="deterministic=True: a step computes all"):
         enable_continuous_batching(build("llama"), deterministic=True)
 
 
