@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dis
-import importlib
 import linecache
 import os
 import sys
@@ -248,46 +247,6 @@ def test_an_interrupt_leaves_everything_or_nothing(build, name, policy, stride):
         number += stride
     assert number > 15  # a preempted request is freed in that many places
     assert stride > 1 or outcomes == {0, 1} or states[0] == states[1]
-
-
-LAST = {
-    "allocate": "allocate.allocate",
-    "append": "append.append",
-    "append a chunk": "append.append",
-    "append_each": "append.append_each",
-    "commit": "commit.commit",
-    "rollback": "fork.rollback",
-    "fork": "fork.fork",
-    "free": "_free",
-    "free a preempted one": "_free",
-    "preempt": "swap.preempt",
-    "resume": "swap.resume",
-}
-REMOVING = ("rollback", "free", "free a preempted one", "preempt", "resume")
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("name", LAST)
-def test_an_interrupt_behind_the_last_change_of_a_verb(name, monkeypatch):
-    """All that the verb has done is undone, unless it has removed something; then it is complete."""
-    before, after, manager = (one_group("lru") for _ in range(3))
-    VERBS[name](after)
-    expected = seen(after if name in REMOVING else before), goes_on(after if name in REMOVING else before)
-    *modules, function = LAST[name].split(".")
-    owner = importlib.import_module("pc.cache.manager")
-    for module in modules:
-        owner = getattr(owner, module)
-    verb = getattr(owner, function)
-
-    def interrupted(*arguments):
-        verb(*arguments)
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(owner, function, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        VERBS[name](manager)
-    assert (seen(manager), goes_on(manager)) == expected
 
 
 @pytest.mark.parametrize("meanwhile", ["nothing", "merged"])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
-from attention_cases import Case, attend, build, check
+from attention_cases import Case, attend, build, check, random_case, with_random_lengths
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -23,51 +24,16 @@ pytestmark = pytest.mark.skipif(KERNELS_ON_CPU, reason="kernels run on CPU tenso
 
 OP = "sparse_gap_attention"
 F16, BF16, E4M3, INT8 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8
-ONE = {"heads": (6, 1), "head_tables": True, "holes": 0.5}
-CASES = [
-    Case(lens=(640,), queries=(1,), **ONE),
-    Case(lens=(635,), queries=(1,), **ONE, sinks=True),
-    Case(lens=(635,), queries=(1,), **ONE, head_major=True),
-    Case(lens=(333,), queries=(1,), **{**ONE, "heads": (12, 1)}, head_dim=80, block_size=5, value_dim=48),
-    Case(lens=(333,), queries=(1,), **ONE, head_dim=48, value_dim=80),
-    Case(lens=(333,), queries=(1,), **ONE, scattered=True),
-    Case(lens=(333,), queries=(1,), **ONE, scattered=True, causal=False),
-    Case(lens=(200, 200), queries=(1, 1), head_tables=True),
-    Case(lens=(200, 200), queries=(1, 1), top_k=3),
-    Case(lens=(200, 200), queries=(17, 17), head_tables=True),
-    Case(lens=(190, 190), queries=(17, 17), head_tables=True, top_k=4),
-    Case(lens=(195, 195), queries=(35, 35), top_k=5),
-    Case(lens=(40, 40), queries=(40, 40), head_tables=True, head_major=True),
-    Case(lens=(19, 19), queries=(19, 19), **{**ONE, "holes": 0.0}, sinks=True),
-    Case(lens=(99, 99), queries=(19, 19), head_tables=True, cache_dtype=INT8, per_head_scales=True),
-    Case(lens=(99, 99), queries=(1, 1), head_tables=True, cache_dtype=E4M3, per_head_scales=True),
-    Case(lens=(200,), queries=(17,), head_tables=True, holes=0.2, seed=10),
-    Case(lens=(200, 190), queries=(17, 16), head_tables=True),
-    Case(lens=(200,), queries=(40,), head_tables=True, holes=0.4),
-    Case(lens=(200, 200), queries=(17, 17), top_k=3),
-    Case(lens=(200, 200), queries=(17, 17), head_tables=True, causal=False),
-    Case(lens=(200, 200), queries=(17, 17), head_tables=True, scattered=True),
-    Case(lens=(200, 200), queries=(1, 1), head_tables=True, holes=0.5),
-    Case(lens=(200, 0), queries=(1, 1), head_tables=True),
-    Case(lens=(0, 0), queries=(3, 3), head_tables=True),
-    Case(lens=(200, 200), queries=(2, 2), head_tables=True, padding=1),
-    Case(lens=(200, 200), queries=(1, 1), holes=1.0, head_tables=True),
-    Case(lens=(40, 40), queries=(1, 1), top_k=1, holes=1.0),
-    Case(lens=(513, 40, 16, 300), queries=(1, 1, 1, 1), head_tables=True, holes=0.5, sinks=True),
-    Case(lens=(513, 40, 16), queries=(1, 1, 1), head_tables=True, holes=0.95, head_major=True),
-    Case(lens=(513, 0, 40), queries=(1, 0, 1), head_tables=True, holes=0.5, padding=3),
-    Case(lens=(513, 40), queries=(1, 1), head_tables=True, holes=0.5, scattered=True, causal=False),
-    Case(lens=(513, 200), queries=(1, 1), head_tables=True, holes=0.3, window=100, num_sink_tokens=20),
-    Case(lens=(513, 200), queries=(1, 1), heads=(3, 3), top_k=5),
-    Case(lens=(513, 200), queries=(1, 1), top_k=9, head_tables=True, holes=0.5),
-    Case(lens=(513, 200), queries=(1, 1), top_k=3, scattered=True),
-    Case(lens=(200, 40), queries=(0, 1), padding=1, head_tables=True, holes=0.5),
-    Case(lens=(90, 60), queries=(40, 20), top_k=3, window=50, padding=2),
-    Case(lens=(513, 200), queries=(1, 1), heads=(12, 1), head_tables=True, holes=0.5),
-    Case(lens=(513, 200), queries=(40, 30), head_tables=True, holes=0.5),
-    Case(lens=(513, 200), queries=(40, 30), head_tables=True, holes=0.5, causal=False, head_major=True),
-    Case(lens=(90, 60), queries=(2, 0), head_tables=True, holes=0.5),
-]
+
+
+def sparse_case(seed: int) -> Case:
+    """Return a random case with a block table per KV head, or with lists of blocks."""
+    rand = random.Random(seed)
+    own = {"top_k": rand.choice([1, 3, 9])} if rand.random() < 0.4 else {"head_tables": True}
+    own |= {"heads": rand.choice([(4, 2), (6, 1), (3, 3), (12, 1)]), "head_dim": rand.choice([48, 64, 80])}
+    return with_random_lengths(dataclasses.replace(random_case(rand), **own), rand, 50_000)
+
+
 BLOCK = 16 * 64 * 4
 # Limits of what is read and computed at once. The first are the library's own; the others cut every case in parts.
 LIMITS = {
@@ -84,15 +50,15 @@ HALF = [pytest.param(dtype, marks=pytest.mark.slow) for dtype in (BF16, F16)]
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("limits", LIMITS)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_numerics(case, limits, dtype, monkeypatch):
+@pytest.mark.parametrize("seed", range(50))
+def test_numerics(seed, limits, dtype, monkeypatch):
     """Keys are gathered whole and in parts. All keys that no query attends to are NaN."""
     gather, few, padding, scores = LIMITS[limits]
     monkeypatch.setattr(cpu_cache, "GATHER_BYTES", gather)
     monkeypatch.setattr(cpu_masked, "_SEGMENT_KEYS", 24 if limits == "200 scores" else cpu_masked._SEGMENT_KEYS)
     for name, value in (("_FEW_QUERIES", few), ("_PADDING", padding), ("_MAX_SCORES", scores)):
         monkeypatch.setattr(cpu_sparse, name, value)
-    batch = build(dataclasses.replace(case, dtype=dtype))
+    batch = build(dataclasses.replace(sparse_case(seed), dtype=dtype))
     check(batch, *attend(batch, OP))
 
 

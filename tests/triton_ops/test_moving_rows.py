@@ -175,14 +175,9 @@ def _arguments(op: Op) -> dict[str, Any]:
 REFUSED = [
     *((op, "cache", lambda x: x[0, 0], ValueError, r"cache: got shape \[5\]") for op in (*OPS[:2], COPY)),
     *((op, "cache", lambda x: None, TypeError, "cache: got None") for op in OPS[:2]),
-    *(
-        (op, "cache", lambda x: x.requires_grad_(), RuntimeError, "cache: got a tensor that requires grad")
-        for op in OPS
-    ),
     *((op, "source", lambda x: x[:2], ValueError, r"source: got shape \[2, .*needs \[3, ") for op in OPS[2:4]),
     *((op, "source", lambda x: x.double(), TypeError, "source: got float64") for op in OPS[2:4]),
     *((op, "source", lambda x: None, TypeError, "source: got None") for op in OPS[2:4]),
-    *((op, "source", lambda x: x.requires_grad_(), RuntimeError, "source: got a tensor that") for op in OPS[2:4]),
     (SCATTER, "cache", lambda x: x[..., :4], ValueError, r"source: got shape \[3, 5\], needs \[3, 4\]"),
     (COPY, "target_ids", lambda x: x[:1], ValueError, "target_ids: got 1 elements, needs 3"),
 ]

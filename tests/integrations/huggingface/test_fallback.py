@@ -248,19 +248,6 @@ def test_too_many_positional_arguments(model: Any) -> None:
     assert str(got.value) == str(want.value)
 
 
-def test_interrupts_are_not_caught(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: Any, **__: Any) -> Any:
-        raise KeyboardInterrupt
-
-    with enable_prefix_caching(model, num_blocks=64) as handle:
-        with monkeypatch.context() as patch:
-            patch.setattr(batch, "prompts_of", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                model.generate(prompt(40), max_new_tokens=4)
-        assert_same(model, input_ids=prompt(40))
-        assert_nothing_held(handle)
-
-
 def test_memory_of_what_failed_is_given_back_first(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first attempt's tensors must be freed before the fallback, which may then have enough memory."""
     import gc
@@ -334,5 +321,3 @@ def test_raise_for_a_model_and_for_a_failure(model: Any, monkeypatch: pytest.Mon
         patch.setattr(batch, "prompts_of", fail)
         with pytest.raises(UnsupportedError, match=FAILED):
             model.generate(prompt(40), max_new_tokens=2)
-    with pytest.raises(ValueError, match="fallback: got 'ignore', needs 'warn' or 'raise'"):
-        enable_prefix_caching(model, fallback="ignore")

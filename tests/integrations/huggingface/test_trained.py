@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 from pc.demo._measure import compare_tokens  # noqa: E402
 from pc.demo._models import read_document  # noqa: E402
 from pc.demo._workloads import between  # noqa: E402
-from pc.integrations.huggingface import enable_continuous_batching, enable_prefix_caching  # noqa: E402
+from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
 
 pytestmark = pytest.mark.slow
 TEXT = between(read_document(), "Article V\n", "Article VI\n")
@@ -85,36 +85,6 @@ def test_bfloat16_parts_only_where_rounding_decides(trained_model: Path, prompts
             logits = [step[0].to(torch.bfloat16) for step in want.logits]
             said, ok = compare_tokens(want.sequences[0, length:].tolist(), got, logits.__getitem__)
             assert ok, said
-
-
-def test_windows_on_trained_weights(model: Any, prompts: list[torch.Tensor]) -> None:
-    """The same weights as a Mistral whose layers see 64 tokens give other answers, the same with the cache."""
-    config = transformers.MistralConfig(**(model.config.to_dict() | {"sliding_window": 64, "model_type": "mistral"}))
-    windowed = transformers.MistralForCausalLM(config).eval()
-    windowed.load_state_dict(model.state_dict())
-    expected = [answer(windowed, prompt) for prompt in prompts]
-    assert not torch.equal(expected[0], answer(model, prompts[0]))
-    with enable_prefix_caching(windowed, num_blocks=128) as handle:
-        for prompt, want in [*zip(prompts, expected, strict=True)] * 2:
-            assert torch.equal(answer(windowed, prompt), want)
-        assert handle.last_requests[0].cached_tokens > 64
-    asked = [prompt[0].tolist() for prompt in prompts]
-    with enable_continuous_batching(windowed, num_blocks=128):
-        batched = windowed.generate_batch(asked, max_new_tokens=8, do_sample=False, progress_bar=False)
-    said = {tuple(result.prompt_ids): result.generated_tokens for result in batched.values()}
-    for prompt, want in zip(asked, expected, strict=True):
-        assert said[tuple(prompt)] == want[0, len(prompt) :].tolist()
-
-
-def test_continuous_batching(model: Any, prompts: list[torch.Tensor]) -> None:
-    asked = [prompt[0].tolist() for prompt in prompts]
-    expected = [answer(model, prompt)[0, prompt.shape[1] :].tolist() for prompt in prompts]
-    with enable_continuous_batching(model, num_blocks=128) as handle:
-        for _ in range(2):
-            batched = model.generate_batch(asked, max_new_tokens=8, do_sample=False, progress_bar=False)
-            said = {tuple(result.prompt_ids): result.generated_tokens for result in batched.values()}
-            assert [said[tuple(prompt)] for prompt in asked] == expected
-        assert handle.stats().hit_tokens >= 2 * (len(asked[0]) // 16 * 16 - 16)
 
 
 def test_memory_does_not_grow_with_requests(model: Any, tokenizer: Any) -> None:

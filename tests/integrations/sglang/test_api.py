@@ -20,12 +20,6 @@ NAMES = [
     for table in (api.REGISTRATION[feature], api.NAMES[feature])
     for name in seam.names(table)
 ]
-OBJECTS = [
-    (feature, f"{path}.{attribute}")
-    for feature, table in api.ATTRIBUTES.items()
-    for path, attributes in table.items()
-    for attribute in attributes.split()
-]
 
 
 def test_no_other_file_imports_sglang():
@@ -57,26 +51,6 @@ def test_a_name_that_is_not_as_declared_turns_off_its_feature(monkeypatch, featu
     for each in api.NAMES:
         needs = name.path in [other.path for other_feature, other in NAMES if other_feature == each]
         assert (name.path in api.why_not(each)) == needs
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(("feature", "path"), OBJECTS, ids=lambda value: value)
-def test_an_attribute_that_an_object_lacks_turns_off_its_feature(feature, path):
-    pytest.importorskip("sglang", reason="sglang is not installed: make sglang")
-    root, *steps, last = path.split(".")
-    objects = {}
-    for each, attributes in api.ATTRIBUTES[feature].items():
-        holder = objects.setdefault(each.split(".")[0], SimpleNamespace())
-        for step in each.split(".")[1:]:
-            holder = vars(holder).setdefault(step, SimpleNamespace())
-        for attribute in attributes.split():
-            vars(holder).setdefault(attribute, SimpleNamespace())
-    assert api.why_not(feature, **objects) == ""
-    holder = objects[root]
-    for step in steps:
-        holder = getattr(holder, step)
-    delattr(holder, last)
-    assert f"has no {last}" in api.why_not(feature, **objects)
 
 
 def test_a_body_that_changed_turns_off_eviction(monkeypatch):

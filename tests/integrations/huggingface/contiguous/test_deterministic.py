@@ -25,7 +25,7 @@ from bits_cases import (  # noqa: E402
     run_histories,
 )
 from cache_cases import drop  # noqa: E402
-from generate_cases import HYBRIDS, VOCAB, assert_nothing_held, left_padded, prompt  # noqa: E402
+from generate_cases import HYBRIDS, assert_nothing_held, left_padded, prompt  # noqa: E402
 
 from pc.integrations.huggingface import (  # noqa: E402
     UnsupportedError,
@@ -204,29 +204,6 @@ def test_some_histories(tmp_path: Path) -> None:
 def test_histories_against_a_fresh_process(dtype: torch.dtype, capfd: pytest.CaptureFixture[str]) -> None:
     run_histories("gemma2", dtype, 3, first_seed())
     assert "3 histories" in capfd.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:prefix caching")
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("window", [None, 40])
-def test_histories_of_trained_weights(
-    window: int | None, dtype: torch.dtype, trained_model: Path, tmp_path: Path
-) -> None:
-    """Histories with the first two layers of SmolLM2, also with windows. `make bits` runs more, with all layers."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(trained_model, num_hidden_layers=2, dtype=dtype).eval()
-    model.resize_token_embeddings(VOCAB)  # a full vocabulary would take most of the time
-    if window is not None:
-        config = transformers.MistralConfig(
-            **model.config.to_dict() | {"sliding_window": window, "model_type": "mistral"}
-        )
-        weights, model = model.state_dict(), transformers.MistralForCausalLM(config).to(dtype).eval()
-        model.load_state_dict(weights)
-    model.generation_config.eos_token_id = None
-    history = History(model, tmp_path)
-    for seed in range(5):
-        history.run(seed, 4)
-    assert history.cached > 100
 
 
 @pytest.mark.slow

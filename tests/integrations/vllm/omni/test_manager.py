@@ -239,14 +239,6 @@ def test_a_resumed_request_gets_the_rows_it_has_not_had(as_new):
     assert torch.equal(torch.cat([part.hidden_states["a"] for part in parts]), expected(tokens, 0, 14))
 
 
-def test_a_continued_request_is_no_hit():
-    ours, batch = make()
-    tokens = list(range(12))
-    ours.discard_step(run(ours, batch, [("a", tokens, 0, 8, [0, 1])], new=[("a", 0, [0, 1])]))
-    step = run(ours, batch, [("a", tokens, 8, 4, [0, 1, 2])], new=[("a", 8, [0, 1, 2])])
-    assert torch.equal(ours.materialize(step, ["a"]).hidden_states["a"], expected(tokens, 8, 12))
-
-
 def test_missing_rows_are_an_error_of_the_step_that_needs_them():
     ours, batch = make()
     tokens = list(range(12))
@@ -295,13 +287,6 @@ def test_a_step_waits_for_its_place():
     timer.start()
     assert run(ours, batch, part) == 3
     timer.join()
-
-
-def test_an_empty_step():
-    ours, _ = make()
-    ours.new_step_starts(omni.Requests({}))
-    step = ours.save_outputs(None, None, num_tokens_unpadded=0, num_tokens_padded=0)
-    assert ours.materialize(step, []) == (None, {})
 
 
 def test_a_hit_without_blocks_is_refused():
