@@ -249,6 +249,21 @@ def test_an_interrupt_leaves_everything_or_nothing(build, name, policy, stride):
     assert stride > 1 or outcomes == {0, 1} or states[0] == states[1]
 
 
+def test_a_rollback_that_has_removed_its_tokens_is_complete(monkeypatch):
+    after, manager, rollback = one_group("lru"), one_group("lru"), pc.cache.manager.fork.rollback
+    VERBS["rollback"](after)
+
+    def interrupted(*arguments):
+        rollback(*arguments)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pc.cache.manager.fork, "rollback", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        VERBS["rollback"](manager)
+    assert (seen(manager), goes_on(manager)) == (seen(after), goes_on(after))
+
+
 @pytest.mark.parametrize("meanwhile", ["nothing", "merged"])
 def test_blocks_that_an_undone_verb_took_keep_their_place_in_their_text(meanwhile, monkeypatch):
     """The interrupted verb evicted the blocks and took them as later blocks of another text."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -29,15 +30,21 @@ from generate_cases import (  # noqa: E402
 )
 from graph_double import FailingCapturer, TapeCapturer  # noqa: E402
 
+from pc.cache import CacheManager  # noqa: E402
 from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching  # noqa: E402
+from pc.integrations.huggingface.admit import PromptRequests  # noqa: E402
+from pc.integrations.huggingface.loop import Loop  # noqa: E402
 from pc.integrations.huggingface.probe import probe  # noqa: E402
+from pc.integrations.huggingface.prompts import Prompt, numbered  # noqa: E402
 from pc.integrations.huggingface.runners import graphs as graphs_module  # noqa: E402
 from pc.integrations.huggingface.runners import passes as batch_module  # noqa: E402
 from pc.integrations.huggingface.runners.dispatch import install  # noqa: E402
-from pc.integrations.huggingface.runners.graphs import Rehearsal  # noqa: E402
+from pc.integrations.huggingface.runners.graphs import DecodeSteps, Rehearsal  # noqa: E402
 from pc.integrations.huggingface.runners.packed import PackedModel, layer_windows  # noqa: E402
+from pc.integrations.huggingface.runners.paged import PackedRows  # noqa: E402
 from pc.integrations.huggingface.runners.passes import DecodeBatch  # noqa: E402
 from pc.integrations.huggingface.settings import CacheOptions  # noqa: E402
+from pc.integrations.huggingface.store.kept import PromptStore  # noqa: E402
 from pc.integrations.huggingface.store.storage import model_storage  # noqa: E402
 
 
@@ -297,6 +304,67 @@ def test_rehearsal_lets_scalars_of_the_host_pass() -> None:
         x = torch.ones(3, device="meta") * torch.tensor(2.0)
         x[torch.zeros(2, dtype=torch.int64, device="meta")].add_(1)
     assert rehearsal.problem is None
+
+
+@contextmanager
+def started(model: Any, block_size: int, *prompts: torch.Tensor) -> Iterator[tuple[CacheManager, PackedRows]]:
+    """Yield the rows of a call after prefill, and check at the end that no block is held."""
+    install(model)
+    store = PromptStore(model, CacheOptions(64, block_size), probe(model))
+    manager = store.manager
+    admitted, config = PromptRequests(store, ()), transformers.GenerationConfig()
+    loop = Loop(model.generate, "sample", model, prompts[0], config, {"stopping_criteria": []}, {}, False)
+    rows = [Prompt(numbered(), ids[0].numpy(), 0, [0]) for ids in prompts]
+    requests = PackedRows(admitted, loop, DecodeSteps(True, pytest.fail), rows, pytest.fail)
+    with torch.no_grad():
+        requests.read_prompts()
+        yield manager, requests
+    requests.close()
+    manager.check()
+    assert manager.stats().held_blocks == 0
+
+
+def test_row_whose_last_block_is_shared_goes_on_in_a_copy(model: Any, capturable: pytest.MonkeyPatch) -> None:
+    with started(model, 16, prompt(20)) as (manager, requests):
+        row = requests.rows[0]
+        manager.fork(row.request_id, "child")
+        before = row.blocks.tables[0]
+        logits = requests.decode([9])
+        table = row.blocks.tables[0]
+        assert table[0] == before[0]
+        assert table[1] != before[1]
+        ids = torch.cat([prompt(20), torch.tensor([[9]])], 1)
+        torch.testing.assert_close(logits[0], model(ids).logits[0, -1], rtol=1e-4, atol=1e-4)
+        assert not row.blocks.unsettled
+        manager.free("child")
+
+
+def test_merged_blocks_are_read_and_replaced_ones_given_back(model: Any, capturable: pytest.MonkeyPatch) -> None:
+    with started(model, 8, prompt(12), prompt(12)) as (manager, requests):
+        for token in range(10, 22):
+            requests.decode([token, token])
+            tables = [set(row.blocks.tables[0].tolist()) for row in requests.rows]
+            for row in requests.rows:
+                table = manager.block_table(row.request_id).tolist()
+                assert row.blocks.tables[0].tolist() == table
+            merged, held = len(tables[0] & tables[1]), len(tables[0] | tables[1])
+            retired = sum(row.blocks.unsettled for row in requests.rows)
+            assert merged == requests.rows[0].blocks.length // 8
+            assert manager.stats().held_blocks == held + retired
+
+
+def test_plan_is_refreshed_in_place_once_a_pass(capturable: pytest.MonkeyPatch) -> None:
+    batch = DecodeBatch(2, 4, pinned=False)
+    cpu, table = torch.device("cpu"), np.arange(4, dtype=np.int32)
+    plans = []
+    for length in (20, 50):
+        batch.write([table], np.array([length]), [1], np.array([length]))
+        batch.begin()
+        plans.append(batch.plan(cpu, 16, 0, 2))
+        assert batch.plan(cpu, 16, 0, 2) is plans[-1]
+        assert torch.equal(plans[-1], torch.ops.pc.attention_plan(*batch.on(cpu)[1:], 16, num_kv_heads=2))
+    assert plans[0] is plans[1]
+    assert batch.plan(cpu, 16, 9, 2) is not plans[0]
 
 
 def test_decode_batch_brings_what_has_changed() -> None:
