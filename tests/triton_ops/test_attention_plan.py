@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import Case, attend, build, plan_of
+from attention_cases import Case, attend, build, check, plan_of
 from plan_oracle import plan_in_numpy
 
 import pc
