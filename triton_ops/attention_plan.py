@@ -8,7 +8,6 @@ have equal lengths, so that a sequence of 128k tokens among 31 of 1k tokens does
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -50,15 +49,12 @@ def _build(args: Any) -> Callable[[Any], torch.Tensor]:
     tables = args.block_tables
     items = wanted_items(architecture(tables.device), 1 if tables.dim() == 3 else args.num_kv_heads)
     fill = build_plan(args, plan_options(args), items, args.out)
-    size = PlanShape.of(tables, args.block_size).size
 
     def run(args: Any) -> torch.Tensor:
-        plan = args.out
-        plan = torch.empty(size, dtype=torch.int32, device=args.block_tables.device) if plan is None else plan
-        fill(plan, args)
+        plan = fill(args, args.out)
         if args.out is not None:
             refresh_cached(plan, args)
-        return typing.cast(torch.Tensor, plan)
+        return plan
 
     return run
 

@@ -15,7 +15,6 @@ import torch
 
 from ._attention.arguments import AttentionArgs, Result, plan_options
 from ._attention.build import build_attention
-from ._attention.layout import PlanShape
 from ._attention.operator import attention_operator, with_lse
 from ._attention.plan import build_plan, cached_with
 from ._core.cache import LaunchCache, aligned
@@ -43,8 +42,7 @@ class _Prefix:
         self.batch: dict[str, Any] = {
             name: torch.empty(n, dtype=torch.int32, device=device) for name, n in sizes.items()
         }
-        size = PlanShape.of(args.block_tables[:1, : self._num_blocks], args.block_size).size
-        self.plan = torch.empty(size, dtype=torch.int32, device=device)
+        self.plan: torch.Tensor | None = None
         self._options = plan_options(self.arguments(args), tiled=True)
 
     def fill(self, args: Any) -> None:
@@ -60,7 +58,7 @@ class _Prefix:
             (seq_lens.shape[0], num_tokens, self._num_blocks * args.block_size),
         )
         own = args._replace(block_tables=args.block_tables[:1, : self._num_blocks], **self.batch)
-        build_plan(own, self._options, 1)(self.plan, own)
+        self.plan = build_plan(own, self._options, 1)(own, self.plan)
 
     def arguments(self, args: AttentionArgs) -> AttentionArgs:
         """Return the arguments of attention of all queries over the shared blocks."""

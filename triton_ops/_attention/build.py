@@ -72,7 +72,6 @@ def build_attention(
 class AttentionLaunch:
     """The kernels of a call. Sequences with few queries are decoded from a work list; all others are prefills."""
 
-    plan_size: int
     fill_plan: FillPlan
     target_items: int  # work items of a plan made for this call, roughly
     convert_codes: bool  # whether kernels read float8 as uint8, for bit operations
@@ -87,11 +86,9 @@ class AttentionLaunch:
 
     def __call__(self, args: AttentionArgs) -> Any:
         """Launch the kernels for decodes and for prefills, and the one that sums their splits."""
-        query, plan, starts = args.query, args.plan, args.query_start_loc
+        query, starts = args.query, args.query_start_loc
         out, lse = self.new_results(query)
-        if plan is None:
-            plan = torch.empty(self.plan_size, dtype=torch.int32, device=query.device)
-            self.fill_plan(plan, args)
+        plan = self.fill_plan(args) if args.plan is None else args.plan
         stream = None if query.is_cpu else current_stream()
         before, behind = kernel_tensors(args, out, self.convert_codes)
         no_parts = (self.nothing, self.nothing)
@@ -190,7 +187,6 @@ def _build_table_launch(args: AttentionArgs, out_dtype: torch.dtype | None, tile
     rows = num_seqs * max_q if by_sequence else num_tokens
     summed = (num_seqs, num_tokens, decode_queries, max_q, max(1, prefill_splits), by_sequence)
     return AttentionLaunch(
-        plan_size=shape.size,
         fill_plan=build_plan(args, options, target_items),
         target_items=target_items,
         convert_codes=converts_codes(args),

@@ -16,12 +16,12 @@ from .constants import next_power_of_2
 from .layout import MIN_SPLIT_TILES, TILE_KEYS, PlanShape
 from .predicate import Mask
 
-FillPlan = Callable[[torch.Tensor, Any], None]
-"""`fill(plan, args)` fills `plan` for a call with the arguments `args`."""
+FillPlan = Callable[..., torch.Tensor]
+"""`fill(args, plan=None)` fills `plan`, or a new plan, for a call with the arguments `args`, and returns the plan."""
 
 
 def build_plan(args: Any, options: PlanOptions, target_items: int, out: torch.Tensor | None = None) -> FillPlan:
-    """Return the function that fills plans for batches of this shape: `fill(plan, args)`, on the device.
+    """Return the function that fills plans for batches of this shape: `fill(args, plan=None)`, on the device.
 
     Args:
         args: The arguments of an attention operator or of `attention_plan`.
@@ -41,15 +41,17 @@ def build_plan(args: Any, options: PlanOptions, target_items: int, out: torch.Te
     tiles_numbers = (shape.num_rows, shape.max_tiles, shape.max_items, *own, *table_strides(tables))
     items_numbers = (shape.num_rows, target_items, shape.max_items - shape.num_rows, *own)
 
-    def fill(plan: torch.Tensor, args: Any) -> None:
+    def fill(args: Any, plan: torch.Tensor | None = None) -> torch.Tensor:
+        if plan is None:
+            plan = torch.empty(shape.size, dtype=torch.int32, device=args.block_tables.device)
         if not shape.num_rows:
-            plan.zero_()
-            return
+            return plan.zero_()
         stream = None if plan.is_cpu else current_stream()
         seq_lens, positions = args.seq_lens, args.query_positions
         batch = (args.block_tables, seq_lens, args.query_start_loc, seq_lens if positions is None else positions)
         tiles((plan, *batch), stream, programs, tiles_numbers)
         items((plan,), stream, programs, items_numbers)
+        return plan
 
     return fill
 
