@@ -31,6 +31,7 @@ CASES: dict[str, list[Case]] = {
         Case(lens=(0, 0), queries=(1, 30), bounds=True, sinks=True),
         Case(lens=(150,), queries=(150,), heads=(1, 1)),
         Case(lens=(1000,), queries=(1,), heads=(8, 1), bounds=True),
+        Case(lens=(1100, 1100), queries=(1, 12), heads=(2, 1), head_dim=16),  # both have splits
         Case(lens=(700, 64, 3), queries=(1, 1, 1), head_major=True, bounds=True),
         Case(lens=(129, 300), queries=(8, 9), heads=(7, 1)),
         Case(lens=(40,), queries=(9,), heads=(128, 1), head_dim=16),
@@ -79,6 +80,7 @@ CASES: dict[str, list[Case]] = {
         Case(lens=(120,), queries=(7,), top_k=4, tree=True, causal=False, cache_dtype=E4M3, dtype=BF16, softcap=5.0),
     ],
     f"{GAP}, tree": [
+        Case(lens=(66, 70), queries=(6, 8), tree=True, scattered=True),  # depths end in the tile before the last tokens
         Case(lens=(300, 90, 40), queries=(40, 1, 40), tree=True, scattered=True),
         Case(lens=(700, 90), queries=(5, 33), tree=True, scattered=True, window=20, num_sink_tokens=3, holes=0.3),
         Case(lens=(300, 90), queries=(40, 3), tree=True, scattered=True, cache_dtype=E4M3, dtype=BF16, head_dim=256),
