@@ -235,7 +235,7 @@ class BlockPool:
         victims = self._choose(count)
         ids = victims[::-1]  # tails are chosen first, so neighbours in memory stay neighbours
         index, words = self.index_of(ids), self.words
-        before = words[index][::-1].copy()
+        before = words.take(victims, axis=0)
         taken_at, lengths = self.taken_at.take(victims), self.prefix_length.take(victims)
         self.log.evicted.append((self, victims, before, self.clock, taken_at, lengths))
         self.table.remove(index)

@@ -118,14 +118,14 @@ class HashTable:
             if block < 0:
                 break
             most = min(count - at, len(self._words) - block)
-            length, step = 1, 64
+            length, step = 1, 256
             while length < most:
                 end = min(length + step, most)
-                here, asked = self._words[block + length : block + end], digests[at + length : at + end]
-                if here.tobytes() != asked.tobytes():
-                    length += int((here != asked).argmax()) // self._width
+                differs = self._words[block + length : block + end] != digests[at + length : at + end]
+                if count_nonzero(differs):
+                    length += int(differs.argmax()) // self._width
                     break
-                length, step = end, 8 * step
+                length, step = end, 16 * step
             parts.append(self.numbers[block : block + length])
             at += length
         return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else self.numbers[:0]
@@ -163,12 +163,10 @@ class HashTable:
         taken |= self.slot_of.take(places) == at
         at[taken] = self._size  # the last slot, which no search reads, so that one operation writes all
         self._slots[at] = ids
-        taken |= self._slots.take(at) != ids  # another block of this run took the slot
-        rest = taken.nonzero()[0]
-        index = ids.astype(np.intp)
-        self.slot_of[index] = at
-        self.slot_of[index.take(rest)] = -1
-        # In a full pool, these are a tenth of the blocks.
+        self._slots_view[self._size] = -1
+        self.slot_of[ids.astype(np.intp)] = at
+        # These slots are taken, or another block of this run got them. In a full pool, this is a tenth of the blocks.
+        rest = (self._slots.take(at) != ids).nonzero()[0]
         return self._put_each(digests, rest.tolist(), ids.take(rest).tolist(), digests[rest, 0].tolist())
 
     def _put_each(self, digests: Words, rows: Sequence[int], ids: list[int], keys: list[int]) -> Ids | None:
@@ -187,24 +185,16 @@ class HashTable:
                 if slot_of[other] != at:
                     free = at if free < 0 else free
                 elif first_word[other * width] == key and self._words[other].tobytes() == digests[row].tobytes():
-                    duplicates[row] = other
+                    duplicates[row], slot_of[block] = other, -1
                     break
-                if slot < PASSED:
-                    break
-                at = (at + step) & mask
-                slot = slots[at]
-            if row in duplicates:
-                continue
-            while free < 0:  # every slot of the search is live: search beyond its end
-                if slot < PASSED:
+                elif slot < PASSED and free < 0:  # without a free slot, the search goes on
                     self._num_passed += 1
-                    slots[at] = slot | PASSED
+                    slots[at] = slot = slot | PASSED
+                if slot < PASSED:
+                    slots[free], slot_of[block] = block | slots[free] & PASSED, free
+                    break
                 at = (at + step) & mask
                 slot = slots[at]
-                if slot_of[slot & (PASSED - 1)] != at:
-                    free = at
-            slots[free] = block | slots[free] & PASSED
-            slot_of[block] = free
         if not duplicates:
             return None
         found = np.full(len(digests), -1, np.int32)
