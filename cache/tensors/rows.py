@@ -111,10 +111,7 @@ class RowStore:
                 write_rows(entry.rows, entry.flat, slots, tensor, entry.row_bytes)
         else:
             self._scatter(new, slots.index)
-        if slots.runs is not None:
-            self.valid.mark_spans(new, slots.spans)
-        else:
-            self.valid.mark(new, slots.kept)
+        self.valid.mark(new, [slots.kept] if slots.runs is None else [slice(*span) for span in slots.spans])
 
     def on_host(self, new: Named) -> bool:
         """Return whether plain copies can move all these rows. Wait for a device's pending writes to host memory."""

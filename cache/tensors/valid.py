@@ -85,17 +85,12 @@ class ValidRows:
             for bits in self._bits.values():
                 bits[first:end] = False
 
-    def mark(self, names: Iterable[str], slots: Slots) -> None:
-        """Set the flags of slots (none negative) that were cleared and then written."""
-        for name in names:
-            self._bits[name][slots] = True
-
-    def mark_spans(self, names: Iterable[str], spans: Iterable[Span]) -> None:
-        """Set the flags of spans of slots like `mark`."""
+    def mark(self, names: Iterable[str], parts: Sequence[Slots | slice]) -> None:
+        """Set the flags of slots (none negative), as arrays or slices, that were cleared and then written."""
         for name in names:
             bits = self._bits[name]
-            for first, end in spans:
-                bits[first:end] = True
+            for slots in parts:
+                bits[slots] = True
 
     def holds(self, names: Iterable[str], spans: Iterable[Span]) -> bool:
         """Return whether every slot of some spans holds a row of every name.

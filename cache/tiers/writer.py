@@ -7,7 +7,6 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 
 import torch
 
@@ -75,9 +74,7 @@ class TierWriter(Tier):
     def __enter__(self) -> TierWriter:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def put_many(self, entries: Mapping[bytes, Tensors]) -> set[bytes]:
