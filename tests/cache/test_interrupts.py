@@ -219,7 +219,7 @@ def assert_usable(manager, place):
     assert listener.published == published_by(manager), f"listeners know something else after {place}"
 
 
-@pytest.mark.parametrize("stride", [29, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [47, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", ["lru", "default"])
 @pytest.mark.parametrize(("build", "name"), CASES, ids=lambda value: getattr(value, "__name__", value))
 def test_an_interrupt_leaves_everything_or_nothing(build, name, policy, stride):
