@@ -97,15 +97,16 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, error):
 
 
 def test_crash_in_the_middle_of_a_write_leaves_nothing_behind(tmp_path):
-    code = f"""
-import os, torch
-from pc.cache.tiers.disk import DiskTier
-tier = DiskTier({str(tmp_path)!r})
-tier.put({OTHER!r}, {{"key": torch.ones(3)}})
-os.replace = lambda *_: os._exit(9)
-tier.put({KEY!r}, {{"key": torch.ones(3)}})
-"""
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
+    child = os.fork()
+    if child == 0:
+        try:
+            tier = DiskTier(tmp_path)
+            tier.put(OTHER, {"key": torch.ones(3)})
+            os.replace = lambda *_: os._exit(9)
+            tier.put(KEY, {"key": torch.ones(3)})
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert len(files(tmp_path)) == 2
     tier = DiskTier(tmp_path)
     assert (len(tier), KEY in tier, OTHER in tier) == (1, False, True)
@@ -214,36 +215,32 @@ def test_files_of_other_users_are_read_and_left_alone(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "seteuid") or os.geteuid() != 0, reason="needs to become another user")
 def test_a_directory_that_is_not_ours():
-    code = f"""
-import os, sys, warnings, torch
-from pc.cache.tiers.disk import DiskTier
-from pc.cache.tiers.tier import Layout
-path, key, other = sys.argv[1], {KEY!r}, {OTHER!r}
-layout = Layout("m", {{"a": ([3], torch.float32)}})
-DiskTier(path, layout).put(key, {{"a": torch.ones(3)}})
-folder = os.path.join(path, layout.digest)
-name = os.path.join(folder, os.listdir(folder)[0])
-for mode, readable in ((0o777, 0o600), (0o777, 0o644), (0o555, 0o644), (0o555, 0o600)):
-    os.chmod(path, mode), os.chmod(folder, mode), os.chmod(name, readable)
-    os.seteuid(65534)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        tier = DiskTier(path, layout, capacity_bytes=100 if mode == 0o555 else 1000)
-        found, took = tier.get(key), tier.put(other, {{"a": torch.ones(3)}})
-        refused = DiskTier(path, Layout("n", layout.tensors)).put(key, {{"a": torch.ones(3)}})
-    print(found is not None, took, refused, len(caught) > 0, os.path.exists(name))
-    tier.discard(other)
-    os.seteuid(0)
-"""
+    layout, found = Layout("m", {"a": ([3], torch.float32)}), []
     with tempfile.TemporaryDirectory() as path:  # other users can reach it, unlike tmp_path
-        os.chmod(path, 0o755)
-        done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines() == [
-        "False True True False True",
-        "True True True False True",
-        "True False True True True",
-        "False False True True True",
-    ], done.stderr
+        DiskTier(path, layout).put(KEY, {"a": torch.ones(3)})
+        folder = os.path.join(path, layout.digest)
+        name = os.path.join(folder, os.listdir(folder)[0])
+        for mode, readable in ((0o777, 0o600), (0o777, 0o644), (0o555, 0o644), (0o555, 0o600)):
+            for place in (path, folder):
+                os.chmod(place, mode)
+            os.chmod(name, readable)
+            os.seteuid(65534)
+            try:
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    tier = DiskTier(path, layout, capacity_bytes=100 if mode == 0o555 else 1000)
+                    got, took = tier.get(KEY) is not None, tier.put(OTHER, {"a": torch.ones(3)})
+                    refused = DiskTier(path, Layout("n", layout.tensors)).put(KEY, {"a": torch.ones(3)})
+                found.append((got, took, refused, len(caught) > 0, os.path.exists(name)))
+                tier.discard(OTHER)
+            finally:
+                os.seteuid(0)
+    assert found == [
+        (False, True, True, False, True),
+        (True, True, True, False, True),
+        (True, False, True, True, True),
+        (False, False, True, True, True),
+    ]
 
 
 def test_capacity_drops_what_was_used_longest_ago(tmp_path):

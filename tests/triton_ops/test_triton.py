@@ -35,5 +35,9 @@ def test_threads_that_load_the_first_kernel_get_one_kernel_unless_the_interprete
     code += "print(len({*map(id, found)}), found[0].arg_names[0], type(found[0]).__name__)"
     wanted = "TRITON_INTERPRET: was 0 when pc was imported and is 1 now that its first kernel runs; set it before"
     assert said_by(code) == ["False", *wanted.split(), "1", "query_ptr", "JITFunction"]
+
+
+@pytest.mark.slow
+def test_the_interpreter_is_chosen_when_pc_is_imported() -> None:
     code = f"del os.environ['TRITON_INTERPRET']\nprint(type({LOAD}).__name__)"
     assert said_by(code, TRITON_INTERPRET="1") == ["InterpretedFunction"]
