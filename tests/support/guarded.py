@@ -131,10 +131,18 @@ class _Launch:
 def language_patched_once() -> Iterator[None]:
     """Make a launch patch each module with the interpreter's language only once, within the block.
 
-    The interpreter patches at every call of a function, which takes a third of a kernel's time.
+    The interpreter patches at every call of a function, which takes a third of a kernel's time. It also makes its table
+    of numpy's types anew for every value; here each type is looked up once.
     """
-    patch, call = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patch, call, numpy_type = interpreter._patch_lang, interpreter.GridExecutor.__call__, interpreter._get_np_dtype
     patched: set[str] = set()
+    numpy_types: dict[str, Any] = {}
+
+    def numpy_type_once(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in numpy_types:
+            numpy_types[name] = numpy_type(dtype)
+        return numpy_types[name]
 
     def patch_once(fn: Any) -> Any:
         if fn.__module__ in patched:
@@ -150,10 +158,12 @@ def language_patched_once() -> Iterator[None]:
             patched.clear()
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, call_afresh
+    interpreter._get_np_dtype = numpy_type_once
     try:
         yield
     finally:
         interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch, call
+        interpreter._get_np_dtype = numpy_type
 
 
 @contextlib.contextmanager

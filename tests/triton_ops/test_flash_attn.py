@@ -406,11 +406,11 @@ ALIBI = ({"causal": True}, {"window_size": (2, -1), "softcap": 3.0}, {}, {"windo
 def test_slopes_of_each_sequence(options: dict[str, Any]) -> None:
     """The slopes are `[batch, heads]`, as in FlashAttention's own tests, for all three functions."""
     generator = torch.Generator().manual_seed(0)
-    slopes = torch.rand(3, 4, generator=generator) * 0.3
+    slopes = torch.rand(2, 4, generator=generator) * 0.3
     if "s_aux" in options:
         options = options | {"s_aux": torch.randn(4, generator=generator)}
     sequences = [
-        [torch.randn(n, heads, 32, generator=generator) for n, heads in ((5, 4), (9, 2), (9, 2))] for _ in "abc"
+        [torch.randn(n, heads, 32, generator=generator) for n, heads in ((5, 4), (9, 2), (9, 2))] for _ in "ab"
     ]
     exact = [flash_cases.attention(*s, **options, alibi_slopes=own) for s, own in zip(sequences, slopes, strict=True)]
     wanted, wanted_lse = (torch.stack(results).float() for results in zip(*exact, strict=True))
@@ -422,10 +422,10 @@ def test_slopes_of_each_sequence(options: dict[str, Any]) -> None:
     ):
         torch.testing.assert_close(out, wanted, atol=2e-6, rtol=2e-6)
         torch.testing.assert_close(lse, wanted_lse, atol=2e-6, rtol=2e-6)
-    packed = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts(5, 5, 5), starts(9, 9, 9), 5, 9)
+    packed = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts(5, 5), starts(9, 9), 5, 9)
     out, lse = flash_attn_varlen_func(*packed, **options)
     torch.testing.assert_close(out.view_as(wanted), wanted, atol=2e-6, rtol=2e-6)
-    torch.testing.assert_close(lse.view(4, 3, 5).transpose(0, 1), wanted_lse, atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(lse.view(4, 2, 5).transpose(0, 1), wanted_lse, atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.quick
@@ -540,7 +540,7 @@ CHUNKS = (
 
 
 @every_case_quick
-@pytest.mark.parametrize("chunk", [8, 12, 48, 100] if INTERPRET else [1, 8, 12, 48, 100])
+@pytest.mark.parametrize("chunk", [12, 8, 48, 100] if INTERPRET else [1, 8, 12, 48, 100])
 @pytest.mark.parametrize("options", CHUNKS[:: 2 if INTERPRET else 1], ids=str)
 def test_attention_chunk(options: dict[str, Any], chunk: int) -> None:
     """Dense, packed and paged keys are tested, also for sequences with fewer keys than queries."""

@@ -44,7 +44,10 @@ def test_pytorch_gives_what_the_formulas_give() -> None:
     assert {row.operator for row in rows} >= operators()
 
 
-@pytest.mark.parametrize("shape", [Shape(), Shape(torch.float32, 3, 1, 80, 8, (5, 70)), Shape(windows=())], ids=str)
+SHAPES = [Shape(heads=4, kv_heads=1), Shape(torch.float32, 3, 1, 80, 8, (5, 70)), Shape(windows=())]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_small_part_is_of_a_models_layers(shape: Shape) -> None:
     rows = check_kernels(CPU, small=shape)
     assert [row for row in rows if not row.ok] == []
