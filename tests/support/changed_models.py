@@ -95,7 +95,7 @@ def differing(model: Any, **options: Any) -> list[str]:
     """Return how calls with the cache differ from the model's own generate, for prompts that are asked twice."""
     found = []
     options = {"max_new_tokens": 8, **options}
-    for seed in range(3):
+    for seed in range(2):
         for ids in (prompt(60, seed), prompt(60, seed), torch.cat([prompt(60, seed), prompt(7, 9)], 1)):
             want = plain(model, input_ids=ids, **options)
             try:

@@ -72,7 +72,7 @@ class Call:
         self.ids = torch.cat([self.ids, *[torch.cat([self.ids[:1, :-3], tail], 1) for tail in tails]])
 
     def run(self, generate: Callable[..., Any]) -> Any:
-        options = {"max_new_tokens": 6, **self.kwargs}
+        options = {"max_new_tokens": 4, **self.kwargs}
         if options.get("max_length") is not None or "generation_config" in options:
             options.pop("max_new_tokens")
         return generate(self.ids, **options) if self.positional else generate(**{self.name: self.ids}, **options)

@@ -65,7 +65,7 @@ class Runner:
     name: str
     families: list[Any]
     options: dict[str, Any] = field(default_factory=dict)
-    few: int = 24
+    few: int = 16
     warm: int = 4 + 14 + 5
     sampled: bool = True
 
@@ -111,7 +111,7 @@ class Caching:
 
     def ask(self, *prompts: torch.Tensor, alone: bool = False, **options: Any) -> tuple[list[Any], int]:
         """Return the answers, and how many tokens of the prompts were cached. `alone`: by the model's own generate."""
-        options = {"max_new_tokens": 20} | options
+        options = {"max_new_tokens": 12} | options
         if self.runner.name == "batching":
             before, rows = self.handle.stats().hit_tokens, [row[0].tolist() for row in prompts]
             answers = (batching_cases.alone if alone else batched)(self.model, rows, options["max_new_tokens"])
