@@ -37,13 +37,13 @@ def build_plan(args: Any, options: PlanOptions, target_items: int, out: torch.Te
     is_aligned = aligned(out, tables, args.seq_lens, args.query_start_loc, positions)
     kind = (compiled_for, is_aligned, tables.device)
     tiles, items = _launches.get_or(kind, (), lambda: _build_launches(*compiled_for, is_aligned))
-    own, programs = (*numbers(options.mask), options.key_begin), (shape.num_rows, 1, 1)
+    own, programs, size = (*numbers(options.mask), options.key_begin), (shape.num_rows, 1, 1), shape.size
     tiles_numbers = (shape.num_rows, shape.max_tiles, shape.max_items, *own, *table_strides(tables))
     items_numbers = (shape.num_rows, target_items, shape.max_items - shape.num_rows, *own)
 
     def fill(args: Any, plan: torch.Tensor | None = None) -> torch.Tensor:
         if plan is None:
-            plan = torch.empty(shape.size, dtype=torch.int32, device=args.block_tables.device)
+            plan = torch.empty(size, dtype=torch.int32, device=args.block_tables.device)
         if not shape.num_rows:
             return plan.zero_()
         stream = None if plan.is_cpu else current_stream()
