@@ -109,7 +109,7 @@ class BlockPool:
         self.prefix_length = np.zeros(num_blocks, np.int32)
         self.taken_at = np.zeros(num_blocks, np.int64)
         self.words: Words = np.zeros((num_blocks, hasher.words), np.uint64)
-        self._hashes = self.words.view(f"V{8 * hasher.words}")[:, 0]  # each hash as one element, for faster writes
+        self._hashes = self.words.view(f"V{8 * hasher.words}")[:, 0]  # each hash as one element, to clear some faster
         self.table = HashTable(self.words)
         self.clock = 0
         self.watchers: WeakSet[Any] = WeakSet()
@@ -338,7 +338,7 @@ class BlockPool:
                 return EMPTY, EMPTY
             index = self.index_of(ids)
         self.log.published.append((self, ids))
-        self._hashes[index] = digests.view(self._hashes.dtype)[:, 0]
+        self.words[index] = digests
         duplicates = table.put(ids, digests)
         if duplicates is None:
             self._call("completed", ids)
