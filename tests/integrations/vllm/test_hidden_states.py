@@ -406,7 +406,7 @@ REFUSED = [
     ({"speculation": "ngram", "asynchronous": True}, "async_scheduling: got True with speculation"),
     ({"connector": "any"}, "needs PC_VLLM=eviction,hidden_states"),
     ({"dir": 5}, "pc_hidden_states_dir: got 5, needs the path"),
-    ({"dir_bytes": 5}, "pc_hidden_states_dir_bytes: got one without pc_hidden_states_dir"),
+    ({"dir_bytes": 5}, "pc_hidden_states_dir_bytes: got 5 without pc_hidden_states_dir"),
     ({"dir": "/tmp", "dir_seconds": 0}, "pc_hidden_states_dir_seconds: got 0, needs a number above 0"),
     ({"dir": "/tmp", "dir_bytes": 1.5}, "pc_hidden_states_dir_bytes: got 1.5, needs an integer"),
     (
