@@ -78,9 +78,9 @@ def find_prefix(held: Ids, num_tokens: int, wanted: int, block_size: int) -> Hit
 
 
 def _prefix_hit(blocks: int, end: int, whole: int, groups: list[GroupHit], published: int, num_tokens: int) -> Hit:
-    """Return a hit of the first `end` of a prompt's `whole` tokens.
+    """Return a hit that covers the first `end` tokens of a prompt of `whole` tokens.
 
-    If that is all of them, the last token is computed again for its logits.
+    If the hit covers the whole prompt, the last token is computed again for its logits.
     """
     position = end - 1 if 0 < end == whole else end
     cached = [(0, position)] if position else []
@@ -117,7 +117,7 @@ def find_in_groups(
         listed: For each group, the cached blocks of the prompt by logical block, -1 for others.
         block_size: Number of tokens in a block.
         num_tokens: Number of tokens in the prompt.
-        wanted: Number of tokens that get blocks, or more if more are cached.
+        wanted: Number of tokens that get blocks. If more are cached, all of these get blocks.
         gaps: Whether to reuse cached blocks after the prefix too.
         host_end: Position at which computing can continue with the KV in host memory; 0: nothing is there.
         on_host: For each group, the host slots of the blocks before `host_end`, -1 for others.

@@ -145,7 +145,7 @@ class HashTable:
             at = (at + ((key >> 40) | 1)) & mask
 
     def put(self, ids: Ids, digests: Words) -> Ids | None:
-        """Add blocks under their hash words. No block may be in the table, and all hashes must differ.
+        """Add blocks under their hash words. None of the blocks may be in the table yet, and their hashes must differ.
 
         A block whose hash another block already has is not added.
 

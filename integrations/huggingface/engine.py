@@ -101,7 +101,7 @@ class Engine:
             writer.close()
 
     def bypasses(self, loop: Loop) -> bool:
-        """Return whether a call is too short for the cache: prompt and answer together fill no block."""
+        """Return whether a call bypasses the cache: it is short, fills no block and needs nothing from the cache."""
         config = loop.generation_config
         return (
             self._options.chunk is None
@@ -185,7 +185,7 @@ class Engine:
         return replace(found, matched=whole)
 
     def check(self, loop: Loop) -> None:
-        """Raise UnsupportedError if the probe has shown that the model cannot serve this loop."""
+        """Raise UnsupportedError if the model, its mode or the installed transformers rules out serving this loop."""
         config = loop.generation_config
         refuse_if(self.store.storage.evicts, "something removes tokens from its cache, such as a hook that evicts")
         refuse_if(loop.mode not in LOOPS, f"generation mode {loop.mode}")

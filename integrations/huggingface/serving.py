@@ -229,7 +229,7 @@ class Serving:
             if before.changed(model):
                 refuse_if(
                     self._running.current,
-                    "it runs inside a call of the same model, which has changed the model for its own time",
+                    "it runs inside a call of the same model, which has temporarily changed the model",
                 )
                 lived = self._calls.served - self._served_before
                 self._set_up(model)
@@ -411,7 +411,7 @@ class Serving:
         return self._disabled
 
     def let_go(self) -> None:
-        """Restore the model's own generate once caching is disabled and no document is entered."""
+        """Restore the model's own generate if caching is disabled. Callers check that no document is entered."""
         model = self.model
         serving = None if model is None else getattr(vars(model).get("generate"), "handle", None)
         if isinstance(serving, Serving) and serving.disabled:

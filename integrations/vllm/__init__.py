@@ -20,7 +20,7 @@ def register() -> None:
     stays off; a warning in vLLM's log says why.
 
     Raises:
-        ValueError: PC_VLLM names no feature, or another variable PC_VLLM_* has an unknown name or value.
+        ValueError: PC_VLLM has a name that is no feature, or a variable PC_VLLM_* has an unknown name or value.
 
     Examples:
         >>> from pc.integrations.vllm import register

@@ -772,7 +772,10 @@ def _table_of(pool: Any) -> dict[bytes, Any] | None:
 
 
 def drop_hashes(pool: Any, blocks: list[Any]) -> None:
-    """Remove the hashes of blocks that are about to be reused. vLLM's own pool makes several calls for each block."""
+    """Remove the hashes of blocks that are about to be reused.
+
+    Where nothing watches the table, write to it directly: vLLM's own pool makes several calls for each block.
+    """
     table = _table_of(pool)
     if table is None:
         for block in blocks:

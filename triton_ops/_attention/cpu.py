@@ -82,7 +82,7 @@ def _runs(args: AttentionArgs, is_plain: bool) -> list[Run]:
 
 
 def _with_few_keys(args: AttentionArgs, cache: Cache, runs: list[Run]) -> list[Run]:
-    """Return the queries with so few keys that several sequences are gathered together; [] if there is one run."""
+    """Return the runs with few enough keys to be gathered together; [] if there are fewer than two."""
     if len(runs) > 1:
         # Quantized keys are read faster by block than by vector.
         most = _BATCHED_KEYS if args.k_scale is None else cache.at_once(cache.kv_heads) // 16

@@ -111,7 +111,7 @@ class Launch:
     ) -> None:
         """Launch the kernel on these tensors.
 
-        From call to call tensors may differ in address and in unspecialized values.
+        From call to call, tensors may differ in their addresses, and `numbers` where the kernel is not specialized.
 
         Args:
             tensors: The tensors.

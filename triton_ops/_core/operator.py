@@ -12,7 +12,7 @@ Every operator has these kernels:
 
     Autograd        raises for tensors that gradients flow through, backward or forward
     Autocast        turns autocast off, so that it cannot lower the precision inside the operator
-    Conjugate,      resolve lazy bits of operators that write; torch's own kernels for them expect a result
+    Conjugate,      for operators that write: resolve lazy bits of tensors; torch's own kernels expect a result
     Negative
     CPU, CUDA       run the operator; before a write they copy inputs that share memory with written tensors
     Meta            the fake

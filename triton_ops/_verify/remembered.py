@@ -28,7 +28,7 @@ def first_fault(device: torch.device, shape: Shape, use: str) -> Row | None:
     another process checks again. An unreadable or unwritable folder is not an error.
 
     Args:
-        device: The device on which kernels would run. If PyTorch computes its operators, nothing is wrong.
+        device: The device on which kernels would run. If PyTorch computes the operators there, nothing is checked.
         shape: The model's attention layers.
         use: The purpose, one of `USES`.
     """

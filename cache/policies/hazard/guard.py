@@ -14,7 +14,7 @@ from .victims import FINISHED_SCORE
 add_reduce = np.add.reduce  # without the Python call of `sum`
 
 HALF_LIFE = 1000  # number of requests after which a hit counts half
-SHARE = 0.125  # the order in force may lag by this share of the capacity, in hits, since changing it costs blocks
+SHARE = 0.125  # the learned order may trail lru by this share of the capacity, in hits, before lru decides
 LEAST, MOST = 3.0, 10.0  # bounds of this lag for small and for large caches, in mean request sizes
 UNTRIED = 16  # number of requests after which the learned order is tried if lru has hit nothing
 

@@ -1,4 +1,4 @@
-"""State of each request: its chain, and the run of it that no later request has used.
+"""State of each request: its chain of blocks, and the run of that chain that no later request has used.
 
 A chain is the blocks of a request in order. The state is a table of columns, because a fit reads thousands of requests
 at once. Chains are bytes only to save time, since cutting bytes is cheap.

@@ -65,7 +65,8 @@ class CompressedDocument:
     """
 
     def __init__(self, documents: Documents, content: Content, identity: tuple[object, ...]) -> None:
-        self.documents, self.identity = documents, identity  # of the model and its adapters when the text was computed
+        # `identity`: the model and its adapters as they were when the text was computed
+        self.documents, self.identity = documents, identity
         self._content: Content | None = content
 
     def __repr__(self) -> str:

@@ -21,7 +21,7 @@ _NOTHING = Leftover({})
 class OmniPrefixCacheManager:
     """A replacement for vLLM-Omni's manager, without threads and without staging copies.
 
-    A step's rows are written once, into the slots of their tokens in host memory, which is pinned beside a GPU. They
+    A step's rows are written once, into the slots of their tokens in host memory, pinned if there is a GPU. They
     are read once, by `materialize` or before the next step writes. In addition to vLLM-Omni it supports several groups
     of layers, hits shorter than a block, and blocks that kernels split. A request that resumes after a longer hit gets
     only the rows that it did not get before. `eager` is ignored, because nothing runs in the background.
@@ -89,11 +89,11 @@ class OmniPrefixCacheManager:
     ) -> int:
         """Keep the outputs of a step; return its id, for one call of `materialize` or `discard_step`.
 
-        The first num_tokens_unpadded rows of `hidden_states` count. Tensors of `mm_outputs` with a row for each token
-        are kept, also with num_tokens_padded rows, as captured graphs give them. Other outputs are passed on.
+        The first num_tokens_unpadded rows of `hidden_states` count. Tensors of `mm_outputs` with num_tokens_unpadded or
+        num_tokens_padded rows are kept; captured graphs return padded ones. Other outputs are passed on.
 
         Raises:
-            OmniPrefixCacheUnmatchError: Rows fit neither the step nor the earlier rows of a name.
+            OmniPrefixCacheUnmatchError: Rows do not fit the step, or the earlier rows of the same name.
             OmniPrefixCacheStagingTimeoutError: Too many steps wait to be read, and none was read in time.
         """
         count, counts = num_tokens_unpadded, self._counts

@@ -88,7 +88,7 @@ class Conversation:
             yield self._ids
 
     def reply(self, ids: list[int]) -> None:
-        """Add the model's answer to the last prompt to the conversation."""
+        """Extend the conversation by the model's answer to the last prompt."""
         self._messages.append(("assistant", self._tokenizer.decode(ids, skip_special_tokens=True)))
         self._ids = self._ids + ids
 
