@@ -63,7 +63,7 @@ def merge_attention_cpu(args: Any) -> Result:
 def build_merge_launch(
     args: tuple[torch.Tensor, ...], dtype: torch.dtype | None = None
 ) -> Callable[[tuple[torch.Tensor, ...]], Result]:
-    """Return a function that merges four tensors like `args` on the device; `dtype` None: the result's is out_a's."""
+    """Return a function that merges four tensors like `args` on the device. `dtype` is the result's; None: out_a's."""
     from .kernels.merge_attention import _merge_attention_kernel
 
     num_tokens, num_heads, head_dim = args[0].shape

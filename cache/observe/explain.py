@@ -265,7 +265,7 @@ def _known(source: Source, hasher: BlockHasher, prompt: Known) -> Iterator[Known
                 continue  # the request that computed the earlier text is forgotten
             text = np.concatenate((text_before[before], text))
         moved = approximate_from(keys)
-        if moved is not None:  # KV from there on is approximate, and a prompt has other hashes
+        if moved is not None:  # KV from there on is approximate; the same text has other hashes in an exact prompt
             keys, text, committed = keys._replace(placed=()), text[:moved], min(committed, moved)
         digests = hasher.hash_blocks(array("I", text.tobytes()), keys)
         text_before.update({digest: text[: (i + 1) * size] for i, digest in enumerate(split_digests(digests))})

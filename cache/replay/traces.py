@@ -204,7 +204,7 @@ def digests_of(ids: BlockIds) -> npt.NDArray[np.uint64]:
 def next_turns(trace: Trace) -> list[int]:
     """Return for each request the number of the next request that continues it, or `NEVER`.
 
-    A request continues another if it uses the other's last block but one, which is never partial.
+    A request continues another if it uses the other's last block but one, or its only block.
     """
     next_use: dict[int, int] = {}
     turns = []

@@ -191,7 +191,7 @@ class DiskTier(Tier):
         return self.directory / f"{key.hex()}-1.block"
 
     def _count(self, key: bytes, size: int) -> None:
-        """Record an entry as the most recently used, and delete others that exceed the capacity."""
+        """Record an entry as the most recently used. Delete entries, at worst this one, until the capacity holds."""
         self.nbytes += size - self._own.pop(key, 0)
         self._own[key] = size
         while self.capacity_bytes is not None and self.nbytes > self.capacity_bytes:

@@ -377,7 +377,7 @@ class ModelInLoop:
         return generator
 
     def drafts_from_outputs(self) -> None:
-        """Do nothing. Called before the prompt is computed, if a candidate generator reads outputs of all of it."""
+        """Do nothing. The loop calls this before prefill if drafts need outputs of the whole prompt."""
 
 
 # Images
@@ -583,9 +583,9 @@ def share_prefixes(manager: Any, share: bool) -> None:
 
 
 def serve_batches(processor: Any, manager: Any) -> None:
-    """Let processors of one class compute batches with `step`.
+    """Let a class of processors compute batches with `step`, and a class of managers create them.
 
-    Managers of the class `manager` make them with `make_processor`.
+    `processor` and `manager` are the classes. Managers create processors with `make_processor`.
     """
     processor._generation_step = torch.no_grad()(lambda self, model: self.step(model))
     manager._create_batch_processor = lambda self: self.make_processor()

@@ -63,7 +63,8 @@ def enable_prefix_caching(
             cached at another position or after other text. Examples are documents in another order and a conversation
             without its middle part. **Approximate**: moved keys are rotated to their new positions, but they were
             computed after other text, so tokens may differ. A share of the moved tokens is computed again
-            (`recompute`). Blocks computed from moved text are kept apart.
+            (`recompute`). Blocks computed from moved text have other
+            hashes, so exact prompts never reuse them.
         host_blocks: Number of evicted blocks to keep in host memory, from where later calls read them.
         cuda_graphs: Whether to capture decode steps in CUDA graphs and replay them. None: if possible, see
             `docs/huggingface_options.md`. Steps that cannot be captured run eagerly.

@@ -16,7 +16,7 @@ from ..policy_pool import FACTOR, PolicyPool
 
 
 class PageState(PolicyPool):
-    """Pages of the tree. `keys` has, for each page, a weighted sum of the tokens up to its end, which is hashed."""
+    """Pages of the tree. `keys` has for each page a hashed, weighted sum of the tokens up to its end."""
 
     def __init__(self, num_blocks: int, page_size: int, policy: EvictionPolicy) -> None:
         self.num_locked = 0

@@ -33,7 +33,10 @@ LONGEST = 200
 
 
 def file_name(request_id: str) -> str:
-    """Return a request's file name: its id in vLLM's answer ("cmpl-...-0"), percent-encoded. Clients choose ids."""
+    """Return a request's file name: its id in vLLM's answer ("cmpl-...-0"), percent-encoded.
+
+    A client may choose any id. If the name is too long, the file has the id's hash.
+    """
     name = quote(request_id, safe="")
     return (name if len(name) <= LONGEST else hashlib.sha256(request_id.encode()).hexdigest()) + SUFFIX
 
@@ -43,8 +46,8 @@ class RowsFolder:
 
     A file appears only when it is complete. Several engines may share a folder; each keeps it within its own limits.
     Beyond `max_bytes` the oldest files are deleted, but never the newest. A write also deletes files older than
-    `max_seconds`, if the last check for them was a 16th of that time ago. Rows beyond `pending_bytes` in memory are
-    dropped, with one warning.
+    `max_seconds`, if the last such check is more than a 16th of `max_seconds` ago. Rows beyond `pending_bytes` in
+    memory are dropped, with one warning.
 
     Raises:
         OSError: The folder cannot be created or written.

@@ -262,7 +262,7 @@ class PromptHiddenStates:
 class HiddenStatesWorker(Base):
     """vLLM's worker with the hidden states of prompts.
 
-    The last pipeline stage stores rows. If the model pools, each of its tensor-parallel ranks does, else the first.
+    Only the last pipeline stage stores rows: on all its tensor-parallel ranks if the model pools, else on the first.
     `additional_config` of the engine may have these options:
 
     - `pc_hidden_states_device`: the device of the rows, "cpu" (the default; pinned if there is a GPU) or "cuda".

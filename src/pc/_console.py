@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def choose_device(device: Any = None) -> torch.device:
-    """Return the device with a name. None: a GPU if there is one and TRITON_INTERPRET is not set, else the CPU.
+    """Return the device that `device` names. None: a GPU if there is one and TRITON_INTERPRET is not set, else the CPU.
 
     Raises:
         ValueError: The device is neither a CPU nor a GPU that PyTorch can use.

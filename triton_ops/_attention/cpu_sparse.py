@@ -162,7 +162,7 @@ def attend_entries(
     is_even = 0 < len(vectors) == entries * longest
     in_place = cache.in_place if are_few and not (is_even and len(vectors) <= most) else None
     if in_place is not None and longest > len(in_place[0]):
-        in_place = None  # a table repeats blocks; torch gives a sparse matrix no more numbers than it has places
+        in_place = None  # repeated blocks: torch allows no more entries in a sparse matrix than it has elements
     if is_even and in_place is None and longest <= most:
         even, step = vectors.reshape(entries, -1), most // longest
         cuts = [slice(begin, begin + step) for begin in range(0, entries, step)]

@@ -462,7 +462,7 @@ def _moves(operator: str, dtype: torch.dtype) -> CaseCall:
 
 
 def _named(several: bool, **lists: list[torch.Tensor]) -> dict[str, Any]:
-    """Return lists as the arguments of an operator of lists, or their only tensors as those of the single operator."""
+    """Return the arguments by name: the lists if `several`, otherwise the only tensor of each list."""
     return {f"{name}s" if several else name: tensors if several else tensors[0] for name, tensors in lists.items()}
 
 

@@ -2,7 +2,7 @@
 
 A run is the part of a request's blocks that no later request has used. Eviction shortens a run from its end and stops
 where the score changes. A block is evicted before its parent, because it cannot be hit without the parent. To save
-time, a heap keeps the scores of the likely next runs until some more requests have come. For a single
+time, a heap keeps the runs with the lowest scores, and serves several requests before the next ranking. For a single
 element, such as a block's owner, the code uses a memoryview of the array, which is faster.
 """
 
@@ -17,7 +17,7 @@ from ...table import Ids, count_nonzero, view
 from .model import HazardModel
 from .runs import NO_BLOCKS, Numbers, RunTable
 
-Part = tuple[Ids, int, bool]  # evicted blocks of a request, its serial, and whether blocks[0] was its last one
+Part = tuple[Ids, int, bool]  # a request's evicted blocks, its serial, and whether the first of them was its last block
 
 FRESH = 32  # a ranking of n runs serves n // 32 requests, because its time grows with n
 # Bounds for the number of requests that scores serve. A cache of few runs ranks for every request: the last request's

@@ -75,7 +75,7 @@ class OwnLayer(PagedPass, DynamicLayer):  # type: ignore[misc]
         super().__init__()
         self.questions, self.document, self.tokens, self.first = questions, document, 0, questions.length
         self.buffers: tuple[torch.Tensor, ...] = ()  # until the first tokens
-        self.begin: tuple[Any, int] = (None, 0)  # the source of cached own tokens, and the layer's number there
+        self.begin: tuple[Any, int] = (None, 0)  # the object that reads cached own tokens, and this layer's index in it
         self._laid_out: tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnLayer:

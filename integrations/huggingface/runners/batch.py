@@ -89,7 +89,7 @@ class Batch:
         return {self.loop.cache_name: self.cache, **images}
 
     def read_nothing(self, cache: DynamicCache) -> None:
-        """Compute every token of the prompts: replace the cache with an empty one, or with None."""
+        """Drop all hits, so that the loop computes every token into `cache`, which is empty or None."""
         self.cache, self.start = cache, 0
         for prompt in self.prompts:
             prompt.hit = PromptHit()
