@@ -375,9 +375,9 @@ class ManagerState:
     def reset(self) -> None:
         """Forget all cached blocks and counters."""
         busy = len(self.running) + len(self.preempted)
-        if busy or self.offloading:
-            if busy:
-                raise RuntimeError(f"reset: {busy} requests are running or preempted, needs none; free them first")
+        if busy:
+            raise RuntimeError(f"reset: {busy} requests are running or preempted, needs none; free them first")
+        if self.offloading:
             raise RuntimeError("reset: on_evict is still saving blocks; wait until it returns")
         self.begin()
         self.log.later.append((self._empty,))

@@ -345,10 +345,11 @@ def _plain_tensors(model: Any, left_out: Collection[str] = ()) -> Iterator[tuple
 
     Attributes whose names are in `left_out` are skipped.
     """
+    left_out = {*_INTERNAL, *ATTACHED, *left_out}
     for label, module in model.named_modules():
         if module is not model and changes_itself(module):
             continue
-        own = {n: v for n, v in vars(module).items() if n not in _INTERNAL | ATTACHED and n not in left_out}
+        own = {n: v for n, v in vars(module).items() if n not in left_out}
         nested: dict[int, tuple[str, Any]] = {}
         _nested(label, own, nested)
         for name, held in ((label, own), *nested.values()):
