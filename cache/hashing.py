@@ -154,15 +154,13 @@ class Chain:
 
     Attributes:
         hashed: Number of blocks so far.
-        header: The bytes of the sequence's keys.
         start: The state before the first block.
     """
 
-    __slots__ = ("_owner", "_placed", "hashed", "hasher", "header", "start")
+    __slots__ = ("_owner", "_placed", "hashed", "hasher", "start")
 
     def __init__(self, owner: BlockHasher, keys: EncodedKeys = NO_KEYS) -> None:
-        self._owner = owner
-        self.header, self._placed = keys.header, keys.placed
+        self._owner, self._placed = owner, keys.placed
         # `start` is copied before the first block is fed.
         self.start = self.hasher = owner.plain if keys is NO_KEYS else owner.start(keys.header)
         self.hashed = 0

@@ -17,9 +17,8 @@ BLOCK_BYTES = 64
 BASE_BYTES = 1 << 18
 """Additional bytes of remembered chunks, for any number of blocks."""
 
-# No block is before the first chunk of a sequence. There `Chain.header` takes the digest's place.
-Key = tuple[int, bytes, bytes, bytes]
-"""A chunk's first block, the digest of the block before it, and the tokens of its first and of its last block."""
+Key = tuple[bytes, bytes]
+"""The digest before a chunk, and the tokens of the chunk's last block."""
 
 
 class RememberedHashes:
@@ -45,12 +44,12 @@ class RememberedHashes:
         chunks, width = self._chunks, len(data) // max(end, 1)
         walked: list[Key] = []
         digests: list[bytes] = []
-        block, before, hasher, fed = 0, chain.header, chain.start, False
+        block, before, hasher, fed = 0, chain.start.digest(), chain.start, False
         while block < end:
             # Chunks are short at the start, where prompts branch, and long later.
             reach = block + (16 if block < 64 else 64 if block < 256 else 128 if block < 1024 else 256)
             first, behind = block * width, reach * width
-            key = (block, before, data[first : first + width], data[behind - width : behind])
+            key = before, data[behind - width : behind]
             entry = chunks.get(key) if reach <= end and not fed else None
             if entry is not None and data.startswith(entry[0], first):
                 _, hashes, hasher, _ = entry

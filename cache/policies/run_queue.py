@@ -80,7 +80,7 @@ class RunQueue:
         """Remove 1 to `count` blocks from the front of the queue, and return them; none if the queue is empty."""
         while self._runs:
             ticket, ids = self._runs[0]
-            ids = ids[: max(count, LOOK)]
+            ids = ids[: LOOK + 4 * count]
             live = self._ticket_of.take(ids) == ticket
             if count_nonzero(live) == ids.size:
                 ids = ids[:count]

@@ -92,8 +92,8 @@ def test_without_remembered_hashes_all_is_the_same(options):
     assert managers[0]._state.memory.nbytes > managers[1]._state.memory.nbytes == 0
 
 
-def test_remembered_chunks_with_equal_first_and_last_blocks_are_not_confused():
-    """The key of a chunk has its first and its last block only, so the tokens between must be compared."""
+def test_remembered_chunks_with_equal_last_blocks_are_not_confused():
+    """The key of a chunk has only the tokens of its last block, so the others must be compared."""
     manager, plain = (pc.CacheManager(64, block_size=4) for _ in range(2))
     plain._state.hasher.begin = feed_all
     for i, middle in enumerate([1, 2, 1, 2, 2]):
