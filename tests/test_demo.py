@@ -49,7 +49,7 @@ def rows_of(folder: Path, **options: Any) -> list[dict[str, str]]:
 
 
 @pytest.mark.usefixtures("short")
-def test_a_prefix_is_reused_and_the_rest_is_computed(tmp_path: Path) -> None:
+def test_a_prefix_is_reused_and_the_rest_is_computed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of(tmp_path)
     assert [row["workload"] for row in rows] == ["document"] * 3 + ["conversation"] * 2
     later = [row for row in rows if row["request"] != "1"]
@@ -57,22 +57,11 @@ def test_a_prefix_is_reused_and_the_rest_is_computed(tmp_path: Path) -> None:
         ((start, end),) = _plot.spans_of(row["reused_spans"])
         assert start == 0
         assert end == int(row["reused_tokens"]) > 0.9 * int(row["prompt_tokens"]) - 32
-
-
-@pytest.mark.usefixtures("short")
-def test_without_the_trained_model_it_says_how_to_get_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = rows_of(tmp_path)
     said = " ".join(capsys.readouterr().out.split())
     assert "untrained" in said
-    assert _trained.HOW_TO_GET in said
-    assert {row["model"] for row in rows} == {"llama-25m-untrained"}
-
-
-@pytest.mark.usefixtures("short")
-def test_answers_are_shown_as_they_came(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = rows_of(tmp_path)
-    said = " ".join(capsys.readouterr().out.split())
+    assert _trained.HOW_TO_GET in said  # how to get the trained model
     for row in rows:
+        assert row["model"] == "llama-25m-untrained"
         assert row["question"] in said
         assert row["answer"] == " ".join(row["answer"].split())
         assert len(row["answer"]) > 0

@@ -42,8 +42,12 @@ def test_a_part_is_imported_when_it_is_used() -> None:
         "pc.paged_attention(torch.ones(1, 1, 16), cache, cache, one(1)[None], one(8), one(0, 1), 0.25, plan=plan)\n"
         "print(dir(pc.integrations), {'triton', 'transformers', 'vllm'} & ({*sys.modules} - before))\n"
         "print(pc.integrations.vllm.register.__name__, hasattr(pc.integrations, 'jax'))\n"
+        "import os\n"  # plugins that the environment asks for nothing
+        "for name in ('PC_VLLM', 'PC_SGLANG'): os.environ.pop(name, None)\n"
+        "pc.integrations.vllm.register(), pc.integrations.sglang.register()\n"
+        "print({'transformers', 'sglang', 'vllm'} & {*sys.modules})\n"
     )
-    assert out.splitlines() == ["[]", "['huggingface', 'sglang', 'vllm'] set()", "register False"]
+    assert out.splitlines() == ["[]", "['huggingface', 'sglang', 'vllm'] set()", "register False", "set()"]
 
 
 def test_works_without_other_packages_or_names_what_it_lacks() -> None:
