@@ -108,109 +108,11 @@ def test_times_carry_their_commit() -> None:
     assert not [name for name, rows in timed.items() if not all(row.get("commit") for row in rows)]
 
 
-def test_a_gpu_that_was_not_measured_is_said_to_be_missing() -> None:
-    text = render_operators.render_gpu(render_docs.ROOT / "docs" / "benchmarks_gpu.md")
-    assert ("Missing" in text) == (markdown.devices() == ["cpu"])
+def test_columns_of_the_sparse_table_are_providers() -> None:
+    from benchmarks.operators import attention_providers
 
-
-def test_a_table_gives_the_best_rival_and_the_ratio() -> None:
-    base = {"case": "one", "mode": "eager", "roofline": "0.5"}
-    rows = [
-        base | {"provider": "pc", "p50_us": "100"},
-        base | {"provider": "pc, batch-invariant", "p50_us": "10"},
-        base | {"provider": "slow", "p50_us": "900"},
-        base | {"provider": "fast", "p50_us": "250"},
-        {"case": "one", "mode": "", "provider": "absent", "note": "n/a: holes"},
-    ]
-    assert render_operators.cells(rows)[-1] == ["one", "100 us", "50%", "fast, 250 us", "2.50"]
-
-
-def test_results_of_a_gpu_take_the_place_of_the_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root, page = tmp_path, tmp_path / "docs" / "benchmarks_gpu.md"
-    folder = root / "benchmarks" / "results" / "a-gpu"
-    folder.mkdir(parents=True)
-    monkeypatch.setattr(markdown, "ROOT", root)
-    monkeypatch.setattr(markdown, "RESULTS", folder.parent)
-    monkeypatch.setattr(markdown, "CHARTS", root / "docs" / "images")
-    conditions = "device,torch,date,commit\n"
-    row = "{},{},graph,{},0.5,A GPU,2.13,2026-01-01,abc\n"
-    (folder / "paged_attention.csv").write_text(
-        "case,provider,mode,p50_us,roofline,"
-        + conditions
-        + row.format("one", "pc", 10)
-        + row.format("one", "rival", 30)
-    )
-    (folder / "generate.csv").write_text(
-        "way,request,first_token_s,tokens_per_s,same_as_transformers,model,dtype,prompt_tokens,"
-        + conditions
-        + "pc,1,9,1,True,M,bfloat16,100,A GPU,2,d,c\npc,2,0.02,50,True,M,bfloat16,100,A GPU,2,d,c\n"
-    )
-    text = render_operators.render_gpu(page)
-    assert "| one | 10 us | 50% | rival, 30 us | 3.00 |" in text
-    assert "| pc | 20 ms | 50.0 | yes |" in text
-    assert "Missing" not in text
-    assert "Not measured on a GPU" not in render_operators.render_operator(page, "paged_attention")
-
-
-def test_cost_of_blocks_of_a_heads_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.operators import attention_providers as providers
-
-    table, dense, compacted = (
-        pages_tables.TABLES["sparse"],
-        *(provider.name for provider in reversed(providers.attention_providers("sparse_gap_attention")[3:5])),
-    )
-    assert dict(table.columns)["pc / dense >"] == f"{{pc.p50_us / {dense}.p50_us:.2f}}"
-    assert compacted in dict(table.columns)["pc / compaction and dense >"]
-    monkeypatch.setattr(markdown, "ROOT", tmp_path)
-    monkeypatch.setattr(markdown, "RESULTS", tmp_path / "results")
-    page, source = tmp_path / "docs" / "sparse.md", tmp_path / "results" / "cpu" / "sparse_gap_attention.csv"
-    source.parent.mkdir(parents=True)
-    assert "Not measured yet" in table.render(page)
-    row = "{},{},{},CPU,2.13,float32,32/8,128,16,2026-01-01,abc\n".format
-    source.write_text(
-        "case,provider,p50_us,device,torch,dtype,heads,head_dim,block_size,date,commit\n"
-        + row("holes", "pc", 10)
-        + row("holes", compacted, 10)
-        + row("a head", "pc", 110)
-        + row("a head", compacted, 220)
-        + row("a head", dense, 100)
-    )
-    *_, rule, last = table.render(page).splitlines()
-    assert rule.startswith("|---")
-    assert last == "| a head | 110 us | 100 us | 1.10 | 0.50 |"
-
-
-def test_cells_of_tables() -> None:
-    row = {"n": "1234", "s": "0.5", "none": "", "way": "all", "x.n": "617", "text": "a, b"}
-    for cell, text in {
-        "n": "1234",
-        "n:,": "1,234",
-        "s:s": "500 ms",
-        "text:short": "a",
-        "way:words": "everything computed",
-        "text:words": "`a, b`",
-        "{n / x.n:.1f} of {text}": "2.0 of a, b",
-        "{1 - x.n / n:.2f}": "0.50",
-        "{n} ({none})": "",
-        "{n / none:.2f}": "",
-        "{way:if all}{n}": "1234",
-        "{way:unless all}{n}": "",
-    }.items():
-        assert pages_tables.fill(cell, row) == text, cell
-    assert pages_tables.fill("{n}, {none}", row, keep_empty=True) == "1234, "
-    with pytest.raises(KeyError, match="got column 'm', needs one of n, s"):
-        pages_tables.fill("{m}", row)
-
-
-def test_rows_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(markdown, "RESULTS", tmp_path)
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "rows.csv").write_text("name,size,hits\na,10,5\na,9,4\nb,9,8\n")
-    section = {"@rows": "rows.csv", "@said": "nowhere", "@beside": "name / size", "name": "name"}
-    table = pages_tables.Table.of(section | {"*of {size}": "{*.hits} hits", "best >": "10.hits"})
-    assert table.render(Path()).splitlines() == [
-        "| name | of 9 | of 10 | best |",
-        "|---|---|---|--:|",
-        "| a | 4 hits | 5 hits | 5 |",
-        "| b | 8 hits |  |  |",
-    ]
+    providers = [provider.name for provider in attention_providers.attention_providers("sparse_gap_attention")]
+    columns = pages_tables.TABLES["sparse"].columns
+    named = {name.strip() for _, cell in columns for name in re.findall(r"([^{}/]+)\.p50_us", cell)}
+    assert len(named) == 3
+    assert named <= {*providers}
