@@ -1,11 +1,12 @@
 """Every private name of vLLM that this adapter uses. No other file imports vLLM or names its private attributes.
 
 A feature is served if the installed vLLM has all that the tables here declare for it. See `seam` for their format. A
-part of a feature, such as `eviction.gap`, needs its feature too.
+part of a feature, such as `eviction.gap`, needs its feature too. Names that several features need are in a table of
+their own, such as `eviction.steps`; see `SHARED`.
 
 - `NAMES`: classes, functions, methods with the parameters we rely on, and fields of vLLM's objects.
-- `ATTRIBUTES`: attributes of objects that exist once the engine has made them. Code that receives such an object
-  calls `available(feature, scheduler=scheduler)`.
+- `ATTRIBUTES`: attributes of the scheduler, worker and runner, which exist once the engine has made them. Code that
+  receives such an object calls `available(feature, scheduler=scheduler)`. `NAMES` does not repeat them.
 - `BODIES`: functions and classes of vLLM that this adapter reimplements or imitates, with a digest of the source for
   each release that was read. A feature is refused if the installed source has another digest, so `NAMES` need not list
   them.
@@ -43,6 +44,12 @@ from ..tested import TESTED, say_untested
 
 SINCE = {"offload": (0, 33)}
 """The oldest release series of vLLM that serves a feature, if it is not the oldest that was tested."""
+
+SHARED = {
+    **dict.fromkeys(("eviction.gap", "eviction.chunks", "eviction.explain"), ("eviction.steps",)),
+    **dict.fromkeys(("eviction.anywhere", "compression"), ("eviction.steps", "eviction.workers")),
+}
+"""The tables that a feature needs beside its own: names for choosing what a step computes, and for hooks in workers."""
 
 PACKAGES = {"omni": "vllm-omni"}
 """The distribution whose names a feature uses, if it is not vLLM."""
@@ -87,8 +94,6 @@ NAMES: dict[str, dict[str, str]] = {
         "vllm.v1.worker.gpu_model_runner": (
             "GPUModelRunner._build_attention_metadata(num_reqs for_cudagraph_capture ...)"
         ),
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "attn_groups input_batch",
-        "vllm.v1.worker.gpu_input_batch:InputBatch": "block_table num_computed_tokens_cpu",
     },
     "eviction": {
         "vllm.v1.core.block_pool:BlockPool": "get_num_free_blocks",
@@ -96,15 +101,12 @@ NAMES: dict[str, dict[str, str]] = {
             "KVCacheBlock(block_id ref_cnt pool is_null _block_hash _block_hash_num_tokens ...) "
             "KVCacheBlock.block_hash make_block_hash_with_group_id(block_hash group_id)"
         ),
-        "vllm.v1.core.kv_cache_manager:KVCacheManager": "block_pool allocate_slots(request num_new_tokens)",
-        "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": "single_type_managers",
-        "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": "req_to_blocks block_size",
         "vllm.v1.request:Request": (
             "request_id sampling_params block_hashes num_output_tokens skip_reading_prefix_cache _all_token_ids"
         ),
         "vllm.v1.core.sched.scheduler:Scheduler": (
             "__init__(vllm_config kv_cache_config ...) add_request(request) schedule _free_blocks(request ...) "
-            "_free_request_blocks(request ...) _preempt_request(request ...) make_stats waiting kv_cache_manager"
+            "_free_request_blocks(request ...) _preempt_request(request ...) make_stats"
         ),
         "vllm.v1.core.sched.async_scheduler": "AsyncScheduler",
         "vllm.config": (
@@ -112,72 +114,59 @@ NAMES: dict[str, dict[str, str]] = {
             "VllmConfig.parallel_config VllmConfig.model_config VllmConfig.additional_config"
         ),
     },
-    "eviction.gap": {
-        "vllm.v1.core.sched.scheduler:Scheduler": (
-            "_reserve_prefill_lookahead(request num_computed_tokens num_new_tokens) requests use_v2_model_runner "
-            "max_model_len hash_block_size is_encoder_decoder ec_connector connector aux_output_connector use_pp "
-            "dcp_world_size pcp_world_size num_lookahead_tokens scheduler_config"
+    "eviction.steps": {
+        "vllm.v1.core.sched.scheduler": (
+            "Scheduler._reserve_prefill_lookahead(request num_computed_tokens num_new_tokens)"
         ),
-        "vllm.v1.core.kv_cache_manager:KVCacheManager": (
-            "allocate_slots(request num_new_tokens new_computed_blocks full_sequence_must_fit has_scheduled_reqs) "
-            "prefix_cache_lookup_enabled(request) get_block_ids(request_id) watermark_blocks enable_caching "
-            "prefix_cache_stats"
-        ),
-        "vllm.v1.core.kv_cache_manager": "KVCacheBlocks(blocks)",
+        "vllm.v1.core.kv_cache_manager": "KVCacheManager.prefix_cache_lookup_enabled(request) KVCacheBlocks(blocks)",
         "vllm.v1.core.block_pool": "BlockHashToBlockMap.get_one_block(key)",
-        "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": "kv_cache_group_id num_cached_block",
-        "vllm.v1.core.sched.output": (
-            "NewRequestData.from_request(request block_ids prefill_token_ids) CachedRequestData(req_ids new_block_ids "
-            "num_computed_tokens num_output_tokens ...) SchedulerOutput(num_scheduled_tokens scheduled_new_reqs "
-            "scheduled_cached_reqs ...)"
-        ),
-        "vllm.v1.request": "RequestStatus.RUNNING",
+        "vllm.v1.core.single_type_kv_cache_manager": "FullAttentionManager",
         "vllm.v1.request:Request": (
-            "num_computed_tokens num_prompt_tokens num_tokens num_preemptions prefill_stats mm_features status"
-        ),
-        "vllm.v1.metrics.stats": (
-            "PrefillStats(num_local_cached_tokens num_cached_tokens num_computed_tokens ...) PrefixCacheStats.hits"
-        ),
-    },
-    "eviction.anywhere": {
-        "vllm.v1.engine.core": "EngineCore._initialize_kv_caches(vllm_config)",
-        "vllm.v1.engine.core:EngineCore": "model_executor",
-        "vllm.v1.kv_cache_interface": "FullAttentionSpec",
-        "vllm.v1.request:Request": (
-            "update_block_hashes block_hashes prompt_embeds lora_request cache_salt sampling_params"
+            "num_computed_tokens num_prompt_tokens num_tokens num_preemptions mm_features prompt_embeds lora_request "
+            "cache_salt"
         ),
         "vllm.lora.request": "LoRARequest.lora_name LoRARequest.lora_path",
+        "vllm.config": "SchedulerConfig(long_prefill_token_threshold enable_chunked_prefill ...)",
+    },
+    "eviction.workers": {
+        "vllm.v1.engine.core:EngineCore": "_initialize_kv_caches(vllm_config) model_executor",
         "vllm.v1.worker.gpu_model_runner": "GPUModelRunner._update_states(scheduler_output)",
         "vllm.v1.worker.gpu.model_runner": (
             "GPUModelRunner.update_requests(scheduler_output) GPUModelRunner.prepare_inputs(scheduler_output ...)"
         ),
     },
-    "eviction.chunks": {
-        "vllm.v1.core.sched.scheduler:Scheduler": (
-            "_reserve_prefill_lookahead(request num_computed_tokens num_new_tokens) block_size has_mamba_layers "
-            "max_num_scheduled_tokens scheduler_config vllm_config is_encoder_decoder connector aux_output_connector "
-            "use_pp dcp_world_size pcp_world_size num_lookahead_tokens"
+    "eviction.gap": {
+        "vllm.v1.core.kv_cache_manager:KVCacheManager": (
+            "allocate_slots(request num_new_tokens new_computed_blocks full_sequence_must_fit has_scheduled_reqs) "
+            "get_block_ids(request_id)"
         ),
+        "vllm.v1.core.sched.output": (
+            "NewRequestData.from_request(request block_ids prefill_token_ids) CachedRequestData(req_ids new_block_ids "
+            "num_computed_tokens num_output_tokens ...) SchedulerOutput(num_scheduled_tokens scheduled_new_reqs "
+            "scheduled_cached_reqs ...)"
+        ),
+        "vllm.v1.request": "RequestStatus.RUNNING Request.prefill_stats Request.status",
+        "vllm.v1.metrics.stats": (
+            "PrefillStats(num_local_cached_tokens num_cached_tokens num_computed_tokens ...) PrefixCacheStats.hits"
+        ),
+    },
+    "eviction.anywhere": {
+        "vllm.v1.kv_cache_interface": "FullAttentionSpec",
+        "vllm.v1.request:Request": "update_block_hashes",
+    },
+    "eviction.chunks": {
         "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": (
             "find_longest_cache_hit(block_hashes max_cache_hit_length) cache_blocks(request num_computed_tokens)"
         ),
-        "vllm.v1.request:Request": "num_prompt_tokens",
-        "vllm.config": (
-            "SchedulerConfig(long_prefill_token_threshold enable_chunked_prefill ...) ModelConfig.is_multimodal_model"
-        ),
+        "vllm.config": "ModelConfig.is_multimodal_model",
         "vllm.envs": "VLLM_BATCH_INVARIANT",
     },
     "eviction.explain": {
-        "vllm.v1.core.sched.scheduler:Scheduler": (
-            "_reserve_prefill_lookahead(request num_computed_tokens num_new_tokens) requests hash_block_size"
-        ),
         "vllm.v1.core.block_pool:BlockPool": "get_cached_block(block_hash kv_cache_group_ids)",
         "vllm.v1.kv_cache_interface": "FullAttentionSpec SlidingWindowSpec(sliding_window ...) MambaSpec",
-        "vllm.v1.request:Request": "num_computed_tokens lora_request mm_features cache_salt _all_token_ids",
         "vllm.multimodal.inputs": (
             "MultiModalFeatureSpec.mm_position MultiModalFeatureSpec.identifier PlaceholderRange(offset length)"
         ),
-        "vllm.lora.request": "LoRARequest.lora_name LoRARequest.lora_path",
     },
     "eviction.metrics": {
         "prometheus_client.mmap_dict": (
@@ -187,37 +176,20 @@ NAMES: dict[str, dict[str, str]] = {
         "prometheus_client.multiprocess": "MultiProcessCollector(registry path)",
     },
     "compression": {
-        "vllm.v1.core.kv_cache_manager:KVCacheManager": "get_computed_blocks(request ...) block_pool coordinator",
-        "vllm.v1.core.kv_cache_manager": "KVCacheBlocks(blocks)",
-        "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": "cache_blocks(request ...)",
-        "vllm.v1.core.block_pool": "BlockHashToBlockMap.get_one_block(key)",
+        "vllm.v1.core.kv_cache_manager": "KVCacheManager.get_computed_blocks(request ...)",
+        "vllm.v1.core.kv_cache_coordinator": "KVCacheCoordinator.cache_blocks(request ...)",
         "vllm.v1.core.kv_cache_utils": "get_block_hash(key) maybe_convert_block_hash(hash_bytes)",
         "vllm.distributed.kv_events": (
             "BlockStored(block_hashes parent_block_hash token_ids block_size lora_id medium lora_name "
             "kv_cache_spec_kind ...)"
         ),
-        "vllm.v1.core.block_pool:BlockPool": "get_num_free_blocks null_block kv_event_queue medium",
-        "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": "req_to_blocks num_cached_block block_size",
-        "vllm.v1.core.sched.scheduler:Scheduler": (
-            "_preempt_request(request timestamp ...) _reserve_prefill_lookahead(request num_computed_tokens "
-            "num_new_tokens) running policy requests kv_cache_manager hash_block_size is_encoder_decoder ec_connector "
-            "connector aux_output_connector use_pp dcp_world_size pcp_world_size num_lookahead_tokens "
-            "scheduler_config vllm_config"
-        ),
+        "vllm.v1.core.sched.scheduler": "Scheduler._preempt_request(request timestamp ...)",
         "vllm.v1.core.sched.request_queue": "SchedulingPolicy.PRIORITY",
         "vllm.v1.core.sched.output": "SchedulerOutput(num_scheduled_tokens finished_req_ids ...)",
-        "vllm.v1.request:Request": (
-            "request_id num_prompt_tokens num_computed_tokens num_preemptions block_hashes _all_token_ids priority "
-            "arrival_time resumable mm_features prompt_embeds"
-        ),
+        "vllm.v1.request:Request": "priority arrival_time resumable",
         "vllm.sampling_params": "SamplingParams.verify SamplingParams(extra_args ...)",
-        "vllm.v1.engine.core": "EngineCore._initialize_kv_caches(vllm_config)",
-        "vllm.v1.worker.gpu_model_runner": "GPUModelRunner._update_states(scheduler_output)",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "requests input_batch kv_cache_config",
         "vllm.v1.worker.gpu_input_batch:InputBatch": "req_ids req_id_to_index block_table",
-        "vllm.v1.worker.gpu.model_runner": (
-            "GPUModelRunner.update_requests(scheduler_output) GPUModelRunner.prepare_inputs(scheduler_output ...)"
-        ),
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner": "req_states block_tables kv_cache_config",
         "vllm.v1.worker.gpu.states:RequestState": "req_id_to_index",
         "vllm.v1.worker.gpu.block_table:BlockTables": "block_tables",
@@ -225,12 +197,8 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "hidden_states": {
         "vllm.v1.worker.gpu_model_runner": "ExecuteModelState(hidden_states aux_hidden_states ...)",
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner": (
-            "execute_model(scheduler_output ...) execute_model_state device model model_config input_batch"
-        ),
-        "vllm.v1.worker.gpu_worker:Worker": (
-            "initialize_from_config(kv_cache_config) compile_or_warm_up_model shutdown model_runner vllm_config rank"
-        ),
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "execute_model(scheduler_output ...) input_batch",
+        "vllm.v1.worker.gpu_worker:Worker": "initialize_from_config(kv_cache_config) compile_or_warm_up_model shutdown",
         "vllm.v1.core.sched.output": (
             "NewRequestData(req_id prompt_token_ids sampling_params block_ids num_computed_tokens ...) "
             "NewRequestData.prompt_len CachedRequestData(req_ids resumed_req_ids new_block_ids num_computed_tokens "
@@ -328,33 +296,35 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block": "_cache",
         "scheduler.kv_cache_manager.block_pool.free_block_queue": "num_free_blocks",
     },
-    "eviction.gap": {
+    "eviction.steps": {
         "scheduler": (
-            "requests use_v2_model_runner max_model_len hash_block_size is_encoder_decoder ec_connector connector "
-            "aux_output_connector use_pp dcp_world_size pcp_world_size num_lookahead_tokens scheduler_config "
-            "vllm_config"
+            "requests hash_block_size is_encoder_decoder ec_connector connector aux_output_connector use_pp "
+            "dcp_world_size pcp_world_size num_lookahead_tokens scheduler_config vllm_config"
         ),
-        "scheduler.kv_cache_manager": "prefix_cache_stats watermark_blocks enable_caching",
-        "scheduler.kv_cache_manager.coordinator.single_type_managers.0": "num_cached_block kv_cache_group_id",
+        "scheduler.kv_cache_manager": "enable_caching",
+        "scheduler.kv_cache_manager.coordinator.single_type_managers.0": "kv_cache_group_id",
+    },
+    "eviction.workers": {
+        "worker": "model_runner vllm_config",
+        "worker.vllm_config.compilation_config": "static_forward_context",
+    },
+    "eviction.gap": {
+        "scheduler": "use_v2_model_runner max_model_len",
+        "scheduler.kv_cache_manager": "prefix_cache_stats watermark_blocks",
+        "scheduler.kv_cache_manager.coordinator.single_type_managers.0": "num_cached_block",
     },
     "eviction.anywhere": {
         "scheduler.kv_cache_config.kv_cache_groups.0": "kv_cache_spec",
-        "worker": "model_runner vllm_config",
         "worker.model_runner": "get_model",
-        "worker.vllm_config.compilation_config": "static_forward_context",
     },
-    "eviction.chunks": {
-        "scheduler": (
-            "block_size has_mamba_layers max_num_scheduled_tokens scheduler_config vllm_config is_encoder_decoder "
-            "connector aux_output_connector use_pp dcp_world_size pcp_world_size num_lookahead_tokens"
-        ),
-        "scheduler.kv_cache_manager": "coordinator",
-    },
+    "eviction.chunks": {"scheduler": "block_size has_mamba_layers max_num_scheduled_tokens"},
     "eviction.explain": {
-        "scheduler": "requests hash_block_size",
-        "scheduler.kv_cache_manager": "enable_caching",
         "scheduler.kv_cache_config.kv_cache_groups.0": "kv_cache_spec",
         "scheduler.kv_cache_config.kv_cache_groups.0.kv_cache_spec": "block_size",
+    },
+    "compression": {
+        "scheduler": "running policy",
+        "scheduler.kv_cache_manager.block_pool": "null_block kv_event_queue medium",
     },
     "hidden_states": {
         "worker": "model_runner vllm_config rank",
@@ -485,9 +455,9 @@ def why_not(feature: str, **objects: Any) -> str:
         feature: A key of `NAMES`.
         **objects: Objects of vLLM whose attributes are checked too, under the names that `ATTRIBUTES` uses.
     """
-    whole = feature.partition(".")[0]
-    if whole != feature and (reason := why_not(whole, **objects)):
-        return reason
+    for needed in (feature.partition(".")[0], *SHARED.get(feature, ())):
+        if needed != feature and (reason := why_not(needed, **objects)):
+            return reason
     package = PACKAGES.get(feature, "vllm")
     tested = TESTED[package]._replace(oldest=SINCE.get(feature, TESTED[package].oldest))
     tables = [NAMES[feature]], BODIES.get(feature, {}), objects, ATTRIBUTES.get(feature, {})

@@ -116,6 +116,7 @@ def test_all_parts_are_on_where_nothing_is_wrong(warnings):
 
 def check_off(off, reason, warnings):
     """Check that these features are off and all others on, that requests get vLLM's answers, and the log."""
+    off |= {part for part in PARTS if off & set(api.SHARED[part])}
     if "eviction" in off:
         off = {"eviction", *PARTS}
     elif "eviction.gap" in off:
