@@ -56,12 +56,8 @@ class Jumps:
         """The text that each request will skip because it is cached elsewhere, ascending."""
         self._moving: dict[str, list[CopiedSpan]] = {}  # pieces to copy in the next step
         self._unsent: dict[str, list[Any]] = {}  # blocks added by jumps that no worker knows yet
-        self.num_jumped_tokens = self.num_moved_tokens = 0
-
-    @property
-    def counts(self) -> dict[str, int]:
+        self.counts = {"jumped_tokens": 0, "moved_tokens": 0}
         """The tokens that were skipped, by the names of counters that `..metrics` describes."""
-        return {"jumped_tokens": self.num_jumped_tokens, "moved_tokens": self.num_moved_tokens}
 
     def follow(self) -> None:
         """Index the text of blocks from now on, or log why text that moved is not reused."""
@@ -211,8 +207,7 @@ class Jumps:
         request.num_computed_tokens = end
         self._moving.setdefault(name, []).append(pieces.pop(0))
         self._unsent.setdefault(name, [])
-        self.num_moved_tokens += end - begin
-        self._count(request, end - begin)
+        self._count("moved_tokens", request, end - begin)
 
     def _rename(self, request: Any, number: int) -> None:
         """Replace the hashes of block `number` of a request and of all later blocks by hashes that no prompt has."""
@@ -243,11 +238,11 @@ class Jumps:
         self._manager.num_cached_block[name] = len(table)
         request.num_computed_tokens = len(table) * self._size
         self._unsent.setdefault(name, []).extend(taken)
-        self.num_jumped_tokens += len(taken) * self._size
-        self._count(request, len(taken) * self._size)
+        self._count("jumped_tokens", request, len(taken) * self._size)
 
-    def _count(self, request: Any, tokens: int) -> None:
-        """Count tokens that were jumped over as cached, in vLLM's statistics."""
+    def _count(self, counter: str, request: Any, tokens: int) -> None:
+        """Count tokens that a request skips, and count them as cached in vLLM's statistics."""
+        self.counts[counter] += tokens
         stats, prefill = self._cache.prefix_cache_stats, request.prefill_stats
         if request.num_preemptions:
             return

@@ -26,7 +26,7 @@ LEFT = 16
 
 
 class PolicyQueue:
-    """The interface of vLLM's `FreeKVCacheBlockQueue` over an eviction policy.
+    """The part of vLLM's `FreeKVCacheBlockQueue` that `PolicyBlockPool` leaves in use, over an eviction policy.
 
     Blocks without a hash cannot be hit, so they are allocated first: those freed last, then those never used, as in
     vLLM. Under the lru policy the order is vLLM's own. A victim that was chosen in advance can still be hit until it is
@@ -65,16 +65,6 @@ class PolicyQueue:
     def num_empty_blocks(self) -> int:
         """The number of free blocks without content."""
         return len(self._empty)
-
-    def popleft(self) -> Any:
-        """Allocate the next block."""
-        if not self.num_free_blocks:
-            raise ValueError("No free blocks available")
-        return self.popleft_n(1)[0]
-
-    def popleft_n(self, n: int) -> list[Any]:
-        """Allocate the next `n` blocks."""
-        return self.take(n)[0]
 
     def take(self, n: int) -> tuple[list[Any], array[int]]:
         """Allocate the next `n` blocks; return them and their numbers."""
@@ -130,11 +120,6 @@ class PolicyQueue:
         self._chosen += free
         self._kept += awaited
 
-    def remove(self, block: Any) -> None:
-        """Remove a block that was hit."""
-        returned = self.discard([block])
-        self._state.accessed([block.block_id], [each.block_id for each in returned])
-
     def discard(self, blocks: list[Any]) -> list[Any]:
         """Remove blocks without notifying the policy. Return those that it had already chosen."""
         self.num_free_blocks -= len(blocks)
@@ -150,10 +135,6 @@ class PolicyQueue:
         self._kept = [i for i in self._kept if i not in found]
         self.num_returned += len(found)
         return [block for block in blocks if block.block_id in found]
-
-    def append(self, block: Any) -> None:
-        """Add a block that was released with its content."""
-        self.append_n([block])
 
     def append_n(self, blocks: list[Any]) -> None:
         """Add blocks that were released with their content, the last of their sequence first."""

@@ -54,7 +54,6 @@ class PolicyScheduler(HookedScheduler):
         self.block_pool.fresh_numbers = [] if self._sends_fresh else None
         self._hints: dict[str, Hint] = {}
         self._hinted: dict[str, list[int]] = {}
-        self._hints_seen = False
         self._counts = dict.fromkeys(COUNTERS, 0)
         self._exported = PolicyCounts(vllm_config)
         self._reuse = asked_of_scheduler(vllm_config, "pc_reuse")
@@ -120,7 +119,6 @@ class PolicyScheduler(HookedScheduler):
         if hint is not None:
             self._counts["hints"] += 1
             self._hints[request.request_id] = hint
-            self._hints_seen = True
             self.kv_cache_manager.allocate_slots = self._allocate_hinted  # slower, so only from the first hint on
         super().add_request(request)
 
@@ -181,7 +179,7 @@ class PolicyScheduler(HookedScheduler):
         reuse = self._reuse_asked.get(request.request_id, self._reuse)
         if admits and reuse != "prefix" and jumps.plan(request, num_computed_tokens, reuse == "anywhere"):
             self._allocate_slots = jumps.allocate  # slower, so only from the first gap on
-            if not self._hints_seen:
+            if not self._counts["hints"]:
                 self.kv_cache_manager.allocate_slots = jumps.allocate
         return jumps.clip(request, num_computed_tokens, allowed)
 

@@ -25,7 +25,7 @@ from ..api import (
     check_version,
     logger,
 )
-from ..connector.layout import check_options, open_tier
+from ..connector.layout import open_tier
 
 
 class TierLookup(AsyncLookupManager):
@@ -77,9 +77,7 @@ class TierManager(SecondaryTierManager):
         if not isinstance(threads, int) or threads < 1:
             raise ValueError(f"threads: got {threads!r}, needs an integer of at least 1")
         self.locality = None if locality is None else Locality(locality)
-        check_options(options)
-        layout = chunk_layout(offloading_spec.config, model, self.block_size_bytes)
-        self._tier = open_tier(options, layout)
+        self._tier = open_tier(options, chunk_layout(offloading_spec.config, model, self.block_size_bytes))
         self._rows = torch.from_numpy(np.asarray(primary_kv_view)).view(torch.uint8)
         self._rows = self._rows.view(-1, self.block_size_bytes)
         self._lookup = TierLookup(self._tier, tier_type)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,6 @@ from ....cache.tensors.tensor_cache import TensorCache
 from .. import api
 from ..scheduler_output import entering_requests
 from .steps import GroupView, Leftover, PrefixHit, SavedStep, copied_rows
-
-_NOTHING = Leftover({})
 
 
 class OmniPrefixCacheManager:
@@ -30,13 +28,9 @@ class OmniPrefixCacheManager:
     missing, `materialize` raises OmniPrefixCacheUnmatchError. Missing rows of other names are zero, as in vLLM-Omni.
     """
 
-    def __init__(self, config: Any, view: Any, *, eager: bool | None = None) -> None:
+    def __init__(self, config: Any, view: GroupView, *, eager: bool | None = None) -> None:
         self._config, self._view = config, view
-        self._size: int = view.block_size
-        self._group: int = getattr(view, "group", 0)
-        self._slots: Callable[[Sequence[str], Mapping[str, int]], StepSlots] = (
-            view.slots if isinstance(view, GroupView) else self._slots_of_array
-        )
+        self._size = view.block_size
         self._hidden_key = api.ModelCachePolicy().hidden_key
         self._cache = TensorCache(None, config.num_blocks, self._size)
         self._limit = config.num_blocks * self._size
@@ -63,7 +57,7 @@ class OmniPrefixCacheManager:
             self._hits = {}
             for request in scheduler_output.finished_req_ids or ():
                 self._reached.pop(request, None)
-            for each in entering_requests(scheduler_output, self._group):
+            for each in entering_requests(scheduler_output, self._view.group):
                 self._enter(each.request_id, each.begin, each.blocks)
             self._counts = dict(scheduler_output.num_scheduled_tokens)
 
@@ -98,7 +92,7 @@ class OmniPrefixCacheManager:
         """
         count, counts = num_tokens_unpadded, self._counts
         requests = self._view.batch_req_ids()
-        slots = self._slots(requests, counts) if count else StepSlots(0, [])
+        slots = self._view.slots(requests, counts) if count else StepSlots(0, [])
         if slots.count != count or slots.low < 0:
             raise api.OmniPrefixCacheUnmatchError(f"slot mapping covers {slots.count} of {count} scheduled tokens")
         if slots.high >= self._limit:
@@ -128,13 +122,9 @@ class OmniPrefixCacheManager:
             self._hits = {}
             return step_id
 
-    def _slots_of_array(self, requests: Sequence[str], counts: Mapping[str, int]) -> StepSlots:
-        """Return the slots of a step from a view that is not a `GroupView`."""
-        return StepSlots.of(self._view.step_slots_cpu(requests, counts).numpy())
-
     def _sort(
         self, hidden_states: torch.Tensor | None, outputs: Mapping[str, Any] | None, count: int, padded: int
-    ) -> tuple[dict[str, torch.Tensor], Leftover]:
+    ) -> tuple[dict[str, torch.Tensor], Leftover | None]:
         """Register and return the tensors that have a row for each token. Also return a copy of all other outputs."""
         kept: dict[str, torch.Tensor] = {}
         rest: dict[str, Any] = {}
@@ -151,7 +141,7 @@ class OmniPrefixCacheManager:
                 self._keep(kept, name, value, value.shape, count)
             else:
                 rest[name] = value
-        return kept, Leftover(rest) if rest else _NOTHING
+        return kept, Leftover(rest) if rest else None
 
     def _keep(
         self, kept: dict[str, torch.Tensor], name: str, value: torch.Tensor, shape: torch.Size, count: int
@@ -213,7 +203,7 @@ class OmniPrefixCacheManager:
                 hidden = mine
             else:
                 outputs[name] = mine
-        if saved.leftover is not _NOTHING:
+        if saved.leftover is not None:
             outputs.update(saved.leftover.split(saved.spans, req_ids))
         return api.StageCacheOutputs(hidden, outputs)
 

@@ -56,7 +56,7 @@ class SavedStep:
     names: tuple[str, ...]
     spans: dict[str, tuple[int, int]]
     hits: dict[str, PrefixHit]
-    leftover: Leftover
+    leftover: Leftover | None
     new: dict[str, torch.Tensor] | None
     """A copy of the step's own rows, if they are few; see `copied_rows`."""
     rows: Rows | Exception | None = None
@@ -125,8 +125,6 @@ class Leftover:
 
         If a tensor has a row for each token, the part is the rows of the request's tokens.
         """
-        if not self._values:
-            return {}
         if self._ready is not None:
             self._ready.synchronize()
         order, total = list(spans), sum(end - begin for begin, end in spans.values())
@@ -147,7 +145,10 @@ class Leftover:
 
 
 class GroupView:
-    """vLLM-Omni's `FullAttentionGroupView` for any full attention group, also if kernels split its blocks."""
+    """The requests and slots of a batch, read from the block table of any full attention group.
+
+    It takes the place of vLLM-Omni's `FullAttentionGroupView`, and kernels may split the group's blocks.
+    """
 
     def __init__(self, input_batch: Any, group: int, block_size: int) -> None:
         self._batch = input_batch
@@ -184,10 +185,6 @@ class GroupView:
                 runs += [(begin + token, first, end) for token, first, end in slot_runs(blocks, size, offset, count)]
             begin += count
         return StepSlots(begin, runs)
-
-    def step_slots_cpu(self, req_ids: list[str], num_scheduled: Mapping[str, int]) -> torch.Tensor:
-        """Return the slots as a tensor, as vLLM-Omni expects."""
-        return self.slots(req_ids, num_scheduled).index
 
 
 def check_groups(kv_cache_groups: Iterable[Any]) -> None:

@@ -36,7 +36,7 @@ def test_only_gaps_are_computed(runner_v2, asynchronous):
     engine.run()
     assert engine.said["again"] == following(tokens, 4)
     assert engine.computed["again"] == 5 * BLOCK + 5 + 3
-    assert engine.scheduler.jumps.num_jumped_tokens == (7 + 6) * BLOCK
+    assert engine.scheduler.jumps.counts["jumped_tokens"] == (7 + 6) * BLOCK
 
 
 @RUNNERS
@@ -57,7 +57,7 @@ def test_random_traffic(runner_v2, asynchronous, seed):
     asked = random_traffic(engine, rng, ask)
     assert len(asked) > 30
     assert engine.said == {name: following(*each) for name, each in asked.items()}
-    assert engine.scheduler.jumps.num_jumped_tokens > 20 * BLOCK
+    assert engine.scheduler.jumps.counts["jumped_tokens"] > 20 * BLOCK
     assert not engine.scheduler.jumps.pinned
 
 
@@ -138,7 +138,7 @@ def test_computed_blocks_behind_a_gap(case, warnings):
     engine.run()
     assert engine.said["again"] == following(tokens, 4)
     assert engine.computed["again"] == blocks * BLOCK + 5 + 3
-    assert (engine.scheduler.jumps.num_jumped_tokens > 0) == (blocks == 3)
+    assert (engine.scheduler.jumps.counts["jumped_tokens"] > 0) == (blocks == 3)
     refused = asked.get("pc_reuse") not in (None, "prefix", "gap")
     assert any("pc_reuse of request again" in line for line in warnings) == refused
 

@@ -49,7 +49,7 @@ def compare(path, prompts, **options):
     vllm_engine.use_eviction(True)
     with vllm_engine.engine(path, **OPTIONS | options, additional_config={"pc_policy": "fifo"}) as (llm, _):
         found = answers(llm, prompts, random.Random(0))
-        jumped = llm.llm_engine.engine_core.engine_core.scheduler.jumps.num_jumped_tokens
+        jumped = llm.llm_engine.engine_core.engine_core.scheduler.jumps.counts["jumped_tokens"]
     for number, (tokens, logprobs) in found.items():
         assert tokens == expected[number][0]
         assert logprobs == pytest.approx(expected[number][1], abs=2e-4)
@@ -87,7 +87,7 @@ def test_a_jumped_block_that_is_zeroed_is_seen(model_path):
             for cache in caches if broken else ():
                 cache[held[6]] = 0
             found.append(answers(llm, [prompt])[0])
-        assert core.scheduler.jumps.num_jumped_tokens > 2 * 32 * 4
+        assert core.scheduler.jumps.counts["jumped_tokens"] > 2 * 32 * 4
     assert found[0][0] == found[1][0]
     assert found[1][1] == pytest.approx(found[0][1], abs=2e-4)
     assert found[2][1] != pytest.approx(found[0][1], abs=0.01)

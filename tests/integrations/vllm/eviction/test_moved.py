@@ -39,7 +39,7 @@ def test_a_marker_in_the_head(runner_v2, asynchronous):
         # Each boundary between passes may cost the first tokens of another piece.
         assert engine.computed[f"turn {turn}"] <= start + 40 + 2 * BLOCK + LEAD + 3
         text += more
-    assert engine.scheduler.jumps.num_moved_tokens == sum(map(len, engine.moved.values()))
+    assert engine.scheduler.jumps.counts["moved_tokens"] == sum(map(len, engine.moved.values()))
     assert not list(engine.scheduler.jumps.holds())
 
 
@@ -109,7 +109,7 @@ def test_random_traffic(runner_v2, asynchronous, seed):
     assert len(expected) > 10
     assert {name: engine.said[name] for name in expected} == expected
     assert engine.moved
-    assert engine.scheduler.jumps.num_moved_tokens > 1000
+    assert engine.scheduler.jumps.counts["moved_tokens"] > 1000
     assert not engine.moved.keys() & expected.keys()
     assert not list(engine.scheduler.jumps.holds())
 
@@ -186,7 +186,7 @@ def test_exact_gaps_come_first():
     at = [*range(8, 20)]
     pool.evict_blocks({pool.get_cached_block(request.block_hashes[n], [0])[0].block_id for n in at})
     run(engine, "again", tokens)
-    assert engine.scheduler.jumps.num_jumped_tokens == 20 * BLOCK
+    assert engine.scheduler.jumps.counts["jumped_tokens"] == 20 * BLOCK
     assert engine.moved["again"]
     assert set(engine.moved["again"]) <= set(range(8 * BLOCK + LEAD, 20 * BLOCK))
     assert engine.computed["again"] < 3 * BLOCK + LEAD + 8

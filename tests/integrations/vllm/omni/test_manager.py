@@ -29,10 +29,10 @@ from pc.integrations.vllm.omni import OmniPrefixCacheManager as Ours  # noqa: E4
 SIZE, BLOCKS, WIDTH = 4, 40, 6
 
 
-def make(kind=Ours, policy=None, view=None, **options):
+def make(kind=Ours, policy=None, **options):
     batch = omni.Batch(SIZE)
     config = PrefixCacheConfig(num_blocks=BLOCKS, block_size=SIZE, **options)
-    manager = kind(config, view(batch, 0, SIZE) if view else batch, eager=True)
+    manager = kind(config, GroupView(batch, 0, SIZE) if kind is Ours else batch, eager=True)
     if policy is not None:
         manager.register_policy(policy)
     return manager, batch
@@ -141,12 +141,11 @@ def same(mine, theirs):
     return mine == theirs
 
 
-@pytest.mark.parametrize("view", [None, GroupView], ids=["", "tables"])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_traffic_gives_what_vllm_omnis_manager_gives(seed, view):
+def test_random_traffic_gives_what_vllm_omnis_manager_gives(seed):
     """Blocks of this and of earlier steps are hit and reused; outputs are taken at once, late, or never."""
     policy = ModelCachePolicy(needs_full_hidden_states=seed != 5, deferred_keys=frozenset({"late"}))
-    ours, batch = make(policy=policy, view=view)
+    ours, batch = make(policy=policy)
     theirs, other = make(Theirs, policy=policy)
     traffic, waiting, hits, taken = Traffic(seed), [], 0, 0
     rng = random.Random(seed)
