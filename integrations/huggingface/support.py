@@ -104,9 +104,13 @@ def is_compiled(model: Any) -> bool:
 
 @contextmanager
 def eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Put a model in eval mode within a block, then restore the mode of each submodule."""
-    training = [m for m in model.modules() if m.training]
-    model.eval()
+    """Put a model in eval mode within a block, then restore the mode of each submodule.
+
+    A model in eval mode is left as it is. Its calls are served, so a submodule in training mode must pass the probe.
+    """
+    training = [m for m in model.modules() if m.training] if model.training else []
+    if training:
+        model.eval()
     try:
         yield
     finally:

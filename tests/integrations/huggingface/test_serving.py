@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 import threading
@@ -483,6 +484,21 @@ def test_training_mode_goes_to_the_model_and_survives_enabling(model: Any) -> No
         assert [m.training for m in model.modules()] == modes
         with pytest.warns(UserWarning, match="training mode"):
             assert_same(model, input_ids=prompt(40))
+
+
+@pytest.mark.parametrize("dropout", [0.5, 0.0])
+def test_a_layer_in_training_mode_is_served_unless_it_drops(dropout: float) -> None:
+    model = Family("llama", "LlamaConfig", "LlamaForCausalLM", {"attention_dropout": dropout}).build()
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        assert_same(model, input_ids=prompt(40))
+        model.model.layers[0].train()
+        with pytest.warns(UserWarning, match="falls back") if dropout else contextlib.nullcontext():
+            assert_same(model, input_ids=prompt(40))
+            assert_same(model, input_ids=prompt(40))
+        assert handle.stats().calls_served == (1 if dropout else 3)
+        model.eval()
+        assert_same(model, input_ids=prompt(40))
+        assert handle.stats().calls_served == (2 if dropout else 4)
 
 
 def test_autocast_goes_to_the_model(model: Any, handle: PrefixCaching) -> None:
