@@ -139,9 +139,10 @@ def test_lists_and_devices_are_named_too() -> None:
         pc.gather_blocks(cache, ids, device=3.5)
 
 
-def test_an_error_of_the_operator_itself_passes_unchanged() -> None:
-    with pytest.raises(ValueError, match=r"^softcap: got -1.0, needs 0"):
-        _attention(softcap=-1.0)
+@pytest.mark.parametrize("softcap", [-1.0, float("nan"), float("inf")])  # NaN was off, and inf gave NaN
+def test_an_error_of_the_operator_itself_passes_unchanged(softcap: float) -> None:
+    with pytest.raises(ValueError, match=rf"^softcap: got {softcap}, needs 0"):
+        _attention(softcap=softcap)
 
 
 @contextlib.contextmanager

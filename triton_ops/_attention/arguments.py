@@ -148,9 +148,9 @@ class AttentionArgs(NamedTuple):
 NOT_NEGATIVE = {
     "window": "0 or a positive number of tokens",
     "num_sink_tokens": "0 or a positive number of tokens",
-    "softcap": "0 (off) or a positive number",
+    "softcap": "0 (off) or a positive finite number",
 }
-"""Options that are refused below 0, with what they need to be."""
+"""Options that are refused below 0 and if they are not finite, with what they need to be."""
 
 
 def binding(function: Callable[..., object], with_lse: bool) -> Callable[..., AttentionArgs]:

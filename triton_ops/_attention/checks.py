@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,7 +93,7 @@ def check_batch(args: Any, device: torch.device, head_tables: bool = True, num_t
         needs = f"0 to {max_blocks}, the columns of block_tables"
         raise bad_argument("num_shared_blocks", args.num_shared_blocks, needs)
     for option, needs in NOT_NEGATIVE.items():
-        if getattr(args, option, 0) < 0:
+        if not 0 <= getattr(args, option, 0) < math.inf:
             raise bad_argument(option, getattr(args, option), needs)
 
 
