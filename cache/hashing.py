@@ -157,13 +157,13 @@ class Chain:
         start: The state before the first block.
     """
 
-    __slots__ = ("_owner", "_placed", "hashed", "hasher", "start")
+    __slots__ = ("_owner", "_placed", "_restarted", "hashed", "hasher", "start")
 
     def __init__(self, owner: BlockHasher, keys: EncodedKeys = NO_KEYS) -> None:
         self._owner, self._placed = owner, keys.placed
         # `start` is copied before the first block is fed.
         self.start = self.hasher = owner.plain if keys is NO_KEYS else owner.start(keys.header)
-        self.hashed = 0
+        self.hashed, self._restarted = 0, -1  # the last block before which the chain restarted
 
     @property
     def namespace(self) -> bytes | None:
@@ -206,25 +206,24 @@ class Chain:
 
         Restart the chain at every block that holds placed keys.
         """
-        size = self._owner.block_size
-        width, at, restarted = 4 * size, start, False
+        size, first = self._owner.block_size, max(start, self._restarted + 1)
+        width, at = 4 * size, start
         digests = []
-        for stop in [*sorted({p // size for p, _ in self._placed if start <= p // size < end}), end]:
+        for stop in [*sorted({p // size for p, _ in self._placed if first <= p // size < end}), end]:
             piece = data[(at - start) * width : (stop - start) * width]
-            digests.append(self.feed(piece) if at or restarted else self._owner.begin(self, piece, stop))
+            digests.append(self.feed(piece) if at or not self._restarted else self._owner.begin(self, piece, stop))
             if stop < end:
-                self._restart(stop)
-                restarted = True
+                self.restart(stop, self.hasher.digest())
             at = stop
         return b"".join(digests)
 
-    def _restart(self, block: int) -> None:
-        """Restart the chain before a block that holds placed keys."""
+    def restart(self, block: int, before: bytes) -> None:
+        """Restart the chain at a block that holds placed keys. `before` is the hash of the block before it."""
         here = [(p, k) for p, k in self._placed if p // self._owner.block_size == block]
         records = b"".join(struct.pack("<Q", p) + k for p, k in here)
-        last = self.hasher.digest()
         self.hasher = self._owner.new()
-        self.hasher.update(b"pc.extra.1" + last + struct.pack("<I", len(here)) + records)
+        self.hasher.update(b"pc.extra.1" + before + struct.pack("<I", len(here)) + records)
+        self.hashed = self._restarted = block
 
     def feed(self, data: bytes) -> bytes:
         """Hash the next blocks, whose tokens are `data`, without a look at placed keys; return their digests."""

@@ -99,8 +99,8 @@ class MovedText:
         before: Words = request.digests[:block]
         count = len(request.tokens) // self._block_size if end is None else end
         chain = Chain(self._pool.hasher, keys)
-        if block:  # the chain restarts here and needs only the digest
-            chain.hasher, chain.hashed = _Ended(before[-1].tobytes()), block
+        if block:
+            chain.restart(block, before[-1].tobytes())
         request.keys, request.chain = keys, chain
         request.digests = np.concatenate((before, chain.extend(request.tokens, count)))
 
@@ -163,19 +163,3 @@ def first_tokens(spans: Sequence[MovedSpan], fraction: float) -> Slots:
         left -= min(length, each)
     chosen = [np.arange(span.start, min(span.start + each, span.end)) for span in spans]
     return np.concatenate(chosen) if chosen else np.empty(0, np.int64)
-
-
-class _Ended:
-    """A hasher that has ended and only keeps its digest."""
-
-    def __init__(self, digest: bytes) -> None:
-        self._digest = digest
-
-    def update(self, data: Any, /) -> None:
-        raise AssertionError("it has ended")
-
-    def digest(self) -> bytes:
-        return self._digest
-
-    def copy(self) -> Any:
-        return self
