@@ -28,7 +28,7 @@ class Ghosts:
     Examples:
         >>> from pc.cache.policies import Ghosts
         >>> ghosts, keys = Ghosts(capacity=64), np.array([1 << 40, 2 << 40], np.uint64)
-        >>> lost = ghosts.remember(keys, np.array([7, 8], np.int32))
+        >>> ghosts.remember(keys, np.array([7, 8], np.int32))
         >>> ghosts.recall(np.array([2 << 40, 3 << 40], np.uint64)).tolist()
         [8, -1]
     """
@@ -48,26 +48,17 @@ class Ghosts:
         slots: npt.NDArray[np.intp] = ((keys & LOW) * self._size >> HALF).astype(np.intp)
         return slots
 
-    def remember(self, keys: Keys, values: Values) -> Values:
-        """Store a number of at least 0 for each key; return the numbers that this overwrites."""
+    def remember(self, keys: Keys, values: Values) -> None:
+        """Store a number of at least 0 for each key."""
         slots = self._slots(keys)
-        tags = (keys >> HALF).astype(np.uint32)
-        old = self._values.take(slots)
-        self._tags[slots] = tags
+        self._tags[slots] = (keys >> HALF).astype(np.uint32)
         self._values[slots] = values
-        stayed = self._tags.take(slots) == tags
-        if count_nonzero(stayed) < stayed.size:
-            # Two of these keys share a slot. The earlier one is lost, and the slot's old number is returned once.
-            return np.concatenate((old[stayed & (old >= 0)], values[~stayed]))
-        return old[old >= 0]
 
-    def recall(self, keys: Keys, forget: bool = False) -> Values:
-        """Return the number stored for each key, or -1. With `forget`, remove it."""
+    def recall(self, keys: Keys) -> Values:
+        """Return the number stored for each key, or -1."""
         slots = self._slots(keys)
         values: Values = self._values.take(slots)
         values[self._tags.take(slots) != (keys >> HALF).astype(np.uint32)] = -1
-        if forget:
-            self._values[slots[values >= 0]] = -1
         return values
 
     def clear(self) -> None:

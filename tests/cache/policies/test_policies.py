@@ -239,17 +239,6 @@ def test_ghosts_recall_what_was_noted_lately():
     assert (ghosts.recall(keys) == -1).all()
 
 
-def test_ghosts_tell_every_number_they_lose_once():
-    ghosts = pc.cache.policies.Ghosts(64)
-    keys = np.random.default_rng(0).integers(0, 1 << 63, 200, dtype=np.uint64)
-    lost = np.concatenate(
-        [ghosts.remember(keys[i : i + 50], np.arange(i, i + 50, dtype=np.int32)) for i in (0, 50, 100, 150)]
-    )
-    known = ghosts.recall(keys, forget=True)
-    assert sorted([*lost.tolist(), *known[known >= 0].tolist()]) == list(range(200))
-    assert (ghosts.recall(keys) == -1).all()
-
-
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_finds_the_last_block_among_held_ones(policy: str) -> None:
     # S3-FIFO once searched forever, because its main queue had only blocks in use.
