@@ -41,57 +41,11 @@ core's cache.
 """
 
 
-class _Scratch:
-    """Reused memory for `CHUNK` offsets. Allocating it for every prompt would cost more than all other work.
-
-    `up` has the powers of m, and `down` those of its inverse.
-    """
-
-    def __init__(self, block_size: int) -> None:
-        self.up, self.down = _powers(FACTOR, CHUNK + block_size), _powers(INVERSE, CHUNK)
-        self.sums = [np.empty(CHUNK + block_size, np.uint32) for _ in range(2)]
-        self.prints = np.empty(CHUNK, np.uint32)
-        self.low = self.prints.view(np.uint16)[1 if BIG_ENDIAN else 0 :: 2]
-        self.scaled, self._factor = self.down.copy(), np.uint32(1)
-        self.places, self.marks = np.empty(CHUNK, np.intp), np.empty(CHUNK, np.uint16)
-        self.equal = np.empty(CHUNK, np.bool_)
-        arrays = (self.up, self.down, self.scaled, self.prints, self.places, self.marks, self.equal)
-        self.nbytes: int = sum(part.nbytes for part in (*arrays, *self.sums))
-
-    def windows(self, part: Tokens, size: int) -> Tokens:
-        """Return sums of t[i] m**i over `size` neighbours at every offset, by doubling: of two, of four, and so on.
-
-        A running sum could not be vectorized, because each of its steps depends on the step before.
-        """
-        done, width, (sums, other) = 0, 1, self.sums
-        sums = np.multiply(part, self.up[: part.size], out=sums[: part.size])
-        total: Tokens | None = None
-        while True:
-            if size & width:
-                here = sums[done : done + part.size - size + 1]
-                if total is None:  # its memory is overwritten two rounds later
-                    total = here if width == size else here.copy()
-                else:
-                    total += here
-                done += width
-            if done == size:
-                assert total is not None
-                return total
-            sums, other = np.add(sums[:-width], sums[width:], out=other[: sums.size - width]), sums
-            width *= 2
-
-    def scale(self, factor: np.uint32) -> None:
-        """Set `scaled` to `down` times a factor. Most prompts have the same factor."""
-        if factor != self._factor:
-            self._factor = np.uint32(0)  # until `scaled` is complete
-            np.multiply(self.down, factor, out=self.scaled)
-            self._factor = factor
-
-
 class ContentIndex:
     """An index that finds the tokens of a pool's published blocks in any text.
 
-    Its memory, about 170 bytes for each block of 16 tokens, is allocated at once.
+    Its memory, about 170 bytes for each block of 16 tokens, is allocated at once. So are the arrays for `CHUNK` offsets
+    of a prompt: allocating them for every prompt would cost more than all other work.
     """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
@@ -107,14 +61,18 @@ class ContentIndex:
         self._stamps = np.full(count, -1, np.int64)
         self._before, self._behind = np.full(count, -1, np.int32), np.full(count, -1, np.int32)
         self._exact = np.zeros(count, np.bool_)
-        self._scratch = _Scratch(block_size)
         self.approximate = False  # whether a block of a request with moved KV was ever added
+        # Powers of m, of its inverse, and the latter times a factor (`_scale`).
+        self._up, self._down = _powers(FACTOR, CHUNK + block_size), _powers(INVERSE, CHUNK)
+        self._scaled, self._scaled_by = self._down.copy(), np.uint32(1)
+        self._sums, self._other_sums = (np.empty(CHUNK + block_size, np.uint32) for _ in range(2))
+        self._window_prints, self._equal = np.empty(CHUNK, np.uint32), np.empty(CHUNK, np.bool_)
+        self._places, self._window_marks = np.empty(CHUNK, np.intp), np.empty(CHUNK, np.uint16)
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        by_block = (self._prints, self._tokens, self._namespaces, self._stamps, self._before, self._behind, self._exact)
-        return sum(part.nbytes for part in (self._marks, self._blocks, *by_block)) + self._scratch.nbytes
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, np.ndarray))
 
     def add(self, ids: Ids, before: int, tokens: array[int], namespace: bytes, exact: bool) -> None:
         """Add published blocks of one sequence, after the block `before` (-1: none), with their tokens.
@@ -129,7 +87,7 @@ class ContentIndex:
         self._before[index], self._behind[index] = np.append(before, ids[:-1]), np.append(ids[1:], -1)
         if before >= 0:
             self._behind[before] = ids[0]
-        prints = rows @ self._scratch.up[: self._size] * _factor(word)
+        prints = rows @ self._up[: self._size] * _factor(word)
         self._prints[index] = prints
         at, new = prints >> self._shift, ids  # the high bits, because the low bits of a polynomial are weak
         if not exact:
@@ -157,7 +115,7 @@ class ContentIndex:
         size, text, word = self._size, tokens[begin:end], np.frombuffer(namespace, np.uint64)
         if text.size < size:
             return
-        self._scratch.scale(_factor(word))
+        self._scale(_factor(word))
         hits, wanted = self._candidates(text)
         if not hits.size:
             return
@@ -173,9 +131,9 @@ class ContentIndex:
         hits, blocks = hits[same], blocks[same]
         known = np.full(text.size + size, -1, np.int32)
         known[hits] = blocks
-        behind = known[hits + size]
+        behind, lengths = known[hits + size], self._pool.prefix_length
         linked = np.zeros(text.size + size, np.bool_)
-        linked[hits] = (behind >= 0) & (self._before[behind] == blocks) & self._consecutive(blocks, behind)
+        linked[hits] = (behind >= 0) & (self._before[behind] == blocks) & (lengths[blocks] + 1 == lengths[behind])
         goes_on, done, number = linked.tobytes(), 0, 0
         while number < hits.size:
             first = last = hits.item(number)
@@ -199,16 +157,16 @@ class ContentIndex:
 
     def _candidates(self, text: Tokens) -> tuple[npt.NDArray[np.intp], Tokens]:
         """Return offsets of `text` whose fingerprint may be in the table, and their fingerprints."""
-        size, scratch, offsets, prints = self._size, self._scratch, [], []
+        size, offsets, prints = self._size, [], []
+        low = self._window_prints.view(np.uint16)[1 if BIG_ENDIAN else 0 :: 2]
         for begin in range(0, text.size - size + 1, CHUNK):
             part = text[begin : begin + CHUNK + size - 1]
             count = part.size - size + 1
-            own = scratch.prints[:count]
-            np.multiply(scratch.windows(part, size), scratch.scaled[:count], out=own)
-            np.right_shift(own, self._shift, out=scratch.places[:count])
-            there = self._marks.take(scratch.places[:count], out=scratch.marks[:count], mode="clip")
-            np.equal(there, scratch.low[:count], out=scratch.equal[:count])
-            at = scratch.equal[:count].nonzero()[0]
+            own, places = self._window_prints[:count], self._places[:count]
+            np.multiply(self._windows(part), self._scaled[:count], out=own)
+            np.right_shift(own, self._shift, out=places)
+            there = self._marks.take(places, out=self._window_marks[:count], mode="clip")
+            at = np.equal(there, low[:count], out=self._equal[:count]).nonzero()[0]
             if at.size:
                 prints.append(own[at])
                 offsets.append(at + begin)
@@ -216,11 +174,34 @@ class ContentIndex:
             return np.empty(0, np.intp), np.empty(0, np.uint32)
         return np.concatenate(offsets), np.concatenate(prints)
 
-    def _consecutive(self, ids: Ids, behind: Ids) -> npt.NDArray[np.bool_]:
-        """Return whether blocks came directly before others in their sequences."""
-        lengths = self._pool.prefix_length
-        consecutive: npt.NDArray[np.bool_] = lengths[ids] + 1 == lengths[behind]
-        return consecutive
+    def _windows(self, part: Tokens) -> Tokens:
+        """Return sums of t[i] m**i over B neighbours at every offset, by doubling: of two, of four, and so on.
+
+        A running sum could not be vectorized, because each of its steps depends on the step before.
+        """
+        done, width, size = 0, 1, self._size
+        sums, other = np.multiply(part, self._up[: part.size], out=self._sums[: part.size]), self._other_sums
+        total: Tokens | None = None
+        while True:
+            if size & width:
+                here = sums[done : done + part.size - size + 1]
+                if total is None:  # its memory is overwritten two rounds later
+                    total = here if width == size else here.copy()
+                else:
+                    total += here
+                done += width
+            if done == size:
+                assert total is not None
+                return total
+            sums, other = np.add(sums[:-width], sums[width:], out=other[: sums.size - width]), sums
+            width *= 2
+
+    def _scale(self, factor: np.uint32) -> None:
+        """Set `_scaled` to `_down` times a factor. Most prompts have the same factor."""
+        if factor != self._scaled_by:
+            self._scaled_by = np.uint32(0)  # until `_scaled` is complete
+            np.multiply(self._down, factor, out=self._scaled)
+            self._scaled_by = factor
 
     def _extended(self, text: Tokens, done: int, first: int, ids: list[int]) -> MovedSpan:
         """Return a run of whole blocks at `first`, extended by equal tokens before it, down to `done`, and after it."""
