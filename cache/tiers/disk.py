@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from .payload import pack, unpack
-from .tier import Layout, Tensors, Tier, check_entries, check_key, check_tensors
+from .tier import Layout, Tensors, Tier, check_entries, check_key
 
 _ENTRY = re.compile(r"([0-9a-f]{2,128})-1\.block")
 _PARTIAL = re.compile(r"[0-9a-f]{2,128}-1\.block\.[0-9a-f]{16}\.partial")
@@ -119,8 +119,7 @@ class DiskTier(Tier):
 
     def put(self, key: bytes, tensors: Tensors) -> bool:
         """Write a block; return whether it is on disk now. See `Tier.put`."""
-        check_key(key)
-        check_tensors(tensors, self.layout)
+        check_entries({key: tensors}, self.layout)
         if key in self:
             with self._lock:
                 if key in self._own:

@@ -141,20 +141,19 @@ def check_key(key: bytes) -> None:
 
 
 def check_entries(entries: Mapping[bytes, Tensors], layout: Layout | None) -> None:
-    """Check the keys and tensors of several blocks like `check_key` and `check_tensors`."""
+    """Check the keys of blocks like `check_key`, and their tensors.
+
+    Raise TypeError unless the tensors are dense and have names, ValueError if they differ from the layout.
+    """
     for key, tensors in entries.items():
         check_key(key)
-        check_tensors(tensors, layout)
-
-
-def check_tensors(tensors: Tensors, layout: Layout | None) -> None:
-    """Raise TypeError unless these are dense tensors by name, ValueError if they differ from the layout."""
-    if not isinstance(tensors, Mapping):
-        raise TypeError(f"tensors: got {type(tensors).__name__}, needs a mapping by name")
-    for name, tensor in tensors.items():
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-            raise TypeError(f"tensors: got {type(tensor).__name__} under {name!r}, needs dense tensors by name")
-    if layout is not None:
+        if not isinstance(tensors, Mapping):
+            raise TypeError(f"tensors: got {type(tensors).__name__}, needs a mapping by name")
+        for name, tensor in tensors.items():
+            if not isinstance(name, str) or not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+                raise TypeError(f"tensors: got {type(tensor).__name__} under {name!r}, needs dense tensors by name")
+        if layout is None:
+            continue
         if tensors.keys() != layout.tensors.keys():
             raise ValueError(f"tensors: got {sorted(tensors)}, needs {sorted(layout.tensors)} of the layout")
         for name, tensor in tensors.items():
