@@ -87,12 +87,9 @@ def _compute_digests(state: ManagerState, request: Request, last: int) -> None:
     """Compute the hashes of a request's first `last` blocks that it does not have yet."""
     if last <= len(request.digests):
         return
-    chain = request.chain
-    if chain is None:
-        request.chain = chain = Chain(state.hasher, request.keys)
-        request.digests = chain.extend(request.tokens, last)
-    else:
-        request.digests = np.concatenate((request.digests, chain.extend(request.tokens, last)))
+    if request.chain is None:
+        request.chain, request.digests = Chain(state.hasher, request.keys), request.digests[:0]
+    request.digests = np.concatenate((request.digests, request.chain.extend(request.tokens, last)))
 
 
 def _publish(state: ManagerState, request: Request, group: int, first: int, last: int) -> Pairs:

@@ -214,11 +214,6 @@ def next_turns(trace: Trace) -> list[int]:
     return turns[::-1]
 
 
-def continued(trace: Trace) -> npt.NDArray[np.bool_]:
-    """Return for each request whether a later one continues it."""
-    return np.array(next_turns(trace), np.int64) < NEVER
-
-
 def hints_of(trace: Trace, hints: str, seed: int = 0) -> list[float]:
     """Return the `returns` that `free` gets after each request.
 
@@ -239,7 +234,7 @@ def hints_of(trace: Trace, hints: str, seed: int = 0) -> list[float]:
         >>> hints_of(trace, "oracle")
         [1.0, 0.0, 1.0, 0.0, 0.0]
     """
-    truth = continued(trace)
+    truth = np.array(next_turns(trace), np.int64) < NEVER  # whether a later request continues each
     if hints == "oracle":
         return [float(goes_on) for goes_on in truth]
     try:
