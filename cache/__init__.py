@@ -30,7 +30,8 @@ Examples:
     ...     return [manager.block_table(request_id, group).tolist() for group in range(len(manager.groups))]
     >>> groups = [pc.FullAttention(), pc.SlidingWindow(window=4)]
     >>> manager = pc.GroupedCacheManager(num_blocks=8, block_size=4, groups=groups)
-    >>> allocation, merged = manager.allocate("a", range(10)), manager.commit("a", 10)
+    >>> allocation: pc.GroupedAllocation = manager.allocate("a", range(10))
+    >>> merged = manager.commit("a", 10)
     >>> tables(manager, "a"), [slots.tolist() for slots in allocation.slot_mapping]  # one entry for each group
     ([[0, 1, 2], [-1, 1, 2]], [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]])
 """

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from .allocation import BaseAllocation, Pairs
+from .allocation import Allocation, AnyAllocation, Pairs
 from .hashing import Chain
 from .keys import EncodedKeys, approximate_from
 from .lookup import Hit, complement, find_in_groups, find_prefix
@@ -26,7 +26,7 @@ def allocate(
     hint: Hint | None,
     wanted: int,
     segments: Sequence[Span] | None = None,
-) -> BaseAllocation:
+) -> AnyAllocation:
     """Start a request, and allocate blocks for at least its first `wanted` tokens; see `CacheManager.allocate`."""
     if request_id in state.running or request_id in state.preempted:
         state.check_new("request_id", request_id)
@@ -55,7 +55,7 @@ def allocate(
     return allocation
 
 
-def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit) -> BaseAllocation:
+def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit) -> AnyAllocation:
     """Give a request its blocks: hold the cached blocks of its hit, and allocate fresh ones for the other tokens.
 
     This calls `ManagerState.begin` after it has checked that there are enough blocks.
@@ -90,7 +90,7 @@ def admit(state: ManagerState, request_id: Hashable, request: Request, hit: Hit)
     if hit.borrowed.size:
         request.keep_replaced(0, hit.borrowed)
     known = hit.cached if not hit.moved else [*hit.cached, *[(run.start, run.end) for run in hit.moved]]
-    allocation = state.allocation(
+    allocation: AnyAllocation = Allocation(
         [*map(np.ndarray.copy, tables)],
         _first_block=0,
         _block_size=size,

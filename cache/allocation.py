@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
@@ -16,13 +16,16 @@ from .table import Ids
 Pairs = list[tuple[int, int]]
 """Pairs of block numbers, or of a block number and a host slot."""
 
+IdsT = TypeVar("IdsT", default=Ids)
 SlotsT = TypeVar("SlotsT", default=Slots)
 PairsT = TypeVar("PairsT", default=Pairs)
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class BaseAllocation:
-    """Blocks for some tokens of a request, and the spans to compute, for any number of groups.
+class Allocation(Generic[IdsT, SlotsT, PairsT]):
+    """Blocks for some tokens of a request, and the spans to compute.
+
+    With several groups, `block_ids`, `slot_mapping`, `copies` and `loads` have one entry for each group.
 
     Attributes:
         cached_spans: Token ranges [start, end) whose KV is cached, ascending.
@@ -39,6 +42,12 @@ class BaseAllocation:
             positions (`pc.move_slots`). They are not in `compute_spans`. Their blocks are held until the next commit.
         approximate_from: Start of the first block with approximate KV: moved KV, or KV computed after it. None if all
             KV is exact.
+
+    Examples:
+        >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
+        >>> allocation = manager.allocate("a", range(6))
+        >>> allocation.block_ids.tolist(), allocation.compute_spans, allocation.slot_mapping.tolist()
+        ([0, 1], [(0, 6)], [0, 1, 2, 3, 4, 5])
     """
 
     _tables: list[Ids]
@@ -56,6 +65,37 @@ class BaseAllocation:
     moved: list[MovedSpan] = field(default_factory=list)
     num_cached_tokens: int = 0
     _slots: list[Slots] | None = None
+
+    @property
+    def block_ids(self) -> IdsT:
+        """Block numbers [n] int32 in sequence order, -1 where the request holds none.
+
+        After `append`, only the new blocks.
+        """
+        return self._of_groups(self.group_block_ids, tuple)
+
+    @property
+    def slot_mapping(self) -> SlotsT:
+        """Slot of every token of `compute_spans`, in order: [num_tokens] int64, -1 if its KV is already cached.
+
+        A recurrent group has -1 for all tokens.
+        """
+        return self._of_groups(self.group_slot_mapping, tuple)
+
+    @property
+    def copies(self) -> PairsT:
+        """Pairs (source block, target block) to copy, in order, before anything is written."""
+        return self._of_groups(self.group_copies, list)
+
+    @property
+    def loads(self) -> PairsT:
+        """Pairs (host slot, block) to copy before anything is written. Only `resume` returns any."""
+        return self._of_groups(self.group_loads, list)
+
+    def _of_groups(self, get: Callable[[int], Any], kind: Callable[[list[Any]], Any]) -> Any:
+        """Return the value of the only group, or the values of all groups."""
+        count = len(self._tables)
+        return get(0) if count == 1 else kind([get(group) for group in range(count)])
 
     def recompute_moved(self, fraction: float) -> Slots:
         """Choose the first tokens of each moved span to be computed again, which makes the result more exact.
@@ -131,82 +171,11 @@ class BaseAllocation:
         return f"{type(self).__name__}({said}wait_for={self.wait_for!r})"
 
 
-class Allocation(BaseAllocation):
-    """The allocation of a manager with one group. See `BaseAllocation` for the other attributes.
+AnyAllocation = Allocation[Any, Any, Any]
+"""An allocation of a manager with any number of groups, for type annotations."""
 
-    Examples:
-        >>> manager = pc.CacheManager(num_blocks=8, block_size=4)
-        >>> allocation = manager.allocate("a", range(6))
-        >>> allocation.block_ids.tolist(), allocation.compute_spans, allocation.slot_mapping.tolist()
-        ([0, 1], [(0, 6)], [0, 1, 2, 3, 4, 5])
-    """
-
-    __slots__ = ()
-
-    @property
-    def block_ids(self) -> Ids:
-        """Block numbers [n] int32 in sequence order, -1 where the request holds none.
-
-        After `append`, only the new blocks.
-        """
-        return self.group_block_ids(0)
-
-    @property
-    def slot_mapping(self) -> Slots:
-        """Slot of every token of `compute_spans`, in order: [num_tokens] int64, -1 if its KV is already cached."""
-        return self.group_slot_mapping(0)
-
-    @property
-    def copies(self) -> Pairs:
-        """Pairs (source block, target block) to copy, in order, before anything is written."""
-        return self.group_copies(0)
-
-    @property
-    def loads(self) -> Pairs:
-        """Pairs (host slot, block) to copy before anything is written. Only `resume` returns any."""
-        return self.group_loads(0)
-
-
-class GroupedAllocation(BaseAllocation):
-    """The allocation of a manager with several groups: each property has one entry for each group.
-
-    See `BaseAllocation` for the other attributes.
-
-    Examples:
-        >>> groups = [pc.FullAttention(), pc.SlidingWindow(window=4)]
-        >>> manager = pc.CacheManager(num_blocks=8, block_size=4, groups=groups)
-        >>> allocation = manager.allocate("a", range(6))
-        >>> [slots.tolist() for slots in allocation.slot_mapping]  # one entry for each group
-        [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
-    """
-
-    __slots__ = ()
-
-    @property
-    def block_ids(self) -> tuple[Ids, ...]:
-        """For each group, block numbers [n] int32 in sequence order, -1 where the request holds none.
-
-        After `append`, only the new blocks.
-        """
-        return tuple([self.group_block_ids(group) for group in range(len(self._tables))])
-
-    @property
-    def slot_mapping(self) -> tuple[Slots, ...]:
-        """For each group, the slot of every token of `compute_spans`, [num_tokens] int64.
-
-        The slot is -1 if the token's KV is already cached. A recurrent group has -1 for all tokens.
-        """
-        return tuple([self.group_slot_mapping(group) for group in range(len(self._tables))])
-
-    @property
-    def copies(self) -> list[Pairs]:
-        """For each group, pairs (source block, target block) to copy, in order, before anything is written."""
-        return [self.group_copies(group) for group in range(len(self._tables))]
-
-    @property
-    def loads(self) -> list[Pairs]:
-        """For each group, pairs (host slot, block) to copy before anything is written. Only `resume` returns any."""
-        return [self.group_loads(group) for group in range(len(self._tables))]
+GroupedAllocation = Allocation[tuple[Ids, ...], tuple[Slots, ...], list[Pairs]]
+"""An allocation of a manager with several groups, for type annotations; see `GroupedCacheManager` for an example."""
 
 
 class AppendedTokens(tuple[SlotsT, PairsT], Generic[SlotsT, PairsT]):

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from .allocation import AppendedTokens, BaseAllocation, Pairs
+from .allocation import Allocation, AnyAllocation, AppendedTokens, Pairs
 from .pool import OutOfBlocks
 from .request import Request, RequestSnapshot
 from .state import ManagerState
 from .table import Ids
 
 
-def append(state: ManagerState, request_id: Hashable, new: array[int]) -> BaseAllocation:
+def append(state: ManagerState, request_id: Hashable, new: array[int]) -> AnyAllocation:
     """Add tokens to a request; see `CacheManager.append`."""
     request, size = state.running.get(request_id) or state.get(request_id), state.block_size
     pending, start, old_blocks = request.pending, len(request.tokens), request.num_blocks
@@ -29,7 +29,7 @@ def append(state: ManagerState, request_id: Hashable, new: array[int]) -> BaseAl
         copies = _grow(state, request, end)
     first, num_blocks = start // size, request.num_blocks
     tables, spans = [table[first:num_blocks].copy() for table in request.tables], [(start, end)] if end > start else []
-    allocation = state.allocation(tables, first, size, [], spans, False, copies, None, old_blocks)
+    allocation: AnyAllocation = Allocation(tables, first, size, [], spans, False, copies, None, old_blocks)
     request.tokens.extend(new)  # last, because without new blocks this is the only change
     return allocation
 

@@ -16,7 +16,7 @@ from typing_extensions import TypeVar
 
 from ..triton_ops._core.checks import check_integer, check_share
 from . import allocate, append, commit, fork, offload, swap
-from .allocation import Allocation, AppendedTokens, BaseAllocation, GroupedAllocation, Pairs, PairsT, SlotsT
+from .allocation import Allocation, AnyAllocation, AppendedTokens, GroupedAllocation, Pairs, PairsT, SlotsT
 from .groups import FullAttention, Group
 from .hashing import BlockHasher, TokenIds, encode_tokens
 from .keys import NO_KEYS, ExtraKeys, Key, encode_keys
@@ -36,7 +36,7 @@ REUSES = ("prefix", "gap", "anywhere")
 MODES = ("recompute", "swap")
 
 T = TypeVar("T")
-AllocationT = TypeVar("AllocationT", bound=BaseAllocation, default=Allocation)
+AllocationT = TypeVar("AllocationT", bound=AnyAllocation, default=Allocation)
 
 
 class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
@@ -48,9 +48,9 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
     notified twice. After `os.fork()` the child has its own manager, in the state before any verb that another thread
     was running.
 
-    With one group, results are `Allocation`, arrays and lists. With several groups, results are `GroupedAllocation` and
-    one array or list for each group. To a type checker, a manager without `groups`, or with a tuple of one group,
-    returns `Allocation`. A manager with any other sequence of groups, such as a list, is a `GroupedCacheManager`.
+    With one group, results have one array or list; with several groups, one for each group. To a type checker, a
+    manager without `groups`, or with a tuple of one group, returns an `Allocation`. A manager with any other sequence
+    of groups, such as a list, is a `GroupedCacheManager`, which returns a `GroupedAllocation`.
 
     Args:
         num_blocks: Number of blocks in each group's cache tensors.

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from .allocation import Allocation, BaseAllocation, GroupedAllocation
 from .groups import FullAttention, Group, Tensors
 from .hashing import BlockHasher, split_digests
 from .listeners import Listener
@@ -83,7 +82,6 @@ class ManagerState:
         hasher.begin = self.memory.begin
         self.groups = tuple(groups)
         self.prefix_only = len(groups) == 1 and isinstance(groups[0], FullAttention | Tensors)
-        self.allocation: type[BaseAllocation] = Allocation if len(groups) == 1 else GroupedAllocation
         self.log = Log()
         self.snapshot: Snapshot | None = None
         self.listeners: list[Listener] = []

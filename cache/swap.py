@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .allocate import admit
-from .allocation import BaseAllocation, Pairs
+from .allocation import AnyAllocation, Pairs
 from .hashing import Chain
 from .lookup import Hit, find_in_groups, longest_hit
 from .request import Request
@@ -34,7 +34,7 @@ def preempt(state: ManagerState, request_id: Hashable, swap: bool) -> Any:
     return state.per_group(pairs)
 
 
-def resume(state: ManagerState, request_id: Hashable) -> BaseAllocation:
+def resume(state: ManagerState, request_id: Hashable) -> AnyAllocation:
     """Start a preempted request again; see `CacheManager.resume`."""
     saved = state.preempted.get(request_id)
     if saved is None:

@@ -80,7 +80,8 @@ DOCUMENTED = list(documented())
 
 def test_the_walk_finds_the_interface() -> None:
     names = {name for name, _, _ in DOCUMENTED}
-    assert {f"pc.{name}" for name in pc.__all__ if callable(getattr(pc, name))} - names == {"pc.GroupedCacheManager"}
+    aliases = {"pc.GroupedAllocation", "pc.GroupedCacheManager"}
+    assert {f"pc.{name}" for name in pc.__all__ if callable(getattr(pc, name))} - names == aliases
     assert {"pc.CacheManager.commit", "pc.TensorCache.join", "pc.paged_attention_with_lse"} <= names
     assert {"pc.cache.tiers.disk.DiskTier", "pc.cache.observe.events.EventPublisher", "pc.cache.policies.LRU"} <= names
 
@@ -92,11 +93,12 @@ def test_an_example_runs(name: str, value: Any, module: str) -> None:
     run_example(name, inspect.getdoc(value) or "", inspect.isclass(value))
 
 
-def test_the_example_of_grouped_managers_runs() -> None:
-    """An alias has no docstring at run time, so its example is read from the source."""
+def test_the_example_of_the_aliases_runs() -> None:
+    """An alias has no docstring at run time, so the example of both is read from the source."""
     body = ast.parse(inspect.getsource(pc.cache)).body
     after = {node.targets[0].id: doc for node, doc in itertools.pairwise(body) if isinstance(node, ast.Assign)}
     doc = ast.literal_eval(after["GroupedCacheManager"].value)
+    assert "pc.GroupedAllocation" in doc
     run_example("pc.GroupedCacheManager", inspect.cleandoc(doc), True)
 
 

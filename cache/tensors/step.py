@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..allocation import BaseAllocation
+from ..allocation import AnyAllocation
 from ..runs import Run, Slots, Span, find_runs, slots_of_runs
 
 _FEW_RUNS, _SHORT = 8, 8  # with more runs than this, shorter runs are moved slot by slot
@@ -135,7 +135,7 @@ class Step:
     positions: npt.NDArray[np.int32] | None = None
 
     @classmethod
-    def of(cls, allocations: Mapping[Hashable, BaseAllocation], outputs: Mapping[str, object], group: int = 0) -> Step:
+    def of(cls, allocations: Mapping[Hashable, AnyAllocation], outputs: Mapping[str, object], group: int = 0) -> Step:
         """Return the step that computes all `compute_spans` of some allocations, one request after another.
 
         Args:

@@ -13,7 +13,7 @@ import torch
 
 from ...triton_ops._copy.cpu import empty
 from ...triton_ops._core.checks import on_host
-from ..allocation import BaseAllocation
+from ..allocation import AnyAllocation
 from ..manager import CacheManager
 from ..runs import slot_runs, slots_of_runs
 from ..table import Ids
@@ -320,7 +320,7 @@ class TensorCache:
             raise ValueError(f"slot_mapping: got values from {slots.low} to {slots.high}, needs -1 to {limit - 1}")
         return slots
 
-    def prepare(self, allocation: BaseAllocation) -> None:
+    def prepare(self, allocation: AnyAllocation) -> None:
         """Apply `copies` and `loads` of an allocation to the rows, and forget the rows that its step will replace.
 
         Call it before the allocation's step is computed if it has copies (a shared or partly reused block) or loads

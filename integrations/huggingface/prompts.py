@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ...cache import KeyAt
-from ...cache.allocation import BaseAllocation
+from ...cache.allocation import AnyAllocation
 from ...cache.runs import Span
 from .calls import RequestReport, UnsupportedError, refuse_if
 from .images import Images, ImageSplit, RowsKey, Unit, VisionOutputs
@@ -226,7 +226,7 @@ class Prompt:
     items: list[Item] = field(default_factory=list)  # its images
     images: RowImages | None = None  # all images of the call; None if this prompt has none
     adapter: str | None = None  # PEFT adapter of its rows, if the caller named one
-    allocation: BaseAllocation | None = None  # from the manager; None if the prompt has no tokens
+    allocation: AnyAllocation | None = None  # from the manager; None if the prompt has no tokens
     blocks: RequestBlocks = field(init=False)  # the blocks of its request
     branches: dict[int, RequestBlocks] = field(default_factory=dict)  # by row: forks for different answers
     hit: PromptHit = field(default_factory=PromptHit)
