@@ -117,14 +117,3 @@ def test_a_junction_is_where_only_the_state_is_missing():
     assert (c.num_cached_tokens, c.junction) == (8, None)
     assert pc.CacheManager(4, block_size=4).allocate("x", [1]).junction is None
     m.check()
-
-
-def test_a_prompt_whose_blocks_were_all_evicted_is_looked_up_again() -> None:
-    # The remembered place is only a guess; here it is wrong, and then nothing is remembered either.
-    manager = pc.CacheManager(num_blocks=40, block_size=4)
-    documents = [[1000 * d + t for t in range(length)] for d, length in enumerate((24, 60, 32, 80, 44))]
-    for step in range(24):
-        prompt = [*documents[(0, 1, 0, 2, 0, 3, 1, 0, 4, 2)[step % 10]], 9000 + step]
-        run(manager, step, prompt)
-        manager.check()
-    assert manager.stats().evictions > 40
