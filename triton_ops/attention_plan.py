@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ._attention.arguments import plan_options
+from ._attention.arguments import decode_queries_of
 from ._attention.build import wanted_items
 from ._attention.checks import check_batch, check_lengths, check_plan_size
 from ._attention.constants import architecture
@@ -40,7 +40,7 @@ def _check_values(args: Any) -> None:
 
 def _cpu(args: Any) -> torch.Tensor:
     _check_values(args)
-    plan = plan_without_work(args, plan_options(args))
+    plan = plan_without_work(args)
     return plan if args.out is None else args.out.copy_(plan)
 
 
@@ -48,7 +48,7 @@ def _build(args: Any) -> Callable[[Any], torch.Tensor]:
     """Return the launch of the kernels. With `out`, it also refreshes what attention calls cached with that plan."""
     tables = args.block_tables
     items = wanted_items(architecture(tables.device), 1 if tables.dim() == 3 else args.num_kv_heads)
-    fill = build_plan(args, plan_options(args), items, args.out)
+    fill = build_plan(args, decode_queries_of(args), items, args.out)
 
     def run(args: Any) -> torch.Tensor:
         plan = fill(args, args.out)

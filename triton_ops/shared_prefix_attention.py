@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ._attention.arguments import AttentionArgs, Result, plan_options
+from ._attention.arguments import AttentionArgs, Result
 from ._attention.build import build_attention
 from ._attention.operator import attention_operator, with_lse
 from ._attention.plan import build_plan, cached_with
@@ -43,7 +43,6 @@ class _Prefix:
             name: torch.empty(n, dtype=torch.int32, device=device) for name, n in sizes.items()
         }
         self.plan: torch.Tensor | None = None
-        self._options = plan_options(self.arguments(args), tiled=True)
 
     def fill(self, args: Any) -> None:
         """Compute each query's position and the plan. `args` are a call's, or a refreshed `attention_plan`'s."""
@@ -57,8 +56,9 @@ class _Prefix:
             (-(-num_tokens // 64), 1, 1),
             (seq_lens.shape[0], num_tokens, self._num_blocks * args.block_size),
         )
-        own = args._replace(block_tables=args.block_tables[:1, : self._num_blocks], **self.batch)
-        self.plan = build_plan(own, self._options, 1)(own, self.plan)
+        tables = args.block_tables[:1, : self._num_blocks]
+        own = args._replace(**self.batch, block_tables=tables, num_shared_blocks=0)
+        self.plan = build_plan(own, 0, 1)(own, self.plan)
 
     def arguments(self, args: AttentionArgs) -> AttentionArgs:
         """Return the arguments of attention of all queries over the shared blocks."""

@@ -174,8 +174,8 @@ def test_kernels_run_on_the_device_of_the_first_tensor_on_one(place: str, index:
         other = torch.empty(3, device="cpu" if index is None else f"cuda:{index}")
         args = {"first": (other,), "behind host memory": (host, other), "in a list": ([host, host], 1.0, [other])}
         kwargs = {"out": other} if place == "by name" else {}
-        launched = registration._on_own_device(
-            lambda args: lambda args: "launched", lambda *args, **kwargs: (args, kwargs)
+        launched = registration._kernel(
+            lambda args: lambda args: "launched", lambda *args, **kwargs: (args, kwargs), None, on_device=True
         )
         assert launched(*args.get(place, (host,)), **kwargs) == "launched"
         assert entered == ([torch.device("cuda:1")] if index == 1 else [])
@@ -196,7 +196,7 @@ def test_pinned_caches_reach_their_kernels() -> None:
         tables, lens = index.new_empty(2, 2), index.new_empty(2)
 
         def launch(function: Any, run: Any) -> Any:
-            return registration._on_own_device(lambda args: run, registration.record_of(function))
+            return registration._kernel(lambda args: run, registration.record_of(function), None, on_device=True)
 
         slots = rows_ops.row_functions("gather_slots", rows_ops.SLOTS)["launch"]
         gathered = launch(pc.gather_slots, slots)(cache, index)

@@ -22,19 +22,6 @@ UNBOUNDED = 1 << 30
 """More tokens than any sequence has, so a window or number of sink tokens of this size is no limit."""
 
 
-class PlanOptions(NamedTuple):
-    """The options that a plan is made for."""
-
-    mask: Mask
-    decode_queries: int
-    key_begin: int
-
-    def header(self) -> dict[str, int]:
-        """Return the integers of a plan's header (see `layout`), without the first one, by name."""
-        mask = {name: int(value) for name, value in self.mask._asdict().items()}
-        return {"decode_queries": self.decode_queries, "key_begin": self.key_begin, **mask}
-
-
 def table_heads(block_tables: torch.Tensor) -> int:
     """Return the number of KV heads with separate block tables; 1 if all heads share a table."""
     return block_tables.shape[1] if block_tables.dim() == 3 else 1
@@ -45,7 +32,7 @@ def table_strides(block_tables: torch.Tensor) -> tuple[int, int]:
     return block_tables.stride(0), block_tables.stride(1) if block_tables.dim() == 3 else 0
 
 
-# The next two functions take the arguments of an attention operator or of `attention_plan`, which have the same names.
+# The next three functions take the arguments of an attention operator or of `attention_plan`, with the same names.
 
 
 def mask_of(args: Any) -> Mask:
@@ -59,14 +46,16 @@ def mask_of(args: Any) -> Mask:
     return Mask(window, min(args.num_sink_tokens, UNBOUNDED), args.causal, True, True)
 
 
-def plan_options(args: Any, tiled: bool = False) -> PlanOptions:
-    """Return the options of a plan for this call.
+def key_begin_of(args: Any) -> int:
+    """Return the position of the first key that is read for each sequence alone: the length of the shared prefix."""
+    return int(args.num_shared_blocks * args.block_size)
 
-    `tiled`: sequences with few queries are tiled like prefills too, instead of decoded from the plan's work list.
-    """
+
+def decode_queries_of(args: Any) -> int:
+    """Return how many queries a sequence may have to be decoded from the plan's work list; 0 if all are tiled."""
     # Scattered queries under a window are tiled, so that a tile reads the union of its queries' windows.
-    tiled = tiled or args.batch_invariant or (args.query_positions is not None and args.window > 0)
-    return PlanOptions(mask_of(args), 0 if tiled else DECODE_QUERIES, args.num_shared_blocks * args.block_size)
+    is_tiled = args.batch_invariant or (args.query_positions is not None and args.window > 0)
+    return 0 if is_tiled else DECODE_QUERIES
 
 
 class AttentionArgs(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .._core.launch import Launch, current_stream, numbers
-from .arguments import AttentionArgs, PlanOptions, Result, plan_options, table_heads
+from .arguments import AttentionArgs, Result, decode_queries_of, key_begin_of, table_heads
 from .constants import (
     Architecture,
     Tiles,
@@ -155,7 +155,7 @@ def _build_table_launch(args: AttentionArgs, out_dtype: torch.dtype | None, tile
     num_tokens, num_heads, _ = args.query.shape
     num_seqs, num_kv_heads = args.seq_lens.shape[0], args.key_cache.shape[2]
     group, num_tables = num_heads // num_kv_heads, table_heads(args.block_tables)
-    arch, options = architecture(args.query.device), plan_options(args, tiled)
+    arch, plan_queries = architecture(args.query.device), 0 if tiled else decode_queries_of(args)
     shape = PlanShape.of(args.block_tables, args.block_size)
     longest = num_tokens if args.max_query_len is None else min(num_tokens, args.max_query_len)
     decode, prefill = _tiles(args, arch, longest)
@@ -163,10 +163,10 @@ def _build_table_launch(args: AttentionArgs, out_dtype: torch.dtype | None, tile
     # If all other sequences had `longest` queries and the remaining one still exceeds DECODE_QUERIES, there are no
     # decodes. Padding may make a sequence seem longer than it is. A short sequence that is tiled has the same result.
     prefill_only = args.tree_mask is not None or num_tokens - (num_seqs - 1) * longest > DECODE_QUERIES
-    decode_queries = 0 if prefill_only else options.decode_queries
+    decode_queries = 0 if prefill_only else plan_queries
     prefill_programs = (query_tiles, num_kv_heads * prefill.value_splits)
     idle = 2 * arch.num_processors // (prefill_programs[0] * prefill_programs[1])
-    decode_splits, prefill_splits = _splits(args, options, shape, decode_queries, longest, idle)
+    decode_splits, prefill_splits = _splits(args, shape, decode_queries, longest, idle)
     # A decode's work item serves all KV heads, or the KV head of its table.
     item_programs = num_kv_heads // num_tables * -(-max_q * group // decode.block_m) * decode.value_splits
     target_items = wanted_items(arch, item_programs)
@@ -174,12 +174,12 @@ def _build_table_launch(args: AttentionArgs, out_dtype: torch.dtype | None, tile
     if decode_splits:
         items = min(shape.max_items, shape.num_rows + target_items, shape.num_rows * decode_splits)
         limits = (decode_queries, max_q, decode_splits)
-        decode_launch = _build_attention_launch(args, options, shape, decode, True, (items, item_programs, 1), limits)
+        decode_launch = _build_attention_launch(args, shape, decode, True, (items, item_programs, 1), limits)
         if decode_splits > 1:
             decode_parts = (shape.max_items * max_q, num_heads // num_tables, args.value_cache.shape[3])
     if prefill_splits:
         programs, limits = (*prefill_programs, prefill_splits), (decode_queries, max_q, prefill_splits)
-        prefill_launch = _build_attention_launch(args, options, shape, prefill, False, programs, limits)
+        prefill_launch = _build_attention_launch(args, shape, prefill, False, programs, limits)
         if prefill_splits > 1:
             prefill_parts = (prefill_splits * num_tokens, num_heads, args.value_cache.shape[3])
     # The sum takes the splits of decodes if prefills have none, otherwise those of all tokens.
@@ -187,7 +187,7 @@ def _build_table_launch(args: AttentionArgs, out_dtype: torch.dtype | None, tile
     rows = num_seqs * max_q if by_sequence else num_tokens
     summed = (num_seqs, num_tokens, decode_queries, max_q, max(1, prefill_splits), by_sequence)
     return AttentionLaunch(
-        fill_plan=build_plan(args, options, target_items),
+        fill_plan=build_plan(args, plan_queries, target_items),
         target_items=target_items,
         convert_codes=converts_codes(args),
         with_lse=args.with_lse,
@@ -236,14 +236,11 @@ def _has_segments(args: AttentionArgs) -> bool:
     return args.query_positions is not None and args.mask.BOUNDED and args.tree_mask is None
 
 
-def _splits(
-    args: AttentionArgs, options: PlanOptions, shape: PlanShape, decode_queries: int, longest: int, idle: int
-) -> tuple[int, int]:
+def _splits(args: AttentionArgs, shape: PlanShape, decode_queries: int, longest: int, idle: int) -> tuple[int, int]:
     """Return how many splits the keys of a decode and of a prefill have: 0 if the call cannot have one.
 
     Args:
         args: The call.
-        options: The options of its plan.
         shape: The shape of its plan.
         decode_queries: Sequences with more queries are prefills. 0: all are.
         longest: Most queries of a sequence.
@@ -257,7 +254,7 @@ def _splits(
         # There is at least one split, which writes zeros if no sequence has a key.
         attended = max_tiles
         if args.query_positions is None:
-            attended = min(max_tiles, options.mask.max_tiles(max(1, min(longest, DECODE_QUERIES))))
+            attended = min(max_tiles, args.mask.max_tiles(max(1, min(longest, DECODE_QUERIES))))
         decode_splits = max(1, min(shape.max_items, -(-attended // MIN_SPLIT_TILES)))
     if args.batch_invariant:
         prefill_splits = max(1, -(-max_tiles // (INVARIANT_SPLIT_KEYS // TILE_KEYS)))
@@ -270,7 +267,6 @@ def _splits(
 
 def _build_attention_launch(
     args: AttentionArgs,
-    options: PlanOptions,
     shape: PlanShape,
     tiles: Tiles,
     decoding: bool,
@@ -285,14 +281,14 @@ def _build_attention_launch(
     from ..kernels.attention import _attention_kernel
 
     constexprs = {
-        **compiled_for(args, options.mask, tiles),
+        **compiled_for(args, tiles),
         "DECODE": decoding,
         "SPLIT_TILES": INVARIANT_SPLIT_KEYS // TILE_KEYS if args.batch_invariant else 0,
         "TWO_LOOPS": tiles.two_loops and not (_has_segments(args) or args.batch_invariant),
         "EQUAL_STRIDES": args.key_cache.stride() == args.value_cache.stride(),
     }
     lengths = (args.seq_lens.shape[0], args.query.shape[0], shape.max_tiles, shape.max_items)
-    mask = (*numbers(options.mask), options.key_begin)
+    mask = (*numbers(args.mask), key_begin_of(args))
     values = (*lengths, *limits, args.scale, *numbers(args.terms), *mask, *strides_of(args))
     compiled = (tiles.num_warps, tiles.num_stages, args.is_aligned, tiles.max_registers)
     return Launch(_attention_kernel, constexprs, programs, values, *compiled)

@@ -10,7 +10,7 @@ import torch
 
 from .._core.checks import CACHE_LAYOUT, FLOATS, INT32, bad_argument, check_tensor, describe
 from .._core.quantize import QUANTIZED_DTYPES
-from .arguments import NOT_NEGATIVE, AttentionArgs, plan_options
+from .arguments import NOT_NEGATIVE, AttentionArgs
 from .layout import PlanShape
 from .plan_check import check_plan
 
@@ -168,7 +168,7 @@ def check_attention_values(args: AttentionArgs) -> None:
     args = args.with_rows()
     _check_batch_values(args)
     if args.plan is not None:
-        check_plan(args, plan_options(args))
+        check_plan(args)
 
 
 def _check_batch_values(args: AttentionArgs) -> None:

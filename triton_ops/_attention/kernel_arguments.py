@@ -26,7 +26,6 @@ from .parameters import (
     TileSizes,
     Traits,
 )
-from .predicate import Mask
 
 # Splits that a program sums at once. A missing split costs the same instructions, so few are best: on sm_90, a row of
 # head_dim 128 takes 228 instructions for 4 splits (tests/emulator). With 128 at once, 2 splits took 6,256. For few
@@ -86,7 +85,7 @@ def kernel_tensors(args: AttentionArgs, out: torch.Tensor, convert_codes: bool) 
     return (args.query, key_cache, value_cache), (*behind, *biases, *scales, seq_lens if tree is None else tree)
 
 
-def compiled_for(args: AttentionArgs, mask: Mask, tiles: Tiles) -> dict[str, Any]:
+def compiled_for(args: AttentionArgs, tiles: Tiles) -> dict[str, Any]:
     """Return the constants that attention kernels are compiled for, in the order of their parameters."""
     num_heads, head_dim = args.query.shape[1:]
     value_dim, group = args.value_cache.shape[3], num_heads // args.key_cache.shape[2]
@@ -121,7 +120,7 @@ def compiled_for(args: AttentionArgs, mask: Mask, tiles: Tiles) -> dict[str, Any
         BLOCK_G=next_power_of_2(group),
         VALUE_SPLITS=tiles.value_splits,
     )
-    return {**constants(args.terms), **constants(mask), **constants(traits), **constants(sizes)}
+    return {**constants(args.terms), **constants(args.mask), **constants(traits), **constants(sizes)}
 
 
 def strides_of(args: AttentionArgs) -> Strides:

@@ -8,7 +8,7 @@ its list. `_list_attention_kernel` walks over the union, so that a block that se
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from .._core.launch import Launch, constants, current_stream, numbers
 from .arguments import AttentionArgs, table_heads, table_strides
 from .constants import architecture, decode_tiles, latent_tiles, next_power_of_2
 from .kernel_arguments import (
-    NewResults,
     build_results,
     build_sum_launch,
     compiled_for,
@@ -31,42 +30,9 @@ _MAX_QUERIES = 8
 _MAX_SPLITS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class ListLaunch:
-    """The kernels of a call, which unite lists, attend, and sum splits if there are any."""
-
-    unite: Launch
-    attend: Launch
-    merge: Launch | None
-    max_union: int
-    stride_marks: int
-    convert_codes: bool
-    with_lse: bool
-    new_results: NewResults
-
-    def __call__(self, args: AttentionArgs) -> Any:
-        """Unite the lists, attend, and sum the splits."""
-        query, starts, unite, attend, merge = args.query, args.query_start_loc, self.unite, self.attend, self.merge
-        tiles, device = unite.programs[:2], query.device
-        out, lse = self.new_results(query)
-        marks = torch.empty((*tiles, self.stride_marks), dtype=torch.uint8, device=device)
-        union = torch.empty((*tiles, self.max_union, 2), dtype=torch.int32, device=device)
-        counts = torch.empty(tiles, dtype=torch.int32, device=device)
-        stream = None if query.is_cpu else current_stream()
-        before, behind = kernel_tensors(args, out, self.convert_codes)
-        unite((args.query_blocks, marks, union, counts, *behind[:4]), stream)
-        splits = 0 if merge is None else attend.programs[2]
-        parts = torch.empty((splits, *out.shape), dtype=torch.float32, device=device)
-        parts_lse = torch.empty((splits, *out.shape[:2]), dtype=torch.float32, device=device)
-        attend((*before, out, lse, parts, parts_lse, *behind, union, counts), stream)
-        if merge is not None:
-            merge((out, lse, parts, parts_lse, parts, parts_lse, starts, starts, args.sinks), stream)
-        return (out, lse) if self.with_lse else out
-
-
-def build_lists(args: AttentionArgs) -> ListLaunch:
-    """Return the launch of a call with query_blocks."""
-    from ..kernels.lists import _list_attention_kernel, _list_blocks_kernel
+def build_lists(args: AttentionArgs) -> Callable[[AttentionArgs], Any]:
+    """Return a function that runs calls of this kind: it unites lists, attends, and sums splits if there are any."""
+    from ..kernels.lists import _list_attention_kernel
 
     query, lists = args.query, args.query_blocks
     arch, is_aligned, convert_codes = architecture(query.device), args.is_aligned, converts_codes(args)
@@ -91,14 +57,7 @@ def build_lists(args: AttentionArgs) -> ListLaunch:
     splits = 1 if args.batch_invariant else max(1, min(idle, max_union * args.block_size // 256, _MAX_SPLITS))
     # No two programs share a cache line.
     stride_marks = -(-max_blocks // 32) * 32
-    sizes = (num_seqs, top_k, max_blocks, max_union, stride_marks)
-    unite = Launch(
-        _list_blocks_kernel,
-        _unite_constants(args, queries),
-        (query_tiles, kv_heads, 1),
-        (*sizes, *numbers(args.mask), *lists.stride()[:2], *table_strides(args.block_tables)),
-        same_alignment=is_aligned,
-    )
+    unite = _build_unite(args, queries, query_tiles, max_union, stride_marks)
     width = min(tiles.block_n, next_power_of_2(args.block_size))
     own = {"QUERIES": queries, "WIDTH": width}
     # Words of a tree's mask need more registers than two warps have.
@@ -108,7 +67,7 @@ def build_lists(args: AttentionArgs) -> ListLaunch:
     cap = 168 if convert_codes else 192 if quantized and head_dim <= 128 else 0
     if quantized and num_warps == 2:
         cap = tiles.max_registers
-    constexprs = {**compiled_for(args, args.mask, tiles), **own}
+    constexprs = {**compiled_for(args, tiles), **own}
     lengths = (num_seqs, num_tokens, max_union, splits)
     attend = Launch(
         _list_attention_kernel,
@@ -123,20 +82,47 @@ def build_lists(args: AttentionArgs) -> ListLaunch:
     merge = None
     if splits > 1:
         merge = build_sum_launch(args, num_tokens, splits, (num_seqs, num_tokens, 0, 1, splits, 0), 1)
-    return ListLaunch(unite, attend, merge, max_union, stride_marks, convert_codes, args.with_lse, build_results(args))
+    new_results, tiles_of_lists, with_lse = build_results(args), (query_tiles, kv_heads), args.with_lse
+
+    def run(args: AttentionArgs) -> Any:
+        query, starts, device = args.query, args.query_start_loc, args.query.device
+        out, lse = new_results(query)
+        marks = torch.empty((*tiles_of_lists, stride_marks), dtype=torch.uint8, device=device)
+        union = torch.empty((*tiles_of_lists, max_union, 2), dtype=torch.int32, device=device)
+        counts = torch.empty(tiles_of_lists, dtype=torch.int32, device=device)
+        stream = None if query.is_cpu else current_stream()
+        before, behind = kernel_tensors(args, out, convert_codes)
+        unite((args.query_blocks, marks, union, counts, *behind[:4]), stream)
+        num_parts = 0 if merge is None else splits
+        parts = torch.empty((num_parts, *out.shape), dtype=torch.float32, device=device)
+        parts_lse = torch.empty((num_parts, *out.shape[:2]), dtype=torch.float32, device=device)
+        attend((*before, out, lse, parts, parts_lse, *behind, union, counts), stream)
+        if merge is not None:
+            merge((out, lse, parts, parts_lse, parts, parts_lse, starts, starts, args.sinks), stream)
+        return (out, lse) if with_lse else out
+
+    return run
 
 
-def _unite_constants(args: AttentionArgs, queries: int) -> dict[str, Any]:
-    """Return the constants for which the kernel that unites lists is compiled."""
-    assert args.query_blocks is not None
-    return {
+def _build_unite(args: AttentionArgs, queries: int, query_tiles: int, max_union: int, stride_marks: int) -> Launch:
+    """Return the launch that unites the lists of each tile of `queries` queries."""
+    from ..kernels.lists import _list_blocks_kernel
+
+    lists, tables, kv_heads = args.query_blocks, args.block_tables, args.key_cache.shape[2]
+    assert lists is not None
+    top_k, max_blocks = lists.shape[2], tables.shape[-1]
+    constexprs = {
         **constants(args.mask),
         "POSITIONS": args.query_positions is not None,
-        "TABLE_HEADS": table_heads(args.block_tables),
-        "KV_HEADS": args.key_cache.shape[2],
+        "TABLE_HEADS": table_heads(tables),
+        "KV_HEADS": kv_heads,
         "BLOCK_SIZE": args.block_size,
         "QUERIES": queries,
         # At least one entry for each thread. With fewer entries, several threads would mark the same block.
-        "BLOCK_K": max(128, min(512, next_power_of_2(max(args.query_blocks.shape[2], args.block_tables.shape[-1])))),
+        "BLOCK_K": max(128, min(512, next_power_of_2(max(top_k, max_blocks)))),
         "TREE": args.tree_mask is not None,
     }
+    lengths = (args.seq_lens.shape[0], top_k, max_blocks, max_union, stride_marks)
+    values = (*lengths, *numbers(args.mask), *lists.stride()[:2], *table_strides(tables))
+    programs = (query_tiles, kv_heads, 1)
+    return Launch(_list_blocks_kernel, constexprs, programs, values, same_alignment=args.is_aligned)

@@ -11,7 +11,7 @@ import torch
 
 from .._core.cache import LaunchCache, aligned
 from .._core.launch import Launch, current_stream, flags, numbers
-from .arguments import PlanOptions, table_heads, table_strides
+from .arguments import key_begin_of, mask_of, table_heads, table_strides
 from .constants import next_power_of_2
 from .layout import MIN_SPLIT_TILES, TILE_KEYS, PlanShape
 from .predicate import Mask
@@ -20,24 +20,24 @@ FillPlan = Callable[..., torch.Tensor]
 """`fill(args, plan=None)` fills `plan`, or a new plan, for a call with the arguments `args`, and returns the plan."""
 
 
-def build_plan(args: Any, options: PlanOptions, target_items: int, out: torch.Tensor | None = None) -> FillPlan:
+def build_plan(args: Any, decode_queries: int, target_items: int, out: torch.Tensor | None = None) -> FillPlan:
     """Return the function that fills plans for batches of this shape: `fill(args, plan=None)`, on the device.
 
     Args:
         args: The arguments of an attention operator or of `attention_plan`.
-        options: The options of the plan.
+        decode_queries: Sequences with at most this many queries are decoded from the plan's work list.
         target_items: Approximate number of work items.
         out: A plan that the function will fill. Only its address matters, because kernels are compiled for alignment.
             None: new tensors, which are aligned.
     """
     tables, positions, block_size = args.block_tables, args.query_positions, args.block_size
     shape = PlanShape.of(tables, block_size)
-    mask_flags, heads = flags(options.mask), table_heads(tables)
-    compiled_for = (options.decode_queries, mask_flags, positions is not None, heads, block_size)
+    mask, heads = mask_of(args), table_heads(tables)
+    compiled_for = (decode_queries, flags(mask), positions is not None, heads, block_size)
     is_aligned = aligned(out, tables, args.seq_lens, args.query_start_loc, positions)
     kind = (compiled_for, is_aligned, tables.device)
     tiles, items = _launches.get_or(kind, (), lambda: _build_launches(*compiled_for, is_aligned))
-    own, programs, size = (*numbers(options.mask), options.key_begin), (shape.num_rows, 1, 1), shape.size
+    own, programs, size = (*numbers(mask), key_begin_of(args)), (shape.num_rows, 1, 1), shape.size
     tiles_numbers = (shape.num_rows, shape.max_tiles, shape.max_items, *own, *table_strides(tables))
     items_numbers = (shape.num_rows, target_items, shape.max_items - shape.num_rows, *own)
 

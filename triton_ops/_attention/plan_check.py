@@ -12,7 +12,7 @@ import torch
 
 from .._core.checks import bad_argument
 from . import layout
-from .arguments import AttentionArgs, PlanOptions
+from .arguments import AttentionArgs, decode_queries_of, key_begin_of, mask_of
 from .layout import TILE_KEYS, PlanShape, plan_views
 
 # The columns of `info` that follow from the batch and the options alone.
@@ -26,7 +26,13 @@ _COMPARED = {
 }
 
 
-def plan_without_work(args: Any, options: PlanOptions) -> torch.Tensor:
+def _header(args: Any) -> dict[str, int]:
+    """Return the integers of a plan's header (see `layout`), without the first one, by name."""
+    mask = {name: int(value) for name, value in mask_of(args)._asdict().items()}
+    return {"decode_queries": decode_queries_of(args), "key_begin": key_begin_of(args), **mask}
+
+
+def plan_without_work(args: Any) -> torch.Tensor:
     """Return a plan in host memory with its header and its facts about tables; everything else is 0.
 
     `args` are the arguments of an attention operator or of `attention_plan`.
@@ -34,8 +40,8 @@ def plan_without_work(args: Any, options: PlanOptions) -> torch.Tensor:
     block_tables, block_size = args.block_tables, args.block_size
     shape = PlanShape.of(block_tables, block_size)
     plan = torch.zeros(shape.size, dtype=torch.int32)
-    header = [*options.header().values()]
-    plan[1 : 1 + len(header)] = torch.tensor(header)
+    header, mask = _header(args), mask_of(args)
+    plan[1 : 1 + len(header)] = torch.tensor([*header.values()])
     info, lens, starts = plan_views(plan, shape)[0], args.seq_lens.tolist(), args.query_start_loc.tolist()
     heads = shape.num_rows // max(1, len(lens))
     positions = None if args.query_positions is None else args.query_positions.cpu().long()
@@ -45,8 +51,8 @@ def plan_without_work(args: Any, options: PlanOptions) -> torch.Tensor:
         present = (table[: -(-length // block_size)] >= 0).repeat_interleave(block_size)[:length]
         live, lacking = _tiles_with(present), _tiles_with(~present)
         attended = 0
-        if 0 < end - begin <= options.decode_queries:
-            attended = int((live & options.mask.attended_tiles(own, length, len(live), options.key_begin)).sum())
+        if 0 < end - begin <= header["decode_queries"]:
+            attended = int((live & mask.attended_tiles(own, length, len(live), header["key_begin"])).sum())
         flags = layout.DEAD_TILES * (not live.all()) + layout.PARTIAL_TILES * bool((live & lacking).any())
         checksum = 0 if positions is None else int((own * (2 * torch.arange(end - begin) + 1)).sum())
         facts = [flags, 0, 0, attended, checksum, end - begin, length, int(live.sum())]
@@ -59,16 +65,17 @@ def _tiles_with(keys: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(keys, (0, -len(keys) % TILE_KEYS)).view(-1, TILE_KEYS).any(1)
 
 
-def check_plan(args: AttentionArgs, options: PlanOptions) -> None:
+def check_plan(args: AttentionArgs) -> None:
     """Raise ValueError if the plan was made for another call. This reads values, so on a device it synchronizes."""
     shape = PlanShape.of(args.block_tables, args.block_size)
     if args.plan is None or shape.num_rows == 0:
         return
-    expected, given = plan_without_work(args, options), args.plan.cpu()
-    header = slice(1, 1 + len(options.header()))
+    expected, given = plan_without_work(args), args.plan.cpu()
+    names = _header(args)
+    header = slice(1, 1 + len(names))
     if not torch.equal(given[header], expected[header]):
-        names = ", ".join(options.header()).lower()
-        raise bad_argument("plan", f"{given[header].tolist()}", f"{expected[header].tolist()} ({names} of this call)")
+        needs = f"{expected[header].tolist()} ({', '.join(names).lower()} of this call)"
+        raise bad_argument("plan", f"{given[header].tolist()}", needs)
     mine, theirs = (plan_views(p, shape)[0][:, [*_COMPARED]] for p in (given, expected))
     if not torch.equal(mine, theirs):
         row = int(torch.nonzero((mine != theirs).any(dim=1))[0])

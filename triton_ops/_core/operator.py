@@ -103,8 +103,7 @@ def operator(
             find = _finding(check, launch)
         else:
             find = launch_finder(_building(name, check, build), check_values)
-        on_device = _on_own_device(find, bind)
-        on_cpu = _bound(find if KERNELS_ON_CPU else _finding(check, cpu), bind)
+        finds = {"CPU": find if KERNELS_ON_CPU else _finding(check, cpu), "CUDA": find}  # ROCm has the same keys
 
         @functools.wraps(fake)
         def checked_fake(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -112,13 +111,12 @@ def operator(
                 check(bind(*args, **kwargs))
             return fake(*args, **kwargs)
 
-        _register(name, names, signature.schema(mutates), on_cpu, on_device, checked_fake, mutates)
+        _register(name, names, signature.schema(mutates), finds, bind, checked_fake, mutates)
         operators = getattr(torch.ops, NAMESPACE)
         call = getattr(operators, name).default
         if signature.has_out:
             schema = signature.schema(mutates, with_out=True)
-            to_out = (_without_result(on_cpu), _without_result(on_device), _nothing, (*mutates, "out"))
-            _register(f"{name}.out", names, schema, *to_out)
+            _register(f"{name}.out", names, schema, finds, bind, _nothing, (*mutates, "out"))
             call = _choosing_out(call, getattr(operators, name).out, len(signature.types))
         return _public(fake, call, signature)
 
@@ -153,20 +151,6 @@ def _finding(check: Callable[[Any], object] | None, run: Callable[[Any], R]) -> 
         return run
 
     return find
-
-
-def _bound(find: Callable[[Any], Callable[[Any], R]], bind: Callable[..., Any]) -> Callable[..., R]:
-    """Return a function that takes the dispatcher's arguments, finds the function that runs the call, and calls it.
-
-    That function gets the arguments as one named tuple. The dispatcher leaves out trailing defaults; `bind` adds them.
-    """
-
-    def run_bound(*values: Any, **named: Any) -> R:
-        args = bind(*values, **named)
-        run = find(args)
-        return run(args)
-
-    return run_bound
 
 
 def doc_sections(doc: str | None) -> dict[str, str]:
@@ -247,17 +231,22 @@ def _register(
     name: str,
     names: tuple[str, ...],
     schema: str,
-    on_cpu: Callable[..., Any],
-    on_device: Callable[..., Any],
+    finds: Mapping[str, Callable[[Any], Callable[[Any], Any]]],
+    bind: Callable[..., Any],
     fake: Callable[..., Any],
     mutates: tuple[str, ...],
 ) -> None:
-    """Define an operator of the parameters `names`, and register its kernels."""
+    """Define an operator of the parameters `names`, and register its kernels.
+
+    `finds` has the function that finds the launch of a call, by dispatch key.
+    """
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     base, _, overload = name.partition(".")
     call = getattr(getattr(getattr(torch.ops, NAMESPACE), base), overload or "default")
-    LIBRARY.impl(name, _writing(on_cpu, names, mutates), "CPU")
-    LIBRARY.impl(name, _writing(on_device, names, mutates), "CUDA")  # ROCm has the same key
+    places = [names.index(parameter) for parameter in mutates if parameter in names]
+    for key, find in finds.items():
+        kernel = _kernel(find, bind, places if mutates else None, on_device=key == "CUDA")
+        LIBRARY.impl(name, _without_result(kernel) if overload == "out" else kernel, key)
     LIBRARY.impl(name, _refusing_gradients(call, names), "Autograd", with_keyset=True)
     for key in ("AutocastCPU", "AutocastCUDA"):
         LIBRARY.impl(name, _without_autocast(call, key), key)
@@ -312,36 +301,57 @@ def _resolved(value: Any) -> Any:
     return value.resolve_conj().resolve_neg() if isinstance(value, torch.Tensor) else value
 
 
-def _writing(run: Callable[..., Any], names: tuple[str, ...], mutates: tuple[str, ...]) -> Callable[..., Any]:
-    """Return `run` between the two steps that compilers and autograd need of an operator that writes.
+def _kernel(
+    find: Callable[[Any], Callable[[Any], R]], bind: Callable[..., Any], places: list[int] | None, on_device: bool
+) -> Callable[..., R]:
+    """Return an operator's kernel: it finds the function that runs a call, and calls it with one named tuple.
 
-    The first step copies inputs that may share memory with a written tensor. A compiler knows only the operator's
-    schema, so it may remove the caller's own copy. The last step raises the versions of written tensors, so that
+    The device of the first CUDA tensor becomes the current device. That tensor may be an index, since the cache, an
+    earlier argument, may be in pinned host memory.
+
+    A write first copies inputs that may share memory with a written tensor. A compiler knows only the operator's
+    schema, so it may remove the caller's own copy. A write ends by raising the versions of written tensors, so that
     autograd notices a write to a tensor that it has saved.
-    """
-    if not mutates:
-        return run
-    places = [names.index(name) for name in mutates if name in names]
 
-    def run_write(*args: Any, **kwargs: Any) -> Any:
-        written: list[Any] = [*kwargs.values()]
+    Args:
+        find: Takes the named tuple and returns the function that runs the call.
+        bind: Makes the named tuple, with the trailing defaults that the dispatcher leaves out.
+        places: The places of the parameters that the operator writes, beside those passed by name. None: it writes
+            nothing.
+        on_device: Whether the kernel is for device tensors.
+    """
+
+    def run(*values: Any, **named: Any) -> R:
+        written: list[Any] = [*named.values()]
         read: list[Any] = []
         stores: set[int] = set()
-        for i, value in enumerate(args):
-            (written if i in places else read).append(value)
-        written = _tensors(written)
-        for tensor in written:
-            stores.add(tensor.untyped_storage().data_ptr())
-        for tensor in _tensors(read):
-            if tensor.untyped_storage().data_ptr() in stores:
-                args = tuple([value if i in places else _apart(value, written) for i, value in enumerate(args)])
-                break
-        result = run(*args, **kwargs)
-        # As for torch's own operators: tensors made in inference mode have no version.
-        torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
+        if places is not None:
+            for i, value in enumerate(values):
+                (written if i in places else read).append(value)
+            written = _tensors(written)
+            for tensor in written:
+                stores.add(tensor.untyped_storage().data_ptr())
+            for tensor in _tensors(read):
+                if tensor.untyped_storage().data_ptr() in stores:
+                    values = tuple([v if i in places else _apart(v, written) for i, v in enumerate(values)])
+                    break
+        args = bind(*values, **named)
+        first = values[0] if on_device and values else None
+        if on_device and not (isinstance(first, torch.Tensor) and first.is_cuda):
+            first = next((tensor for tensor in _tensors((*values, *named.values())) if tensor.is_cuda), None)
+        if first is None or first.device.index == torch.cuda.current_device():
+            launch = find(args)
+            result = launch(args)
+        else:
+            with torch.cuda.device(first.device):
+                launch = find(args)
+                result = launch(args)
+        if places is not None:
+            # As for torch's own operators: tensors made in inference mode have no version.
+            torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
         return result
 
-    return run_write
+    return run
 
 
 def _apart(value: Any, written: Sequence[torch.Tensor]) -> Any:
@@ -379,28 +389,6 @@ def _refusing_meta(fake: Callable[..., Any], names: tuple[str, ...]) -> Callable
                 if tensor.is_meta is not first.is_meta and not is_host_index:
                     raise bad_argument(name, f"device {tensor.device}", f"device {first.device} of {given[0][0]}")
         return fake(*args, **kwargs)
-
-    return run
-
-
-def _on_own_device(find: Callable[[Any], Callable[[Any], R]], bind: Callable[..., Any]) -> Callable[..., R]:
-    """Return a function like that of `_bound`, which makes the device of the first CUDA tensor the current device.
-
-    That tensor may be an index, since the cache, an earlier argument, may be in pinned host memory.
-    """
-
-    def run(*values: Any, **named: Any) -> R:
-        args = bind(*values, **named)
-        first = values[0] if values else None
-        if not isinstance(first, torch.Tensor) or not first.is_cuda:
-            first = next((tensor for tensor in _tensors((*values, *named.values())) if tensor.is_cuda), None)
-        device = None if first is None else first.device
-        if device is None or device.index == torch.cuda.current_device():
-            launch = find(args)
-            return launch(args)
-        with torch.cuda.device(device):
-            launch = find(args)
-            return launch(args)
 
     return run
 
