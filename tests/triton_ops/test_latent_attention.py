@@ -52,15 +52,6 @@ def test_the_sparse_operator_without_its_options_is_the_same(device):
     assert torch.equal(*(attend(batch, op, with_lse=False) for op in (OP, "sparse_latent_attention")))
 
 
-def test_parts_of_a_context_merge_to_the_whole(device):
-    """A prefill attends to the cached tokens and to its own tokens in two calls."""
-    batch = build(Latent(lens=(160,), queries=(10,))).to(device)
-    holes = [batch.block_tables.clone() for _ in range(2)]
-    holes[0][:, 4:10], holes[1][:, :4] = -1, -1
-    first, second = (attend(batch, OP, block_tables=tables) for tables in holes)
-    check(build(batch.case), *pc.merge_attention(*first, *second))
-
-
 def test_a_chunk_behind_a_prefix_is_expanded_and_absorbed(device):
     """The chunk's own tokens are expanded to keys and values of heads; its prefix is read as it is cached."""
     torch.manual_seed(0)

@@ -89,26 +89,6 @@ def test_without_rotary_positions_all_is_copied(dtype, device):
 
 
 @each
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_it_is_what_a_rotary_embedding_would_have_written(op, interleaved, device):
-    inv_freq = _inv_freq(64, device)
-    angles = torch.arange(4096, device=device).double()[:, None] * inv_freq
-    cos_sin = torch.cat([angles.cos(), angles.sin()], 1).float()
-    key, query = torch.randn(2, 32, 2, 64, device=device).unbind()
-    keys, values = torch.zeros(2, 2, 6, 16, 2, 64, device=device).unbind()
-    for number, (first, slot) in enumerate(((7, 3), (3007, 51))):
-        positions, slots = torch.arange(first, first + 32, device=device), torch.arange(slot, slot + 32, device=device)
-        pc.rope_and_cache(query, key, key, positions, cos_sin, keys[number], values[number], slots, interleaved)
-    slots = torch.arange(3, 35, device=device) if op == "move_slots" else torch.arange(3, device=device)
-    target = slots + (48 if op == "move_slots" else 3)
-    deltas = torch.full_like(slots, 3000, dtype=torch.int32)
-    _run(op, keys[0], (slots, target, deltas), inv_freq, not interleaved, values=values[0])
-    found = [x.flatten(0, 1)[51:83] for x in (*keys, *values)]
-    torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
-    assert op == "rotate_keys" or torch.equal(found[2], found[3])
-
-
-@each
 @pytest.mark.parametrize("is_neox", [True, False])
 def test_in_place_and_back(op, is_neox, device):
     cache = torch.randn(4, 16, 2, 64, device=device)

@@ -57,30 +57,6 @@ def test_scattered_queries_over_many_pieces(change, monkeypatch):
     assert max(calls) == 3
 
 
-def test_recomputed_blocks_equal_full_prefill(device):
-    """Tokens of evicted blocks, computed again at their positions, get the rows of a whole prefill."""
-    case = Case(lens=(130,), queries=(130,), block_size=16, seed=2)
-    batch = build(case).to(device)
-    whole = pc.paged_attention(*batch.tensors, batch.scale)
-    missing = [*range(32, 48), *range(80, 96), 129]
-    positions = torch.tensor(missing, dtype=torch.int32, device=device)
-    bounds = torch.tensor([0, len(missing)], dtype=torch.int32, device=device)
-    again = pc.sparse_gap_attention(batch.query[missing], *batch.tensors[1:5], bounds, positions, batch.scale)
-    assert (again - whole[missing]).abs().max() < 1e-6
-
-
-def test_gap_matches_compaction(device):
-    """Whole absent blocks before every query, without a window, give the same as dropping these blocks."""
-    case = Case(lens=(320,), queries=(1,), block_size=64)
-    batch = build(case).to(device)
-    holes, kept = batch.block_tables.clone(), batch.block_tables[:, [0, 3, 4]].contiguous()
-    holes[:, 1:3] = -1
-    query, key, value, _, lens, starts = batch.tensors
-    with_holes = pc.sparse_gap_attention(query, key, value, holes, lens, starts, None, batch.scale)
-    compacted = pc.paged_attention(query, key, value, kept, lens - 128, starts, batch.scale)
-    assert torch.allclose(with_holes, compacted, atol=1e-6)
-
-
 def test_nan_between_far_windows_is_not_read(device):
     """A tile between two distant queries has keys of neither."""
     batch = build(Case(lens=(128,), queries=(2,), window=8)).to(device)
@@ -120,17 +96,6 @@ def test_work_of_scattered_queries():
         pc.sparse_gap_attention(*batch.tensors, positions, batch.scale, 64)
     assert work.read == 4 * 64
     assert work.multiplied == 64 * (1 + 2 + 2)
-
-
-@pytest.mark.parametrize("queries", [(1, 2), (20, 9)], ids=str)
-def test_equal_tables_are_one_table(queries, device):
-    batch = build(Case(lens=(300, 90), queries=queries, holes=0.4)).to(device)
-    query, key, value, tables, *lengths = batch.tensors
-    shared = pc.sparse_gap_attention(query, key, value, tables, *lengths, None, batch.scale)
-    own = tables[:, None].expand(-1, 2, -1)
-    assert torch.allclose(
-        pc.sparse_gap_attention(query, key, value, own, *lengths, None, batch.scale), shared, atol=1e-6
-    )
 
 
 @pytest.mark.parametrize("place", ["expanded", "columns", "heads", "sequences", "one head"])
@@ -257,15 +222,6 @@ def test_queries_that_share_a_list(change, device):
     check(batch, *attend(batch.to(device), OP))
 
 
-def test_all_blocks_are_plain_attention(device):
-    batch = build(Case(lens=(300, 90), queries=(20, 1))).to(device)
-    every = torch.full((21, 2, 20), -1, dtype=torch.int32, device=device)
-    every[:20, :, :19] = torch.arange(19, dtype=torch.int32, device=device)
-    every[20:, :, :6] = torch.arange(6, dtype=torch.int32, device=device)
-    expected = pc.paged_attention(*batch.tensors, batch.scale)
-    assert torch.allclose(result(batch, query_blocks=every), expected, atol=1e-6)
-
-
 @counts_work
 @pytest.mark.parametrize("q_len", [1, 3, 21])
 def test_keys_read_are_those_of_the_union(q_len):
@@ -310,16 +266,6 @@ def test_replayed_with_other_lists_and_trees(device):
     for name in ("query_blocks", "tree_mask"):
         batch.options[name].copy_(other.options[name])
     check(other, replay())
-
-
-def test_a_chain_is_causal(device):
-    """Every token's ancestors are all tokens before it, as in paged_attention."""
-    batch = build(Case(lens=(300, 90), queries=(40, 9))).to(device)
-    rows = torch.cat([torch.arange(40), torch.arange(9)])
-    masks = torch.tensor([[(1 << min(32, n + 1)) - 1, (1 << max(0, n - 31)) - 1] for n in rows.tolist()])
-    batch.options["tree_mask"] = masks.to(device, torch.int64).to(torch.int32)
-    chain = pc.paged_attention(*batch.tensors, batch.scale)
-    assert torch.allclose(result(batch), chain, atol=1e-6)
 
 
 def test_a_sibling_is_not_an_ancestor():
