@@ -83,13 +83,6 @@ def test_holes_and_strided_sources(holes, dtype, random_bits, holds, device):
     holds(SCATTER, random_bits((6, 4, 3, 8), dtype), [slots], source)
 
 
-@pytest.mark.parametrize("swapped", [False, True])
-def test_a_megabyte_to_consecutive_slots(swapped, random_bits, holds, device):
-    slots = torch.arange(40, 104, device=device)
-    slots[30:32] += torch.tensor([1, -1], device=device) * swapped
-    holds(SCATTER, random_bits((8, 16, 1 << 14), torch.uint8), [slots])
-
-
 @each
 @pytest.mark.quick
 @pytest.mark.parametrize("shape", [(6, 4, 0), (0, 4, 5), (6, 4, 5)])
@@ -206,16 +199,6 @@ def test_bad_arguments_are_named_and_nothing_is_written(op, name, change, error,
     with pytest.raises(error, match=message):
         getattr(pc, op.name)(**{**arguments, name: change(arguments[name])})
     assert not bool(cache.detach().any())
-
-
-@pytest.mark.parametrize("shape", [(1024, 1, 256), (1, 8, 256 * 1024)], ids=str)
-def test_large_source_is_not_repeated(shape):
-    """The source is large enough for a plain copy, with adjacent slots. A copy would repeat it."""
-    cache = torch.zeros(64, 16, 8, shape[2]) if shape[0] > 1 else torch.zeros(1, 16, 8, shape[2])
-    slots = torch.arange(shape[0] if shape[0] > 1 else 8)
-    with pytest.raises(ValueError, match=r"source: got shape .*needs"):
-        pc.scatter_slots(torch.ones(shape), cache, slots)
-    assert not bool(cache.any())
 
 
 def test_lists_that_do_not_agree_are_refused_and_nothing_is_written():

@@ -19,7 +19,6 @@ from .layout import row_bytes, row_layout
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _SLAB_BYTES = 1 << 20  # size of the buffer of `copy_rows`
-_COPY_BYTES = (1 << 20, 1 << 24)  # sizes between which one plain copy is faster than a copy by index
 _FEW_BYTES, _FEW_ROWS = 1 << 14, 32  # up to these sizes, wide views and `torch.aminmax` cost more than they save
 # Errors after which the general path takes over. An argument may be None, and an empty index has no bounds.
 _REFUSALS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
@@ -128,7 +127,6 @@ def fits(source: torch.Tensor, cache: torch.Tensor, leading: int, index: torch.T
 def quick_scatter(source: torch.Tensor, cache: torch.Tensor, leading: int, index: torch.Tensor) -> bool:
     """Scatter between contiguous tensors with few calls of torch. Return False, with nothing done, if it cannot."""
     try:
-        # A copy would broadcast a source of another shape.
         if not fits(source, cache, leading, index) or source.dim() < 2:
             return False
         if not (source.is_contiguous() and cache.is_contiguous() and index.dim() == 1):
@@ -145,12 +143,7 @@ def quick_scatter(source: torch.Tensor, cache: torch.Tensor, leading: int, index
             low, high = (int(bound) for bound in torch.aminmax(index))
         if low < 0 or high >= target.shape[0]:
             return False
-        # A plain copy moves wider vectors, which matters if neither calls nor memory are the limit.
-        one_run = high - low + 1 == index.shape[0] and _COPY_BYTES[0] <= rows.nbytes < _COPY_BYTES[1]
-        if one_run and torch.equal(index, torch.arange(low, high + 1)):
-            target[low : high + 1].copy_(rows)
-        else:
-            target.index_copy_(0, index, rows)
+        target.index_copy_(0, index, rows)
     except _REFUSALS:
         return False
     return True
