@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from attention_cases import Case, attend, build, check
+from attention_cases import Case, attend, build, check, check_merge
 from plan_oracle import plan_in_numpy
 
 import pc
@@ -168,13 +168,7 @@ def _merge() -> None:
         parts = [(torch.randn(tokens, heads, dim).to(BF16), torch.randn(tokens, heads) * 5) for _ in range(2)]
         for number, (out, lse) in enumerate(parts):
             lse[number::3], out[number::3] = -math.inf, math.nan
-        out, lse = pc.merge_attention(*parts[0], *parts[1])
-        want = torch.logaddexp(parts[0][1].double(), parts[1][1].double())
-        shift = want.masked_fill(want == -math.inf, 0.0)
-        exact = sum(o.double().nan_to_num() * (s.double() - shift).exp()[..., None] for o, s in parts)
-        assert torch.equal(lse == -math.inf, want == -math.inf)
-        assert torch.allclose(lse.double(), want, atol=1e-5)
-        assert (out.double() - exact).abs().max() <= 4 * torch.finfo(BF16).eps * max(1.0, exact.abs().max())
+        check_merge(*parts[0], *parts[1])
 
 
 ATTENTION_CASES["merge"] = _merge

@@ -7,9 +7,7 @@ import math
 import random
 
 import torch
-from attention_cases import Batch, Case, attend, build, check, plan_of, random_case, with_random_lengths
-
-import pc
+from attention_cases import Batch, Case, attend, build, check, check_merge, plan_of, random_case, with_random_lengths
 
 from .random_memory import loose
 
@@ -87,14 +85,5 @@ def merge(rand: random.Random) -> str:
         none = torch.rand(tokens, heads) < rand.choice([0, 0.3])
         lse[none], out[none] = -math.inf, rand.choice([math.nan, math.inf])
         parts += [loose(out, rand), loose(lse, rand)]
-    out, lse = pc.merge_attention(*parts)
-    assert out.is_contiguous()
-    lses = torch.stack([parts[1], parts[3]]).double()
-    want = lses.logsumexp(0)
-    weights = (lses - want.masked_fill(want == -math.inf, 0.0)).exp()[..., None]
-    outs = torch.stack([parts[0], parts[2]]).double().masked_fill(weights == 0, 0.0)
-    exact = (outs * weights).sum(0)
-    assert torch.equal(lse == -math.inf, want == -math.inf)
-    assert torch.allclose(lse.double(), want, atol=1e-5, rtol=1e-6)
-    assert torch.allclose(out.double(), exact, atol=2 * torch.finfo(dtype).eps, rtol=2 * torch.finfo(dtype).eps)
+    check_merge(*parts)
     return f"merge {tokens} {heads} {dim} {dtype}"

@@ -30,8 +30,7 @@ CALLS: dict[str, Callable[[random.Random], str]] = {
     "copy": copy,
     "join": join,
 }
-# Most kernels are attention's.
-WEIGHTS = [8, 2, 1, 1, 1, 1, 2, 1, 1, 1]
+WEIGHTS = {"attention": 8, "shared prefix": 2, "rows": 2}  # most kernels are attention's; of others 1
 
 
 def call(seed: int, name: str | None = None) -> tuple[str, str]:
@@ -40,7 +39,7 @@ def call(seed: int, name: str | None = None) -> tuple[str, str]:
     Raise AssertionError or EmulationError if it is wrong.
     """
     rand = random.Random(seed)
-    drawn = rand.choices(list(CALLS), WEIGHTS)[0]
+    drawn = rand.choices(list(CALLS), [WEIGHTS.get(operator, 1) for operator in CALLS])[0]
     with fresh(seed):
         return name or drawn, CALLS[name or drawn](rand)
 

@@ -343,8 +343,35 @@ def _positions(batch: Batch, i: int) -> torch.Tensor:
     return torch.arange(batch.case.lens[i] - (end - begin), batch.case.lens[i])
 
 
+def formula(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    live: torch.Tensor,
+    scale: float,
+    softcap: float = 0.0,
+    bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention `[queries, heads, d]` and its log-sum-exp `[heads, queries]`, in the dtype of the query.
+
+    Keys and values are `[keys, heads, d]`, sinks `[heads]`. `live` and `bias` broadcast to `[heads, queries, keys]`.
+    """
+    score = torch.einsum("qhd,thd->hqt", query, key) * scale
+    if softcap:
+        score = softcap * torch.tanh(score / softcap)
+    if bias is not None:
+        score = score + bias
+    score = score.masked_fill(~live, -math.inf)
+    if sinks is not None:
+        score = torch.cat([score, sinks.to(query.dtype).view(-1, 1, 1).expand(-1, len(query), 1)], -1)
+    lse = torch.logsumexp(score, -1) if score.shape[-1] else score.new_full(score.shape[:2], -math.inf)
+    weight = torch.exp(score - lse.masked_fill(lse == -math.inf, 0.0)[..., None])[..., : len(key)]
+    return torch.einsum("hqt,thd->qhd", weight, value), lse
+
+
 def dense(batch: Batch, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
-    """The formula over gathered keys, one [queries, keys] matrix per head; in `dtype` throughout."""
+    """Return the formula's result over gathered keys, and its log-sum-exp; all is computed in `dtype`."""
     case, query = batch.case, batch.query
     num_heads, kv_heads = case.heads
     out = torch.zeros((*query.shape[:2], batch.value_cache.shape[3]), dtype=dtype)
@@ -364,27 +391,37 @@ def dense(batch: Batch, dtype: torch.dtype = torch.float64) -> tuple[torch.Tenso
             key = key * batch.options["k_scale"].to(dtype).view(-1, 1)
             value = value * batch.options["k_scale" if case.latent else "v_scale"].to(dtype).view(-1, 1)
         key, value = (x.repeat_interleave(num_heads // kv_heads, 1) for x in (key, value))
-        score = torch.einsum("qhd,thd->hqt", query[begin:end].to(dtype), key) * batch.scale
-        if case.softcap:
-            score = case.softcap * torch.tanh(score / case.softcap)
+        bias = None
         if case.alibi:
             at = t.clone()
             if case.tree and length:
                 at[length - len(p) :] = p
-            score = score + batch.options["alibi_slopes"].to(dtype).view(-1, 1, 1) * (at - p[:, None]).to(dtype)
-        score = score.masked_fill(~live.repeat_interleave(num_heads // kv_heads, 0), -math.inf)
-        if case.sinks:
-            column = batch.options["sinks"].to(dtype).view(-1, 1, 1).expand(-1, len(p), 1)
-            score = torch.cat([score, column], -1)
-        row_lse = torch.logsumexp(score, -1)
-        weight = torch.exp(score - row_lse.masked_fill(row_lse == -math.inf, 0.0)[..., None])[..., : len(t)]
-        out[begin:end] = torch.einsum("hqt,thd->qhd", weight, value)
+            bias = batch.options["alibi_slopes"].to(dtype).view(-1, 1, 1) * (at - p[:, None]).to(dtype)
+        live = live.repeat_interleave(num_heads // kv_heads, 0)
+        sinks = batch.options["sinks"] if case.sinks else None
+        out[begin:end], row_lse = formula(
+            query[begin:end].to(dtype), key, value, live, batch.scale, case.softcap, bias, sinks
+        )
         lse[begin:end] = row_lse.T
     return out, lse
 
 
+def check_error(out: torch.Tensor, exact: torch.Tensor, eager: torch.Tensor, dtype: torch.dtype) -> None:
+    """Check that a result errs at most twice as much as the formula does in `dtype`, plus one rounding."""
+    error, eager_error = out.double().cpu() - exact, eager.double() - exact
+    rounding = torch.finfo(dtype).eps * max(1.0, exact.abs().max().item())
+    # In float32 both errors are those of the order of summation: one of many rows may be far out.
+    roundings = 8 if dtype == torch.float32 else 1
+    for name, measure, slack in (
+        ("rms", lambda e: e.square().mean().sqrt(), 1),
+        ("max", lambda e: e.abs().max(), roundings),
+    ):
+        found, budget = measure(error).item(), 2 * measure(eager_error).item() + slack * rounding
+        assert found <= budget, f"{name} error {found:.3g}, budget {budget:.3g}"
+
+
 def check(batch: Batch, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
-    """Against float64: at most twice the error of eager low precision, plus one rounding; lse within 1e-3."""
+    """Check a result by `check_error`, and its log-sum-exp to within 1e-3 of float64."""
     assert out.dtype == batch.query.dtype
     assert out.is_contiguous()
     exact, exact_lse = dense(batch)
@@ -392,19 +429,26 @@ def check(batch: Batch, out: torch.Tensor, lse: torch.Tensor | None = None) -> N
         assert out.shape == exact.shape
         return
     eager, _ = dense(batch, batch.case.dtype)
-    error, eager_error = out.double().cpu() - exact, eager.double() - exact
-    rounding = torch.finfo(batch.case.dtype).eps * max(1.0, exact.abs().max().item())
-    # In float32 both errors are those of the order of summation: one of many rows may be far out.
-    roundings = 8 if batch.case.dtype == torch.float32 else 1
-    for name, measure, slack in (
-        ("rms", lambda e: e.square().mean().sqrt(), 1),
-        ("max", lambda e: e.abs().max(), roundings),
-    ):
-        found, budget = measure(error).item(), 2 * measure(eager_error).item() + slack * rounding
-        assert found <= budget, f"{name} error {found:.3g}, budget {budget:.3g}"
+    check_error(out, exact, eager, batch.case.dtype)
     empty = exact_lse == -math.inf
     assert not out.cpu()[empty].any(), "a row with nothing to attend to is not 0"
     if lse is not None:
         assert lse.dtype == torch.float32
         assert torch.equal(lse.cpu() == -math.inf, empty)
         assert (lse.double().cpu() - exact_lse)[~empty].abs().max().item() <= 1e-3 if (~empty).any() else True
+
+
+def check_merge(*parts: torch.Tensor) -> None:
+    """Call merge_attention with two results and their log-sum-exps, and compare with float64."""
+    import pc
+
+    out, lse = pc.merge_attention(*parts)
+    assert out.is_contiguous()
+    lses = torch.stack([parts[1], parts[3]]).double()
+    want = lses.logsumexp(0)
+    weights = (lses - want.masked_fill(want == -math.inf, 0.0)).exp()[..., None]
+    outs = torch.stack([parts[0], parts[2]]).double().masked_fill(weights == 0, 0.0)
+    assert torch.equal(lse == -math.inf, want == -math.inf)
+    assert torch.allclose(lse.double(), want, atol=1e-5, rtol=1e-6)
+    eps = 2 * torch.finfo(out.dtype).eps
+    assert torch.allclose(out.double(), (outs * weights).sum(0), atol=eps, rtol=eps)

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from attention_cases import check_error, formula
 from row_cases import rotated
 
 from pc.triton_ops import _flash, flash_attn
@@ -71,17 +72,9 @@ def attention(
         seen &= (j <= i + right) | (right < 0)
         if attention_chunk:
             seen &= i // attention_chunk == j // attention_chunk
-    score = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale)
-    if softcap:
-        score = softcap * torch.tanh(score / softcap)
-    if alibi_slopes is not None:
-        score = score - alibi_slopes.to(dtype)[:, None, None] * (i - j).abs()
-    score = score.masked_fill(~seen, EMPTY)
-    if s_aux is not None:
-        score = torch.cat([score, s_aux.to(dtype)[:, None, None].expand(-1, len(q), 1)], -1)
-    lse = torch.logsumexp(score, -1) if score.shape[-1] else torch.full(score.shape[:2], EMPTY, dtype=dtype)
-    weight = torch.exp(score - lse.masked_fill(lse == EMPTY, 0.0)[..., None])[..., : len(k)]
-    return torch.einsum("hqk,khd->qhd", weight, v), lse
+    scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+    bias = None if alibi_slopes is None else -alibi_slopes.to(dtype)[:, None, None] * (i - j).abs()
+    return formula(q, k, v, seen, scale, softcap, bias, s_aux)
 
 
 def check(
@@ -91,7 +84,7 @@ def check(
     dtype: torch.dtype,
     **options: Any,
 ) -> None:
-    """Packed results against each sequence's q, k and v: within twice what the formula errs in `dtype`, and a rounding.
+    """Check packed results against those of each sequence's q, k and v, as `check_error` does.
 
     Args:
         out: `[tokens, heads, d]`.
@@ -106,9 +99,7 @@ def check(
     assert out.shape == expected.shape
     if not out.numel():
         return
-    error, allowed = (out.double() - expected).abs().max().item(), (low - expected).abs().max().item()
-    rounding = torch.finfo(dtype).eps * max(1.0, expected.abs().max().item()) * (8 if dtype == torch.float32 else 1)
-    assert error <= 2 * allowed + rounding, f"off by {error:.3g}, {2 * allowed + rounding:.3g} at most"
+    check_error(out, expected, low, dtype)
     if lse is not None:
         expected_lse = torch.cat([result[1] for result in exact], 1)
         assert lse.shape == expected_lse.shape
