@@ -37,6 +37,12 @@ def cache_of(result: Any) -> Any:
     return getattr(result, CACHE)
 
 
+def build_model(config: str, model: str, seed: int = 0, **options: Any) -> Any:
+    """Return a small model of a class, with seeded random weights; `options` are fields of its config."""
+    torch.manual_seed(seed)
+    return getattr(transformers, model)(getattr(transformers, config)(**{**SMALL, **options})).eval()
+
+
 @dataclass(frozen=True)
 class Family:
     name: str
@@ -45,9 +51,7 @@ class Family:
     options: dict[str, Any] = field(default_factory=dict)
 
     def build(self) -> Any:
-        torch.manual_seed(0)
-        config = getattr(transformers, self.config)(**{**SMALL, **self.options})
-        return getattr(transformers, self.model)(config).eval()
+        return build_model(self.config, self.model, **self.options)
 
 
 FAMILIES = [

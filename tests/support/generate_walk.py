@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import transformers
-from generate_cases import CACHE, EOS, SMALL, VOCAB, prompt
+from generate_cases import CACHE, EOS, VOCAB, build_model, prompt
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from pc.integrations.huggingface import PrefixCaching, UnsupportedError, enable_prefix_caching
@@ -339,7 +339,7 @@ def unknown_argument(call: Call) -> None:
 
 @option
 def assistant_model(call: Call) -> None:
-    assistant = build(*MODELS[0], seed=5)
+    assistant = build_model("LlamaConfig", "LlamaForCausalLM", 5, num_hidden_layers=3)
     assistant.generation_config.num_assistant_tokens = call.rng.randrange(1, 5)
     call.kwargs["assistant_model"] = assistant
 
@@ -385,12 +385,6 @@ def contrastive(call: Call) -> None:
     call.kwargs |= {"penalty_alpha": 0.6, "top_k": 4}
 
 
-def build(name: str, options: dict[str, Any], seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    config = getattr(transformers, f"{name}Config")(**{**SMALL, **options})
-    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
-
-
 @dataclass
 class Walk:
     """A model with a cache, its twin without one, and the results of their calls."""
@@ -413,7 +407,7 @@ class Walk:
 
     def enable(self, name: str, options: dict[str, Any], handle: dict[str, Any], documents: bool) -> None:
         """Make a model with options of its config, and enable caching with options of the handle."""
-        self.model, self.twin = build(name, options), build(name, options)
+        self.model, self.twin = (build_model(f"{name}Config", f"{name}ForCausalLM", **options) for _ in range(2))
         self.about = f"{name} {handle}{' document' if documents else ''}"
         self.handle: PrefixCaching = enable_prefix_caching(self.model, **{"num_blocks": 64, **handle})
         self.text = prompt(90, self.rng.randrange(99))
