@@ -85,7 +85,7 @@ def ask(model: Any, **options: Any) -> Iterator[torch.Tensor]:
     """Yield a greedy answer and a sampled one."""
     for sampled in (False, True):
         torch.manual_seed(3)
-        yield model.generate(**{"max_new_tokens": 8, "do_sample": sampled, **options})
+        yield model.generate(**{"max_new_tokens": 4, "do_sample": sampled, **options})
 
 
 def of_llama(**options: Any) -> tuple[Any, dict[str, Any]]:
