@@ -5,18 +5,17 @@ A verb is a function that changes the manager's state, such as `allocate` or `fr
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Generic, overload
-from weakref import WeakSet
 
 from typing_extensions import TypeVar
 
 from ..triton_ops._core.checks import check_integer, check_share
 from . import allocate, append, commit, fork, offload, swap
 from .allocation import Allocation, AnyAllocation, AppendedTokens, GroupedAllocation, Pairs, PairsT, SlotsT
+from .forks import repair_after_fork
 from .groups import FullAttention, Group
 from .hashing import BlockHasher, TokenIds, encode_tokens
 from .keys import NO_KEYS, ExtraKeys, Key, encode_keys
@@ -133,7 +132,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         self.block_size, self.hash_algorithm, self.seed = block_size, hash_algorithm, seed
         self.groups: tuple[Group, ...] = specs
         self._lock = threading.RLock()
-        _MANAGERS.add(self)
+        repair_after_fork(self)
 
     @property
     def listeners(self) -> list[Listener]:
@@ -609,22 +608,12 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
         self._read(check)
 
-
-_MANAGERS: WeakSet[CacheManager[Any, Any, Any]] = WeakSet()
-"""All managers of this process. After a fork, the child repairs them (`_after_fork`)."""
-
-
-def _after_fork() -> None:
-    """Give a child process's managers new locks, and undo verbs that other threads of the parent were running."""
-    for manager in list(_MANAGERS):
-        if not manager._lock._is_owned():  # type: ignore[attr-defined]
-            manager._lock = threading.RLock()
-            manager._state.undo(False)
-            manager._state.settle()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    def _after_fork(self) -> None:
+        """Take a new lock in a child process, and undo a verb that another thread of the parent was running."""
+        if not self._lock._is_owned():  # type: ignore[attr-defined]
+            self._lock = threading.RLock()
+            self._state.undo(False)
+            self._state.settle()
 
 
 def _free(state: ManagerState, request_id: Hashable, returns: float | None) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from ..forks import repair_after_fork
 from .payload import pack, unpack
 from .tier import Layout, Tensors, Tier, check_entries, check_key
 
@@ -77,7 +78,8 @@ class DiskTier(Tier):
         self.capacity_bytes = capacity_bytes
         self.nbytes = 0
         self._failure: int | None = None  # errno of the last write, if it failed
-        self._lock = threading.Lock()
+        self._after_fork()
+        repair_after_fork(self)
         self._own: OrderedDict[bytes, int] = OrderedDict()  # bytes of each file of this user, least recently used first
         Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
@@ -105,6 +107,10 @@ class DiskTier(Tier):
         with self._lock:
             for _, key, size in sorted(found):
                 self._count(key, size)
+
+    def _after_fork(self) -> None:
+        """Take a new lock, because a thread that a child process lacks may have held the old one."""
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._own)

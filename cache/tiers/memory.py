@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
+from ..forks import repair_after_fork
 from .payload import host_copy
 from .tier import Tensors, Tier, check_entries, check_key
 
@@ -32,6 +33,11 @@ class MemoryTier(Tier):
             raise ValueError(f"max_blocks: got {max_blocks}, needs at least 0")
         self.max_blocks = max_blocks
         self._blocks: OrderedDict[bytes, dict[str, torch.Tensor]] = OrderedDict()
+        self._after_fork()
+        repair_after_fork(self)
+
+    def _after_fork(self) -> None:
+        """Take a new lock, because a thread that a child process lacks may have held the old one."""
         self._lock = threading.Lock()
 
     def __len__(self) -> int:

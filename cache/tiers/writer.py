@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ..forks import repair_after_fork
 from .payload import host_copy
 from .tier import Tensors, Tier, check_entries, check_key
 
@@ -54,11 +55,16 @@ class TierWriter(Tier):
         self.max_bytes = max_bytes
         self.written = self.refused = self.failed = 0
         self.last_error: BaseException | None = None
+        self._closed = False
+        self._after_fork()
+        repair_after_fork(self)
+
+    def _after_fork(self) -> None:
+        """Begin with an empty queue and no worker. In a child process, the parent writes what was queued."""
         self._queued: dict[bytes, dict[str, torch.Tensor]] = {}
         self._writing: dict[bytes, dict[str, torch.Tensor]] = {}
         self._copying: set[bytes] = set()
         self._nbytes = 0
-        self._closed = False
         self._changed = threading.Condition()
         self._worker: threading.Thread | None = None
 

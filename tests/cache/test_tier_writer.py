@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import warnings
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from pc.cache.tiers.disk import DiskTier
+from pc.cache.tiers.memory import MemoryTier
 from pc.cache.tiers.tier import Tier
 from pc.cache.tiers.writer import TierWriter
 
@@ -189,6 +192,65 @@ def test_threads_that_put_get_and_discard(tmp_path):
     assert wrong == []
     assert len(tier) == 80
     assert writer.nbytes == 0
+
+
+def exit_status_of_child(function):
+    """Run a function in a child process, for at most 20 seconds, and return its exit status: 0 if it returns."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.alarm(20)
+            function()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_child_process_has_an_empty_queue_and_a_worker_of_its_own(slow):
+    writer = TierWriter(slow)
+    writer.put(KEYS[0], block())
+    assert slow.writing.wait(10)
+    writer.put(KEYS[1], block())
+
+    def put_another():
+        slow.leave.set()
+        assert len(writer) == writer.nbytes == 0
+        assert writer.put(KEYS[2], block())
+        assert writer.close()
+        assert set(slow.entries) == {KEYS[2]}
+
+    assert exit_status_of_child(put_another) == 0
+    slow.leave.set()
+    writer.close()
+    assert set(slow.entries) == set(KEYS[:2])  # the parent writes what it has queued
+
+
+@pytest.mark.parametrize("kind", [TierWriter, DiskTier, MemoryTier])
+def test_a_child_process_waits_for_no_thread_that_it_lacks(kind, tmp_path):
+    tier = MemoryTier(4) if kind is MemoryTier else DiskTier(tmp_path)
+    tier = TierWriter(tier) if kind is TierWriter else tier
+    held, leave = threading.Event(), threading.Event()
+
+    def hold():
+        with tier._changed if kind is TierWriter else tier._lock:
+            held.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(10)
+
+    def use():
+        assert tier.put(KEYS[0], block())
+        assert value_of(tier.get(KEYS[0])) == 1
+
+    try:
+        assert exit_status_of_child(use) == 0
+    finally:
+        leave.set()
+        thread.join()
 
 
 def test_bad_arguments():
