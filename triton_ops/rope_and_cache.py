@@ -108,7 +108,7 @@ def _build(args: Any) -> Callable[[Any], torch.Tensor]:
         constexprs,
         (num_tokens, max(1, -(-num_heads // block_h)), 1),
         (*packed, *args.key_cache.stride()[:3], *args.value_cache.stride()[:3]),
-        same_alignment=aligned(*[value for value in args if isinstance(value, torch.Tensor)]),
+        same_alignment=aligned(*args),
     )
     out_shape = None if args.query.stride() == (num_heads * head_dim, head_dim, 1) else args.query.shape
     return functools.partial(_run, launch, kv_heads, args.slot_mapping.is_contiguous(), out_shape)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._core.cache import aligned
 from .._core.checks import bad_argument
 from .layout import DECODE_QUERIES
 from .predicate import Mask
@@ -87,11 +86,6 @@ class AttentionArgs(NamedTuple):
     value_dim: int | None = None  # columns of a latent row that are its value; None where rows are not latent
     with_lse: bool = True  # whether the operator returns the log-sum-exp too
     head_tables: bool = True  # whether the operator takes a block table per KV head
-
-    @property
-    def is_aligned(self) -> bool:
-        """Whether all tensors begin at a multiple of 16 bytes."""
-        return aligned(*[value for value in self if isinstance(value, torch.Tensor)])
 
     @property
     def mask(self) -> Mask:

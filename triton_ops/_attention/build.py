@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .._core.cache import aligned
 from .._core.launch import Launch, current_stream, numbers
 from .arguments import AttentionArgs, Result, decode_queries_of, key_begin_of, table_heads
 from .constants import (
@@ -290,5 +291,5 @@ def _build_attention_launch(
     lengths = (args.seq_lens.shape[0], args.query.shape[0], shape.max_tiles, shape.max_items)
     mask = (*numbers(args.mask), key_begin_of(args))
     values = (*lengths, *limits, args.scale, *numbers(args.terms), *mask, *strides_of(args))
-    compiled = (tiles.num_warps, tiles.num_stages, args.is_aligned, tiles.max_registers)
+    compiled = (tiles.num_warps, tiles.num_stages, aligned(*args), tiles.max_registers)
     return Launch(_attention_kernel, constexprs, programs, values, *compiled)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .._core.cache import aligned
 from .._core.launch import Launch, constants
 from .._core.quantize import as_codes, equal_scales, scale_kind
 from .._core.runtime import INTERPRET
@@ -157,4 +158,4 @@ def build_sum_launch(args: AttentionArgs, rows: int, splits: int, values: tuple[
     }
     programs = (rows, num_heads, -(-value_dim // block_v))
     num_warps = max(1, min(4, block_s * block_v // 1024))  # 32 numbers a thread, since some spill with 64 on sm_86
-    return Launch(_merge_splits_kernel, constexprs, programs, values, num_warps, same_alignment=args.is_aligned)
+    return Launch(_merge_splits_kernel, constexprs, programs, values, num_warps, same_alignment=aligned(*args))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .._core.cache import aligned
 from .._core.launch import Launch, constants, current_stream, numbers
 from .arguments import AttentionArgs, table_heads, table_strides
 from .constants import architecture, decode_tiles, latent_tiles, next_power_of_2
@@ -35,7 +36,7 @@ def build_lists(args: AttentionArgs) -> Callable[[AttentionArgs], Any]:
     from ..kernels.lists import _list_attention_kernel
 
     query, lists = args.query, args.query_blocks
-    arch, is_aligned, convert_codes = architecture(query.device), args.is_aligned, converts_codes(args)
+    arch, is_aligned, convert_codes = architecture(query.device), aligned(*args), converts_codes(args)
     assert lists is not None
     num_tokens, num_heads, head_dim = query.shape
     kv_heads, value_dim = args.value_cache.shape[2:]
@@ -125,4 +126,4 @@ def _build_unite(args: AttentionArgs, queries: int, query_tiles: int, max_union:
     lengths = (args.seq_lens.shape[0], top_k, max_blocks, max_union, stride_marks)
     values = (*lengths, *numbers(args.mask), *lists.stride()[:2], *table_strides(tables))
     programs = (query_tiles, kv_heads, 1)
-    return Launch(_list_blocks_kernel, constexprs, programs, values, same_alignment=args.is_aligned)
+    return Launch(_list_blocks_kernel, constexprs, programs, values, same_alignment=aligned(*args))

@@ -69,9 +69,9 @@ def alignments(*tensors: torch.Tensor) -> object:
     return not bits & 15 or tuple([tensor.data_ptr() & 15 for tensor in tensors])
 
 
-def aligned(*tensors: torch.Tensor | None) -> bool:
-    """Return whether all tensors begin at a multiple of 16 bytes."""
-    return alignments(*[tensor for tensor in tensors if tensor is not None]) is True
+def aligned(*arguments: object) -> bool:
+    """Return whether all tensors among the arguments begin at a multiple of 16 bytes."""
+    return alignments(*[value for value in arguments if isinstance(value, torch.Tensor)]) is True
 
 
 def _guard(tensors: Tensors) -> Any:
