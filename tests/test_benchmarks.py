@@ -260,13 +260,6 @@ def test_rounds_go_forwards_and_backwards() -> None:
     assert timing.by_turns(lambda name, n: n, names, 2, lambda: next(numbers)) == {name: [10, 20] for name in names}
 
 
-def test_new_rows_take_the_place_of_old_ones(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    tables.write_rows(path, [{"key": key, "n": n} for key, n in (("a", 1), ("b", 2), ("a", 3), ("c", 4))])
-    rows = tables.replaced(path, [{"key": "d", "n": 5}, {"key": "a", "n": 6}, {"key": "d", "n": 7}], ["key", "none"])
-    assert [(row["key"], str(row["n"])) for row in rows] == [("a", "6"), ("b", "2"), ("c", "4"), ("d", "5"), ("d", "7")]
-
-
 def test_the_command_writes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--quick", "--device", "cpu", "--case", "8 tokens", "--output", str(tmp_path))
     # As a process, since `import pc` is lazy. A ceiling is measured once instead of for a second.

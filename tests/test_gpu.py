@@ -180,7 +180,7 @@ class FakeDevice:
             monkeypatch.setattr(torch.cuda, name, fake)
         from benchmarks.harness import ceilings
 
-        monkeypatch.setattr(runner, "measure_ceilings", lambda *_: ceilings.Ceilings(1e12, 1e14, "bfloat16"))
+        monkeypatch.setattr(runner, "measure_ceilings", lambda *_: ceilings.Ceilings(1e12, 1e14))
 
     @contextlib.contextmanager
     def graph(self, graph: FakeGraph) -> Iterator[None]:

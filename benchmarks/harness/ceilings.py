@@ -16,12 +16,10 @@ class Ceilings:
     Attributes:
         copy: Bytes a second of a large device copy, read plus written.
         matmul: Floating-point operations a second of a large matrix product in the dtype the attention runs in.
-        dtype: That dtype.
     """
 
     copy: float
     matmul: float
-    dtype: str
 
     def seconds(self, bytes_moved: int, flops: int) -> float:
         """Return the least time that so much work takes."""
@@ -66,4 +64,4 @@ def measure_ceilings(kind: str, tiny: bool = False) -> Ceilings:
     a, b = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(2))
     out = torch.empty_like(a)
     matmul = 2 * side**3 / _best(lambda: torch.matmul(a, b, out=out), device, seconds)
-    return Ceilings(copy, matmul, str(dtype).removeprefix("torch."))
+    return Ceilings(copy, matmul)

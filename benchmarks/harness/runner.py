@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 
 from . import timing
@@ -113,8 +114,8 @@ def run_case(
         if graphs:
             modes["graph"] = timing.time_graphs(graphs, seconds)
     for mode, times in modes.items():
-        for name, quantiles in times.items():
-            rows.append(facts[name] | {"mode": mode} | _numbers(inputs, quantiles, ceilings))
+        for name, taken in times.items():
+            rows.append(facts[name] | {"mode": mode} | _numbers(inputs, taken, ceilings))
     shared = case.conditions | conditions(case.device)
     return [row | shared for row in rows]
 
@@ -158,14 +159,17 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text[0][:160] if text else ''}"
 
 
-def _numbers(inputs: Inputs, quantiles: timing.Quantiles, ceilings: Ceilings) -> Row:
+def _numbers(inputs: Inputs, seconds: Sequence[float], ceilings: Ceilings) -> Row:
+    """Return a row's times of a call, and its share of the highest speed."""
+    times = dict(zip(("p20_us", "p50_us", "p80_us"), np.quantile(seconds, (0.2, 0.5, 0.8)) * 1e6, strict=True))
     ideal = ceilings.seconds(inputs.bytes, inputs.flops)
-    return quantiles.columns(2) | {
+    return {name: f"{time:.2f}" for name, time in times.items()} | {
+        "samples": str(len(seconds)),
         "bytes": str(inputs.bytes),
         "flops": str(inputs.flops),
         "copy_gbs": f"{ceilings.copy / 1e9:.1f}",
         "matmul_tflops": f"{ceilings.matmul / 1e12:.3f}",
-        "roofline": f"{ideal * 1e6 / quantiles.p50:.3g}",
+        "roofline": f"{ideal * 1e6 / times['p50_us']:.3g}",
     }
 
 

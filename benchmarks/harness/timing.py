@@ -1,4 +1,4 @@
-"""Times side by side: providers take turns, inputs rotate, and rows have quantiles over the rounds."""
+"""Times side by side: providers take turns, and inputs rotate."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import torch
@@ -17,31 +16,10 @@ Run = Callable[[], object]
 Name, Result = TypeVar("Name"), TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class Quantiles:
-    """Quantiles of the microseconds of one call."""
-
-    p20: float
-    p50: float
-    p80: float
-    samples: int
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Quantiles:
-        """Return the quantiles of times of single calls in seconds."""
-        low, middle, high = torch.tensor(seconds, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8]).double())
-        return cls(low.item() * 1e6, middle.item() * 1e6, high.item() * 1e6, len(seconds))
-
-    def columns(self, digits: int) -> dict[str, str]:
-        """Return the columns of a row."""
-        times = {f"{name}_us": f"{getattr(self, name):.{digits}f}" for name in ("p20", "p50", "p80")}
-        return times | {"samples": str(self.samples)}
-
-
 def _alternate(
     once: Callable[[str, int], float], names: Iterable[str], seconds: float, least: int
-) -> dict[str, Quantiles]:
-    """Return quantiles of the seconds that `once(name, round)` returns, over as many rounds as fill `seconds`.
+) -> dict[str, list[float]]:
+    """Return the seconds that `once(name, round)` returns in each round, for as many rounds as fill `seconds`.
 
     The number of rounds is estimated from a warm-up round, is at least `least`, and odd, so that a median is a sample.
     """
@@ -51,11 +29,10 @@ def _alternate(
         once(name, -1)
     took = max(time.perf_counter() - start, 1e-6)
     rounds = int(min(max(seconds / took, least), 300)) | 1
-    times = by_turns(once, names, rounds, itertools.count().__next__)
-    return {name: Quantiles.of(values) for name, values in times.items()}
+    return by_turns(once, names, rounds, itertools.count().__next__)
 
 
-def time_eager(providers: dict[str, list[Run]], device: torch.device, seconds: float) -> dict[str, Quantiles]:
+def time_eager(providers: dict[str, list[Run]], device: torch.device, seconds: float) -> dict[str, list[float]]:
     """Measure the wall time of a call. On a GPU, the calls of all inputs are followed by one synchronization.
 
     Args:
@@ -95,7 +72,7 @@ def capture(runs: list[Run]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def time_graphs(graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]], seconds: float) -> dict[str, Quantiles]:
+def time_graphs(graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]], seconds: float) -> dict[str, list[float]]:
     """Measure the device time of a call inside a replayed graph, without the cost of the host.
 
     Args:

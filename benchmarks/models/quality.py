@@ -58,10 +58,6 @@ class Step:
 Attend = Callable[[Step, int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def _ints(values: Any) -> torch.Tensor:
-    return torch.as_tensor(values, dtype=torch.int32)
-
-
 def full(step: Step, layer: int, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Attend to all keys up to a query's own."""
     return torch.ops.pc.paged_attention(q, keys, values, step.table, step.lens, step.starts, q.shape[-1] ** -0.5)
@@ -138,7 +134,8 @@ def keep_pressed(reading: Reading, budget: float, press: str) -> Attend:
         keys, values = (part.flatten(0, 1).transpose(0, 1) for part in cache)
         chosen.append(presses.kept_tokens(press, query, keys, values, query.shape[-1] ** -0.5, budget))
     kept = torch.stack(chosen)  # [layers, kv_heads, tokens]
-    slots = _ints(range(reading.llama.cache[0, 0].shape[:2].numel())).expand(*kept.shape[:2], -1).clone()
+    count = reading.llama.cache[0, 0].shape[:2].numel()
+    slots = torch.arange(count, dtype=torch.int32).expand(*kept.shape[:2], -1).clone()
     slots[..., : kept.shape[2]][~kept] = -1
 
     def attend(step: Step, layer: int, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:
