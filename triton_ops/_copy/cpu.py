@@ -125,11 +125,12 @@ def fits(source: torch.Tensor, cache: torch.Tensor, leading: int, index: torch.T
 
 
 def quick_scatter(source: torch.Tensor, cache: torch.Tensor, leading: int, index: torch.Tensor) -> bool:
-    """Scatter between contiguous tensors with few calls of torch. Return False, with nothing done, if it cannot."""
+    """Scatter between contiguous tensors that fit, with few calls of torch.
+
+    Return False, with nothing done, if it cannot.
+    """
     try:
-        if not fits(source, cache, leading, index) or source.dim() < 2:
-            return False
-        if not (source.is_contiguous() and cache.is_contiguous() and index.dim() == 1):
+        if not (source.is_contiguous() and cache.is_contiguous() and index.dim() == 1 and source.dim() > 1):
             return False
         rows, target = source, cache
         if source.nbytes > _FEW_BYTES:

@@ -177,7 +177,7 @@ def scatter_cpu(
     pairs = list(zip(sources, caches, strict=False))
     # All pairs are checked before the first is written, so a call that raises changes nothing.
     agree = len(sources) == len(caches) and _agree(caches)
-    if not agree or (len(pairs) > 1 and not all(cpu.fits(*pair, leading, index) for pair in pairs)):
+    if not agree or not all(cpu.fits(*pair, leading, index) for pair in pairs):
         move_rows(op, leading, caches, index, sources)
     elif left := [pair for pair in pairs if not cpu.quick_scatter(*pair, leading, index)]:
         move_rows(op, leading, [cache for _, cache in left], index, [source for source, _ in left])
