@@ -93,18 +93,17 @@ def test_a_model_is_served_again_once_what_hindered_it_is_gone(model: Any) -> No
 def test_compiling_a_model_elsewhere_empties_no_cache() -> None:
     script = """
 import torch, changed_models, pc.integrations.huggingface as hf
-from pc.integrations.huggingface.store.tiers import fingerprint
 from generate_cases import prompt
 model = changed_models.build()
 handle = hf.enable_prefix_caching(model, num_blocks=64)
-document, name = handle.compress(prompt(50)), fingerprint(model)
+document, name = handle.compress(prompt(50)), handle._serving.fingerprint(model)
 model.generate(prompt(60), max_new_tokens=2)
 for _ in range(2):
     with torch.no_grad():
         torch.compile(model, backend="eager")(prompt(60))
     model.generate(prompt(60), max_new_tokens=2)
     assert handle.last_requests[0].cached_tokens == 48, handle.last_requests
-assert fingerprint(model) == name
+assert handle._serving.fingerprint(model) == name
 with document:
     model.generate(prompt(60), max_new_tokens=2)
 """

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.modules import module as torch_module
 
 from .. import seam
 from ..tested import TESTED, release
@@ -400,14 +401,22 @@ def repeat_encoded(model: Any, input_ids: torch.Tensor, outputs: dict[str, Any],
     return model._expand_multimodal_outputs(input_ids, outputs, expand_size=repeats)  # type: ignore[no-any-return]
 
 
-# Private functions of torch. Without them the adapter does more work, and no feature is lost.
+# Private names of torch
 
 _STORAGE_USERS: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def holders_of(tensor: torch.Tensor) -> float:
-    """Return how many tensors and storage objects hold a tensor's memory; infinity if torch does not count them."""
+    """Return how many tensors and storage objects hold a tensor's memory; infinity if torch does not count them.
+
+    Without the count, the adapter copies more.
+    """
     return math.inf if _STORAGE_USERS is None else _STORAGE_USERS(tensor.untyped_storage()._cdata)
+
+
+def has_global_hooks() -> bool:
+    """Return whether a hook of the forward passes of all modules is registered, of any model."""
+    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 
 
 # Attention

@@ -57,11 +57,23 @@ class Engine:
         self.store = store = PromptStore(model, self._options, probed, self._moving)
         indexed = any(isinstance(layer, GrowingIndexedLayer) for layer in store.empty_cache.layers)
         self._reach = index_reach(model.config) if indexed else None  # longest sequence of a sparse model
-        options = self._options
-        if options.disk is not None and self._disk is None:
-            self._disk = disk_writers(model, store.manager, store.storage, options.disk, options.disk_bytes)
-        if options.host_blocks or self._disk is not None:
-            store.evict_to(LowerTiers(store.storage, options.host_blocks, self._disk))
+        self._set_tiers()
+
+    def _set_tiers(self) -> None:
+        """Let evicted blocks go to host memory and to disk, if the options say so."""
+        host_blocks = self._options.host_blocks
+        if host_blocks or self._disk is not None:
+            self.store.evict_to(LowerTiers(self.store.storage, host_blocks, self._disk))
+
+    def open_disk(self, fingerprint: str) -> None:
+        """Open the directory of the option `disk` for blocks of the model with this fingerprint.
+
+        Raises:
+            OSError: The directory cannot be made.
+        """
+        store, options = self.store, self._options
+        self._disk = disk_writers(fingerprint, store.manager, store.storage, options.disk, options.disk_bytes)
+        self._set_tiers()
 
     def _probe_packed(self, model: Any, probed: Probed, steps: DecodeSteps) -> bool:
         """Return whether packed passes can serve the model. Otherwise contiguous copies serve every call."""

@@ -11,16 +11,26 @@ from __future__ import annotations
 import functools
 import hashlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from operator import is_, itemgetter
-from types import CodeType, FunctionType, ModuleType
+from types import (
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
+import numpy as np
 import torch
 
 from .api import registered
 from .runners.dispatch import Dispatch
+from .support import inner_tensors, tensor_bytes
 
 _KNOWN = {*sys.stdlib_module_names, "torch", "numpy", "pc"}
 """Packages whose functions are compared, but whose code is not searched for further functions."""
@@ -33,6 +43,7 @@ _OTHER = tuple(
 )  # fmt: skip
 """Parts of transformers that are not searched either: loading, saving and decoding loops compute no KV."""
 _NUMBERS = (bool, int, float)
+_PLAIN = (*_NUMBERS, complex, str, bytes, np.generic, torch.dtype, torch.device)
 
 
 _TWICE = ("__doc__", "__doc__")  # two names that always exist: itemgetter returns a tuple only for several names
@@ -183,9 +194,23 @@ class Functions:
         yield from zip(labels, self._kept, strict=True)
         yield from zip((f"{f.__module__}.{f.__qualname__}'s code" for f in self._functions), self._code, strict=True)
 
-    def lines(self) -> list[str]:
-        """Return lines that are the same in every process that runs the same functions."""
-        found = [f"{f.__module__}.{f.__qualname__} {code_digest(f)}" for f in self._functions]
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors among the watched global names, by name."""
+        for label, values, names in self._of_files():
+            for name in names:
+                if isinstance(values[name], torch.Tensor):
+                    yield f"{label}.{name}", values[name]
+
+    def lines(self, known: Mapping[int, Any]) -> list[str]:
+        """Return lines that are the same in every process that runs the same functions.
+
+        `known` has values that other digests cover; see `content_digest`.
+        """
+        others = {**known, **{id(f): f for f in self._functions}}
+        found = []
+        for f in self._functions:
+            without = {number: value for number, value in others.items() if value is not f}
+            found.append(f"{f.__module__}.{f.__qualname__} {content_digest(f, without)}")
         for label, values, names in self._spaces.values():
             for name in names or _names_of(values):
                 value = values[name]
@@ -256,51 +281,80 @@ def names_of(code: CodeType) -> Iterator[str]:
             yield from names_of(constant)
 
 
-def code_digest(function: Any) -> str:
-    """Return a hash of a callable's code, defaults and closure, equal in all processes of one Python version."""
+def content_digest(value: Any, known: Mapping[int, Any] = MappingProxyType({})) -> str:
+    """Return a hash of a value's content, equal in all processes of one Python version.
+
+    The content of a function is its code, defaults and closure. If the function belongs to no known package, the global
+    values that it reads count too. The content of an object is its class. If the class belongs to no known package, the
+    object's attributes and the code of its class count too.
+
+    Args:
+        value: Any value.
+        known: Values that are left out, because other digests cover them, by id.
+    """
     digest = hashlib.sha256()
-    for line in _described(function, set()):
+    for line in _described(value, dict(known)):
         digest.update(line)
     return digest.hexdigest()
 
 
-def _described(value: Any, seen: set[int]) -> Iterator[bytes]:
-    """Yield bytes that differ for different values. An object yields its class, and its code if it is callable."""
+def _is_known(module: Any) -> bool:
+    """Return whether a module belongs to a package of which only the code of single functions is described."""
+    package = str(module).partition(".")[0]
+    return package in _KNOWN or package == "transformers"
+
+
+def _described(value: Any, seen: dict[int, Any]) -> Iterator[bytes | memoryview]:
+    """Yield bytes that differ for different values. Values in `seen`, by id, yield nothing."""
+    if value is None or isinstance(value, _PLAIN):
+        yield repr(value).encode()
+        return
+    if isinstance(value, ModuleType) or id(value) in seen:
+        return
+    seen[id(value)] = value  # alive, so that no other value gets its id
     if isinstance(value, torch.Tensor):
-        yield f"{value.dtype} {list(value.shape)}".encode()
-        if value.device.type != "meta" and value.layout == torch.strided:
-            yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        for name, tensor in inner_tensors("", value):
+            yield f"{name} {tensor.dtype} {list(tensor.shape)}".encode()
+            yield tensor_bytes(tensor)
+    elif isinstance(value, np.ndarray):
+        yield f"{value.dtype} {value.shape}".encode()
+        yield from _described(value.tolist() if value.dtype.hasobject else value.tobytes(), seen)
     elif isinstance(value, CodeType):
         yield value.co_code
         yield repr((value.co_names, value.co_varnames, value.co_flags)).encode()
         for constant in value.co_consts:
             yield from _described(constant, seen)
-    elif isinstance(value, FunctionType) and id(value) not in seen:
-        seen.add(id(value))
-        yield from _described(value.__code__, seen)
+    elif isinstance(value, FunctionType):
+        names = value.__globals__
+        read = set() if _is_known(names.get("__name__")) else names.keys() & set(names_of(value.__code__))
         cells = [cell_content(cell) for cell in value.__closure__ or ()]
-        for part in (*cells, *(value.__defaults__ or ()), *sorted((value.__kwdefaults__ or {}).items())):
-            yield from _described(part, seen)
+        parts = (value.__code__, cells, value.__defaults__, value.__kwdefaults__, [(n, names[n]) for n in sorted(read)])
+        yield from _described(parts, seen)
+    elif isinstance(value, functools.partial):
+        yield from _described((value.func, value.args, value.keywords), seen)
+    elif isinstance(value, MethodType):
+        yield from _described((value.__func__, value.__self__), seen)
     elif isinstance(value, list | tuple | set | frozenset | dict):
         yield type(value).__name__.encode()
-        yield from _described_parts(value, seen)
-    elif value is None or isinstance(value, bool | int | float | complex | str | bytes):
-        yield repr(value).encode()
-    elif not isinstance(value, type | ModuleType):
-        yield f"{type(value).__module__}.{type(value).__qualname__}".encode()
-        for function in functions_of(value) if id(value) not in seen else ():
-            yield from _described(function, seen)
-        if isinstance(value, functools.partial):
-            yield from _described((value.args, value.keywords), seen)
+        parts = list(value.items()) if isinstance(value, dict) else value
+        for part in sorted(parts, key=repr) if isinstance(value, set | frozenset) else parts:
+            yield from _described(part, seen)
+    elif isinstance(value, type):
+        yield f"{value.__module__}.{value.__qualname__}".encode()
+        if not _is_known(value.__module__):
+            members = [(name, member) for name, member in vars(value).items() if not _is_of_python(name, member)]
+            yield from _described((value.__bases__, members), seen)
+    else:
+        kind = type(value)
+        yield f"{kind.__module__}.{kind.__qualname__}".encode()
+        yield from _described(list(functions_of(value)), seen)
+        own = not _is_known(kind.__module__) and not hasattr(kind, "to_dict")  # configs are compared as a whole
+        if own or isinstance(value, torch.nn.Module | SimpleNamespace):
+            slots = [n for base in kind.__mro__ for n, m in vars(base).items() if isinstance(m, MemberDescriptorType)]
+            held = [getattr(value, "__dict__", None), [(name, getattr(value, name, None)) for name in slots]]
+            yield from _described((kind, held), seen)
 
 
-def _described_parts(values: Any, seen: set[int]) -> Iterator[bytes]:
-    """Yield the bytes of a container's items, in an order that is the same in every process."""
-    if id(values) in seen:
-        return
-    seen.add(id(values))
-    parts: Iterable[Any] = values.items() if isinstance(values, dict) else values
-    if isinstance(values, set | frozenset):
-        parts = sorted(values, key=repr)
-    for part in parts:
-        yield from _described(part, seen)
+def _is_of_python(name: str, member: Any) -> bool:
+    """Return whether Python added a member to a class."""
+    return name.startswith("__") and not isinstance(member, FunctionType)

@@ -9,6 +9,7 @@ millisecond for 48 layers.
 from __future__ import annotations
 
 import hashlib
+import json
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -20,9 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from .api import COMPILED, KEPT_MANAGER, RECORDING, is_own_hook
-from .functions import Functions
-from .support import CHANGING_ROPE
+from .api import COMPILED, KEPT_MANAGER, RECORDING, SILENT_ENTRIES, has_global_hooks, is_own_hook
+from .calls import refusing
+from .functions import Functions, content_digest
+from .support import CHANGING_ROPE, inner_tensors, tensor_bytes
 
 SAMPLED = 16  # number of elements of each weight that are compared before a call
 MANY = 1 << 14  # the same for weights whose version is useless, because each forward pass raises it
@@ -38,6 +40,9 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 ATTACHED = frozenset({"generate", "init_continuous_batching", KEPT_MANAGER, RECORDING, "_is_torch_compile", *COMPILED})
 """Attributes of a model that this package, transformers or torch.compile adds. They do not change keys and values."""
+_ELSEWHERE = frozenset({"config", "generation_config", "peft_config", "name_or_path", "hf_device_map"})
+"""Attributes that a fingerprint leaves out. It covers configs as a whole; the others do not affect keys and values."""
+_SIMPLE = (bool, int, float, str, dict, list, tuple, set, frozenset, type(None))
 ROW_HOOKS = ("adapter_names", "alora_offsets")
 """Names of the settings that PEFT gives its layers for each row, through hooks that it adds for one call."""
 
@@ -79,7 +84,7 @@ class Identity:
         tables = [(named[id(m)], vars(m)[n]) for m in (model, *watched) for n in _TABLES]
         containers = [*nested.values(), *tables]
         dicts = [(label, c) for label, c in containers if c and isinstance(c, dict)]
-        lists = [(label, c) for label, c in containers if c and isinstance(c, list)]
+        lists = [(label, c) for label, c in containers if c and not isinstance(c, dict)]
         self._dicts, self._lists = [c for _, c in dicts], [c for _, c in lists]
         self._empty = [c for _, c in containers if not c]
         labels += [(label, tuple(c)) for label, c in dicts] + [(label, tuple(range(len(c)))) for label, c in lists]
@@ -88,16 +93,15 @@ class Identity:
         self._hook_tables = [vars(m)[n] for m in (model, *watched) for n in _HOOKS]
         self._hook_labels = [f"{_joined(named[id(m)], n)}" for m in (model, *watched) for n in _HOOKS]
         self._kept_hooks = self._hooks()
-        self._tensors = dict(_named_tensors(model))
-        known = set(map(id, self._tensors.values()))
-        plain = _plain_tensors(model, transient)
-        self._tensors |= {n: t for n, t in plain if n not in transient and id(t) not in known}
-        self._all_tensors = list(self._tensors.values())
+        self._functions = Functions(model)
+        found = [*_model_tensors(model, transient), *((n, t, True) for n, t in self._functions.tensors())]
+        self._found = [t for _, t, _ in found]
+        self._tensors = {n: t for n, t, plain in found if not (plain and n in transient)}
         self._versioned = [t for n, t in self._tensors.items() if not t.is_inference() and n not in transient]
-        self._samples = _Samples([(n, t, MANY if n in transient else SAMPLED) for n, t in self._tensors.items()])
+        self._in_memory = {n: t for n, t in self._tensors.items() if t.layout == torch.strided and not t.is_meta}
+        self._samples = _Samples([(n, t, MANY if n in transient else SAMPLED) for n, t in self._in_memory.items()])
         self._kept = list(self._attributes(model))
         self._types = [type(model), *map(type, self._modules)]
-        self._functions = Functions(model)
         self._numbers = self._tensor_numbers()
         self._content = self._samples.elements()
 
@@ -138,7 +142,7 @@ class Identity:
 
     def _tensor_numbers(self) -> list[int]:
         """Return the versions and addresses of tensors, which change if a tensor is written to or replaced."""
-        return [t._version for t in self._versioned] + [t.data_ptr() for t in self._all_tensors]
+        return [t._version for t in self._versioned] + [t.data_ptr() for t in self._in_memory.values()]
 
     def _adapter_states(self) -> list[tuple[Any, Any, Any]]:
         """Return which PEFT adapters each layer has active, and their scaling."""
@@ -164,7 +168,7 @@ class Identity:
 
         def unchanged() -> bool:
             now = reference()
-            if now is None or self._restructured(now) or self._adapter_states() != states:
+            if now is None or has_global_hooks() or self._restructured(now) or self._adapter_states() != states:
                 return False
             elements = self._samples.elements(on_devices=False)
             return elements == self._content[: len(elements)]
@@ -195,6 +199,43 @@ class Identity:
         ]
         return ("adapters", hashlib.sha256("\n".join(states).encode()).hexdigest()) if states else ()
 
+    def fingerprint(self, model: Any) -> str:
+        """Return a hash, in hexadecimal, that is equal in every process with this model.
+
+        It covers all that `changed` compares, with all elements of tensors, and also the content of hooks and objects.
+
+        Raises:
+            UnsupportedError: A tensor of the model cannot be read.
+        """
+        known = {id(value): value for value in (*model.modules(), *self._found)}
+        lines: list[Any] = [type(model).__name__, *map(_config_line, _configs(model))]
+        for label, module in model.named_modules():
+            with refusing(f"the attributes of {label or 'the model'} cannot be compared with those of another process"):
+                lines += [
+                    f"{label} {type(module).__module__} {type(module).__qualname__}",
+                    self._content_of(module, known),
+                ]
+        lines += self._functions.lines(known)
+        digest = hashlib.sha256()
+        for line in lines:
+            digest.update(line.encode())
+        for name, tensor in self._tensors.items():
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            with refusing(f"the elements of {name} cannot be compared with those of another process"):
+                digest.update(tensor_bytes(tensor))
+        return digest.hexdigest()
+
+    def _content_of(self, module: torch.nn.Module, known: dict[int, Any]) -> str:
+        """Return a digest of a module's attributes and hooks, without what `known` holds by id."""
+        hooks = [hook for name in _HOOKS for hook in vars(module)[name].values() if not is_harmless(hook)]
+        left_out = {*self._left_out, *_ELSEWHERE, *(ADAPTER_STATE if module in self.adapters else ())}
+        own = {} if changes_itself(module) else vars(module)
+        # Names with an underscore hold state of the framework, such as whether a module was initialized.
+        kept = {
+            n: v for n, v in own.items() if n not in left_out and not (n.startswith("_") and isinstance(v, _SIMPLE))
+        }
+        return content_digest((hooks, sorted(kept.items(), key=itemgetter(0))), known)
+
     def difference(self, later: Identity) -> str:
         """Return the name of one difference between this and a later identity of the model."""
         before, after = self._seen(), later._seen()
@@ -211,7 +252,7 @@ class Identity:
         classes = zip(("the model", *self._module_names), self._types, strict=True)
         found |= {f"{name}'s class": kind for name, kind in classes}
         found |= {f"{self._hook_labels[n]}, {_name_of(hook)}": hook for n, hook in self._kept_hooks}
-        addresses = zip(self._tensors, self._numbers[len(self._versioned) :], strict=True)
+        addresses = zip(self._in_memory, self._numbers[len(self._versioned) :], strict=True)
         found |= {f"{name}'s address": str(address).encode() for name, address in addresses}
         versions = dict(zip(map(id, self._versioned), self._numbers, strict=False))
         found |= {f"{name}'s version": str(versions.get(id(t), 0)).encode() for name, t in self._tensors.items()}
@@ -228,6 +269,12 @@ def _row_settings(hook: Any) -> dict[str, Any]:
 def is_harmless(hook: Any) -> bool:
     """Return whether a hook computes nothing: it records outputs for transformers, or names adapters for one call."""
     return is_own_hook(hook) or bool(_row_settings(hook))
+
+
+def _config_line(config: Any) -> str:
+    """Return the entries of a config that affect keys and values, as JSON."""
+    entries = {name: value for name, value in config.to_dict().items() if name not in SILENT_ENTRIES}
+    return json.dumps(entries, sort_keys=True, default=str)
 
 
 def _name_of(hook: Any) -> str:
@@ -262,10 +309,10 @@ def without_row_settings(model: Any) -> Iterator[None]:
 
 
 def _within(module: torch.nn.Module) -> dict[str, list[int]]:
-    """Return the ids of the values inside a module's dict and list attributes, by attribute name."""
+    """Return the ids of the values inside a module's dict, list and tuple attributes, by attribute name."""
     found = {}
     for name, value in vars(module).items():
-        if isinstance(value, dict | list) and name not in _INTERNAL:
+        if isinstance(value, dict | list | tuple) and name not in _INTERNAL:
             nested: dict[int, tuple[str, Any]] = {}
             _nested(name, {name: value}, nested)
             held = (c.values() if isinstance(c, dict) else c for _, c in nested.values())
@@ -282,13 +329,13 @@ def set_by_forward(model: Any) -> Iterator[set[str]]:
     """
     found: set[str] = set()
     before = [(m, dict(vars(m)), _within(m)) for m in model.modules()]
-    tensors = {name: (t, t._version) for name, t in _all_tensors(model) if not t.is_inference()}
+    tensors = {name: (t, t._version) for name, t, _ in _model_tensors(model) if not t.is_inference()}
     yield found
     for module, attributes, within in before:
         found |= {name for name, value in vars(module).items() if attributes.get(name, found) is not value}
         now = _within(module)
         found |= {name for name in within.keys() | now.keys() if within.get(name) != now.get(name)}
-    for name, tensor in _all_tensors(model):
+    for name, tensor, _ in _model_tensors(model):
         old, version = tensors.get(name, (None, 0))
         if old is tensor and tensor._version != version:
             found.add(name)
@@ -302,12 +349,12 @@ def changes_itself(module: torch.nn.Module) -> bool:
 
 
 def _nested(label: str, values: dict[str, Any], found: dict[int, tuple[str, Any]], depth: int = 3) -> None:
-    """Add to `found` the name of each dict and list among `values`, and the dict or list itself, by its id.
+    """Add to `found` the name of each dict, list and tuple among `values`, and the container itself, by its id.
 
-    Dicts and lists inside these are added too, down to `depth` levels.
+    Containers inside these are added too, down to `depth` levels.
     """
     for name, value in values.items():
-        if isinstance(value, dict | list) and id(value) not in found and depth:
+        if isinstance(value, dict | list | tuple) and id(value) not in found and depth:
             own = _joined(label, str(name))
             found[id(value)] = own, value
             within = value if isinstance(value, dict) else {str(n): v for n, v in enumerate(value)}
@@ -325,26 +372,13 @@ def _configs(model: Any) -> list[Any]:
     return list(found.values())
 
 
-def _named_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter and buffer once, by name; for a tensor subclass, the tensors that it wraps.
+def _model_tensors(model: Any, left_out: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Yield each tensor of a model once: its name, the tensor, and whether it is neither a parameter nor a buffer.
 
-    Rotary embeddings that change with the input length are skipped. So are the tensors that `_inner` skips.
+    Such plain tensors are in attributes of modules, or in containers there. Attributes in `left_out` are skipped, and
+    so are rotary embeddings that change with the input length. Of a tensor subclass, the tensors that it wraps count.
     """
     seen: set[int] = set()
-    for label, module in model.named_modules():
-        if module is not model and changes_itself(module):
-            continue
-        for name, tensor in chain(module._parameters.items(), module._buffers.items()):
-            if tensor is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield from _inner(_joined(label, name), tensor)
-
-
-def _plain_tensors(model: Any, left_out: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors that modules hold in attributes, or in dicts and lists there, instead of as parameters or buffers.
-
-    Attributes whose names are in `left_out` are skipped.
-    """
     left_out = {*_INTERNAL, *ATTACHED, *left_out}
     for label, module in model.named_modules():
         if module is not model and changes_itself(module):
@@ -352,28 +386,15 @@ def _plain_tensors(model: Any, left_out: Collection[str] = ()) -> Iterator[tuple
         own = {n: v for n, v in vars(module).items() if n not in left_out}
         nested: dict[int, tuple[str, Any]] = {}
         _nested(label, own, nested)
-        for name, held in ((label, own), *nested.values()):
+        registered = [(label, module._parameters, False), (label, module._buffers, False)]
+        for name, held, plain in (
+            *registered,
+            *((name, held, True) for name, held in ((label, own), *nested.values())),
+        ):
             for key, value in held.items() if isinstance(held, dict) else enumerate(held):
-                if isinstance(value, torch.Tensor):
-                    yield from _inner(_joined(name, str(key)), value)
-
-
-def _all_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of `_named_tensors` and those of `_plain_tensors`."""
-    return chain(_named_tensors(model), _plain_tensors(model))
-
-
-def _inner(label: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a tensor with its name or, for a tensor subclass, the tensors that it wraps.
-
-    Tensors that are not strided or have no memory (meta) are skipped.
-    """
-    data = tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor
-    if hasattr(type(data), "__tensor_flatten__"):
-        for name in getattr(data, "__tensor_flatten__")()[0]:  # noqa: B009  torch.Tensor lacks the method
-            yield from _inner(_joined(label, name), getattr(data, name))
-    elif tensor.layout == torch.strided and tensor.device.type != "meta":
-        yield label, tensor
+                if isinstance(value, torch.Tensor) and id(value) not in seen:
+                    seen.add(id(value))
+                    yield from ((n, t, plain) for n, t in inner_tensors(_joined(name, str(key)), value))
 
 
 class _Samples:

@@ -75,7 +75,10 @@ class Serving:
             except UnsupportedError as error:
                 self.unsupported = self.steps.reason = f"{type(model).__name__}: {error}"
                 self._calls.warn_of_fallback(UnsupportedError(self.unsupported))
-        self._identity = Identity(model, transient)
+        identity = Identity(model, transient)
+        if self._engine is not None and self.options.disk is not None:
+            self._engine.open_disk(identity.fingerprint(model))
+        self._identity = identity
         self._served_before = self._calls.served
         self.steps.prepare(model, None)
 
@@ -391,7 +394,11 @@ class Serving:
         engine, adapters = (None, ()) if model is None else self._current(model)
         if engine is None:
             raise ValueError("model: needs one that is served, to save or load its blocks")
-        return move(model, engine.store, adapters, path)
+        return move(self.fingerprint(model), engine.store, adapters, path)
+
+    def fingerprint(self, model: Any) -> str:
+        """Return a hash of the model, whose state is current, that is equal in other processes with this model."""
+        return self._identity.fingerprint(model)
 
     def disable(self) -> None:
         """See `PrefixCaching.disable`."""

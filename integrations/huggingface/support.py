@@ -102,6 +102,24 @@ def is_compiled(model: Any) -> bool:
     return compiled or any(hasattr(forward, "_torchdynamo_orig_callable") for forward in forwards)
 
 
+def inner_tensors(label: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a tensor with its name or, for a tensor subclass, the tensors that it wraps."""
+    data = tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor
+    if hasattr(type(data), "__tensor_flatten__"):
+        for name in getattr(data, "__tensor_flatten__")()[0]:  # noqa: B009  torch.Tensor lacks the method
+            yield from inner_tensors(f"{label}.{name}" if label else name, getattr(data, name))
+    else:
+        yield label, tensor
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the elements of a tensor as bytes; none for a tensor without memory (meta)."""
+    if tensor.device.type == "meta":
+        return memoryview(b"")
+    dense = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
+    return dense.cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
+
 @contextmanager
 def eval_mode(model: torch.nn.Module) -> Iterator[None]:
     """Put a model in eval mode within a block, then restore the mode of each submodule.

@@ -21,7 +21,7 @@ from ..loop import Loop
 from ..runners.dispatch import install
 from ..runners.document import check_loop_over_document
 from ..settings import memory_budget
-from ..store.tiers import fingerprint, replaced
+from ..store.tiers import replaced
 from ..visits import Visit, apart, enter, leave, open_visits, visited
 from .kept import Content, KeptLayer, digest_of, tokens_of
 from .presses import press_key
@@ -295,6 +295,11 @@ class Documents:
         model, adapters = self._serving.reader()
         return model, (self._epoch, *adapters)
 
+    def fingerprint(self, model: Any) -> str:
+        """Return the fingerprint of the model, which `current` has returned."""
+        found: str = self._serving.fingerprint(model)
+        return found
+
     def check_salt(self, name: str, content: Content) -> None:
         """Raise ValueError if a document's salt is not the current one. A document without a salt is open to all."""
         if content.salt and content.salt != digest_of(content.key, self._serving.salt.current):
@@ -353,7 +358,7 @@ class Documents:
         """Return a document from the device, host memory or disk, put on the device; None if it is in none of them."""
         options = self._options
         if options.disk is not None and self._disk is None:
-            folder = Path(options.disk) / f"documents-{fingerprint(model)[:32]}"
+            folder = Path(options.disk) / f"documents-{self.fingerprint(model)[:32]}"
             self._disk = DiskTier(folder, None, options.disk_bytes)
         with self._lock:
             content = self._contents.get(key)
@@ -423,4 +428,4 @@ def _tokens_of(context_ids: Any) -> torch.Tensor:
 def _file_key(documents: Documents) -> bytes:
     """Return the key under which files are packed: the fingerprint of the model."""
     model, _ = documents.current()
-    return bytes.fromhex(fingerprint(model))
+    return bytes.fromhex(documents.fingerprint(model))

@@ -16,21 +16,16 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import torch
 
 from ....cache.tiers.disk import DiskTier
 from ....cache.tiers.memory import MemoryTier
 from ....cache.tiers.payload import host_copy, largest_size, pack, unpack
 from ....cache.tiers.tier import Layout, Tier
 from ....cache.tiers.writer import TierWriter
-from ..api import SILENT_ENTRIES
-from ..functions import Functions, code_digest
-from ..identity import changes_itself, is_harmless
 from .storage import AnyManager, BlockContent, ModelStorage
 
 FORMAT = "pc blocks 3"  # first line of a file of `save`; its number changes with the format
 _SIZE = struct.Struct("<Q")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 class LowerTiers:
@@ -88,14 +83,16 @@ def published(manager: AnyManager, group: int) -> list[bytes]:
 
 
 def disk_writers(
-    model: Any, manager: AnyManager, storage: ModelStorage, path: str | os.PathLike[str], max_bytes: int | None
+    fingerprint: str, manager: AnyManager, storage: ModelStorage, path: str | os.PathLike[str], max_bytes: int | None
 ) -> list[TierWriter]:
     """Return a writer to a directory for each group. Groups share `max_bytes` in proportion to their memory.
+
+    `fingerprint` is that of the model; see `Identity.fingerprint`.
 
     Raises:
         OSError: The directory cannot be made.
     """
-    identity = f"{fingerprint(model)} {manager.hash_algorithm} {manager.seed}"
+    identity = f"{fingerprint} {manager.hash_algorithm} {manager.seed}"
     sizes = [part.num_blocks * part.bytes_per_block for part in storage.parts]
     limits = [None if max_bytes is None else max(1, max_bytes * size // max(sum(sizes), 1)) for size in sizes]
     return [
@@ -122,10 +119,10 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         raise
 
 
-def _header(model: Any, store: Any, adapters: tuple[str, ...]) -> tuple[dict[str, str], list[Layout]]:
+def _header(fingerprint: str, store: Any, adapters: tuple[str, ...]) -> tuple[dict[str, str], list[Layout]]:
     """Return the fields of a file's header that identify the model, and the layout of each group's blocks.
 
-    `store` is its `PromptStore`, and `adapters` are the extra keys of PEFT adapters.
+    `store` is the model's `PromptStore`, and `adapters` are the extra keys of its PEFT adapters.
     """
     manager, parts = store.manager, store.storage.parts
     shapes = [(type(g).__name__, part.shapes) for g, part in zip(manager.groups, parts, strict=True)]
@@ -133,20 +130,20 @@ def _header(model: Any, store: Any, adapters: tuple[str, ...]) -> tuple[dict[str
         "block_size": str(manager.block_size),
         "hash": f"{manager.hash_algorithm} {manager.seed}",
         "adapter": " ".join(adapters),
-        "model": fingerprint(model),
+        "model": fingerprint,
         "layout": repr(shapes),
     }
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
     return identity, [Layout(digest, part.shapes) for part in parts]
 
 
-def save(model: Any, store: Any, adapters: tuple[str, ...], path: str | os.PathLike[str]) -> int:
+def save(fingerprint: str, store: Any, adapters: tuple[str, ...], path: str | os.PathLike[str]) -> int:
     """Write all published blocks, and those in host memory, to a file; return their number. An error changes no file.
 
     The file has a line `FORMAT`, a line of JSON, then each block, packed. The JSON has the model's fingerprint, the
     cache's settings and the hashes of the blocks. A block that another thread's call evicts meanwhile has no bytes.
     """
-    identity, layouts = _header(model, store, adapters)
+    identity, layouts = _header(fingerprint, store, adapters)
     groups = [
         [*dict.fromkeys((*memory.keys(), *published(store.manager, group)))]
         for group, memory in enumerate(store.evicted.memory)
@@ -164,13 +161,13 @@ def save(model: Any, store: Any, adapters: tuple[str, ...], path: str | os.PathL
     return count
 
 
-def load(model: Any, store: Any, adapters: tuple[str, ...], path: str | os.PathLike[str]) -> int:
+def load(fingerprint: str, store: Any, adapters: tuple[str, ...], path: str | os.PathLike[str]) -> int:
     """Read a file's blocks into host memory and return their number.
 
     Raises:
         ValueError: `save` did not write the file, or wrote it for another model, or it is damaged.
     """
-    expected, layouts = _header(model, store, adapters)
+    expected, layouts = _header(fingerprint, store, adapters)
     with open(path, "rb") as file:
         if file.readline(len(FORMAT) + 1) != f"{FORMAT}\n".encode():
             raise ValueError("path: got a file of another format, needs a file that save() wrote")
@@ -206,30 +203,3 @@ def _next(file: IO[bytes], layout: Layout) -> bytes:
 def _damaged(error: Exception) -> ValueError:
     got = f"a file that cannot be read ({type(error).__name__}: {error})"
     return ValueError(f"path: got {got}, needs a file that save() wrote")
-
-
-def fingerprint(model: Any) -> str:
-    """Return a hash of a model's classes, functions, config, settings, hooks, dtypes and tensors, in hexadecimal."""
-    config = {name: value for name, value in model.config.to_dict().items() if name not in SILENT_ENTRIES}
-    digest = hashlib.sha256(type(model).__name__.encode())
-    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
-    for line in (*_settings(model), *Functions(model).lines()):
-        digest.update(line.encode())
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _settings(model: Any) -> Iterator[str]:
-    """Yield the classes, simple attributes and hooks of modules, except hooks that `is_harmless` accepts."""
-    for name, module in model.named_modules():
-        yield f"{name} {type(module).__module__} {type(module).__qualname__}"
-        for hooks in _HOOKS:
-            yield f"{hooks} {[code_digest(hook) for hook in vars(module)[hooks].values() if not is_harmless(hook)]}"
-        if "forward" in vars(module):
-            yield f"forward {code_digest(vars(module)['forward'])}"
-        if not changes_itself(module):
-            simple = {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str)}
-            kept = {k: v for k, v in simple.items() if not k.startswith("_") and k != "training"}
-            yield repr(sorted(kept.items()))

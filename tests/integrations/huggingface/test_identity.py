@@ -64,6 +64,7 @@ def test_changes_are_noticed(model: Any, change: Callable[[Any], Any]) -> None:
 PLAIN: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "attribute": (lambda m: setattr(m, "plain", torch.ones(64)), lambda m: m.plain),
     "in a dict": (lambda m: setattr(m, "plain", {"of": [torch.ones(64)]}), lambda m: m.plain["of"][0]),
+    "in a tuple": (lambda m: setattr(m, "plain", (torch.ones(64),)), lambda m: m.plain[0]),
 }
 
 
