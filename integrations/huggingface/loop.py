@@ -18,6 +18,7 @@ from .api import (
     StopStringCriteria,
     drop_cache,
     eos_tokens,
+    has_global_hooks,
     is_of_hub,
     need,
     prepared_config,
@@ -27,6 +28,7 @@ from .images import Images
 
 BY_TOKEN = ("greedy_search", "sample")
 BY_TOKEN_OUTPUTS = ("output_attentions", "output_hidden_states")
+HOOK_ON_ALL = "a hook on all modules is registered, as by register_module_forward_hook"
 OWN_CACHE = f"{CACHE} of your own"
 CONTINUED = "_pc_continued"  # attribute that marks a cache as the result of a served call
 
@@ -215,6 +217,7 @@ def check_mode(model: Any, arguments: dict[str, Any]) -> None:
 def check_loop(loop: Loop) -> None:
     """Raise UnsupportedError for a call whose tokens could differ from those of the model's own generate."""
     model, kwargs, config = loop.model, loop.model_kwargs, loop.generation_config
+    refuse_if(has_global_hooks(), HOOK_ON_ALL)
     prepare = vars(model).get("prepare_inputs_for_generation", type(model).prepare_inputs_for_generation)
     if not str(getattr(prepare, "__module__", "")).startswith("transformers."):
         raise UnsupportedError("prepare_inputs_for_generation is overridden")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 transformers = pytest.importorskip("transformers")
 
@@ -321,3 +322,60 @@ def test_raise_for_a_model_and_for_a_failure(model: Any, monkeypatch: pytest.Mon
         patch.setattr(batch, "prompts_of", fail)
         with pytest.raises(UnsupportedError, match=FAILED):
             model.generate(prompt(40), max_new_tokens=2)
+
+
+def _double(module: Any, inputs: Any, output: Any, *_: Any) -> Any:
+    return output * 2 if isinstance(module, torch.nn.Embedding) else None
+
+
+def _double_input(module: Any, inputs: Any) -> Any:
+    return (inputs[0] * 2,) if type(module).__name__ == "LlamaMLP" else None
+
+
+ON_ALL: dict[str, Callable[[], Any]] = {
+    "after": lambda: register_module_forward_hook(_double),
+    "with keywords": lambda: register_module_forward_hook(
+        lambda module, inputs, keywords, output: _double(module, inputs, output), with_kwargs=True
+    ),
+    "before": lambda: register_module_forward_pre_hook(_double_input),
+}
+ON_ALL_MODULES = "a hook on all modules is registered, as by register_module_forward_hook"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", ON_ALL)
+def test_a_hook_on_all_modules(model: Any, case: str) -> None:
+    """It belongs to no model, and other KV than without it must neither be read nor cached."""
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        without = assert_same(model, input_ids=prompt(40))
+        with warnings.catch_warnings(), ON_ALL[case]():
+            warnings.simplefilter("ignore")
+            for ids in (prompt(40), prompt(40, 1)):
+                got = assert_same(model, input_ids=ids)
+                assert handle.last_requests == []
+            with pytest.raises(ValueError, match=ON_ALL_MODULES):
+                handle.explain(prompt(40))
+            with pytest.raises(ValueError, match=ON_ALL_MODULES):
+                handle.compress(prompt(40))
+        assert not torch.equal(got, without)
+        assert handle.stats().calls_handed_back == {ON_ALL_MODULES: 2}
+        for ids, cached in ((prompt(40), 39), (prompt(40, 1), 0)):
+            assert_same(model, input_ids=ids)
+            assert handle.last_requests[0].cached_tokens == cached
+
+
+def test_a_hook_on_all_modules_that_comes_during_a_call(model: Any) -> None:
+    """What is computed from then on is not cached."""
+    hooks: list[Any] = []
+
+    def register(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not hooks:
+            hooks.append(register_module_forward_hook(_double))
+        return scores
+
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        model.generate(prompt(40), max_new_tokens=40, logits_processor=[register], eos_token_id=None)
+        hooks[0].remove()
+        ids = plain(model, input_ids=prompt(40), max_new_tokens=40, eos_token_id=None)
+        assert_same(model, input_ids=ids)
+        assert handle.last_requests[0].cached_tokens <= 32
