@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -65,14 +66,14 @@ class Engine:
         if host_blocks or self._disk is not None:
             self.store.evict_to(LowerTiers(self.store.storage, host_blocks, self._disk))
 
-    def open_disk(self, fingerprint: str) -> None:
-        """Open the directory of the option `disk` for blocks of the model with this fingerprint.
+    def open_disk(self, disk: str | os.PathLike[str], fingerprint: str) -> None:
+        """Open a directory for blocks of the model with this fingerprint, which get there once they are evicted.
 
         Raises:
             OSError: The directory cannot be made.
         """
-        store, options = self.store, self._options
-        self._disk = disk_writers(fingerprint, store.manager, store.storage, options.disk, options.disk_bytes)
+        store = self.store
+        self._disk = disk_writers(fingerprint, store.manager, store.storage, disk, self._options.disk_bytes)
         self._set_tiers()
 
     def _probe_packed(self, model: Any, probed: Probed, steps: DecodeSteps) -> bool:

@@ -336,8 +336,8 @@ def _described(value: Any, seen: dict[int, Any]) -> Iterator[bytes | memoryview]
         yield from _described((value.__func__, value.__self__), seen)
     elif isinstance(value, list | tuple | set | frozenset | dict):
         yield type(value).__name__.encode()
-        parts = list(value.items()) if isinstance(value, dict) else value
-        for part in sorted(parts, key=repr) if isinstance(value, set | frozenset) else parts:
+        items = list(value.items()) if isinstance(value, dict) else list(value)
+        for part in sorted(items, key=repr) if isinstance(value, set | frozenset) else items:
             yield from _described(part, seen)
     elif isinstance(value, type):
         yield f"{value.__module__}.{value.__qualname__}".encode()

@@ -77,7 +77,7 @@ class Serving:
                 self._calls.warn_of_fallback(UnsupportedError(self.unsupported))
         identity = Identity(model, transient)
         if self._engine is not None and self.options.disk is not None:
-            self._engine.open_disk(identity.fingerprint(model))
+            self._engine.open_disk(self.options.disk, identity.fingerprint(model))
         self._identity = identity
         self._served_before = self._calls.served
         self.steps.prepare(model, None)
