@@ -17,6 +17,7 @@ import numpy as np
 
 from ...cache import OutOfBlocks
 from .layers import States
+from .loop import Loop
 from .prompts import Prompt, PromptHit
 from .store.blocks import RequestBlocks, free
 from .store.kept import PromptStore
@@ -25,7 +26,7 @@ from .store.storage import BlockContent
 
 def extra_keys(store: PromptStore, keys: tuple[Any, ...], prompt: Prompt) -> list[Any]:
     """Return everything that a prompt's KV depends on besides its tokens. `keys` are common to its call."""
-    if store.counts_padding and prompt.pad:
+    if store.probed.counts_padding and prompt.pad:
         keys = (*keys, "columns before it", str(prompt.pad))
     if prompt.adapter is not None:
         keys = (*keys, "adapter of the row", prompt.adapter)
@@ -60,6 +61,11 @@ class PromptRequests:
         self._request_ids: list[str] = []
         store.sweep()
         store.running[weakref.ref(self)] = self._request_ids
+
+    @classmethod
+    def of(cls, store: PromptStore, loop: Loop) -> PromptRequests:
+        """Return the requests of a loop, which the frame of its runner must hold."""
+        return cls(store, loop.extra_keys, loop.salt, loop.returns, loop.unchanged)
 
     def blocks(self, prompt: Prompt) -> RequestBlocks:
         """Return an empty `RequestBlocks` for a prompt."""
@@ -124,7 +130,7 @@ class PromptRequests:
             prompt.hit = PromptHit()
             return
         moved = [(span.start, span.end) for span in allocation.moved]
-        repaired = allocation.recompute_moved(store.recompute)
+        repaired = allocation.recompute_moved(store.options.recompute)
         prompt.hit = PromptHit(cached, later, moved, repaired, states, max(cached, kv_hit))
 
     def _allocate(self, prompt: Prompt, limit: int, anywhere: bool) -> tuple[Any, int, int]:
@@ -135,7 +141,7 @@ class PromptRequests:
             allow only a shorter hit.
         """
         store, kv_hit = self.store, 0
-        reuse = "prefix" if prompt.items else store.reuse  # a gap may end inside an image
+        reuse = "prefix" if prompt.items else store.options.reuse  # a gap may end inside an image
         if reuse == "anywhere" and not (anywhere and self.anywhere):
             reuse = "prefix"
         options = {"extra_keys": extra_keys(store, self._keys, prompt) or None, "salt": self._salt, "reuse": reuse}

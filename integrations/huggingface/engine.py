@@ -22,7 +22,7 @@ from .runners import contiguous, deterministic, document, paged
 from .runners.batch import FORWARD_COST
 from .runners.dispatch import install
 from .runners.graphs import CAPTURERS, DecodeSteps
-from .runners.moved import probe_moved
+from .runners.moved import Moving, probe_moved
 from .runners.packed import probe_packed
 from .settings import CacheOptions
 from .store.kept import PromptStore
@@ -47,15 +47,13 @@ class Engine:
         with refusing("the probe of the model fails"):
             probed = probe(model)
         self._steps = steps if self._probe_packed(model, probed, steps) else None
-        self._moving = probe_moved(model, probed) if options.reuse == "anywhere" else None
-        self._make(model, probed)
+        self._make(model, probed, probe_moved(model, probed) if options.reuse == "anywhere" else None)
 
-    def _make(self, model: Any, probed: Probed) -> None:
+    def _make(self, model: Any, probed: Probed, moving: Moving | None) -> None:
         """Make an empty store for the model, with its lower tiers."""
-        self._probed = probed
         self._window_problem: UnsupportedError | None = None
         self._proven_window = min(probed.window, LONG)
-        self.store = store = PromptStore(model, self._options, probed, self._moving)
+        self.store = store = PromptStore(model, self._options, probed, moving)
         indexed = any(isinstance(layer, GrowingIndexedLayer) for layer in store.empty_cache.layers)
         self._reach = index_reach(model.config) if indexed else None  # longest sequence of a sparse model
         self._set_tiers()
@@ -95,7 +93,7 @@ class Engine:
 
     def _packs(self, loop: Loop) -> bool:
         """Return whether this loop runs as packed passes."""
-        return self._steps is not None and paged.follows(loop, bool(self._probed.windows))
+        return self._steps is not None and paged.follows(loop, bool(self.store.probed.windows))
 
     def close(self) -> None:
         """Write the cached blocks to disk, if `disk` was given."""
@@ -106,7 +104,7 @@ class Engine:
         if self._steps is not None:
             install(model)
             self._steps.drop()
-        self._make(model, self._probed)
+        self._make(model, self.store.probed, self.store.moving)
 
     def leave_disk(self) -> None:
         """Finish pending writes to disk and write no more, because another cache may use the directory."""
@@ -137,11 +135,11 @@ class Engine:
         """Probe the model beyond its window, once. Raise UnsupportedError if the probe failed."""
         if self._window_problem is None:
             try:
-                probe_window(model, self._probed.window)
+                probe_window(model, self.store.probed.window)
             except UnsupportedError as error:
                 self._window_problem = error
             else:
-                self._proven_window = self._probed.window
+                self._proven_window = self.store.probed.window
         if self._window_problem is not None:
             raise self._window_problem
 
@@ -156,15 +154,15 @@ class Engine:
         """
         calls = self._calls
         if content is not None:
-            return document.run(loop, self.store, content, self._options.chunk, calls)
+            return document.run(loop, self.store, content, calls)
         if self._steps is not None and self._packs(loop):
             result, prompts = paged.run(loop, self.store, self._steps, calls)
         else:
             self.check(loop)
             if self._options.chunk is None:
-                result, prompts = contiguous.run(loop, self.store, self._probed.windows, calls)
+                result, prompts = contiguous.run(loop, self.store, calls)
             else:
-                result, prompts = deterministic.run(loop, self.store, self._options.chunk, calls)
+                result, prompts = deterministic.run(loop, self.store, calls)
         return result, _reports(prompts, calls)
 
     def explain(self, loop: Loop) -> list[Explanation]:
@@ -210,9 +208,9 @@ class Engine:
             raise UnsupportedError("its recurrent states do not support assisted decoding or chunked prefill")
         if self._reach is not None and config.max_length > self._reach:
             raise UnsupportedError("rounding may change which keys its indexer selects from a longer sequence")
-        if self._proven_window < self._probed.window < loop.input_ids.shape[1]:
+        if self._proven_window < self.store.probed.window < loop.input_ids.shape[1]:
             self._prove_window(loop.model)
-        if loop.mask is not None and not self._probed.continues_padded:
+        if loop.mask is not None and not self.store.probed.continues_padded:
             raise UnsupportedError("it computes other values when it continues from a cached prefix after padding")
 
 

@@ -72,7 +72,6 @@ class Functions:
         self._classes = [(values, _names_of(values)) for _, values, _ in self._of_classes()]
         self._reads += [(values, itemgetter(*_TWICE, *names)) for values, names in self._classes]
         self._sizes = [_size(values) for values, _ in self._classes]
-        self._lengths = [len(values) for values, _ in self._classes]
         self._read = self._values()
         self._kept = list(map(_original, self._read))
         self._functions = list(self._found.values())
@@ -93,13 +92,7 @@ class Functions:
 
     def _resized(self) -> bool:
         """Return whether a class got or lost a name, besides those that Python adds when it first needs them."""
-        lengths = [len(values) for values, _ in self._classes]
-        if lengths == self._lengths:
-            return False
-        if [_size(values) for values, _ in self._classes] != self._sizes:
-            return True
-        self._lengths = lengths
-        return False
+        return [_size(values) for values, _ in self._classes] != self._sizes
 
     def _replaced(self) -> bool:
         """Return whether a value was replaced, except by this package."""

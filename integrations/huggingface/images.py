@@ -14,6 +14,7 @@ import torch
 
 from .api import encode, repeat_encoded, takes_encoded_images
 from .calls import UnsupportedError, refuse_if
+from .support import tensor_bytes
 
 PIXELS = ("pixel_values", "pixel_values_images", "image_patches")  # names of a vision tower's main input
 OTHERS = {
@@ -105,7 +106,7 @@ def _digest(inputs: dict[str, Any]) -> bytes:
     for name, value in sorted(inputs.items()):
         if isinstance(value, torch.Tensor):
             digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
-            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            digest.update(tensor_bytes(value))
         elif _is_literal(value):
             digest.update(f"{name} {value!r}".encode())
         else:

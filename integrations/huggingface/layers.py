@@ -287,6 +287,11 @@ def attention_layers(cache: DynamicCache) -> dict[int, Any]:
     return layers | indexed
 
 
+def filled_layers(cache: DynamicCache) -> dict[int, Any]:
+    """Return the layers of `attention_layers` that have keys. In a filled cache, the others read keys of these."""
+    return {i: layer for i, layer in attention_layers(cache).items() if layer.keys is not None}
+
+
 def state_layers(cache: DynamicCache) -> dict[int, Any]:
     """Return the layers that keep a state of fixed size, by number."""
     return {i: layer for i, layer in enumerate(cache.layers) if isinstance(layer, LinearAttentionCacheLayerMixin)}
@@ -305,17 +310,15 @@ def mark_written(cache: DynamicCache, column: int) -> None:
 
 def num_tokens(cache: DynamicCache) -> int:
     """Return the number of tokens whose keys and values every layer has; 0 for a cache of states alone."""
-    lengths = [layer.get_seq_length() for layer in attention_layers(cache).values() if layer.keys is not None]
-    return min(lengths, default=0)
+    return min((layer.get_seq_length() for layer in filled_layers(cache).values()), default=0)
 
 
 def columns(cache: DynamicCache) -> set[int]:
     """Return the distinct column counts of the layers. There is only one, unless other code removed tokens."""
     found = set()
-    for layer in attention_layers(cache).values():
-        if layer.keys is not None:
-            found.add(getattr(layer, "first", 0) + int(layer.keys.shape[2]))
-            found |= {layer.cumulative_length} if isinstance(layer, GrowingWindowLayer) else set()
+    for layer in filled_layers(cache).values():
+        found.add(getattr(layer, "first", 0) + int(layer.keys.shape[2]))
+        found |= {layer.cumulative_length} if isinstance(layer, GrowingWindowLayer) else set()
     return found
 
 

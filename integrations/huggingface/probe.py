@@ -15,6 +15,7 @@ from .layers import (
     GrowingWindowLayer,
     States,
     attention_layers,
+    filled_layers,
     install_scan,
     new_cache,
     num_tokens,
@@ -134,11 +135,6 @@ def _in_parts(model: Any, length: int, cut: int) -> DynamicCache:
     return whole
 
 
-def _kept(cache: DynamicCache) -> dict[int, Any]:
-    """Return the layers that have their own keys. All other layers read the keys of these layers."""
-    return {i: layer for i, layer in attention_layers(cache).items() if layer.keys is not None}
-
-
 def _specs(cache: DynamicCache) -> Specs:
     """Return the shapes of the keys and values that each layer of a cache keeps per token.
 
@@ -146,7 +142,7 @@ def _specs(cache: DynamicCache) -> Specs:
         UnsupportedError: A layer does not keep them by head and token.
     """
     specs: Specs = {}
-    for index, layer in _kept(cache).items():
+    for index, layer in filled_layers(cache).items():
         for side in (layer.keys, layer.values):
             if side.dim() != 4 or side.shape[2] != TOKENS:
                 raise UnsupportedError("its cache does not keep keys and values by head and token")
@@ -161,7 +157,7 @@ def _restored(model: Any, cache: DynamicCache, length: int | None = None) -> Dyn
     """Return a new cache with the first `length` tokens (None: all) of `cache`, restored as from blocks."""
     fresh = new_cache(model.config)
     layers = attention_layers(fresh)
-    for index, own in _kept(cache).items():
+    for index, own in filled_layers(cache).items():
         layer = layers[index]
         if hasattr(layer, "adopt"):
             keys, values = own.keys[:, :, :length].clone(), own.values[:, :, :length].clone()
@@ -178,7 +174,7 @@ def _close(whole: DynamicCache, parts: DynamicCache, skipped: int = 0) -> bool:
     others = attention_layers(parts)
     pairs = [
         (getattr(layer, side), getattr(others[i], side)[:, :, skipped:])
-        for i, layer in _kept(whole).items()
+        for i, layer in filled_layers(whole).items()
         for side in ("keys", "values")
     ]
     if not skipped:
@@ -226,6 +222,6 @@ def _behind_padding(model: Any, whole: DynamicCache) -> tuple[bool, bool]:
 def _row(cache: DynamicCache, skipped: int = 0) -> DynamicCache:
     """Return the first row of a cache without its first `skipped` columns."""
     row = DynamicCache()
-    for index, layer in _kept(cache).items():
+    for index, layer in filled_layers(cache).items():
         row.update(layer.keys[:1, :, skipped:], layer.values[:1, :, skipped:], index)
     return row

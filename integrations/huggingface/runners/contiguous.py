@@ -257,22 +257,21 @@ def _up_to_eos(tokens: np.ndarray, eos: list[int]) -> np.ndarray:
     return tokens[: int(ends[0]) + 1] if ends.size else tokens
 
 
-def run(loop: Loop, store: PromptStore, windows: Mapping[int, int], calls: Calls) -> tuple[Any, list[Prompt]]:
+def run(loop: Loop, store: PromptStore, calls: Calls) -> tuple[Any, list[Prompt]]:
     """Run a loop over copies of blocks and return its result and its prompts.
 
     Args:
         loop: A loop that the engine has checked.
         store: The blocks.
-        windows: The window of each layer that has one.
         calls: Gets warnings about results that could not be stored or read.
 
     Raises:
         UnsupportedError: The prompts do not fit, or the loop's images or cache cannot be continued.
     """
     # Made here and not in `_batch`, so that requests of an interrupted `_batch` are ended too.
-    requests = PromptRequests(store, loop.extra_keys, loop.salt, loop.returns, loop.unchanged)
+    requests = PromptRequests.of(store, loop)
     try:
-        batch = _batch(loop, requests, windows)
+        batch = _batch(loop, requests)
     except OutOfBlocks as error:
         reason = "the prompt needs more blocks than there are; give a larger num_blocks"
         raise UnsupportedError(reason, str(error)) from error
@@ -296,12 +295,12 @@ def images_of(loop: Loop, store: PromptStore) -> RowImages | None:
     return images
 
 
-def _batch(loop: Loop, requests: PromptRequests, windows: Mapping[int, int]) -> Batch:
+def _batch(loop: Loop, requests: PromptRequests) -> Batch:
     """Return the batch of a loop. Raise UnsupportedError if it cannot continue from the cache that it was given."""
     mask, store = loop.mask, requests.store
     hidden = store.hidden if _keeps_hidden(loop, store) else None
     read_cached = not loop.requested_outputs or hidden is not None
-    if mask is not None and _sees_nothing(mask, loop.model.config.get_text_config(decoder=True), windows):
+    if mask is not None and _sees_nothing(mask, loop.model.config.get_text_config(decoder=True), store.probed.windows):
         read_cached, hidden = False, None
     images = images_of(loop, store)
     if loop.continued is not None:

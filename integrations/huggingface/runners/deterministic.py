@@ -33,10 +33,11 @@ DETERMINISTIC = "with deterministic=True"
 class RowByRow(ModelInLoop):
     """The model of a loop. It computes each row of the batch in separate passes."""
 
-    def __init__(self, requests: PromptRequests, loop: Loop, prompts: list[Prompt], chunk: int) -> None:
+    def __init__(self, requests: PromptRequests, loop: Loop, prompts: list[Prompt]) -> None:
         super().__init__(loop)
         self._requests: PromptRequests = weakref.proxy(requests)
-        self._store, self._chunk, self._prompts = requests.store, chunk, prompts
+        self._store, self._prompts = requests.store, prompts
+        self._chunk: int = requests.store.options.chunk or 0
         self._criteria = RecordedCriteria.of(loop)
         self._pads = {row: prompt.pad for prompt in prompts for row in prompt.rows}
         self._caches: dict[int, DynamicCache] = {}  # by row, of prompts that are computed
@@ -146,18 +147,18 @@ class RowByRow(ModelInLoop):
 
 
 def run(
-    loop: Loop, store: PromptStore, chunk: int, calls: Calls, make: Callable[..., RowByRow] = RowByRow
+    loop: Loop, store: PromptStore, calls: Calls, make: Callable[..., RowByRow] = RowByRow
 ) -> tuple[Any, list[Prompt]]:
-    """Run a loop row by row, in chunks of `chunk` tokens, and return its result and its prompts.
+    """Run a loop row by row, in chunks, and return its result and its prompts. `make` makes the model of the loop.
 
     Raises:
         UnsupportedError: A row of the loop cannot be computed separately.
     """
     prompts = prompts_of(loop.input_ids, loop.mask)
-    _check(loop, prompts, store.counts_padding)
+    _check(loop, prompts, store.probed.counts_padding)
     loop.extra_keys = (*loop.extra_keys, *conditions(loop.model))
-    requests = PromptRequests(store, loop.extra_keys, loop.salt, loop.returns, loop.unchanged)
-    rows = make(requests, loop, prompts, chunk)
+    requests = PromptRequests.of(store, loop)
+    rows = make(requests, loop, prompts)
     try:
         result = rows.generate()
     finally:

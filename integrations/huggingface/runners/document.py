@@ -88,24 +88,21 @@ def _check_begins(loop: Loop, content: Content) -> None:
         raise ValueError(f"input_ids: {needs}")
 
 
-def run(
-    loop: Loop, store: PromptStore, content: Content, chunk: int | None, calls: Calls
-) -> tuple[Any, list[RequestReport]]:
+def run(loop: Loop, store: PromptStore, content: Content, calls: Calls) -> tuple[Any, list[RequestReport]]:
     """Run a loop over a document. Return its result and a report for each of the caller's rows.
 
     Args:
         loop: A loop that `check_loop_over_document` has accepted.
         store: The store for the KV of questions.
         content: The compressed keys and values of the document.
-        chunk: Number of tokens in a chunk with deterministic=True, else None.
         calls: Gets warnings about results that could not be stored.
     """
     loop.extra_keys = ("compressed document", content.key.hex(), *loop.extra_keys)
     read = len(content.tokens)
-    if chunk is not None:
-        result, _ = deterministic.run(loop, store, chunk, calls, partial(QuestionRows, content))
+    if store.options.chunk is not None:
+        result, _ = deterministic.run(loop, store, calls, partial(QuestionRows, content))
     else:
-        requests = PromptRequests(store, loop.extra_keys, loop.salt, loop.returns, loop.unchanged)
+        requests = PromptRequests.of(store, loop)
         batch = QuestionBatch(requests, loop, content)
         result, read = WatchedModel(batch, calls.warn_of_unkept).generate(), batch.start
         drop_cache(result)  # the cache holds the document's own tensors

@@ -15,7 +15,7 @@ from ....triton_ops._core.runtime import KERNELS_ON_CPU
 from ..api import DynamicCache, DynamicLayer, cache_argument, keeps_logits, uses_attention_interface
 from ..calls import UnsupportedError, refuse_if, refusing
 from ..images import alike
-from ..layers import GrowingIndexedLayer, attention_layers, like, new_cache, state_layers
+from ..layers import GrowingIndexedLayer, filled_layers, like, new_cache, state_layers
 from ..probe import LONG, TOKENS, Probed
 from ..prompts import Prompt
 from ..store.storage import ModelStorage, Rotation, Rotations
@@ -69,12 +69,10 @@ def _rotations(model: Any) -> dict[int, Rotations]:
     # All tokens are equal, so attention returns the same at each position, and every layer has equal inputs.
     cache, found = new_cache(model.config), dict[int, Rotations]()
     forward(model, np.repeat(harmless_tokens(model, 1), TOKENS), 0, TOKENS, cache)
-    layers = attention_layers(cache)
+    layers = filled_layers(cache)
     refuse_if(any(isinstance(x, GrowingIndexedLayer) for x in layers.values()), 'reuse="anywhere": it has an indexer')
     known = list(_frequencies(model))
     for index, layer in layers.items():
-        if layer.keys is None:  # the layer reads another layer's keys
-            continue
         keys, values = (_rotation_of(side, known) for side in (layer.keys, layer.values))
         if values is None:
             refuse_if(not found, 'reuse="anywhere": it has learned position embeddings')
@@ -185,13 +183,12 @@ def compute_scattered(
     model: Any, tokens: np.ndarray, positions: np.ndarray, cache: DynamicCache, moving: Moving
 ) -> Any:
     """Compute a row's tokens at ascending `positions` over a cache with all other tokens; return the last output."""
-    placed, layers, length = like(cache), attention_layers(cache), len(tokens)
-    for index, layer in layers.items():
-        if layer.keys is not None:
-            for side in (layer.keys, layer.values):  # uninitialized: a masked NaN times 0 would be NaN
-                side[:, :, torch.from_numpy(positions).to(side.device)] = 0
-            sides = (layer.keys[:, :, :length], layer.values[:, :, :length])
-            placed.layers[index] = PlacedLayer(*sides, moving.windows.get(index, 0), moving.by_operator)
+    placed, length = like(cache), len(tokens)
+    for index, layer in filled_layers(cache).items():
+        for side in (layer.keys, layer.values):  # uninitialized: a masked NaN times 0 would be NaN
+            side[:, :, torch.from_numpy(positions).to(side.device)] = 0
+        sides = (layer.keys[:, :, :length], layer.values[:, :, :length])
+        placed.layers[index] = PlacedLayer(*sides, moving.windows.get(index, 0), moving.by_operator)
     outputs = None
     options: dict[str, Any] = {"logits_to_keep": 1} if keeps_logits(model) else {}
     for begin in range(0, len(positions), CHUNK):
@@ -234,13 +231,13 @@ def _check_scattered(model: Any, moving: Moving, length: int) -> None:
     """Raise UnsupportedError if tokens computed again at scattered positions differ from those of a normal pass."""
     tokens, whole = harmless_tokens(model, length), new_cache(model.config)
     want = forward(model, tokens, 0, length, whole).logits[0, -1]
-    kept = {i: (x.keys.clone(), x.values.clone()) for i, x in attention_layers(whole).items() if x.keys is not None}
+    kept = {i: (layer.keys.clone(), layer.values.clone()) for i, layer in filled_layers(whole).items()}
     refuse_if(
         any(keys.shape[2] != length for keys, _ in kept.values()) or state_layers(whole), "its cache drops tokens"
     )
     positions = np.array([*AGAIN, *range(length - 9, length)])
     got = compute_scattered(model, tokens, positions, whole, moving).logits[0, -1]
-    layers = attention_layers(whole)
+    layers = filled_layers(whole)
     same = alike(want, got) and all(
         alike(old, new)
         for i, pair in kept.items()

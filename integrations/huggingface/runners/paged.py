@@ -247,15 +247,14 @@ def run(loop: Loop, store: PromptStore, steps: DecodeSteps, calls: Calls) -> tup
     """Run a loop by packed passes and return its result and the prompt of each row."""
     steps.prepare(loop.model, (id(store), loop.extra_keys))
     prompts = row_prompts(loop)
-    requests = PromptRequests(store, loop.extra_keys, loop.salt, loop.returns, loop.unchanged)
+    requests = PromptRequests.of(store, loop)
     return PackedRows(requests, loop, steps, prompts, calls.warn_of_failure).generate(), prompts
 
 
 def follows(loop: Loop, has_windows: bool) -> bool:
     """Return whether packed passes support a loop. Contiguous copies serve the others."""
-    config, mask = loop.generation_config, loop.mask
-    names = ("output_attentions", "output_hidden_states")
-    if loop.mode not in BY_TOKEN or any(getattr(config, n, False) or loop.model_kwargs.get(n) for n in names):
+    mask = loop.mask
+    if loop.mode not in BY_TOKEN or loop.requested_outputs:
         return False
     if loop.adapters is not None or loop.images is not None or loop.continued is not None:
         return False

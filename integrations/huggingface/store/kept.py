@@ -48,15 +48,14 @@ class PromptStore:
         self.by_steps = scheduled or storage.chunk is not None
         # The next call ends requests without an owner. A finalizer cannot, because Python drops an interrupt in it.
         self.running: dict[weakref.ref[Any], list[str]] = {}  # by `PromptRequests` of a call: its request ids
+        self.options, self.probed = options, probed
+        self.moving = moving  # the way to move tokens; None unless reuse="anywhere"
         self.states = storage.states
         self.empty_cache = new_cache(model.config)  # the template of calls' caches
         self.vision = VisionOutputs(memory_budget(model) // 8)
         self.kept = KeptCaches(sum(part.num_blocks * part.bytes_per_block for _, part in storage.kv) // 4)
         self.hidden = HiddenStates(manager, memory_budget(model) // 2)
         self.evicted = LowerTiers(storage, 0)  # blocks in host memory or on disk
-        self.reuse, self.counts_padding = options.reuse, probed.counts_padding
-        self.recompute = options.recompute
-        self.moving = moving  # the way to move tokens; None unless reuse="anywhere"
 
     def sweep(self) -> None:
         """End the requests of calls that were interrupted."""
