@@ -29,7 +29,7 @@ from ...probe import probe
 from ...settings import CacheOptions, ScopedSetting, check_fallback, check_number, check_salt
 from ...support import check_model
 from ...visits import apart, check_manager
-from ..packed import layer_windows, probe_packed
+from ..packed import probe_packed
 from .blocks import ScheduledBlocks, SharedStore
 
 REPLACED = "init_continuous_batching"
@@ -153,13 +153,13 @@ class ContinuousBatching:
         try:
             _check(model)
             with apart(), without_row_settings(model), set_by_forward(model) as transient:
-                windows, probed = layer_windows(model.config), probe(model)
-                specs = probed.specs
-                refuse_if(len(specs) != num_layers, f"{len(specs)} of its {num_layers} layers cache keys and values")
-                probe_packed(model, self.block_size, specs)
+                probed = probe(model)
+                caching = len(probed.specs)
+                refuse_if(caching != num_layers, f"{caching} of its {num_layers} layers cache keys and values")
+                probe_packed(model, self.block_size, probed)
         except UnsupportedError as error:
             raise UnsupportedError(f"{type(model).__name__}: {error.reason}", error.detail) from error
-        if self._shared is None or (self._shared.storage.specs, self._shared.storage.windows) != (specs, windows):
+        if self._shared is None or self._shared.probed != probed:
             options = CacheOptions(self._num_blocks, self.block_size, self._policy)
             self._shared = SharedStore(model, options, probed)
         self._identity = Identity(model, transient)

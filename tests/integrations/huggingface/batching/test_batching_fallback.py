@@ -27,7 +27,6 @@ ENABLING = {
     "look": (enable, "look"),
     "check": (enable, "check_batching"),
     "probe": (enable, "probe_packed"),
-    "windows": (enable, "layer_windows"),
     "blocks": (enable, "SharedStore"),
     "identity": (enable, "Identity"),
 }
