@@ -261,10 +261,7 @@ def test_step_takes_nothing_from_the_host(family: Family) -> None:
     """Run a step on the meta device in place of a GPU, where a copy to the host or a read of a value is an error."""
     model = family.build()
     probed, meta = probe(model), torch.device("meta")
-    specs = {
-        layer: (keys._replace(device=meta), values._replace(device=meta))
-        for layer, (keys, values) in probed.specs.items()
-    }
+    specs = {layer: tuple(side._replace(device=meta) for side in pair) for layer, pair in probed.specs.items()}
     model = model.to("meta")
     model.set_experts_implementation("batched_mm")  # transformers' choice for decoding on a GPU
     storage = model_storage(model, CacheOptions(8, 16), specs, probed.windows, {})
