@@ -146,23 +146,20 @@ class Engine:
     def run(self, loop: Loop, content: Content | None = None) -> tuple[Any, list[RequestReport]]:
         """Run a loop over the cache and return its result and a report for each row.
 
-        With the `content` of a compressed document, the loop reads the document, and the caller must have called
-        `check`. Without it, this method checks the loop itself.
+        With the `content` of a compressed document, the loop reads the document.
 
         Raises:
             UnsupportedError: The loop cannot be served; no token was computed.
         """
         calls = self._calls
+        if content is None and self._steps is not None and self._packs(loop):
+            result, prompts = paged.run(loop, self.store, self._steps, calls)
+            return result, _reports(prompts, calls)
+        self.check(loop)
         if content is not None:
             return document.run(loop, self.store, content, calls)
-        if self._steps is not None and self._packs(loop):
-            result, prompts = paged.run(loop, self.store, self._steps, calls)
-        else:
-            self.check(loop)
-            if self._options.chunk is None:
-                result, prompts = contiguous.run(loop, self.store, calls)
-            else:
-                result, prompts = deterministic.run(loop, self.store, calls)
+        run = contiguous.run if self._options.chunk is None else deterministic.run
+        result, prompts = run(loop, self.store, calls)
         return result, _reports(prompts, calls)
 
     def explain(self, loop: Loop) -> list[Explanation]:

@@ -174,7 +174,6 @@ class Serving:
         def answer(engine: Engine, loop: Loop) -> Any:
             check_loop(loop)
             engine = self._identified(loop)
-            engine.check(loop)
             content = self.documents.check(document, loop)
             with self._running.within(True), apart():
                 result, self.last_requests = engine.run(loop, content)

@@ -53,33 +53,46 @@ class Batch:
     ) -> None:
         self.requests: PromptRequests = weakref.proxy(requests)
         self.store, self.loop, self.images, self.hidden = requests.store, loop, images, hidden
+        self._read_cached = read_cached
         self.size, self.length = loop.input_ids.shape
         # A long prompt gets more room, so that a later question about it can continue in place.
         self.room = max(1, min(max(loop.generation_config.max_length - self.length, self.length // 8), ROOM))
-        self.prompts = prompts_of(loop.input_ids, loop.mask, images, loop.adapters)
-        plain = hidden is None and images is None and loop.adapters is None and loop.continued is None
-        requests.anywhere = read_cached and plain
-        self.cache: DynamicCache = None
+        self.cache: Any = None
         self.start = 0  # number of columns in the cache when the loop begins
         self.computed_for_hidden = 0  # cached tokens that are computed because they have no hidden states
+        self.prompts = self._prompts()
         try:
             for prompt in self.prompts:
                 prompt.blocks = requests.blocks(prompt)
-                if len(prompt.tokens):
-                    requests.admit(prompt, read_cached and loop.continued is None)
-                    self._limit_to_hidden(prompt)
-            if loop.continued is None:
-                self._prepare(read_cached)
-                if self.cache is None and self.alone:
-                    self.cache = self.store.kept.take(self.prompts[0].tokens[: self.start], loop)
-                if self.cache is None:
-                    self.cache = self._lay_out({})
-            else:
-                self.cache, self.start = loop.continued, num_tokens(loop.continued)
-                self._reads_to(self.start)
+                self._admit(prompt)
+            self._begin()
         except BaseException:
             requests.close()
             raise
+
+    def _prompts(self) -> list[Prompt]:
+        """Return the distinct prompts of the call."""
+        loop = self.loop
+        return prompts_of(loop.input_ids, loop.mask, self.images, loop.adapters)
+
+    def _admit(self, prompt: Prompt) -> None:
+        """Admit a prompt, if it has tokens."""
+        if len(prompt.tokens):
+            self.requests.admit(prompt, self._read_cached and self.loop.continued is None)
+            self._limit_to_hidden(prompt)
+
+    def _begin(self) -> None:
+        """Make the cache with which the loop begins."""
+        continued = self.loop.continued
+        if continued is not None:
+            self.cache, self.start = continued, num_tokens(continued)
+            self._reads_to(self.start)
+            return
+        self._prepare()
+        if self.cache is None and self.alone:
+            self.cache = self.store.kept.take(self.prompts[0].tokens[: self.start], self.loop)
+        if self.cache is None:
+            self.cache = self._lay_out({})
 
     def inputs(self) -> dict[str, Any]:
         """Return the arguments with which the loop begins."""
@@ -122,11 +135,11 @@ class Batch:
             self.computed_for_hidden += cached - have
             self.requests.readmit(prompt, have)
 
-    def _prepare(self, read_cached: bool) -> None:
+    def _prepare(self) -> None:
         """Prepare the cache: compute each row separately, or read `start` columns and leave the rest to the loop."""
         alone = len(self.prompts) == 1 and self.size == 1
         columns = self._readable(min((p.pad + p.hit.cached for p in self.prompts), default=0))
-        by_rows = read_cached and self._may_split()
+        by_rows = self._read_cached and self._may_split()
         if by_rows and self.store.states is not None:
             by_rows = self._has_boundaries()
         elif by_rows:

@@ -6,7 +6,6 @@ the identity of the document is an extra key of its blocks. Prompts without this
 
 from __future__ import annotations
 
-import weakref
 from functools import partial
 from typing import Any
 
@@ -40,10 +39,7 @@ def check_arguments_over_document(arguments: dict[str, Any]) -> None:
 
 
 def check_loop_over_document(loop: Loop, content: Content) -> None:
-    """Raise UnsupportedError for a loop that cannot read a document, or whose result might be wrong.
-
-    `Engine.check` has accepted the loop.
-    """
+    """Raise UnsupportedError for a loop that cannot read a document, or whose result might be wrong."""
     config, model = loop.generation_config, loop.model
     refuse_if(getattr(config, "is_assistant", None), f"is_assistant {_OVER}: the model drafts for another one")
     if loop.mode == "assisted_generation":
@@ -131,39 +127,36 @@ class QuestionBatch(Batch):
     over_document = True
 
     def __init__(self, requests: PromptRequests, loop: Loop, content: Content) -> None:
-        self.requests = weakref.proxy(requests)
-        self.store, self.loop, self.images, self.hidden = requests.store, loop, None, None
-        self.size, self.length, self.room = *loop.input_ids.shape, 1
-        self.cache, self.computed_for_hidden, self._content = Questions(content), 0, content
-        self.start = len(content.tokens)
-        self.publishes_answers = self.store.storage.any_prefix
-        self.prompts = prompts_of(loop.input_ids[:, self.start :], None)
-        try:
-            for prompt in self.prompts:
-                prompt.pad = self.start
-                self._admit(prompt)
-        except BaseException:
-            requests.close()
-            raise
-        # The shortest hit in whole blocks counts for all questions.
-        size = self.store.block_size
-        cached = min(prompt.hit.cached for prompt in self.prompts) // size * size
-        self.start += cached
-        for prompt in self.prompts:
-            prompt.hit = PromptHit(cached, prompt.hit.later)
-        for index, layer in enumerate(self.cache.layers) if cached else ():
-            layer.tokens, layer.begin = cached, (self, index)
+        self._content, self.publishes_answers = content, requests.store.storage.any_prefix
+        super().__init__(requests, loop, read_cached=not loop.requested_outputs)
+
+    def _prompts(self) -> list[Prompt]:
+        """Return the distinct questions of the call."""
+        length = len(self._content.tokens)
+        prompts = prompts_of(self.loop.input_ids[:, length:], None)
+        for prompt in prompts:
+            prompt.pad = length
+        return prompts
 
     def _admit(self, prompt: Prompt) -> None:
         """Admit a question. Without room for its blocks, it is computed in the same way and not published."""
-        prompt.blocks = self.requests.blocks(prompt)
         try:
             if self.publishes_answers:
-                self.requests.admit(prompt, read_cached=not self.loop.requested_outputs)
+                super()._admit(prompt)
                 return
         except OutOfBlocks as error:
             prompt.blocks.full = error
         prompt.blocks.closed = True
+
+    def _begin(self) -> None:
+        """Make the cache, with the shortest hit of all questions in whole blocks."""
+        size = self.store.block_size
+        cached = min(prompt.hit.cached for prompt in self.prompts) // size * size
+        self.cache, self.start = Questions(self._content), len(self._content.tokens) + cached
+        for prompt in self.prompts:
+            prompt.hit = PromptHit(cached, prompt.hit.later)
+        for index, layer in enumerate(self.cache.layers) if cached else ():
+            layer.tokens, layer.begin = cached, (self, index)
 
     def inputs(self) -> dict[str, Any]:
         """Return the arguments with which the loop begins."""
