@@ -187,13 +187,6 @@ class Functions:
         yield from zip(labels, self._kept, strict=True)
         yield from zip((f"{f.__module__}.{f.__qualname__}'s code" for f in self._functions), self._code, strict=True)
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors among the watched global names, by name."""
-        for label, values, names in self._of_files():
-            for name in names:
-                if isinstance(values[name], torch.Tensor):
-                    yield f"{label}.{name}", values[name]
-
     def lines(self, known: Mapping[int, Any]) -> list[str]:
         """Return lines that are the same in every process that runs the same functions.
 

@@ -93,8 +93,7 @@ class Identity:
         self._hook_tables = [vars(m)[n] for m in (model, *watched) for n in _HOOKS]
         self._hook_labels = [f"{_joined(named[id(m)], n)}" for m in (model, *watched) for n in _HOOKS]
         self._kept_hooks = self._hooks()
-        self._functions = Functions(model)
-        found = [*_model_tensors(model, transient), *((n, t, True) for n, t in self._functions.tensors())]
+        found = list(_model_tensors(model, transient))
         self._found = [t for _, t, _ in found]
         self._tensors = {n: t for n, t, plain in found if not (plain and n in transient)}
         self._versioned = [t for n, t in self._tensors.items() if not t.is_inference() and n not in transient]
@@ -102,6 +101,7 @@ class Identity:
         self._samples = _Samples([(n, t, MANY if n in transient else SAMPLED) for n, t in self._in_memory.items()])
         self._kept = list(self._attributes(model))
         self._types = [type(model), *map(type, self._modules)]
+        self._functions = Functions(model)
         self._numbers = self._tensor_numbers()
         self._content = self._samples.elements()
 
