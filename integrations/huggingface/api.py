@@ -414,9 +414,9 @@ def holders_of(tensor: torch.Tensor) -> float:
     return math.inf if _STORAGE_USERS is None else _STORAGE_USERS(tensor.untyped_storage()._cdata)
 
 
-def has_global_hooks() -> bool:
-    """Return whether a hook of the forward passes of all modules is registered, of any model."""
-    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+def global_hooks() -> tuple[Any, Any]:
+    """Return torch's ordered dictionaries of the hooks that run before and after the forward passes of all modules."""
+    return torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
 
 
 # Attention

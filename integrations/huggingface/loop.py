@@ -18,7 +18,6 @@ from .api import (
     StopStringCriteria,
     drop_cache,
     eos_tokens,
-    has_global_hooks,
     is_of_hub,
     need,
     prepared_config,
@@ -28,7 +27,6 @@ from .images import Images
 
 BY_TOKEN = ("greedy_search", "sample")
 BY_TOKEN_OUTPUTS = ("output_attentions", "output_hidden_states")
-HOOK_ON_ALL = "a hook on all modules is registered, as by register_module_forward_hook"
 OWN_CACHE = f"{CACHE} of your own"
 CONTINUED = "_pc_continued"  # attribute that marks a cache as the result of a served call
 
@@ -91,6 +89,7 @@ class Loop:
     returns: float | None = None  # probability that the conversation resumes soon
     unchanged: Callable[[], bool] = lambda: True  # returns whether the model still has these `extra_keys`
     answered: bool = False  # whether the first token's logits were computed
+    hooks_unchanged: Callable[[], bool] = lambda: True  # of a watch over hooks on all modules
 
     def run(self, model: Any = None, options: dict[str, Any] | None = None, **inputs: Any) -> Any:
         """Run the loop and return its result. Arguments replace the loop's model and some of its options and inputs."""
@@ -217,7 +216,6 @@ def check_mode(model: Any, arguments: dict[str, Any]) -> None:
 def check_loop(loop: Loop) -> None:
     """Raise UnsupportedError for a call whose tokens could differ from those of the model's own generate."""
     model, kwargs, config = loop.model, loop.model_kwargs, loop.generation_config
-    refuse_if(has_global_hooks(), HOOK_ON_ALL)
     prepare = vars(model).get("prepare_inputs_for_generation", type(model).prepare_inputs_for_generation)
     if not str(getattr(prepare, "__module__", "")).startswith("transformers."):
         raise UnsupportedError("prepare_inputs_for_generation is overridden")

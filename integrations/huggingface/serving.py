@@ -8,7 +8,8 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from .api import look, loop_of, rename_cache
 from .calls import Calls, RequestReport, ServedStats, UnsupportedError, refuse_if, refusing
 from .compression.document import CompressedDocument, Documents
 from .engine import Engine
+from .hooks import REASON, watched_hooks
 from .identity import Identity, set_by_forward, without_row_settings
 from .images import Images, encoded_by_model, take_images
 from .kernels import WrongKernelError, require_kernels
@@ -175,7 +177,7 @@ class Serving:
             check_loop(loop)
             engine = self._identified(loop)
             content = self.documents.check(document, loop)
-            with self._running.within(True), apart():
+            with self._run_watched(loop), apart():
                 result, self.last_requests = engine.run(loop, content)
             self._calls.serve(over_document=True)
             return result
@@ -304,7 +306,7 @@ class Serving:
             bypasses = engine.bypasses(loop)
             if not bypasses:
                 engine = self._identified(loop)
-                with self._running.within(True):
+                with self._run_watched(loop):
                     result, reports = engine.run(loop)
         except Exception as error:
             if loop.answered:
@@ -328,7 +330,8 @@ class Serving:
             engine, adapters = self._current(loop.model)
             if engine is None:
                 raise UnsupportedError(self.unsupported or "caching was disabled while the call started")
-            loop.unchanged = self._identity.watch(loop.model)
+            unchanged = self._identity.watch(loop.model)
+        loop.unchanged = lambda: loop.hooks_unchanged() and unchanged()
         loop.adapters, loop.salt, loop.returns = self._row_adapters(loop), self.salt.current, self.hint.current
         lengths = [loop.input_ids.shape[1]] if loop.mask is None else loop.mask.sum(-1).tolist()
         keys = rope_keys(loop.model.config, lengths, loop.generation_config.max_length, engine.in_pieces(loop))
@@ -336,6 +339,16 @@ class Serving:
             keys = (*keys, "token_type_ids")
         loop.extra_keys = (*keys, *adapters)
         return engine
+
+    @contextmanager
+    def _run_watched(self, loop: Loop) -> Iterator[None]:
+        """Return a context to run a loop in, which refuses a hook on all modules that changes the first passes."""
+
+        def refuse() -> None:
+            refuse_if(not loop.answered, REASON)
+
+        with self._running.within(True), watched_hooks(refuse) as loop.hooks_unchanged:
+            yield
 
     def _row_adapters(self, loop: Loop) -> list[str] | None:
         """Return the PEFT adapter of each row, or None if the call names none.

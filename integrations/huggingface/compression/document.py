@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import torch
 from ....cache.tiers.disk import DiskTier
 from ....cache.tiers.payload import pack, unpack
 from ...presses import SCORES
-from ..calls import UnsupportedError, callers_level
+from ..calls import UnsupportedError, callers_level, refuse_if
+from ..hooks import REASON, watched_hooks
 from ..loop import Loop
 from ..runners.dispatch import install
 from ..runners.document import check_loop_over_document
@@ -344,7 +346,7 @@ class Documents:
         if content is None:
             try:
                 check_compressible(model)
-                with apart():
+                with apart(), watched_hooks(partial(refuse_if, True, REASON)):
                     content = read(model, tokens, press, float(budget), key)
                 digests = digest_of(key, adapters or None), digest_of(key, salt)
                 content = content._replace(adapters=digests[0], salt=digests[1])

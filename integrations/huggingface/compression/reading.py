@@ -15,9 +15,8 @@ import torch
 
 from ....triton_ops import paged_attention
 from ...presses import kept_tokens
-from ..api import CACHE_NAMES, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, has_global_hooks, takes_cache
+from ..api import CACHE_NAMES, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, takes_cache
 from ..calls import UnsupportedError, refuse_if
-from ..loop import HOOK_ON_ALL
 from ..runners.dispatch import MarkedCall, PagedPass, install, mark
 from ..runners.layout import inputs_of
 from ..support import changing_rope, check_model, is_compiled
@@ -27,7 +26,6 @@ from .kept import Content, KeptLayer, WindowLayer, keep
 def check_compressible(model: Any) -> None:
     """Raise UnsupportedError for a model whose keys and values cannot be compressed."""
     check_model(model)
-    refuse_if(has_global_hooks(), HOOK_ON_ALL)
     refuse_if(changing_rope(model.config), "its rotary embeddings change with the length")
     refuse_if(is_compiled(model), "torch.compile runs its forward pass")
     if model.dtype not in (torch.float32, torch.float16, torch.bfloat16):

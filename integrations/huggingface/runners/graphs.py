@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -261,6 +262,8 @@ def why_eager(model: Any) -> str | None:
         return f"some of the model is not on {device}"
     if kind := changing_rope(model.config):
         return f"{kind} rotary embeddings change with the length"
+    if torch_module._has_any_global_hook():
+        return "a hook on all modules is registered"
     for name, m in model.named_modules():
         if m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m):
             return f"{name or 'the model'} has a hook or a forward of its own"

@@ -20,7 +20,6 @@ import numpy as np
 from .....cache.allocation import Pairs
 from .....cache.observe.stats import CacheStats
 from ...admit import PromptRequests
-from ...api import has_global_hooks
 from ...probe import Probed
 from ...prompts import Prompt
 from ...settings import CacheOptions
@@ -277,7 +276,7 @@ class ScheduledBlocks:
     def _start(self, state: Any, prompt_ids: list[int]) -> Prompt:
         """Admit a request's prompt and return it."""
         keys: tuple[Any, ...] = self._keys(self.shared)
-        if not self.use_prefix_sharing or has_global_hooks():
+        if not self.use_prefix_sharing:
             keys = (*keys, f"alone {self.number} {state.request_id}")
         requests = PromptRequests(self.shared, keys, getattr(state, "salt", None))
         prompt = Prompt(f"{self.number} {state.request_id}", np.array(prompt_ids, np.int64), 0, [0])

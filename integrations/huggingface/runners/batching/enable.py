@@ -16,7 +16,6 @@ from ...api import (
     ContinuousBatchingConfig,
     check_batching,
     check_layers,
-    has_global_hooks,
     kept_manager,
     look,
     unshared,
@@ -24,7 +23,6 @@ from ...api import (
 from ...calls import Calls, ServedStats, UnsupportedError, refuse_if, unsupported_by
 from ...enable import ReplacedMethod, check_not_replaced, generating_model
 from ...identity import Identity, set_by_forward, without_row_settings
-from ...loop import HOOK_ON_ALL
 from ...probe import probe
 from ...settings import CacheOptions, ScopedSetting, check_fallback, check_number, check_salt
 from ...support import check_model
@@ -250,7 +248,6 @@ class ContinuousBatching:
         if self._failure is not None:
             raise UnsupportedError(self._failure.reason, self._failure.detail)
         refuse_if(kept is not None, "a manager of transformers' own is kept on the model")
-        refuse_if(has_global_hooks(), HOOK_ON_ALL)
         generation_config = model.generation_config if generation_config is None else generation_config
         if generation_config.eos_token_id is None:
             generation_config.eos_token_id = -1  # as in transformers: no token

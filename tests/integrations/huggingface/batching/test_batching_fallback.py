@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,6 @@ pytest.importorskip("transformers")
 
 from batching_cases import LLAMA, alone, batched, config, tokens
 from generate_cases import first_quick
-from torch.nn.modules.module import register_module_forward_hook
 from transformers import ContinuousBatchingConfig
 
 from pc.integrations.huggingface import UnsupportedError, enable_continuous_batching
@@ -145,27 +143,3 @@ def test_a_changed_model_that_is_not_served_falls_back(monkeypatch: pytest.Monke
 def test_a_wrong_fallback_is_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match="fallback: got"):
         enable_continuous_batching(LLAMA.build(), fallback=wrong)
-
-
-def test_a_hook_on_all_modules() -> None:
-    """A new manager is transformers' own. In one that runs, no request shares anything while there is a hook."""
-    model = LLAMA.build()
-
-    def add(module: Any, inputs: Any, output: Any) -> Any:
-        return output + 0.5 if isinstance(module, torch.nn.Embedding) else None
-
-    with enable_continuous_batching(model, num_blocks=32) as handle, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert batched(model, PROMPTS) == alone(model, PROMPTS)
-        with register_module_forward_hook(add):
-            assert batched(model, PROMPTS) == alone(model, PROMPTS)
-        assert "a hook on all modules" in next(iter(handle.stats().calls_handed_back))
-        gained = []
-        for hooked in (False, True, True, False):
-            with register_module_forward_hook(add) if hooked else contextlib.nullcontext():
-                want, before = alone(model, PROMPTS), handle.stats().hit_tokens
-                given = {"generation_config": config(), "persistent_manager": True, "progress_bar": False}
-                answers = model.generate_batch(PROMPTS, **given).values()
-                assert [answer.generated_tokens for answer in answers] == want
-                gained.append(handle.stats().hit_tokens - before)
-        assert gained == [32, 0, 0, 32]

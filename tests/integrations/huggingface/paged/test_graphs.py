@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 transformers = pytest.importorskip("transformers")
 
@@ -222,6 +223,7 @@ def _split(model: Any) -> None:
 WHY_EAGER: dict[str, Callable[[Any], Any]] = {
     "model.norm has a hook or a forward of its own": _own_forward,
     "lm_head has a hook or a forward of its own": lambda model: model.lm_head.register_forward_hook(lambda *_: None),
+    "a hook on all modules is registered": lambda model: register_module_forward_pre_hook(lambda *_: None),
     "some of the model is not on cpu": _split,
     "dynamic rotary embeddings": lambda model: model.config.rope_parameters.update(rope_type="dynamic"),
 }
