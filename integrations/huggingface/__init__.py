@@ -9,7 +9,8 @@ handle.disable()
 ```
 
 - `enable` replaces a model's generate with a handle's, and `serving` runs the calls.
-- `identity` notices when the model has changed. `probe` checks a model before it is served.
+- `identity` notices when the model has changed, and `hooks` when a hook on all modules changes a pass. `probe` checks a
+  model before it is served.
 - `loop` is a call as transformers prepared it, and `prompts` and `images` are what it was given.
 - `engine` chooses the runner of a loop, from `runners`. `admit` finds the cached tokens of a prompt in `store`.
 - `settings` has the user's options. `calls` has the reports, counts and warnings.

@@ -82,7 +82,7 @@ class Engine:
         try:
             with refusing("the probe of the model fails"):
                 refuse_if(probed.states, "its recurrent states have no blocks")
-                probe_packed(model, options.block_size, probed)
+                probe_packed(model, options.block_size, probed.specs)
         except UnsupportedError as error:
             steps.refuse(str(error))
             if isinstance(error, WrongKernelError):

@@ -26,9 +26,8 @@ from ..api import (
 )
 from ..calls import UnsupportedError, refuse_if, refusing
 from ..kernels import require_kernels
-from ..probe import Probed
 from ..settings import CacheOptions
-from ..store.storage import ModelStorage, model_storage
+from ..store.storage import ModelStorage, Specs, model_storage
 from ..support import eval_mode, harmless_tokens
 from .dispatch import MarkedCall, PagedPass, install, mark, no_mask
 from .passes import DecodeBatch, PackedBatch, Pass
@@ -186,19 +185,27 @@ class PackedModel:
         return logits
 
 
-def check_layers(config: Any) -> None:
-    """Raise UnsupportedError if a layer has neither full nor sliding-window attention."""
+def layer_windows(config: Any) -> dict[int, int]:
+    """Return the window of each layer that has one.
+
+    Raises:
+        UnsupportedError: A layer has neither full nor sliding-window attention.
+    """
     text = config.get_text_config(decoder=True)
     other = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if other:
         raise UnsupportedError(f"it has layers of {', '.join(sorted(other))}")
+    windows = {}
     for index, layer in enumerate(DynamicCache(config=config).layers):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        if type(layer) is DynamicSlidingWindowLayer:
+            windows[index] = layer.sliding_window
+        elif type(layer) is not DynamicLayer:
             raise UnsupportedError(f"layer {index} keeps a {type(layer).__name__}")
+    return windows
 
 
 @torch.no_grad()
-def probe_packed(model: Any, block_size: int, probed: Probed) -> None:
+def probe_packed(model: Any, block_size: int, specs: Specs) -> None:
     """Compute two short sequences over blocks and compare their logits with the model's own.
 
     The comparison finds properties that no attribute shows. Examples are attention outside the interface, keys that
@@ -207,7 +214,7 @@ def probe_packed(model: Any, block_size: int, probed: Probed) -> None:
     Args:
         model: A model on its device.
         block_size: Number of tokens in a block.
-        probed: The shapes that each layer stores per token, and the windows.
+        specs: The shapes that each layer stores per token.
 
     Raises:
         UnsupportedError: The model fails, or its logits differ.
@@ -215,14 +222,13 @@ def probe_packed(model: Any, block_size: int, probed: Probed) -> None:
     need(PACKED)
     if not uses_attention_interface(model):
         raise UnsupportedError("its attention does not go through transformers' AttentionInterface")
-    check_layers(model.config)
-    for layer, (keys, values) in probed.specs.items():
+    for layer, (keys, values) in specs.items():
         refuse_if(keys != values, f"layer {layer} has keys and values of different shapes, which must be alike")
     require_kernels(model, block_size, "packed")
     lens = (2 * block_size + 3, 5)
     counts = [-(-n // block_size) for n in lens]
     options = CacheOptions(sum(counts), block_size)
-    storage = model_storage(model, options, probed.specs, probed.windows, {})
+    storage = model_storage(model, options, specs, layer_windows(model.config), {})
     install(model)
     packed, tokens = PackedModel(model, storage), [harmless_tokens(model, sum(lens))[-n:] for n in lens]
     tables = [np.arange(counts[0], dtype=np.int32)[::-1].copy()]  # out of order, as in a real cache

@@ -12,14 +12,7 @@ import torch
 
 from .....cache import CacheManager
 from ....tested import say_untested
-from ...api import (
-    ContinuousBatchingConfig,
-    check_batching,
-    check_layers,
-    kept_manager,
-    look,
-    unshared,
-)
+from ...api import ContinuousBatchingConfig, check_batching, check_layers, kept_manager, look, unshared
 from ...calls import Calls, ServedStats, UnsupportedError, refuse_if, unsupported_by
 from ...enable import ReplacedMethod, check_not_replaced, generating_model
 from ...identity import Identity, set_by_forward, without_row_settings
@@ -27,7 +20,7 @@ from ...probe import probe
 from ...settings import CacheOptions, ScopedSetting, check_fallback, check_number, check_salt
 from ...support import check_model
 from ...visits import apart, check_manager
-from ..packed import probe_packed
+from ..packed import layer_windows, probe_packed
 from .blocks import ScheduledBlocks, SharedStore
 
 REPLACED = "init_continuous_batching"
@@ -151,13 +144,13 @@ class ContinuousBatching:
         try:
             _check(model)
             with apart(), without_row_settings(model), set_by_forward(model) as transient:
-                probed = probe(model)
-                caching = len(probed.specs)
-                refuse_if(caching != num_layers, f"{caching} of its {num_layers} layers cache keys and values")
-                probe_packed(model, self.block_size, probed)
+                windows, probed = layer_windows(model.config), probe(model)
+                specs = probed.specs
+                refuse_if(len(specs) != num_layers, f"{len(specs)} of its {num_layers} layers cache keys and values")
+                probe_packed(model, self.block_size, specs)
         except UnsupportedError as error:
             raise UnsupportedError(f"{type(model).__name__}: {error.reason}", error.detail) from error
-        if self._shared is None or self._shared.probed != probed:
+        if self._shared is None or (self._shared.storage.specs, self._shared.storage.windows) != (specs, windows):
             options = CacheOptions(self._num_blocks, self.block_size, self._policy)
             self._shared = SharedStore(model, options, probed)
         self._identity = Identity(model, transient)

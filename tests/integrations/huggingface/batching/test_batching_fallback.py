@@ -25,6 +25,7 @@ ENABLING = {
     "look": (enable, "look"),
     "check": (enable, "check_batching"),
     "probe": (enable, "probe_packed"),
+    "windows": (enable, "layer_windows"),
     "blocks": (enable, "SharedStore"),
     "identity": (enable, "Identity"),
 }

@@ -40,7 +40,7 @@ from pc.integrations.huggingface.runners import graphs as graphs_module  # noqa:
 from pc.integrations.huggingface.runners import passes as batch_module  # noqa: E402
 from pc.integrations.huggingface.runners.dispatch import install  # noqa: E402
 from pc.integrations.huggingface.runners.graphs import DecodeSteps, Rehearsal  # noqa: E402
-from pc.integrations.huggingface.runners.packed import PackedModel  # noqa: E402
+from pc.integrations.huggingface.runners.packed import PackedModel, layer_windows  # noqa: E402
 from pc.integrations.huggingface.runners.paged import PackedRows  # noqa: E402
 from pc.integrations.huggingface.runners.passes import DecodeBatch  # noqa: E402
 from pc.integrations.huggingface.settings import CacheOptions  # noqa: E402
@@ -262,11 +262,13 @@ def test_what_the_keyword_says(model: Any, capturable: pytest.MonkeyPatch) -> No
 def test_step_takes_nothing_from_the_host(family: Family) -> None:
     """Run a step on the meta device in place of a GPU, where a copy to the host or a read of a value is an error."""
     model = family.build()
-    probed, meta = probe(model), torch.device("meta")
-    specs = {layer: tuple(side._replace(device=meta) for side in pair) for layer, pair in probed.specs.items()}
+    shapes, meta = probe(model).specs, torch.device("meta")
+    specs = {
+        layer: (keys._replace(device=meta), values._replace(device=meta)) for layer, (keys, values) in shapes.items()
+    }
     model = model.to("meta")
     model.set_experts_implementation("batched_mm")  # transformers' choice for decoding on a GPU
-    storage = model_storage(model, CacheOptions(8, 16), specs, probed.windows, {})
+    storage = model_storage(model, CacheOptions(8, 16), specs, layer_windows(model.config), {})
     batches, table = [DecodeBatch(4, 16, pinned=False) for _ in storage.groups], np.arange(3, dtype=np.int32)
     for batch in batches:
         batch.write([table, table], np.array([34, 34]), [1, 2], np.array([34, 34]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +14,10 @@ transformers = pytest.importorskip("transformers")
 from generate_cases import BY_NAME, assert_same, prompt  # noqa: E402
 from graph_double import TapeCapturer  # noqa: E402
 
-from pc.integrations.huggingface import enable_prefix_caching, engine  # noqa: E402
+from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
 from pc.integrations.huggingface.runners import graphs as graphs_module  # noqa: E402
-from pc.integrations.huggingface.runners.packed import check_layers, probe_packed  # noqa: E402
+from pc.integrations.huggingface.runners import packed as packed_module  # noqa: E402
+from pc.integrations.huggingface.runners.packed import layer_windows  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -40,12 +40,12 @@ def test_window_that_the_cache_does_not_know_is_refused(model: Any) -> None:
     # A module attends over a window that its config does not mention.
     windowed = BY_NAME["mistral-window"].build()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "probe_packed", lambda *args: probe_packed(*args[:2], replace(args[2], windows={})))
+        patch.setattr(packed_module, "layer_windows", lambda config: {})
         assert "attends over a window of 20" in str(enable_prefix_caching(windowed).graphs.reason)
     chunked = copy.deepcopy(model.config)
     chunked.layer_types = ["full_attention", "chunked_attention"]
     with pytest.raises(Exception, match="chunked_attention"):
-        check_layers(chunked)
+        layer_windows(chunked)
 
 
 def test_windows_over_holes_are_served_over_copies() -> None:
