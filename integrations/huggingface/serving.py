@@ -107,7 +107,7 @@ class Serving:
         """Return how far the only prompt of a call is cached, and why no further; see `PrefixCaching.explain`."""
         found: list[Explanation] = []
 
-        def note(engine: Engine, loop: Loop) -> torch.Tensor:
+        def note(loop: Loop) -> torch.Tensor:
             check_loop(loop)
             found.extend(self._identified(loop).explain(loop))
             return loop.input_ids
@@ -122,8 +122,7 @@ class Serving:
             if engine is None:
                 raise ValueError(f"model: cannot be served, {self.unsupported or 'caching is disabled'}")
             with torch.no_grad():
-                loop = self._decoding_loop(note, [], engine, arguments, images)
-                original(model, **arguments | {"custom_generate": loop})
+                original(model, **self._with_loop(note, [], arguments, images))
         except UnsupportedError as error:
             raise ValueError(f"inputs: got a call that is not served, {error}") from error
         if len(found) != 1:
@@ -149,8 +148,8 @@ class Serving:
             if engine is None and self.unsupported is not None:
                 raise UnsupportedError(self.unsupported)
             if engine is not None:
-                loop = self._decoding_loop(self._run, begun, engine, arguments, images)
-                return original(model, **arguments | {"custom_generate": loop})
+                run = functools.partial(self._run, engine)
+                return original(model, **self._with_loop(run, begun, arguments, images))
             failure = None
         except Exception as error:
             if begun:
@@ -173,7 +172,7 @@ class Serving:
         if engine is None:
             raise UnsupportedError(f"document: cannot be served, {self.unsupported or 'caching is disabled'}")
 
-        def answer(engine: Engine, loop: Loop) -> Any:
+        def answer(loop: Loop) -> Any:
             check_loop(loop)
             engine = self._identified(loop)
             content = self.documents.check(document, loop)
@@ -182,8 +181,7 @@ class Serving:
             self._calls.serve(over_document=True)
             return result
 
-        loop = self._decoding_loop(answer, [], engine, arguments, images)
-        return type(model).generate(model, **arguments | {"custom_generate": loop})
+        return type(model).generate(model, **self._with_loop(answer, [], arguments, images))
 
     def _fall_back(self, failure: Exception, generate: Callable[[], Any]) -> Any:
         """Run the model's own generate because of a failure.
@@ -261,15 +259,10 @@ class Serving:
             raise ValueError(f"model: got one that cannot read documents, because {error}") from error
         return model, self._current(model)[1]
 
-    def _decoding_loop(
-        self,
-        run: Any,
-        begun: list[Loop],
-        engine: Engine,
-        arguments: dict[str, Any],
-        images: Images | None,
-    ) -> Any:
-        """Return the decoding loop for generate to call. The loop appends itself to `begun` when it starts."""
+    def _with_loop(
+        self, run: Callable[[Loop], Any], begun: list[Loop], arguments: dict[str, Any], images: Images | None
+    ) -> dict[str, Any]:
+        """Return arguments of generate with a decoding loop that calls `run`, and is appended to `begun` before."""
         given = {n: arguments.get(n) for n in ("tokenizer", "assistant_tokenizer", "assistant_model", "streamer")}
 
         def decode(
@@ -292,10 +285,10 @@ class Serving:
             prepared = (generation_config, options, model_kwargs, own, images)
             loop = Loop(function, str(mode.value), model, input_ids, *prepared)
             begun.append(loop)
-            return run(engine, loop)
+            return run(loop)
 
         decode.__signature__ = _DECODING  # type: ignore[attr-defined]  # generate inspects it three times in each call
-        return decode
+        return arguments | {"custom_generate": decode}
 
     def _run(self, engine: Engine, loop: Loop) -> Any:
         """Run a loop over the cache. If it fails before the first token, run it again as generate would have run it."""
