@@ -82,13 +82,9 @@ NAMES: dict[str, dict[str, str]] = {
         "sglang.srt.speculative.eagle_utils": "TreeMaskMode.QLEN_ONLY default_tree_mask_mode()",
     },
     "eviction": {
-        "sglang.srt.mem_cache.registry": (
-            "create_unified_radix_cache(ctx cache_class) TreeCacheBuildContext(params is_hybrid_swa is_hybrid_ssm "
-            "enable_hierarchical_cache disable_radix_cache ...)"
-        ),
+        "sglang.srt.mem_cache.registry": "create_unified_radix_cache(ctx cache_class)",
         "sglang.srt.mem_cache.cache_init_params": (
-            "CacheInitParams(page_size token_to_kv_pool_allocator eviction_policy eviction_policy_config "
-            "tree_core_backend enable_session_radix_cache ...)"
+            "CacheInitParams(eviction_policy eviction_policy_config tree_core_backend ...)"
         ),
         "sglang.srt.runtime_context": "get_memory()",
         "sglang.srt.mem_cache.unified_cache.tree_core_registry": "register_tree_core_backend(name factory)",

@@ -28,22 +28,33 @@ def warn_off(feature: str, reason: str) -> None:
     logger.warning("%s is off, and SGLang's own code runs in its place: %s", feature, reason)
 
 
+def _ours_or_stock(feature: str, ours: Callable[[], Any], stock: Callable[[], Any], **objects: Any) -> Any:
+    """Return what `ours` makes. If SGLang cannot serve the feature, log why and return what `stock` makes.
+
+    `objects` are those of SGLang whose attributes are checked before.
+    """
+    reason = api.why_not(feature, **objects)
+    if not reason:
+        try:
+            return ours()
+        except _SURPRISES as error:
+            reason = f"{type(error).__name__}: {error}"
+    warn_off(feature, reason)
+    return stock()
+
+
 def _enable_attention() -> str:
     """Register the attention backend, and return a text for the log."""
 
     def make(runner: Any) -> Any:
-        if reason := api.why_not("attention", runner=runner):
-            warn_off("attention", reason)
-            return api.stock_backend(runner)
-        from .attention import PagedAttnBackend
+        def ours() -> Any:
+            from .attention import PagedAttnBackend
 
-        try:
             backend = PagedAttnBackend(runner)
-        except _SURPRISES as error:
-            warn_off("attention", f"{type(error).__name__}: {error}")
-            return api.stock_backend(runner)
-        announce(f"attention by {type(backend).__name__}")
-        return backend
+            announce(f"attention by {type(backend).__name__}")
+            return backend
+
+        return _ours_or_stock("attention", ours, lambda: api.stock_backend(runner), runner=runner)
 
     api.register_backend(BACKEND, make)
     return f"attention (--attention-backend {BACKEND})"
@@ -61,16 +72,13 @@ def _enable_eviction() -> str:
     def make(context: Any, sglangs: Any) -> Any:
         if not context.params.eviction_policy.lower().startswith(PREFIX):
             return sglangs(context)
-        if reason := api.why_not("eviction", context=context):
-            warn_off("eviction", reason)
-            return sglangs(api.with_lru(context))
-        from .eviction import make_cache
 
-        try:
+        def ours() -> Any:
+            from .eviction import make_cache
+
             return make_cache(context, sglangs)
-        except _SURPRISES as error:
-            warn_off("eviction", f"{type(error).__name__}: {error}")
-            return sglangs(api.with_lru(context))
+
+        return _ours_or_stock("eviction", ours, lambda: sglangs(api.with_lru(context)), context=context)
 
     is_served = not api.why_not("eviction")
     if is_served:
