@@ -27,8 +27,6 @@ def main() -> None:
     import test_engine
     from vllm_dense import DenseReference
 
-    for use in (vllm_engine.use_attention, vllm_engine.use_eviction, vllm_engine.use_compression):
-        use(True)
     options = test_engine.OPTIONS | {"num_gpu_blocks_override": 110}
     with vllm_engine.engine(sys.argv[1], **options) as (llm, _):
         runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner

@@ -7,7 +7,7 @@ import gc
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 ENVIRONMENT = {
@@ -38,44 +38,20 @@ def prepare() -> None:
     os.environ.update(ENVIRONMENT)
 
 
-def use_attention(ours: bool) -> None:
-    """Takes `pc`'s attention backend, or vLLM's own, for the engines that follow."""
+def _use(features: Sequence[str]) -> None:
+    """Enable these features of `pc` for engines made from now on, and no others."""
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from pc.integrations.vllm import enable
+    from pc.integrations.vllm import enable, moves
+    from pc.integrations.vllm.features import _enabled
 
     selector._cached_get_attn_backend.cache_clear()
     for backend in ("CPU_ATTN", "CPU_MLA", "AMX_MLA"):
         AttentionBackendEnum[backend].clear_override()
-    if ours:
-        enable("attention")
-
-
-def use_eviction(ours: bool) -> None:
-    """Lets the engines that follow take `pc`'s eviction policies, or not."""
-    _use("eviction", ours)
-
-
-def use_hidden_states(ours: bool) -> None:
-    """Lets the workers of the engines that follow keep hidden states, or not."""
-    _use("hidden_states", ours)
-
-
-def use_compression(ours: bool) -> None:
-    """Lets the engines that follow compress prompts, or not; needs attention and eviction."""
-    from pc.integrations.vllm import moves
-
     moves.PREPARATIONS.pop("pc_cannot_compress", None)
-    _use("compression", ours)
-
-
-def _use(feature: str, ours: bool) -> None:
-    from pc.integrations.vllm import enable, features
-
-    features._enabled.discard(feature)
-    if ours:
-        enable(feature)
+    _enabled.clear()
+    enable(*features)
 
 
 _rebound = False
@@ -120,8 +96,11 @@ def asynchronous() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def engine(model: str, **options: Any) -> Iterator[tuple[Any, Counter[str]]]:
-    """An engine, and counts: "attention" and "latent" (our forwards), "steps", "tokens", "preemptions", "drafts"."""
+def engine(model: str, features: Sequence[str] = (), **options: Any) -> Iterator[tuple[Any, Counter[str]]]:
+    """Yield an engine with these features of `pc`, and counts of what happens in it.
+
+    The counts are "attention" and "latent" (our forwards), "steps", "tokens", "preemptions" and "drafts".
+    """
     from unittest import mock
 
     from vllm import LLM
@@ -161,14 +140,18 @@ def engine(model: str, **options: Any) -> Iterator[tuple[Any, Counter[str]]]:
         mock.patch.object(Scheduler, "_preempt_request", counted_preempt),
         mock.patch.object(GPUModelRunner, "execute_model", counted_execute),
     ):
-        llm = LLM(model=model, **{**OPTIONS, **options})
+        _use(features)
         try:
-            yield llm, seen
+            llm = LLM(model=model, **{**OPTIONS, **options})
+            try:
+                yield llm, seen
+            finally:
+                llm.llm_engine.engine_core.shutdown()
+                del llm
+                gc.collect()
+                cleanup_dist_env_and_memory()
         finally:
-            llm.llm_engine.engine_core.shutdown()
-            del llm
-            gc.collect()
-            cleanup_dist_env_and_memory()
+            _use(())
 
 
 def generate(llm: Any, prompts: list[list[int]], **params: Any) -> tuple[list[list[list[int]]], list[int]]:
@@ -189,8 +172,8 @@ def both(model: str, ask: Callable[[Any], Any], more: Mapping[str, Any] | None =
     """
     found = []
     for ours in (False, True):
-        use_attention(ours)
-        with engine(model, **options, **(more or {}) if ours else {}) as (llm, seen):
+        features = ("attention",) if ours else ()
+        with engine(model, features, **options, **(more or {}) if ours else {}) as (llm, seen):
             found.append((ask(llm), seen))
     return found
 

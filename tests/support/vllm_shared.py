@@ -46,11 +46,8 @@ def answer(model, options, wait=None):
 
     With "stops", each prompt is asked alone. After each, a line is printed and `wait` is called.
     """
-    vllm_engine.use_attention(True)
-    with vllm_engine.engine(model, kv_transfer_config=transfer(options["tier"]), **options.get("engine", {})) as (
-        llm,
-        seen,
-    ):
+    given = {"kv_transfer_config": transfer(options["tier"])} | options.get("engine", {})
+    with vllm_engine.engine(model, ["attention"], **given) as (llm, seen):
         tokens, cached = [], []
         for part in (
             [[prompt] for prompt in options["prompts"]] if wait and options.get("stops") else [options["prompts"]]

@@ -39,16 +39,7 @@ def adapter(tmp_path_factory):
     return str(folder)
 
 
-@pytest.fixture
-def features():
-    """Return a function that switches all features on or off for later engines."""
-
-    def use(ours):
-        for each in (vllm_engine.use_attention, vllm_engine.use_eviction, vllm_engine.use_hidden_states):
-            each(ours)
-
-    yield use
-    use(False)
+FEATURES = ["attention", "eviction", "hidden_states"]
 
 
 def prompts():
@@ -94,7 +85,7 @@ def run(model, adapter, ours):
     options = {"skip_tokenizer_init": False, "num_gpu_blocks_override": TIGHT, "max_num_batched_tokens": 256}
     options |= {"enable_lora": True, "max_lora_rank": 8}
     lora = LoRARequest("other", 1, adapter)
-    with vllm_engine.engine(model, **options) as (llm, seen):
+    with vllm_engine.engine(model, FEATURES if ours else [], **options) as (llm, seen):
 
         def constrained(**how):
             return ask(llm, prompts(), structured_outputs=StructuredOutputsParams(**how), ignore_eos=False)
@@ -125,11 +116,9 @@ def run(model, adapter, ours):
     return said, rows, seen
 
 
-def test_tokens_are_those_of_vllm_alone(model_with_tokenizer, adapter, features):
-    features(False)
+def test_tokens_are_those_of_vllm_alone(model_with_tokenizer, adapter):
     theirs, _, seen = run(model_with_tokenizer, adapter, False)
     assert not seen["attention"]
-    features(True)
     ours, rows, seen = run(model_with_tokenizer, adapter, True)
     assert seen["attention"] > 0
     assert seen["preemptions"] > 0
@@ -145,12 +134,11 @@ def test_tokens_are_those_of_vllm_alone(model_with_tokenizer, adapter, features)
         assert each["hidden_states"].shape[0] in lengths
 
 
-def test_samples_and_constraints_have_rows_of_the_prompt(model_with_tokenizer, features):
+def test_samples_and_constraints_have_rows_of_the_prompt(model_with_tokenizer):
     """Each of n samples is a separate request in vLLM. All have the rows of the one prompt."""
     from pc.integrations.vllm.hidden_states import take_hidden_states
 
-    features(True)
-    with vllm_engine.engine(model_with_tokenizer, max_num_batched_tokens=256) as (llm, _):
+    with vllm_engine.engine(model_with_tokenizer, FEATURES, max_num_batched_tokens=256) as (llm, _):
         ask(llm, prompts()[:1])
         (expected,) = take_hidden_states(llm).values()
         ask(llm, prompts()[:1], n=3, temperature=0.8, seed=5)

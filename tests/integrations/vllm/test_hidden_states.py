@@ -190,12 +190,7 @@ def test_prompts_without_rows_are_bounded_too():
 ROOM, TIGHT = 64, 14
 
 
-@pytest.fixture
-def feature():
-    vllm_engine.use_attention(True)
-    yield vllm_engine.use_hidden_states(True)
-    vllm_engine.use_hidden_states(False)
-    vllm_engine.use_eviction(False)
+FEATURES = ["attention", "hidden_states"]
 
 
 def rounds():
@@ -227,8 +222,7 @@ def run(path, prompts, **options):
 
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, detokenize=False, extra_args={ASKED: True})
     found, cached = [], []
-    vllm_engine.use_hidden_states(True)
-    with vllm_engine.engine(path, **options) as (llm, seen):
+    with vllm_engine.engine(path, FEATURES, **options) as (llm, seen):
         for batch in prompts:
             outputs = llm.generate([{"prompt_token_ids": p} for p in batch], params, use_tqdm=False)
             logprobs, rows = take_prompt_logprobs(llm), take_hidden_states(llm)
@@ -250,7 +244,6 @@ def computed(model_path):
 
     def compute(name):
         if name not in kept:
-            vllm_engine.use_attention(True)
             kept[name] = run(model_path(name), rounds(), enable_prefix_caching=False, num_gpu_blocks_override=160)
         return kept[name][0]
 
@@ -269,7 +262,7 @@ def check(found, expected):
 
 
 @pytest.mark.parametrize(("name", "blocks"), [("llama", ROOM), ("llama", TIGHT), ("gpt_oss", 2 * ROOM)])
-def test_rows_are_those_of_a_computed_prompt(model_path, computed, feature, name, blocks):
+def test_rows_are_those_of_a_computed_prompt(model_path, computed, name, blocks):
     """Hits, chunks, evictions, preemptions; gpt_oss also has a group of windows."""
     expected = computed(name)
     found, cached, seen = run(model_path(name), rounds(), num_gpu_blocks_override=blocks)
@@ -279,7 +272,7 @@ def test_rows_are_those_of_a_computed_prompt(model_path, computed, feature, name
         assert seen["preemptions"] > 0
 
 
-def test_rows_through_speculation(model_path, computed, feature):
+def test_rows_through_speculation(model_path, computed):
     """Rejected drafts leave rows, which those of the accepted tokens replace."""
     draft = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
     expected = computed("llama")
@@ -295,22 +288,22 @@ def test_rows_through_speculation(model_path, computed, feature):
     torch.testing.assert_close(with_drafts[1][0], plain[0][0], rtol=1e-3, atol=1e-3)
 
 
-def test_only_who_asks_gets_rows(model_path, feature):
-    with vllm_engine.engine(model_path("llama")) as (llm, _):
+def test_only_who_asks_gets_rows(model_path):
+    with vllm_engine.engine(model_path("llama"), FEATURES) as (llm, _):
         vllm_engine.generate(llm, rounds()[0][:2])
         assert take_hidden_states(llm) == {}
 
 
-def test_blocks_that_a_connector_fills_hold_no_rows(model_path, feature):
+def test_blocks_that_a_connector_fills_hold_no_rows(model_path):
     """The rows there belong to earlier prompts. None of them is returned, and later prompts have all rows."""
     from vllm import SamplingParams
 
-    vllm_engine.use_eviction(True)
     params = SamplingParams(max_tokens=4, temperature=0.0, detokenize=False, extra_args={ASKED: True})
     transfer = {"kv_connector": "Claims", "kv_connector_module_path": "vllm_connector", "kv_role": "kv_both"}
     generator = torch.Generator().manual_seed(1)
     fresh = [torch.randint(3, 490, (150,), generator=generator).tolist() for _ in range(5)]
-    with vllm_engine.engine(model_path("llama"), num_gpu_blocks_override=17, kv_transfer_config=transfer) as (llm, _):
+    options = {"num_gpu_blocks_override": 17, "kv_transfer_config": transfer}
+    with vllm_engine.engine(model_path("llama"), [*FEATURES, "eviction"], **options) as (llm, _):
 
         def rows_of(prompt):
             llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
@@ -324,7 +317,7 @@ def test_blocks_that_a_connector_fills_hold_no_rows(model_path, feature):
 
 
 @pytest.mark.parametrize("blocks", [ROOM, TIGHT])
-def test_token_wise_pooling_with_prefix_hits(model_path, feature, blocks):
+def test_token_wise_pooling_with_prefix_hits(model_path, blocks):
     """There is a row for each token, equal to those without hits, which are read unless a request says otherwise."""
     from vllm import PoolingParams
 
@@ -335,7 +328,7 @@ def test_token_wise_pooling_with_prefix_hits(model_path, feature, blocks):
         # Models that score pairs of texts need a tokenizer when the engine is made.
         with (
             mock.patch("vllm.renderers.base.BaseRenderer.get_tokenizer", return_value=mock.MagicMock(pad_token_id=0)),
-            vllm_engine.engine(model_path("llama"), runner="pooling", convert="embed", **options) as (llm, _),
+            vllm_engine.engine(model_path("llama"), FEATURES, runner="pooling", convert="embed", **options) as (llm, _),
         ):
             for batch in rounds():
                 outputs = []
@@ -374,8 +367,9 @@ def test_every_rank_that_pools_keeps_rows(monkeypatch, pools, keeping):
     assert found == keeping
 
 
-def test_models_with_windows_alone_are_refused(model_path, feature):
-    with pytest.raises(ValueError, match="no layers with full attention"), vllm_engine.engine(model_path("mistral")):
+def test_models_with_windows_alone_are_refused(model_path):
+    engine = vllm_engine.engine(model_path("mistral"), FEATURES)
+    with pytest.raises(ValueError, match="no layers with full attention"), engine:
         pass
 
 

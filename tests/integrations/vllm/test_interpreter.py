@@ -31,10 +31,9 @@ def test_kernels_in_the_interpreter(model_path):
     prompts = [torch.randint(3, 500, (n,), generator=generator).tolist() for n in (57, 33)]
     found = []
     for ours in (False, True):
-        vllm_engine.use_attention(ours)
         with (
             mock.patch.object(PagedAttention, "forward", watched),
-            vllm_engine.engine(model_path("llama")) as (llm, seen),
+            vllm_engine.engine(model_path("llama"), ["attention"] if ours else []) as (llm, seen),
         ):
             found.append([vllm_engine.generate(llm, prompts, max_tokens=3) for _ in range(2)])
     assert found[0] == found[1]

@@ -127,15 +127,13 @@ def names_in(expression):
 def test_an_engine_counts(model_path, monkeypatch):
     """In vLLM's engine, a small cache evicts, and hints are read or not."""
     monkeypatch.setenv("PC_VLLM_POLICY", "fifo")
-    vllm_engine.use_attention(False)
-    vllm_engine.use_eviction(True)
     prompts = [list(range(first, first + 90)) for first in range(3, 400, 40)]
     hint = {"kv_hints": json.dumps(retention_hints(returns=0.5))}
     before = evicted()
-    with vllm_engine.engine(model_path("llama"), num_gpu_blocks_override=12, disable_log_stats=False) as (llm, _):
+    options = {"num_gpu_blocks_override": 12, "disable_log_stats": False}
+    with vllm_engine.engine(model_path("llama"), ["eviction"], **options) as (llm, _):
         vllm_engine.generate(llm, prompts, max_tokens=5, extra_args=hint)
         vllm_engine.generate(llm, prompts[:1], max_tokens=5, extra_args={"kv_hints": "no JSON"})
-    vllm_engine.use_eviction(False)
     gained = {name: count - before[name] for name, count in evicted().items()}
     assert gained["pc:evicted_blocks_total"] > 5
     assert gained["pc:hints_total"] == len(prompts)

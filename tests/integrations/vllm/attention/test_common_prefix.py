@@ -61,12 +61,11 @@ def prompts(shared, count):
 
 def run(path, ours, asked):
     """Return the tokens of the prompts, after the first is cached, and how often a prefix was read once."""
-    vllm_engine.use_attention(ours)
     with (
         mock.patch(
             "pc.integrations.vllm.attention.backend.shared_prefix_attention", wraps=shared_prefix_attention
         ) as spy,
-        vllm_engine.engine(path, **ROOM) as (llm, seen),
+        vllm_engine.engine(path, ["attention"] if ours else [], **ROOM) as (llm, seen),
     ):
         vllm_engine.generate(llm, asked[:1])
         tokens, cached = vllm_engine.generate(llm, asked)

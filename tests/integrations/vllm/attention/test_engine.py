@@ -35,8 +35,7 @@ def altered(prompt):
 
 def run(path, ours, **options):
     """Return an engine's answers: the same prompts twice, samples, prompts with one changed token, a full cache."""
-    vllm_engine.use_attention(ours)
-    with vllm_engine.engine(path, **options) as (llm, seen):
+    with vllm_engine.engine(path, ["attention"] if ours else [], **options) as (llm, seen):
         cold, missed = vllm_engine.generate(llm, prompts())
         warm, hits = vllm_engine.generate(llm, prompts())
         torch.manual_seed(7)  # vLLM on a CPU supports no seed of a request with chunked prompts
@@ -151,7 +150,6 @@ def test_float8_caches(model_path):
     VLLM's CPU kernel rounds differently.
     """
     path = model_path("llama")
-    vllm_engine.use_attention(True)
 
     def write_rounded(key, value, *args):
         pc.reshape_and_cache(*(x.to(torch.float8_e4m3fn).to(x.dtype) for x in (key, value)), *args)
@@ -161,11 +159,11 @@ def test_float8_caches(model_path):
         spy = write_rounded if dtype == "auto" else pc.reshape_and_cache
         with (
             mock.patch("pc.integrations.vllm.attention.backend.reshape_and_cache", spy),
-            vllm_engine.engine(path, kv_cache_dtype=dtype) as (llm, seen),
+            vllm_engine.engine(path, ["attention"], kv_cache_dtype=dtype) as (llm, seen),
         ):
             found.append(vllm_engine.generate(llm, prompts())[0])
             assert seen["attention"] > 0
-    with vllm_engine.engine(path) as (llm, _):
+    with vllm_engine.engine(path, ["attention"]) as (llm, _):
         found.append(vllm_engine.generate(llm, prompts())[0])
     assert found[0] == found[1] != found[2]
 
@@ -178,8 +176,8 @@ def test_float8_caches(model_path):
     ],
 )
 def test_what_is_not_served_is_refused_by_name(model_path, options, message):
-    vllm_engine.use_attention(True)
-    with pytest.raises(ValueError, match=message), vllm_engine.engine(model_path("llama"), **options):
+    engine = vllm_engine.engine(model_path("llama"), ["attention"], **options)
+    with pytest.raises(ValueError, match=message), engine:
         pass
 
 
@@ -189,7 +187,6 @@ def test_a_window_is_seen(model_path):
     prompt = prompts()[3]
     other = [5 if prompt[0] != 5 else 6, *prompt[1:]]
     assert len(prompt) > 2 * WINDOW
-    vllm_engine.use_attention(True)
-    with vllm_engine.engine(path, enable_prefix_caching=False) as (llm, _):
+    with vllm_engine.engine(path, ["attention"], enable_prefix_caching=False) as (llm, _):
         found, _ = vllm_engine.generate(llm, [prompt, other])
     assert found[0] == found[1]

@@ -22,20 +22,12 @@ from pc.integrations.vllm.compression import worker
 from pc.integrations.vllm.compression.scheduler import why_no_compression
 
 SIZE = 16
-OPTIONS = {"block_size": SIZE, "max_model_len": 512, "max_num_seqs": 16, "max_num_batched_tokens": 96}
+FEATURES = ["attention", "eviction", "compression"]
+OPTIONS = {
+    "block_size": SIZE, "max_model_len": 512, "max_num_seqs": 16, "max_num_batched_tokens": 96, "features": FEATURES,
+}  # fmt: skip
 PRESSES = ("snapkv", "knorm", "expected_attention")
 MARGIN = 2e-5
-
-
-@pytest.fixture(autouse=True)
-def features():
-    vllm_engine.use_attention(True)
-    vllm_engine.use_eviction(True)
-    vllm_engine.use_compression(True)
-    yield
-    vllm_engine.use_compression(False)
-    vllm_engine.use_eviction(False)
-    vllm_engine.use_attention(False)
 
 
 @pytest.fixture(scope="module")
@@ -262,9 +254,8 @@ def test_neighbours_have_their_bits(model_path, heads):
 def test_without_the_switch(model_path):
     """An engine with the feature on gives a request that does not ask the same bits."""
     found = []
-    for on in (False, True):
-        vllm_engine.use_compression(on)
-        with vllm_engine.engine(model_path("llama"), **OPTIONS) as (llm, _):
+    for features in (FEATURES[:2], FEATURES):
+        with vllm_engine.engine(model_path("llama"), **OPTIONS | {"features": features}) as (llm, _):
             found.append(logits_of(llm, [("one", prompt(300, 4), None), ("two", prompt(100, 5), None)], "one"))
     assert len(found[0]) == len(found[1]) > 8
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -345,7 +336,7 @@ def test_packing_of_a_trained_model_costs_less_than_a_tenth_of_the_prefill(model
         "num_gpu_blocks_override": 520,
     }
     options["kv_cache_memory_bytes"] = 1 << 30
-    with vllm_engine.engine(str(trained_model), **options) as (llm, _):
+    with vllm_engine.engine(str(trained_model), FEATURES, **options) as (llm, _):
         asked = Asked(llm)
         asked.add("one", random.Random(0).choices(range(3, 4000), k=8000), {"budget": 0.5}, max_tokens=2)
         started = time.process_time()

@@ -117,7 +117,7 @@ def test_blocks_that_are_lost_between_two_questions_are_computed(
 def test_tight_blocks_and_preemption(model_path, shared, tmp_path):
     folder = shutil.copytree(shared[0], tmp_path / "copy")
     long = {"prompts": prompts() * 2, "max_tokens": 40, "engine": {"num_gpu_blocks_override": 10}}
-    with vllm_engine.engine(model_path("llama"), enable_prefix_caching=False) as (llm, _):
+    with vllm_engine.engine(model_path("llama"), ["attention"], enable_prefix_caching=False) as (llm, _):
         expected, _ = vllm_engine.generate(llm, long["prompts"], max_tokens=40)
     found = vllm_shared.answer(model_path("llama"), {"tier": {"tier": "disk", "path": str(folder)}, **long})
     assert found["preemptions"] > 0
@@ -181,7 +181,7 @@ def test_through_a_mooncake_store_that_dies(model_path, tmp_path):
         found = result(second)
         first.kill()
         first.communicate()
-    with vllm_engine.engine(path) as (llm, _):
+    with vllm_engine.engine(path, ["attention"]) as (llm, _):
         expected, _ = vllm_engine.generate(llm, prompts())
     assert found["tokens"] == expected
     assert found["cached"] == [96, 0, 0]

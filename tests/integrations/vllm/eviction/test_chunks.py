@@ -179,25 +179,19 @@ def check_bits(path, dtype, vocabulary, seed=1):
     prompts = [[3 + token * 7 % (vocabulary - 3) for token in text[:440]] for text in texts(PROMPTS, seed)]
     options = {
         "max_model_len": 512, "max_num_seqs": 1, "max_num_batched_tokens": 192, "num_gpu_blocks_override": 40,
-        "dtype": dtype, "additional_config": {"pc_chunk": 128},
+        "dtype": dtype, "additional_config": {"pc_chunk": 128}, "features": ["attention", "eviction"],
     }  # fmt: skip
-    vllm_engine.use_attention(True)
-    vllm_engine.use_eviction(True)
-    try:
-        with vllm_engine.engine(path, **options, enable_prefix_caching=False) as (llm, _):
-            cold, cached = answers(llm, prompts)
-            assert cached == 0
-        with vllm_engine.engine(path, **options) as (llm, _):
-            scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-            for _ in range(2):
-                order = rng.sample(range(PROMPTS), PROMPTS)
-                found, cached = answers(llm, [prompts[at] for at in order])
-                assert found == [cold[at] for at in order]
-                assert cached >= 3 * 128
-                lose(scheduler, 5, rng)
-    finally:
-        vllm_engine.use_attention(False)
-        vllm_engine.use_eviction(False)
+    with vllm_engine.engine(path, **options, enable_prefix_caching=False) as (llm, _):
+        cold, cached = answers(llm, prompts)
+        assert cached == 0
+    with vllm_engine.engine(path, **options) as (llm, _):
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        for _ in range(2):
+            order = rng.sample(range(PROMPTS), PROMPTS)
+            found, cached = answers(llm, [prompts[at] for at in order])
+            assert found == [cold[at] for at in order]
+            assert cached >= 3 * 128
+            lose(scheduler, 5, rng)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -124,15 +124,12 @@ PROMPT = list(range(3, 163))
 def crowded(model_path, monkeypatch):
     """An engine with the priority policy and room for little more than one prompt, and a prompt that fills it."""
     monkeypatch.setenv("PC_VLLM_POLICY", "priority")
-    vllm_engine.use_attention(False)
-    vllm_engine.use_eviction(True)
-    with vllm_engine.engine(model_path("llama"), num_gpu_blocks_override=14) as (llm, _):
+    with vllm_engine.engine(model_path("llama"), ["eviction"], num_gpu_blocks_override=14) as (llm, _):
 
         def hits(tokens, **params):
             return vllm_engine.generate(llm, [tokens], max_tokens=2, **params)[1][0]
 
         yield llm, hits
-    vllm_engine.use_eviction(False)
 
 
 def fill(hits):

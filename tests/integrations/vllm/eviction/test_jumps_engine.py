@@ -14,13 +14,6 @@ OPTIONS = {"max_model_len": 512, "max_num_seqs": 16, "max_num_batched_tokens": 1
 GENERATED = 6
 
 
-@pytest.fixture(autouse=True)
-def _afterwards():
-    vllm_engine.use_attention(False)
-    yield
-    vllm_engine.use_eviction(False)
-
-
 def texts(count, seed, vocabulary=500):
     """Return prompts that share beginnings of three longer ones."""
     rng = random.Random(seed)
@@ -46,8 +39,8 @@ def compare(path, prompts, **options):
     """Compare with vLLM's own scheduler; return how many prompts were compared, and the tokens that were skipped."""
     with vllm_engine.engine(path, **OPTIONS | options | {"enable_prefix_caching": False}) as (llm, _):
         expected = answers(llm, prompts)
-    vllm_engine.use_eviction(True)
-    with vllm_engine.engine(path, **OPTIONS | options, additional_config={"pc_policy": "fifo"}) as (llm, _):
+    options = OPTIONS | options | {"additional_config": {"pc_policy": "fifo"}}
+    with vllm_engine.engine(path, ["eviction"], **options) as (llm, _):
         found = answers(llm, prompts, random.Random(0))
         jumped = llm.llm_engine.engine_core.engine_core.scheduler.jumps.counts["jumped_tokens"]
     for number, (tokens, logprobs) in found.items():
@@ -75,8 +68,7 @@ def test_a_trained_model(model_path, trained_model):
 def test_a_jumped_block_that_is_zeroed_is_seen(model_path):
     """Otherwise the tests above could not fail."""
     (prompt,) = texts(1, 3)
-    vllm_engine.use_eviction(True)
-    with vllm_engine.engine(model_path("llama"), **OPTIONS) as (llm, _):
+    with vllm_engine.engine(model_path("llama"), ["eviction"], **OPTIONS) as (llm, _):
         core = llm.llm_engine.engine_core.engine_core
         caches = core.model_executor.driver_worker.worker.model_runner.kv_caches
         found, pool = [answers(llm, [prompt])[0]], core.scheduler.block_pool

@@ -16,18 +16,9 @@ from pc.integrations.vllm.eviction.moved import LEAD
 
 OPTIONS = {
     "max_model_len": 512, "max_num_batched_tokens": 192, "num_gpu_blocks_override": 90, "max_logprobs": -1,
-    "additional_config": {"pc_reuse": "anywhere"},
+    "additional_config": {"pc_reuse": "anywhere"}, "features": ["attention", "eviction"],
 }  # fmt: skip
 BLOCK = 32
-
-
-@pytest.fixture(autouse=True)
-def _ours():
-    vllm_engine.use_attention(True)
-    vllm_engine.use_eviction(True)
-    yield
-    vllm_engine.use_attention(False)
-    vllm_engine.use_eviction(False)
 
 
 def ask(llm, prompt, reuse=None, salt=None):

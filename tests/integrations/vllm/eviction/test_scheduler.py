@@ -25,20 +25,18 @@ def scheduler_of(llm):
 @pytest.mark.parametrize("policy", ["lru", "default"])
 def test_chosen_by_the_environment(model_path, monkeypatch, policy):
     """lru has the same hits as vLLM. There are few blocks, so that it evicts and preempts."""
-    vllm_engine.use_attention(False)
     found = []
     for ours in (False, True):
-        vllm_engine.use_eviction(ours)
         if ours:  # vLLM's own scheduler raises for it
             monkeypatch.setenv("PC_VLLM_POLICY", policy)
-        with vllm_engine.engine(model_path("llama"), num_gpu_blocks_override=12) as (llm, seen):
+        features = ["eviction"] if ours else []
+        with vllm_engine.engine(model_path("llama"), features, num_gpu_blocks_override=12) as (llm, seen):
             assert type(scheduler_of(llm)).__name__ == ("PolicyScheduler" if ours else "Scheduler")
             found.append(vllm_engine.generate(llm, prompts(), max_tokens=30))
             if ours:
                 state = scheduler_of(llm).block_pool.policy_state
                 assert type(state.policy).__name__ == POLICIES[policy].__name__
             assert seen["preemptions"] > 0
-    vllm_engine.use_eviction(False)
     assert found[0][0] == found[1][0]
     if policy == "lru":
         assert found[0][1] == found[1][1]
@@ -47,8 +45,6 @@ def test_chosen_by_the_environment(model_path, monkeypatch, policy):
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_chosen_by_name(model_path, asynchronous):
     kind = "AsyncPolicyScheduler" if asynchronous else "PolicyScheduler"
-    vllm_engine.use_attention(False)
-    vllm_engine.use_eviction(False)
     options = {
         "scheduler_cls": f"pc.integrations.vllm.eviction.{kind}",
         "async_scheduling": asynchronous,
