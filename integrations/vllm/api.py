@@ -77,7 +77,8 @@ NAMES: dict[str, dict[str, str]] = {
         "vllm.v1.kv_cache_layout": "KVCacheLayout.LBNHC",
         "vllm.v1.attention.selector": "_cached_get_attn_backend.cache_clear",
         "vllm.config": (
-            "get_current_vllm_config_or_none get_layers_from_vllm_config(vllm_config layer_type layer_names)"
+            "get_current_vllm_config_or_none get_layers_from_vllm_config(vllm_config layer_type layer_names) "
+            "CompilationConfig.cudagraph_mode"
         ),
         "vllm.model_executor.layers.attention_layer_base": "AttentionLayerBase",
         "vllm.platforms": "current_platform.is_cpu",
@@ -188,6 +189,7 @@ NAMES: dict[str, dict[str, str]] = {
         "vllm.v1.core.sched.output": "SchedulerOutput(num_scheduled_tokens finished_req_ids ...)",
         "vllm.v1.request:Request": "priority arrival_time resumable",
         "vllm.sampling_params": "SamplingParams.verify SamplingParams(extra_args ...)",
+        "vllm.config": "ParallelConfig.enable_dbo",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "requests input_batch kv_cache_config",
         "vllm.v1.worker.gpu_input_batch:InputBatch": "req_ids req_id_to_index block_table",
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner": "req_states block_tables kv_cache_config",
@@ -210,6 +212,7 @@ NAMES: dict[str, dict[str, str]] = {
             "VllmConfig.__post_init__ VllmConfig.scheduler_config VllmConfig.parallel_config VllmConfig.model_config "
             "VllmConfig.additional_config VllmConfig.speculative_config VllmConfig.kv_transfer_config"
         ),
+        "vllm.envs": "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",
         "vllm.platforms": "current_platform.is_cpu",
     },
     "hidden_states.pooling": {
@@ -238,7 +241,10 @@ NAMES: dict[str, dict[str, str]] = {
         "vllm.v1.kv_cache_interface": "AttentionSpec.unpadded_page_size_bytes",
         "vllm.v1.attention.backends.registry": "AttentionBackendEnum",
         "vllm.distributed.parallel_state": "get_tensor_model_parallel_rank",
-        "vllm.config": "KVTransferConfig(kv_connector_extra_config kv_load_failure_policy) ModelConfig.is_hybrid",
+        "vllm.config": (
+            "KVTransferConfig(kv_connector_extra_config kv_load_failure_policy) ModelConfig.is_hybrid "
+            "VllmConfig.max_concurrent_batches CacheConfig.prefix_match_unit"
+        ),
         "vllm.v1.request:Request": "request_id num_tokens block_hashes skip_reading_prefix_cache",
     },
     "offload": {
@@ -526,7 +532,7 @@ def callers_request_id(request: str) -> str:
     """Return a request's id as vLLM's callers know it, without the random characters that vLLM appends."""
     from vllm import envs
 
-    return request if getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False) else request.rpartition("-")[0]
+    return request if envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION else request.rpartition("-")[0]
 
 
 # Configurations.

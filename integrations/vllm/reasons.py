@@ -1,4 +1,4 @@
-"""Reasons why an engine of vLLM cannot do what a feature needs."""
+"""Properties of an engine of vLLM, and reasons why it cannot do what a feature needs."""
 
 from __future__ import annotations
 
@@ -28,6 +28,15 @@ def clipping_reasons(scheduler: Any) -> dict[str, Any]:
         "context parallelism": scheduler.dcp_world_size > 1 or scheduler.pcp_world_size > 1,
         "prefill in one piece": not scheduler.scheduler_config.enable_chunked_prefill,
     }
+
+
+def replays_whole_steps(compilation_config: Any, device: str) -> bool:
+    """Return whether an engine on this kind of device replays whole steps from CUDA graphs, with tensors of fixed size.
+
+    `compilation_config` is vLLM's. Its `cudagraph_mode` is None if the platform has no graphs.
+    """
+    mode = compilation_config.cudagraph_mode
+    return device != "cpu" and mode is not None and bool(mode.has_full_cudagraphs())
 
 
 def first_reason(reasons: dict[str, Any]) -> str:

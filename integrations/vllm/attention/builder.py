@@ -28,6 +28,7 @@ from ..api import (
     get_layers_from_vllm_config,
     is_batch_invariant,
 )
+from ..reasons import replays_whole_steps
 
 NULL_BLOCK = 0
 """The number of vLLM's block for positions without KV, in every pool."""
@@ -74,8 +75,7 @@ class PagedMetadataBuilder(AttentionMetadataBuilder):
         self.windows = sorted(windows) if device.type != "cpu" or INTERPRET else []
         self.batch_invariant = is_batch_invariant()
         compilation = vllm_config.compilation_config
-        mode = getattr(compilation, "cudagraph_mode", None)
-        self.captured = device.type != "cpu" and mode is not None and bool(mode.has_full_cudagraphs())
+        self.captured = replays_whole_steps(compilation, device.type)
         self.max_seqs = max([vllm_config.scheduler_config.max_num_seqs, *(compilation.cudagraph_capture_sizes or ())])
         self.shared = 0, 0
         """The requests of the batch that is being built, and the number of leading blocks that they share."""

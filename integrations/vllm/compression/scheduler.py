@@ -31,7 +31,7 @@ from ..api import (
     preempt,
     token_ids,
 )
-from ..reasons import chain_reasons, clipping_reasons, first_reason
+from ..reasons import chain_reasons, clipping_reasons, first_reason, replays_whole_steps
 from .options import ASKED, CompressionOptions
 from .steps import Packing
 
@@ -98,9 +98,7 @@ class Compression:
         self._stalled: list[Any] = []
         self._is_stuck = False
         config = self.scheduler.vllm_config
-        mode = getattr(config.compilation_config, "cudagraph_mode", None)
-        is_cpu = config.device_config.device_type == "cpu"
-        self._captures = not is_cpu and mode is not None and bool(mode.has_full_cudagraphs())
+        self._captures = replays_whole_steps(config.compilation_config, config.device_config.device_type)
         coordinator = self._cache.coordinator
         self._find, self._publish = self._cache.get_computed_blocks, coordinator.cache_blocks
         self._cache.get_computed_blocks, coordinator.cache_blocks = self.find, self.publish

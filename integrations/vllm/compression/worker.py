@@ -400,7 +400,7 @@ def write_table(runner: Any, packing: Packing) -> None:
 def prepare(worker: Any) -> str:
     """Enable compression in a worker that has its model and caches. Return why it cannot compress, or ""."""
     runner, config = worker.model_runner, worker.vllm_config
-    if getattr(config.parallel_config, "enable_dbo", False):
+    if config.parallel_config.enable_dbo:
         return "dual-batch overlap"
     try:
         caches = cache_rows(dict(config.compilation_config.static_forward_context))

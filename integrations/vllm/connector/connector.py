@@ -198,11 +198,12 @@ class TierConnector(KVConnectorBase_V1):
         check_connector(vllm_config, kv_cache_config)
         self._bytes = block_bytes(kv_cache_config)
         self._tier: Tier | None = None
+        self._tiers: list[Tier] = []
         self._store: BlockStore | None = None
         self._failed: set[int] = set()
         self._quiet = 0
         # Number of steps that may be scheduled before the scheduler knows of a failed load.
-        self._unaware = int(getattr(vllm_config, "max_concurrent_batches", 2))
+        self._unaware: int = vllm_config.max_concurrent_batches
         if role is KVConnectorRole.SCHEDULER:
             transfer.kv_load_failure_policy = "recompute"
             fingerprint = describe(vllm_config, kv_cache_config, self._options)
@@ -305,7 +306,7 @@ class TierConnector(KVConnectorBase_V1):
 
     def shutdown(self) -> None:
         """Wait until all blocks are written, and close the tiers."""
-        tiers: list[Any] = [self._tier, *getattr(self, "_tiers", ())]
+        tiers: list[Any] = [self._tier, *self._tiers]
         self._tier, self._tiers = None, []
         for tier in tiers:
             if isinstance(tier, TierWriter):

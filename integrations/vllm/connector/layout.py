@@ -169,7 +169,7 @@ def check_connector(vllm_config: Any, kv_cache_config: Any) -> None:
         raise ValueError(f"kv_cache_groups: got {', '.join(kinds)}, needs one group of attention layers")
     parallel = vllm_config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) != 1:
+        if getattr(parallel, name) != 1:
             raise ValueError(f"{name}: got {getattr(parallel, name)}, needs 1")
     if vllm_config.lora_config is not None:
         raise ValueError(
@@ -181,6 +181,5 @@ def check_connector(vllm_config: Any, kv_cache_config: Any) -> None:
             f"prefix_caching_hash_algo: got {cache.prefix_caching_hash_algo}, whose hashes differ from process to "
             "process; needs sha256, or PYTHONHASHSEED set"
         )
-    hashed = getattr(cache, "prefix_match_unit", None) or groups[0].kv_cache_spec.block_size
-    if hashed != groups[0].kv_cache_spec.block_size:
-        raise ValueError(f"prefix_match_unit: got {hashed}, needs the block size")
+    if cache.prefix_match_unit not in (None, groups[0].kv_cache_spec.block_size):
+        raise ValueError(f"prefix_match_unit: got {cache.prefix_match_unit}, needs the block size")

@@ -50,8 +50,7 @@ class PolicyScheduler(HookedScheduler):
         if not self.block_pool.policy_state.is_lru:  # lru keeps vLLM's own order
             self.block_pool.free_block_queue.waiting = self._awaited
         # Workers do not see which new blocks a KV connector fills. So they drop the hidden states of all new blocks.
-        self._sends_fresh = transfer is not None
-        self.block_pool.fresh_numbers = [] if self._sends_fresh else None
+        self.block_pool.fresh_numbers = None if transfer is None else []
         self._hints: dict[str, Hint] = {}
         self._hinted: dict[str, list[int]] = {}
         self._counts = dict.fromkeys(COUNTERS, 0)
@@ -156,7 +155,7 @@ class PolicyScheduler(HookedScheduler):
         output = super().schedule(*args, **kwargs)
         for part in reversed(self._parts):
             part.finish_step(output)
-        if self._sends_fresh:
+        if self.block_pool.fresh_numbers is not None:
             output.pc_fresh_blocks, self.block_pool.fresh_numbers = self.block_pool.fresh_numbers, []
         return output
 
