@@ -91,7 +91,7 @@ def encode_tokens(token_ids: TokenIds, name: str = "token_ids") -> array[int]:
             worst = min(token_ids) if min(token_ids) < 0 else max(token_ids)
             raise ValueError(f"{name}: got the token id {worst}, needs 0 to 2**32 - 1") from None
         except TypeError:
-            odd = next((t for t in token_ids if not isinstance(t, int)), None)
+            odd = next((t for t in token_ids if not isinstance(t, (int, np.integer))), None)
             raise TypeError(f"{name}: got an element of type {type(odd).__name__}, needs integers") from None
     values = np.asarray(token_ids)
     if isinstance(token_ids, (str, bytes, bytearray)) or (values.ndim == 0 and values is not token_ids):

@@ -55,6 +55,7 @@ REFUSED = {
         (allocate(salt=1 << 20000), ValueError, "salt: got an integer of 20001 bits, needs at most 14000"),
         *((allocate(tokens), ValueError, "token_ids") for tokens in ([-1], [1 << 32], np.array([-1]))),
         *((allocate(tokens), TypeError, "token_ids") for tokens in NO_INTEGERS),
+        (allocate([np.int64(1), 2.5]), TypeError, "token_ids: got an element of type float, needs integers"),
         *(
             (allocate(tokens), TypeError, f"token_ids: got {type(tokens).__name__}, needs a sequence of integers")
             for tokens in NO_SEQUENCES
