@@ -78,6 +78,8 @@ class _Growing:
         own_buffer = buffer is not None and there is not None and there.data_ptr() == buffer.data_ptr()
         if own_buffer and length < own.get(f"_{name}_written", 0) and holders_of(buffer) > HOLDERS:
             own_buffer = False  # tokens were cropped, and another holder may still read them
+        if own_buffer and (new.requires_grad or buffer.requires_grad):
+            own_buffer = False  # a backward pass may need the buffer as it is
         if not own_buffer or batch != buffer.shape[0] or end > buffer.shape[2]:
             buffer = aligned(
                 lambda columns: new.new_empty((batch, heads, columns, width)),

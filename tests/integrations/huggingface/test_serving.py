@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
 import threading
 import warnings
@@ -484,6 +485,19 @@ def test_training_mode_goes_to_the_model_and_survives_enabling(model: Any) -> No
         assert [m.training for m in model.modules()] == modes
         with pytest.warns(UserWarning, match="training mode"):
             assert_same(model, input_ids=prompt(40))
+
+
+@pytest.mark.parametrize("family", first_quick(["gpt2", "deepseek-v3", "mistral-window"]))
+def test_gradients_of_passes_over_the_cache_of_a_result(family: str) -> None:
+    """Each pass saves its keys for the backward pass, so a later pass may not write to their buffer."""
+    model = BY_NAME[family].build()
+    weight, found = model.get_input_embeddings().weight, []
+    with enable_prefix_caching(model, num_blocks=64):
+        for generate in (functools.partial(plain, model), model.generate):
+            cache = cache_of(generate(input_ids=prompt(40), max_new_tokens=4, return_dict_in_generate=True))
+            logits = [model(input_ids=prompt(3, seed), **{CACHE: cache}).logits for seed in (1, 2)]
+            found.append(torch.autograd.grad(torch.cat(logits).pow(2).sum(), weight)[0])
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("dropout", [0.5, 0.0])
