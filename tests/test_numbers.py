@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.harness import conditions, tables
 from benchmarks.kernels import steps
-from benchmarks.pages import markdown, plots, render_operators
+from benchmarks.pages import markdown, plots
 from benchmarks.pages import render as render_docs
 from benchmarks.pages import tables as pages_tables
 
@@ -74,7 +74,7 @@ def test_what_counts_as_a_measurement(line: str, states: bool, tmp_path: Path) -
 
 
 def test_work_was_counted_of_the_trees_sources() -> None:
-    rows = [row for row in tables.read_rows(render_operators.results("work.csv")) if row["provider"] == "pc"]
+    rows = [row for row in tables.read_rows(tables.RESULTS / "work.csv") if row["provider"] == "pc"]
     found = {(row["architecture"], row["triton"], row["case"]): row["sources"] for row in rows}
     assert found == steps.sources(), "run: make work"
 
@@ -82,7 +82,7 @@ def test_work_was_counted_of_the_trees_sources() -> None:
 def test_no_version_of_triton_executes_much_more() -> None:
     """A case that a version compiles worse needs its own constants, or must be listed here with the reason."""
     spills = {("3.6.0", "sm_90", "latent decode 1 x 1k, 128 heads")}  # spills with tiles of 64 rows, so it has 32
-    rows = [row for row in tables.read_rows(render_operators.results("work.csv")) if row["provider"] == "pc"]
+    rows = [row for row in tables.read_rows(tables.RESULTS / "work.csv") if row["provider"] == "pc"]
     found = {(row["triton"], row["architecture"], row["case"]): int(row["instructions"]) for row in rows}
     newest = max(steps.VERSIONS, key=markdown.by_version)
     assert {version for version, *_ in found} == set(steps.VERSIONS)
@@ -102,7 +102,7 @@ def test_rows_say_whether_what_they_measure_has_changed() -> None:
 
 
 def test_times_carry_their_commit() -> None:
-    files = {path.name: tables.read_rows(path) for path in markdown.RESULTS.rglob("*.csv")}
+    files = {path.name: tables.read_rows(path) for path in tables.RESULTS.rglob("*.csv")}
     timed = {name: rows for name, rows in files.items() if re.search(r"_(us|ms|s)\b", " ".join(rows[0]))}
     assert "demo.csv" in timed
     assert not [name for name, rows in timed.items() if not all(row.get("commit") for row in rows)]

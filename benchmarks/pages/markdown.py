@@ -7,9 +7,8 @@ from pathlib import Path
 
 from ..harness.conditions import FOLDERS, has_changed
 from ..harness.registry import ROOT, operators
-from ..harness.tables import Row
+from ..harness.tables import RESULTS, Row
 
-RESULTS = ROOT / "benchmarks" / "results"
 CHARTS = ROOT / "docs" / "images"
 OF_CACHE = ("agents", "manager", "traffic")
 """Files of rows that measure the cache alone; operators measure theirs, and others the package."""
@@ -19,11 +18,6 @@ def devices() -> list[str]:
     """Return the folders of results, the CPU's last."""
     found = sorted(path.name for path in RESULTS.iterdir() if path.is_dir())
     return [name for name in found if name != "cpu"] + [name for name in found if name == "cpu"]
-
-
-def results(*parts: str) -> Path:
-    """Return the path of a file of rows."""
-    return RESULTS.joinpath(*parts)
 
 
 def link(page: Path, target: Path) -> str:

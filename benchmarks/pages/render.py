@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..harness.registry import ROOT, operators
-from ..harness.tables import read_rows
+from ..harness.tables import RESULTS, read_rows
 from . import render_judges, render_models, render_operators, render_quality
-from .markdown import CHARTS, devices, results
+from .markdown import CHARTS, devices
 from .plots import digest, drawn_from, plot_demo, plot_operator, plot_quality, plot_replay
 from .tables import TABLES
 
@@ -64,12 +64,12 @@ def charts() -> dict[Path, tuple[Path, Callable[[Path, Path], None]]]:
     found: dict[Path, tuple[Path, Callable[[Path, Path], None]]] = {}
     for device in devices():
         for op in operators():
-            if (source := results(device, f"{op}.csv")).exists():
+            if (source := RESULTS / device / f"{op}.csv").exists():
                 found[CHARTS / f"{op}-{device}.svg"] = (source, plot_operator)
     for source, draw in (
-        (results("cpu", "quality.csv"), plot_quality),
-        (results("cpu", "demo.csv"), plot_demo),
-        (results("cpu", "replay_conversation.csv"), plot_replay),
+        (RESULTS / "cpu" / "quality.csv", plot_quality),
+        (RESULTS / "cpu" / "demo.csv", plot_demo),
+        (RESULTS / "cpu" / "replay_conversation.csv", plot_replay),
     ):
         if read_rows(source):
             found[CHARTS / f"{source.stem}.svg"] = (source, draw)

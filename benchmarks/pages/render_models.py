@@ -7,12 +7,12 @@ from collections import Counter
 from pathlib import Path
 
 from ..harness.tables import RESULTS, Row, read_rows
-from .markdown import by_version, commits, link, results, table
+from .markdown import by_version, commits, link, table
 
 
 def demo_rows() -> list[Row]:
     """Return the rows of the demo's requests."""
-    return read_rows(results("cpu", "demo.csv"))
+    return read_rows(RESULTS / "cpu" / "demo.csv")
 
 
 def _later(workload: str) -> float:
@@ -22,7 +22,7 @@ def _later(workload: str) -> float:
 
 def render_demo_conditions(page: Path) -> str:
     """Render the demo's result in a sentence."""
-    rows, source = demo_rows(), results("cpu", "demo.csv")
+    rows, source = demo_rows(), RESULTS / "cpu" / "demo.csv"
     tokens = [int(row["prompt_tokens"]) for row in rows if row["workload"] == "document"]
     same = "Every token is the same as without the cache" if all(r["same"] == "yes" for r in rows) else "Tokens differ"
     return (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..gpu import STEPS
 from ..harness.registry import OURS, ROOT, operators
-from ..harness.tables import Row, read_rows
+from ..harness.tables import RESULTS, Row, read_rows
 from .markdown import (
     all_of,
     chart,
@@ -16,7 +16,6 @@ from .markdown import (
     link,
     measured,
     newest_triton,
-    results,
     short_time,
     table,
     with_rows,
@@ -30,7 +29,7 @@ def render_operator(page: Path, op: str, device: str = "") -> str:
     """Render table and chart of an operator, on one device or on all that have rows."""
     parts = []
     for name in [device] if device else devices():
-        source = results(name, f"{op}.csv")
+        source = RESULTS / name / f"{op}.csv"
         rows = read_rows(source)
         if not rows:
             continue
@@ -44,7 +43,7 @@ def render_operator(page: Path, op: str, device: str = "") -> str:
         ]
     if not parts:
         return "No measurement of this operator is in the tree yet."
-    if not any(name != "cpu" and results(name, f"{op}.csv").exists() for name in devices()):
+    if not any(name != "cpu" and (RESULTS / name / f"{op}.csv").exists() for name in devices()):
         parts.append("Not measured on a GPU yet. On CPU tensors it is PyTorch that runs, not the kernel.")
     return "\n".join(parts).rstrip()
 
@@ -72,7 +71,7 @@ def cells(rows: list[Row]) -> list[list[str]]:
 
 def render_operators(page: Path, device: str) -> str:
     """Render one table of all operators with rows on a device."""
-    sources = {op: results(device, f"{op}.csv") for op in operators()}
+    sources = {op: RESULTS / device / f"{op}.csv" for op in operators()}
     found = {op: rows for op, source in sources.items() if (rows := read_rows(source))}
     if not found:
         return "No measurement is in the tree yet."
@@ -108,7 +107,7 @@ def render_gpu(page: Path) -> str:
 
 def _eager(device: str, case: str = "decode 1x1k") -> str:
     """Render the eager times of a case so short that they are the host's."""
-    rows = [row for row in read_rows(results(device, "paged_attention.csv")) if row["case"] == case]
+    rows = [row for row in read_rows(RESULTS / device / "paged_attention.csv") if row["case"] == case]
     times = {row["provider"]: float(row["p50_us"]) for row in rows if row["mode"] == "eager" and row["p50_us"]}
     said = ", ".join(f"{short_time(time)} ({name})" for name, time in sorted(times.items(), key=lambda item: item[1]))
     return f"Without a CUDA graph, {case} takes {said}."
@@ -122,7 +121,7 @@ def render_gpu_summary(page: Path) -> str:
     """Render a sentence for each GPU: our time beside that of the fastest rival, for each kind of case."""
     said = []
     for name in (name for name in devices() if name != "cpu"):
-        source = results(name, "paged_attention.csv")
+        source = RESULTS / name / "paged_attention.csv"
         rows = read_rows(source)
         parts = []
         for kind, begins in KINDS.items():
@@ -138,7 +137,7 @@ def render_gpu_summary(page: Path) -> str:
 
 def _generate(page: Path, device: str) -> str:
     """Render generation with a model of a billion parameters: medians from the second request on."""
-    source = results(device, "generate.csv")
+    source = RESULTS / device / "generate.csv"
     rows = [row for row in read_rows(source) if row["request"] not in ("", "1")]
     if not rows:
         return "Generation has not been measured here yet."
@@ -164,7 +163,7 @@ def render_work_summary(page: Path) -> str:
     return (
         f"{times[0]:.1f} to {times[-1]:.1f} times fewer warp instructions a step than vLLM {theirs['version']}'s "
         f"Triton kernel on the same tensors, results compared ({targets}, triton {ours['triton']}); "
-        f"[rows]({link(page, results('work.csv'))})."
+        f"[rows]({link(page, RESULTS / 'work.csv')})."
     )
 
 
@@ -189,7 +188,7 @@ def render_work_compressed(page: Path) -> str:
         "half / whole",
         "bytes read, half / whole",
     )
-    return with_rows(table(heads, "lllrrrr", lines), page, results("work.csv"))
+    return with_rows(table(heads, "lllrrrr", lines), page, RESULTS / "work.csv")
 
 
 COMPRESSED = {"half of a document kept": "a document", "packed into half of its blocks": "a prompt inside vLLM"}
@@ -198,7 +197,7 @@ COMPRESSED = {"half of a document kept": "a document", "packed into half of its 
 
 def work_rows() -> list[Row]:
     """Return the rows of counted work for the newest triton."""
-    return newest_triton(read_rows(results("work.csv")))
+    return newest_triton(read_rows(RESULTS / "work.csv"))
 
 
 def _steps_counted() -> list[tuple[Row, Row]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from ..harness.tables import Row, read_rows
-from .markdown import measured, results, table
+from ..harness.tables import RESULTS, Row, read_rows
+from .markdown import measured, table
 
 Loss = dict[str, float]
 KINDS = {
@@ -21,7 +21,7 @@ ROUNDING = 1e-7
 
 def quality_rows() -> list[Row]:
     """Return the rows of every text and method."""
-    return read_rows(results("cpu", "quality.csv"))
+    return read_rows(RESULTS / "cpu" / "quality.csv")
 
 
 def losses(rows: list[Row]) -> dict[tuple[str, str, float], Loss]:
@@ -69,7 +69,7 @@ def render_quality_conditions(page: Path) -> str:
     """Render the conditions of all losses, and the number of tokens."""
     rows = quality_rows()
     (full,) = (loss for key, loss in losses(rows).items() if key[0] == "full")
-    said = measured(page, results("cpu", "quality.csv"), rows, ("torch", "transformers"))
+    said = measured(page, RESULTS / "cpu" / "quality.csv", rows, ("torch", "transformers"))
     texts = ", ".join(dict.fromkeys(row["text"] for row in rows))
     counted = f"{full['tokens']:.0f} tokens of prose that count; texts measured: {texts}"
     return f"{rows[0]['model']}, {rows[0]['dtype']}, {counted}. {said}"

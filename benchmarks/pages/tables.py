@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from operator import sub, truediv
 from pathlib import Path
 
-from ..harness.tables import Row, number, read_rows
-from .markdown import commits, measured, newest_triton, results, short_time, table, with_rows
+from ..harness.tables import RESULTS, Row, number, read_rows
+from .markdown import commits, measured, newest_triton, short_time, table, with_rows
 
 UNITS = {"us": 1, "ms": 1e3, "s": 1e6}
 
@@ -104,7 +104,7 @@ class Table:
 
     def render(self, page: Path, *arguments: str) -> str:
         """Return the table with its conditions."""
-        source = Path(os.path.normpath(results("cpu", self.rows.format(*arguments))))
+        source = Path(os.path.normpath(RESULTS / "cpu" / self.rows.format(*arguments)))
         rows = newest_triton(read_rows(source)) if self.newest else read_rows(source)
         if not rows:
             return f"Not measured yet: {source.name}."
