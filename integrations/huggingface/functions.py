@@ -292,53 +292,54 @@ def _is_known(module: Any) -> bool:
 
 def _described(value: Any, seen: dict[int, Any]) -> Iterator[bytes | memoryview]:
     """Yield bytes that differ for different values. Values in `seen`, by id, yield nothing."""
-    if value is None or isinstance(value, _PLAIN):
-        yield repr(value).encode()
-        return
-    if isinstance(value, ModuleType) or id(value) in seen:
-        return
-    seen[id(value)] = value  # alive, so that no other value gets its id
+    waiting = [value]  # not recursion, because functions that call each other may be many
+    while waiting:
+        value = waiting.pop()
+        if value is None or isinstance(value, _PLAIN):
+            yield repr(value).encode()
+        elif not isinstance(value, ModuleType) and id(value) not in seen:
+            seen[id(value)] = value  # alive, so that no other value gets its id
+            lines, inner = _parts_of(value)
+            yield from lines
+            waiting += reversed(inner)
+
+
+def _parts_of(value: Any) -> tuple[list[bytes | memoryview], list[Any]]:
+    """Return bytes for a value itself, and the values inside it, which are described after it."""
     if isinstance(value, torch.Tensor):
+        lines: list[bytes | memoryview] = []
         for name, tensor in inner_tensors("", value):
-            yield f"{name} {tensor.dtype} {list(tensor.shape)}".encode()
-            yield tensor_bytes(tensor)
-    elif isinstance(value, np.ndarray):
-        yield f"{value.dtype} {value.shape}".encode()
-        yield from _described(value.tolist() if value.dtype.hasobject else value.tobytes(), seen)
-    elif isinstance(value, CodeType):
-        yield value.co_code
-        yield repr((value.co_names, value.co_varnames, value.co_flags)).encode()
-        for constant in value.co_consts:
-            yield from _described(constant, seen)
-    elif isinstance(value, FunctionType):
-        names = value.__globals__
-        read = set() if _is_known(names.get("__name__")) else names.keys() & set(names_of(value.__code__))
-        cells = [cell_content(cell) for cell in value.__closure__ or ()]
-        parts = (value.__code__, cells, value.__defaults__, value.__kwdefaults__, [(n, names[n]) for n in sorted(read)])
-        yield from _described(parts, seen)
-    elif isinstance(value, functools.partial):
-        yield from _described((value.func, value.args, value.keywords), seen)
-    elif isinstance(value, MethodType):
-        yield from _described((value.__func__, value.__self__), seen)
-    elif isinstance(value, list | tuple | set | frozenset | dict):
-        yield type(value).__name__.encode()
+            lines += [f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), tensor_bytes(tensor)]
+        return lines, []
+    if isinstance(value, np.ndarray):
+        content = value.tolist() if value.dtype.hasobject else value.tobytes()
+        return [f"{value.dtype} {value.shape}".encode()], [content]
+    if isinstance(value, CodeType):
+        names = repr((value.co_names, value.co_varnames, value.co_flags))
+        return [value.co_code, names.encode()], list(value.co_consts)
+    if isinstance(value, FunctionType):
+        space, cells = value.__globals__, [cell_content(cell) for cell in value.__closure__ or ()]
+        read = set() if _is_known(space.get("__name__")) else space.keys() & set(names_of(value.__code__))
+        named = [(name, space[name]) for name in sorted(read)]
+        return [b"function"], [value.__code__, cells, value.__defaults__, value.__kwdefaults__, named]
+    if isinstance(value, functools.partial):
+        return [b"partial"], [value.func, value.args, value.keywords]
+    if isinstance(value, MethodType):
+        return [b"method"], [value.__func__, value.__self__]
+    if isinstance(value, list | tuple | set | frozenset | dict):
         items = list(value.items()) if isinstance(value, dict) else list(value)
-        for part in sorted(items, key=repr) if isinstance(value, set | frozenset) else items:
-            yield from _described(part, seen)
-    elif isinstance(value, type):
-        yield f"{value.__module__}.{value.__qualname__}".encode()
-        if not _is_known(value.__module__):
-            members = [(name, member) for name, member in vars(value).items() if not _is_of_python(name, member)]
-            yield from _described((value.__bases__, members), seen)
-    else:
-        kind = type(value)
-        yield f"{kind.__module__}.{kind.__qualname__}".encode()
-        yield from _described(list(functions_of(value)), seen)
-        own = not _is_known(kind.__module__) and not hasattr(kind, "to_dict")  # configs are compared as a whole
-        if own or isinstance(value, torch.nn.Module | SimpleNamespace):
-            slots = [n for base in kind.__mro__ for n, m in vars(base).items() if isinstance(m, MemberDescriptorType)]
-            held = [getattr(value, "__dict__", None), [(name, getattr(value, name, None)) for name in slots]]
-            yield from _described((kind, held), seen)
+        items = sorted(items, key=repr) if isinstance(value, set | frozenset) else items
+        return [f"{type(value).__name__} {len(items)}".encode()], items
+    if isinstance(value, type):
+        members = [(name, member) for name, member in vars(value).items() if not _is_of_python(name, member)]
+        own = [] if _is_known(value.__module__) else [value.__bases__, members]
+        return [f"{value.__module__}.{value.__qualname__}".encode()], own
+    kind, inner = type(value), list[Any](functions_of(value))
+    followed = not _is_known(kind.__module__) and not hasattr(kind, "to_dict")  # configs are compared as a whole
+    if followed or isinstance(value, torch.nn.Module | SimpleNamespace):
+        slots = [n for base in kind.__mro__ for n, m in vars(base).items() if isinstance(m, MemberDescriptorType)]
+        inner += [kind, getattr(value, "__dict__", None), [(name, getattr(value, name, None)) for name in slots]]
+    return [f"{kind.__module__}.{kind.__qualname__}".encode()], inner
 
 
 def _is_of_python(name: str, member: Any) -> bool:

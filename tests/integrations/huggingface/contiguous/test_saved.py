@@ -136,6 +136,15 @@ def _by_global(module: Any, vector: torch.Tensor) -> None:
     module.register_forward_hook(_add_global)
 
 
+def _by_many_functions(module: Any, vector: torch.Tensor) -> None:
+    """Add a vector by a function that calls another, and so on, more than Python's recursion goes."""
+    lines = [f"def add{n}(output): return add{n + 1}(output)" for n in range(1000)]
+    space = {"__name__": "steering", "vector": vector}
+    exec("\n".join([*lines, "def add1000(output): return output + vector"]), space)
+    add: Any = space["add700"]
+    module.register_forward_hook(lambda module, inputs, output: add(output))
+
+
 def _patched(module: Any, vector: torch.Tensor) -> None:
     def forward(self: Any, x: torch.Tensor) -> Any:
         return type(self).forward(self, x) + VECTORS["of the forward"]
@@ -162,6 +171,7 @@ STEERED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
         functools.partial(lambda added, module, inputs, output: output + added, vector)
     ),
     "hook that reads a global": _by_global,
+    "function behind many others": _by_many_functions,
     "forward that reads a global": _patched,
 }
 
