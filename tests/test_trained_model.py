@@ -108,7 +108,7 @@ def test_it_answers_about_a_text_that_it_was_given(trained_model: Path) -> None:
     from pc.demo import _workloads
 
     model, tokenizer = (auto.from_pretrained(trained_model) for auto in (AutoModelForCausalLM, AutoTokenizer))
-    text = _workloads.between(_models.read_document(), "Article III\n", "Article IV\n")
+    text = _workloads.between(_models.read_document(), "Article III\n", "Section 2")
     prompt = tokenizer(
         f"The text:\n\n{text}\n\n{_workloads.WORKED}\n\nQ: In what court is the judicial power vested?\nA:"
     )
