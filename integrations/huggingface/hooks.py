@@ -60,5 +60,9 @@ def watched_hooks(on_change: Callable[[], None]) -> Iterator[Callable[[], bool]]
 
 
 def _tensors(values: Any) -> list[tuple[torch.Tensor, int]]:
-    """Return the tensors in the arguments of a hook, with their versions, which a write changes."""
-    return [(leaf, leaf._version) for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    """Return the tensors in the arguments of a hook, with their versions, which a write changes.
+
+    Tensors that were made in inference mode have no version.
+    """
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return [(tensor, -1 if tensor.is_inference() else tensor._version) for tensor in tensors]

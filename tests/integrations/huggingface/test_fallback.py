@@ -389,3 +389,23 @@ def test_a_hook_on_all_modules_that_comes_during_a_call(model: Any) -> None:
         ids = plain(model, input_ids=prompt(40), max_new_tokens=40, eos_token_id=None)
         assert_same(model, input_ids=ids)
         assert handle.last_requests[0].cached_tokens <= 32
+
+
+def test_a_hook_on_all_modules_that_only_looks(model: Any) -> None:
+    """It is served, except in inference mode, where tensors do not show whether a hook writes to them."""
+    seen: list[str] = []
+    with torch.inference_mode():
+        made_there = prompt(40)
+    with (
+        enable_prefix_caching(model, num_blocks=64) as handle,
+        warnings.catch_warnings(),
+        register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__)),
+    ):
+        warnings.simplefilter("ignore")
+        for ids in (prompt(40), made_there):
+            assert_same(model, input_ids=ids)
+        assert "LlamaMLP" in seen
+        assert handle.last_requests[0].cached_tokens == 39
+        with torch.inference_mode():
+            assert_same(model, input_ids=prompt(40))
+        assert handle.stats().calls_handed_back == {"a hook on all modules is registered, in inference mode": 1}
