@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..api import global_hooks
 from ..support import changing_rope, float32_precision
 from .packed import PackedModel
 from .passes import DecodeBatch
@@ -262,7 +262,7 @@ def why_eager(model: Any) -> str | None:
         return f"some of the model is not on {device}"
     if kind := changing_rope(model.config):
         return f"{kind} rotary embeddings change with the length"
-    if torch_module._has_any_global_hook():
+    if any(global_hooks()):
         return "a hook on all modules is registered"
     for name, m in model.named_modules():
         if m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 transformers = pytest.importorskip("transformers")
 
@@ -246,6 +246,14 @@ def test_what_cannot_be_captured_runs_eagerly_without_a_word(
         assert handle.graphs.reason is not None
         assert why in handle.graphs.reason
         assert handle.graphs.captured == 0
+
+
+def test_a_hook_on_all_modules_that_is_gone_hinders_no_capture(model: Any, capturable: pytest.MonkeyPatch) -> None:
+    """Of a hook with keywords, torch keeps an entry after its removal."""
+    register_module_forward_hook(lambda *_: None, with_kwargs=True).remove()
+    with enable_prefix_caching(model) as handle:
+        assert_same(model, input_ids=prompt(40))
+        assert handle.graphs.captured == 1
 
 
 def test_what_the_keyword_says(model: Any, capturable: pytest.MonkeyPatch) -> None:
