@@ -8,7 +8,7 @@ from ...table import Ids, count_nonzero
 from ..base import EvictionPolicy, PoolView
 from ..ghosts import GhostRecord, Keys, RequestGhosts
 from ..run_queue import too_few
-from .guard import ShadowGuard
+from .guard import ShadowGuard, Use
 from .log import NO_OWNER, EventLog
 from .model import DECAY, NEW_BOUNDS, UNKNOWN_ENDING, HazardModel, IntervalsAtRisk, ending_of
 from .runs import USE_BOUNDS, Numbers, RunTable
@@ -57,7 +57,7 @@ class Hazard(EvictionPolicy):
         self._returns: float | None = None
         self._last_hit = -1  # the last block of the hit that fresh blocks may follow, or -1
         self._log = EventLog(self._owner, self._place_bits)
-        self._judged = self._drained_at = 0
+        self._drained_at = 0
         self.runs = RunTable()
         self.model = HazardModel()
         self.guard = ShadowGuard(self.pool.num_blocks)
@@ -112,26 +112,17 @@ class Hazard(EvictionPolicy):
         runs, guard = self.runs, self.guard
         if self._gone:  # first, because a block may return soon after its eviction
             self._remember_victims()
-        if self._filled:
-            self._recall_filled()
+        uses = self._recall_filled() if self._filled else []
         room = max(1, self.pool.num_blocks - max(0, self.pool.num_held - log.num_hits))
-        if ended:
-            rows = self._add_rows(log)
-            guard.released(runs.size[rows])
-        if ended == 1:
-            guard.fill(runs, room)
+        rows = self._add_rows(log) if ended else slice(runs.count, runs.count)
         if log.num_hits:
-            self._claim_reused(*log.reused())
-        if ended:
-            self._mark_shared(rows)
-        if ended > 1:  # after `_claim_reused`, since these requests may have reused each other's blocks
-            guard.fill(runs, room)
+            uses = self._claim_reused(*log.reused()) + uses
+        self._mark_shared(rows)
         runs.trim_all()
         if runs.count:
-            if not guard.learned:
-                guard.evict_in_shadow(runs, self.model, self._now, self.pool.num_blocks - self.pool.num_held)
-            guard.judge(self._now - self._judged, runs)
-            self._judged = self._now
+            uses = sorted(uses, key=lambda use: use[0])[::-1]  # of each request, hits before misses
+            guard.follow(runs, rows, uses, room, self.model)
+            guard.judge(ended, runs)
 
     def _remember_victims(self) -> None:
         """Store a ghost for each victim. Ghosts show reuses that a larger cache would have hit.
@@ -153,27 +144,26 @@ class Hazard(EvictionPolicy):
             np.subtract.at(self.runs.owned, rows, ONE)
             self.intervals.forgotten(rows, lost.uses[known], lost.tail[known])
 
-    def _recall_filled(self) -> None:
-        """Record reuses of evicted blocks: find the newly filled blocks that have ghosts."""
+    def _recall_filled(self) -> list[Use]:
+        """Record reuses of evicted blocks: find the newly filled blocks that have ghosts. Return the uses."""
         times, parts, keys, lengths = zip(*self._filled, strict=True)
         self._filled = []
         ids = np.concatenate(parts)
         found, records = self._ghosts.recall(np.concatenate(keys), self._now)
         self._earlier_uses[ids] = 0
-        if not found.size:
-            return
         self._earlier_uses[ids[found]] = records.uses
         runs = self.runs
         known, rows = runs.find(records.serial)
         if not known.size:
-            return
+            return []
         found = found[known]
         begin = np.array([part.size for part in parts]).cumsum()
         time = np.array(times)[begin.searchsorted(found, side="right")]
         place = np.minimum(np.concatenate(lengths)[found] - 1, runs.size[rows] - 1)
-        self.guard.used(runs, rows, place, place + 1, resident=False)
-        np.subtract.at(runs.owned, rows, ONE)
         self.intervals.recalled(rows, records.uses[known], records.tail[known], time)
+        broken = (np.diff(rows) != 0) | (np.diff(place) != 1) | (np.diff(time) != 0)
+        first = np.append(True, broken)
+        return _uses(time[first], rows[first], place[first], place[np.append(broken, True)] + 1, cached=False)
 
     def _add_rows(self, log: EventLog) -> slice:
         """Add rows for requests that have ended."""
@@ -207,25 +197,24 @@ class Hazard(EvictionPolicy):
             forks = self._forked.take(self.runs.blocks(row)).nonzero()[0]
             self.runs.shared[row] = self.runs.base[row] + forks[-1] + 1 if forks.size else 0
 
-    def _claim_reused(self, owner: Numbers, sizes: Numbers, times: Numbers) -> None:
-        """Record that later requests used the first blocks of runs, which now belong to those requests."""
+    def _claim_reused(self, owner: Numbers, sizes: Numbers, times: Numbers) -> list[Use]:
+        """Record that later requests used the first blocks of runs, and now own these blocks. Return the uses."""
         runs = self.runs
         found = owner >= 0
         if count_nonzero(found) < found.size:
             owner, sizes, times = owner[found], sizes[found], times[found]
             if not owner.size:
-                return
+                return []
         first = owner & ((1 << self._place_bits) - 1)
         _, rows = runs.find(owner >> self._place_bits)
         last = first + sizes
-        self.guard.used(runs, rows, first, last, resident=True)
-        np.subtract.at(runs.owned, rows, sizes.astype(np.int32))
         self.intervals.used(rows, first, last, times)
         size_of = runs.views.size
         for row, end in zip(rows.tolist(), last.tolist(), strict=True):
             if end < size_of[row]:
                 self._forked[runs.block(row, end - 1)] = True
         self._chooser.reparent(runs.advance_starts(rows, first, last))
+        return _uses(times, rows, first, last, cached=True)
 
     def _learn(self) -> None:
         """Fit the model, and drop rows that are no longer useful."""
@@ -308,3 +297,9 @@ class Hazard(EvictionPolicy):
         self._forked.fill(False)
         self._ghosts.clear()
         self._begin()
+
+
+def _uses(time: Numbers, row: Numbers, first: Numbers, last: Numbers, cached: bool) -> list[Use]:
+    """Return the uses that these columns list."""
+    columns = (time.tolist(), row.tolist(), first.tolist(), last.tolist(), [cached] * time.size)
+    return list(zip(*columns, strict=True))
