@@ -125,6 +125,7 @@ class DiskTier(Tier):
 
     def put(self, key: bytes, tensors: Tensors) -> bool:
         """Write a block; return whether it is on disk now. See `Tier.put`."""
+        check_key(key)
         check_entries({key: tensors}, self.layout)
         if key in self:
             with self._lock:

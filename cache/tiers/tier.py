@@ -51,6 +51,7 @@ class Tier(Protocol):
             TypeError: The key is not bytes, or `tensors` does not hold dense tensors by name.
             ValueError: The key has another length, or the tensors differ from the layout.
         """
+        check_key(key)  # before a dictionary refuses one that cannot be hashed
         return bool(self.put_many({key: tensors}))
 
     def get(self, key: bytes) -> dict[str, torch.Tensor] | None:

@@ -101,6 +101,12 @@ def test_invalid_keys_are_refused(tier, key, error):
     assert KEYS[0] not in tier
 
 
+@pytest.mark.parametrize("key", [bytearray(b"key"), [b"key"]])
+def test_a_key_that_cannot_be_hashed_is_refused_by_name(tier, key):
+    with pytest.raises(TypeError, match=f"key: got {type(key).__name__}, needs bytes"):
+        tier.put(key, block())
+
+
 @pytest.mark.parametrize(
     "tensors", [[torch.ones(1)], {"key": [1]}, {1: torch.ones(1)}, {"key": torch.eye(2).to_sparse()}]
 )
