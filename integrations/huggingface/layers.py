@@ -78,8 +78,8 @@ class _Growing:
         own_buffer = buffer is not None and there is not None and there.data_ptr() == buffer.data_ptr()
         if own_buffer and length < own.get(f"_{name}_written", 0) and holders_of(buffer) > HOLDERS:
             own_buffer = False  # tokens were cropped, and another holder may still read them
-        if own_buffer and (new.requires_grad or buffer.requires_grad):
-            own_buffer = False  # a backward pass may need the buffer as it is
+        if own_buffer and (torch.is_grad_enabled() or own.get(f"_{name}_saved", False)):
+            own_buffer = False  # a backward pass may need the buffer as it is, even if keys need no gradients
         if not own_buffer or batch != buffer.shape[0] or end > buffer.shape[2]:
             buffer = aligned(
                 lambda columns: new.new_empty((batch, heads, columns, width)),
@@ -89,7 +89,7 @@ class _Growing:
             if length:
                 buffer.narrow(2, 0, length).copy_(there)
             own[f"_{name}_buffer"] = buffer
-        own[f"_{name}_written"] = end
+        own[f"_{name}_written"], own[f"_{name}_saved"] = end, torch.is_grad_enabled()
         buffer.narrow(2, length, tokens).copy_(new)
         grown: torch.Tensor = buffer.narrow(2, 0, end)
         own[name] = grown

@@ -500,6 +500,23 @@ def test_gradients_of_passes_over_the_cache_of_a_result(family: str) -> None:
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("later_gradients", [True, False])
+@pytest.mark.parametrize("trained", ["q_proj", "v_proj"])
+def test_gradients_of_a_part_whose_keys_or_values_need_none(trained: str, later_gradients: bool) -> None:
+    """As with adapters: in the first layer, the backward pass of a trained query still needs frozen keys."""
+    model = Family("llama", "LlamaConfig", "LlamaForCausalLM", {"num_key_value_heads": 4}).build()
+    weights, found = [p.requires_grad_(trained in name) for name, p in model.named_parameters()], []
+    weights = [weight for weight in weights if weight.requires_grad]
+    with enable_prefix_caching(model, num_blocks=64):
+        for generate in (functools.partial(plain, model), model.generate):
+            cache = cache_of(generate(input_ids=prompt(40), max_new_tokens=4, return_dict_in_generate=True))
+            logits = [model(input_ids=prompt(3, 1), **{CACHE: cache}).logits]
+            with torch.set_grad_enabled(later_gradients):
+                logits.append(model(input_ids=prompt(3, 2), **{CACHE: cache}).logits)
+            found.append(torch.autograd.grad(torch.cat(logits).pow(2).sum(), weights))
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("dropout", [0.5, 0.0])
 def test_a_layer_in_training_mode_is_served_unless_it_drops(dropout: float) -> None:
     model = Family("llama", "LlamaConfig", "LlamaForCausalLM", {"attention_dropout": dropout}).build()
