@@ -42,6 +42,11 @@ _OTHER = tuple(
     )
 )  # fmt: skip
 """Parts of transformers that are not searched either: loading, saving and decoding loops compute no KV."""
+_LIBRARIES = {"transformers", "accelerate", "peft", "bitsandbytes", "torchao", "deepspeed", "optimum"}
+"""Libraries that attach objects to a model. Of such an object only the class is described.
+
+The objects hold devices, addresses and state of a process. accelerate's hooks, for example, hold addresses of weights.
+"""
 _NUMBERS = (bool, int, float)
 _PLAIN = (*_NUMBERS, complex, str, bytes, np.generic, torch.dtype, torch.device)
 
@@ -287,7 +292,7 @@ def content_digest(value: Any, known: Mapping[int, Any] = MappingProxyType({})) 
 def _is_known(module: Any) -> bool:
     """Return whether a module belongs to a package of which only the code of single functions is described."""
     package = str(module).partition(".")[0]
-    return package in _KNOWN or package == "transformers"
+    return package in _KNOWN or package in _LIBRARIES
 
 
 def _described(value: Any, seen: dict[int, Any]) -> Iterator[bytes | memoryview]:

@@ -218,6 +218,27 @@ def test_what_forward_passes_count_is_no_part_of_the_model(tmp_path: Path) -> No
         assert handle.load(tmp_path / "blocks") > 0
 
 
+def test_addresses_in_the_hooks_of_accelerate_are_no_part_of_the_model(tmp_path: Path) -> None:
+    """accelerate keeps such a hook in each module of a model with a device map."""
+    hook = type("AlignDevicesHook", (), {"__module__": "accelerate.hooks"})
+
+    def placed(kind: type) -> Any:
+        model = LLAMA.build()
+        for module in model.modules():
+            module._hf_hook = kind()
+            module._hf_hook.tied_params_map = {parameter.data_ptr(): {} for parameter in model.parameters()}
+        return model
+
+    with enable_prefix_caching(model := placed(hook), num_blocks=64) as handle:
+        assert_same(model, input_ids=prompt(64))
+        handle.save(tmp_path / "blocks")
+    with enable_prefix_caching(model := placed(hook), num_blocks=64) as handle:
+        assert handle.load(tmp_path / "blocks") > 0
+    handle = enable_prefix_caching(model := placed(type("Own", (), {})), num_blocks=64)
+    with handle, pytest.raises(ValueError, match="another model"):
+        handle.load(tmp_path / "blocks")
+
+
 def test_frequencies_that_change_with_the_length_are_no_part_of_the_model(tmp_path: Path) -> None:
     """After a call beyond the switch, the rotary embedding of longrope holds other frequencies."""
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, "factor": 8.0}
