@@ -197,11 +197,8 @@ class Functions:
 
         `known` has values that other digests cover; see `content_digest`.
         """
-        others = {**known, **{id(f): f for f in self._functions}}
-        found = []
-        for f in self._functions:
-            without = {number: value for number, value in others.items() if value is not f}
-            found.append(f"{f.__module__}.{f.__qualname__} {content_digest(f, without)}")
+        known = {**known, **{id(f): f for f in self._functions}}
+        found = [f"{f.__module__}.{f.__qualname__} {content_digest(f, known)}" for f in self._functions]
         for label, values, names in self._spaces.values():
             for name in names or _names_of(values):
                 value = values[name]
@@ -281,10 +278,10 @@ def content_digest(value: Any, known: Mapping[int, Any] = MappingProxyType({})) 
 
     Args:
         value: Any value.
-        known: Values that are left out, because other digests cover them, by id.
+        known: Values inside `value` that are left out, because other digests cover them, by id.
     """
     digest = hashlib.sha256()
-    for line in _described(value, dict(known)):
+    for line in _described(value, known):
         digest.update(line)
     return digest.hexdigest()
 
@@ -295,14 +292,15 @@ def _is_known(module: Any) -> bool:
     return package in _KNOWN or package in _LIBRARIES
 
 
-def _described(value: Any, seen: dict[int, Any]) -> Iterator[bytes | memoryview]:
-    """Yield bytes that differ for different values. Values in `seen`, by id, yield nothing."""
+def _described(value: Any, known: Mapping[int, Any]) -> Iterator[bytes | memoryview]:
+    """Yield bytes that differ for different values. Values inside that `known` has by id yield nothing."""
+    seen: dict[int, Any] = {}
     waiting = [value]  # not recursion, because functions that call each other may be many
     while waiting:
         value = waiting.pop()
         if value is None or isinstance(value, _PLAIN):
             yield repr(value).encode()
-        elif not isinstance(value, ModuleType) and id(value) not in seen:
+        elif not isinstance(value, ModuleType) and id(value) not in seen and (not seen or id(value) not in known):
             seen[id(value)] = value  # alive, so that no other value gets its id
             lines, inner = _parts_of(value)
             yield from lines
