@@ -16,7 +16,7 @@ import torch
 from .._core.cache import aligned
 from .._core.launch import Launch, constants, current_stream, numbers
 from .arguments import AttentionArgs, table_heads, table_strides
-from .constants import architecture, decode_tiles, latent_tiles, next_power_of_2
+from .constants import Tiles, architecture, decode_tiles, latent_tiles, next_power_of_2
 from .kernel_arguments import (
     build_results,
     build_sum_launch,
@@ -39,19 +39,13 @@ def build_lists(args: AttentionArgs) -> Callable[[AttentionArgs], Any]:
     arch, is_aligned, convert_codes = architecture(query.device), aligned(*args), converts_codes(args)
     assert lists is not None
     num_tokens, num_heads, head_dim = query.shape
-    kv_heads, value_dim = args.value_cache.shape[2:]
+    kv_heads = args.value_cache.shape[2]
     num_seqs, max_blocks = args.seq_lens.shape[0], args.block_tables.shape[-1]
     top_k, group = lists.shape[2], num_heads // kv_heads
     longest = num_tokens if args.max_query_len is None else min(num_tokens, args.max_query_len)
     # Each query has its own union if its bits must not depend on its neighbours.
     queries = 1 if args.batch_invariant else max(1, min(longest, _MAX_QUERIES, 16 // group))
-    quantized, itemsize = args.key_cache.dtype != query.dtype, query.element_size()
-    if args.is_latent:
-        tiles = latent_tiles(arch.name, head_dim, value_dim, itemsize, queries * group, quantized, False, False)
-    else:
-        kind = (max(head_dim, value_dim), itemsize, queries * group, quantized)
-        # Lists take registers: with the larger tiles of sm_90 they spill.
-        tiles = decode_tiles(arch.name, *kind, spare_registers=True)
+    quantized, tiles = args.key_cache.dtype != query.dtype, _tiles(args, arch.name, queries * group)
     max_union = max(1, min(max_blocks, queries * top_k))
     query_tiles, row_tiles = num_tokens // queries + num_seqs, -(-queries * group // tiles.block_m) * tiles.value_splits
     idle = 4 * arch.num_processors // (query_tiles * kv_heads * row_tiles)
@@ -103,6 +97,16 @@ def build_lists(args: AttentionArgs) -> Callable[[AttentionArgs], Any]:
         return (out, lse) if with_lse else out
 
     return run
+
+
+def _tiles(args: AttentionArgs, arch: str, rows: int) -> Tiles:
+    """Return the tiles of a program that attends with `rows` rows: the heads of a group, of some queries."""
+    head_dim, value_dim, itemsize = args.query.shape[2], args.value_cache.shape[3], args.query.element_size()
+    quantized = args.key_cache.dtype != args.query.dtype
+    if args.is_latent:
+        return latent_tiles(arch, head_dim, value_dim, itemsize, rows, quantized, False, False)
+    # Lists take registers: with the larger tiles of sm_90 they spill.
+    return decode_tiles(arch, max(head_dim, value_dim), itemsize, rows, quantized, spare_registers=True)
 
 
 def _build_unite(args: AttentionArgs, queries: int, query_tiles: int, max_union: int, stride_marks: int) -> Launch:
