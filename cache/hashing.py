@@ -211,7 +211,7 @@ class Chain:
         digests = []
         for stop in [*sorted({p // size for p, _ in self._placed if first <= p // size < end}), end]:
             piece = data[(at - start) * width : (stop - start) * width]
-            digests.append(self.feed(piece) if at or not self._restarted else self._owner.begin(self, piece, stop))
+            digests.append(self.feed(piece) if at or self._restarted == 0 else self._owner.begin(self, piece, stop))
             if stop < end:
                 self.restart(stop, self.hasher.digest())
             at = stop
