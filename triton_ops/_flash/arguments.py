@@ -226,7 +226,7 @@ def contiguous(x: torch.Tensor) -> torch.Tensor:
 
 def packed(x: torch.Tensor) -> torch.Tensor:
     """Return x with its tokens packed: `[num_tokens, num_heads, head_dim]`, the last dimension contiguous."""
-    return (x if x.stride(-1) == 1 else x.contiguous()).reshape(-1, *x.shape[-2:])
+    return (x if x.stride(-1) == 1 else x.contiguous()).flatten(0, -3)
 
 
 def shaped(found: Any, batched: tuple[int, int] | None, given_out: torch.Tensor | None) -> Any:
