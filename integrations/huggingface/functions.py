@@ -74,9 +74,9 @@ class Functions:
         functional = torch.nn.functional  # torch's own modules look up all its names
         self._look_up(functional.__name__, vars(functional), {n for n, v in vars(functional).items() if callable(v)})
         self._reads = [(values, itemgetter(*_TWICE, *names)) for _, values, names in self._of_files()]
-        self._classes = [(values, _names_of(values)) for _, values, _ in self._of_classes()]
-        self._reads += [(values, itemgetter(*_TWICE, *names)) for values, names in self._classes]
-        self._sizes = [_size(values) for values, _ in self._classes]
+        self._classes = [(values, _names_of(values), _left_out(values)) for _, values, _ in self._of_classes()]
+        self._reads += [(values, itemgetter(*_TWICE, *names)) for values, names, _ in self._classes]
+        self._kept_sizes = self._sizes()
         self._read = self._values()
         self._kept = list(map(_original, self._read))
         self._functions = list(self._found.values())
@@ -95,9 +95,9 @@ class Functions:
         found = list(chain.from_iterable([get(values) for values, get in self._reads]))
         return found + [mapping.get(name) for mapping, name in self._registered]
 
-    def _resized(self) -> bool:
-        """Return whether a class got or lost a name, besides those that Python adds when it first needs them."""
-        return [_size(values) for values, _ in self._classes] != self._sizes
+    def _sizes(self) -> list[int]:
+        """Return the number of names in each class, without those that Python adds when it first needs them."""
+        return [len(values) - len(values.keys() & left_out) for values, _, left_out in self._classes]
 
     def _replaced(self) -> bool:
         """Return whether a value was replaced, except by this package."""
@@ -175,18 +175,16 @@ class Functions:
     def changed(self) -> bool:
         """Return whether a function, a class, a constant or a function's code was replaced."""
         try:
-            return not (
-                not self._replaced()
-                and not self._resized()
-                and all(map(is_, [f.__code__ for f in self._functions], self._code))
-            )
+            if self._replaced() or self._sizes() != self._kept_sizes:
+                return True
+            return not all(map(is_, [f.__code__ for f in self._functions], self._code))
         except KeyError:  # a name was deleted
             return True
 
     def seen(self) -> Iterator[tuple[str, Any]]:
         """Yield each watched name and the value that it had when this object was made, to find what has changed."""
         labels = [f"{label}.{name}" for label, _, names in self._of_files() for name in (*_TWICE, *names)]
-        for (label, *_), (_, names) in zip(self._of_classes(), self._classes, strict=True):
+        for (label, *_), (_, names, _) in zip(self._of_classes(), self._classes, strict=True):
             labels += [f"{label}.{name}" for name in (*_TWICE, *names)]
         labels += [f"{name} in a registry" for _, name in self._registered]
         yield from zip(labels, self._kept, strict=True)
@@ -219,11 +217,6 @@ def _names_of(values: Any) -> list[str]:
     """Return the names in a class, without those that Python and torch.compile add or change on first use."""
     left_out = _left_out(values)
     return [name for name in values if name not in left_out]
-
-
-def _size(values: Any) -> int:
-    """Return the number of names in a class, without those of `_left_out`."""
-    return len(values) - sum(name in values for name in _left_out(values))
 
 
 def vars_of(value: Any) -> dict[str, Any]:

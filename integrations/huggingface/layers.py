@@ -57,8 +57,8 @@ def aligned(empty: Callable[[int], torch.Tensor], columns: int, first: int) -> t
 HOLDERS = 3  # holders of unshared memory: the buffer, the view of its tokens, the storage object that counts them
 
 
-class _Growing:
-    """Keys and values as views of buffers. New tokens are written into the buffers, without concatenation."""
+class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
+    """A layer whose keys and values are views of buffers. New tokens are written there, without concatenation."""
 
     keys: Any
     values: Any
@@ -103,10 +103,6 @@ class _Growing:
         self._keys_buffer, self._values_buffer = keys, values
         self.keys, self.values = keys[:, :, :length], values[:, :, :length]
 
-
-class GrowingLayer(_Growing, DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
-    """A layer of full attention."""
-
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
         """Append keys and values and return all of them."""
         keys, values = self._extend("keys", key_states), self._extend("values", value_states)
@@ -145,7 +141,7 @@ class GrowingIndexedLayer(GrowingLayer, DynamicIndexedLayer):  # type: ignore[mi
     batch_select_indices = _with_index("batch_select_indices")
 
 
-class GrowingWindowLayer(_Growing, DynamicSlidingWindowLayer):  # type: ignore[misc]
+class GrowingWindowLayer(GrowingLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
     """A layer of sliding-window or chunked attention.
 
     It returns the tokens of the window. It also keeps older ones that are not in blocks yet.

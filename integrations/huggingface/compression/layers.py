@@ -27,14 +27,14 @@ from .kept import BLOCK, Content, KeptLayer, WindowLayer
 class Questions(Cache):  # type: ignore[misc]  # transformers is untyped here
     """The cache with which a call of generate asks questions about a document.
 
-    It holds the document, which calls share, followed by the call's own tokens.
+    It holds the document, which calls share, followed by the call's own tokens in `rows` rows.
     """
 
-    def __init__(self, content: Content) -> None:
+    def __init__(self, content: Content, rows: int = 1) -> None:
         self.length = len(content.tokens)
         kept = content.layers.values()
         super().__init__(
-            layers=[OwnLayer(self, x) if isinstance(x, KeptLayer) else _WindowOfDocument(x, self.length) for x in kept]
+            layers=[OwnLayer(self, x) if isinstance(x, KeptLayer) else _window(x, self.length, rows) for x in kept]
         )
         self._key: tuple[int, ...] = ()
         self._step: PackedBatch
@@ -219,19 +219,10 @@ def _empty(new: torch.Tensor, room: int) -> torch.Tensor:
     return new.new_empty(batch, room, heads, width)
 
 
-class _WindowOfDocument(DynamicSlidingWindowLayer):  # type: ignore[misc]
-    """The last tokens of a document in a layer with a window, shared by all rows until the first update."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    def __init__(self, kept: WindowLayer, length: int) -> None:
-        super().__init__(int(kept.window))
-        self.lazy_initialization(kept.keys, kept.values)
-        self.keys, self.values, self.cumulative_length = kept.keys, kept.values, length
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return keys and values as transformers' own layer does."""
-        if len(self.keys) != len(key_states):
-            self.keys, self.values = (t.expand(len(key_states), -1, -1, -1) for t in (self.keys, self.values))
-        return super().update(key_states, value_states, *args, **kwargs)
+def _window(kept: WindowLayer, length: int, rows: int) -> Any:
+    """Return a layer with a window that ends at a document's end. Until the first update, all rows share its memory."""
+    layer = DynamicSlidingWindowLayer(int(kept.window))
+    layer.lazy_initialization(kept.keys, kept.values)
+    layer.keys, layer.values = (side.expand(rows, -1, -1, -1) for side in (kept.keys, kept.values))
+    layer.cumulative_length = length
+    return layer

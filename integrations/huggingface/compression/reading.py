@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ..calls import UnsupportedError, refuse_if
 from ..runners.dispatch import MarkedCall, PagedPass, install, mark
 from ..runners.layout import inputs_of
 from ..support import changing_rope, check_model, is_compiled
-from .kept import Content, KeptLayer, WindowLayer, keep
+from .kept import Content, WindowLayer, keep
 
 
 def check_compressible(model: Any) -> None:
@@ -39,20 +40,29 @@ def read(model: Any, tokens: torch.Tensor, press: Any, budget: float, key: bytes
         UnsupportedError: The model cannot be compressed, or not with this press.
     """
     cache = DynamicCache(config=model.config)
-    kept: dict[int, KeptLayer | WindowLayer] = {}
-    peak = Peak(cache, kept)
+    kept: dict[int, Any] = {}
+    peak = 0
+
+    def look() -> None:
+        """Update `peak`, the most bytes of whole and compressed layers. A view counts with all memory that it holds."""
+        nonlocal peak
+        whole = [(layer.keys, layer.values) for layer in cache.layers if layer.is_initialized]
+        packed = [layer[:2] for layer in kept.values()]
+        held = [t.untyped_storage() for pair in (*whole, *packed) for t in pair if t is not None]
+        peak = max(peak, sum({s.data_ptr(): s.nbytes() for s in held}.values()))
+
     for index, layer in enumerate(cache.layers):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise UnsupportedError(f"a layer of its cache is a {type(layer).__name__}")
         if type(layer) is DynamicLayer and isinstance(press, str):
-            cache.layers[index] = _ReadLayer(index, press, budget, kept, peak)
+            cache.layers[index] = _ReadLayer(index, press, budget, kept, look)
     full = [i for i, layer in enumerate(cache.layers) if isinstance(layer, DynamicLayer) and not layer.is_sliding]
     refuse_if(not full, "every layer has a window")
     refuse_if(not install(model), "its attention is not called through transformers' interface")
     if isinstance(press, str):
         model.base_model(**_inputs(model, tokens, cache))
     else:
-        _read_by_hooks(model, tokens, press, cache, kept, peak, set(full))
+        _read_by_hooks(model, tokens, press, cache, kept, look, set(full))
     refuse_if(set(full) - kept.keys(), "its attention is not called through transformers' interface")
     for index, layer in enumerate(cache.layers):
         if layer.is_sliding:
@@ -61,10 +71,10 @@ def read(model: Any, tokens: torch.Tensor, press: Any, budget: float, key: bytes
     position = len(tokens)
     if _turns_keys(press):
         refuse_if(len(full) < len(cache.layers), "a press that moves keys to new positions, in a model with windows")
-        position = int(kept[full[0]].kept[0])  # type: ignore[union-attr]
+        position = int(kept[full[0]].kept[0])
     layers = dict(sorted(kept.items()))
     kept.clear()  # breaks a reference cycle, which would hold memory until garbage collection
-    return Content(layers, tokens, position, peak.nbytes, key)
+    return Content(layers, tokens, position, peak, key)
 
 
 def _inputs(model: Any, tokens: torch.Tensor, cache: DynamicCache) -> dict[str, Any]:
@@ -72,20 +82,6 @@ def _inputs(model: Any, tokens: torch.Tensor, cache: DynamicCache) -> dict[str, 
     inputs = inputs_of(model, tokens.numpy(), 0, len(tokens), cache)
     inputs.pop("logits_to_keep", None)
     return inputs
-
-
-class Peak:
-    """The peak size of keys and values in bytes, of whole and compressed layers together."""
-
-    def __init__(self, cache: DynamicCache, kept: dict[int, Any]) -> None:
-        self._cache, self._kept, self.nbytes = cache, kept, 0
-
-    def look(self) -> None:
-        """Update `nbytes` with the current memory. A view counts with all of the memory that it holds."""
-        whole = [(layer.keys, layer.values) for layer in self._cache.layers if layer.is_initialized]
-        packed = [layer[:2] for layer in self._kept.values()]
-        held = [t.untyped_storage() for pair in (*whole, *packed) for t in pair if t is not None]
-        self.nbytes = max(self.nbytes, sum({s.data_ptr(): s.nbytes() for s in held}.values()))
 
 
 class _ReadLayer(PagedPass, DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
@@ -97,9 +93,9 @@ class _ReadLayer(PagedPass, DynamicLayer):  # type: ignore[misc]  # transformers
     keys: torch.Tensor | None
     values: torch.Tensor | None
 
-    def __init__(self, index: int, press: str, budget: float, kept: dict[int, Any], peak: Peak) -> None:
+    def __init__(self, index: int, press: str, budget: float, kept: dict[int, Any], look: Callable[[], None]) -> None:
         super().__init__()
-        self.index, self.press, self.budget, self.kept, self.peak = index, press, budget, kept, peak
+        self.index, self.press, self.budget, self.kept, self.look = index, press, budget, kept, look
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
         """Return keys that are marked with this layer, and the values."""
@@ -121,13 +117,19 @@ class _ReadLayer(PagedPass, DynamicLayer):  # type: ignore[misc]  # transformers
         out = paged_attention(*sides, table, lens, starts, scale, max_seq_len=length, **given)
         chosen = kept_tokens(self.press, query[0], key[0], value[0], scale, self.budget)
         self.kept[self.index] = keep(key[0], value[0], chosen)
-        self.peak.look()
+        self.look()
         self.keys = self.values = None
         return out[None]
 
 
 def _read_by_hooks(
-    model: Any, tokens: torch.Tensor, press: Any, cache: DynamicCache, kept: dict[int, Any], peak: Peak, full: set[int]
+    model: Any,
+    tokens: torch.Tensor,
+    press: Any,
+    cache: DynamicCache,
+    kept: dict[int, Any],
+    look: Callable[[], None],
+    full: set[int],
 ) -> None:
     """Run the model over a text with a press of kvpress. Layers that the press left whole are packed at the end."""
     twin = _twin(model)
@@ -143,13 +145,13 @@ def _read_by_hooks(
         kept[index] = keep(keys, values, chosen)
         if keys.shape[1] < len(tokens):  # which tokens remain is unknown
             kept[index] = kept[index]._replace(chosen=torch.empty(0, 0, dtype=torch.uint8))
-        peak.look()
+        look()
         # New tensors, because an empty view would hold all of the memory.
         layer.keys, layer.values = (side.new_empty(1, len(side), 0, side.shape[2]) for side in (keys, values))
 
     def pack_if_pressed(module: Any, *_: Any) -> None:
         layer = cache.layers[module.layer_idx]
-        peak.look()
+        look()
         if layer.keys.shape[2] < len(tokens) or vars(module).get("masked_key_indices") is not None:
             pack(module.layer_idx)
 

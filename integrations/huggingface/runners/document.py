@@ -152,7 +152,7 @@ class QuestionBatch(Batch):
         """Make the cache, with the shortest hit of all questions in whole blocks."""
         size = self.store.block_size
         cached = min(prompt.hit.cached for prompt in self.prompts) // size * size
-        self.cache, self.start = Questions(self._content), len(self._content.tokens) + cached
+        self.cache, self.start = Questions(self._content, self.size), len(self._content.tokens) + cached
         for prompt in self.prompts:
             prompt.hit = PromptHit(cached, prompt.hit.later)
         for index, layer in enumerate(self.cache.layers) if cached else ():

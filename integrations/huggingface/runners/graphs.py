@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..api import global_hooks
+from ..store.storage import ModelStorage
 from ..support import changing_rope, float32_precision
-from .packed import PackedModel
+from .packed import decode
 from .passes import DecodeBatch
 
 WARM_STEPS = 3  # eager steps of a bucket before its capture, which compile and choose kernels
@@ -183,7 +184,8 @@ class DecodeSteps:
 
     def run(
         self,
-        packed: PackedModel,
+        model: Any,
+        storage: ModelStorage,
         tables: Sequence[Sequence[np.ndarray]],
         positions: np.ndarray,
         tokens: Sequence[int],
@@ -197,23 +199,23 @@ class DecodeSteps:
         if self.reason is None and count <= MAX_ROWS:
             key = (_power_of_two(count), width)
             if key not in self._buckets:
-                self._buckets[key] = _bucket(packed, *key)
+                self._buckets[key] = _bucket(model, storage, *key)
             bucket = self._buckets[key]
             bucket.write(tables, positions, tokens, slots)
-            return self._step(packed, bucket)[:count].clone()
-        bucket = self._eager or _bucket(packed, count, width)
+            return self._step(model, storage, bucket)[:count].clone()
+        bucket = self._eager or _bucket(model, storage, count, width)
         if (bucket.batches[0].num_rows, bucket.batches[0].width) != (count, width):
-            bucket = _bucket(packed, count, width)
+            bucket = _bucket(model, storage, count, width)
         self._eager = bucket
         bucket.write(tables, positions, tokens, slots)
         self._eager_steps += 1
-        return packed.decode(bucket.batches)
+        return decode(model, storage, bucket.batches)
 
-    def _step(self, packed: PackedModel, bucket: Bucket) -> torch.Tensor:
+    def _step(self, model: Any, storage: ModelStorage, bucket: Bucket) -> torch.Tensor:
         """Replay the bucket's graph, or run an eager step before its capture, and return the logits."""
-        step = functools.partial(packed.decode, bucket.batches)
+        step = functools.partial(decode, model, storage, bucket.batches)
         if self._capturer is None:
-            self._capturer = CAPTURERS[packed.model.device.type](packed.model.device)
+            self._capturer = CAPTURERS[model.device.type](model.device)
         if bucket.replay is None and bucket.steps == WARM_STEPS:
             try:
                 bucket.replay = self._capturer.capture(step)
@@ -241,10 +243,10 @@ class DecodeSteps:
         self._on_failure(self._failure)
 
 
-def _bucket(packed: PackedModel, num_rows: int, width: int) -> Bucket:
+def _bucket(model: Any, storage: ModelStorage, num_rows: int, width: int) -> Bucket:
     """Return a bucket with buffers on the model's device for steps of this shape."""
-    device = packed.model.device
-    batches = [DecodeBatch(num_rows, width, pinned=device.type == "cuda") for _ in packed.storage.groups]
+    device = model.device
+    batches = [DecodeBatch(num_rows, width, pinned=device.type == "cuda") for _ in storage.groups]
     for batch in batches:
         batch.on(device)
     return Bucket(batches)

@@ -152,37 +152,31 @@ def run(model: Any, cache: PagedCache, tokens: torch.Tensor, positions: torch.Te
     return output
 
 
-class PackedModel:
-    """A model's forward pass over packed rows whose keys and values are in blocks."""
+def compute(
+    model: Any, storage: ModelStorage, spans: Sequence[PackedSpan], tokens: Sequence[np.ndarray]
+) -> torch.Tensor:
+    """Compute all spans in one pass and return the logits of each span's last token, `[len(spans), vocabulary]`.
 
-    def __init__(self, model: Any, storage: ModelStorage) -> None:
-        self.model, self.storage = model, storage
+    `tokens` has an int64 array for each span. Raise like `run`.
+    """
+    device = model.device
+    positions = np.concatenate([np.arange(span.start, span.start + span.length) for span in spans])
+    inputs = [torch.from_numpy(array).to(device)[None] for array in (np.concatenate(tokens), positions)]
+    last = torch.from_numpy(np.cumsum([span.length for span in spans], dtype=np.int64) - 1).to(device)
+    keep = {"logits_to_keep": last} if keeps_logits(model) else {}
+    logits: torch.Tensor = run(model, PagedCache(storage, pack(spans, storage.block_size)), *inputs, **keep).logits[0]
+    return logits if keep else logits[last.to(logits.device)]
 
-    def forward(self, spans: Sequence[PackedSpan], tokens: Sequence[np.ndarray]) -> torch.Tensor:
-        """Compute all spans in one pass and return the logits of each span's last token, `[len(spans), vocabulary]`.
 
-        `tokens` has an int64 array for each span. Raise like `run`.
-        """
-        device = self.model.device
-        positions = np.concatenate([np.arange(span.start, span.start + span.length) for span in spans])
-        inputs = [torch.from_numpy(array).to(device)[None] for array in (np.concatenate(tokens), positions)]
-        last = torch.from_numpy(np.cumsum([span.length for span in spans], dtype=np.int64) - 1).to(device)
-        keep = {"logits_to_keep": last} if keeps_logits(self.model) else {}
-        logits = self._run(pack(spans, self.storage.block_size), *inputs, **keep)
-        return logits if keep else logits[last.to(logits.device)]
+def decode(model: Any, storage: ModelStorage, batches: Sequence[DecodeBatch]) -> torch.Tensor:
+    """Compute a decode step and return the logits of all rows with padding, `[num_rows, vocabulary]`.
 
-    def decode(self, batches: Sequence[DecodeBatch]) -> torch.Tensor:
-        """Compute a decode step and return the logits of all rows with padding, `[num_rows, vocabulary]`.
-
-        All inputs are in the buffers of `batches`, one for each group. Raise like `run`.
-        """
-        for batch in batches:
-            batch.begin()
-        return self._run(batches, *batches[0].inputs(self.model.device))
-
-    def _run(self, batches: Sequence[Pass], tokens: torch.Tensor, positions: torch.Tensor, **keep: Any) -> torch.Tensor:
-        logits: torch.Tensor = run(self.model, PagedCache(self.storage, batches), tokens, positions, **keep).logits[0]
-        return logits
+    All inputs are in the buffers of `batches`, one for each group. Raise like `run`.
+    """
+    for batch in batches:
+        batch.begin()
+    logits: torch.Tensor = run(model, PagedCache(storage, batches), *batches[0].inputs(model.device)).logits[0]
+    return logits
 
 
 def layer_windows(config: Any) -> dict[int, int]:
@@ -230,7 +224,7 @@ def probe_packed(model: Any, block_size: int, specs: Specs) -> None:
     options = CacheOptions(sum(counts), block_size)
     storage = model_storage(model, options, specs, layer_windows(model.config), {})
     install(model)
-    packed, tokens = PackedModel(model, storage), [harmless_tokens(model, sum(lens))[-n:] for n in lens]
+    tokens = [harmless_tokens(model, sum(lens))[-n:] for n in lens]
     tables = [np.arange(counts[0], dtype=np.int32)[::-1].copy()]  # out of order, as in a real cache
     tables.append(np.arange(counts[0], sum(counts), dtype=np.int32))
     groups = len(storage.groups)
@@ -238,7 +232,7 @@ def probe_packed(model: Any, block_size: int, specs: Specs) -> None:
     def forward(*pieces: tuple[int, int, int]) -> None:
         """Compute tokens `start` to `end` of some rows."""
         spans = [PackedSpan(row, [tables[row]] * groups, start, end - start, 0) for row, start, end in pieces]
-        packed.forward(spans, [tokens[row][start:end] for row, start, end in pieces])
+        compute(model, storage, spans, [tokens[row][start:end] for row, start, end in pieces])
 
     cut, tolerance = block_size + 1, 1e-3 if model.dtype == torch.float32 else 5e-2
     with eval_mode(model):
@@ -250,7 +244,7 @@ def probe_packed(model: Any, block_size: int, specs: Specs) -> None:
             steps = [DecodeBatch(4, max(counts), pinned=False) for _ in range(groups)]
             for step in steps:
                 step.write(tables, last, [row[-1] for row in tokens], slots * block_size + last % block_size)
-            got = packed.decode(steps)[:2].float()
+            got = decode(model, storage, steps)[:2].float()
         for row, logits in zip(tokens, got, strict=True):
             ids = torch.from_numpy(row).to(model.device)[None]
             want = model(input_ids=ids, use_cache=False, return_dict=True).logits[0, -1].float()

@@ -23,7 +23,7 @@ from ..prompts import Prompt, numbered
 from ..store.blocks import RequestBlocks
 from ..store.kept import PromptStore
 from .graphs import DecodeSteps
-from .packed import PackedModel, PackedSpan
+from .packed import PackedSpan, compute
 
 
 class PackedRows(ModelInLoop):
@@ -51,8 +51,8 @@ class PackedRows(ModelInLoop):
         super().__init__(loop)
         self._requests: PromptRequests = weakref.proxy(requests)
         self._steps, self.rows, self._warn = steps, prompts, warn
-        self.manager, storage = requests.manager, requests.store.storage
-        self._packed, self._criteria = PackedModel(loop.model, storage), RecordedCriteria.of(loop)
+        self.manager, self.storage = requests.manager, requests.store.storage
+        self._criteria, storage = RecordedCriteria.of(loop), self.storage
         self._prefilled = self._native = False
         for prompt in prompts:
             prompt.blocks = requests.blocks(prompt)
@@ -148,7 +148,7 @@ class PackedRows(ModelInLoop):
         step = self.manager.append_each([row.request_id for row in rows], np.array(tokens, np.int64))
         slots, copies = ([part] if len(self.manager.groups) == 1 else part for part in step)
         for group, (own, pairs) in enumerate(zip(slots, copies, strict=True)):
-            self._packed.storage.copy(pairs, group)
+            self.storage.copy(pairs, group)
             copied = {target for _, target in pairs}
             for row, block in zip(rows, (own // size).tolist(), strict=True):
                 table, place = row.tables[group], row.length // size
@@ -158,7 +158,7 @@ class PackedRows(ModelInLoop):
         tables = list(zip(*(row.tables for row in rows), strict=True))
         positions = np.array([row.length for row in rows], np.int64)
         with self._steps.lock:
-            logits = self._steps.run(self._packed, tables, positions, tokens, slots)
+            logits = self._steps.run(self._model, self.storage, tables, positions, tokens, slots)
         for row in rows:
             row.length += 1
             if row.unsettled or row.length % size == 0:  # else nothing to publish or merge
@@ -202,7 +202,7 @@ class PackedRows(ModelInLoop):
             return False
         blocks = row.blocks
         if blocks.borrowed is not None:  # the request reads a part of another's block and writes the rest
-            self._packed.storage.copy([(blocks.borrowed, int(blocks.tables[0][blocks.written]))])
+            self.storage.copy([(blocks.borrowed, int(blocks.tables[0][blocks.written]))])
             blocks.borrowed = None
         blocks.length = row.hit.cached
         return True
@@ -227,7 +227,7 @@ class PackedRows(ModelInLoop):
                 )
                 tokens.append(row.tokens[blocks.length : end])
             with self._steps.lock:
-                computed = self._packed.forward(spans, tokens)
+                computed = compute(self._model, self.storage, spans, tokens)
             for row, span, found in zip(left, spans, computed, strict=True):
                 logits[row.request_id] = found
                 row.blocks.length += span.length

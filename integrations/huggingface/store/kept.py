@@ -69,7 +69,7 @@ class PromptStore:
         """Return an empty cache for a call, whose buffers grow by at least `room` tokens at a time."""
         cache = like(self.empty_cache)
         for layer in attention_layers(cache).values():
-            if isinstance(layer, GrowingLayer | GrowingWindowLayer):
+            if isinstance(layer, GrowingLayer):
                 layer.room = room
         return cache
 

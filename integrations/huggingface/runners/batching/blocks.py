@@ -71,8 +71,15 @@ class SharedStore(PromptStore):
 
 
 class ScheduledBlocks:
-    """The cache of one session in place of transformers' `PagedAttentionCache`. Only the session's thread calls it."""
+    """The cache of one session in place of transformers' `PagedAttentionCache`. Only the session's thread calls it.
 
+    It is also the only allocator of its blocks that transformers' buffers and offloading see.
+    """
+
+    index = 0  # the next three describe it as an allocator
+    layer_type = NAME
+    blocks_per_sector = 1
+    write_trash_index = read_trash_index = 0
     read_cache_limit = 0  # reads need no index, so no budget and no memory for it
     max_tokens_read = 1
     max_blocks_per_request = 0
@@ -94,9 +101,10 @@ class ScheduledBlocks:
         self.num_blocks = min(pool.num_blocks for pool in self.manager.pools)
         self.capacity = self.num_blocks * self.manager.block_size  # tokens of the longest possible request
         self.max_batch_tokens = min(max_batch_tokens, max(self.capacity // 2, 1))
-        self.bytes_per_sector = self.storage.bytes_per_block
+        self.bytes_per_sector = self.bytes_per_block = self.storage.bytes_per_block
+        self.tokens_per_page = self.manager.block_size
+        self.block_table: dict[str, list[int]] = {}  # of transformers' own blocks, which do not exist here
         self.use_prefix_sharing = self.allow_block_sharing = sharing
-        self.cache_allocators = {NAME: Allocator(self)}
         self.pool = SimpleNamespace(try_to_free_sectors=lambda: None)  # transformers' sectors do not exist here
         self.waiting: dict[str, Any] = {}  # waiting requests of transformers' scheduler
         # Requests of the current schedule: without room, with room, and new ones.
@@ -108,6 +116,11 @@ class ScheduledBlocks:
         self._rows: list[tuple[Prompt, int, int]] = []
         self._copies: list[tuple[int, Pairs]] = []
         self.number = shared.join(self)  # if no session can continue, lower numbers go first
+
+    @property
+    def cache_allocators(self) -> dict[str, ScheduledBlocks]:
+        """The allocators, by kind of layer. Not an attribute: a cycle would keep interrupted requests alive."""
+        return {NAME: self}
 
     @property
     def holds(self) -> bool:
@@ -172,7 +185,7 @@ class ScheduledBlocks:
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
         """Allocate blocks for a request's next tokens. Return False if there are too few."""
         if dry_run:
-            needed = self.blocks_needed(state.request_id, state.current_len(), request_len)
+            needed = self.needs_new_blocks(state.request_id, state.current_len(), request_len)
             return self.count_storable_requests([{NAME: needed}]) == 1
         if state.request_id in self._deferred:
             return False
@@ -250,11 +263,15 @@ class ScheduledBlocks:
 
     # How full the cache is.
 
-    def blocks_needed(self, request_id: str, past_length: int, query_length: int) -> int:
+    def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
         """Return the most blocks per group that a request's next tokens need, including one for a copy."""
         prompt, size = self._held.get(request_id), self.manager.block_size
         have = 0 if prompt is None else -(-prompt.blocks.held // size)
         return max(-(-(past_length + query_length) // size) - have, 0) + 1
+
+    def get_seqlen_k(self, past_length: int, query_length: int) -> int:
+        """Return the length of a request at the end of a step."""
+        return past_length + query_length
 
     def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
         """Return how many of the requests, in order, have room."""
@@ -291,30 +308,6 @@ class ScheduledBlocks:
             if prompt.allocation is not None:
                 self.shared.take_back(len(prompt.tokens), prompt.allocation.num_cached_tokens)
             self.free_blocks(request_id)
-
-
-class Allocator:
-    """The allocator that transformers' buffers and offloading see."""
-
-    index = 0
-    layer_type = NAME
-    blocks_per_sector = 1
-
-    def __init__(self, blocks: ScheduledBlocks) -> None:
-        self._blocks = weakref.ref(blocks)
-        self.block_table: dict[str, list[int]] = {}
-        self.tokens_per_page = blocks.manager.block_size
-        self.bytes_per_block = blocks.bytes_per_sector
-        self.write_trash_index = self.read_trash_index = 0
-
-    def get_seqlen_k(self, past_length: int, query_length: int) -> int:
-        """Return the length of a request at the end of a step."""
-        return past_length + query_length
-
-    def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
-        """See `ScheduledBlocks.blocks_needed`."""
-        blocks = self._blocks()
-        return 0 if blocks is None else blocks.blocks_needed(request_id, past_length, query_length)
 
 
 def _tokens(state: Any, start: int, end: int) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .....cache import OutOfBlocks
 from ...api import (
     ContinuousBatchingManager,
     ContinuousBatchProcessor,
@@ -51,10 +52,6 @@ NOT_OURS: dict[str, Any] = {
 """Options of transformers' config that have no effect here, and the values that sessions set them to."""
 
 UNBOUNDED = 1 << 30
-
-
-class NoRoomYetError(Exception):
-    """Raised when nothing can be scheduled before another session frees blocks."""
 
 
 class SaltedState(RequestState):  # type: ignore[misc]  # transformers is untyped here
@@ -107,7 +104,7 @@ class Offloading(OffloadingManager):  # type: ignore[misc]
         """Make room: queue a running request again, or end one that can never fit. Return whether this was done.
 
         Raises:
-            NoRoomYetError: Only another session can make room.
+            OutOfBlocks: Only another session can make room.
         """
         if super().offload_requests():
             return True
@@ -123,7 +120,7 @@ class Offloading(OffloadingManager):  # type: ignore[misc]
                 if active:
                     self._queue_again(active[0])
                 blocks.let_go()
-            raise NoRoomYetError
+            raise OutOfBlocks(1, 0)
         stuck = active or blocks.refused
         if not stuck:
             return False
@@ -155,7 +152,7 @@ class Processor(ContinuousBatchProcessor):  # type: ignore[misc]
         self.cache.begin()
         try:
             return bool(super().prepare_next_batch())
-        except NoRoomYetError:
+        except OutOfBlocks:
             return False
 
     def step(self, model: Any) -> None:

@@ -40,7 +40,7 @@ from pc.integrations.huggingface.runners import graphs as graphs_module  # noqa:
 from pc.integrations.huggingface.runners import passes as batch_module  # noqa: E402
 from pc.integrations.huggingface.runners.dispatch import install  # noqa: E402
 from pc.integrations.huggingface.runners.graphs import DecodeSteps, Rehearsal  # noqa: E402
-from pc.integrations.huggingface.runners.packed import PackedModel, layer_windows  # noqa: E402
+from pc.integrations.huggingface.runners.packed import decode, layer_windows  # noqa: E402
 from pc.integrations.huggingface.runners.paged import PackedRows  # noqa: E402
 from pc.integrations.huggingface.runners.passes import DecodeBatch  # noqa: E402
 from pc.integrations.huggingface.settings import CacheOptions  # noqa: E402
@@ -283,7 +283,7 @@ def test_step_takes_nothing_from_the_host(family: Family) -> None:
         batch.on(model.device)
     with torch.no_grad(), Rehearsal() as rehearsal:
         install(model)
-        logits = PackedModel(model, storage).decode(batches)
+        logits = decode(model, storage, batches)
     assert rehearsal.problem is None
     assert logits.shape == (4, model.config.vocab_size)
 
