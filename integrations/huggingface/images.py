@@ -7,14 +7,14 @@ import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
 from .api import encode, repeat_encoded, takes_encoded_images
 from .calls import UnsupportedError, refuse_if
-from .support import tensor_bytes
+from .support import evict, tensor_bytes
 
 PIXELS = ("pixel_values", "pixel_values_images", "image_patches")  # names of a vision tower's main input
 OTHERS = {
@@ -28,18 +28,15 @@ LENGTHS = 1 << 16  # number of images whose token count is remembered
 
 
 @dataclass(frozen=True)
-class Unit:
-    """One input of the vision tower: an image or a tile, or all images of a call if they cannot be separated."""
-
-    digest: bytes  # hash of its bytes and of all options of the tower
-    inputs: dict[str, Any] = field(compare=False)  # arguments of the tower for this unit alone
-
-
-@dataclass(frozen=True)
 class Images:
-    """The images of a call."""
+    """The images of a call.
 
-    units: list[Unit]  # in the order of their tokens in the batch
+    A unit is one input of the vision tower: an image or a tile, or all images of a call if they cannot be separated.
+    Its digest is a hash of its bytes and of all options of the tower.
+    """
+
+    units: list[bytes]  # digests, in the order of their tokens in the batch
+    inputs: dict[bytes, dict[str, Any]]  # by digest: arguments of the tower for this unit alone
     token: int  # id of the placeholder token of images
     given: dict[str, Any]  # arguments of the tower as the caller passed them
 
@@ -67,9 +64,9 @@ def take_images(model: Any, arguments: dict[str, Any]) -> Images | None:
     names = [name for name in inspect.signature(encoder).parameters if name != "kwargs"]
     given = {name: arguments[name] for name in names if arguments.get(name) is not None}
     refuse_if(main not in given, "its forward pass does not accept encoded images")
-    units = [Unit(_digest(inputs), inputs) for inputs in _apart(given, main)]
+    units = [(_digest(inputs), inputs) for inputs in _apart(given, main)]
     del arguments[main]
-    return Images(units, token, given)
+    return Images([digest for digest, _ in units], dict(units), token, given)
 
 
 def encoded_by_model(images: Images, model: Any, input_ids: torch.Tensor, repeats: int) -> dict[str, Any]:
@@ -127,14 +124,13 @@ The tokens of these rows are in one prompt of the batch.
 """
 
 
-@dataclass(frozen=True)
-class ImageSplit:
-    """The ways in which a prompt may continue after a cached prefix that ends inside an image."""
+ImageSplit = Literal["never", "read", "computed"]
+"""The ways in which a prompt may be cut inside an image.
 
-    computes: bool = False  # an image may be computed in two passes; not if its tokens attend in both directions
-    reads: bool = (
-        False  # its first tokens may be read from the cache and the rest computed, after one pass computed all
-    )
+- "never": in no way.
+- "read": the first tokens of an image may be read from the cache, and the rest computed, after one pass computed all.
+- "computed": an image may also be computed in two passes. Its tokens must not attend in both directions.
+"""
 
 
 class VisionOutputs:
@@ -154,9 +150,9 @@ class VisionOutputs:
         """Bytes of the cached rows. Not a counter, which an interrupt could leave wrong."""
         return sum(rows.nbytes for rows in self._rows.values())
 
-    def length(self, unit: Unit) -> int | None:
-        """Return the number of tokens of a unit; None if it was never encoded."""
-        return self._lengths.get(unit.digest)
+    def length(self, unit: bytes) -> int | None:
+        """Return the number of tokens of the unit with this digest; None if it was never encoded."""
+        return self._lengths.get(unit)
 
     def get(self, keys: list[RowsKey]) -> dict[RowsKey, torch.Tensor | None]:
         """Return the cached rows of each key, `[length, width]`, or None."""
@@ -169,24 +165,21 @@ class VisionOutputs:
     def put(self, rows: dict[RowsKey, torch.Tensor]) -> None:
         """Cache rows by key. An entry that is larger than the whole budget is not cached."""
         with self._lock:
-            total = self.nbytes
             for key, output in rows.items():
                 if key in self._rows or output.nbytes > self._max_bytes:
                     continue
-                while total + output.nbytes > self._max_bytes:
-                    total -= self._rows.popitem(last=False)[1].nbytes
                 if output.untyped_storage().nbytes() != output.nbytes:
                     output = output.clone()  # a view would keep a whole batch alive
                 self._rows[key] = output.detach()
-                total += output.nbytes
+            evict(self._rows, self._max_bytes)
 
-    def encode(self, model: Any, units: list[Unit]) -> dict[bytes, torch.Tensor]:
-        """Run the tower over units; return the output `[length, width]` of each, by digest.
+    def encode(self, model: Any, inputs: dict[bytes, dict[str, Any]]) -> dict[bytes, torch.Tensor]:
+        """Run the tower over units, whose inputs are given by digest; return the output `[length, width]` of each.
 
         Raises:
             UnsupportedError: The output does not have one row for each token, or depends on the other images.
         """
-        units = list({unit.digest: unit for unit in units}.values())
+        units = list(inputs.values())
         parts = self._run(model, units)
         if parts is None:
             parts = [part for unit in units for part in self._run(model, [unit]) or ()]
@@ -195,21 +188,21 @@ class VisionOutputs:
             self._apart = alone is not None and alike(parts[0], alone[0])
         if (len(units) > 1 and self._apart is False) or len(parts) != len(units):
             raise UnsupportedError("the output of its vision tower for an image depends on other images")
-        for unit, rows in zip(units, parts, strict=True):
-            self._lengths[unit.digest] = len(rows)
+        found = dict(zip(inputs, parts, strict=True))
+        self._lengths.update((digest, len(rows)) for digest, rows in found.items())
         while len(self._lengths) > LENGTHS:
             self._lengths.popitem(last=False)
-        return {unit.digest: rows for unit, rows in zip(units, parts, strict=True)}
+        return found
 
-    def _run(self, model: Any, units: list[Unit]) -> list[torch.Tensor] | None:
-        """Return the output of each unit; None if the rows of several units cannot be told apart."""
-        inputs = dict(units[0].inputs)
+    def _run(self, model: Any, units: list[dict[str, Any]]) -> list[torch.Tensor] | None:
+        """Return each unit's output from its inputs; None if the rows of several units cannot be told apart."""
+        inputs = dict(units[0])
         if len(units) > 1:
             for name, value in inputs.items():
                 if isinstance(value, torch.Tensor):
-                    if any(u.inputs[name].shape[1:] != value.shape[1:] for u in units):
+                    if any(unit[name].shape[1:] != value.shape[1:] for unit in units):
                         return None
-                    inputs[name] = torch.cat([u.inputs[name] for u in units])
+                    inputs[name] = torch.cat([unit[name] for unit in units])
         output = encode(model, inputs)["image"]
         pooled: Any = getattr(output, "pooler_output", None)
         deep = getattr(output, "deepstack_features", None) or ()

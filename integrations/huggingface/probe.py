@@ -112,9 +112,10 @@ def probe_images(
         if not cuts:
             return None
         if within == first:
-            return ImageSplit()
-        computes = same(within)
-        return ImageSplit(computes, computes or (not state_layers(whole) and same(within, computed=False)))
+            return "never"
+        if same(within):
+            return "computed"
+        return "read" if not state_layers(whole) and same(within, computed=False) else "never"
 
 
 def _in_parts(model: Any, length: int, cut: int) -> DynamicCache:

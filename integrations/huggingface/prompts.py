@@ -14,7 +14,7 @@ from ...cache import KeyAt
 from ...cache.allocation import AnyAllocation
 from ...cache.runs import Span
 from .calls import RequestReport, UnsupportedError, refuse_if
-from .images import Images, ImageSplit, RowsKey, Unit, VisionOutputs
+from .images import Images, ImageSplit, RowsKey, VisionOutputs
 from .layers import States
 from .loop import expected_positions
 from .store.blocks import RequestBlocks
@@ -34,9 +34,7 @@ TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 class Item:
     """An image in a row of the batch. Its feature rows are a part of a vision tower's output."""
 
-    unit: Unit  # the input of the vision tower that the image belongs to
-    offset: int  # first of its feature rows in the unit's output
-    length: int  # number of its feature rows, one for each placeholder token
+    rows: RowsKey  # the key of its feature rows, one for each placeholder token
     columns: np.ndarray = field(compare=False)  # columns of its placeholder tokens, ascending
     seen: bytes  # positions and types of its tokens, on which its KV depends too
 
@@ -49,11 +47,6 @@ class Item:
     def end(self) -> int:
         """The column after its last placeholder token."""
         return int(self.columns[-1]) + 1
-
-    @property
-    def rows(self) -> RowsKey:
-        """The key of its feature rows in the unit's output."""
-        return self.unit.digest, self.offset, self.length
 
     @property
     def content(self) -> tuple[Any, ...]:
@@ -84,10 +77,10 @@ class RowImages:
         kwargs: dict[str, Any],
         repeats: int,
     ) -> None:
-        self._model, self._outputs = model, outputs
+        self._model, self._outputs, self._units = model, outputs, images.inputs
         self._inputs = {n: kwargs[n] for n in ("position_ids", *TYPES) if kwargs.get(n) is not None}
         self._fresh: dict[bytes, torch.Tensor] = {}
-        unknown = [unit for unit in images.units if outputs.length(unit) is None]
+        unknown = {unit: inputs for unit, inputs in images.inputs.items() if outputs.length(unit) is None}
         if unknown:
             self._fresh = outputs.encode(model, unknown)
         own = input_ids[::repeats]
@@ -113,17 +106,17 @@ class RowImages:
                 if count:
                     own = columns[:count]
                     seen = self._seen(row * repeats, int(own[0]), int(own[-1]) + 1)
-                    items.append(Item(images.units[number], taken, count, own, seen))
+                    items.append(Item((images.units[number], taken, count), own, seen))
                 taken, columns = taken + count, columns[count:]
                 if taken == lengths[number]:
                     number, taken = number + 1, 0
             rows.append(items)
         return rows
 
-    def _length(self, unit: Any) -> int:
+    def _length(self, unit: bytes) -> int:
         """Return the number of rows in a unit's output, one for each image token."""
         known = self._outputs.length(unit)
-        return len(self._fresh[unit.digest]) if known is None else known
+        return len(self._fresh[unit]) if known is None else known
 
     def _seen(self, row: int, first: int, end: int) -> bytes:
         """Return the positions and types of some columns of a row as bytes."""
@@ -152,7 +145,7 @@ class RowImages:
     @property
     def split(self) -> ImageSplit:
         """Whether a prompt may be cut inside an image, for computing it and for reading cached tokens."""
-        return self._outputs.split or ImageSplit()
+        return self._outputs.split or "never"
 
     def inputs(self, row: int, start: int, end: int) -> dict[str, torch.Tensor]:
         """Return the positions and types of some columns of one row, as a batch of one row."""
@@ -162,11 +155,11 @@ class RowImages:
         """Return the image inputs of a forward pass over some columns. Images that are not kept are encoded first."""
         items = [item for item in items if item.first < end and start < item.end]
         kept = self._outputs.get([item.rows for item in items])
-        lacking = [item for item in items if kept[item.rows] is None]
-        units = {item.unit.digest: item.unit for item in lacking if item.unit.digest not in self._fresh}
+        lacking = [key for key, rows in kept.items() if rows is None]
+        units = {unit: self._units[unit] for unit, _, _ in lacking if unit not in self._fresh}
         if units:
-            self._fresh |= self._outputs.encode(self._model, list(units.values()))
-        found = {i.rows: self._fresh[i.unit.digest][i.offset : i.offset + i.length] for i in lacking}
+            self._fresh |= self._outputs.encode(self._model, units)
+        found = {(unit, first, count): self._fresh[unit][first : first + count] for unit, first, count in lacking}
         self._outputs.put(found)
         rows = []
         for item in items:
@@ -247,12 +240,12 @@ class Prompt:
 
     def readable(self, length: int) -> int:
         """Return the largest prefix length, up to `length`, whose continuation can be computed."""
-        within = self.images is None or self.images.split.reads
+        within = self.images is None or self.images.split != "never"
         return length if within else clear_of(self.items, length + self.pad) - self.pad
 
     def computable(self, length: int) -> bool:
         """Return whether the first `length` tokens may be computed before the rest."""
-        within = self.images is None or self.images.split.computes
+        within = self.images is None or self.images.split == "computed"
         return within or clear_of(self.items, length + self.pad) == length + self.pad
 
     def inputs(self, start: int, end: int) -> dict[str, Any] | None:
@@ -270,7 +263,7 @@ class Prompt:
 
         If tokens attend in both directions within images, an image's key contains all images of its group (`runs`).
         """
-        if self.images is None or self.images.split.computes:
+        if self.images is None or self.images.split == "computed":
             return [item.key(self.pad) for item in self.items]
         return [
             KeyAt(item.first - self.pad, tuple(other.content for other in run))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import operator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -134,6 +136,20 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for m in training:
             m.training = True
+
+
+def evict(
+    held: OrderedDict[Any, Any], most: int, size: Callable[[Any], int] = operator.attrgetter("nbytes")
+) -> list[Any]:
+    """Drop the first values, the least recently used, until the sizes of the others sum up to at most `most`.
+
+    Return the dropped values. Sizes are not counted elsewhere, because an interrupt could leave a counter wrong.
+    """
+    total, gone = sum(map(size, held.values())), list[Any]()
+    while held and total > most:
+        gone.append(held.popitem(last=False)[1])
+        total -= size(gone[-1])
+    return gone
 
 
 def harmless_tokens(model: Any, count: int) -> np.ndarray:

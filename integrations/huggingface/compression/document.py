@@ -24,6 +24,7 @@ from ..runners.dispatch import install
 from ..runners.document import check_loop_over_document
 from ..settings import memory_budget
 from ..store.tiers import replaced
+from ..support import evict
 from ..visits import Visit, apart, enter, leave, open_visits, visited
 from .kept import Content, KeptLayer, digest_of, tokens_of
 from .presses import press_key
@@ -383,25 +384,18 @@ class Documents:
         parts = [] if store is None else store.storage.parts
         host_bytes = self._options.host_blocks * sum(part.bytes_per_block for part in parts)
         with self._lock:
-            evicted = _put(self._contents, [content], memory_budget(model))
-            gone = _put(self._host, [Content.of(c.tensors(), torch.device("cpu")) for c in evicted], host_bytes)
+            self._contents[content.key] = content
+            self._contents.move_to_end(content.key)
+            for old in evict(self._contents, memory_budget(model)):
+                self._host[old.key] = Content.of(old.tensors(), torch.device("cpu"))
+                self._host.move_to_end(old.key)
+            gone = evict(self._host, host_bytes)
         self._write(gone)
 
     def _write(self, contents: Iterable[Content]) -> None:
         for content in contents:
             if self._disk is not None:
                 self._disk.put(content.key, content.tensors())
-
-
-def _put(held: OrderedDict[bytes, Content], contents: Iterable[Content], most: int) -> list[Content]:
-    """Add documents as the most recently used. Evict others until all fit into `most` bytes, and return them."""
-    for content in contents:
-        held[content.key] = content
-        held.move_to_end(content.key)
-    gone = []
-    while held and sum(content.nbytes for content in held.values()) > most:
-        gone.append(held.popitem(last=False)[1])
-    return gone
 
 
 def _tokens_of(context_ids: Any) -> torch.Tensor:

@@ -90,7 +90,7 @@ class Batch:
             return
         self._prepare()
         if self.cache is None and self.alone:
-            self.cache = self.store.kept.take(self.prompts[0].tokens[: self.start], self.loop)
+            self.cache = self.store.take_cache(self.prompts[0].tokens[: self.start], self.loop)
         if self.cache is None:
             self.cache = self._lay_out({})
 

@@ -248,7 +248,7 @@ class WatchedModel(ModelInLoop):
             if record is not None:
                 setattr(batch.cache, CONTINUED, record)
         elif batch.alone and isinstance(result, torch.Tensor):
-            store.kept.put(batch.cache, store, result[0].cpu().numpy(), loop)
+            store.keep_cache(batch.cache, result[0].cpu().numpy(), loop)
 
 
 def _up_to_eos(tokens: np.ndarray, eos: list[int]) -> np.ndarray:

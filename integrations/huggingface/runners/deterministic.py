@@ -92,7 +92,7 @@ class RowByRow(ModelInLoop):
         last = max(len(tokens) - behind, 0) // chunk * chunk
         self._admit(prompt, last)
         cached, room = prompt.hit.cached, max(1, min(self._loop.generation_config.max_length - len(tokens), 256))
-        cache = store.kept.take(tokens[:cached], self._loop) if cached and self._alone else None
+        cache = store.take_cache(tokens[:cached], self._loop) if cached and self._alone else None
         if cache is None:
             cache = store.make_cache(room)
             if cached:
@@ -141,7 +141,7 @@ class RowByRow(ModelInLoop):
         if self._caches and self._alone and self._requests.publishes():
             cache, prompt = self._caches[0], self._prompts[0]
             if columns(cache) == {self._computed[0]}:
-                self._store.kept.put(cache, self._store, prompt.tokens, self._loop)
+                self._store.keep_cache(cache, prompt.tokens, self._loop)
             else:
                 self._store.storage.evicts = True
 

@@ -7,6 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from ..loop import CONTINUED, Loop
 from ..probe import Probed
 from ..runners.moved import Moving
 from ..settings import CacheOptions, memory_budget
+from ..support import evict
 from .blocks import free
 from .storage import AnyManager, model_storage
 from .tiers import LowerTiers
@@ -53,7 +55,10 @@ class PromptStore:
         self.states = storage.states
         self.empty_cache = new_cache(model.config)  # the template of calls' caches
         self.vision = VisionOutputs(memory_budget(model) // 8)
-        self.kept = KeptCaches(sum(part.num_blocks * part.bytes_per_block for _, part in storage.kv) // 4)
+        # The caches of the latest single-row calls, with their bytes. They never extend a hit: blocks alone decide it.
+        self._caches: OrderedDict[int, tuple[DynamicCache, CacheRecord, int]] = OrderedDict()
+        self._max_bytes = sum(part.num_blocks * part.bytes_per_block for _, part in storage.kv) // 4
+        self._lock = threading.Lock()
         self.hidden = HiddenStates(manager, memory_budget(model) // 2)
         self.evicted = LowerTiers(storage, 0)  # blocks in host memory or on disk
 
@@ -71,6 +76,33 @@ class PromptStore:
         for layer in attention_layers(cache).values():
             if isinstance(layer, GrowingLayer):
                 layer.room = room
+        return cache
+
+    def keep_cache(self, cache: DynamicCache, sequence: np.ndarray, loop: Loop) -> None:
+        """Keep a call's cache for later calls, which then copy no blocks. It holds the first tokens of `sequence`."""
+        record, layers = record_of(cache, self, sequence[None], loop), attention_layers(cache).values()
+        if record is None or not record.buffers or any(layer.keys.requires_grad for layer in layers):
+            return
+        nbytes = sum(layer._keys_buffer.nbytes + layer._values_buffer.nbytes for layer in layers)
+        if nbytes <= self._max_bytes:
+            with self._lock:
+                self._caches[id(cache)] = cache, record, nbytes
+                evict(self._caches, self._max_bytes, itemgetter(2))
+
+    def take_cache(self, tokens: np.ndarray, loop: Loop) -> DynamicCache | None:
+        """Return a kept cache cropped to exactly these tokens, or None. It then belongs to the caller."""
+        mask, length = np.ones((1, len(tokens)), np.bool_), len(tokens)
+        with self._lock:
+            known = (cache for cache, record, _ in self._caches.values() if record.begins(tokens[None], mask, loop))
+            latest = next((cache for cache in reversed(list(known)) if _can_crop(cache, length)), None)
+            if latest is None:
+                return None
+            cache, record, _ = self._caches.pop(id(latest))
+        if buffers_of(cache) != record.buffers:  # something has written to it since
+            return None
+        for layer in attention_layers(cache).values():
+            first = (layer.first,) if isinstance(layer, GrowingWindowLayer) else ()
+            layer.adopt(layer._keys_buffer, layer._values_buffer, length, *first)
         return cache
 
     def evict_to(self, evicted: LowerTiers) -> None:
@@ -151,50 +183,6 @@ def buffers_of(cache: DynamicCache) -> list[tuple[int, int]] | None:
     return found
 
 
-class KeptCaches:
-    """The caches of the latest single-row calls, up to `max_bytes`.
-
-    A call that continues a kept cache need not copy blocks. Kept caches never extend a hit: blocks alone decide it.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self._rows: list[tuple[DynamicCache, CacheRecord, int]] = []  # with the bytes of each, the latest first
-        self._lock = threading.Lock()
-
-    def put(self, cache: DynamicCache, store: PromptStore, sequence: np.ndarray, loop: Loop) -> None:
-        """Keep a call's cache, which holds the first tokens of `sequence`, and drop the least recent caches."""
-        record, layers = record_of(cache, store, sequence[None], loop), attention_layers(cache).values()
-        if record is None or not record.buffers or any(layer.keys.requires_grad for layer in layers):
-            return
-        nbytes = sum(layer._keys_buffer.nbytes + layer._values_buffer.nbytes for layer in layers)
-        if nbytes <= self.max_bytes:
-            with self._lock:
-                rows, left = [(cache, record, nbytes)], self.max_bytes - nbytes
-                for other in self._rows:
-                    left -= other[2]
-                    if left >= 0:
-                        rows.append(other)
-                self._rows = rows
-
-    def take(self, tokens: np.ndarray, loop: Loop) -> DynamicCache | None:
-        """Return a cache cropped to exactly these tokens, which then belongs to the caller. None if there is none."""
-        mask, length = np.ones((1, len(tokens)), np.bool_), len(tokens)
-        with self._lock:
-            rows = (row for row in self._rows if row[1].begins(tokens[None], mask, loop))
-            found = next((row for row in rows if _can_crop(row[0], length)), None)
-            if found is None:
-                return None
-            self._rows = [row for row in self._rows if row is not found]
-        cache, record, _ = found
-        if buffers_of(cache) != record.buffers:  # something has written to it since
-            return None
-        for layer in attention_layers(cache).values():
-            first = (layer.first,) if isinstance(layer, GrowingWindowLayer) else ()
-            layer.adopt(layer._keys_buffer, layer._values_buffer, length, *first)
-        return cache
-
-
 def _can_crop(cache: DynamicCache, length: int) -> bool:
     """Return whether a cache still has all tokens that the next token reads after a crop to `length`."""
     return all(layer.first <= max(length - layer.sliding_window + 1, 0) for layer in window_layers(cache))
@@ -243,8 +231,7 @@ class HiddenStates:
                     rows = slice(number * self._size, (number + 1) * self._size)
                     self._blocks[block] = int(self._pool.taken_at[block]), [x[rows].detach().clone() for x in new]
             self._touch(blocks)
-            while len(self._blocks) > self.max_blocks:
-                self._blocks.popitem(last=False)
+            evict(self._blocks, self.max_blocks, lambda _: 1)
 
     def _has(self, block: int) -> bool:
         """Return whether a block has valid hidden states."""

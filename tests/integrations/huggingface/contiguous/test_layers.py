@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 from generate_cases import Family, assert_nothing_held, assert_same, both, cache_of, left_padded, plain, prompt  # noqa: E402
 
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
-from pc.integrations.huggingface.store.kept import KeptCaches  # noqa: E402
+from pc.integrations.huggingface.store.kept import PromptStore  # noqa: E402
 
 if not hasattr(transformers, "DeepseekV32ForCausalLM"):
     pytest.skip("needs a transformers with DeepSeek-V3.2", allow_module_level=True)
@@ -43,7 +43,7 @@ def test_rows_go_on_behind_a_cached_prefix(model: Any, monkeypatch: pytest.Monke
         assert_same(model, input_ids=question(1))
         assert_same(model, input_ids=question(2))
         assert handle.last_requests[0].cached_tokens == 70
-        monkeypatch.setattr(KeptCaches, "take", lambda *_: None)  # read blocks, not kept caches
+        monkeypatch.setattr(PromptStore, "take_cache", lambda *_: None)  # read blocks, not kept caches
         assert_same(model, input_ids=question(3))
         assert handle.last_requests[0].cached_tokens == 70
         assert_same(model, **left_padded(question(4), prompt(33, 7)))
