@@ -600,18 +600,10 @@ def serve_batches(processor: Any, manager: Any) -> None:
     manager._create_batch_processor = lambda self: self.make_processor()
 
 
-class ModelInStep:
-    """A model as transformers' continuous batching sees it during a step, with another forward pass."""
-
-    def __init__(self, model: Any, forward: Callable[..., Any]) -> None:
-        self._model, self._forward = model, forward
-
-    def __call__(self, **inputs: Any) -> Any:
-        """Return the output of the forward pass."""
-        return self._forward(**inputs)
-
-    def _supports_logits_to_keep(self) -> bool:
-        return keeps_logits(self._model)
+def model_in_step(model: Any, forward: Callable[..., Any]) -> Any:
+    """Return another forward pass of a model, as transformers' continuous batching calls models."""
+    forward._supports_logits_to_keep = lambda: keeps_logits(model)  # type: ignore[attr-defined]
+    return forward
 
 
 def _main() -> int:

@@ -18,13 +18,13 @@ from .....cache import OutOfBlocks
 from ...api import (
     ContinuousBatchingManager,
     ContinuousBatchProcessor,
-    ModelInStep,
     OffloadingManager,
     RequestState,
     become_plain,
     fail,
     finish,
     make_scheduler,
+    model_in_step,
     plain_processor,
     plain_start,
     serve_batches,
@@ -170,7 +170,7 @@ class Processor(ContinuousBatchProcessor):  # type: ignore[misc]
             keep = {name: kwargs[name] for name in ("logits_to_keep",) if name in kwargs}
             return run(model, paged, input_ids.long(), position_ids.long(), **keep)
 
-        self.model_runner.compute_batch(ModelInStep(model, forward), batch)
+        self.model_runner.compute_batch(model_in_step(model, forward), batch)
         self.cache.look()
         self.inputs_and_outputs.retrieve_device_outputs()
 
