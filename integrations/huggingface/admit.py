@@ -114,8 +114,8 @@ class PromptRequests:
         prompt.allocation, prompt.blocks = allocation, self.blocks(prompt)
         self._fill(prompt, limit, cached, whole)
         later = [span for span in spans if span[0] > cached] if read_cached else []
-        if allocation.moved and store.moving is not None:
-            store.storage.move(allocation, store.moving.rotations)
+        if allocation.moved:
+            store.storage.move(allocation, store.probed.rotations)
         elif copies := allocation.group_copies(0):
             prompt.blocks.borrowed = copies[0][0]
         states = None

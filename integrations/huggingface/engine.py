@@ -22,7 +22,7 @@ from .runners import contiguous, deterministic, document, paged
 from .runners.batch import FORWARD_COST
 from .runners.dispatch import install
 from .runners.graphs import CAPTURERS, DecodeSteps
-from .runners.moved import Moving, probe_moved
+from .runners.moved import probe_moved
 from .runners.packed import probe_packed
 from .settings import CacheOptions
 from .store.kept import PromptStore
@@ -47,13 +47,13 @@ class Engine:
         with refusing("the probe of the model fails"):
             probed = probe(model)
         self._steps = steps if self._probe_packed(model, probed, steps) else None
-        self._make(model, probed, probe_moved(model, probed) if options.reuse == "anywhere" else None)
+        self._make(model, probe_moved(model, probed) if options.reuse == "anywhere" else probed)
 
-    def _make(self, model: Any, probed: Probed, moving: Moving | None) -> None:
+    def _make(self, model: Any, probed: Probed) -> None:
         """Make an empty store for the model, with its lower tiers."""
         self._window_problem: UnsupportedError | None = None
         self._proven_window = min(probed.window, LONG)
-        self.store = store = PromptStore(model, self._options, probed, moving)
+        self.store = store = PromptStore(model, self._options, probed)
         indexed = any(isinstance(layer, GrowingIndexedLayer) for layer in store.empty_cache.layers)
         self._reach = index_reach(model.config) if indexed else None  # longest sequence of a sparse model
         self._set_tiers()
@@ -104,7 +104,7 @@ class Engine:
         if self._steps is not None:
             install(model)
             self._steps.drop()
-        self._make(model, self.store.probed, self.store.moving)
+        self._make(model, self.store.probed)
 
     def leave_disk(self) -> None:
         """Finish pending writes to disk and write no more, because another cache may use the directory."""

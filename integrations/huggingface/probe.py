@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from .layers import (
 )
 from .prompts import RowImages, clear_of, prompts_of, runs
 from .runners.layout import accepted, forward
-from .store.storage import Specs, TensorSpec
+from .store.storage import Rotations, Specs, TensorSpec
 from .support import eval_mode, harmless_tokens
 
 TOKENS, CUT, PAD = 29, 16, 3  # tokens of the probe, tokens of its first part, columns of padding
@@ -41,6 +42,10 @@ class Probed:
     windows: dict[int, int]  # by layer, of those with a window
     counts_padding: bool  # whether a token's KV depends on the number of masked columns before it
     continues_padded: bool  # whether a row with masked columns before it can continue from a cached prefix
+    # Only for reuse="anywhere", from `probe_moved`. `by_operator`: whether `pc.sparse_gap_attention` computes attention
+    # of tokens at scattered positions. Otherwise the model computes it, with a mask.
+    rotations: Mapping[int, Rotations] = field(default_factory=dict)  # by layer
+    by_operator: bool = False
 
     @property
     def window(self) -> int:

@@ -236,8 +236,8 @@ class Batch:
         """Return a cache of one row with the first `end` tokens of a prompt."""
         store, model, hit, cache = self.store, self.loop.model, prompt.hit, self.store.make_cache(self.room)
         size, at = store.block_size, min(hit.cached, end)
-        if hit.moved and store.moving is not None:
-            compute_moved(model, store.storage, prompt, end, len(prompt.tokens) - end + self.room, cache, store.moving)
+        if hit.moved:
+            compute_moved(model, store.storage, prompt, end, len(prompt.tokens) - end + self.room, cache, store.probed)
             self._publish(prompt, cache, end)
             return cache
         cuts = {end}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,8 +29,8 @@ AGAIN = (3, 4, 5, 10, 17)  # positions that the probe computes again, besides th
 
 
 @torch.no_grad()
-def probe_moved(model: Any, probed: Probed) -> Moving:
-    """Return the rotations of a model's keys, and the way to compute its tokens at scattered positions.
+def probe_moved(model: Any, probed: Probed) -> Probed:
+    """Return `probed` with the rotations of a model's keys, and the way to compute its tokens at scattered positions.
 
     Raises:
         UnsupportedError: No rotation explains its keys, or tokens computed at scattered positions differ.
@@ -42,23 +43,23 @@ def probe_moved(model: Any, probed: Probed) -> Moving:
     )
     with eval_mode(model):
         with refusing('reuse="anywhere": its forward pass fails with given positions'):
-            moving = Moving(_rotations(model), probed.windows, by_operator=False)
+            probed = replace(probed, rotations=_rotations(model))
         length = TOKENS + (probed.window if 0 < probed.window <= LONG else 0)
         # In PyTorch the operator takes two to three times as long as attention under a mask.
-        if (model.device.type != "cpu" or KERNELS_ON_CPU) and _operator_serves(model, moving, length):
-            return moving._replace(by_operator=True)
+        if (model.device.type != "cpu" or KERNELS_ON_CPU) and _operator_serves(model, probed, length):
+            return replace(probed, by_operator=True)
         with refusing('reuse="anywhere": its forward pass fails with a mask for each query'):
-            _check_scattered(model, moving, length)
-    return moving
+            _check_scattered(model, probed, length)
+    return probed
 
 
-def _operator_serves(model: Any, moving: Moving, length: int) -> bool:
+def _operator_serves(model: Any, probed: Probed, length: int) -> bool:
     """Return whether the operator, which takes no mask, can replace the model's attention."""
     try:
         if not uses_attention_interface(model) or not install(model):
             return False
         with refusing("its attention does not go through the operator"):
-            _check_scattered(model, moving._replace(by_operator=True), length)
+            _check_scattered(model, replace(probed, by_operator=True), length)
     except UnsupportedError:
         return False
     return True
@@ -130,14 +131,6 @@ def _explains(rotation: Rotation, rows: torch.Tensor) -> bool:
     return alike(cache[1].transpose(0, 1), rows[0])
 
 
-class Moving(NamedTuple):
-    """The rotations that move a model's cached tokens, and the way to compute tokens at scattered positions."""
-
-    rotations: Mapping[int, Rotations]
-    windows: Mapping[int, int]  # by layer, of those with a window
-    by_operator: bool  # True: attention by `pc.sparse_gap_attention`; False: by the model, with a mask
-
-
 class PlacedLayer(PagedPass, DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
     """A layer that holds all tokens of a row, `[1, heads, tokens, width]`, and writes new ones at their positions.
 
@@ -180,7 +173,7 @@ class PlacedLayer(PagedPass, DynamicLayer):  # type: ignore[misc]  # transformer
 
 @torch.no_grad()
 def compute_scattered(
-    model: Any, tokens: np.ndarray, positions: np.ndarray, cache: DynamicCache, moving: Moving
+    model: Any, tokens: np.ndarray, positions: np.ndarray, cache: DynamicCache, probed: Probed
 ) -> Any:
     """Compute a row's tokens at ascending `positions` over a cache with all other tokens; return the last output."""
     placed, length = like(cache), len(tokens)
@@ -188,7 +181,7 @@ def compute_scattered(
         for side in (layer.keys, layer.values):  # uninitialized: a masked NaN times 0 would be NaN
             side[:, :, torch.from_numpy(positions).to(side.device)] = 0
         sides = (layer.keys[:, :, :length], layer.values[:, :, :length])
-        placed.layers[index] = PlacedLayer(*sides, moving.windows.get(index, 0), moving.by_operator)
+        placed.layers[index] = PlacedLayer(*sides, probed.windows.get(index, 0), probed.by_operator)
     outputs = None
     options: dict[str, Any] = {"logits_to_keep": 1} if keeps_logits(model) else {}
     for begin in range(0, len(positions), CHUNK):
@@ -196,10 +189,10 @@ def compute_scattered(
         for layer in placed.layers:
             if isinstance(layer, PlacedLayer):
                 layer.begin(at)
-        by_operator = moving.by_operator
+        windows = probed.windows
         outputs = model(
             input_ids=torch.from_numpy(tokens).to(model.device)[at][None],
-            attention_mask=no_mask(len(at), at.device) if by_operator else _masks(model, at, length, moving.windows),
+            attention_mask=no_mask(len(at), at.device) if probed.by_operator else _masks(model, at, length, windows),
             **accepted(model, position_ids=at[None], cache_position=at),
             **{cache_argument(model): placed},
             use_cache=True,
@@ -227,7 +220,7 @@ def _masks(model: Any, at: torch.Tensor, length: int, windows: Mapping[int, int]
     return {kind: mask(window) for kind, window in reach.items()}
 
 
-def _check_scattered(model: Any, moving: Moving, length: int) -> None:
+def _check_scattered(model: Any, probed: Probed, length: int) -> None:
     """Raise UnsupportedError if tokens computed again at scattered positions differ from those of a normal pass."""
     tokens, whole = harmless_tokens(model, length), new_cache(model.config)
     want = forward(model, tokens, 0, length, whole).logits[0, -1]
@@ -236,7 +229,7 @@ def _check_scattered(model: Any, moving: Moving, length: int) -> None:
         any(keys.shape[2] != length for keys, _ in kept.values()) or state_layers(whole), "its cache drops tokens"
     )
     positions = np.array([*AGAIN, *range(length - 9, length)])
-    got = compute_scattered(model, tokens, positions, whole, moving).logits[0, -1]
+    got = compute_scattered(model, tokens, positions, whole, probed).logits[0, -1]
     layers = filled_layers(whole)
     same = alike(want, got) and all(
         alike(old, new)
@@ -253,7 +246,7 @@ def compute_moved(
     end: int,
     room: int,
     cache: DynamicCache,
-    moving: Moving,
+    probed: Probed,
 ) -> None:
     """Fill an empty cache of one row with a prompt's first `end` tokens: read the cached ones, compute the others.
 
@@ -267,4 +260,4 @@ def compute_moved(
     read(cache, storage, prompt, end, room)
     positions = (~known[:end]).nonzero()[0]
     if positions.size:
-        compute_scattered(model, prompt.tokens[:end], positions, cache, moving)
+        compute_scattered(model, prompt.tokens[:end], positions, cache, probed)

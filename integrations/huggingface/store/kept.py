@@ -19,7 +19,6 @@ from ..images import VisionOutputs
 from ..layers import GrowingLayer, GrowingWindowLayer, attention_layers, like, new_cache, num_tokens, window_layers
 from ..loop import CONTINUED, Loop
 from ..probe import Probed
-from ..runners.moved import Moving
 from ..settings import CacheOptions, memory_budget
 from ..support import evict
 from .blocks import free
@@ -32,9 +31,7 @@ Layers = Sequence[torch.Tensor]  # hidden states by layer, the embeddings first,
 class PromptStore:
     """The manager of one model, the memory of its blocks, and the caches beside the blocks."""
 
-    def __init__(
-        self, model: Any, options: CacheOptions, probed: Probed, moving: Moving | None = None, scheduled: bool = False
-    ) -> None:
+    def __init__(self, model: Any, options: CacheOptions, probed: Probed, scheduled: bool = False) -> None:
         # `scheduled`: a scheduler allocates blocks as it computes tokens, and its hits end at block ends.
         anywhere = options.reuse == "anywhere"  # then layers with windows keep all blocks too
         windows = {} if anywhere else probed.windows
@@ -51,7 +48,6 @@ class PromptStore:
         # The next call ends requests without an owner. A finalizer cannot, because Python drops an interrupt in it.
         self.running: dict[weakref.ref[Any], list[str]] = {}  # by `PromptRequests` of a call: its request ids
         self.options, self.probed = options, probed
-        self.moving = moving  # the way to move tokens; None unless reuse="anywhere"
         self.states = storage.states
         self.empty_cache = new_cache(model.config)  # the template of calls' caches
         self.vision = VisionOutputs(memory_budget(model) // 8)

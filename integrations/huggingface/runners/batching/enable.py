@@ -116,7 +116,6 @@ class ContinuousBatching:
         self._num_blocks, self._policy = num_blocks, policy
         self._lock = threading.RLock()
         self.salt_setting = ScopedSetting(check_salt)
-        self.warned: set[str] = set()
         self._epoch = 0
         self._disabled = False
         self._shared: Any = None

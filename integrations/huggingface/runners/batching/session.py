@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import queue
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +31,7 @@ from ...api import (
     update_cb_config_after_cache_creation,
     without_masks,
 )
-from ...calls import UnsupportedError, callers_level
+from ...calls import Calls, UnsupportedError
 from ...settings import ScopedSetting
 from ...support import rope_keys
 from ..packed import PagedCache, pack, run
@@ -197,7 +196,7 @@ class Session(ContinuousBatchingManager):  # type: ignore[misc]
         self._handle = handle
         self._given = model, generation_config, continuous_batching_config, workload_hints
         settings = copy.deepcopy(continuous_batching_config)
-        _warn_of_options(settings, handle.warned)
+        _warn_of_options(settings, handle.calls)
         for name, value in NOT_OURS.items():
             setattr(settings, name, value)
         settings.page_size, settings.num_blocks = handle.block_size, None
@@ -310,16 +309,10 @@ class Session(ContinuousBatchingManager):  # type: ignore[misc]
 serve_batches(Processor, Session)
 
 
-def _warn_of_options(settings: Any, warned: set[str]) -> None:
+def _warn_of_options(settings: Any, calls: Calls) -> None:
     """Warn once of each option of a continuous batching config that has no meaning here."""
     default = type(settings)()
     for name in (*NOT_OURS, "num_blocks"):
         value = getattr(settings, name)
-        if value in (getattr(default, name), NOT_OURS.get(name)) or name in warned:
-            continue
-        warned.add(name)
-        warnings.warn(
-            f"continuous batching over blocks: {name}={value!r} has no meaning here and is left out",
-            UserWarning,
-            stacklevel=callers_level(),
-        )
+        if value not in (getattr(default, name), NOT_OURS.get(name)):
+            calls.warn(name, f"{name}={value!r} has no meaning here and is left out")
