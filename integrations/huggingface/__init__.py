@@ -8,7 +8,7 @@ handle.stats()
 handle.disable()
 ```
 
-- `enable` replaces a model's generate with a handle's, and `serving` runs the calls.
+- `enable` replaces a model's generate with that of a handle, which is in `serving` and runs the calls.
 - `identity` notices when the model has changed, and `hooks` when a hook on all modules changes a pass. `probe` checks a
   model before it is served.
 - `loop` is a call as transformers prepared it, and `prompts` and `images` are what it was given.
@@ -29,9 +29,10 @@ except ModuleNotFoundError as error:
 
 from .calls import RequestReport, ServedStats, UnsupportedError
 from .compression.document import CompressedDocument
-from .enable import PrefixCaching, enable_prefix_caching
+from .enable import enable_prefix_caching
 from .runners.batching.enable import ContinuousBatching, enable_continuous_batching
 from .runners.graphs import GraphReport
+from .serving import PrefixCaching
 
 __all__ = [
     "CompressedDocument",

@@ -1,4 +1,4 @@
-"""`enable_prefix_caching`, which replaces a model's `generate`, and the handle through which users see its cache."""
+"""`enable_prefix_caching`, which replaces a model's `generate` by a handle's."""
 
 from __future__ import annotations
 
@@ -6,24 +6,16 @@ import functools
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ...cache import Explanation
 from ...cache.manager import REUSES
 from ...triton_ops._core.checks import check_share
-from ..tested import say_untested
-from .api import Framework, GenerationMixin
-from .calls import RequestReport, ServedStats
-from .compression.document import CompressedDocument
-from .runners.graphs import GraphReport
-from .serving import Serving
+from .api import GenerationMixin
+from .serving import PrefixCaching
 from .settings import CacheOptions, check_fallback, check_number
-from .store.tiers import load, save
 
 RECOMPUTE = 0.1
 """Default share of moved tokens that are computed again; docs/reuse_anywhere.md compares shares."""
@@ -131,11 +123,10 @@ def enable_prefix_caching(
     check_not_replaced(model, "generate", "prefix caching")
     options = CacheOptions(num_blocks, block_size, policy, reuse, host_blocks, disk, disk_bytes, window_blocks, share)
     options = options._replace(fallback=fallback, chunk=chunk if deterministic else None)
-    serving = Serving(model, options, cuda_graphs)
-    handle = PrefixCaching(serving)
+    handle = PrefixCaching(model, options, cuda_graphs)
     if cuda_graphs and handle.graphs.reason is not None:
         raise ValueError(f"cuda_graphs: got True, needs steps that can be captured, and {handle.graphs.reason}")
-    vars(model)["generate"] = ReplacedMethod(model, "generate", serving.generate)
+    vars(model)["generate"] = ReplacedMethod(model, "generate", handle._serve)
     return handle
 
 
@@ -163,246 +154,6 @@ def _check_deterministic(deterministic: Any, chunk: int, block_size: int, reuse:
         raise ValueError('deterministic: got True with reuse="anywhere", which is approximate')
     if deterministic and cuda_graphs:
         raise ValueError("deterministic: got True with cuda_graphs=True, needs steps of one row, which run eagerly")
-
-
-class PrefixCaching:
-    """The handle that `enable_prefix_caching` returns.
-
-    Examples:
-        The examples of its methods continue this one.
-
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> from pc.integrations.huggingface import enable_prefix_caching
-        >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, eos_token_id=None, **sizes)).eval()
-        >>> handle = enable_prefix_caching(model, num_blocks=64, policy="priority")
-        >>> prompt = torch.arange(3, 43)[None]  # [1, 40]
-        >>> tokens = [model.generate(prompt, max_new_tokens=4) for turn in range(2)]
-        >>> torch.equal(*tokens), handle.last_requests[0].cached_tokens
-        (True, 32)
-    """
-
-    def __init__(self, serving: Serving) -> None:
-        self._serving = serving
-        self.untested = say_untested("transformers", "torch")
-        """The installed versions that are not among the tested ones, as text; None if all are tested."""
-
-    def __enter__(self) -> PrefixCaching:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.disable()
-
-    @property
-    def unsupported(self) -> str | None:
-        """The reason why the model cannot be served; None if it can."""
-        return self._serving.unsupported
-
-    @property
-    def framework(self) -> Framework:
-        """The version of transformers when the handle was made, and the features that it cannot serve."""
-        return self._serving.framework
-
-    @property
-    def last_requests(self) -> list[RequestReport]:
-        """A report for each row of the last call, in the order of the batch; empty if the call fell back."""
-        return self._serving.last_requests
-
-    @property
-    def manager(self) -> Any:
-        """The manager of the cache's blocks; None if the model cannot be served."""
-        return self._serving.manager
-
-    @property
-    def graphs(self) -> GraphReport:
-        """A report of how decode steps ran: in CUDA graphs, or eagerly and why."""
-        return self._serving.steps.report()
-
-    def stats(self) -> ServedStats:
-        """Return counts of the cache since it was last emptied, and of all calls: served, and fallbacks by reason.
-
-        Examples:
-            >>> handle.stats().calls_served, handle.stats().queried_tokens
-            (2, 80)
-        """
-        return self._serving.stats()
-
-    def reset(self) -> None:
-        """Forget every cached block. Running calls keep the blocks they have.
-
-        Examples:
-            >>> handle.reset()
-            >>> handle.stats().cached_blocks
-            0
-        """
-        self._serving.reset()
-
-    def save(self, path: str | os.PathLike[str]) -> int:
-        """Write every cached block to a file that only its owner may read (0600), since blocks reveal prompts.
-
-        Args:
-            path: The file. An existing file is replaced.
-
-        Returns:
-            The number of blocks in the file.
-
-        Raises:
-            ValueError: The model is not served.
-            OSError: The file cannot be written.
-
-        Examples:
-            >>> import tempfile
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     count = handle.save(f"{folder}/blocks")
-            >>> count
-            2
-        """
-        return self._serving.move_blocks(save, path)
-
-    def load(self, path: str | os.PathLike[str]) -> int:
-        """Read the blocks of a file into host memory, from where prompts reuse them.
-
-        Args:
-            path: A file that `save` wrote.
-
-        Returns:
-            The number of blocks in the file.
-
-        Raises:
-            ValueError: The file was not written by `save`, or holds KV of another model, weights, dtype, adapter or
-                block size. Or the model is not served.
-            OSError: The file cannot be read.
-
-        Examples:
-            >>> import tempfile
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     count = handle.save(f"{folder}/blocks")
-            ...     handle.disable()
-            ...     handle = enable_prefix_caching(model, num_blocks=64)  # another process, later
-            ...     count = handle.load(f"{folder}/blocks")
-            >>> tokens = model.generate(prompt, max_new_tokens=4)
-            >>> handle.last_requests
-            [RequestReport(prompt_tokens=40, cached_tokens=32, cached_spans=((0, 32),))]
-        """
-        return self._serving.move_blocks(load, path)
-
-    def compress(self, context_ids: Any, press: Any = "snapkv", budget: float = 0.5) -> CompressedDocument:
-        """Compute a text's keys and values once and keep those of the tokens that each head needs most.
-
-        This is **approximate**. Only calls within `with document:` read the compressed keys and values. All other calls
-        stay exact.
-
-        Args:
-            context_ids: Token ids of the text, `[1, length]` or `[length]`.
-            press: The rule that chooses tokens. "snapkv": tokens that the last tokens attend to. "expected_attention":
-                tokens that queries like the last ones will attend to. "knorm": keys of small norm. "streaming": the
-                first and last tokens. Heads share the budget as in Ada-KV. An object of kvpress works too.
-            budget: Share of the tokens to keep. A press of kvpress has its own budget instead.
-
-        Returns:
-            The document. While it is in memory, calls with the same text, press and budget share its keys and values.
-
-        Raises:
-            TypeError: `press` is neither a name nor an object of kvpress, or `budget` is not a number.
-            ValueError: The press is unknown, the budget is out of range, or there are no tokens. Or a layer of the
-                model does not compute full attention through transformers' attention interface.
-
-        Examples:
-            >>> document = handle.compress(prompt[:, :32], budget=0.25)
-            >>> with document:
-            ...     tokens = model.generate(prompt, max_new_tokens=4)
-            >>> tokens.shape
-            torch.Size([1, 44])
-        """
-        return self._serving.documents.compress(context_ids, press, budget)
-
-    def explain(self, inputs: Any, tokenizer: Any = None) -> Explanation:
-        """Explain how far a prompt is cached, why no further, and what other kinds of reuse would save.
-
-        Nothing is computed. Within `with handle.salt(...)` the prompt has that salt.
-
-        Args:
-            inputs: Token ids, `[1, length]` or `[length]`, or a mapping of arguments of `generate`, such as images and
-                a mask. With a tokenizer also a text.
-            tokenizer: Decodes both texts at the first different token (`Explanation.texts`).
-
-        Returns:
-            The explanation, see `CacheManager.explain`.
-
-        Raises:
-            TypeError: `inputs` is a text and there is no tokenizer.
-            ValueError: The model or the call is not served, or `inputs` is not one prompt.
-
-        Examples:
-            >>> tokens = model.generate(prompt, max_new_tokens=4)
-            >>> other = prompt.clone()
-            >>> other[0, 20] = 9
-            >>> found = handle.explain(other)
-            >>> found.matched, found.reason, found.position
-            (20, 'token', 20)
-        """
-        if isinstance(inputs, str):
-            if tokenizer is None:
-                raise TypeError("inputs: got a text, needs a tokenizer with it, or tokens")
-            inputs = tokenizer(inputs)["input_ids"]
-        if not isinstance(inputs, Mapping):
-            inputs = {"input_ids": inputs}
-        tokens = torch.as_tensor(inputs["input_ids"])
-        length = {} if "max_length" in inputs or "generation_config" in inputs else {"max_new_tokens": 1}
-        tokens = tokens[None] if tokens.dim() == 1 else tokens
-        found = self._serving.explain({**length, **inputs, "input_ids": tokens})
-        if tokenizer is None or found.reason != "token":
-            return found
-        return replace(found, texts=(tokenizer.decode(found.here), tokenizer.decode(found.there)))
-
-    def salt(self, salt: Any) -> AbstractContextManager[None]:
-        """Return a context in which this thread's calls share blocks only with calls of the same salt.
-
-        Args:
-            salt: str, bytes or int.
-
-        Raises:
-            TypeError: `salt` is None or of another type.
-
-        Examples:
-            >>> for tenant in ("one", "other", "one"):
-            ...     with handle.salt(tenant):
-            ...         tokens = model.generate(prompt, max_new_tokens=4)
-            ...     print(tenant, handle.last_requests[0].cached_tokens)
-            one 0
-            other 0
-            one 32
-        """
-        return self._serving.salt.within(salt)
-
-    def hint(self, returns: float | None) -> AbstractContextManager[None]:
-        """Return a context that tells the eviction policy how likely this thread's conversations are to resume.
-
-        Args:
-            returns: Probability that the conversation of a call resumes soon, 0 to 1. None: unknown. With 0, the
-                policies that use hints (`default`, `priority`) evict first the blocks that no other request used.
-
-        Raises:
-            TypeError: `returns` is neither a number nor None.
-            ValueError: `returns` is not between 0 and 1.
-
-        Examples:
-            >>> with handle.hint(returns=0):  # the last question of this user
-            ...     tokens = model.generate(prompt, max_new_tokens=4)
-            >>> tokens.shape
-            torch.Size([1, 44])
-        """
-        return self._serving.hint.within(returns)
-
-    def disable(self) -> None:
-        """Restore the model's own `generate` and free the blocks. A second call does nothing.
-
-        Examples:
-            >>> handle.disable()
-            >>> "generate" in vars(model)  # the class's method runs again
-            False
-        """
-        self._serving.disable()
 
 
 def generating_model(model: Any) -> Any:

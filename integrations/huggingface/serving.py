@@ -1,4 +1,4 @@
-"""The calls of one model. Each decoding loop runs over a cache that belongs to the model in its current state."""
+"""The handle of one model, which runs its calls over a cache that belongs to the model in its current state."""
 
 from __future__ import annotations
 
@@ -8,59 +8,293 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ...cache import CacheManager, Explanation
+from ..tested import say_untested
+from .api import Framework, look, loop_of, rename_cache
 from .api import check_mode as check_options
-from .api import look, loop_of, rename_cache
 from .calls import Calls, RequestReport, ServedStats, UnsupportedError, refuse_if, refusing
 from .compression.document import CompressedDocument, Documents
 from .engine import Engine
 from .hooks import REASON, watched_hooks
 from .identity import Identity, set_by_forward, without_row_settings
-from .images import Images, encoded_by_model, take_images
+from .images import encoded_by_model, take_images
 from .kernels import WrongKernelError, require_kernels
 from .loop import Loop, ask_for_cache, check_arguments, check_loop, check_mode, take_stop_strings
 from .runners.document import check_arguments_over_document
-from .runners.graphs import DecodeSteps
+from .runners.graphs import DecodeSteps, GraphReport
 from .settings import CacheOptions, ScopedSetting, check_returns, check_salt
 from .store.kept import PromptStore
+from .store.tiers import load, save
 from .support import check_model, rope_keys
 from .visits import apart
 
 logger = logging.getLogger("pc.integrations.huggingface")
 
 
-class Serving:
-    """A model, its calls, and the engine that runs its decoding loops over the cache; see `PrefixCaching` for users."""
+class PrefixCaching:
+    """The handle that `enable_prefix_caching` returns.
+
+    Examples:
+        The examples of its methods continue this one.
+
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from pc.integrations.huggingface import enable_prefix_caching
+        >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, eos_token_id=None, **sizes)).eval()
+        >>> handle = enable_prefix_caching(model, num_blocks=64, policy="priority")
+        >>> prompt = torch.arange(3, 43)[None]  # [1, 40]
+        >>> tokens = [model.generate(prompt, max_new_tokens=4) for turn in range(2)]
+        >>> torch.equal(*tokens), handle.last_requests[0].cached_tokens
+        (True, 32)
+    """
 
     def __init__(self, model: Any, options: CacheOptions, cuda_graphs: bool | None) -> None:
         self._model: weakref.ref[Any] = weakref.ref(model)
         self._lock = threading.RLock()
         self._calls = Calls(options.fallback)
         self.options = options
-        self.salt = ScopedSetting(check_salt)
-        self.hint = ScopedSetting(check_returns)
-        self.steps = DecodeSteps(cuda_graphs is not False, self._warn_of_graphs)
+        self.salt_setting = ScopedSetting(check_salt)
+        self.hint_setting = ScopedSetting(check_returns)
+        self._steps = DecodeSteps(cuda_graphs is not False, self._warn_of_graphs)
         self._engine: Engine | None = None
         self._disabled = False
         self.documents = Documents(self)
-        self.framework = look()
+        self.framework: Framework = look()
+        """The version of transformers when the handle was made, and the features that it cannot serve."""
         self._running = ScopedSetting(lambda value: None)  # whether this thread is inside a call of the model
         self._changed: str | None = None  # what had changed when the cache was last emptied
         self._served_before = self._short_lives = 0
         self.unsupported: str | None = None
+        """The reason why the model cannot be served; None if it can."""
         self.last_requests: list[RequestReport] = []
+        """A report for each row of the last call, in the order of the batch; empty if the call fell back."""
         # A wrong policy is reported before the model is probed.
         CacheManager(1, options.block_size, policy=options.policy)
         with self._lock:
             self._set_up(model)
+        self.untested = say_untested("transformers", "torch")
+        """The installed versions that are not among the tested ones, as text; None if all are tested."""
         weakref.finalize(model, _forget, weakref.ref(self)).atexit = False
+
+    def __enter__(self) -> PrefixCaching:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.disable()
+
+    @property
+    def graphs(self) -> GraphReport:
+        """A report of how decode steps ran: in CUDA graphs, or eagerly and why."""
+        return self._steps.report()
+
+    def stats(self) -> ServedStats:
+        """Return counts of the cache since it was last emptied, and of all calls: served, and fallbacks by reason.
+
+        Examples:
+            >>> handle.stats().calls_served, handle.stats().queried_tokens
+            (2, 80)
+        """
+        with self._lock:
+            if self._engine is not None:
+                self._engine.store.sweep()
+            return self._calls.stats(self.manager)
+
+    def reset(self) -> None:
+        """Forget every cached block. Running calls keep the blocks they have.
+
+        Examples:
+            >>> handle.reset()
+            >>> handle.stats().cached_blocks
+            0
+        """
+        with self._lock:
+            self.documents.clear()
+            self._changed = None
+            model = self.model
+            if self._engine is not None and model is not None:
+                self._engine.empty(model)
+
+    def save(self, path: str | os.PathLike[str]) -> int:
+        """Write every cached block to a file that only its owner may read (0600), since blocks reveal prompts.
+
+        Args:
+            path: The file. An existing file is replaced.
+
+        Returns:
+            The number of blocks in the file.
+
+        Raises:
+            ValueError: The model is not served.
+            OSError: The file cannot be written.
+
+        Examples:
+            >>> import tempfile
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     count = handle.save(f"{folder}/blocks")
+            >>> count
+            2
+        """
+        return self._move_blocks(save, path)
+
+    def load(self, path: str | os.PathLike[str]) -> int:
+        """Read the blocks of a file into host memory, from where prompts reuse them.
+
+        Args:
+            path: A file that `save` wrote.
+
+        Returns:
+            The number of blocks in the file.
+
+        Raises:
+            ValueError: The file was not written by `save`, or holds KV of another model, weights, dtype, adapter or
+                block size. Or the model is not served.
+            OSError: The file cannot be read.
+
+        Examples:
+            >>> import tempfile
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     count = handle.save(f"{folder}/blocks")
+            ...     handle.disable()
+            ...     handle = enable_prefix_caching(model, num_blocks=64)  # another process, later
+            ...     count = handle.load(f"{folder}/blocks")
+            >>> tokens = model.generate(prompt, max_new_tokens=4)
+            >>> handle.last_requests
+            [RequestReport(prompt_tokens=40, cached_tokens=32, cached_spans=((0, 32),))]
+        """
+        return self._move_blocks(load, path)
+
+    def compress(self, context_ids: Any, press: Any = "snapkv", budget: float = 0.5) -> CompressedDocument:
+        """Compute a text's keys and values once and keep those of the tokens that each head needs most.
+
+        This is **approximate**. Only calls within `with document:` read the compressed keys and values. All other calls
+        stay exact.
+
+        Args:
+            context_ids: Token ids of the text, `[1, length]` or `[length]`.
+            press: The rule that chooses tokens. "snapkv": tokens that the last tokens attend to. "expected_attention":
+                tokens that queries like the last ones will attend to. "knorm": keys of small norm. "streaming": the
+                first and last tokens. Heads share the budget as in Ada-KV. An object of kvpress works too.
+            budget: Share of the tokens to keep. A press of kvpress has its own budget instead.
+
+        Returns:
+            The document. While it is in memory, calls with the same text, press and budget share its keys and values.
+
+        Raises:
+            TypeError: `press` is neither a name nor an object of kvpress, or `budget` is not a number.
+            ValueError: The press is unknown, the budget is out of range, or there are no tokens. Or a layer of the
+                model does not compute full attention through transformers' attention interface.
+
+        Examples:
+            >>> document = handle.compress(prompt[:, :32], budget=0.25)
+            >>> with document:
+            ...     tokens = model.generate(prompt, max_new_tokens=4)
+            >>> tokens.shape
+            torch.Size([1, 44])
+        """
+        return self.documents.compress(context_ids, press, budget)
+
+    def explain(self, inputs: Any, tokenizer: Any = None) -> Explanation:
+        """Explain how far a prompt is cached, why no further, and what other kinds of reuse would save.
+
+        Nothing is computed. Within `with handle.salt(...)` the prompt has that salt.
+
+        Args:
+            inputs: Token ids, `[1, length]` or `[length]`, or a mapping of arguments of `generate`, such as images and
+                a mask. With a tokenizer also a text.
+            tokenizer: Decodes both texts at the first different token (`Explanation.texts`).
+
+        Returns:
+            The explanation, see `CacheManager.explain`.
+
+        Raises:
+            TypeError: `inputs` is a text and there is no tokenizer.
+            ValueError: The model or the call is not served, or `inputs` is not one prompt.
+
+        Examples:
+            >>> tokens = model.generate(prompt, max_new_tokens=4)
+            >>> other = prompt.clone()
+            >>> other[0, 20] = 9
+            >>> found = handle.explain(other)
+            >>> found.matched, found.reason, found.position
+            (20, 'token', 20)
+        """
+        if isinstance(inputs, str):
+            if tokenizer is None:
+                raise TypeError("inputs: got a text, needs a tokenizer with it, or tokens")
+            inputs = tokenizer(inputs)["input_ids"]
+        if not isinstance(inputs, Mapping):
+            inputs = {"input_ids": inputs}
+        tokens = torch.as_tensor(inputs["input_ids"])
+        length = {} if "max_length" in inputs or "generation_config" in inputs else {"max_new_tokens": 1}
+        tokens = tokens[None] if tokens.dim() == 1 else tokens
+        found = self._explain({**length, **inputs, "input_ids": tokens})
+        if tokenizer is None or found.reason != "token":
+            return found
+        return replace(found, texts=(tokenizer.decode(found.here), tokenizer.decode(found.there)))
+
+    def salt(self, salt: Any) -> AbstractContextManager[None]:
+        """Return a context in which this thread's calls share blocks only with calls of the same salt.
+
+        Args:
+            salt: str, bytes or int.
+
+        Raises:
+            TypeError: `salt` is None or of another type.
+
+        Examples:
+            >>> for tenant in ("one", "other", "one"):
+            ...     with handle.salt(tenant):
+            ...         tokens = model.generate(prompt, max_new_tokens=4)
+            ...     print(tenant, handle.last_requests[0].cached_tokens)
+            one 0
+            other 0
+            one 32
+        """
+        return self.salt_setting.within(salt)
+
+    def hint(self, returns: float | None) -> AbstractContextManager[None]:
+        """Return a context that tells the eviction policy how likely this thread's conversations are to resume.
+
+        Args:
+            returns: Probability that the conversation of a call resumes soon, 0 to 1. None: unknown. With 0, the
+                policies that use hints (`default`, `priority`) evict first the blocks that no other request used.
+
+        Raises:
+            TypeError: `returns` is neither a number nor None.
+            ValueError: `returns` is not between 0 and 1.
+
+        Examples:
+            >>> with handle.hint(returns=0):  # the last question of this user
+            ...     tokens = model.generate(prompt, max_new_tokens=4)
+            >>> tokens.shape
+            torch.Size([1, 44])
+        """
+        return self.hint_setting.within(returns)
+
+    def disable(self) -> None:
+        """Restore the model's own `generate` and free the blocks. A second call does nothing.
+
+        Examples:
+            >>> handle.disable()
+            >>> "generate" in vars(model)  # the class's method runs again
+            False
+        """
+        with self._lock:
+            self._disabled = True
+            self.documents.close()
+            if self._engine is not None:
+                self._engine.close()
+            self._engine = None
+            self._steps.drop()
+            if not self.documents.entered:  # while a document is entered, its calls must be refused
+                self._let_go()
 
     def _set_up(self, model: Any) -> None:
         """Probe the model in its current state and make an empty cache for it, if it can be served."""
@@ -68,21 +302,21 @@ class Serving:
             self._engine.leave_disk()
         self._engine, self.unsupported = None, None
         self.documents.forget()
-        self.steps.drop()
+        self._steps.drop()
         with apart(), without_row_settings(model), set_by_forward(model) as transient:
             try:
                 with refusing("the probe of the model fails"):
                     check_model(model)
                 self._engine = self._make_engine(model)
             except UnsupportedError as error:
-                self.unsupported = self.steps.reason = f"{type(model).__name__}: {error}"
+                self.unsupported = self._steps.reason = f"{type(model).__name__}: {error}"
                 self._calls.warn_of_fallback(UnsupportedError(self.unsupported))
         identity = Identity(model, transient)
         if self._engine is not None and self.options.disk is not None:
             self._engine.open_disk(self.options.disk, identity.fingerprint(model))
         self._identity = identity
         self._served_before = self._calls.served
-        self.steps.prepare(model, None)
+        self._steps.prepare(model, None)
 
     def _make_engine(self, model: Any) -> Engine:
         """Return the engine of a model, with reuse="gap" in place of "anywhere" if a kernel is wrong."""
@@ -93,9 +327,9 @@ class Serving:
             except WrongKernelError as error:
                 self._calls.warn("kernels", f'{error}. The model is served with reuse="gap" instead of "anywhere"')
                 options = options._replace(reuse="gap")
-        return Engine(model, options, self.steps, self._calls)
+        return Engine(model, options, self._steps, self._calls)
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def _serve(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's generate, over the cache if the call can be served."""
         gradients = torch.is_grad_enabled()
         try:
@@ -103,11 +337,11 @@ class Serving:
         finally:  # an interrupt in the exit of generate's torch.no_grad would leave gradients off
             torch._C._set_grad_enabled(gradients)
 
-    def explain(self, arguments: dict[str, Any]) -> Explanation:
+    def _explain(self, arguments: dict[str, Any]) -> Explanation:
         """Return how far the only prompt of a call is cached, and why no further; see `PrefixCaching.explain`."""
         found: list[Explanation] = []
 
-        def note(loop: Loop) -> torch.Tensor:
+        def note(_: Engine, loop: Loop) -> torch.Tensor:
             check_loop(loop)
             found.extend(self._identified(loop).explain(loop))
             return loop.input_ids
@@ -118,11 +352,11 @@ class Serving:
         rename_cache(model, arguments)
         arguments = _arguments(original, model, (), arguments)
         try:
-            engine, images = self._prepared(model, arguments)
-            if engine is None:
+            prepared = self._prepared(model, arguments, note, [])
+            if prepared is None:
                 raise ValueError(f"model: cannot be served, {self.unsupported or 'caching is disabled'}")
             with torch.no_grad():
-                original(model, **self._with_loop(note, [], arguments, images))
+                original(model, **prepared)
         except UnsupportedError as error:
             raise ValueError(f"inputs: got a call that is not served, {error}") from error
         if len(found) != 1:
@@ -143,13 +377,10 @@ class Serving:
         restore = random_state(model.device)
         begun: list[Loop] = []  # the loop once it runs: from then on `_run` handles failures
         try:
-            arguments = _arguments(original, model, args, kwargs)
-            engine, images = self._prepared(model, arguments)
-            if engine is None and self.unsupported is not None:
-                raise UnsupportedError(self.unsupported)
-            if engine is not None:
-                run = functools.partial(self._run, engine)
-                return original(model, **self._with_loop(run, begun, arguments, images))
+            prepared = self._prepared(model, _arguments(original, model, args, kwargs), self._run, begun)
+            if prepared is not None:
+                return original(model, **prepared)
+            refuse_if(self.unsupported, str(self.unsupported))
             failure = None
         except Exception as error:
             if begun:
@@ -168,11 +399,8 @@ class Serving:
         cannot be served raises UnsupportedError or ValueError.
         """
         check_arguments_over_document(arguments)
-        engine, images = self._prepared(model, arguments)
-        if engine is None:
-            raise UnsupportedError(f"document: cannot be served, {self.unsupported or 'caching is disabled'}")
 
-        def answer(loop: Loop) -> Any:
+        def answer(_: Engine, loop: Loop) -> Any:
             check_loop(loop)
             engine = self._identified(loop)
             content = self.documents.check(document, loop)
@@ -181,7 +409,10 @@ class Serving:
             self._calls.serve(over_document=True)
             return result
 
-        return type(model).generate(model, **self._with_loop(answer, [], arguments, images))
+        prepared = self._prepared(model, arguments, answer, [])
+        if prepared is None:
+            raise UnsupportedError(f"document: cannot be served, {self.unsupported or 'caching is disabled'}")
+        return type(model).generate(model, **prepared)
 
     def _fall_back(self, failure: Exception, generate: Callable[[], Any]) -> Any:
         """Run the model's own generate because of a failure.
@@ -203,8 +434,16 @@ class Serving:
             raise RuntimeError("generate: the model of this handle was deleted")
         return model, type(model).generate
 
-    def _prepared(self, model: Any, arguments: dict[str, Any]) -> tuple[Engine | None, Images | None]:
-        """Return the engine for a call, and the images, which are removed from its arguments.
+    def _prepared(
+        self,
+        model: Any,
+        arguments: dict[str, Any],
+        run: Callable[[Engine, Loop], Any],
+        begun: list[Loop],
+    ) -> dict[str, Any] | None:
+        """Return arguments of generate with a decoding loop that calls `run`; None if the model has no engine.
+
+        `arguments` are changed. `begun` gets the loop before it runs.
 
         Raises:
             UnsupportedError: The call cannot be served.
@@ -214,7 +453,35 @@ class Serving:
         take_stop_strings(model, arguments)
         ask_for_cache(model, arguments)
         engine = self._engine if self._engine is not None else self._current(model)[0]
-        return engine, None if engine is None else take_images(model, arguments)
+        if engine is None:
+            return None
+        images = take_images(model, arguments)
+        given = {n: arguments.get(n) for n in ("tokenizer", "assistant_tokenizer", "assistant_model", "streamer")}
+
+        def decode(
+            model: Any,
+            input_ids: torch.Tensor,
+            logits_processor: Any,
+            stopping_criteria: Any,
+            generation_config: Any,
+            inputs_tensor: Any = None,
+            **model_kwargs: Any,
+        ) -> Any:
+            mode = generation_config.get_generation_mode(given["assistant_model"])
+            function = loop_of(model, mode)
+            known = _signature(function).parameters
+            extra = {n: v for n, v in (given | {"inputs_tensor": inputs_tensor}).items() if v is not None}
+            check_options(model, mode, generation_config, extra)
+            options = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
+            options |= {name: value for name, value in extra.items() if name in known}
+            own = arguments.get("logits_processor") is not None
+            prepared = (generation_config, options, model_kwargs, own, images)
+            loop = Loop(function, str(mode.value), model, input_ids, *prepared)
+            begun.append(loop)
+            return run(engine, loop)
+
+        decode.__signature__ = _DECODING  # type: ignore[attr-defined]  # generate inspects it three times in each call
+        return arguments | {"custom_generate": decode}
 
     def _current(self, model: Any) -> tuple[Engine | None, tuple[str, ...]]:
         """Return the engine for the model in its current state, and the keys of the active adapters.
@@ -242,7 +509,7 @@ class Serving:
                     self._calls.warn_of_never_hits(self._changed)
             return self._engine, self._identity.adapter_keys()
 
-    def reader(self) -> tuple[Any, tuple[str, ...]]:
+    def _reader(self) -> tuple[Any, tuple[str, ...]]:
         """Return the model in its current state for documents, and the keys of its adapters.
 
         Raises:
@@ -258,37 +525,6 @@ class Serving:
         except WrongKernelError as error:
             raise ValueError(f"model: got one that cannot read documents, because {error}") from error
         return model, self._current(model)[1]
-
-    def _with_loop(
-        self, run: Callable[[Loop], Any], begun: list[Loop], arguments: dict[str, Any], images: Images | None
-    ) -> dict[str, Any]:
-        """Return arguments of generate with a decoding loop that calls `run`, and is appended to `begun` before."""
-        given = {n: arguments.get(n) for n in ("tokenizer", "assistant_tokenizer", "assistant_model", "streamer")}
-
-        def decode(
-            model: Any,
-            input_ids: torch.Tensor,
-            logits_processor: Any,
-            stopping_criteria: Any,
-            generation_config: Any,
-            inputs_tensor: Any = None,
-            **model_kwargs: Any,
-        ) -> Any:
-            mode = generation_config.get_generation_mode(given["assistant_model"])
-            function = loop_of(model, mode)
-            known = _signature(function).parameters
-            extra = {n: v for n, v in (given | {"inputs_tensor": inputs_tensor}).items() if v is not None}
-            check_options(model, mode, generation_config, extra)
-            options = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
-            options |= {name: value for name, value in extra.items() if name in known}
-            own = arguments.get("logits_processor") is not None
-            prepared = (generation_config, options, model_kwargs, own, images)
-            loop = Loop(function, str(mode.value), model, input_ids, *prepared)
-            begun.append(loop)
-            return run(loop)
-
-        decode.__signature__ = _DECODING  # type: ignore[attr-defined]  # generate inspects it three times in each call
-        return arguments | {"custom_generate": decode}
 
     def _run(self, engine: Engine, loop: Loop) -> Any:
         """Run a loop over the cache. If it fails before the first token, run it again as generate would have run it."""
@@ -325,7 +561,8 @@ class Serving:
                 raise UnsupportedError(self.unsupported or "caching was disabled while the call started")
             unchanged = self._identity.watch(loop.model)
         loop.unchanged = lambda: loop.hooks_unchanged() and unchanged()
-        loop.adapters, loop.salt, loop.returns = self._row_adapters(loop), self.salt.current, self.hint.current
+        loop.adapters = self._row_adapters(loop)
+        loop.salt, loop.returns = self.salt_setting.current, self.hint_setting.current
         lengths = [loop.input_ids.shape[1]] if loop.mask is None else loop.mask.sum(-1).tolist()
         keys = rope_keys(loop.model.config, lengths, loop.generation_config.max_length, engine.in_pieces(loop))
         if loop.model_kwargs.get("token_type_ids") is not None:  # equal tokens may have other KV
@@ -373,23 +610,7 @@ class Serving:
         """The manager of the cache's blocks; None if the model cannot be served."""
         return None if self.store is None else self.store.manager
 
-    def stats(self) -> ServedStats:
-        """See `PrefixCaching.stats`."""
-        with self._lock:
-            if self._engine is not None:
-                self._engine.store.sweep()
-            return self._calls.stats(self.manager)
-
-    def reset(self) -> None:
-        """See `PrefixCaching.reset`."""
-        with self._lock:
-            self.documents.clear()
-            self._changed = None
-            model = self.model
-            if self._engine is not None and model is not None:
-                self._engine.empty(model)
-
-    def move_blocks(self, move: Callable[..., int], path: str | os.PathLike[str]) -> int:
+    def _move_blocks(self, move: Callable[..., int], path: str | os.PathLike[str]) -> int:
         """Run `save` or `load` of `store.tiers` for the blocks of the model in its current state.
 
         Raises:
@@ -399,34 +620,22 @@ class Serving:
         engine, adapters = (None, ()) if model is None else self._current(model)
         if engine is None:
             raise ValueError("model: needs one that is served, to save or load its blocks")
-        return move(self.fingerprint(model), engine.store, adapters, path)
+        return move(self._fingerprint(model), engine.store, adapters, path)
 
-    def fingerprint(self, model: Any) -> str:
+    def _fingerprint(self, model: Any) -> str:
         """Return a hash of the model, whose state is current, that is equal in other processes with this model."""
         return self._identity.fingerprint(model)
-
-    def disable(self) -> None:
-        """See `PrefixCaching.disable`."""
-        with self._lock:
-            self._disabled = True
-            self.documents.close()
-            if self._engine is not None:
-                self._engine.close()
-            self._engine = None
-            self.steps.drop()
-            if not self.documents.entered:  # while a document is entered, its calls must be refused
-                self.let_go()
 
     @property
     def disabled(self) -> bool:
         """Whether caching was disabled."""
         return self._disabled
 
-    def let_go(self) -> None:
+    def _let_go(self) -> None:
         """Restore the model's own generate if caching is disabled. Callers check that no document is entered."""
         model = self.model
-        serving = None if model is None else getattr(vars(model).get("generate"), "handle", None)
-        if isinstance(serving, Serving) and serving.disabled:
+        handle = None if model is None else getattr(vars(model).get("generate"), "handle", None)
+        if isinstance(handle, PrefixCaching) and handle.disabled:
             del vars(model)["generate"]
 
     def _warn_of_graphs(self, reason: str) -> None:
@@ -483,10 +692,10 @@ _DECODING = inspect.signature(
 """Signature of a decoding loop as generate calls it."""
 
 
-def _forget(handle: weakref.ref[Serving]) -> None:
+def _forget(handle: weakref.ref[PrefixCaching]) -> None:
     """Free the engine, identity and graphs of a handle whose model was deleted."""
     gone = handle()
     if gone is not None:
         gone.__dict__.pop("_identity", None)
         gone._engine, gone._disabled = None, True
-        gone.steps.drop()
+        gone._steps.drop()

@@ -144,7 +144,7 @@ class CompressedDocument:
                 Or `save` did not write the file.
             OSError: The file cannot be read.
         """
-        documents: Documents = handle._serving.documents
+        documents: Documents = handle.documents
         model, identity = documents.current()
         try:
             tensors = unpack(Path(path).read_bytes(), _file_key(documents), None)
@@ -174,9 +174,9 @@ class Documents:
     A `CompressedDocument` keeps its own content, even if it is evicted here.
     """
 
-    def __init__(self, serving: Any) -> None:
-        # The `Serving` of the handle, whose module imports this one.
-        self._serving, self._options = serving, serving.options
+    def __init__(self, handle: Any) -> None:
+        # The `PrefixCaching`, whose module imports this one.
+        self._handle, self._options = handle, handle.options
         self._contents: OrderedDict[bytes, Content] = OrderedDict()  # on the device, the least recently used first
         self._host: OrderedDict[bytes, Content] = OrderedDict()
         self._disk: DiskTier | None = None
@@ -187,7 +187,7 @@ class Documents:
     def enter(self, document: CompressedDocument) -> None:
         """Let the calls of this thread or task read a document. Raise ValueError if they cannot read it."""
         document.content  # noqa: B018  raises if it was closed
-        model, _ = self._serving.reader()
+        model, _ = self._handle._reader()
         serving = getattr(vars(model).get("generate"), "handle", None)
         if getattr(serving, "documents", None) is not self:
             raise ValueError(
@@ -205,12 +205,12 @@ class Documents:
         for visit in (own or here or others)[-1:]:
             leave(visit)
         if not self.entered:
-            self._serving.let_go()
+            self._handle._let_go()
 
     @property
     def model(self) -> Any:
         """The model that reads the documents; None if it was deleted."""
-        return self._serving.model
+        return self._handle.model
 
     @property
     def entered(self) -> bool:
@@ -295,17 +295,12 @@ class Documents:
         Raises:
             ValueError: The model cannot read documents.
         """
-        model, adapters = self._serving.reader()
+        model, adapters = self._handle._reader()
         return model, (self._epoch, *adapters)
-
-    def fingerprint(self, model: Any) -> str:
-        """Return the fingerprint of the model, which `current` has returned."""
-        found: str = self._serving.fingerprint(model)
-        return found
 
     def check_salt(self, name: str, content: Content) -> None:
         """Raise ValueError if a document's salt is not the current one. A document without a salt is open to all."""
-        if content.salt and content.salt != digest_of(content.key, self._serving.salt.current):
+        if content.salt and content.salt != digest_of(content.key, self._handle.salt_setting.current):
             raise ValueError(
                 f"{name}: got a document of another salt; use it within `with handle.salt(...)` with that salt"
             )
@@ -340,7 +335,7 @@ class Documents:
             raise ValueError(f"budget: got {budget}, needs more than 0 and at most 1")
         model, identity = self.current()
         press_text = press_key(press, float(budget))
-        salt, adapters = self._serving.salt.current, identity[1:]
+        salt, adapters = self._handle.salt_setting.current, identity[1:]
         text = repr((press_text or os.urandom(16), adapters, salt))
         key = hashlib.sha256(tokens.numpy().tobytes() + text.encode()).digest()
         content = self._find(key, model)
@@ -361,7 +356,7 @@ class Documents:
         """Return a document from the device, host memory or disk, put on the device; None if it is in none of them."""
         options = self._options
         if options.disk is not None and self._disk is None:
-            folder = Path(options.disk) / f"documents-{self.fingerprint(model)[:32]}"
+            folder = Path(options.disk) / f"documents-{self._handle._fingerprint(model)[:32]}"
             self._disk = DiskTier(folder, None, options.disk_bytes)
         with self._lock:
             content = self._contents.get(key)
@@ -380,7 +375,7 @@ class Documents:
 
     def _keep(self, content: Content, model: Any) -> None:
         """Put a document on the device, and evicted ones into host memory and then to disk."""
-        store = self._serving.store
+        store = self._handle.store
         parts = [] if store is None else store.storage.parts
         host_bytes = self._options.host_blocks * sum(part.bytes_per_block for part in parts)
         with self._lock:
@@ -424,4 +419,4 @@ def _tokens_of(context_ids: Any) -> torch.Tensor:
 def _file_key(documents: Documents) -> bytes:
     """Return the key under which files are packed: the fingerprint of the model."""
     model, _ = documents.current()
-    return bytes.fromhex(documents.fingerprint(model))
+    return bytes.fromhex(documents._handle._fingerprint(model))

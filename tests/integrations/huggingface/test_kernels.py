@@ -59,7 +59,7 @@ def device(monkeypatch: pytest.MonkeyPatch, cache_home: Path) -> Callable[..., l
 
 
 def engine(handle: Any) -> Any:
-    return handle._serving._engine
+    return handle._engine
 
 
 def test_right_kernels_serve_and_are_checked_once(model: Any, device: Any, cache_home: Path) -> None:
@@ -204,7 +204,7 @@ check, ran = remembered.check_kernels, []
 remembered.check_kernels = lambda *args, **given: ran.extend(check(*args, **given)) or ran
 model = LLAMA.build()
 with enable_prefix_caching(model, cuda_graphs=False) as handle:
-    print(handle._serving._engine._steps is not None, len(ran), all(row.ok for row in ran))
+    print(handle._engine._steps is not None, len(ran), all(row.ok for row in ran))
 """
     environment = {**os.environ, "TRITON_INTERPRET": "1", "XDG_CACHE_HOME": str(tmp_path)}
     environment["PYTHONPATH"] = os.pathsep.join(["tests/support", *sys.path])

@@ -95,7 +95,7 @@ def test_gaps_are_whole_chunks(name: str) -> None:
     want = in_chunks(model, ids, 3)
     with enable(model, reuse="gap") as handle:
         model.generate(ids, max_new_tokens=1)
-        words = handle._serving._engine.store.manager  # evict blocks 3 and 4, of the chunks from 32 and from 64
+        words = handle._engine.store.manager  # evict blocks 3 and 4, of the chunks from 32 and from 64
         hashes = block_words(words, ids)
         for pool in words.pools:
             drop(pool, pool.table.find(hashes)[[3, 4]])

@@ -113,7 +113,7 @@ def test_blocks_that_another_call_evicts_during_disable_are_not_written(
         return put(self, key, tensors)
 
     handle = enable_prefix_caching(model, num_blocks=8, disk=tmp_path)
-    manager, store = handle.manager, handle._serving.store
+    manager, store = handle.manager, handle.store
     assert_same(model, input_ids=prompt(64))
     monkeypatch.setattr(DiskTier, "put", put_while_a_call_runs)
     handle.disable()
