@@ -20,7 +20,7 @@ from ..hashing import BlockHasher, Chain, Words, feed_all, split_digests
 from ..keys import EncodedKeys, ExtraKeys, Key, KeyAt, approximate_from, encode_keys
 from ..lookup import Hit, find_in_groups, longest_hit
 from ..request import Request
-from ..reuse.content import ContentIndex, Tokens, common_length
+from ..reuse.content import Tokens, common_length
 from ..reuse.moved import MovedText
 from ..runs import find_runs
 from .history import Ended
@@ -410,19 +410,20 @@ def _moved_tokens(
     namespace, size, manager = chain.namespace, source.block_size, source.manager
     if namespace is None or manager is None or not manager.prefix_only:
         return 0
-    user = manager.reuses.get("anywhere")
+    user, pool = manager.reuses.get("anywhere"), manager.pools[0]
     if isinstance(user, MovedText):
         content = user.index
     else:  # built from remembered texts
-        content = ContentIndex(manager.pools[0], size)
+        content = MovedText(pool).index
         for text in known:
             own = Chain(hasher, text.keys).namespace
             if own is None:  # the KV depends on a key placed inside the text
                 continue
             ids = source.find[0](text.digests)
             for _, first, end in find_runs((ids >= 0).nonzero()[0]):
-                tokens = array("I", text.tokens[first * size : end * size].tobytes())
-                content.add(ids[first:end], int(ids[first - 1]) if first else -1, tokens, own, True)
+                tokens, blocks = array("I", text.tokens[first * size : end * size].tobytes()), ids[first:end]
+                before = int(ids[first - 1]) if first else -1
+                content.add(blocks, pool.taken_at[blocks], first, before, tokens, own, True)
     last = len(prompt.tokens) - 1
     found = content.find(prompt.tokens[:last], hit.position, last, namespace)
     return sum([run.end - run.start for run in found if run.end - run.start >= size])

@@ -9,24 +9,24 @@ prompt. Before a match counts, the block's own tokens, keys and salt are compare
 never results. Neighbouring blocks of the sequence in which a block was computed extend a match to both sides, token by
 token.
 
-An entry says "block b, since it was allocated at tick t, holds these tokens". It is valid while the block is published
-and was not allocated again. So evictions and undone verbs need not update the index.
+An entry says "block b, while its stamp is t, holds these tokens". The owner of the blocks changes a block's stamp with
+its content. So evictions and undone verbs need not update the index.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from ..hashing import BIG_ENDIAN
-from ..pool import BlockPool
 from ..runs import MovedSpan
 from ..table import Ids
 
 Tokens = npt.NDArray[np.uint32]
+Stamps = npt.NDArray[np.int64]
 
 FACTOR = 0x85EBCA6B
 """The factor m. It is odd, so it has an inverse modulo 2**32."""
@@ -42,14 +42,21 @@ core's cache.
 
 
 class ContentIndex:
-    """An index that finds the tokens of a pool's published blocks in any text.
+    """An index that finds the tokens of published blocks in any text.
 
     Its memory, about 170 bytes for each block of 16 tokens, is allocated at once. So are the arrays for `CHUNK` offsets
     of a prompt: allocating them for every prompt would cost more than all other work.
+
+    Args:
+        num_blocks: Number of blocks.
+        block_size: Tokens of a block.
+        namespace_bytes: Length of a namespace, a multiple of 8.
+        stamps: Returns a number for each of some blocks. It changes with the block's content, and is -1 while the
+            content cannot be found.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
-        count, self._pool, self._size = pool.num_blocks, pool, block_size
+    def __init__(self, num_blocks: int, block_size: int, namespace_bytes: int, stamps: Callable[[Ids], Stamps]) -> None:
+        count, self._size, self._stamps_now = num_blocks, block_size, stamps
         bits = min(max((PLACES * count - 1).bit_length(), 4), 30)
         self._shift = np.uint32(32 - bits)
         # Each place has sixteen bits of a fingerprint, so that a prompt is compared with data in the core's cache.
@@ -57,8 +64,9 @@ class ContentIndex:
         self._blocks = np.zeros(1 << bits, np.int32)
         self._prints = np.zeros(count, np.uint32)
         self._tokens = np.zeros((count, block_size), np.uint32)
-        self._namespaces = np.zeros((count, len(pool.hasher.new().digest()) // 8), np.uint64)
+        self._namespaces = np.zeros((count, namespace_bytes // 8), np.uint64)
         self._stamps = np.full(count, -1, np.int64)
+        self._places = np.zeros(count, np.int32)
         self._before, self._behind = np.full(count, -1, np.int32), np.full(count, -1, np.int32)
         self._exact = np.zeros(count, np.bool_)
         self.approximate = False  # whether a block of a request with moved KV was ever added
@@ -67,23 +75,40 @@ class ContentIndex:
         self._scaled, self._scaled_by = self._down.copy(), np.uint32(1)
         self._sums, self._other_sums = (np.empty(CHUNK + block_size, np.uint32) for _ in range(2))
         self._window_prints, self._equal = np.empty(CHUNK, np.uint32), np.empty(CHUNK, np.bool_)
-        self._places, self._window_marks = np.empty(CHUNK, np.intp), np.empty(CHUNK, np.uint16)
+        self._window_slots, self._window_marks = np.empty(CHUNK, np.intp), np.empty(CHUNK, np.uint16)
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, np.ndarray))
 
-    def add(self, ids: Ids, before: int, tokens: array[int], namespace: bytes, exact: bool) -> None:
-        """Add published blocks of one sequence, after the block `before` (-1: none), with their tokens.
+    def add(
+        self,
+        ids: Ids,
+        stamps: Stamps,
+        place: int,
+        before: int,
+        tokens: array[int],
+        namespace: bytes,
+        exact: bool,
+    ) -> None:
+        """Add published blocks of one sequence.
 
-        `namespace` identifies keys and salt. `exact`: no moved KV is in the blocks or before them. Exact text is found
-        first.
+        Args:
+            ids: The blocks.
+            stamps: Their stamps when they got their content.
+            place: The number of blocks before them in the sequence.
+            before: The block before them; -1: none.
+            tokens: Their tokens.
+            namespace: An identity of keys and salt.
+            exact: Whether no moved KV is in the blocks or before them. Exact text is found first.
         """
-        index = self._pool.index_of(ids)  # usually a slice, for which writes cost a tenth
+        rising = ids.item(-1) - ids.item(0) == ids.size - 1 and bool((ids[1:] > ids[:-1]).all())
+        index = slice(ids.item(0), ids.item(0) + ids.size) if rising else ids  # writes to a slice cost a tenth
         self._stamps[index] = -1  # the entry is invalid until the last line
         rows, word = np.frombuffer(tokens, np.uint32).reshape(-1, self._size), np.frombuffer(namespace, np.uint64)
         self._tokens[index], self._namespaces[index], self._exact[index] = rows, word, exact
+        self._places[index] = np.arange(place, place + ids.size)
         self._before[index], self._behind[index] = np.append(before, ids[:-1]), np.append(ids[1:], -1)
         if before >= 0:
             self._behind[before] = ids[0]
@@ -96,7 +121,7 @@ class ContentIndex:
             kept = (self._prints[there] == prints) & self._exact[there] & self._live(there)
             at, prints, new = at[~kept], prints[~kept], ids[~kept]
         self._blocks[at], self._marks[at] = new, prints.astype(np.uint16)
-        self._stamps[index] = self._pool.taken_at[index]
+        self._stamps[index] = stamps
 
     def leave_out(self, ids: Ids) -> None:
         """Exclude published blocks whose KV depends on more than tokens, keys and salt."""
@@ -104,8 +129,9 @@ class ContentIndex:
 
     def _live(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Return whether the entries of blocks are valid."""
-        live: npt.NDArray[np.bool_] = self._stamps[ids] == self._pool.taken_at[ids]
-        return live & self._pool.table.contains(ids)
+        now = self._stamps_now(ids)
+        live: npt.NDArray[np.bool_] = (self._stamps[ids] == now) & (now != -1)
+        return live
 
     def find(self, tokens: Tokens, begin: int, end: int, namespace: bytes) -> Iterator[MovedSpan]:
         """Yield runs of cached text in `tokens[begin:end]`, ascending, without overlaps.
@@ -131,9 +157,9 @@ class ContentIndex:
         hits, blocks = hits[same], blocks[same]
         known = np.full(text.size + size, -1, np.int32)
         known[hits] = blocks
-        behind, lengths = known[hits + size], self._pool.prefix_length
+        behind, places = known[hits + size], self._places
         linked = np.zeros(text.size + size, np.bool_)
-        linked[hits] = (behind >= 0) & (self._before[behind] == blocks) & (lengths[blocks] + 1 == lengths[behind])
+        linked[hits] = (behind >= 0) & (self._before[behind] == blocks) & (places[blocks] + 1 == places[behind])
         goes_on, done, number = linked.tobytes(), 0, 0
         while number < hits.size:
             first = last = hits.item(number)
@@ -162,10 +188,10 @@ class ContentIndex:
         for begin in range(0, text.size - size + 1, CHUNK):
             part = text[begin : begin + CHUNK + size - 1]
             count = part.size - size + 1
-            own, places = self._window_prints[:count], self._places[:count]
+            own, slots = self._window_prints[:count], self._window_slots[:count]
             np.multiply(self._windows(part), self._scaled[:count], out=own)
-            np.right_shift(own, self._shift, out=places)
-            there = self._marks.take(places, out=self._window_marks[:count], mode="clip")
+            np.right_shift(own, self._shift, out=slots)
+            there = self._marks.take(slots, out=self._window_marks[:count], mode="clip")
             at = np.equal(there, low[:count], out=self._equal[:count]).nonzero()[0]
             if at.size:
                 prints.append(own[at])
@@ -219,15 +245,15 @@ class ContentIndex:
             ids.append(block)
             end, tail = end + agreed, agreed % size
         slots = (np.array(ids, np.int64)[:, None] * size + np.arange(size)).ravel()[lead : lead + end - first]
-        stood = (self._pool.prefix_length.item(ids[0]) - 1) * size + lead
+        stood = self._places.item(ids[0]) * size + lead
         return MovedSpan(first, end, slots, first - stood, slots[:0])
 
     def _neighbour(self, links: Ids, block: int, step: int) -> int:
         """Return the block before or after a block, in the sequence in which it was computed; -1 if not cached."""
-        other, pool = links.item(block), self._pool
-        if other < 0 or not pool.table.lists(other) or self._stamps.item(other) != pool.taken_at.item(other):
+        other = links.item(block)
+        if other < 0 or not self._live(links[block : block + 1])[0]:
             return -1
-        follows = pool.prefix_length.item(other) == pool.prefix_length.item(block) + step
+        follows = self._places.item(other) == self._places.item(block) + step
         return other if follows and (self._namespaces[other] == self._namespaces[block]).all() else -1
 
 

@@ -15,7 +15,7 @@ from ..pool import BlockPool
 from ..request import Request
 from ..runs import MovedSpan, Slots, Span
 from ..table import Ids
-from .content import ContentIndex
+from .content import ContentIndex, Stamps
 
 
 class MovedText:
@@ -23,7 +23,8 @@ class MovedText:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool, self._block_size = pool, pool.hasher.block_size
-        self.index = ContentIndex(pool, self._block_size)
+        namespace_bytes = len(pool.hasher.new().digest())
+        self.index = ContentIndex(pool.num_blocks, self._block_size, namespace_bytes, self._stamps)
 
     @property
     def nbytes(self) -> int:
@@ -41,7 +42,13 @@ class MovedText:
                 self.index.leave_out(ids)
             elif begin < end:
                 before = table.item(begin - 1) if begin else -1
-                self.index.add(ids, before, request.tokens[begin * size : end * size], namespace, end == border)
+                tokens, stamps = request.tokens[begin * size : end * size], self._pool.taken_at[ids]
+                self.index.add(ids, stamps, begin, before, tokens, namespace, end == border)
+
+    def _stamps(self, ids: Ids) -> Stamps:
+        """Return the tick at which each block was allocated; -1 for a block that is not published."""
+        stamps: Stamps = np.where(self._pool.table.contains(ids), self._pool.taken_at[ids], -1)
+        return stamps
 
     def removed(self, words: Words) -> None:
         """Do nothing: an entry is valid only while its block is published."""

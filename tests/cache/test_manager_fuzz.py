@@ -133,7 +133,7 @@ MOVED_BUGS = {
     "neighbours are taken for unchanged": [(ContentIndex, "_neighbour", lambda _, i, links, at, by: links.item(at))],
     "entries outlive their blocks": [(ContentIndex, "_live", lambda _, index, ids: ids >= 0)],
     "entries outlive the content of their blocks": [
-        (ContentIndex, "_live", lambda _, index, ids: index._pool.table.contains(ids)),
+        (ContentIndex, "_live", lambda _, index, ids: index._stamps_now(ids) >= 0),
         (MovedText, "published", lambda honest, *args: args[-1] % 2 or honest(*args)),
     ],
     "sources of moved text are not held": [(allocate, "admit", hold_no_sources)],

@@ -14,13 +14,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from hashlib import sha256
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ....cache.reuse.content import ContentIndex
+from ....cache.reuse.content import ContentIndex, Stamps
 from ....cache.runs import MovedSpan
 from ....cache.table import Ids
 from ...hints import extra_args
@@ -48,40 +47,23 @@ class CopiedSpan(NamedTuple):
 
 
 class Contents:
-    """The texts of vLLM's blocks that have a hash, found by content from the first call of `follow` on.
-
-    `ContentIndex` reads this object as its pool. An entry is valid while its block has the hash that the block had when
-    it was entered.
-    """
+    """The texts of vLLM's blocks that have a hash, found by content from the first call of `follow` on."""
 
     def __init__(self, pool: Any, block_size: int) -> None:
         self._pool, self._size = pool, block_size
         self._index: ContentIndex | None = None
-        self._pending: list[tuple[Ids, list[bytes | None], int, int, array[int], bytes, bool]] = []
-        self.num_blocks = len(pool.blocks)
-        self.hasher = SimpleNamespace(new=sha256)
-        self.taken_at = np.zeros(self.num_blocks, np.int64)
-        self.prefix_length = np.zeros(self.num_blocks, np.int32)
-        self.table = self
-        self._keys: list[bytes | None] = [None] * self.num_blocks
+        self._pending: list[tuple[Ids, Stamps, int, int, array[int], bytes, bool]] = []
 
-    def index_of(self, ids: Ids) -> Ids:
-        """Return the indices of blocks in the arrays. An index is the block's number."""
-        return ids
-
-    def lists(self, block: int) -> bool:
-        """Return whether a block still holds the text that was entered."""
-        key = self._keys[block]
-        return key is not None and block_hash(self._pool.blocks[block]) == key
-
-    def contains(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        """Return, for each of several blocks, whether it still holds the text that was entered."""
-        return np.fromiter(map(self.lists, ids.tolist()), np.bool_, ids.size)
+    def _stamps(self, ids: Ids) -> Stamps:
+        """Return a number for the hash of each block; -1 for a block without a hash."""
+        keys = [block_hash(self._pool.blocks[block]) for block in ids.tolist()]
+        return np.array([-1 if key is None else hash(key) for key in keys], np.int64)  # Python hashes nothing to -1
 
     def follow(self) -> None:
         """Index the text of blocks from now on. It costs time and 180 bytes per block, so a request must ask first."""
         if self._index is None:
-            self._index = ContentIndex(self, self._size)  # type: ignore[arg-type]
+            blocks = len(self._pool.blocks)
+            self._index = ContentIndex(blocks, self._size, sha256().digest_size, self._stamps)
             self._pool.contents = self
 
     def published(self, request: Any, blocks: list[Any], first: int, last: int) -> None:
@@ -93,19 +75,15 @@ class Contents:
         for begin, end in ((first, border), (border, last)):
             if begin < end:
                 ids = np.array([block.block_id for block in blocks[begin:end]], np.int32)
-                keys = [block_hash(block) for block in blocks[begin:end]]
                 before = blocks[begin - 1].block_id if begin else -1
                 tokens = array("I", token_ids(request)[begin * self._size : end * self._size])
-                self._pending.append((ids, keys, begin, before, tokens, root, end == border))
+                self._pending.append((ids, self._stamps(ids), begin, before, tokens, root, end == border))
 
     def enter_published(self) -> None:
         """Index the blocks that were published before this step, because their KV is written now."""
-        for ids, keys, first, before, tokens, root, exact in self._pending:
-            self.prefix_length[ids] = np.arange(first + 1, first + 1 + ids.size)
-            for block, key in zip(ids.tolist(), keys, strict=True):
-                self._keys[block] = key
+        for each in self._pending:
             assert self._index is not None
-            self._index.add(ids, before, tokens, root, exact)
+            self._index.add(*each)
         self._pending.clear()
 
     def find(self, request: Any, num_computed: int, runs: dict[int, Any]) -> list[CopiedSpan]:
