@@ -255,9 +255,8 @@ NAMES: dict[str, dict[str, str]] = {
         ),
         "vllm.v1.kv_offload.cpu.policies.lru": "LRUCachePolicy",
         "vllm.v1.kv_offload.base": (
-            "ReqContext(req_id kv_hints) ReqContext.get_offload_key_position(key) ReqContext.get_state "
-            "ReqContext.set_state Locality LookupResult.HIT LookupResult.MISS LookupResult.RETRY Medium.STORAGE "
-            "RequestOffloadingContext"
+            "ReqContext(req_id kv_hints) ReqContext.get_offload_key_position(key) Locality LookupResult.HIT "
+            "LookupResult.MISS LookupResult.RETRY Medium.STORAGE RequestOffloadingContext"
         ),
         "vllm.v1.kv_offload.tiering.base": ("JobResult(job_id success successful_keys transfer_time transfer_bytes)"),
         "vllm.v1.kv_offload.tiering.base:SecondaryTierManager": (
@@ -321,7 +320,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     },
     "eviction.anywhere": {
         "scheduler.kv_cache_config.kv_cache_groups.0": "kv_cache_spec",
-        "worker.model_runner": "get_model",
+        "worker.model_runner": "get_model device",
     },
     "eviction.chunks": {"scheduler": "block_size has_mamba_layers max_num_scheduled_tokens"},
     "eviction.explain": {

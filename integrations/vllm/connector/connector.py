@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,12 +22,8 @@ from ..api import (
 from ..scheduler_output import BlockTables, ScheduledRequest
 from .layout import block_bytes, check_connector, check_options, describe, layout_of, open_tier
 
-
-class KeyedBlocks(NamedTuple):
-    """Consecutive blocks of a request, and the keys of their contents."""
-
-    ids: list[int]
-    keys: list[bytes]
+Keys = dict[int, bytes]
+"""The keys of blocks' contents, by block. Blocks to load are consecutive blocks of one request."""
 
 
 @dataclass
@@ -35,8 +31,8 @@ class TransferPlan(KVConnectorMetadata):
     """The blocks that workers load before a step, and those that they save after it."""
 
     fingerprint: str
-    loads: list[KeyedBlocks] = field(default_factory=list)
-    saves: list[KeyedBlocks] = field(default_factory=list)
+    loads: list[Keys] = field(default_factory=list)
+    saves: Keys = field(default_factory=dict)
 
 
 @dataclass
@@ -99,8 +95,8 @@ class Planner:
         """Add one request's loads and saves of a step, in which it computes `count` tokens, to the plan."""
         hashes, size = known.request.block_hashes, self._size
 
-        def keyed(first: int, behind: int) -> KeyedBlocks:
-            return KeyedBlocks(step.blocks[first:behind], [bytes(key) for key in hashes[first:behind]])
+        def keyed(first: int, behind: int) -> Keys:
+            return dict(zip(step.blocks[first:behind], map(bytes, hashes[first:behind]), strict=True))
 
         if known.load is not None:
             plan.loads.append(keyed(*known.load))
@@ -110,7 +106,7 @@ class Planner:
         # Blocks with tokens that vLLM does not know yet, such as drafts, have no hash.
         behind = min((step.begin + count) // size, len(hashes), len(step.blocks))
         if self._produces and behind > known.saved:
-            plan.saves.append(keyed(known.saved, behind))
+            plan.saves |= keyed(known.saved, behind)
             known.saved = behind
 
     def forget(self, name: str) -> None:
@@ -152,22 +148,21 @@ class BlockStore:
             index = torch.tensor(ids, device=cache.device)
             cache.index_copy_(0, index, values.reshape(len(ids), *cache.shape[1:]))
 
-    def load(self, tier: Tier, wanted: KeyedBlocks) -> list[int]:
+    def load(self, tier: Tier, wanted: Keys) -> list[int]:
         """Fill blocks from a tier, up to the first one that it has lost. Return that block and all later ones."""
-        found = tier.get_many(wanted.keys)
+        ids, found = list(wanted), tier.get_many(list(wanted.values()))
         count = next((n for n, tensors in enumerate(found) if tensors is None), len(found))
         if count:
-            self.write(wanted.ids[:count], torch.stack([tensors["kv"] for tensors in found[:count] if tensors]))
-        return wanted.ids[count:]
+            self.write(ids[:count], torch.stack([tensors["kv"] for tensors in found[:count] if tensors]))
+        return ids[count:]
 
-    def save(self, tier: Tier, blocks: Sequence[KeyedBlocks]) -> None:
+    def save(self, tier: Tier, blocks: Keys) -> None:
         """Write blocks to a tier, except those that the tier already has."""
-        keys = [key for each in blocks for key in each.keys]
-        ids = [block for each in blocks for block in each.ids]
-        missing = [n for n, there in enumerate(tier.contains_many(keys)) if not there]
+        there = tier.contains_many(list(blocks.values()))
+        missing = [block for block, known in zip(blocks, there, strict=True) if not known]
         if missing:
-            rows = self.read([ids[n] for n in missing])
-            tier.put_many({keys[n]: {"kv": row} for n, row in zip(missing, rows, strict=True)})
+            rows = self.read(missing)
+            tier.put_many({blocks[block]: {"kv": row} for block, row in zip(missing, rows, strict=True)})
 
 
 class TierConnector(KVConnectorBase_V1):

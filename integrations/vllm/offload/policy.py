@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -40,14 +40,6 @@ class Chunk:
     """Whether the policy may choose it as a victim."""
 
 
-@dataclass(eq=False)
-class RequestChunks:
-    """The chunks that a running request uses, in the order in which it got them."""
-
-    owner: object  # the policy's state for which they were recorded
-    chunks: dict[Chunk, None] = field(default_factory=dict)
-
-
 class OffloadPolicy(CachePolicy):
     """An `eviction_policy` for vLLM's CPU tier. `policy_class` makes the class for a policy's name.
 
@@ -63,7 +55,7 @@ class OffloadPolicy(CachePolicy):
         policy = make_policy(self.policy_name)
         self._chunks: dict[bytes, Chunk] = {}
         self._by_id: dict[int, Chunk] = {}
-        self._running: dict[RequestChunks, None] = {}
+        self._running: dict[str, dict[Chunk, None]] = {}  # the chunks of each request, in the order of their use
         self._num_held = self._num_waiting = self._num_evictable = 0
         self._tokens_per_chunk = 0
         self.state = PolicyPool(max(1, cache_capacity), policy, lambda: self._num_held)
@@ -108,8 +100,8 @@ class OffloadPolicy(CachePolicy):
     def on_request_access(self, keys: Iterable[bytes], req_context: Any) -> None:
         """Record that a request uses chunks from now on. It may store absent chunks later."""
         found = [chunk for key in keys if (chunk := self._chunks.get(key)) is not None]
-        held = self._held_by(req_context)
-        found = [chunk for chunk in found if chunk not in held.chunks]
+        held = self._running.get(req_context.req_id, ())
+        found = [chunk for chunk in found if chunk not in held]
         if found:
             for chunk in found:
                 self._hold(chunk, req_context)
@@ -119,12 +111,11 @@ class OffloadPolicy(CachePolicy):
         self, key_groups: Sequence[Sequence[bytes]], insertion_only_keys: Any, reused_keys: Any, req_context: Any
     ) -> None:
         """Record that a request has ended, so chunks that only it held may be chosen."""
-        held = self._held_by(req_context)
-        self._running.pop(held, None)
+        held = self._running.pop(req_context.req_id, {})
         hint, _ = read_or_warn(req_context, req_context.req_id, logger)
         order = {key: n for n, key in enumerate(itertools.chain(*key_groups))}
         # The chunks of all groups of layers, by place. Places are 0 if vLLM has recorded no positions.
-        chunks = sorted(held.chunks, key=lambda chunk: (chunk.place, order.get(chunk.key, 0)))
+        chunks = sorted(held, key=lambda chunk: (chunk.place, order.get(chunk.key, 0)))
         for each in () if hint is None else hint.ranges:
             ids = [chunk.block_id for chunk in chunks if self._is_in(chunk, each.start, each.end)]
             if ids:
@@ -191,29 +182,19 @@ class OffloadPolicy(CachePolicy):
         self.state.flush()
         self.state.policy.check()
 
-    def _held_by(self, req_context: Any) -> RequestChunks:
-        """Return the chunks of a request, which vLLM's context of the request keeps."""
-        held: RequestChunks | None = req_context.get_state(RequestChunks)
-        if held is None or held.owner is not self.state:
-            held = RequestChunks(self.state)
-            req_context.set_state(held)
-        return held
-
     def _hold(self, chunk: Chunk, req_context: Any) -> None:
         """Record that a request uses a chunk from now on."""
-        held = self._held_by(req_context)
-        held.chunks[chunk] = None
-        self._running[held] = None
+        self._running.setdefault(req_context.req_id, {})[chunk] = None
         self._num_held += chunk.holders == 0
         chunk.holders += 1
         self._num_waiting -= chunk.is_waiting
         chunk.is_waiting = False
 
-    def _let_go(self, held: RequestChunks, chunks: list[Chunk]) -> list[Chunk]:
+    def _let_go(self, held: dict[Chunk, None], chunks: list[Chunk]) -> list[Chunk]:
         """Remove chunks from a request; return those without holders, for the caller to release."""
         free = []
         for chunk in chunks:
-            del held.chunks[chunk]
+            del held[chunk]
             if self._chunks.get(chunk.key) is chunk:
                 chunk.holders -= 1
                 if chunk.holders:
@@ -231,13 +212,13 @@ class OffloadPolicy(CachePolicy):
 
     def _release_running(self, count: int, protected: set[bytes]) -> None:
         """Release chunks of running requests, ends of sequences first, until `count` can be evicted."""
-        for held in list(self._running):
-            idle = [chunk for chunk in held.chunks if chunk.status.ref_cnt == 0 and chunk.key not in protected]
+        for name, held in list(self._running.items()):
+            idle = [chunk for chunk in held if chunk.status.ref_cnt == 0 and chunk.key not in protected]
             free = self._let_go(held, sorted(idle, key=attrgetter("place"))[-count:])
             self._release(free)
             count -= len(free)
-            if not held.chunks:
-                del self._running[held]
+            if not held:
+                del self._running[name]
             if count <= 0:
                 return
 

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from pc.cache.tiers.disk import DiskTier
 from pc.cache.tiers.tier import Layout
-from pc.integrations.vllm.connector.connector import BlockStore, KeyedBlocks, Planner
+from pc.integrations.vllm.connector.connector import BlockStore, Planner
 from pc.integrations.vllm.connector.layout import check_connector, digest_of_weights, layout_of, open_tier
 
 SIZE = 4
@@ -84,14 +84,14 @@ def test_loads_and_saves_step_by_step():
     asked = request("a", 15)
     planner.admit(asked, planner.find(asked, 0))
     plan = planner.plan(step({"a": 3}, new=[("a", 8, [5, 2, 7, 1])]))
-    assert plan.loads == [KeyedBlocks([5, 2], [b"a0", b"a1"])]
-    assert plan.saves == []
+    assert plan.loads == [{5: b"a0", 2: b"a1"}]
+    assert plan.saves == {}
     plan = planner.plan(step({"a": 4}, cached=[("a", 11, None)]))
-    assert (plan.loads, plan.saves) == ([], [KeyedBlocks([7], [b"a2"])])
+    assert (plan.loads, plan.saves) == ([], {7: b"a2"})
     asked.block_hashes.append(b"a3")
     plan = planner.plan(step({"a": 1}, cached=[("a", 15, None)]))
-    assert plan.saves == [KeyedBlocks([1], [b"a3"])]
-    assert planner.plan(step({}, finished=["a"])).saves == []
+    assert plan.saves == {1: b"a3"}
+    assert planner.plan(step({}, finished=["a"])).saves == {}
 
 
 def test_drafts_are_not_saved():
@@ -99,8 +99,8 @@ def test_drafts_are_not_saved():
     planner = Planner([Kept()], SIZE, "f")
     asked = request("a", 7)
     planner.admit(asked, planner.find(asked, 0))
-    assert planner.plan(step({"a": 7}, new=[("a", 0, [0, 1, 2])])).saves == [KeyedBlocks([0], [b"a0"])]
-    assert planner.plan(step({"a": 6}, cached=[("a", 7, [3])])).saves == []
+    assert planner.plan(step({"a": 7}, new=[("a", 0, [0, 1, 2])])).saves == {0: b"a0"}
+    assert planner.plan(step({"a": 6}, cached=[("a", 7, [3])])).saves == {}
 
 
 def test_blocks_whose_load_failed_are_saved_when_they_are_computed():
@@ -109,7 +109,7 @@ def test_blocks_whose_load_failed_are_saved_when_they_are_computed():
     planner.admit(asked, planner.find(asked, 0))
     planner.plan(step({"a": 2}, new=[("a", 12, [4, 5, 6, 7])]))
     plan = planner.plan(step({"a": 10}, cached=[("a", 4, None)]))
-    assert plan.saves == [KeyedBlocks([5, 6], [b"a1", b"a2"])]
+    assert plan.saves == {5: b"a1", 6: b"a2"}
 
 
 def test_a_resumed_request_has_other_blocks():
@@ -121,8 +121,8 @@ def test_a_resumed_request_has_other_blocks():
     tier.update(dict.fromkeys([b"a0", b"a1"]))
     planner.admit(asked, planner.find(asked, 0))
     plan = planner.plan(step({"a": 4}, cached=[("a", 8, [9, 8, 1])], resumed=["a"]))
-    assert plan.loads == [KeyedBlocks([9, 8], [b"a0", b"a1"])]
-    assert plan.saves == [KeyedBlocks([1], [b"a2"])]
+    assert plan.loads == [{9: b"a0", 8: b"a1"}]
+    assert plan.saves == {1: b"a2"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
@@ -139,9 +139,9 @@ def test_bytes_of_blocks_in_any_layout(dtype, order, tmp_path):
     before = {name: cache.clone() for name, cache in caches.items()}
     size = 2 * 2 * SIZE * 6 * caches["x.0"].element_size()
     store, tier = BlockStore(caches, size), DiskTier(tmp_path, layout_of("f", 0, size))
-    store.save(tier, [KeyedBlocks([3, 8], [b"k3", b"k8"]), KeyedBlocks([1], [b"k1"])])
+    store.save(tier, {3: b"k3", 8: b"k8", 1: b"k1"})
     other = {name: torch.zeros(5, *shape[1:], dtype=dtype) for name in caches}
-    wanted = KeyedBlocks([4, 0, 2, 1], [b"k8", b"k1", b"gone", b"k3"])
+    wanted = {4: b"k8", 0: b"k1", 2: b"gone", 1: b"k3"}
     assert BlockStore(other, size).load(tier, wanted) == [2, 1]
     for name, cache in other.items():
         assert torch.equal(cache[4], before[name][8])
