@@ -5,9 +5,9 @@ This file has a worker for vLLM (`worker_cls`), its work in each step, and funct
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,33 +39,28 @@ _OVERHEAD = 1024
 
 @dataclass
 class FollowedPrompt:
-    """The prompt of a running request, and the results that the request asks for.
+    """The prompt of a request, and the results that the request asks for.
 
     Attributes:
-        tokens: The tokens of the prompt; [] for embeddings.
+        tokens: The tokens of the prompt, int64. Without tokens for embeddings, and if nothing is asked.
         length: The number of its positions.
         asked: Whether the request asks for hidden states.
         asked_logprobs: Whether the request asks for log-probabilities.
         complete: Whether all of the prompt has been computed.
+        rows: The rows of a complete prompt by name, while they wait for `take`. None if some are missing.
     """
 
-    tokens: list[int]
+    tokens: torch.Tensor
     length: int
     asked: bool
     asked_logprobs: bool
     complete: bool = False
-
-
-class WaitingRows(NamedTuple):
-    """A completed prompt and its rows by name, None if some are missing."""
-
-    prompt: torch.Tensor
-    rows: dict[str, torch.Tensor] | None
+    rows: dict[str, torch.Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
         """The bytes that count toward `waiting_bytes`."""
-        return _OVERHEAD + self.prompt.nbytes + sum(tensor.nbytes for tensor in (self.rows or {}).values())
+        return _OVERHEAD + self.tokens.nbytes + sum(tensor.nbytes for tensor in (self.rows or {}).values())
 
 
 class PromptHiddenStates:
@@ -109,7 +104,7 @@ class PromptHiddenStates:
         self._asked_for = asked_for
         self._followed: dict[str, FollowedPrompt] = {}
         self.waiting_bytes = waiting_bytes
-        self.waiting: dict[str, WaitingRows] = {}
+        self.waiting: dict[str, FollowedPrompt] = {}
         self._nbytes = 0  # bytes of the waiting rows
         self.folder = folder
         self._warned = False
@@ -170,7 +165,7 @@ class PromptHiddenStates:
             if each.data is not None and each.request_id not in self._followed:
                 extra = extra_args(each.data)
                 asked = bool(extra.get(self._asked_for)), self._gives_logprobs(extra.get(ASKED_LOGPROBS))
-                tokens = list(each.data.prompt_token_ids or ())
+                tokens = torch.tensor((any(asked) and each.data.prompt_token_ids) or (), dtype=torch.int64)
                 self._followed[each.request_id] = FollowedPrompt(tokens, each.data.prompt_len, *asked)
         for copy in output.kv_cache_block_copies or ():
             self.rows.copy([(copy.src_block_id, copy.dst_block_id)])
@@ -207,20 +202,19 @@ class PromptHiddenStates:
     def _take(self, request: str, blocks: list[int], prompt: FollowedPrompt, names: list[str]) -> None:
         """Read the rows of a prompt, for the folder or `take`. They are None if a connector loaded a part of its KV."""
         table, length = np.array(blocks, np.int32), prompt.length
-        tokens = torch.tensor(prompt.tokens, dtype=torch.int64)
         whole = self.rows.available(table, names, num_tokens=length) == length
         rows = self.rows.load(table, names, num_tokens=length) if whole else None
         if self.folder is not None:
-            tensors = {"token_ids": tokens}
+            tensors = {"token_ids": prompt.tokens}
             if rows is not None and prompt.asked:
                 tensors |= rows
             if rows is not None and prompt.asked_logprobs:
-                tensors["prompt_logprobs"] = self._logprobs(tokens, rows["hidden_states"])
+                tensors["prompt_logprobs"] = self._logprobs(prompt.tokens, rows["hidden_states"])
             self.folder.put(callers_request_id(request), tensors, {"complete": str(whole).lower()})
             return
         if request in self.waiting:
             self._nbytes -= self.waiting.pop(request).nbytes
-        self.waiting[request] = found = WaitingRows(tokens, rows)
+        self.waiting[request] = found = replace(prompt, rows=rows)  # a copy: rows must not stay when they are taken
         self._nbytes += found.nbytes
         while self._nbytes > self.waiting_bytes and len(self.waiting) > 1:
             self._nbytes -= self.waiting.pop(next(iter(self.waiting))).nbytes
@@ -243,7 +237,7 @@ class PromptHiddenStates:
         They begin with the second token of a prompt.
         """
         return {
-            request: None if each.rows is None else self._logprobs(each.prompt, each.rows["hidden_states"])
+            request: None if each.rows is None else self._logprobs(each.tokens, each.rows["hidden_states"])
             for request, each in self.waiting.items()
         }
 

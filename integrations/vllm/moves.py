@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,21 +22,13 @@ PREPARATIONS = {"pc_cannot_move": __name__}
 """By attribute of `model_config`, the module whose `prepare(worker)` prepares a worker or returns why it cannot."""
 
 Slots = npt.NDArray[np.int64]
+Move = Callable[..., None]
 
 BACKENDS = ("CUSTOM", "FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION")
 """Attention backends that store a token's key and value next to each other in the last dimension, features in order."""
 
 ANGLE, LENGTH = 0.03, 0.02
 """The largest accepted error of angles (in radians) and of lengths in a rotary table, which bfloat16 rounds."""
-
-
-class RotatedLayer(NamedTuple):
-    """A layer's keys and values `[num_blocks, block_size, num_kv_heads, head_size]`, and the rotation of its keys."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    inv_freq: torch.Tensor
-    is_neox: bool
 
 
 def follow_engines() -> None:
@@ -54,29 +47,29 @@ def prepare(worker: Any) -> str:
         return reason
     runner = worker.model_runner
     try:
-        layers = rotated_layers(runner.get_model(), worker.vllm_config)
+        layers = moves_of_layers(runner.get_model(), worker.vllm_config)
     except ValueError as error:
         return str(error)
 
     def move(names: list[str], output: Any) -> None:
         if moves := getattr(output, "pc_moves", None):
-            apply(layers, moves)
+            apply(layers, moves, runner.device)
 
     call_around_update(runner, move)
     return ""
 
 
 @torch.no_grad()
-def apply(layers: list[RotatedLayer], moves: list[tuple[Slots, Slots, Slots]]) -> None:
+def apply(layers: list[Move], moves: list[tuple[Slots, Slots, Slots]], device: torch.device) -> None:
     """Copy KV in all layers and rotate the keys. Each move has source slots, target slots and numbers of positions."""
-    device, columns = layers[0].keys.device, [np.concatenate(column) for column in zip(*moves, strict=True)]
+    columns = [np.concatenate(column) for column in zip(*moves, strict=True)]
     sources, targets, deltas = (torch.from_numpy(column).to(device) for column in columns)
-    for layer in layers:
-        move_slots(layer.keys, layer.values, sources, targets, deltas, layer.inv_freq, layer.is_neox)
+    for move in layers:
+        move(source_slots=sources, target_slots=targets, deltas=deltas)
 
 
-def rotated_layers(model: Any, vllm_config: Any) -> list[RotatedLayer]:
-    """Return each layer's keys, values and rotation.
+def moves_of_layers(model: Any, vllm_config: Any) -> list[Move]:
+    """Return for each layer `move_slots` with the layer's keys, values and rotation.
 
     Raises:
         ValueError: The rotation of a layer is unknown. The message names the cause.
@@ -87,7 +80,7 @@ def rotated_layers(model: Any, vllm_config: Any) -> list[RotatedLayer]:
             raise ValueError("layers without positions")
     if config.uses_mrope:
         raise ValueError("rotary embeddings with several positions a token")
-    layers, known = list[RotatedLayer](), dict[int, torch.Tensor]()
+    layers, known = list[Move](), dict[int, torch.Tensor]()
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
         cache = getattr(layer, "kv_cache", None)
         if cache is None or not hasattr(layer, "get_attn_backend"):
@@ -104,7 +97,8 @@ def rotated_layers(model: Any, vllm_config: Any) -> list[RotatedLayer]:
         if id(rotary) not in known:
             known[id(rotary)] = frequencies(rotary.cos_sin_cache)
         keys, values = cache.transpose(1, 2).split(size, dim=-1)
-        layers.append(RotatedLayer(keys, values, known[id(rotary)].to(cache.device), bool(rotary.is_neox_style)))
+        rotation = {"inv_freq": known[id(rotary)].to(cache.device), "is_neox": bool(rotary.is_neox_style)}
+        layers.append(partial(move_slots, keys, values, **rotation))
     if not layers:
         raise ValueError("a model without attention")
     return layers

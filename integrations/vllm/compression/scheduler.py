@@ -18,7 +18,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...hints import extra_args
 from ...presses import QUERIES, WINDOW
@@ -33,7 +33,31 @@ from ..api import (
 )
 from ..reasons import chain_reasons, clipping_reasons, first_reason, replays_whole_steps
 from .options import ASKED, CompressionOptions
-from .steps import Packing
+
+
+class Packing(NamedTuple):
+    """Work of a worker before a step: pack the kept tokens of a request's prompt from `sources` into `targets`.
+
+    Attributes:
+        request_id: The request whose block table changes.
+        press: The press that scores tokens.
+        tokens: Number of first tokens of the prompt, which the press scores.
+        sources: The prompt's whole blocks. In the table, `targets` and then null blocks replace them.
+        targets: Blocks for the kept tokens. Some may be among `sources`.
+        tail: The block with the scored tokens after `sources`, which stay in place. None: there are none.
+        peer: None: the worker packs the tokens now. Otherwise `targets` already hold them, and only the table changes:
+            `peer` is the request that packed these blocks, or "" if they were found in the cache.
+        by_head: Whether each KV head has its own number of blocks.
+    """
+
+    request_id: str
+    press: str
+    tokens: int
+    sources: list[int]
+    targets: list[int]
+    tail: int | None
+    peer: str | None
+    by_head: bool
 
 
 @dataclass

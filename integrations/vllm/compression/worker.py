@@ -23,7 +23,7 @@ from ....triton_ops import gather_slots, scatter_slots, sparse_gap_attention
 from ...presses import QUERIES, SCORES, WINDOW, choose
 from ..api import call_around_update
 from ..scheduler_output import entering_requests
-from .steps import Packing
+from .scheduler import Packing
 
 TURN_BYTES = 128 << 20
 """The memory that scoring may use at once. A single layer may need more."""

@@ -13,7 +13,7 @@ from ....cache.tensors.step import StepSlots
 from ....cache.tensors.tensor_cache import TensorCache
 from .. import api
 from ..scheduler_output import entering_requests
-from .steps import GroupView, Leftover, PrefixHit, SavedStep, copied_rows
+from .steps import GroupView, PrefixHit, SavedStep, copied_outputs, copied_rows
 
 
 class OmniPrefixCacheManager:
@@ -99,7 +99,8 @@ class OmniPrefixCacheManager:
             raise api.OmniPrefixCacheUnmatchError(f"slots: got {slots.high}, needs at most {self._limit - 1}")
         with self._lock:
             try:
-                kept, leftover = self._sort(hidden_states, mm_outputs, count, num_tokens_padded)
+                kept, rest = self._sort(hidden_states, mm_outputs, count, num_tokens_padded)
+                others, ready = copied_outputs(rest)
                 if self._steps:
                     self._wait_for_room()
                     self._read_waiting()
@@ -118,14 +119,14 @@ class OmniPrefixCacheManager:
                 begin = end
             step_id = self._next_step_id
             self._next_step_id += 1
-            self._steps[step_id] = SavedStep(slots, tuple(kept), spans, self._hits, leftover, new)
+            self._steps[step_id] = SavedStep(slots, tuple(kept), spans, self._hits, others, ready, new)
             self._hits = {}
             return step_id
 
     def _sort(
         self, hidden_states: torch.Tensor | None, outputs: Mapping[str, Any] | None, count: int, padded: int
-    ) -> tuple[dict[str, torch.Tensor], Leftover | None]:
-        """Register and return the tensors that have a row for each token. Also return a copy of all other outputs."""
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Register and return the tensors that have a row for each token. Also return all other outputs."""
         kept: dict[str, torch.Tensor] = {}
         rest: dict[str, Any] = {}
         if count and hidden_states is not None and self._hidden_key is not None:
@@ -141,7 +142,7 @@ class OmniPrefixCacheManager:
                 self._keep(kept, name, value, value.shape, count)
             else:
                 rest[name] = value
-        return kept, Leftover(rest) if rest else None
+        return kept, rest
 
     def _keep(
         self, kept: dict[str, torch.Tensor], name: str, value: torch.Tensor, shape: torch.Size, count: int
@@ -203,8 +204,7 @@ class OmniPrefixCacheManager:
                 hidden = mine
             else:
                 outputs[name] = mine
-        if saved.leftover is not None:
-            outputs.update(saved.leftover.split(saved.spans, req_ids))
+        outputs.update(saved.split(req_ids))
         return api.StageCacheOutputs(hidden, outputs)
 
     def discard_step(self, step_id: int) -> None:

@@ -56,7 +56,9 @@ class SavedStep:
     names: tuple[str, ...]
     spans: dict[str, tuple[int, int]]
     hits: dict[str, PrefixHit]
-    leftover: Leftover | None
+    others: dict[str, Any]
+    ready: torch.cuda.Event | None
+    """Has happened when `others` are complete; see `copied_outputs`."""
     new: dict[str, torch.Tensor] | None
     """A copy of the step's own rows, if they are few; see `copied_rows`."""
     rows: Rows | Exception | None = None
@@ -80,6 +82,29 @@ class SavedStep:
                     rows[name][request] = tensor[hit.begin :]
         return rows
 
+    def split(self, requests: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Return each request's part of the other outputs, by name, as vLLM-Omni itself divides them.
+
+        If a tensor has a row for each token, the part is the rows of the request's tokens.
+        """
+        if self.ready is not None:
+            self.ready.synchronize()
+        order, total = list(self.spans), sum(end - begin for begin, end in self.spans.values())
+        return {
+            name: {
+                request: api.to_payload_element(
+                    value,
+                    order.index(request),
+                    start=self.spans[request][0],
+                    end=self.spans[request][1],
+                    pass_lists_through=True,
+                    seq_len=total,
+                )
+                for request in requests
+            }
+            for name, value in self.others.items()
+        }
+
 
 def copied_rows(kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
     """Return copies of a step's rows by name, if they are few and in host memory; else None."""
@@ -91,57 +116,35 @@ def copied_rows(kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | N
     return copies
 
 
-class Leftover:
-    """A copy of outputs by name, because the next step may overwrite them.
+def copied_outputs(outputs: Mapping[str, Any]) -> tuple[dict[str, Any], torch.cuda.Event | None]:
+    """Copy outputs by name into host memory, because the next step may overwrite them.
 
-    Copies from a device run asynchronously. `split` waits for them.
+    Returns:
+        The copies, and an event if some come from a device: copies are complete when the event has happened.
     """
+    devices: list[torch.device] = []
+    copies = {name: _copied(value, devices) for name, value in outputs.items()}
+    if not devices:
+        return copies, None
+    ready = torch.cuda.Event()
+    ready.record(torch.cuda.current_stream(devices[0]))
+    return copies, ready
 
-    def __init__(self, outputs: Mapping[str, Any]) -> None:
-        self._copied: list[torch.device] = []
-        self._values = {name: self._copy(value) for name, value in outputs.items()}
-        self._ready = None
-        if self._copied:
-            self._ready = torch.cuda.Event()
-            self._ready.record(torch.cuda.current_stream(self._copied[0]))
 
-    def _copy(self, value: Any) -> Any:
-        """Return a copy of a value in host memory, with all tensors nested in it."""
-        if isinstance(value, torch.Tensor):
-            value = value.detach()
-            if not value.is_cuda:
-                return value.to("cpu", copy=True, memory_format=torch.contiguous_format)
-            self._copied.append(value.device)
-            host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-            return host.copy_(value, non_blocking=True)
-        if isinstance(value, Mapping):
-            return {key: self._copy(each) for key, each in value.items()}
-        if isinstance(value, list):
-            return [self._copy(each) for each in value]
-        return tuple(self._copy(each) for each in value) if isinstance(value, tuple) else value
-
-    def split(self, spans: Mapping[str, tuple[int, int]], requests: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return each request's part of the outputs, by name, as vLLM-Omni itself divides them.
-
-        If a tensor has a row for each token, the part is the rows of the request's tokens.
-        """
-        if self._ready is not None:
-            self._ready.synchronize()
-        order, total = list(spans), sum(end - begin for begin, end in spans.values())
-        return {
-            name: {
-                request: api.to_payload_element(
-                    value,
-                    order.index(request),
-                    start=spans[request][0],
-                    end=spans[request][1],
-                    pass_lists_through=True,
-                    seq_len=total,
-                )
-                for request in requests
-            }
-            for name, value in self._values.items()
-        }
+def _copied(value: Any, devices: list[torch.device]) -> Any:
+    """Return a copy of a value with all tensors nested in it. Add the devices from which copies run to `devices`."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        if not value.is_cuda:
+            return value.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        devices.append(value.device)
+        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        return host.copy_(value, non_blocking=True)
+    if isinstance(value, Mapping):
+        return {key: _copied(each, devices) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_copied(each, devices) for each in value]
+    return tuple(_copied(each, devices) for each in value) if isinstance(value, tuple) else value
 
 
 class GroupView:

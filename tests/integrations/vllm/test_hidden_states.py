@@ -83,7 +83,7 @@ def test_rows_that_nobody_takes_are_bounded_by_bytes(warnings):
     kept = PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ROWS, waiting_bytes=20_000)
     for n in range(30):
         steps.run(str(n), [n, *range(40)], 1, {ROWS: True})
-        held = [tensor for each in kept.waiting.values() for tensor in (each.prompt, *each.rows.values())]
+        held = [tensor for each in kept.waiting.values() for tensor in (each.tokens, *each.rows.values())]
         assert sum(tensor.nbytes for tensor in held) <= 20_000
     assert len(warnings) == 1
     assert "pc_hidden_states_waiting_bytes" in warnings[0]
@@ -104,7 +104,7 @@ def test_rows_in_a_folder_are_those_of_each_prompt(tmp_path):
     for name, prompt in prompts.items():
         steps.run(f"{name}-a1b2c3d4", prompt, 1, {ROWS: True})
     assert steps.counts["hits"] > 0
-    kept._take("cmpl-lost-0-a1b2c3d4", [63], FollowedPrompt([1, 2], 2, True, False), ["hidden_states"])
+    kept._take("cmpl-lost-0-a1b2c3d4", [63], FollowedPrompt(torch.tensor([1, 2]), 2, True, False), ["hidden_states"])
     folder.close()
     assert kept.take() == {}
     assert len(list(tmp_path.iterdir())) == 7
@@ -134,7 +134,12 @@ def test_a_prompt_of_embeddings(tmp_path):
     steps.run()
     assert steps.counts["chunks"] > 0
     kept.folder = folder = RowsFolder(tmp_path)
-    kept._take("embeds-0-a", [*range(40)], FollowedPrompt([], 0, True, False), ["hidden_states"])
+    kept._take(
+        "embeds-0-a",
+        [*range(40)],
+        FollowedPrompt(torch.tensor([], dtype=torch.int64), 0, True, False),
+        ["hidden_states"],
+    )
     folder.close()
     assert torch.equal(kept.take()["embeds-0"]["hidden_states"], rows_of(prompt))
     with safe_open(tmp_path / file_name("embeds-0"), "pt") as file:
@@ -182,7 +187,7 @@ def test_prompts_without_rows_are_bounded_too():
     kept = PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ROWS, waiting_bytes=50_000)
     kept.rows.register("hidden_states", (2,), torch.float32)
     for n in range(300):
-        kept._take(str(n), [1], FollowedPrompt([1, 2], 2, True, False), ["hidden_states"])
+        kept._take(str(n), [1], FollowedPrompt(torch.tensor([1, 2]), 2, True, False), ["hidden_states"])
     assert {each.rows for each in kept.waiting.values()} == {None}
     assert 10 < len(kept.waiting) <= 50
 
