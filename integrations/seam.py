@@ -18,6 +18,7 @@ one for each feature. It calls the functions here before the feature is enabled.
 - `size`: an attribute, a field of a dataclass, or an instance attribute that a method of the class assigns.
 
 `paths` returns where the framework has the classes and functions that tables declare, for the adapter's other files.
+They import these names from `api.py`, whose `__getattr__` calls `find_or_stand_in`.
 `missing(NAMES[feature])` returns the names that differ from their declaration. `changed` compares function bodies that
 an adapter reimplements with the versions it was written against. `absent` checks attributes of existing objects.
 """
@@ -102,6 +103,19 @@ def find(path: str) -> Any:
     """
     module, _, name = path.partition(":")
     return attrgetter(name)(importlib.import_module(module))
+
+
+def find_or_stand_in(path: str) -> Any:
+    """Return the object of `find`, or an empty class if the installed framework lacks it or cannot import it."""
+    try:
+        return find(path)
+    except Exception:
+        return stand_in(path.rpartition(":")[2])
+
+
+def stand_in(name: str) -> type:
+    """Return an empty class in place of a class or function that the installed framework lacks."""
+    return type(name, (), {"__doc__": f"{name}, which the installed framework lacks."})
 
 
 def missing(table: Mapping[str, str]) -> list[str]:
@@ -212,6 +226,21 @@ def changed(bodies: Mapping[str, Mapping[str, str]]) -> list[str]:
     return reasons
 
 
+def print_differences(
+    tables: Sequence[Mapping[str, Mapping[str, str]]], bodies: Mapping[str, Mapping[str, Mapping[str, str]]]
+) -> int:
+    """Print what the installed framework lacks and the digests that it changed. Return 1 if anything is printed.
+
+    Args:
+        tables: Tables of names by feature.
+        bodies: Bodies by feature, as for `changed`.
+    """
+    found = [f"{feature}: {each}" for table in tables for feature in table for each in missing(table[feature])]
+    found += [f"{feature}: {each}" for feature in bodies for each in changed(bodies[feature])]
+    print(*found, sep="\n", end="\n" if found else "")
+    return int(bool(found))
+
+
 def digest(body: Any) -> str:
     """Return 12 hexadecimal digits for the source of a function or class.
 
@@ -300,25 +329,41 @@ def features_in_environment(variable: str) -> list[str]:
 
 
 def check_features(
-    variable: str, features: Collection[str], names: Sequence[str], check_version: Callable[[str], None]
-) -> None:
-    """Check that all names are features, and then that the installed engine can serve each of them.
+    variable: str,
+    features: Collection[str],
+    names: Sequence[str],
+    fallback: str,
+    check_version: Callable[[str], None],
+) -> dict[str, str]:
+    """Check that all names are features, and return why the installed engine cannot serve each of them, or "".
 
     Args:
         variable: The environment variable that may list the names. Errors begin with it.
         features: All features of the adapter.
         names: The features to enable.
+        fallback: "warn": return the reasons. "raise": raise the first.
         check_version: Called with each name. It raises if the installed engine cannot serve that feature.
 
     Raises:
-        ValueError: A name is no feature.
-        UnsupportedVersionError: From `check_version`.
+        ValueError: A name is no feature, or `fallback` is unknown.
+        UnsupportedVersionError: With `fallback="raise"`, from `check_version`.
     """
+    if fallback not in ("warn", "raise"):
+        raise ValueError(f"fallback: got {fallback!r}, needs 'warn' or 'raise'")
     for name in names:
         if name not in features:
             raise ValueError(f"{variable}: got {name!r}, needs some of {', '.join(features)}")
-    for name in names:
-        check_version(name)
+
+    def reason(name: str) -> str:
+        try:
+            check_version(name)
+        except UnsupportedVersionError as error:
+            if fallback == "raise":
+                raise
+            return str(error)
+        return ""
+
+    return {name: reason(name) for name in dict.fromkeys(names)}
 
 
 def wrap_once(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -165,18 +165,8 @@ def __getattr__(name):  # type: ignore[no-untyped-def]  # untyped, so that mypy 
     """Return the class of `CLASSES` with this name, or an empty class if the installed transformers lacks it."""
     if name not in CLASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = _found_or_none(CLASSES[name])
-    if found is None:
-        found = type(name, (), {"__doc__": f"{CLASSES[name]}, which the installed transformers lacks."})
-    globals()[name] = found
+    globals()[name] = found = seam.find_or_stand_in(CLASSES[name])
     return found
-
-
-def _found_or_none(path: str) -> Any:
-    try:
-        return seam.find(path)
-    except Exception:
-        return None
 
 
 # Which features the installed transformers can serve
@@ -229,7 +219,7 @@ def need(feature: str) -> None:
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 """Names of a cache as an argument or in a result, the newest first."""
-_RESULT = _found_or_none("transformers.generation.utils:GenerateDecoderOnlyOutput")
+_RESULT = seam.find_or_stand_in("transformers.generation.utils:GenerateDecoderOnlyOutput")
 CACHE = "cache" if "cache" in getattr(_RESULT, "__dataclass_fields__", {}) else "past_key_values"
 """The name of the cache in a result of generate."""
 RENAMES = CACHE == "cache"
@@ -503,7 +493,7 @@ def guard_managers(check: Callable[[Any], None]) -> None:
 
     An error of `check` reaches the caller, and the manager is unchanged.
     """
-    manager = _found_or_none(CLASSES["ContinuousBatchingManager"])
+    manager = seam.find_or_stand_in(CLASSES["ContinuousBatchingManager"])
     for name in ("__init__", "start", "add_request"):
         method = getattr(manager, name, None)
         if method is not None and not hasattr(method, "_pc_checks"):

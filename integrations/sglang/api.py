@@ -147,10 +147,7 @@ def __getattr__(name):  # type: ignore[no-untyped-def]  # untyped, so that mypy 
     """Return the class or function of `PATHS` with this name, or an empty class if the installed SGLang lacks it."""
     if name not in PATHS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return seam.find(PATHS[name])
-    except Exception:
-        return type(name, (), {"__doc__": f"{PATHS[name]}, which the installed SGLang lacks."})
+    return seam.find_or_stand_in(PATHS[name])
 
 
 # Which features the installed SGLang can serve
@@ -263,16 +260,5 @@ def with_lru(context: Any) -> Any:
     return dataclasses.replace(context, params=dataclasses.replace(context.params, eviction_policy="lru"))
 
 
-def _main() -> int:
-    """Print what the installed SGLang lacks, and unknown digests; return 1 if anything is printed."""
-    found = 0
-    for feature, table in NAMES.items():
-        reasons = (*seam.missing(REGISTRATION[feature]), *seam.missing(table), *seam.changed(BODIES.get(feature, {})))
-        for reason in reasons:
-            print(f"{feature}: {reason}")
-            found = 1
-    return found
-
-
 if __name__ == "__main__":
-    raise SystemExit(_main())
+    raise SystemExit(seam.print_differences([REGISTRATION, NAMES], BODIES))

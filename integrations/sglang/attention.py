@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,17 +23,6 @@ from .api import (
 from .steps import AttentionStep, Kind, StepBuilder, draft_masks, pack_masks
 
 CACHE_DTYPES = (*FLOATS, torch.float8_e4m3fn)
-
-
-class LayerCall(NamedTuple):
-    """The arguments of an attention call that depend on its layer."""
-
-    num_heads: int
-    head_dim: int
-    scale: float
-    softcap: float
-    kind: Kind
-    scales: dict[str, torch.Tensor]  # scales of a float8 cache
 
 
 class PagedAttnBackend(AttentionBackend):
@@ -64,7 +53,7 @@ class PagedAttnBackend(AttentionBackend):
         reasons = _refusals(runner) + sorted({reason for layer in layers for reason in _layer_refusals(layer)})
         if reasons:
             raise ValueError(f"pc's attention backend does not support: {'; '.join(reasons)}")
-        self._calls: dict[int, LayerCall] = {}
+        self._layers: dict[int, tuple[Kind, dict[str, torch.Tensor]]] = {}  # kinds, and scales of float8 caches
         kinds = {self._kind(layer) for layer in layers} or {Kind(False, 0)}
         num_kv_heads = max(runner.model_config.get_num_kv_heads(get_parallel().attn_tp_size), 1)
         self.builder = StepBuilder(runner, kinds, num_kv_heads, self.batch_invariant)
@@ -172,43 +161,36 @@ class PagedAttnBackend(AttentionBackend):
         given = [name for name, value in others.items() if value is not None]
         if given:
             raise NotImplementedError(f"{', '.join(given)}: not supported by pc's attention backend")
-        call, step = self._call(layer), self.forward_metadata
+        (kind, scales), step = self._kind_and_scales(layer), self.forward_metadata
         if step is None:
             raise RuntimeError("forward_metadata: got None, needs init_forward_metadata before the first layer")
         if save_kv_cache and k is not None and v is not None:
-            self._write(layer, call, forward_batch, step, k, v)
+            place = KVWriteLoc.for_batch(forward_batch, swa_loc=step.window_slots)
+            if scales and layer.k_scale is not None:
+                # SGLang divides the tensors in place, so it gets copies.
+                self.pool.set_kv_buffer(layer, place, k.clone(), v.clone(), layer.k_scale, layer.v_scale)
+            else:
+                self.pool.set_kv_buffer(layer, place, k, v)
         keys, values = self._caches(layer.layer_id)
-        query = q.reshape(-1, call.num_heads, call.head_dim)
-        tensors = (query, keys, values, step.tables[call.kind.in_window_pool], step.seq_lens, step.query_start_loc)
+        query, scale = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim), float(layer.scaling)
+        tensors = (query, keys, values, step.tables[kind.in_window_pool], step.seq_lens, step.query_start_loc)
         options: dict[str, Any] = {
-            "softcap": call.softcap,
+            "softcap": float(layer.logit_cap or 0.0),
             "sinks": sinks,
             "max_query_len": step.max_query_len,
             "max_seq_len": step.max_seq_len,
-            "plan": step.plans.get(call.kind),
+            "plan": step.plans.get(kind),
             "batch_invariant": self.batch_invariant,
-            **call.scales,
+            **scales,
         }
-        window = call.kind.window
         if step.tree_mask is not None:
             options |= {"causal": step.causal, "tree_mask": step.tree_mask}
-            out = sparse_gap_attention(*tensors, step.depths, call.scale, window, **options)
-        elif window:
-            out = sliding_window_attention(*tensors, call.scale, window, **options)
+            out = sparse_gap_attention(*tensors, step.depths, scale, kind.window, **options)
+        elif kind.window:
+            out = sliding_window_attention(*tensors, scale, kind.window, **options)
         else:
-            out = paged_attention(*tensors, call.scale, **options)
+            out = paged_attention(*tensors, scale, **options)
         return out.view(out.shape[0], -1)
-
-    def _write(
-        self, layer: Any, call: LayerCall, forward_batch: Any, step: AttentionStep, k: torch.Tensor, v: torch.Tensor
-    ) -> None:
-        """Write new keys and values to SGLang's pool."""
-        place = KVWriteLoc.for_batch(forward_batch, swa_loc=step.window_slots)
-        if call.scales and layer.k_scale is not None:
-            # SGLang divides the tensors in place, so it gets copies.
-            self.pool.set_kv_buffer(layer, place, k.clone(), v.clone(), layer.k_scale, layer.v_scale)
-        else:
-            self.pool.set_kv_buffer(layer, place, k, v)
 
     def _caches(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values `[num_blocks, page_size, num_kv_heads, head_dim]` as views of SGLang's slots."""
@@ -227,10 +209,14 @@ class PagedAttnBackend(AttentionBackend):
         in_window_pool = mapping is not None and hasattr(self.pool, "swa_kv_pool") and bool(mapping[layer.layer_id][1])
         return Kind(in_window_pool, 0 if size is None or size < 0 else size + 1)
 
-    def _call(self, layer: Any) -> LayerCall:
-        """Return the arguments of a layer, made at its first call. Raise NotImplementedError for unsupported layers."""
-        call = self._calls.get(layer.layer_id)
-        if call is None:
+    def _kind_and_scales(self, layer: Any) -> tuple[Kind, dict[str, torch.Tensor]]:
+        """Return a layer's kind, and the scales of a float8 cache.
+
+        Raises:
+            NotImplementedError: The layer is not supported. It is checked at its first call.
+        """
+        found = self._layers.get(layer.layer_id)
+        if found is None:
             reasons = _layer_refusals(layer)
             if reasons:
                 raise NotImplementedError(f"pc's attention backend does not support: {'; '.join(reasons)}")
@@ -241,17 +227,8 @@ class PagedAttnBackend(AttentionBackend):
                     given = getattr(layer, name)
                     given = torch.ones(1) if given is None else torch.as_tensor(given, dtype=torch.float32).reshape(-1)
                     scales[name] = given.to(keys.device)
-            size = layer.qk_head_dim
-            call = LayerCall(
-                layer.tp_q_head_num,
-                size,
-                float(layer.scaling),
-                float(layer.logit_cap or 0.0),
-                self._kind(layer),
-                scales,
-            )
-            self._calls[layer.layer_id] = call
-        return call
+            found = self._layers[layer.layer_id] = self._kind(layer), scales
+        return found
 
     def _draft_masks(self, spec_info: Any, query_len: int, seq_lens: torch.Tensor) -> torch.Tensor:
         """Return the masks of a batch's drafts in one form, whichever form SGLang used."""

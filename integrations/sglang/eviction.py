@@ -207,10 +207,8 @@ class PolicyTreeCore(UnifiedTreeCore):
         numbers = numbers[order]
         starts = np.flatnonzero(np.diff(numbers, prepend=-1))
         firsts = np.minimum.reduceat(self.pages.prefix_length[chosen[order]], starts) if len(starts) else starts
-        cuts = []
-        for number, first in zip(numbers[starts].tolist(), firsts.tolist(), strict=True):
-            node = self.node_by_id(number)
-            cuts.append((first, node))
+        nodes = map(self.node_by_id, numbers[starts].tolist())
+        cuts = list(zip(firsts.tolist(), nodes, strict=True))
         gone: dict[int, Any] = {}
         for first, node in sorted(cuts, key=lambda cut: -cut[0]):  # from the end: a node may be split twice
             place = first - self.pages.prefix_length.item(node.pc_pages.item(0))
@@ -228,8 +226,7 @@ class PolicyTreeCore(UnifiedTreeCore):
         for node in leaves:
             behind = node.pc_pages[~taken[node.pc_pages]]
             if node.pc_waits and len(behind):
-                self.pages.num_waiting -= len(behind)
-                self.pages.policy.removed(behind)
+                self.pages.withdraw(behind)
             node.pc_waits = False
         self._leaves = leaves
 
@@ -242,11 +239,9 @@ class PolicyTreeCore(UnifiedTreeCore):
                 end = None if each.end is None else -(-each.end // self.page_size)
                 kept = ids[each.start // self.page_size : end]
                 if len(kept):
-                    self.pages.policy.hinted(kept, each.priority, each.ttl)
+                    self.pages.hinted(kept, each.priority, each.ttl)
         if finished:
-            if hint is not None and hint.returns is not None:
-                self.pages.policy.returning(hint.returns)
-            self.pages.policy.finished(len(req.output_ids))
+            self.pages.finished(len(req.output_ids), None if hint is None else hint.returns)
 
 
 class PolicyRadixCache(UnifiedRadixCache):

@@ -123,13 +123,10 @@ def enable(*names: str, fallback: str = "raise") -> None:
         ...     print(str(error).partition(",")[0])
         PC_SGLANG: got 'attentoin'
     """
-    if fallback not in ("warn", "raise"):
-        raise ValueError(f"fallback: got {fallback!r}, needs 'warn' or 'raise'")
-    new = [name for name in dict.fromkeys(names) if name not in _enabled]
-    check_features(VARIABLE, FEATURES, new, check_version if fallback == "raise" else lambda name: None)
+    new = [name for name in names if name not in _enabled]
     served = []
-    for name in new:
-        if reason := api.why_not(name):
+    for name, reason in check_features(VARIABLE, FEATURES, new, fallback, check_version).items():
+        if reason:
             if not api.can_register(name):
                 logger.warning("%s is off, and SGLang's options do not know its names: %s", name, reason)
                 continue

@@ -83,11 +83,15 @@ class PageState(PolicyPool):
         self.num_waiting -= count
         return super().victims(count)
 
+    def withdraw(self, ids: Ids) -> None:
+        """Record that the policy may no longer choose these pages, which it had not chosen."""
+        self.num_waiting -= len(ids)
+        self.removed(ids)
+
     def empty(self, ids: Ids, waiting: Ids) -> None:
         """Record that pages left the tree. The policy had not chosen those in `waiting`."""
         if len(waiting):
-            self.num_waiting -= len(waiting)
-            self.removed(waiting)
+            self.withdraw(waiting)
         self._free[self._num_free : self._num_free + len(ids)] = ids
         self._num_free += len(ids)
 

@@ -414,7 +414,7 @@ def __getattr__(name):  # type: ignore[no-untyped-def]  # untyped, so that mypy 
             return _hooked_scheduler()
         found = seam.find(PATHS[name] if name in PATHS else BY_PLATFORM[name][0 if is_cpu() else 1])
     except Exception:
-        return type(name, (), {"__doc__": f"{name} of vLLM, which the installed vLLM lacks."})
+        return seam.stand_in(name)
     globals()[name] = found  # found faster from now on
     return found
 
@@ -920,15 +920,5 @@ def omni_manager() -> Any:
     return getattr(sys.modules.get("vllm_omni.core.prefix_cache"), "OmniPrefixCacheManager", None)
 
 
-def _main() -> int:
-    """Print the names that the installed vLLM lacks and the digests that `BODIES` lacks; return 1 if there are any."""
-    found = 0
-    for feature, table in NAMES.items():
-        for reason in (*seam.missing(table), *seam.changed(BODIES.get(feature, {}))):
-            print(f"{feature}: {reason}")
-            found = 1
-    return found
-
-
 if __name__ == "__main__":
-    raise SystemExit(_main())
+    raise SystemExit(seam.print_differences([NAMES], BODIES))

@@ -10,7 +10,7 @@ from typing import Any
 from ...cache.policies import DEPRECATED, POLICIES
 from ..seam import check_features, features_in_environment
 from . import api
-from .api import UnsupportedVersionError, available, check_version
+from .api import available, check_version
 from .metrics import export_counts
 
 VARIABLE = "PC_VLLM"
@@ -115,29 +115,19 @@ def enable(*names: str, fallback: str = "warn") -> None:
         ...     print(str(error).partition(",")[0])
         PC_VLLM: got 'attentoin'
     """
-    if fallback not in ("warn", "raise"):
-        raise ValueError(f"fallback: got {fallback!r}, needs 'warn' or 'raise'")
     for name in names:
         off = set(NEEDS.get(name, ())) - set(names) - _enabled
         if name in FEATURES and off:
             raise ValueError(f"{VARIABLE}: got {name} without {', '.join(sorted(off))}, which it needs")
-    served = list(names)
-
-    def check(name: str) -> None:
-        try:
-            check_version(name)
-        except UnsupportedVersionError as error:
-            if fallback == "raise":
-                raise
-            api.log_off(name, str(error))
-            served.remove(name)
-
-    check_features(VARIABLE, FEATURES, names, check)
-    for name in list(served):
+    reasons = check_features(VARIABLE, FEATURES, names, fallback, check_version)
+    for name in reasons:
         for need in NEEDS.get(name, ()):
-            if need not in served and need not in _enabled and name in served:
-                api.log_off(name, f"it needs {need}, which is off")
-                served.remove(name)
+            if reasons.get(need) and need not in _enabled:
+                reasons[name] = reasons[name] or f"it needs {need}, which is off"
+    for name, reason in reasons.items():
+        if reason:
+            api.log_off(name, reason)
+    served = [name for name, reason in reasons.items() if not reason]
     for name in served:
         FEATURES[name]()
         _enabled.add(name)

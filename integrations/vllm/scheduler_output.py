@@ -63,9 +63,13 @@ class BlockTables:
 
     def slots(self, request: str, position: int, count: int) -> npt.NDArray[np.int64]:
         """Return the slots of `count` tokens of a request from a position on."""
-        at = position + np.arange(count)
-        blocks = np.asarray(self.blocks[request], np.int64)
-        return blocks[at // self.block_size] * self.block_size + at % self.block_size
+        return slots_of(self.blocks[request], self.block_size, position, count)
+
+
+def slots_of(blocks: Sequence[int], block_size: int, position: int, count: int) -> npt.NDArray[np.int64]:
+    """Return the slots of `count` tokens from a position on, for the block table of a request."""
+    at = position + np.arange(count)
+    return np.asarray(blocks, np.int64)[at // block_size] * block_size + at % block_size
 
 
 def _cached(cached: Any) -> Iterator[tuple[str, Any, int]]:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from pc.integrations import sglang, vllm
-from pc.integrations.seam import check_features, features_in_environment, wrap_once
+from pc.integrations.seam import UnsupportedVersionError, check_features, features_in_environment, wrap_once
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 each = pytest.mark.parametrize("plugin", [sglang, vllm], ids=["sglang", "vllm"])
@@ -63,7 +63,21 @@ def test_names_are_all_looked_at_before_a_version(monkeypatch):
     assert names == ["one", "two"]
     checked = []
     with pytest.raises(ValueError, match="TEST_FEATURES: got 'two', needs some of one, three"):
-        check_features("TEST_FEATURES", ("one", "three"), names, checked.append)
+        check_features("TEST_FEATURES", ("one", "three"), names, "warn", checked.append)
     assert checked == []
-    check_features("TEST_FEATURES", ("one", "two"), names, checked.append)
+    with pytest.raises(ValueError, match="fallback: got 'maybe', needs 'warn' or 'raise'"):
+        check_features("TEST_FEATURES", ("one", "two"), names, "maybe", checked.append)
+    assert checked == []
+    assert check_features("TEST_FEATURES", ("one", "two"), names, "raise", checked.append) == {"one": "", "two": ""}
     assert checked == names
+
+
+def test_reasons_against_features_are_returned_or_raised():
+    def check(name):
+        if name != "two":
+            raise UnsupportedVersionError(f"no {name}")
+
+    reasons = check_features("TEST_FEATURES", ("one", "two"), ["two", "one"], "warn", check)
+    assert reasons == {"two": "", "one": "no one"}
+    with pytest.raises(UnsupportedVersionError, match="no one"):
+        check_features("TEST_FEATURES", ("one", "two"), ["two", "one"], "raise", check)

@@ -92,10 +92,6 @@ class PromptPlan:
         return True
 
 
-COUNTED = ("compressed_requests", "recompressed_requests", "compression_freed_blocks")
-"""Names of counters, which `..metrics` describes."""
-
-
 @dataclass
 class Compression:
     """The compression of prompts in one scheduler, used if `why_no_compression` gives no reason against it.
@@ -104,15 +100,14 @@ class Compression:
         plans: The plan of each request that asked for compression, by its id.
         freed: Hashes of the exact blocks that compression dropped, the latest last, at most as many as the pool has
             blocks.
-        counts: Counts since the scheduler was made, by the names of `COUNTED`.
     """
 
     scheduler: Any
     plans: dict[str, PromptPlan] = field(default_factory=dict)
     freed: dict[bytes, None] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0))
 
     def __post_init__(self) -> None:
+        self.counts: dict[str, int] = self.scheduler.counts
         self._cache = self.scheduler.kv_cache_manager
         self._manager = self._cache.coordinator.single_type_managers[0]
         self._pool = self._cache.block_pool

@@ -16,13 +16,12 @@ import numpy as np
 
 from ....cache.groups import FullAttention, Group, Recurrent, SlidingWindow
 from ....cache.hashing import BlockHasher, Words, split_digests
-from ....cache.keys import EncodedKeys, KeyAt, encode_keys
 from ....cache.observe.explain import Explanation, Source, explain_from
 from ....cache.observe.history import ENTRY_BYTES, TOKEN_BYTES, Ended, Latest
 from ....cache.table import Ids
 from ..api import token_ids
 from .jumps import Jumps
-from .moved import moved_from
+from .moved import keys_of, moved_from
 
 ASKED = "pc_explain"
 """The key in a request's `extra_args` with which it asks for an explanation."""
@@ -80,7 +79,7 @@ class Misses:
 
     def explain(self, request: Any, jumps: Jumps | None) -> Explanation:
         """Return how far the prompt of a request that is not admitted yet is cached, and why no further."""
-        tokens, keys = array("I", token_ids(request)), _keys_of(request)
+        tokens, keys = array("I", token_ids(request)), keys_of(request)
         digests = split_digests(self._hasher.hash_blocks(tokens, keys))
         names = dict(zip(digests, request.block_hashes, strict=False))
         find = [partial(find_blocks, self._pool, group, names) for group in range(len(self._groups))]
@@ -102,18 +101,10 @@ class Misses:
         if compression is not None:
             exact = min(exact, compression.exact_tokens(request))
         tokens = array("I", token_ids(request)[:exact])
-        return _keys_of(request), None, tokens, min(request.num_computed_tokens, len(tokens))
+        return keys_of(request), None, tokens, min(request.num_computed_tokens, len(tokens))
 
     def remember(self, request: Any) -> None:
         """Remember a request that has ended."""
         text = self._text_of(request)
         if text[3] >= self._size:
             self._ended.add(text, ENTRY_BYTES + 4 * len(text[2]))
-
-
-def _keys_of(request: Any) -> EncodedKeys:
-    """Return the salt, adapter and media of a request."""
-    adapter, media = request.lora_request, request.mm_features or ()
-    keys = [] if adapter is None else [(adapter.lora_name, adapter.lora_path)]
-    placed = [KeyAt(each.mm_position.offset, each.identifier) for each in media]
-    return encode_keys((*keys, *placed), request.cache_salt or None)

@@ -12,8 +12,6 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
-import numpy as np
-
 from ..api import (
     KVCacheBlocks,
     NewRequestData,
@@ -24,6 +22,7 @@ from ..api import (
     token_ids,
 )
 from ..reasons import chain_reasons, clipping_reasons, first_reason
+from ..scheduler_output import slots_of
 from .moved import MIN_TOKENS, Contents, CopiedSpan, moved_from
 
 
@@ -56,8 +55,7 @@ class Jumps:
         """The text that each request will skip because it is cached elsewhere, ascending."""
         self._moving: dict[str, list[CopiedSpan]] = {}  # pieces to copy in the next step
         self._unsent: dict[str, list[Any]] = {}  # blocks added by jumps that no worker knows yet
-        self.counts = {"jumped_tokens": 0, "moved_tokens": 0}
-        """The tokens that were skipped, by the names of counters that `..metrics` describes."""
+        self.counts: dict[str, int] = scheduler.counts
 
     def follow(self) -> None:
         """Index the text of blocks from now on, or log why text that moved is not reused."""
@@ -265,10 +263,10 @@ class Jumps:
         moves = []
         for name in self._moving.keys() & output.num_scheduled_tokens.keys():
             pieces = self._moving.pop(name)
-            table = np.array([block.block_id for block in self._manager.req_to_blocks[name]], np.int64)
+            table = [block.block_id for block in self._manager.req_to_blocks[name]]
             for piece in pieces:
-                at = np.arange(piece.begin, piece.end)
-                moves.append((piece.slots, table[at // self._size] * self._size + at % self._size, piece.deltas))
+                targets = slots_of(table, self._size, piece.begin, piece.end - piece.begin)
+                moves.append((piece.slots, targets, piece.deltas))
             self._unpin(pieces)  # their next owner writes to them in a later step
         if moves:
             output.pc_moves = moves

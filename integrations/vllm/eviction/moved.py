@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ....cache.keys import EncodedKeys, KeyAt, encode_keys
 from ....cache.reuse.content import ContentIndex, Stamps
 from ....cache.runs import MovedSpan
 from ....cache.table import Ids
@@ -129,13 +130,19 @@ def moved_from(request: Any) -> int:
     return number
 
 
+def keys_of(request: Any) -> EncodedKeys:
+    """Return the salt, adapter and media of a request."""
+    adapter, media = request.lora_request, request.mm_features or ()
+    keys = [] if adapter is None else [(adapter.lora_name, adapter.lora_path)]
+    placed = [KeyAt(each.mm_position.offset, each.identifier) for each in media]
+    return encode_keys((*keys, *placed), request.cache_salt or None)
+
+
 def _root(request: Any) -> bytes | None:
     """Return a digest of salt and adapter; None if KV depends on more than these and the tokens."""
     if request.mm_features or request.prompt_embeds is not None:
         return None
-    adapter = request.lora_request
-    named = None if adapter is None else (adapter.lora_name, adapter.lora_path)
-    return sha256(repr((request.cache_salt or None, named)).encode()).digest()
+    return sha256(keys_of(request).header).digest()
 
 
 def _asks_for_rows(request: Any) -> bool:

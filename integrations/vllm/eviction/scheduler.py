@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...hints import Hint, extra_args, read_or_warn
-from ..api import AsyncScheduler, BlockPool, HookedScheduler, available, become_stock, logger
+from ..api import AsyncScheduler, BlockPool, HookedScheduler, available, become_stock, log_off, logger
 from ..compression.options import ASKED as COMPRESS
 from ..compression.options import read_options
 from ..compression.scheduler import Compression, why_no_compression
@@ -53,7 +53,8 @@ class PolicyScheduler(HookedScheduler):
         self.block_pool.fresh_numbers = None if transfer is None else []
         self._hints: dict[str, Hint] = {}
         self._hinted: dict[str, list[int]] = {}
-        self._counts = dict.fromkeys(COUNTERS, 0)
+        self.counts = dict.fromkeys(COUNTERS, 0)
+        """Counts since the start, by the names that `..metrics` describes."""
         self._exported = PolicyCounts(vllm_config)
         self._reuse = asked_of_scheduler(vllm_config, "pc_reuse")
         self._reuse_asked: dict[str, str] = {}
@@ -75,9 +76,7 @@ class PolicyScheduler(HookedScheduler):
             return False
         kind = type(self.kv_cache_manager.block_pool)
         if not issubclass(kind, BlockPool):
-            logger.warning_once(
-                "eviction is off, and vLLM's own code runs in its place: got a block pool of %s, needs vLLM's", kind
-            )
+            log_off("eviction", f"got a block pool of {kind}, needs vLLM's")
             return False
         return True
 
@@ -114,9 +113,9 @@ class PolicyScheduler(HookedScheduler):
                 self.jumps.follow()
             self._reuse_asked[request.request_id] = asked
         hint, readable = read_or_warn(request, request.request_id, logger)
-        self._counts["unreadable_hints"] += not readable
+        self.counts["unreadable_hints"] += not readable
         if hint is not None:
-            self._counts["hints"] += 1
+            self.counts["hints"] += 1
             self._hints[request.request_id] = hint
             self.kv_cache_manager.allocate_slots = self._allocate_hinted  # slower, so only from the first hint on
         super().add_request(request)
@@ -178,7 +177,7 @@ class PolicyScheduler(HookedScheduler):
         reuse = self._reuse_asked.get(request.request_id, self._reuse)
         if admits and reuse != "prefix" and jumps.plan(request, num_computed_tokens, reuse == "anywhere"):
             self._allocate_slots = jumps.allocate  # slower, so only from the first gap on
-            if not self._counts["hints"]:
+            if not self.counts["hints"]:
                 self.kv_cache_manager.allocate_slots = jumps.allocate
         return jumps.clip(request, num_computed_tokens, allowed)
 
@@ -207,11 +206,9 @@ class PolicyScheduler(HookedScheduler):
         """Return vLLM's statistics of a step, and export the policy's own."""
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
-            queue, counts = self.block_pool.free_block_queue, dict(self._counts)
-            for part in self._parts:
-                counts |= part.counts
-            counts |= {"evicted_blocks": queue.num_evicted, "returned_blocks": queue.num_returned}
-            self._exported.set(counts | {"kept_blocks": queue.num_kept})
+            queue = self.block_pool.free_block_queue
+            of_queue = {"evicted_blocks": queue.num_evicted, "returned_blocks": queue.num_returned}
+            self._exported.set(self.counts | of_queue | {"kept_blocks": queue.num_kept})
         return stats
 
     def before_preemption(self, request: Any) -> None:

@@ -20,7 +20,6 @@ def registered(monkeypatch):
     done = []
     monkeypatch.setattr(features, "_enabled", set())
     monkeypatch.setattr(features, "announce", done.append)
-    monkeypatch.setattr(features, "check_version", lambda name: done.append(f"checked {name}"))
     monkeypatch.setattr(api, "why_not", lambda name, **objects: "")
     monkeypatch.setattr(api, "can_register", lambda name: True)
     for name in adapter.FEATURES:
