@@ -97,8 +97,8 @@ def moves_of_layers(model: Any, vllm_config: Any) -> list[Move]:
         if id(rotary) not in known:
             known[id(rotary)] = frequencies(rotary.cos_sin_cache)
         keys, values = cache.transpose(1, 2).split(size, dim=-1)
-        rotation = {"inv_freq": known[id(rotary)].to(cache.device), "is_neox": bool(rotary.is_neox_style)}
-        layers.append(partial(move_slots, keys, values, **rotation))
+        inv_freq = known[id(rotary)].to(cache.device)
+        layers.append(partial(move_slots, keys, values, inv_freq=inv_freq, is_neox=bool(rotary.is_neox_style)))
     if not layers:
         raise ValueError("a model without attention")
     return layers
