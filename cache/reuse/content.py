@@ -66,7 +66,7 @@ class ContentIndex:
         self._tokens = np.zeros((count, block_size), np.uint32)
         self._namespaces = np.zeros((count, namespace_bytes // 8), np.uint64)
         self._stamps = np.full(count, -1, np.int64)
-        self._places = np.zeros(count, np.int32)
+        self._ordinals = np.zeros(count, np.int32)
         self._before, self._behind = np.full(count, -1, np.int32), np.full(count, -1, np.int32)
         self._exact = np.zeros(count, np.bool_)
         self.approximate = False  # whether a block of a request with moved KV was ever added
@@ -83,21 +83,14 @@ class ContentIndex:
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, np.ndarray))
 
     def add(
-        self,
-        ids: Ids,
-        stamps: Stamps,
-        place: int,
-        before: int,
-        tokens: array[int],
-        namespace: bytes,
-        exact: bool,
+        self, ids: Ids, stamps: Stamps, first: int, before: int, tokens: array[int], namespace: bytes, exact: bool
     ) -> None:
         """Add published blocks of one sequence.
 
         Args:
             ids: The blocks.
             stamps: Their stamps when they got their content.
-            place: The number of blocks before them in the sequence.
+            first: The number of blocks of the sequence before them.
             before: The block before them; -1: none.
             tokens: Their tokens.
             namespace: An identity of keys and salt.
@@ -108,7 +101,7 @@ class ContentIndex:
         self._stamps[index] = -1  # the entry is invalid until the last line
         rows, word = np.frombuffer(tokens, np.uint32).reshape(-1, self._size), np.frombuffer(namespace, np.uint64)
         self._tokens[index], self._namespaces[index], self._exact[index] = rows, word, exact
-        self._places[index] = np.arange(place, place + ids.size)
+        self._ordinals[index] = np.arange(first, first + ids.size)
         self._before[index], self._behind[index] = np.append(before, ids[:-1]), np.append(ids[1:], -1)
         if before >= 0:
             self._behind[before] = ids[0]
@@ -157,9 +150,9 @@ class ContentIndex:
         hits, blocks = hits[same], blocks[same]
         known = np.full(text.size + size, -1, np.int32)
         known[hits] = blocks
-        behind, places = known[hits + size], self._places
+        behind, ordinals = known[hits + size], self._ordinals
         linked = np.zeros(text.size + size, np.bool_)
-        linked[hits] = (behind >= 0) & (self._before[behind] == blocks) & (places[blocks] + 1 == places[behind])
+        linked[hits] = (behind >= 0) & (self._before[behind] == blocks) & (ordinals[blocks] + 1 == ordinals[behind])
         goes_on, done, number = linked.tobytes(), 0, 0
         while number < hits.size:
             first = last = hits.item(number)
@@ -245,7 +238,7 @@ class ContentIndex:
             ids.append(block)
             end, tail = end + agreed, agreed % size
         slots = (np.array(ids, np.int64)[:, None] * size + np.arange(size)).ravel()[lead : lead + end - first]
-        stood = self._places.item(ids[0]) * size + lead
+        stood = self._ordinals.item(ids[0]) * size + lead
         return MovedSpan(first, end, slots, first - stood, slots[:0])
 
     def _neighbour(self, links: Ids, block: int, step: int) -> int:
@@ -253,7 +246,7 @@ class ContentIndex:
         other = links.item(block)
         if other < 0 or not self._live(links[block : block + 1])[0]:
             return -1
-        follows = self._places.item(other) == self._places.item(block) + step
+        follows = self._ordinals.item(other) == self._ordinals.item(block) + step
         return other if follows and (self._namespaces[other] == self._namespaces[block]).all() else -1
 
 
