@@ -53,7 +53,7 @@ class Questions(Cache):  # type: ignore[misc]  # transformers is untyped here
         if self._key != key:
             tables = np.arange(batch * room // BLOCK, dtype=np.int32).reshape(batch, -1)
             lens, queries = (np.full(batch, count, np.int32) for count in (layer.tokens, tokens))
-            self._key, self._step = key, PackedBatch(np.empty(0, np.int64), tables, lens, queries)
+            self._key, self._step = key, PackedBatch([(np.empty(0, np.int64), tables)], lens, queries)
         return self._step
 
 

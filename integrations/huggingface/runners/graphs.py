@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ from ..support import changing_rope, float32_precision
 from .packed import decode
 from .passes import DecodeBatch
 
-WARM_STEPS = 3  # eager steps of a bucket before its capture, which compile and choose kernels
+WARM_STEPS = 3  # eager steps of a shape before its capture, which compile and choose kernels
 MAX_ROWS = 256  # rows of the largest graph; a larger batch keeps a GPU busy without one
 MIN_WIDTH = 16  # columns of the narrowest block tables, so that short sequences share a graph
 
@@ -112,26 +113,6 @@ class CudaCapturer:
 CAPTURERS: dict[str, Callable[[torch.device], CudaCapturer]] = {"cuda": CudaCapturer}  # by type of device
 
 
-@dataclass
-class Bucket:
-    """The steps of one shape: their buffers, how many have run, and their graph once it is captured."""
-
-    batches: list[DecodeBatch]  # one for each group of layers
-    steps: int = 0
-    replay: DecodeStep | None = None
-
-    def write(
-        self,
-        tables: Sequence[Sequence[np.ndarray]],
-        positions: np.ndarray,
-        tokens: Sequence[int],
-        slots: Sequence[np.ndarray],
-    ) -> None:
-        """Write a step to the buffers of each group; see `DecodeBatch.write`."""
-        for batch, own, written in zip(self.batches, tables, slots, strict=True):
-            batch.write(own, positions, tokens, written)
-
-
 class DecodeSteps:
     """The decode steps of one model over one set of blocks, captured where possible."""
 
@@ -144,20 +125,24 @@ class DecodeSteps:
         self._failure: str | None = None
         self._state: object = None
         self._capturer: CudaCapturer | None = None
-        self._buckets: dict[tuple[int, int], Bucket] = {}
-        self._eager: Bucket | None = None
+        # Buffers of steps that may be captured, by number of rows and width; for them, steps so far and graphs.
+        self._batches: dict[tuple[int, int], DecodeBatch] = {}
+        self._warmed: Counter[DecodeBatch] = Counter()
+        self._graphs: dict[DecodeBatch, DecodeStep] = {}
+        self._eager: DecodeBatch | None = None  # buffers of the latest step that may not be captured
         self._replays = self._eager_steps = 0
         self.lock = threading.RLock()  # held during each pass, because calls of all threads share buffers
 
     def report(self) -> GraphReport:
         """Return the counts, and the reason why steps are not captured."""
-        captured = sum(bucket.replay is not None for bucket in self._buckets.values())
-        return GraphReport(captured, self._replays, self._eager_steps, self.reason)
+        return GraphReport(len(self._graphs), self._replays, self._eager_steps, self.reason)
 
     def drop(self) -> None:
         """Drop all graphs and buffers."""
         with self.lock:
-            self._buckets.clear()
+            self._batches.clear()
+            self._warmed.clear()
+            self._graphs.clear()
             self._eager = self._capturer = None
 
     def refuse(self, reason: str) -> None:
@@ -198,37 +183,37 @@ class DecodeSteps:
         count, width = len(positions), _power_of_two(max(map(len, tables[0])), MIN_WIDTH)
         if self.reason is None and count <= MAX_ROWS:
             key = (_power_of_two(count), width)
-            if key not in self._buckets:
-                self._buckets[key] = _bucket(model, storage, *key)
-            bucket = self._buckets[key]
-            bucket.write(tables, positions, tokens, slots)
-            return self._step(model, storage, bucket)[:count].clone()
-        bucket = self._eager or _bucket(model, storage, count, width)
-        if (bucket.batches[0].num_rows, bucket.batches[0].width) != (count, width):
-            bucket = _bucket(model, storage, count, width)
-        self._eager = bucket
-        bucket.write(tables, positions, tokens, slots)
+            if key not in self._batches:
+                self._batches[key] = _buffers(model, storage, *key)
+            batch = self._batches[key]
+            batch.write(tables, positions, tokens, slots)
+            return self._step(model, storage, batch)[:count].clone()
+        batch = self._eager or _buffers(model, storage, count, width)
+        if (batch.num_rows, batch.width) != (count, width):
+            batch = _buffers(model, storage, count, width)
+        self._eager = batch
+        batch.write(tables, positions, tokens, slots)
         self._eager_steps += 1
-        return decode(model, storage, bucket.batches)
+        return decode(model, storage, batch)
 
-    def _step(self, model: Any, storage: ModelStorage, bucket: Bucket) -> torch.Tensor:
-        """Replay the bucket's graph, or run an eager step before its capture, and return the logits."""
-        step = functools.partial(decode, model, storage, bucket.batches)
+    def _step(self, model: Any, storage: ModelStorage, batch: DecodeBatch) -> torch.Tensor:
+        """Replay the graph of a batch's buffers, or run an eager step before its capture, and return the logits."""
+        step = functools.partial(decode, model, storage, batch)
         if self._capturer is None:
             self._capturer = CAPTURERS[model.device.type](model.device)
-        if bucket.replay is None and bucket.steps == WARM_STEPS:
+        if batch not in self._graphs and self._warmed[batch] == WARM_STEPS:
             try:
-                bucket.replay = self._capturer.capture(step)
+                self._graphs[batch] = self._capturer.capture(step)
             except Exception as error:
                 self._fail(f"{type(error).__name__}: {error}")
-        if bucket.replay is not None:
+        if batch in self._graphs:
             self._replays += 1
-            return bucket.replay()
+            return self._graphs[batch]()
         self._eager_steps += 1
         if self.reason is not None:
             return step()  # a failed capture wrote at most the same KV to the same slots
-        bucket.steps += 1
-        if bucket.steps < WARM_STEPS:
+        self._warmed[batch] += 1
+        if self._warmed[batch] < WARM_STEPS:
             return self._capturer.warm(step)
         with Rehearsal() as rehearsal:
             result = self._capturer.warm(step)
@@ -243,13 +228,11 @@ class DecodeSteps:
         self._on_failure(self._failure)
 
 
-def _bucket(model: Any, storage: ModelStorage, num_rows: int, width: int) -> Bucket:
-    """Return a bucket with buffers on the model's device for steps of this shape."""
-    device = model.device
-    batches = [DecodeBatch(num_rows, width, pinned=device.type == "cuda") for _ in storage.groups]
-    for batch in batches:
-        batch.on(device)
-    return Bucket(batches)
+def _buffers(model: Any, storage: ModelStorage, num_rows: int, width: int) -> DecodeBatch:
+    """Return buffers on the model's device for steps of this shape."""
+    batch = DecodeBatch(num_rows, width, pinned=model.device.type == "cuda", groups=len(storage.groups))
+    batch.on(model.device)
+    return batch
 
 
 def _power_of_two(n: int, least: int = 1) -> int:

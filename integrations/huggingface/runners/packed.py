@@ -43,8 +43,8 @@ class PackedSpan(NamedTuple):
     written: int  # number of leading tokens whose KV is in blocks already
 
 
-def pack(spans: Sequence[PackedSpan], block_size: int) -> list[PackedBatch]:
-    """Return the metadata of a packed pass for each group. A pass without tokens gets one token of padding.
+def pack(spans: Sequence[PackedSpan], block_size: int) -> PackedBatch:
+    """Return the metadata of a packed pass. A pass without tokens gets one token of padding.
 
     Raises:
         RuntimeError: A token has no block.
@@ -55,15 +55,15 @@ def pack(spans: Sequence[PackedSpan], block_size: int) -> list[PackedBatch]:
     first = np.cumsum(counts) - counts
     positions = np.arange(counts.sum()) - np.repeat(first - starts, counts)
     known = positions < np.array([span.written for span in spans])[row_of]
-    made = []
+    groups = []
     for tables in zip(*(span.tables for span in spans), strict=True):
         padded = pad_tables(tables)
         blocks = padded[row_of, positions // block_size].astype(np.int64)
         if blocks.size and blocks.min() < 0:
             raise RuntimeError(f"request {spans[row_of[blocks.argmin()]].key}: a token of this step has no block")
         slots = np.where(known, -1, blocks * block_size + positions % block_size) if blocks.size else np.array([-1])
-        made.append(PackedBatch(slots, padded, starts + counts, counts))
-    return made
+        groups.append((slots, padded))
+    return PackedBatch(groups, starts + counts, counts)
 
 
 class PagedCache(PagedPass, Cache):  # type: ignore[misc]  # transformers is untyped here
@@ -71,12 +71,12 @@ class PagedCache(PagedPass, Cache):  # type: ignore[misc]  # transformers is unt
 
     Args:
         storage: The blocks.
-        batches: The metadata of the pass for each group of the storage.
+        batch: The metadata of the pass, for the groups of the storage.
     """
 
-    def __init__(self, storage: ModelStorage, batches: Sequence[Pass]) -> None:
+    def __init__(self, storage: ModelStorage, batch: Pass) -> None:
         super().__init__(layer_class_to_replicate=DynamicLayer)
-        self.storage, self.batches = storage, batches
+        self.storage, self.batch = storage, batch
         self.layers_attended = 0
         self._written: tuple[torch.Tensor, torch.Tensor, int] | None = None
 
@@ -88,9 +88,8 @@ class PagedCache(PagedPass, Cache):  # type: ignore[misc]  # transformers is unt
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write keys and values `[1, num_kv_heads, num_tokens, head_dim]` to their slots and return them."""
-        batch = self.batches[self.storage.group_of[layer_idx]]
         new = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
-        slot_mapping = batch.on(key_states.device).slot_mapping
+        slot_mapping = self.batch.on(key_states.device, self.storage.group_of[layer_idx]).slot_mapping
         torch.ops.pc.reshape_and_cache(*new, *self.storage.caches(layer_idx), slot_mapping)
         self._written = (key_states, value_states, layer_idx)
         return mark(key_states, self), value_states
@@ -112,15 +111,15 @@ class PagedCache(PagedPass, Cache):  # type: ignore[misc]  # transformers is unt
                 f"layer {layer_idx} attends over a window of {window}, but its cache has a window of {known}"
             )
         key_cache, value_cache = self.storage.caches(layer_idx)
-        batch = self.batches[self.storage.group_of[layer_idx]]
-        _, block_tables, seq_lens, query_start_loc = batch.on(query.device)
+        batch, group = self.batch, self.storage.group_of[layer_idx]
+        _, block_tables, seq_lens, query_start_loc = batch.on(query.device, group)
         block_size, num_kv_heads = key_cache.shape[1:3]
         options = {
             "softcap": call.softcap,
             "sinks": call.sinks,
             "max_query_len": batch.max_query_len,
             "max_seq_len": batch.max_seq_len,
-            "plan": batch.plan(query.device, block_size, window or 0, num_kv_heads),
+            "plan": batch.plan(query.device, block_size, window or 0, num_kv_heads, group),
         }
         rows = query[0].transpose(0, 1)
         tensors = (rows, key_cache, value_cache, block_tables, seq_lens, query_start_loc, call.scale)
@@ -168,14 +167,13 @@ def compute(
     return logits if keep else logits[last.to(logits.device)]
 
 
-def decode(model: Any, storage: ModelStorage, batches: Sequence[DecodeBatch]) -> torch.Tensor:
+def decode(model: Any, storage: ModelStorage, batch: DecodeBatch) -> torch.Tensor:
     """Compute a decode step and return the logits of all rows with padding, `[num_rows, vocabulary]`.
 
-    All inputs are in the buffers of `batches`, one for each group. Raise like `run`.
+    All inputs are in the buffers of `batch`. Raise like `run`.
     """
-    for batch in batches:
-        batch.begin()
-    logits: torch.Tensor = run(model, PagedCache(storage, batches), *batches[0].inputs(model.device)).logits[0]
+    batch.begin()
+    logits: torch.Tensor = run(model, PagedCache(storage, batch), *batch.inputs(model.device)).logits[0]
     return logits
 
 
@@ -241,10 +239,10 @@ def probe_packed(model: Any, block_size: int, specs: Specs) -> None:
             forward((1, 2, lens[1] - 1), (0, cut, lens[0] - 1))
             last = np.array(lens) - 1
             slots = np.array([table[n // block_size] for table, n in zip(tables, last, strict=True)], np.int64)
-            steps = [DecodeBatch(4, max(counts), pinned=False) for _ in range(groups)]
-            for step in steps:
-                step.write(tables, last, [row[-1] for row in tokens], slots * block_size + last % block_size)
-            got = decode(model, storage, steps)[:2].float()
+            step = DecodeBatch(4, max(counts), pinned=False, groups=groups)
+            slots = slots * block_size + last % block_size
+            step.write([tables] * groups, last, [row[-1] for row in tokens], [slots] * groups)
+            got = decode(model, storage, step)[:2].float()
         for row, logits in zip(tokens, got, strict=True):
             ids = torch.from_numpy(row).to(model.device)[None]
             want = model(input_ids=ids, use_cache=False, return_dict=True).logits[0, -1].float()

@@ -277,13 +277,13 @@ def test_step_takes_nothing_from_the_host(family: Family) -> None:
     model = model.to("meta")
     model.set_experts_implementation("batched_mm")  # transformers' choice for decoding on a GPU
     storage = model_storage(model, CacheOptions(8, 16), specs, layer_windows(model.config), {})
-    batches, table = [DecodeBatch(4, 16, pinned=False) for _ in storage.groups], np.arange(3, dtype=np.int32)
-    for batch in batches:
-        batch.write([table, table], np.array([34, 34]), [1, 2], np.array([34, 34]))
-        batch.on(model.device)
+    groups, table = len(storage.groups), np.arange(3, dtype=np.int32)
+    batch = DecodeBatch(4, 16, pinned=False, groups=groups)
+    batch.write([[table, table]] * groups, np.array([34, 34]), [1, 2], [np.array([34, 34])] * groups)
+    batch.on(model.device)
     with torch.no_grad(), Rehearsal() as rehearsal:
         install(model)
-        logits = decode(model, storage, batches)
+        logits = decode(model, storage, batch)
     assert rehearsal.problem is None
     assert logits.shape == (4, model.config.vocab_size)
 
@@ -366,7 +366,7 @@ def test_plan_is_refreshed_in_place_once_a_pass(capturable: pytest.MonkeyPatch) 
     cpu, table = torch.device("cpu"), np.arange(4, dtype=np.int32)
     plans = []
     for length in (20, 50):
-        batch.write([table], np.array([length]), [1], np.array([length]))
+        batch.write([[table]], np.array([length]), [1], [np.array([length])])
         batch.begin()
         plans.append(batch.plan(cpu, 16, 0, 2))
         assert batch.plan(cpu, 16, 0, 2) is plans[-1]
@@ -381,7 +381,7 @@ def test_decode_batch_brings_what_has_changed() -> None:
     device = torch.zeros_like(batch._staging)  # a copy, as on a GPU
     batch._on_device[cpu] = (device, batch._views(device))
     first, second = np.array([5, 6], np.int32), np.array([7], np.int32)
-    batch.write([first, second], np.array([20, 3]), [11, 12], np.array([100, 115]))
+    batch.write([[first, second]], np.array([20, 3]), [11, 12], [np.array([100, 115])])
     tokens, positions = batch.inputs(cpu)
     slots, tables, seq_lens, starts = batch.on(cpu)
     assert tokens.tolist() == [[11, 12, 0, 0]]
@@ -390,9 +390,9 @@ def test_decode_batch_brings_what_has_changed() -> None:
     assert tables.tolist() == [[5, 6, -1], [7, -1, -1], [-1] * 3, [-1] * 3]
     assert (seq_lens.tolist(), starts.tolist()) == ([21, 4, 0, 0], [0, 1, 2, 2, 2])
     assert all(t.data_ptr() % 16 == device.data_ptr() % 16 for t in (tokens, positions, *batch.on(cpu)))
-    batch._tables[:] = 99  # only a table that is a new array is written
+    batch._tables[0][:] = 99  # only a table that is a new array is written
     longer = np.array([5, 6, 8], np.int32)
-    batch.write([longer], np.array([32]), [13], np.array([128]))
+    batch.write([[longer]], np.array([32]), [13], [np.array([128])])
     assert (slots.tolist(), tables[0].tolist(), tables[1].tolist()) == ([128, -1, -1, -1], [5, 6, 8], [99] * 3)
     assert (tokens.tolist(), seq_lens.tolist(), starts.tolist()) == ([[13, 0, 0, 0]], [33, 0, 0, 0], [0, 1, 1, 1, 1])
 
