@@ -213,12 +213,8 @@ class Documents:
         return self._handle.model
 
     @property
-    def entered(self) -> bool:
-        """Whether some thread or task is within a document of the model, of this or another handle."""
-        return bool(self._entered())
-
-    def _entered(self) -> list[Visit]:
-        """Return the open `with document:` blocks of the model, in all threads."""
+    def entered(self) -> list[Visit]:
+        """The open `with document:` blocks of the model, in all threads, for documents of this or another handle."""
         return [visit for visit in open_visits() if visit.document.documents.model is self.model]
 
     def current_document(self) -> CompressedDocument | None:
@@ -242,7 +238,7 @@ class Documents:
         Raises:
             ValueError: Another task or context of this thread has entered it, so the call would silently not read it.
         """
-        visits = self._entered()
+        visits = self.entered
         is_batch = bool(visits) and isinstance(inputs, torch.Tensor) and inputs.dim() == 2
         ids = inputs.cpu() if is_batch else torch.empty(0, 0)
         for visit in visits:
