@@ -90,6 +90,11 @@ class PrefixCaching:
         self.disable()
 
     @property
+    def manager(self) -> Any:
+        """The manager of the cache's blocks; None if the model cannot be served."""
+        return None if self.store is None else self.store.manager
+
+    @property
     def graphs(self) -> GraphReport:
         """A report of how decode steps ran: in CUDA graphs, or eagerly and why."""
         return self._steps.report()
@@ -295,6 +300,18 @@ class PrefixCaching:
             self._steps.drop()
             if not self.documents.entered:  # while a document is entered, its calls must be refused
                 self._let_go()
+
+    def _move_blocks(self, move: Callable[..., int], path: str | os.PathLike[str]) -> int:
+        """Run `save` or `load` of `store.tiers` for the blocks of the model in its current state.
+
+        Raises:
+            ValueError: The model is not served.
+        """
+        model = self.model
+        engine, adapters = (None, ()) if model is None else self._current(model)
+        if engine is None:
+            raise ValueError("model: needs one that is served, to save or load its blocks")
+        return move(self._fingerprint(model), engine.store, adapters, path)
 
     def _set_up(self, model: Any) -> None:
         """Probe the model in its current state and make an empty cache for it, if it can be served."""
@@ -604,23 +621,6 @@ class PrefixCaching:
     def store(self) -> PromptStore | None:
         """The store of the cache; None if the model cannot be served."""
         return None if self._engine is None else self._engine.store
-
-    @property
-    def manager(self) -> Any:
-        """The manager of the cache's blocks; None if the model cannot be served."""
-        return None if self.store is None else self.store.manager
-
-    def _move_blocks(self, move: Callable[..., int], path: str | os.PathLike[str]) -> int:
-        """Run `save` or `load` of `store.tiers` for the blocks of the model in its current state.
-
-        Raises:
-            ValueError: The model is not served.
-        """
-        model = self.model
-        engine, adapters = (None, ()) if model is None else self._current(model)
-        if engine is None:
-            raise ValueError("model: needs one that is served, to save or load its blocks")
-        return move(self._fingerprint(model), engine.store, adapters, path)
 
     def _fingerprint(self, model: Any) -> str:
         """Return a hash of the model, whose state is current, that is equal in other processes with this model."""
