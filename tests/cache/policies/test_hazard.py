@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import random
 import threading
+import types
 
 import numpy as np
 import pytest
 from cache_cases import cached_of, serve
 
 import pc
-from pc.cache.policies import Hazard
-from pc.cache.policies.ghosts import GhostRecord, RequestGhosts
+from pc.cache.policies import Ghosts, Hazard
+from pc.cache.policies.ghosts import NOTE_BITS
 from pc.cache.policies.hazard.guard import ShadowGuard
-from pc.cache.policies.hazard.log import EventLog
-from pc.cache.policies.hazard.model import AGES, EDGES, UNKNOWN_ENDING, HazardModel, IntervalsAtRisk
+from pc.cache.policies.hazard.model import AGES, EDGES, HazardModel, IntervalsAtRisk
+from pc.cache.policies.hazard.policy import _pieces
 from pc.cache.policies.hazard.runs import USES, RunTable
 from pc.cache.replay import Trace, replay
 
@@ -231,8 +232,10 @@ def test_what_is_drained_together_comes_to_the_same_as_one_by_one(monkeypatch, p
 def test_the_log_knows_of_each_hit_who_had_the_blocks(batch):
     """Compare chains that overlap anywhere with a loop over single blocks."""
     rng = np.random.default_rng(batch)
-    code, expected, told, found = np.full(40, -1), np.full(40, -1), [], []
-    log = EventLog(code, place_bits=8)
+    expected, told, found, counted = np.full(40, -1), [], [], []
+    policy = Hazard()
+    policy.bind(types.SimpleNamespace(num_blocks=40, access_count=np.ones(40, np.int32)))
+    policy._log_limit = 10_000
     for now in range(240):
         ids = rng.permutation(40)[: int(rng.integers(1, 8))].astype(np.int32)
         if now % 3 == 0:  # consecutive blocks
@@ -241,19 +244,20 @@ def test_the_log_knows_of_each_hit_who_had_the_blocks(batch):
         if now < 120 and not rng.integers(0, 8):  # a request that hits other blocks, and does not end yet
             hit = np.array([7, 11], np.int32)
         if hit.size:
-            log.hit(hit, now)
+            policy.accessed(hit, True)
         for block in hit.tolist():
             told.append((int(expected[block]), now))
             expected[block] = -1
-        log.release(ids, np.ones(ids.size, np.int32), UNKNOWN_ENDING, now)
-        expected[ids] = (now << 8) + np.arange(ids.size)
+        policy.released(ids)
+        counted += [hit.size, ids.size]
+        expected[ids] = (now << policy._place_bits) + np.arange(ids.size)
         if now % batch == batch - 1:
-            log.drain()
-            assert (code == expected).all()
-    for first, size, time in zip(*log.reused(), strict=True):
+            policy._update_owners()
+            assert (policy._owner == expected).all()
+    for first, size, time in zip(*_pieces(policy._hits), strict=True):
         found += [(first + k if first >= 0 else -1, time) for k in range(size)]
     assert found == told
-    assert log.num_hits == len(told)
+    assert 12 * policy._num_logged == policy.nbytes - super(Hazard, policy).nbytes == 12 * sum(counted)
 
 
 def test_what_is_hit_while_others_hold_it_is_noted_within_bounds():
@@ -264,7 +268,7 @@ def test_what_is_hit_while_others_hold_it_is_noted_within_bounds():
     sizes = set()
     for i in range(300):
         assert serve(m, i, [1] * 64) == 63
-        sizes.add(policy._log.num_blocks)
+        sizes.add(policy._num_logged)
     assert 100 < max(sizes) <= policy._log_limit + 32
     m.free("holds it all")
     m.check()
@@ -399,7 +403,7 @@ def test_a_policy_that_failed_once_goes_on(monkeypatch, cache_errors):
     cache_errors.clear()
     for i in range(30, 60):
         serve(m, i, [i] * 8)
-    assert not policy._log.num_hits
+    assert not policy._hits
     assert policy.runs.count > 5
     assert cached_of(m, [59] * 8) == 8
 
@@ -442,17 +446,19 @@ def test_requests_of_several_threads_with_preemption_and_resets_leave_the_state_
 
 
 def test_ghosts_of_the_oldest_requests_give_way():
-    ghosts = RequestGhosts(64)
+    ghosts = Ghosts(64, ways=8)
     keys = np.random.default_rng(0).integers(0, 1 << 63, 400, dtype=np.uint64)
+    begin = (1 << 28) - 200  # times wrap around in the middle
     for i in range(0, 400, 20):
-        some = GhostRecord(np.full(20, i), np.full(20, 2), np.zeros(20, np.int64))
-        ghosts.remember(keys[i : i + 20], some, i)
-    known, noted = ghosts.recall(keys, 400)
+        ghosts.remember(keys[i : i + 20], np.full(20, begin + i << NOTE_BITS | 15), begin + i)
+    recalled = ghosts.recall(keys)
+    known, numbers = ghosts.take(keys)
     assert known.min() >= 200
     assert set(range(380, 400)) <= set(known.tolist())
-    assert (noted.serial == known // 20 * 20).all()
-    assert (noted.uses == 2).all()
-    assert not ghosts.recall(keys, 400)[0].size
+    assert (numbers == (begin + known // 20 * 20 << NOTE_BITS | 15) & 0xFFFFFFFF).all()
+    assert (recalled[known] == numbers).all()
+    assert np.count_nonzero(recalled >= 0) == known.size
+    assert (ghosts.recall(keys) == -1).all()
 
 
 def test_evicted_blocks_that_come_again_are_counted_by_request(monkeypatch):
