@@ -43,10 +43,7 @@ class PagedAttnBackend(AttentionBackend):
         super().__init__()
         self.pool = runner.token_to_kv_pool
         self.device = runner.device
-        self.max_context_len = runner.model_config.context_len
-        self.num_draft_tokens: int = (
-            runner.decode_num_tokens_per_req() if hasattr(runner, "decode_num_tokens_per_req") else 1
-        )
+        self.max_context_len = runner.model_config.context_len  # SGLang's drafts read it
         self.is_draft_worker = bool(runner.is_draft_worker)
         self.batch_invariant = bool(get_exec().deterministic.enable_deterministic_inference)
         layers = [m for m in getattr(runner, "model", torch.nn.Module()).modules() if isinstance(m, RadixAttention)]

@@ -342,36 +342,29 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
 BODIES: dict[str, dict[str, dict[str, str]]] = {
     "eviction": {
         "vllm.v1.core.block_pool:BlockPool.touch": {"0.32": "513cd226d9aa", "0.33": "6731fae0cda4"},
-        "vllm.v1.core.block_pool:BlockPool.get_new_blocks": {"0.32": "057e6bbc93c3", "0.33": "057e6bbc93c3"},
+        "vllm.v1.core.block_pool:BlockPool.get_new_blocks": {"0.32, 0.33": "057e6bbc93c3"},
         "vllm.v1.core.block_pool:BlockPool.free_blocks": {"0.32": "a8d52468c740", "0.33": "69405eadc30b"},
-        "vllm.v1.core.block_pool:BlockPool.unpin_blocks": {"0.32": "0e1bfbec7e76", "0.33": "0e1bfbec7e76"},
-        "vllm.v1.core.block_pool:BlockPool._maybe_evict_cached_block": {"0.32": "f382afac91ef", "0.33": "f382afac91ef"},
-        "vllm.v1.core.block_pool:BlockPool._remove_cached_block_hashes": {
-            "0.32": "5ed00524f34c",
-            "0.33": "5ed00524f34c",
-        },
-        "vllm.v1.core.block_pool:BlockPool._insert_block_hash": {"0.32": "8ea169790383", "0.33": "8ea169790383"},
-        "vllm.v1.core.block_pool:BlockPool._notify_reuse": {"0.32": "8e72a256e10a", "0.33": "8e72a256e10a"},
+        "vllm.v1.core.block_pool:BlockPool.unpin_blocks": {"0.32, 0.33": "0e1bfbec7e76"},
+        "vllm.v1.core.block_pool:BlockPool._maybe_evict_cached_block": {"0.32, 0.33": "f382afac91ef"},
+        "vllm.v1.core.block_pool:BlockPool._remove_cached_block_hashes": {"0.32, 0.33": "5ed00524f34c"},
+        "vllm.v1.core.block_pool:BlockPool._insert_block_hash": {"0.32, 0.33": "8ea169790383"},
+        "vllm.v1.core.block_pool:BlockPool._notify_reuse": {"0.32, 0.33": "8e72a256e10a"},
         "vllm.v1.core.block_pool:BlockPool.cache_full_blocks": {"0.32": "db12cb6a9563", "0.33": "0159a39f9acc"},
         "vllm.v1.core.block_pool:BlockPool.cache_partial_block": {"0.32": "87b021d1228e", "0.33": "da19b5678710"},
-        "vllm.v1.core.block_pool:BlockPool.move_block_hashes": {"0.32": "5606bd3676c5", "0.33": "5606bd3676c5"},
-        "vllm.v1.core.block_pool:BlockPool.evict_blocks": {"0.32": "1409cdbb0b41", "0.33": "1409cdbb0b41"},
-        "vllm.v1.core.block_pool:BlockPool.reset_prefix_cache": {"0.32": "562b5985f8fa", "0.33": "562b5985f8fa"},
-        "vllm.v1.core.block_pool:BlockHashToBlockMap": {"0.32": "859807dedbb2", "0.33": "859807dedbb2"},
-        "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue": {"0.32": "2c2fd4f4ada1", "0.33": "2c2fd4f4ada1"},
-        "vllm.v1.core.kv_cache_utils:KVCacheBlock": {"0.32": "c326a99a8376", "0.33": "c326a99a8376"},
+        "vllm.v1.core.block_pool:BlockPool.move_block_hashes": {"0.32, 0.33": "5606bd3676c5"},
+        "vllm.v1.core.block_pool:BlockPool.evict_blocks": {"0.32, 0.33": "1409cdbb0b41"},
+        "vllm.v1.core.block_pool:BlockPool.reset_prefix_cache": {"0.32, 0.33": "562b5985f8fa"},
+        "vllm.v1.core.block_pool:BlockHashToBlockMap": {"0.32, 0.33": "859807dedbb2"},
+        "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue": {"0.32, 0.33": "2c2fd4f4ada1"},
+        "vllm.v1.core.kv_cache_utils:KVCacheBlock": {"0.32, 0.33": "c326a99a8376"},
     },
     "eviction.gap": {
-        "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": {"0.32": "107050adc22e", "0.33": "107050adc22e"},
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": {"0.32, 0.33": "107050adc22e"},
         "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.add_local_computed_blocks": {
-            "0.32": "847f8aa6930d",
-            "0.33": "847f8aa6930d",
+            "0.32, 0.33": "847f8aa6930d"
         },
-        "vllm.v1.core.sched.scheduler:Scheduler._make_cached_request_data": {
-            "0.32": "fed4c94c98ef",
-            "0.33": "fed4c94c98ef",
-        },
-        "vllm.v1.core.sched.output:NewRequestData.from_request": {"0.32": "724929ecc9b9", "0.33": "724929ecc9b9"},
+        "vllm.v1.core.sched.scheduler:Scheduler._make_cached_request_data": {"0.32, 0.33": "fed4c94c98ef"},
+        "vllm.v1.core.sched.output:NewRequestData.from_request": {"0.32, 0.33": "724929ecc9b9"},
     },
     "omni": {
         "vllm_omni.core.prefix_cache.manager:OmniPrefixCacheManager": {"0.30": "15a1cd96b7e0"},
@@ -380,7 +373,7 @@ BODIES: dict[str, dict[str, dict[str, str]]] = {
         "vllm_omni.core.prefix_cache.runner_mixin:PrefixCacheRunnerMixin": {"0.30": "18f8269ba5e2"},
     },
 }
-"""The bodies that each feature reimplements or imitates, and their digests by series of releases."""
+"""The bodies that each feature reimplements or imitates, and their digests by the series of releases that have them."""
 
 PATHS = seam.paths(NAMES.values())
 """The classes and functions that other files may import from here, and their paths in vLLM."""

@@ -33,11 +33,9 @@ class Chunk:
     key: bytes
     status: Any
     holders: int = 0
-    """Number of running requests that found or stored the chunk."""
+    """Number of running requests that found or stored the chunk. The policy may choose a chunk without holders."""
     place: int = 0
     """Its place in its sequence, from 1. 0: unknown."""
-    is_waiting: bool = False
-    """Whether the policy may choose it as a victim."""
 
 
 class OffloadPolicy(CachePolicy):
@@ -56,7 +54,7 @@ class OffloadPolicy(CachePolicy):
         self._chunks: dict[bytes, Chunk] = {}
         self._by_id: dict[int, Chunk] = {}
         self._running: dict[str, dict[Chunk, None]] = {}  # the chunks of each request, in the order of their use
-        self._num_held = self._num_waiting = self._num_evictable = 0
+        self._num_held = self._num_evictable = 0
         self._tokens_per_chunk = 0
         self.state = PolicyPool(max(1, cache_capacity), policy, lambda: self._num_held)
         logger.info_once(
@@ -83,8 +81,7 @@ class OffloadPolicy(CachePolicy):
         """Record that a store failed."""
         gone = self._forget(key)
         self._num_evictable -= gone.status.ref_cnt == 0
-        if gone.is_waiting:
-            self._num_waiting -= 1
+        if not gone.holders:
             self.state.removed([gone.block_id])
         self.state.dropped([gone.block_id], gone.holders)
         self.state.lost([gone.block_id])
@@ -94,8 +91,8 @@ class OffloadPolicy(CachePolicy):
         used = [chunk for key in keys if (chunk := self._chunks.get(key)) is not None]
         if used:
             self.state.accessed([chunk.block_id for chunk in used])
-            self.state.dropped([chunk.block_id for chunk in used if not chunk.is_waiting])
-            self._release([chunk for chunk in used if chunk.is_waiting])
+            self.state.dropped([chunk.block_id for chunk in used if chunk.holders])
+            self._release([chunk for chunk in used if not chunk.holders])
 
     def on_request_access(self, keys: Iterable[bytes], req_context: Any) -> None:
         """Record that a request uses chunks from now on. It may store absent chunks later."""
@@ -139,17 +136,15 @@ class OffloadPolicy(CachePolicy):
         aside: list[Chunk] = []
         while len(chosen) < n:
             left = n - len(chosen)
-            while not self._num_waiting:  # other requests may still hold the released chunks
-                self._release_running(left, protected)
-            ids = self.state.victims(min(left, self._num_waiting)).tolist()
-            self._num_waiting -= len(ids)
+            while not (free := len(self._chunks) - self._num_held - len(chosen) - len(aside)):
+                self._release_running(left, protected)  # other requests may still hold what it releases
+            ids = self.state.victims(min(left, free)).tolist()
             for chunk in map(self._by_id.__getitem__, ids):
                 (aside if chunk.status.ref_cnt or chunk.key in protected else chosen).append(chunk)
         if aside:
             back = [chunk.block_id for chunk in aside]
             self.state.accessed(back, back)
             self._release(aside)
-            self._num_waiting += len(aside)
         for chunk in chosen:
             self._forget(chunk.key)
         self._num_evictable -= n
@@ -160,7 +155,7 @@ class OffloadPolicy(CachePolicy):
         self._chunks.clear()
         self._by_id.clear()
         self._running.clear()
-        self._num_held = self._num_waiting = self._num_evictable = 0
+        self._num_held = self._num_evictable = 0
         self.state.clear()
 
     def mark_evictable(self, key: bytes) -> None:
@@ -176,9 +171,7 @@ class OffloadPolicy(CachePolicy):
         chunks = list(self._chunks.values())
         assert self._by_id == {chunk.block_id: chunk for chunk in chunks}
         assert self._num_evictable == sum(chunk.status.ref_cnt == 0 for chunk in chunks)
-        assert self._num_waiting == sum(chunk.is_waiting for chunk in chunks)
         assert self._num_held == sum(chunk.holders > 0 for chunk in chunks)
-        assert all(chunk.is_waiting == (chunk.holders == 0) for chunk in chunks)
         self.state.flush()
         self.state.policy.check()
 
@@ -187,8 +180,6 @@ class OffloadPolicy(CachePolicy):
         self._running.setdefault(req_context.req_id, {})[chunk] = None
         self._num_held += chunk.holders == 0
         chunk.holders += 1
-        self._num_waiting -= chunk.is_waiting
-        chunk.is_waiting = False
 
     def _let_go(self, held: dict[Chunk, None], chunks: list[Chunk]) -> list[Chunk]:
         """Remove chunks from a request; return those without holders, for the caller to release."""
@@ -201,9 +192,7 @@ class OffloadPolicy(CachePolicy):
                     self.state.dropped([chunk.block_id])
                 else:
                     free.append(chunk)
-                    chunk.is_waiting = True
         self._num_held -= len(free)
-        self._num_waiting += len(free)
         return free
 
     def _release(self, chunks: list[Chunk]) -> None:

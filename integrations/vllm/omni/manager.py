@@ -34,7 +34,6 @@ class OmniPrefixCacheManager:
         self._hidden_key = api.ModelCachePolicy().hidden_key
         self._cache = TensorCache(None, config.num_blocks, self._size)
         self._limit = config.num_blocks * self._size
-        self._kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._lock = threading.RLock()
         self._taken = threading.Condition(self._lock)
         self._reached: dict[str, int] = {}  # for each live request, the position after its last saved token
@@ -147,14 +146,11 @@ class OmniPrefixCacheManager:
     def _keep(
         self, kept: dict[str, torch.Tensor], name: str, value: torch.Tensor, shape: torch.Size, count: int
     ) -> None:
-        """Add the rows of one name to `kept`, and register the name if its row type is new."""
-        kind = shape[1:], value.dtype
-        if self._kinds.get(name) != kind:
-            try:
-                self._cache.register(name, *kind)
-            except ValueError as error:
-                raise api.OmniPrefixCacheUnmatchError(str(error)) from error
-            self._kinds[name] = kind
+        """Add the rows of one name to `kept`, and register the name."""
+        try:
+            self._cache.register(name, shape[1:], value.dtype)
+        except ValueError as error:
+            raise api.OmniPrefixCacheUnmatchError(str(error)) from error
         kept[name] = value if shape[0] == count else value[:count]
 
     def _wait_for_room(self) -> None:
