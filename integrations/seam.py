@@ -212,7 +212,8 @@ def changed(bodies: Mapping[str, Mapping[str, str]]) -> list[str]:
     """Return a reason for each body that differs from all known versions; [] if all are known.
 
     Args:
-        bodies: For each path, `module:Class.method` or `module:Class`, the digest of its body by release, or by several releases.
+        bodies: For each path, `module:Class.method` or `module:Class`, the digest of its body by release,
+            or by several releases.
     """
     reasons = []
     for path, known in bodies.items():

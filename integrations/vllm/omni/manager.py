@@ -132,26 +132,24 @@ class OmniPrefixCacheManager:
             shape = hidden_states.shape
             if len(shape) < 2 or shape[0] < count:
                 raise api.OmniPrefixCacheUnmatchError(f"hidden_states: got {list(shape)}, needs {count} rows")
-            self._keep(kept, self._hidden_key, hidden_states, shape, count)
+            self._keep(kept, self._hidden_key, hidden_states, count)
         for name, value in outputs.items() if outputs else ():
             if api.is_hidden_key(name):
                 continue
             per_token = count and isinstance(value, torch.Tensor) and value.dim() > 1 and value.layout == torch.strided
             if per_token and value.shape[0] in (count, padded):
-                self._keep(kept, name, value, value.shape, count)
+                self._keep(kept, name, value, count)
             else:
                 rest[name] = value
         return kept, rest
 
-    def _keep(
-        self, kept: dict[str, torch.Tensor], name: str, value: torch.Tensor, shape: torch.Size, count: int
-    ) -> None:
+    def _keep(self, kept: dict[str, torch.Tensor], name: str, value: torch.Tensor, count: int) -> None:
         """Add the rows of one name to `kept`, and register the name."""
         try:
-            self._cache.register(name, shape[1:], value.dtype)
+            self._cache.register(name, value.shape[1:], value.dtype)
         except ValueError as error:
             raise api.OmniPrefixCacheUnmatchError(str(error)) from error
-        kept[name] = value if shape[0] == count else value[:count]
+        kept[name] = value if value.shape[0] == count else value[:count]
 
     def _wait_for_room(self) -> None:
         """Wait until fewer than `staging_depth` steps wait to be read."""
