@@ -563,25 +563,21 @@ def call_after_configuration(complete: Callable[[Any], None]) -> None:
 # Attention.
 
 
-def register_attention(backend: str) -> None:
-    """Register a backend, by its import path, under the names that vLLM uses for CPUs and for custom backends."""
+def register_attention(backend: str, latent: bool = False) -> None:
+    """Register a backend, by its import path, under the names that vLLM uses for CPUs and for custom backends.
+
+    Args:
+        backend: The import path.
+        latent: Whether the backend computes multi-head latent attention.
+    """
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    # Users name CUSTOM. vLLM's CPU platform ignores that option and always uses CPU_ATTN.
-    register_backend(AttentionBackendEnum.CUSTOM, backend)
-    register_backend(AttentionBackendEnum.CPU_ATTN, backend)
-    selector._cached_get_attn_backend.cache_clear()  # it has the choices of earlier engines
-
-
-def register_latent_attention(backend: str) -> None:
-    """Register a backend of multi-head latent attention, like `register_attention`."""
-    from vllm.v1.attention import selector
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
-    for name in ("CUSTOM_MLA", "CPU_MLA", "AMX_MLA"):  # the first is new to vLLM
+    # Users name the first, of which CUSTOM_MLA is new to vLLM. vLLM's CPU platform ignores that option and always uses
+    # the others.
+    for name in ("CUSTOM_MLA", "CPU_MLA", "AMX_MLA") if latent else ("CUSTOM", "CPU_ATTN"):
         register_backend(AttentionBackendEnum.__members__.get(name, name), backend)
-    selector._cached_get_attn_backend.cache_clear()
+    selector._cached_get_attn_backend.cache_clear()  # it has the choices of earlier engines
 
 
 def registered_attention(name: str) -> str:

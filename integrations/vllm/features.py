@@ -41,7 +41,7 @@ def _enable_attention() -> None:
 
     api.register_attention(_BACKEND)
     if available("attention.latent"):
-        api.register_latent_attention(_LATENT_BACKEND)
+        api.register_attention(_LATENT_BACKEND, latent=True)
     if available("attention.shared_prefix"):
         follow_common_prefixes()
 

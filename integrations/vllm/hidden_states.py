@@ -99,7 +99,6 @@ class PromptHiddenStates:
         size = config.kv_cache_groups[number].kv_cache_spec.block_size
         self.rows = TensorCache(None, config.num_blocks, size, device=device, max_bytes=max_bytes)
         self.tables = BlockTables(number, size)
-        self._num_blocks = config.num_blocks
         self._has_connector = getattr(getattr(runner, "vllm_config", None), "kv_transfer_config", None) is not None
         self._asked_for = asked_for
         self._followed: dict[str, FollowedPrompt] = {}
@@ -155,7 +154,7 @@ class PromptHiddenStates:
         """Update the tables and rows for a step, and return the first position of each of its requests."""
         fresh = getattr(output, "pc_fresh_blocks", None)
         if fresh is None:  # from vLLM's own scheduler: a connector may have filled any block
-            fresh = range(self._num_blocks) if self._has_connector else ()
+            fresh = range(self.rows.num_blocks) if self._has_connector else ()
         self.rows.forget(fresh)
         for request in output.finished_req_ids:
             self._followed.pop(request, None)
