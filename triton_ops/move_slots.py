@@ -25,6 +25,7 @@ from ._core.checks import (
     bad_argument,
     check_tensor,
     describe,
+    is_same_memory,
     lowest_entry,
 )
 from ._core.launch import Launch
@@ -60,6 +61,8 @@ def _check(args: Any) -> None:
     if args.value_cache is not None:
         sizes, device = args.key_cache.shape[:3], args.key_cache.device
         check_tensor("value_cache", args.value_cache, CACHE_LAYOUT, _DTYPES, device, sizes, rows=True)
+        if is_same_memory(args.key_cache, args.value_cache):
+            raise bad_argument("value_cache", "the memory of key_cache", "its own, or None to move keys alone")
 
 
 def _check_values(args: Any) -> None:

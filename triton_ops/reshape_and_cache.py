@@ -21,6 +21,7 @@ from ._core.checks import (
     bad_argument,
     check_tensor,
     debug_mode_enabled,
+    is_same_memory,
     lowest_entry,
 )
 from ._core.launch import Launch
@@ -38,6 +39,8 @@ def check_write(args: Any) -> None:
         raise bad_argument("key", f"head_dim {key.shape[2]}", f"1 to {MAX_HEAD_DIM}")
     check_cache(args, key, key.shape[1], value.shape[2])
     check_tensor("slot_mapping", args.slot_mapping, "[num_tokens]", (torch.int64,), key.device, key.shape[:1])
+    if is_same_memory(args.key_cache, args.value_cache) and not is_same_memory(key, value):
+        raise bad_argument("value_cache", "the memory of key_cache", "its own, since key and value differ")
 
 
 def check_write_values(args: Any) -> bool:
@@ -136,8 +139,9 @@ def reshape_and_cache(
         value: The values, with the dtype of key. Their head_dim may differ, as in latent attention with expanded keys
             and values.
         key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, any strides with a contiguous last dimension. It
-            is written to. It has key's dtype, or float8_e4m3fn or int8 with k_scale.
-        value_cache: The cache of values, with the layout and dtype of key_cache and value's head_dim.
+            is written to, so no dimension may be expanded. It has key's dtype, or float8_e4m3fn or int8 with k_scale.
+        value_cache: The cache of values, with the layout and dtype of key_cache and value's head_dim. It may be the
+            same tensor only if value and key are.
         slot_mapping: `[num_tokens]` int64, block number * block_size + offset. -1 writes nothing.
         k_scale: One float, or one for each KV head. The cache stores key / k_scale, rounded to nearest and saturated.
             NaN stays NaN in float8_e4m3fn. int8 stores 0 for it, and debug mode raises ValueError.
@@ -145,7 +149,8 @@ def reshape_and_cache(
 
     Raises:
         TypeError: An argument has a wrong type or dtype.
-        ValueError: A shape or device is invalid. For CPU tensors and in debug mode also: a slot is out of range.
+        ValueError: A shape or device is invalid, or a cache is expanded. For CPU tensors and in debug mode also: a slot
+            is out of range.
         RuntimeError: A tensor requires grad while grad mode is on.
 
     Examples:

@@ -20,7 +20,7 @@ import torch
 
 from ._attention.constants import next_power_of_2
 from ._core.cache import aligned
-from ._core.checks import FLOATS, INDEX_DTYPES, bad_argument, check_tensor, describe, lowest_entry
+from ._core.checks import FLOATS, INDEX_DTYPES, bad_argument, check_tensor, describe, is_same_memory, lowest_entry
 from ._core.launch import Launch
 from ._core.operator import operator
 from ._core.quantize import code_kind, scale_kind
@@ -41,6 +41,8 @@ def _check(args: Any) -> None:
     key, value, cos_sin = args.key, args.value, args.cos_sin
     if value.shape != key.shape:
         raise bad_argument("value", f"shape {list(value.shape)}", f"{list(key.shape)} as key")
+    if is_same_memory(args.key_cache, args.value_cache):
+        raise bad_argument("value_cache", "the memory of key_cache", "its own, since keys are rotated and values not")
     num_tokens, _, head_dim = key.shape
     layout, sizes = "[num_tokens, num_heads, head_dim]", (num_tokens, None, head_dim)
     check_tensor("query", args.query, layout, (key.dtype,), key.device, sizes, rows=True)

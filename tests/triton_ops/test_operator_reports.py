@@ -218,6 +218,49 @@ def test_writes_raise_versions(name: str, mode: Callable[[], Any]) -> None:
         product.backward()
 
 
+# PyTorch: "unsupported operation: more than one element of the written-to tensor refers to a single memory location".
+@pytest.mark.parametrize("name", [*WRITES, "flash_attn_with_kvcache"])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_a_write_to_an_expanded_cache_is_refused(name: str, dim: int) -> None:
+    memory = CACHE.narrow(dim, 0, 1).clone()
+    before = memory.clone()
+    with pytest.raises(ValueError, match=r"cache\w*: got strides .* needs memory for each element.* use .clone\(\)"):
+        (WRITES | READS)[name](NEW, memory.expand_as(CACHE))
+    assert torch.equal(memory, before)
+
+
+@pytest.mark.parametrize("view", [lambda cache: cache, lambda cache: cache[:]], ids=["same", "view"])
+@pytest.mark.parametrize(
+    ("name", "write"),
+    {
+        "value_cache": lambda c, v: pc.reshape_and_cache(NEW, NEW + 1, c, v, SLOTS),
+        "value_cache ": lambda c, v: pc.rope_and_cache(NEW, NEW, NEW, ints(0, 1, 2), torch.ones(3, 64), c, v, SLOTS),
+        "value_cache  ": lambda c, v: pc.move_slots(c, v, SLOTS, SLOTS + 1, SLOTS),
+        "v_cache": lambda c, v: flash_attn_with_kvcache(
+            NEW[None], c, v, NEW[None], NEW[None] + 1, cache_seqlens=ints(5)
+        ),
+    }.items(),
+)
+def test_a_write_of_keys_and_values_into_one_tensor_is_refused(
+    name: str, write: Callable[[Tensor, Tensor], Any], view: Callable[[Tensor], Tensor]
+) -> None:
+    cache = CACHE[:1].clone() if name == "v_cache" else CACHE.clone()
+    before = cache.clone()
+    with pytest.raises(ValueError, match=rf"^{name.strip()}: got the memory of k\w*_cache, needs its own"):
+        write(cache, view(cache))
+    assert torch.equal(cache, before)
+
+
+def test_rows_that_are_key_and_value_fill_one_cache() -> None:
+    """Latent rows whose first features are the values, for `paged_attention`."""
+    cache, expected = CACHE.clone(), CACHE.clone()
+    expected.flatten(0, 1)[SLOTS] = NEW
+    pc.reshape_and_cache(NEW, NEW, cache, cache, SLOTS)
+    assert torch.equal(cache, expected)
+    pc.reshape_and_cache(NEW, NEW[..., :32], cache, cache[..., :32], SLOTS)
+    assert torch.equal(cache, expected)
+
+
 def test_a_plan_that_is_refreshed_raises_its_version() -> None:
     plan = pc.attention_plan(*BATCH, 16)
     before = plan._version

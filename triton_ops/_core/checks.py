@@ -134,6 +134,26 @@ def check_tensor(
         raise bad_argument(name, f"strides {list(value.stride())}", "a contiguous last dimension")
 
 
+def check_writable(name: str, tensor: torch.Tensor) -> None:
+    """Check that no dimension of a tensor that an operator writes is expanded: its elements would share memory."""
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if stride == 0 and size > 1:
+            got = f"strides {list(tensor.stride())} for shape {list(tensor.shape)}"
+            raise bad_argument(name, got, "memory for each element, since it is written to; use .clone()")
+
+
+def is_same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors have the same elements in memory. It reads no address, as fake tensors have none."""
+    stores = first.untyped_storage()._cdata, second.untyped_storage()._cdata
+    return (
+        stores[0] == stores[1]
+        and first.numel() > 0
+        and first.storage_offset() == second.storage_offset()
+        and first.shape == second.shape
+        and first.stride() == second.stride()
+    )
+
+
 def _check_sizes(name: str, tensor: torch.Tensor, layout: str, sizes: Sequence[int | None]) -> None:
     """Check the sizes of a tensor's first dimensions; see `check_tensor`."""
     if all(size is None or size == found for size, found in zip(sizes, tensor.shape, strict=False)):

@@ -34,7 +34,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from .cache import launch_finder
-from .checks import INDEX_DTYPES, bad_argument, describe, refuse_grad
+from .checks import INDEX_DTYPES, bad_argument, check_writable, describe, refuse_grad
 from .runtime import KERNELS_ON_CPU, require_triton
 
 # "pc", or the name under which a copy of the package is imported, so that the operators of both do not collide.
@@ -98,17 +98,18 @@ def operator(
             fake.__doc__ = inherited_doc(fake, *docs_from)
         signature, bind = _Signature(fake), (arguments or record_of)(fake)
         name, names = fake.__name__, tuple(signature.types)
+        check_all = _checking_writes(check, mutates) if mutates else check
         if build is None:
             assert launch is not None, "an operator has `launch` or `build`"
-            find = _finding(check, launch)
+            find = _finding(check_all, launch)
         else:
-            find = launch_finder(_building(name, check, build), check_values)
-        finds = {"CPU": find if KERNELS_ON_CPU else _finding(check, cpu), "CUDA": find}  # ROCm has the same keys
+            find = launch_finder(_building(name, check_all, build), check_values)
+        finds = {"CPU": find if KERNELS_ON_CPU else _finding(check_all, cpu), "CUDA": find}  # ROCm has the same keys
 
         @functools.wraps(fake)
         def checked_fake(*args: P.args, **kwargs: P.kwargs) -> R:
-            if check is not None:
-                check(bind(*args, **kwargs))
+            if check_all is not None:
+                check_all(bind(*args, **kwargs))
             return fake(*args, **kwargs)
 
         _register(name, names, signature.schema(mutates), finds, bind, checked_fake, mutates)
@@ -128,6 +129,19 @@ def record_of(function: Callable[..., object]) -> Any:
     parameters = inspect.signature(function).parameters
     defaults = [p.default for p in parameters.values() if p.default is not p.empty]
     return collections.namedtuple(function.__name__, parameters, defaults=defaults)
+
+
+def _checking_writes(check: Callable[[Any], object] | None, mutates: tuple[str, ...]) -> Callable[[Any], None]:
+    """Return `check`, followed by a check that the tensors named in `mutates` have a memory location per element."""
+
+    def check_all(args: Any) -> None:
+        if check is not None:
+            check(args)
+        for name in mutates:
+            for tensor in _tensors([getattr(args, name)]):
+                check_writable(name, tensor)
+
+    return check_all
 
 
 def _building(name: str, check: Callable[[Any], object] | None, build: Callable[[Any], R]) -> Callable[[Any], R]:
