@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import Protocol
+from typing import Any
 from weakref import WeakSet
 
-
-class Forked(Protocol):
-    """An object with a lock or a thread."""
-
-    def _after_fork(self) -> None:
-        """Replace, in a child process, locks that another thread may have held, and threads."""
+_OBJECTS: WeakSet[Any] = WeakSet()
 
 
-_OBJECTS: WeakSet[Forked] = WeakSet()
+def repair_after_fork(forked: Any) -> None:
+    """Call `_after_fork` of an object in later child processes, as long as the object lives.
 
-
-def repair_after_fork(forked: Forked) -> None:
-    """Call `_after_fork` of an object in later child processes, as long as the object lives."""
+    The method must replace threads, and locks that another thread may have held.
+    """
     _OBJECTS.add(forked)
 
 

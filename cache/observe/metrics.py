@@ -33,7 +33,8 @@ COUNTERS = {
 class CacheCollector:
     """A collector that reports `CacheManager.stats()` to `prometheus_client` (extra `metrics`) on every scrape.
 
-    Every series has the label `manager`, which separates several managers in one registry.
+    Every series has the label `manager`, which separates several managers in one registry. A registry accepts each
+    metric only once, so the first collector with a registry and prefix reports the managers of all of them.
 
     Args:
         manager: The manager to report.
@@ -68,45 +69,37 @@ class CacheCollector:
         except ImportError:
             raise ImportError("CacheCollector needs prometheus_client: pip install prometheus_client") from None
         self._registry: CollectorRegistry = REGISTRY if registry is None else registry
+        self._core, self._prefix, self._closed = core, prefix, False
+        self._managers: dict[str, CacheManager] = {}  # of all collectors, in the first one; replaced, never changed
         with _lock:
-            groups = _groups.setdefault(self._registry, {})
-            group = groups.get(prefix) or _Group(core, prefix)
-            taken = group.managers
+            collectors = _first_collectors.setdefault(self._registry, {})
+            self._first = collectors.get(prefix, self)
+            taken = self._first._managers
             if name is None:
                 name = next(number for number in map(str, range(len(taken) + 1)) if number not in taken)
             if name in taken:
                 raise ValueError(f"name: got {name!r}, needs one that no other manager of {prefix} has")
             if not taken:
-                self._registry.register(group)
-                groups[prefix] = group
-            group.managers = {**taken, name: manager}
-        self.name, self._prefix, self._closed = name, prefix, False
+                self._registry.register(self)
+                collectors[prefix] = self
+            self._first._managers = {**taken, name: manager}
+        self.name = name
 
     def close(self) -> None:
         """Stop reporting the manager. A second call does nothing."""
         with _lock:
-            groups = _groups.get(self._registry, {})
-            group = groups.get(self._prefix)
-            if group is None or self.name not in group.managers or self._closed:
+            if self._closed:
                 return
-            self._closed = True
-            group.managers = {name: manager for name, manager in group.managers.items() if name != self.name}
-            if not group.managers:
-                del groups[self._prefix]
-                self._registry.unregister(group)
-
-
-class _Group:
-    """A collector for all managers with one registry and prefix, because a registry accepts each metric only once."""
-
-    def __init__(self, core: Any, prefix: str) -> None:
-        self.managers: dict[str, CacheManager] = {}
-        self._core, self._prefix = core, prefix
+            self._closed, first = True, self._first
+            first._managers = {name: manager for name, manager in first._managers.items() if name != self.name}
+            if not first._managers:
+                del _first_collectors[self._registry][self._prefix]
+                self._registry.unregister(first)
 
     def collect(self) -> Iterable[Any]:
-        """Yield the metrics. The registry calls this."""
+        """Yield the metrics of all managers with this registry and prefix. The registry calls this."""
         core, prefix = self._core, self._prefix
-        stats = {name: manager.stats() for name, manager in self.managers.items()}
+        stats = {name: manager.stats() for name, manager in self._first._managers.items()}
         for texts, kind in ((GAUGES, core.GaugeMetricFamily), (COUNTERS, core.CounterMetricFamily)):
             for metric, text in texts.items():
                 family = kind(f"{prefix}_{metric}", text, labels=["manager"])
@@ -131,4 +124,4 @@ class _Group:
 
 
 _lock = threading.Lock()
-_groups: WeakKeyDictionary[Any, dict[str, _Group]] = WeakKeyDictionary()
+_first_collectors: WeakKeyDictionary[Any, dict[str, CacheCollector]] = WeakKeyDictionary()  # by registry and prefix

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -99,16 +98,6 @@ class StepSlots:
         return torch.from_numpy(self.array)
 
 
-class StepRequest(NamedTuple):
-    """A request in a step: its rows [begin, end), its number of tokens, and whether its positions have gaps."""
-
-    request: Hashable
-    begin: int
-    end: int
-    num_tokens: int
-    scattered: bool
-
-
 @dataclass(frozen=True)
 class Step:
     """The outputs of a forward pass over the tokens of a batch.
@@ -149,18 +138,19 @@ class Step:
             >>> pc.Step.of({"a": allocation}, {"hidden": torch.randn(3, 32)}).slot_mapping.tolist()
             [0, 1, 2]
         """
-        parts, runs, spans, count = [], [], [], 0
-        for request, allocation in allocations.items():
+        bounds, lengths, scattered, runs, spans, count = [0], [], False, list[Run](), list[Span](), 0
+        for allocation in allocations.values():
             begin, mine = count, allocation.compute_spans
             count += sum([end - start for start, end in mine])
             spans += mine
+            bounds.append(count)
             last = mine[-1][1] if count > begin else 0
-            parts.append(StepRequest(request, begin, count, last, count > begin and last - mine[0][0] != count - begin))
+            lengths.append(last)
+            scattered |= count > begin and last - mine[0][0] != count - begin
             found = allocation.slot_runs(group)
             runs += [(begin + token, first, behind) for token, first, behind in found] if begin else found
-        step = object.__new__(_StepOf)
-        slots = StepSlots(count, runs)
-        step.__dict__.update(outputs=outputs, requests=tuple(allocations), parts=parts, slots=slots, _spans=spans)
+        step, slots, extents = object.__new__(_StepOf), StepSlots(count, runs), (bounds, lengths, scattered)
+        step.__dict__.update(outputs=outputs, requests=tuple(allocations), extents=extents, slots=slots, _spans=spans)
         return step
 
     @cached_property
@@ -180,15 +170,20 @@ class Step:
         return self.slots.all_single
 
     @cached_property
-    def parts(self) -> list[StepRequest] | None:
-        """The requests, for `TensorCache.join`; None without positions."""
+    def extents(self) -> tuple[list[int], list[int], bool] | None:
+        """The extents of requests, for `TensorCache.join`; None without positions.
+
+        They are `query_start_loc` as a list, each request's number of tokens up to its last position, and whether the
+        positions of a request have gaps.
+        """
         if self.query_start_loc is None or self.positions is None:
             return None
-        bounds, parts = self.query_start_loc.tolist(), []
-        for request, begin, end in zip(self.requests, bounds[:-1], bounds[1:], strict=True):
+        bounds, lengths, scattered = self.query_start_loc.tolist(), [], False
+        for _, begin, end in zip(self.requests, bounds[:-1], bounds[1:], strict=True):
             first, last = (int(self.positions[begin]), int(self.positions[end - 1])) if begin < end else (0, -1)
-            parts.append(StepRequest(request, begin, end, last + 1, last - first != end - begin - 1))
-        return parts
+            lengths.append(last + 1)
+            scattered |= last - first != end - begin - 1
+        return bounds, lengths, scattered
 
 
 class _StepOf(Step):
@@ -200,7 +195,8 @@ class _StepOf(Step):
 
     @cached_property
     def query_start_loc(self) -> npt.NDArray[np.int32]:
-        return np.array([0, *(part.end for part in self.parts or ())], np.int32)
+        bounds, _, _ = self.__dict__["extents"]
+        return np.array(bounds, np.int32)
 
     @cached_property
     def positions(self) -> npt.NDArray[np.int32]:

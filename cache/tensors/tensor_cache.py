@@ -18,7 +18,7 @@ from ..manager import CacheManager
 from ..runs import slot_runs, slots_of_runs
 from ..table import Ids
 from .rows import PLAIN, MissingRowsError, Named, NamedRows, RowStore, RowType
-from .step import Step, StepRequest, StepSlots, leaves
+from .step import Step, StepSlots, leaves
 from .valid import Mask, ValidRows
 
 _log = logging.getLogger("pc.cache")
@@ -528,9 +528,9 @@ class TensorCache:
             >>> cache.join(step)["a"]["hidden"].shape
             torch.Size([22, 32])
         """
-        parts = step.parts
-        if self.manager is None or parts is None:
+        if self.manager is None or step.extents is None:
             raise ValueError("step: got one without requests and positions, needs Step.of and a manager")
+        requests, (bounds, lengths, _) = step.requests, step.extents
         self._checked_slots(step)
         mine, _ = self._sort(step)
         if names is not None:
@@ -538,42 +538,40 @@ class TensorCache:
                 if name not in mine:
                     raise KeyError(f"names: got {name!r}, needs one of {', '.join(mine) or 'none'}, the step's")
             mine = {name: mine[name] for name in names}
-        cached = 0
-        for part in parts:
-            known = self.manager.num_tokens(part.request)
-            if part.num_tokens > known:
-                raise ValueError(f"positions: got {part.num_tokens} tokens of {part.request!r}, needs at most {known}")
-            cached += part.num_tokens - (part.end - part.begin)
-        if cached and mine:
-            joined = self._join(mine, step, parts)
+        for request, length in zip(requests, lengths, strict=True):
+            known = self.manager.num_tokens(request)
+            if length > known:
+                raise ValueError(f"positions: got {length} tokens of {request!r}, needs at most {known}")
+        if mine and sum(lengths) > bounds[-1]:  # some rows are cached
+            joined = self._join(mine, step)
         else:
             joined = [rows.detach() if rows.requires_grad else rows for rows in mine.values()]
-        if len(parts) == 1:
-            return {parts[0].request: dict(zip(mine, joined, strict=True))}
-        split = [rows.split([part.num_tokens for part in parts]) for rows in joined]
+        if len(requests) == 1:
+            return {requests[0]: dict(zip(mine, joined, strict=True))}
+        split = [rows.split(lengths) for rows in joined]
         return {
-            part.request: {name: rows[i] for name, rows in zip(mine, split, strict=True)}
-            for i, part in enumerate(parts)
+            request: {name: rows[i] for name, rows in zip(mine, split, strict=True)}
+            for i, request in enumerate(requests)
         }
 
-    def _join(self, new: Named, step: Step, parts: Sequence[StepRequest]) -> list[torch.Tensor]:
+    def _join(self, new: Named, step: Step) -> list[torch.Tensor]:
         """Join cached rows and new rows of each request, by host copies if that is fastest, else by a kernel."""
         assert self.manager is not None
-        tables = [self.manager.block_table(part.request, self.group) for part in parts]
-        lengths = [part.num_tokens for part in parts]
-        scattered = any(part.scattered for part in parts)
+        assert step.extents is not None
+        bounds, lengths, scattered = step.extents
+        tables = [self.manager.block_table(request, self.group) for request in step.requests]
+        ranges = list(zip(tables, lengths, bounds[:-1], bounds[1:], strict=True))
         if not scattered and self._store.on_host(new):
-            ranges = [(table, part.num_tokens, part.begin, part.end) for part, table in zip(parts, tables, strict=True)]
             joined = self._store.by_copies(list(new), ranges, new)
             if joined is not None:
                 return joined
         positions = np.asarray(step.positions, np.int64)
-        for part, table in zip(parts, tables, strict=True):
-            if part.num_tokens > part.end - part.begin:
-                there = self._store.there(list(new), table, part.num_tokens)
+        for request, (table, length, begin, end) in zip(step.requests, ranges, strict=True):
+            if length > end - begin:
+                there = self._store.there(list(new), table, length)
                 for here in there.values():
-                    here[positions[part.begin : part.end]] = True
-                _refuse_missing(there, part.request)
+                    here[positions[begin:end]] = True
+                _refuse_missing(there, request)
         assert step.query_start_loc is not None
         return self._store.join(new, tables, lengths, step.query_start_loc, positions if scattered else None)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,15 +11,6 @@ from ..pool import BlockPool
 from ..runs import Slots, Span
 
 Mask = npt.NDArray[np.bool_]
-
-
-class _PlannedCopy(NamedTuple):
-    """A copy that the manager has planned and that was not made yet."""
-
-    taken_at: int  # of the target; if it has changed, the copy is no longer planned
-    first: int  # the target's first slot that is not copied
-    source: int  # -1: from host memory
-    bits: dict[str, Mask]  # of the source, because another request may write to it before the copy
 
 
 class ValidRows:
@@ -36,7 +26,10 @@ class ValidRows:
         self._pool = pool
         self._bits: dict[str, Mask] = {}
         self._seen = np.full(num_blocks, -1, np.int64)  # taken_at of each block when its rows were written
-        self._copies: dict[int, _PlannedCopy] = {}  # by target
+        # For each target, a copy that the manager has planned and that was not made yet: the target's `taken_at` (if it
+        # has changed, the copy is no longer planned), its first slot that is not copied, the source (-1: host memory),
+        # and the flags of the source, because another request may write to it before the copy.
+        self._copies: dict[int, tuple[int, int, int, dict[str, Mask]]] = {}
         if pool is not None:
             pool.watchers.add(self)
 
@@ -134,7 +127,7 @@ class ValidRows:
         assert self._pool is not None
         taken = int(self._pool.taken_at[block])
         if self._seen[block] != taken:
-            self._copies[block] = _PlannedCopy(taken, first, source, self.bits_of(source) if source >= 0 else {})
+            self._copies[block] = taken, first, source, self.bits_of(source) if source >= 0 else {}
 
     def bits_of(self, block: int) -> dict[str, Mask]:
         """Return for each name which slots of a block hold a row."""
@@ -142,11 +135,12 @@ class ValidRows:
 
     def loaded(self, block: int, bits: dict[str, Mask], source: int = -1) -> None:
         """Set which slots of a block hold a row, by name, after a copy from block `source` (-1: from host memory)."""
-        count, planned = self.block_size, self._copies.pop(block, None)
-        if planned is not None and self._pool is not None and planned.taken_at == self._pool.taken_at[block]:
-            count = planned.first
-            if planned.source == source:
-                bits = {name: mine | planned.bits.get(name, False) for name, mine in bits.items()}
+        count = self.block_size
+        taken, first, planned_source, planned_bits = self._copies.pop(block, (-1, 0, 0, {}))
+        if self._pool is not None and taken == self._pool.taken_at[block]:
+            count = first
+            if planned_source == source:
+                bits = {name: mine | planned_bits.get(name, False) for name, mine in bits.items()}
         slots = block * self.block_size + np.arange(self.block_size)
         self.clear(slots)
         for name in bits.keys() & self._bits.keys():

@@ -50,9 +50,9 @@ def test_a_step_of_allocations_has_their_slots(reuse):
     assert step.slots.low == -1
     assert step.query_start_loc.tolist() == [0, *np.cumsum([len(mapping) for mapping in mappings])]
     assert step.positions.tolist() == [15, 8, 9, 10, 0, 1, 2]
-    assert [part.num_tokens for part in step.parts] == [16, 11, 3]
+    assert step.extents == ([0, 1, 4, 7], [16, 11, 3], False)
     copied = dataclasses.replace(step, outputs={"x": 1})
     assert copied.slot_mapping.tolist() == step.slot_mapping.tolist()
     assert copied.slots.runs == step.slots.runs
     by_arrays = pc.Step({}, step.slot_mapping, step.requests, step.query_start_loc, step.positions)
-    assert by_arrays.parts == step.parts
+    assert by_arrays.extents == step.extents
