@@ -95,7 +95,7 @@ class ManagerState:
         self.host_blocks = host_blocks
         self.offloading: list[Evicted] = []
         self.writers: dict[bytes, Hashable] = {}
-        self.history = History(self.pools)
+        self.history = History(self.block_size, [pool.num_blocks for pool in self.pools])
         self.counts: Counts = dict.fromkeys(COUNTS, 0)
 
     def with_reuse(self, name: str) -> dict[str, Reuse]:
@@ -385,7 +385,7 @@ class ManagerState:
         for pool in self.pools:
             pool.reset()
         self.counts = dict.fromkeys(COUNTS, 0)
-        self.history = History(self.pools)
+        self.history = History(self.block_size, [pool.num_blocks for pool in self.pools])
         for name in self.reuses:
             self.reuses = self.with_reuse(name)
         if self.listeners:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from array import array
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from cache_cases import run
 
 import pc
 from pc.cache.hashing import BlockHasher, encode_tokens
-from pc.cache.keys import encode_keys
-from pc.cache.observe.history import ENTRY_BYTES, LEAST_BYTES, Latest
+from pc.cache.keys import NO_KEYS, encode_keys
+from pc.cache.observe.history import ENTRY_BYTES, LEAST_BYTES, TOKEN_BYTES, History
 from pc.cache.policies.lru import LRU
 
 OPTIONS = ({}, {"salt": "one"}, {"extra_keys": "lora"}, {"salt": 3, "extra_keys": ["a", "b"]})
@@ -354,14 +355,18 @@ def test_a_reset_forgets():
 
 
 def test_remembered_entries_are_bounded_by_their_bytes():
-    kept = Latest(1000)
-    assert kept.capacity == LEAST_BYTES
+    history, most = History(4, [100, LEAST_BYTES // TOKEN_BYTES + 10]), [0, 0]
     for number in range(1000):
-        kept.add(number, 600 * (number % 3))
-        assert kept.nbytes == sum(size for _, size in kept) <= LEAST_BYTES
-    assert kept[-1][0] == 999
-    kept.add(1, 2 * LEAST_BYTES)
-    assert (len(kept), kept.nbytes) == (0, 0)
+        history.add_text((NO_KEYS, None, array("I", [number] * 150 * (number % 3)), 0))
+        history.blocks_evicted(np.full((20 * (number % 3), 4), number, np.uint64), 0)
+        sizes = [sum(size for _, size in entries) for entries in (history.ended, history.evicted)]
+        assert history.nbytes == sum(sizes)
+        most = [*map(max, most, sizes)]
+    limits = (LEAST_BYTES + 10 * TOKEN_BYTES, LEAST_BYTES)
+    assert all(limit - ENTRY_BYTES - 1200 < size <= limit for size, limit in zip(most, limits, strict=True))
+    assert history.ended[-1][1] == ENTRY_BYTES == history.evicted[-1][1]
+    history.add_text((NO_KEYS, None, array("I", bytes(2 * limits[0])), 0))
+    assert (len(history.ended), history.nbytes) == (0, sizes[1])
 
 
 @pytest.mark.parametrize(("tokens", "error"), [("text", TypeError), ([-1], ValueError), ([0.5], TypeError)])

@@ -17,7 +17,7 @@ import numpy as np
 from ....cache.groups import FullAttention, Group, Recurrent, SlidingWindow
 from ....cache.hashing import BlockHasher, Words, split_digests
 from ....cache.observe.explain import Explanation, Source, explain_from
-from ....cache.observe.history import ENTRY_BYTES, TOKEN_BYTES, Ended, Latest
+from ....cache.observe.history import Ended, History
 from ....cache.table import Ids
 from ..api import token_ids
 from .jumps import Jumps
@@ -75,7 +75,7 @@ class Misses:
         self._size: int = scheduler.hash_block_size
         self._hasher = BlockHasher("sha256", self._size)
         self._groups = groups_of(scheduler) or (FullAttention(),)
-        self._ended: Latest[Ended] = Latest(TOKEN_BYTES * len(self._pool.blocks))
+        self._history = History(self._size, [len(self._pool.blocks)])
 
     def explain(self, request: Any, jumps: Jumps | None) -> Explanation:
         """Return how far the prompt of a request that is not admitted yet is cached, and why no further."""
@@ -84,7 +84,7 @@ class Misses:
         names = dict(zip(digests, request.block_hashes, strict=False))
         find = [partial(find_blocks, self._pool, group, names) for group in range(len(self._groups))]
         others = [other for other in self._scheduler.requests.values() if other.request_id != request.request_id]
-        texts: list[tuple[Ended, Hashable]] = [(entry, None) for entry, _ in self._ended]
+        texts: list[tuple[Ended, Hashable]] = [(entry, None) for entry, _ in self._history.ended]
         texts += [(self._text_of(other), other.request_id) for other in others]
         found = explain_from(Source(self._hasher, self._groups, find, texts), tokens, keys)
         compression, block = self._scheduler.compression, found.position // self._size
@@ -107,4 +107,4 @@ class Misses:
         """Remember a request that has ended."""
         text = self._text_of(request)
         if text[3] >= self._size:
-            self._ended.add(text, ENTRY_BYTES + 4 * len(text[2]))
+            self._history.add_text(text)
