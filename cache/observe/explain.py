@@ -184,22 +184,9 @@ class Source(NamedTuple):
         return cls(state.hasher, state.groups, find, texts, list(evicted), state)
 
 
-class Known(NamedTuple):
-    """A remembered text, from its first token.
-
-    Attributes:
-        tokens: All its tokens.
-        keys: Its salt and extra keys.
-        digests: The hashes of its complete blocks.
-        committed: Number of its tokens whose KV was committed.
-        request_id: The request, if it is running.
-    """
-
-    tokens: Tokens
-    keys: EncodedKeys
-    digests: Words
-    committed: int
-    request_id: Hashable = None
+Known = list[tuple[Request, Hashable]]
+"""Texts, each from its first token on, as requests with tokens, keys, digests and `committed`. The second value is the
+id of a running request, else None."""
 
 
 def explain(
@@ -226,6 +213,7 @@ def explain_from(
     size, count = source.block_size, len(tokens)
     chain = Chain(hasher, keys)
     digests = chain.extend(tokens, count // size)
+    prompt = Request(tokens, chain, digests, keys)
     listed = [find(digests) for find in source.find]
     hit, over_gaps = (find_in_groups(source.groups, listed, size, count, count, gaps) for gaps in (False, True))
     gap_tokens = sum(end - start for start, end in over_gaps.cached) - hit.position
@@ -235,13 +223,12 @@ def explain_from(
     if blocks > hit.blocks:
         hit = hit._replace(blocks=blocks, position=min(blocks * size, max(count - 1, 0)))
     elif source.manager is not None:
-        hit = source.manager.extended(Request(tokens, chain, digests, keys), hit)
-    prompt = Known(_as_array(tokens), keys, digests, 0)
+        hit = source.manager.extended(prompt, hit)
     if hit.position >= count - 1:
         return Explanation(count, hit.position, None, hit.position)
     known = list(_known(source, hasher, prompt))
     why = _why_by_hash(source, known, prompt, hit.blocks) or _why_by_text(source, prompt, known, hit)
-    moved = _moved_tokens(source, hasher, chain, prompt, known, hit)
+    moved = _moved_tokens(source, hasher, prompt, known, hit)
     groups = _by_group(source, known, prompt, hit.blocks)
     return Explanation(count, hit.position, *why, gap_tokens, moved, groups=groups)
 
@@ -250,29 +237,29 @@ Why = tuple[str, int, Any, Any]
 """`reason`, `position`, `here` and `there` of an explanation."""
 
 
-def _as_array(tokens: array[int]) -> Tokens:
-    return np.frombuffer(tokens, np.uint32) if tokens else np.empty(0, np.uint32)
+def _as_array(text: Request) -> Tokens:
+    return np.frombuffer(text.tokens, np.uint32) if text.tokens else np.empty(0, np.uint32)
 
 
-def _known(source: Source, hasher: BlockHasher, prompt: Known) -> Iterator[Known]:
-    """Yield the texts of a source as `Known`: remembered texts, oldest first, and texts of running requests."""
+def _known(source: Source, hasher: BlockHasher, prompt: Request) -> Iterator[tuple[Request, Hashable]]:
+    """Yield the texts of a source as in `Known`: remembered texts, oldest first, and texts of running requests."""
     size = source.block_size
-    text_before = {digest: prompt.tokens[: (i + 1) * size] for i, digest in enumerate(split_digests(prompt.digests))}
-    for (keys, before, own, committed), request_id in source.texts:
-        text = _as_array(own)
+    text_before = {digest: (prompt.tokens, i * size) for i, digest in enumerate(split_digests(prompt.digests), 1)}
+    for (keys, before, tokens, committed), request_id in source.texts:
         if before is not None:
             if before not in text_before:
                 continue  # the request that computed the earlier text is forgotten
-            text = np.concatenate((text_before[before], text))
+            earlier, length = text_before[before]
+            tokens = earlier[:length] + tokens
         moved = approximate_from(keys)
         if moved is not None:  # KV from there on is approximate; the same text has other hashes in an exact prompt
-            keys, text, committed = keys._replace(placed=()), text[:moved], min(committed, moved)
-        digests = hasher.hash_blocks(array("I", text.tobytes()), keys)
-        text_before.update({digest: text[: (i + 1) * size] for i, digest in enumerate(split_digests(digests))})
-        yield Known(text, keys, digests, committed, request_id)
+            keys, tokens, committed = keys._replace(placed=()), tokens[:moved], min(committed, moved)
+        digests = hasher.hash_blocks(tokens, keys)
+        text_before.update({digest: (tokens, i * size) for i, digest in enumerate(split_digests(digests), 1)})
+        yield Request(tokens, None, digests, keys, committed=committed), request_id
 
 
-def _why_by_hash(source: Source, known: list[Known], prompt: Known, block: int) -> Why | None:
+def _why_by_hash(source: Source, known: Known, prompt: Request, block: int) -> Why | None:
     """Return why the prompt's block after the hit is not reused; None if its hash was never seen."""
     if block == len(prompt.digests):
         return None
@@ -287,24 +274,24 @@ def _why_by_hash(source: Source, known: list[Known], prompt: Known, block: int) 
 
 
 def _why_not_cached(
-    source: Source, known: list[Known], prompt: Known, block: int, group: int | None = None
+    source: Source, known: Known, prompt: Request, block: int, group: int | None = None
 ) -> tuple[str, Any] | None:
     """Return why a block is not cached (in a group), or None if its hash was never seen.
 
     The second value is the seconds since an eviction, or the request that has not committed the block.
     """
     digest, end = prompt.digests[block], (block + 1) * source.block_size
-    same = [text for text in known if len(text.digests) > block and (text.digests[block] == digest).all()]
-    for text in same:
-        if text.request_id is not None and text.committed < end:
-            return "uncommitted", text.request_id
+    same = [pair for pair in known if len(pair[0].digests) > block and (pair[0].digests[block] == digest).all()]
+    for text, request_id in same:
+        if request_id is not None and text.committed < end:
+            return "uncommitted", request_id
     times = [when for when, words, of in source.evicted if group in (None, of) and (words == digest).all(1).any()]
     if times:
         return "evicted", monotonic() - max(times)
-    return ("evicted", None) if any(text.committed >= end for text in same) else None
+    return ("evicted", None) if any(text.committed >= end for text, _ in same) else None
 
 
-def _by_group(source: Source, known: list[Known], prompt: Known, hit: int) -> tuple[GroupMiss, ...]:
+def _by_group(source: Source, known: Known, prompt: Request, hit: int) -> tuple[GroupMiss, ...]:
     """Return what each of several groups lacks after a hit of `hit` blocks.
 
     Groups of states are examined where the hit of the attention groups alone would end.
@@ -333,7 +320,7 @@ def _by_group(source: Source, known: list[Known], prompt: Known, hit: int) -> tu
     return tuple(misses)
 
 
-def _why_by_text(source: Source, prompt: Known, known: list[Known], hit: Hit) -> Why:
+def _why_by_text(source: Source, prompt: Request, known: Known, hit: Hit) -> Why:
     """Return how the prompt differs from remembered texts at the block after a hit."""
     size, block = source.block_size, hit.blocks
     start = block * size
@@ -341,14 +328,14 @@ def _why_by_text(source: Source, prompt: Known, known: list[Known], hit: Hit) ->
     # A text with another salt or other keys explains more if its tokens agree longer and its block is cached.
     other_agreed, other_at = max(
         (
-            (common_length(prompt.tokens, text.tokens), i)
-            for i, text in enumerate(known)
+            (common_length(_as_array(prompt), _as_array(text)), i)
+            for i, (text, _) in enumerate(known)
             if _have_other_keys(prompt, text) and _is_cached(source, text, block)
         ),
         default=(0, -1),
     )
     if other_agreed // size > max(agreed, start) // size:
-        text = known[other_at]
+        text = known[other_at][0]
         if _salt_and_keys(text.keys)[0] != _salt_and_keys(prompt.keys)[0]:
             return "salt", start, None, None
         return "keys", start, prompt.keys.extra_keys, text.keys.extra_keys
@@ -362,31 +349,33 @@ def _why_by_text(source: Source, prompt: Known, known: list[Known], hit: Hit) ->
     return "never", start, None, None
 
 
-def _is_cached(source: Source, text: Known, block: int) -> bool:
+def _is_cached(source: Source, text: Request, block: int) -> bool:
     """Return whether a block of a remembered text is still in the cache."""
     digests = text.digests[block : block + 1]
     return any(find(digest[None])[0] >= 0 for find in source.find for digest in digests)
 
 
-def _longest_match(prompt: Known, known: list[Known], block: int) -> tuple[int, str, Known | None]:
+def _longest_match(prompt: Request, known: Known, block: int) -> tuple[int, str, Request | None]:
     """Return the longest match with a text of the same salt and keys: its length, why it ends, and the text."""
-    best: tuple[int, str, Known | None] = (0, "end", None)
-    for text in known:
+    best: tuple[int, str, Request | None] = (0, "end", None)
+    one = _as_array(prompt)
+    for text, _ in known:
         if _have_other_keys(prompt, text):
             continue
-        both, common = min(len(text.tokens), len(prompt.tokens)), common_length(prompt.tokens, text.tokens)
+        other = _as_array(text)
+        both, common = min(one.size, other.size), common_length(one, other)
         placed = {position for position, _ in set(text.keys.placed) ^ set(prompt.keys.placed)}
         border = min(placed, default=both)
         end = "keys" if border < common else "token" if common < both else "end"
         begins = end == "token" and common < 2 and not block
-        if begins and 2 * np.count_nonzero(text.tokens[:both] == prompt.tokens[:both]) < both:
+        if begins and 2 * np.count_nonzero(one[:both] == other[:both]) < both:
             continue  # they share only the token with which all texts start
         if min(border, common) >= best[0]:
             best = (min(border, common), end, text)
     return best
 
 
-def _have_other_keys(one: Known, other: Known) -> bool:
+def _have_other_keys(one: Request, other: Request) -> bool:
     """Return whether two texts differ in their salt, or in an extra key that holds for the whole text."""
     return one.keys.header != other.keys.header
 
@@ -403,11 +392,9 @@ def _key_at(keys: EncodedKeys, position: int) -> Key:
     return next((key.key for key in given if isinstance(key, KeyAt) and key.position == position), None)
 
 
-def _moved_tokens(
-    source: Source, hasher: BlockHasher, chain: Chain, prompt: Known, known: list[Known], hit: Hit
-) -> int:
+def _moved_tokens(source: Source, hasher: BlockHasher, prompt: Request, known: Known, hit: Hit) -> int:
     """Return how many tokens after a hit `reuse="anywhere"` would find."""
-    namespace, size, manager = chain.namespace, source.block_size, source.manager
+    namespace, size, manager = prompt.namespace, source.block_size, source.manager
     if namespace is None or manager is None or not manager.prefix_only:
         return 0
     user, pool = manager.reuses.get("anywhere"), manager.pools[0]
@@ -415,15 +402,15 @@ def _moved_tokens(
         content = user.index
     else:  # built from remembered texts
         content = MovedText(pool).index
-        for text in known:
+        for text, _ in known:
             own = Chain(hasher, text.keys).namespace
             if own is None:  # the KV depends on a key placed inside the text
                 continue
             ids = source.find[0](text.digests)
             for _, first, end in find_runs((ids >= 0).nonzero()[0]):
-                tokens, blocks = array("I", text.tokens[first * size : end * size].tobytes()), ids[first:end]
+                tokens, blocks = text.tokens[first * size : end * size], ids[first:end]
                 before = int(ids[first - 1]) if first else -1
                 content.add(blocks, pool.taken_at[blocks], first, before, tokens, own, True)
     last = len(prompt.tokens) - 1
-    found = content.find(prompt.tokens[:last], hit.position, last, namespace)
+    found = content.find(_as_array(prompt)[:last], hit.position, last, namespace)
     return sum([run.end - run.start for run in found if run.end - run.start >= size])

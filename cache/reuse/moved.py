@@ -19,7 +19,7 @@ from .content import ContentIndex, Stamps
 
 
 class MovedText:
-    """A `pc.cache.reuse.Reuse` that finds text of the prompt at any position, by its tokens."""
+    """An index (see `pc.cache.reuse`) that finds text of the prompt at any position, by its tokens."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool, self._block_size = pool, pool.hasher.block_size

@@ -21,7 +21,7 @@ ENTRY_BYTES = 400
 
 
 class PartialBlocks:
-    """A `pc.cache.reuse.Reuse` that indexes the tokens of published blocks by the prefix before each block."""
+    """An index (see `pc.cache.reuse`) of the tokens of published blocks by the prefix before each block."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool, self._block_size = pool, pool.hasher.block_size

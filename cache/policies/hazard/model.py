@@ -48,6 +48,11 @@ FACTORS = 18
 LEVELS = 24  # the product of factors is rounded to steps of a third of an octave, for lookups
 FADING = 1e-7  # of two equal blocks, the older one has a slightly lower score
 
+CELLS = 2 * USES  # a cell of a request's blocks is 2 * uses + tail
+SUM = np.ones(CELLS, np.float32)
+MOST_COUNTED = (1 << 15) - 1  # maximum number of blocks of a request that are counted
+YOUNG = 512  # number of latest requests whose idle time is counted in every call
+
 DECAY = 0.97  # factor of all sums every 50 requests, so about 1,600 requests count
 # Weights of the priors. Halving or doubling them changes hits by about 1 %.
 PRIOR, FACTOR_PRIOR, AGE_PRIOR = 50.0, 50.0, 200.0
@@ -56,12 +61,22 @@ PRIOR, FACTOR_PRIOR, AGE_PRIOR = 50.0, 50.0, 200.0
 class HazardModel:
     """The model of hazard rates: decaying sums of occurrences and exposure, and the rates and indices from them.
 
+    Occurrences and exposure come from intervals during which blocks were at risk of reuse. A reuse ends an interval.
+    Before each fit, `learn` counts all reuses, and the exposure of the latest requests and of a quarter of the older
+    ones. Blocks that were not reused yet are censored: they add exposure and no occurrence. The model maintains the
+    columns `at_risk` and `counted_to` of `runs`.
+
     Attributes:
         rate: Baseline hazard, in reuses for each request of idle time, `[strata, AGES]`.
         factor: Factors of covariates, `[FACTORS]`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, runs: RunTable) -> None:
+        self._runs = runs
+        self._calls = 0  # of `learn`
+        self._begun = 0  # `at_risk` is filled for rows before this one
+        self._used: list[tuple[Numbers, Numbers, Numbers, Numbers]] = []  # rows, first and last places, times
+        self._recalled: list[tuple[Numbers, Numbers, Numbers]] = []  # rows, cells, times
         self._events = np.zeros((GROUPS * USES, AGES))
         self._exposure = np.zeros((GROUPS * USES, AGES))
         self._factor_events = np.zeros(FACTORS)
@@ -74,8 +89,86 @@ class HazardModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(value.nbytes for value in vars(self).values() if isinstance(value, np.ndarray))
+        """Bytes held, of intervals that are not counted yet too."""
+        arrays = [value for value in vars(self).values() if isinstance(value, np.ndarray)]
+        return sum(part.nbytes for parts in (arrays, *self._used, *self._recalled) for part in parts)
+
+    def used(self, rows: Numbers, first: Numbers, last: Numbers, times: Numbers) -> None:
+        """Record that blocks at places `first` to `last` of rows were used at these times."""
+        self._used.append((rows, first, last, times))
+
+    def recalled(self, rows: Numbers, uses: Numbers, tail: Numbers, times: Numbers) -> None:
+        """Record that evicted blocks were used at these times."""
+        self._recalled.append((rows, _cell_of(uses, tail), times))
+
+    def forgotten(self, rows: Numbers, uses: Numbers, tail: Numbers) -> None:
+        """Record that ghosts of evicted blocks were dropped, which ends their intervals without a reuse."""
+        begun = rows < self._begun
+        np.subtract.at(self._runs.at_risk, (rows[begun], _cell_of(uses, tail)[begun]), np.int16(1))
+
+    def learn(self, now: int, stale: bool) -> None:
+        """Count all reuses, and the exposure up to now.
+
+        Old requests, whose hazard changes slowly, are counted in every fourth call.
+        """
+        runs = self._runs
+        self._open_new_rows()
+        self._calls += 1
+        rows, times, number = self._reuses()
+        groups, covariates, ages = runs.groups_of(rows), runs.covariates_of(rows), times - runs.serial[rows]
+        ended = number * self._weights(rows)[:, None]
+        each, cells = number.nonzero()
+        self.reuse(groups[each], covariates[each], cells, ages[each], ended[each, cells])
+        fewer = np.minimum(number[each, cells], MOST_COUNTED).astype(np.int16)
+        np.subtract.at(runs.at_risk, (rows[each], cells), fewer)
+        serial = runs.serial[: runs.count]
+        due = np.flatnonzero((serial >= now - YOUNG) | (serial % 4 == self._calls % 4))
+        at_risk = np.maximum(runs.at_risk[due], 0).astype(np.float32)
+        waiting = at_risk @ SUM > 0
+        due, at_risk = due[waiting], at_risk[waiting] * self._weights(due[waiting])[:, None]
+        age = now - runs.serial[due]
+        until = np.append(np.maximum(ages, runs.counted_to[rows]), age)
+        if until.size:
+            since = np.append(runs.counted_to[rows], runs.counted_to[due])
+            groups, covariates = np.append(groups, runs.groups_of(due)), np.append(covariates, runs.covariates_of(due))
+            self.expose(groups, covariates, since, until, np.concatenate((ended.astype(np.float32), at_risk)), stale)
+        runs.counted_to[due] = age
+
+    def _open_new_rows(self) -> None:
+        """Open intervals for new rows, none of whose blocks was reused yet."""
+        runs = self._runs
+        rows = slice(self._begun, runs.count)
+        self._begun = runs.count
+        size, bounds = np.minimum(runs.size[rows], MOST_COUNTED), np.minimum(runs.bounds[rows].T, MOST_COUNTED)
+        runs.at_risk[rows] = _count_cells(np.zeros_like(size), size, size, bounds)
+        runs.counted_to[rows] = 0
+
+    def _weights(self, rows: Numbers) -> npt.NDArray[np.float32]:
+        """Return the weight of a block of each row. Blocks of long requests weigh less, so they do not dominate."""
+        return (1 / np.sqrt(np.maximum(self._runs.size[rows], 1))).astype(np.float32)
+
+    def _reuses(self) -> tuple[Numbers, Numbers, Numbers]:
+        """Return the reuses since the last call: rows `[n]`, times `[n]`, and numbers of blocks by cell, `[n, 8]`."""
+        runs = self._runs
+        parts: list[tuple[Numbers, Numbers, Numbers]] = []
+        if self._recalled:
+            rows, cells, times = (np.concatenate(part) for part in zip(*self._recalled, strict=True))
+            starts = np.append(True, (rows[1:] != rows[:-1]) | (times[1:] != times[:-1]))  # one entry for each request
+            number = np.bincount(CELLS * (starts.cumsum() - 1) + cells, minlength=CELLS * np.count_nonzero(starts))
+            parts.append((rows[starts], times[starts], number.reshape(-1, CELLS)))
+        if self._used:
+            rows, first, last, times = (np.concatenate(part) for part in zip(*self._used, strict=True))
+            number = _count_cells(first, last, runs.size.take(rows), runs.bounds.take(rows, axis=0).T)
+            parts.append((rows, times, number))
+        self._used, self._recalled = [], []
+        if not parts:
+            return np.empty(0, np.intp), np.empty(0, np.intp), np.empty((0, CELLS), np.intp)
+        rows, times, number = (np.concatenate(part) for part in zip(*parts, strict=True))
+        return rows, times, number
+
+    def renumbered(self) -> None:
+        """Record that rows were dropped. The caller must have called `learn` since it last added rows."""
+        self._begun = self._runs.count
 
     def expose(
         self, group: Numbers, covariates: Numbers, since: Numbers, until: Numbers, at_risk: Numbers, stale: bool = False
@@ -230,136 +323,20 @@ def ending_of(returns: float | None, output_tokens: int) -> Ending:
     return stratum, COVARIATES + 8 * bisect(FINE_OUTPUT_BOUNDS, output_tokens), returns == 0
 
 
-CELLS = 2 * USES  # a cell of a request's blocks is 2 * uses + tail
-SUM = np.ones(CELLS, np.float32)
-MOST_COUNTED = (1 << 15) - 1  # maximum number of blocks of a request that are counted
-YOUNG = 512  # number of latest requests whose idle time is counted in every call
+def _count_cells(first: Numbers, last: Numbers, size: Numbers, bounds: Numbers) -> Numbers:
+    """Return how many blocks at places `first` to `last` of each chain are in each cell, `[n, 8]`.
 
-
-class IntervalsAtRisk:
-    """A collector of intervals during which blocks were at risk of reuse.
-
-    A reuse ends an interval. Before each fit of the model, `learn` counts all reuses, and the
-    exposure of the latest requests and of a quarter of the older ones. Blocks that were
-    not reused yet are censored: they add exposure and no occurrence. The collector maintains the columns `at_risk` and
-    `counted_to` of rows.
+    `size` and `bounds` `[3, n]` are those of `RunTable`.
     """
-
-    def __init__(self, runs: RunTable, model: HazardModel) -> None:
-        self._runs = runs
-        self._model = model
-        self._calls = 0
-        self._begun = 0  # `at_risk` is filled for rows before this one
-        self._used: list[tuple[Numbers, Numbers, Numbers, Numbers]] = []  # rows, first and last places, times
-        self._recalled: list[tuple[Numbers, Numbers, Numbers]] = []  # rows, cells, times
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of intervals that are not counted yet."""
-        return sum(part.nbytes for parts in (*self._used, *self._recalled) for part in parts)
-
-    def used(self, rows: Numbers, first: Numbers, last: Numbers, times: Numbers) -> None:
-        """Record that blocks at places `first` to `last` of rows were used at these times."""
-        self._used.append((rows, first, last, times))
-
-    def recalled(self, rows: Numbers, uses: Numbers, tail: Numbers, times: Numbers) -> None:
-        """Record that evicted blocks were used at these times."""
-        self._recalled.append((rows, _cell_of(uses, tail), times))
-
-    def forgotten(self, rows: Numbers, uses: Numbers, tail: Numbers) -> None:
-        """Record that ghosts of evicted blocks were dropped, which ends their intervals without a reuse."""
-        begun = rows < self._begun
-        np.subtract.at(self._runs.at_risk, (rows[begun], _cell_of(uses, tail)[begun]), np.int16(1))
-
-    def learn(self, now: int, stale: bool) -> None:
-        """Count all reuses, and the exposure up to now.
-
-        Old requests, whose hazard changes slowly, are counted in every fourth call.
-        """
-        runs, model = self._runs, self._model
-        self._open_new_rows()
-        self._calls += 1
-        rows, times, number = self._reuses()
-        groups, covariates, ages = runs.groups_of(rows), runs.covariates_of(rows), times - runs.serial[rows]
-        ended = number * self._weights(rows)[:, None]
-        each, cells = number.nonzero()
-        model.reuse(groups[each], covariates[each], cells, ages[each], ended[each, cells])
-        fewer = np.minimum(number[each, cells], MOST_COUNTED).astype(np.int16)
-        np.subtract.at(runs.at_risk, (rows[each], cells), fewer)
-        serial = runs.serial[: runs.count]
-        due = np.flatnonzero((serial >= now - YOUNG) | (serial % 4 == self._calls % 4))
-        at_risk = np.maximum(runs.at_risk[due], 0).astype(np.float32)
-        waiting = at_risk @ SUM > 0
-        due, at_risk = due[waiting], at_risk[waiting] * self._weights(due[waiting])[:, None]
-        age = now - runs.serial[due]
-        until = np.append(np.maximum(ages, runs.counted_to[rows]), age)
-        if until.size:
-            since = np.append(runs.counted_to[rows], runs.counted_to[due])
-            groups, covariates = np.append(groups, runs.groups_of(due)), np.append(covariates, runs.covariates_of(due))
-            model.expose(groups, covariates, since, until, np.concatenate((ended.astype(np.float32), at_risk)), stale)
-        runs.counted_to[due] = age
-
-    def _open_new_rows(self) -> None:
-        """Open intervals for new rows, none of whose blocks was reused yet."""
-        runs = self._runs
-        rows = slice(self._begun, runs.count)
-        self._begun = runs.count
-        size, at_risk = np.minimum(runs.size[rows], MOST_COUNTED), runs.at_risk[rows]
-        bounds = np.minimum(runs.bounds[rows].T, MOST_COUNTED)
-        at_risk[:] = 0
-        least = size
-        for cell, bound in zip(range(0, CELLS, 2), bounds, strict=False):
-            at_risk[:, cell] = least - bound
-            least = bound
-        at_risk[:, -2] = least
-        last = 2 * _uses(bounds, size) + CELLS * np.arange(size.size)
-        flat = runs.at_risk.reshape(-1)[CELLS * rows.start : CELLS * rows.stop]
-        flat[last] -= 1
-        flat[last + 1] += 1
-        runs.counted_to[rows] = 0
-
-    def _weights(self, rows: Numbers) -> npt.NDArray[np.float32]:
-        """Return the weight of a block of each row. Blocks of long requests weigh less, so they do not dominate."""
-        return (1 / np.sqrt(np.maximum(self._runs.size[rows], 1))).astype(np.float32)
-
-    def _reuses(self) -> tuple[Numbers, Numbers, Numbers]:
-        """Return the reuses since the last call: rows `[n]`, times `[n]`, and numbers of blocks by cell, `[n, 8]`."""
-        runs = self._runs
-        parts: list[tuple[Numbers, Numbers, Numbers]] = []
-        if self._recalled:
-            rows, cells, times = (np.concatenate(part) for part in zip(*self._recalled, strict=True))
-            starts = np.append(True, (rows[1:] != rows[:-1]) | (times[1:] != times[:-1]))  # one entry for each request
-            number = np.bincount(CELLS * (starts.cumsum() - 1) + cells, minlength=CELLS * np.count_nonzero(starts))
-            parts.append((rows[starts], times[starts], number.reshape(-1, CELLS)))
-        if self._used:
-            rows, first, last, times = (np.concatenate(part) for part in zip(*self._used, strict=True))
-            size, bounds = runs.size.take(rows), runs.bounds.take(rows, axis=0).T
-            tail = last == size
-            number = np.zeros((rows.size, CELLS), np.intp)
-            begin, last = first, last - tail
-            for cell, bound in zip(range(CELLS - 2, -1, -2), (*bounds[::-1], size), strict=True):
-                end = np.minimum(np.maximum(bound, first), last)  # by column: operations on rows of four take longer
-                number[:, cell] = end - begin
-                begin = end
-            number.reshape(-1)[(CELLS * np.arange(rows.size) + 2 * _uses(bounds, size) + 1)[tail]] = 1
-            parts.append((rows, times, number))
-        self._used, self._recalled = [], []
-        if not parts:
-            return np.empty(0, np.intp), np.empty(0, np.intp), np.empty((0, CELLS), np.intp)
-        rows, times, number = (np.concatenate(part) for part in zip(*parts, strict=True))
-        return rows, times, number
-
-    def renumbered(self) -> None:
-        """Record that rows were dropped. The caller must have called `learn` since it last added rows."""
-        self._begun = self._runs.count
-
-
-def _uses(bounds: Numbers, size: Numbers) -> Numbers:
-    """Return the class of uses of each chain's last block, from the `size` and the `bounds` `[3, n]` of `RunTable`."""
-    uses: Numbers = (bounds[0] >= size).astype(np.intp)
-    for bound in bounds[1:]:
-        uses += bound >= size
-    return uses
+    tail, rows = last == size, np.arange(size.size)
+    number: Numbers = np.zeros((size.size, CELLS), np.intp)
+    begin, last = first, last - tail
+    for cell, bound in zip(range(CELLS - 2, -1, -2), (*bounds[::-1], size), strict=True):
+        end = np.minimum(np.maximum(bound, first), last)  # by column: operations on rows of four take longer
+        number[:, cell] = end - begin
+        begin = end
+    number[rows[tail], (2 * (bounds >= size).sum(axis=0) + 1)[tail]] = 1
+    return number
 
 
 def _cell_of(uses: Numbers, tail: Numbers) -> Numbers:

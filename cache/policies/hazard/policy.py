@@ -14,7 +14,7 @@ from ..base import EvictionPolicy, PoolView
 from ..ghosts import NOTE_BITS, TIME_BITS, Ghosts, Keys
 from ..run_queue import too_few
 from .guard import ShadowGuard, Use
-from .model import DECAY, NEW_BOUNDS, UNKNOWN_ENDING, Ending, HazardModel, IntervalsAtRisk, ending_of
+from .model import DECAY, NEW_BOUNDS, UNKNOWN_ENDING, Ending, HazardModel, ending_of
 from .runs import USE_BOUNDS, Numbers, RunTable
 from .victims import Part, VictimChooser
 
@@ -70,9 +70,8 @@ class Hazard(EvictionPolicy):
         self._num_logged = 0  # blocks of hits and chains that are not drained yet
         self._drained_at = 0
         self.runs = RunTable()
-        self.model = HazardModel()
+        self.model = HazardModel(self.runs)
         self.guard = ShadowGuard(self.pool.num_blocks)
-        self.intervals = IntervalsAtRisk(self.runs, self.model)
         self._filled: list[tuple[int, Ids, Keys, Ids]] = []  # times, blocks, keys and prefix lengths, not drained yet
         self._gone: list[tuple[list[Part], Keys, Numbers]] = []  # victims by request, keys and uses, not drained yet
         self._chooser = VictimChooser(self.runs, self.model, self._owner, self._child_count, self._place_bits)
@@ -169,7 +168,7 @@ class Hazard(EvictionPolicy):
         if known.size:
             self.guard.forgotten(self.runs, rows)
             np.subtract.at(self.runs.owned, rows, ONE)
-            self.intervals.forgotten(rows, uses[known], tails[known])
+            self.model.forgotten(rows, uses[known], tails[known])
 
     def _recall_filled(self) -> list[Use]:
         """Record reuses of evicted blocks: find the newly filled blocks that have ghosts. Return the uses."""
@@ -188,7 +187,7 @@ class Hazard(EvictionPolicy):
         begin = np.array([part.size for part in parts]).cumsum()
         time = np.array(times)[begin.searchsorted(found, side="right")]
         place = np.minimum(np.concatenate(lengths)[found] - 1, runs.size[rows] - 1)
-        self.intervals.recalled(rows, uses[known], tails[known], time)
+        self.model.recalled(rows, uses[known], tails[known], time)
         broken = (np.diff(rows) != 0) | (np.diff(place) != 1) | (np.diff(time) != 0)
         first = np.append(True, broken)
         return _uses(time[first], rows[first], place[first], place[np.append(broken, True)] + 1, cached=False)
@@ -237,7 +236,7 @@ class Hazard(EvictionPolicy):
         first = owner & ((1 << self._place_bits) - 1)
         _, rows = runs.find(owner >> self._place_bits)
         last = first + sizes
-        self.intervals.used(rows, first, last, times)
+        self.model.used(rows, first, last, times)
         size_of = runs.views.size
         for row, end in zip(rows.tolist(), last.tolist(), strict=True):
             if end < size_of[row]:
@@ -249,7 +248,7 @@ class Hazard(EvictionPolicy):
         """Fit the model, and drop rows that are no longer useful."""
         runs = self.runs
         steps = (self._now - self._last_fit) / EVERY
-        self.intervals.learn(self._now, stale=steps > 2)
+        self.model.learn(self._now, stale=steps > 2)
         self.model.fit(DECAY ** min(steps, 20.0))
         self._last_fit = self._now
         serial = runs.serial[: runs.count]
@@ -260,7 +259,7 @@ class Hazard(EvictionPolicy):
             runs.keep(rows)
             self.guard.keep(rows)
             self._chooser.drop_ranks()
-            self.intervals.renumbered()
+            self.model.renumbered()
 
     def victims(self, count: int) -> Ids:
         self._update_owners()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sys import byteorder
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -21,23 +21,6 @@ USES = 4  # classes of use: a block used once, at least 2, 3 and 5 times
 USE_BOUNDS = np.array([2, 3, 5])
 COVARIATES = 64  # bucket of new blocks + 8 * bucket of output (see `model`); a request's last block has 64 more
 
-COLUMNS: dict[str, tuple[str, int]] = {
-    "serial": ("i8", 1),
-    "start": ("i4", 1),
-    "end": ("i4", 1),
-    "size": ("i4", 1),
-    "bounds": ("i4", len(USE_BOUNDS)),
-    "last": ("i4", 1),
-    "parent": ("i4", 1),
-    "shared": ("i4", 1),
-    "owned": ("i4", 1),
-    "stratum": ("i1", 1),
-    "covariates": ("i1", 1),
-    "final": ("?", 1),
-    "base": ("i4", 1),
-    "counted_to": ("i4", 1),
-    "at_risk": ("i2", 2 * USES),
-}
 LEAST = 64  # minimum number of rows to add
 TRIM_MIN = 8  # chains of up to this many blocks are not trimmed, which would save nothing
 NO_BLOCKS = b""
@@ -51,21 +34,24 @@ class RunTable:
     the bytes of int32 values. `places` is the number of blocks in all `chains`.
     """
 
-    serial: Numbers  # number of the request, which is also its time
-    start: Numbers  # first place of the run in the chain; later requests with this prefix take the front
-    end: Numbers  # place after the run; eviction lowers it; later requests may own places between `start` and `end`
-    size: Numbers  # number of blocks in the chain
-    bounds: Numbers  # number of blocks of the chain used at least 2, 3 and 5 times, [rows, 3]
-    last: Numbers  # the block at `end - 1`
-    parent: Numbers  # the block before `start`; -1: none
-    shared: Numbers  # place after the last block from which another request continued; set if `final`
-    owned: Numbers  # number of blocks that no other request has used since, evicted ones included
-    stratum: Numbers  # with covariates, the class of the block at `end - 1`; see `HazardModel.scores`
-    covariates: Numbers
-    final: Numbers  # whether the caller said that the conversation is over
-    base: Numbers  # place of the first block in `chains`
-    counted_to: Numbers  # age up to which its exposure is counted
-    at_risk: Numbers  # number of owned blocks in each cell, 2 * uses + tail, as counted so far, [rows, 8]
+    # Each column has a type of elements, and their number for each row.
+    serial: Annotated[Numbers, "i8", 1]  # number of the request, which is also its time
+    start: Annotated[Numbers, "i4", 1]  # first place of the run; later requests with this prefix take the front
+    end: Annotated[Numbers, "i4", 1]  # place after the run; eviction lowers it; later requests may own places before it
+    size: Annotated[Numbers, "i4", 1]  # number of blocks in the chain
+    bounds: Annotated[Numbers, "i4", len(USE_BOUNDS)]  # number of blocks of the chain used at least 2, 3 and 5 times
+    last: Annotated[Numbers, "i4", 1]  # the block at `end - 1`
+    parent: Annotated[Numbers, "i4", 1]  # the block before `start`; -1: none
+    shared: Annotated[Numbers, "i4", 1]  # place after the last block from which a request continued; set if `final`
+    owned: Annotated[Numbers, "i4", 1]  # number of blocks that no other request has used since, evicted ones included
+    stratum: Annotated[
+        Numbers, "i1", 1
+    ]  # with covariates, the class of the block at `end - 1`; see `HazardModel.scores`
+    covariates: Annotated[Numbers, "i1", 1]
+    final: Annotated[Numbers, "?", 1]  # whether the caller said that the conversation is over
+    base: Annotated[Numbers, "i4", 1]  # place of the first block in `chains`
+    counted_to: Annotated[Numbers, "i4", 1]  # age up to which its exposure is counted
+    at_risk: Annotated[Numbers, "i2", 2 * USES]  # number of owned blocks in each cell, 2 * uses + tail, counted so far
 
     def __init__(self) -> None:
         self.count = self.places = 0
@@ -239,3 +225,9 @@ class RunTable:
             assert known.size, "a block without a row"
             assert self.start[rows[0]] <= place < self.end[rows[0]], "a block outside its run"
             assert self.block(int(rows[0]), place) == block, "a block is in another place"
+
+
+COLUMNS: dict[str, tuple[str, int]] = {
+    name: hint.__metadata__ for name, hint in get_type_hints(RunTable, include_extras=True).items()
+}
+"""The annotated columns of `RunTable`: type and number of elements by name."""

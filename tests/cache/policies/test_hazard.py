@@ -14,7 +14,7 @@ import pc
 from pc.cache.policies import Ghosts, Hazard
 from pc.cache.policies.ghosts import NOTE_BITS
 from pc.cache.policies.hazard.guard import ShadowGuard
-from pc.cache.policies.hazard.model import AGES, EDGES, HazardModel, IntervalsAtRisk
+from pc.cache.policies.hazard.model import AGES, EDGES, HazardModel
 from pc.cache.policies.hazard.policy import _pieces
 from pc.cache.policies.hazard.runs import USES, RunTable
 from pc.cache.replay import Trace, replay
@@ -278,7 +278,7 @@ def test_what_is_hit_while_others_hold_it_is_noted_within_bounds():
 def test_rates_learned_after_a_long_time_are_not_made_up_for_by_the_factors():
     """All observations of the first thousand requests come at once, and are 50 times the assumed rate."""
     for stale in (False, True):
-        model = HazardModel()
+        model = HazardModel(RunTable())
         one = np.zeros(1, np.intp)
         lives = np.zeros((1, 2 * USES))
         lives[0, 0] = 1000.0
@@ -464,9 +464,9 @@ def test_ghosts_of_the_oldest_requests_give_way():
 def test_evicted_blocks_that_come_again_are_counted_by_request(monkeypatch):
     """Counting one by one would be slow: with prompts of 300 blocks, each fit would look at ten thousand intervals."""
     intervals, recalled = [], []
-    expose, again = HazardModel.expose, IntervalsAtRisk.recalled
+    expose, again = HazardModel.expose, HazardModel.recalled
     monkeypatch.setattr(HazardModel, "expose", lambda self, *a: intervals.append(a[0].size) or expose(self, *a))
-    monkeypatch.setattr(IntervalsAtRisk, "recalled", lambda self, *a: recalled.append(a[0].size) or again(self, *a))
+    monkeypatch.setattr(HazardModel, "recalled", lambda self, *a: recalled.append(a[0].size) or again(self, *a))
     requests = [[1000 * (i % 20) + k for k in range(300)] for i in range(800)]
     replay(trace_of(requests), "hazard", 5000)
     assert sum(recalled) > 40_000
@@ -474,7 +474,7 @@ def test_evicted_blocks_that_come_again_are_counted_by_request(monkeypatch):
 
 
 def test_rates_are_what_was_seen():
-    model = HazardModel()
+    model = HazardModel(RunTable())
     one = np.zeros(1, np.intp)
     lives = np.zeros((1, 2 * USES))
     lives[0, 0] = 1000.0
