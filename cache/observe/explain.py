@@ -167,11 +167,6 @@ class Source(NamedTuple):
     evicted: Iterable[tuple[float, Words, int]] = ()
     manager: ManagerState | None = None
 
-    @property
-    def block_size(self) -> int:
-        """Number of tokens in a block."""
-        return self.hasher.block_size
-
     @classmethod
     def of(cls, state: ManagerState) -> Source:
         """Return the source for a manager's cache."""
@@ -180,8 +175,8 @@ class Source(NamedTuple):
             tokens = request.tokens + request.pending if request.pending else request.tokens
             texts.append(((request.keys, None, tokens, request.committed), name))
         find = [pool.table.find for pool in state.pools]
-        evicted = (entry for entry, _ in state.history.evicted)
-        return cls(state.hasher, state.groups, find, texts, list(evicted), state)
+        evicted = [entry for entry, _ in state.history.evicted]
+        return cls(state.hasher, state.groups, find, texts, evicted, state)
 
 
 Known = list[tuple[Request, Hashable]]
@@ -210,7 +205,7 @@ def explain_from(
     """
     hasher = copy.copy(source.hasher)
     hasher.begin = feed_all  # so that an explanation adds nothing to the remembered hashes
-    size, count = source.block_size, len(tokens)
+    size, count = source.hasher.block_size, len(tokens)
     chain = Chain(hasher, keys)
     digests = chain.extend(tokens, count // size)
     prompt = Request(tokens, chain, digests, keys)
@@ -229,7 +224,7 @@ def explain_from(
     known = list(_known(source, hasher, prompt))
     why = _why_by_hash(source, known, prompt, hit.blocks) or _why_by_text(source, prompt, known, hit)
     moved = _moved_tokens(source, hasher, prompt, known, hit)
-    groups = _by_group(source, known, prompt, hit.blocks)
+    groups = _by_group(source, known, prompt, hit)
     return Explanation(count, hit.position, *why, gap_tokens, moved, groups=groups)
 
 
@@ -243,7 +238,7 @@ def _as_array(text: Request) -> Tokens:
 
 def _known(source: Source, hasher: BlockHasher, prompt: Request) -> Iterator[tuple[Request, Hashable]]:
     """Yield the texts of a source as in `Known`: remembered texts, oldest first, and texts of running requests."""
-    size = source.block_size
+    size = source.hasher.block_size
     text_before = {digest: (prompt.tokens, i * size) for i, digest in enumerate(split_digests(prompt.digests), 1)}
     for (keys, before, tokens, committed), request_id in source.texts:
         if before is not None:
@@ -263,7 +258,7 @@ def _why_by_hash(source: Source, known: Known, prompt: Request, block: int) -> W
     """Return why the prompt's block after the hit is not reused; None if its hash was never seen."""
     if block == len(prompt.digests):
         return None
-    start, digest = block * source.block_size, prompt.digests[block]
+    start, digest = block * source.hasher.block_size, prompt.digests[block]
     there = [bool(find(digest[None])[0] >= 0) for find in source.find]
     parts = [group.holds_states or bool(group.first_needed(1 << 40, 1)) for group in source.groups]
     if any(there) and all(is_there for is_there, part in zip(there, parts, strict=True) if not part):
@@ -280,7 +275,7 @@ def _why_not_cached(
 
     The second value is the seconds since an eviction, or the request that has not committed the block.
     """
-    digest, end = prompt.digests[block], (block + 1) * source.block_size
+    digest, end = prompt.digests[block], (block + 1) * source.hasher.block_size
     same = [pair for pair in known if len(pair[0].digests) > block and (pair[0].digests[block] == digest).all()]
     for text, request_id in same:
         if request_id is not None and text.committed < end:
@@ -291,28 +286,27 @@ def _why_not_cached(
     return ("evicted", None) if any(text.committed >= end for text, _ in same) else None
 
 
-def _by_group(source: Source, known: Known, prompt: Request, hit: int) -> tuple[GroupMiss, ...]:
-    """Return what each of several groups lacks after a hit of `hit` blocks.
+def _by_group(source: Source, known: Known, prompt: Request, hit: Hit) -> tuple[GroupMiss, ...]:
+    """Return what each of several groups lacks after a hit.
 
     Groups of states are examined where the hit of the attention groups alone would end.
     """
-    size, count, misses = source.block_size, len(prompt.tokens), []
+    size, count, misses = source.hasher.block_size, len(prompt.tokens), []
     if len(source.groups) == 1:
         return ()
     resident = [find(prompt.digests) >= 0 for find in source.find]
     own = [longest_hit([g], [there], count, size) for g, there in zip(source.groups, resident, strict=True)]
-    attention = [i for i, spec in enumerate(source.groups) if not spec.holds_states]
-    reach = longest_hit([source.groups[i] for i in attention], [resident[i] for i in attention], count, size)
+    reach = (hit.attention_hit or 0) // size
     for group, (spec, there) in enumerate(zip(source.groups, resident, strict=True)):
         miss = GroupMiss(group, type(spec).__name__, own[group] * size)
         last = (count - 1) // size if spec.holds_states else len(prompt.digests)
-        end = min(max(reach, hit + 1) if spec.holds_states else hit + 1, last)
-        needed = spec.needed(end * size, end, size) if own[group] <= hit < end else np.empty(0, np.int32)
+        end = min(max(reach, hit.blocks + 1) if spec.holds_states else hit.blocks + 1, last)
+        needed = spec.needed(end * size, end, size) if own[group] <= hit.blocks < end else np.empty(0, np.int32)
         lacking = needed[~there[needed]]
         if lacking.size:
             block = lacking.item(0)
             found = _why_not_cached(source, known, prompt, block, group)
-            if spec.holds_states and (found == ("evicted", None) or (found is None and reach > hit)):
+            if spec.holds_states and (found == ("evicted", None) or (found is None and reach > hit.blocks)):
                 found = "state", None  # its text was computed or is cached, but its state was not kept
             reason, other = found or ("never", None)
             miss = miss._replace(reason=reason, position=(block + spec.holds_states) * size, there=other)
@@ -322,7 +316,7 @@ def _by_group(source: Source, known: Known, prompt: Request, hit: int) -> tuple[
 
 def _why_by_text(source: Source, prompt: Request, known: Known, hit: Hit) -> Why:
     """Return how the prompt differs from remembered texts at the block after a hit."""
-    size, block = source.block_size, hit.blocks
+    size, block = source.hasher.block_size, hit.blocks
     start = block * size
     agreed, end, other = _longest_match(prompt, known, block)
     # A text with another salt or other keys explains more if its tokens agree longer and its block is cached.
@@ -330,13 +324,13 @@ def _why_by_text(source: Source, prompt: Request, known: Known, hit: Hit) -> Why
         (
             (common_length(_as_array(prompt), _as_array(text)), i)
             for i, (text, _) in enumerate(known)
-            if _have_other_keys(prompt, text) and _is_cached(source, text, block)
+            if text.keys.header != prompt.keys.header and _is_cached(source, text, block)
         ),
         default=(0, -1),
     )
     if other_agreed // size > max(agreed, start) // size:
         text = known[other_at][0]
-        if _salt_and_keys(text.keys)[0] != _salt_and_keys(prompt.keys)[0]:
+        if _salt(text.keys) != _salt(prompt.keys):
             return "salt", start, None, None
         return "keys", start, prompt.keys.extra_keys, text.keys.extra_keys
     if other is not None and agreed >= hit.position and end != "end":
@@ -360,7 +354,7 @@ def _longest_match(prompt: Request, known: Known, block: int) -> tuple[int, str,
     best: tuple[int, str, Request | None] = (0, "end", None)
     one = _as_array(prompt)
     for text, _ in known:
-        if _have_other_keys(prompt, text):
+        if text.keys.header != prompt.keys.header:
             continue
         other = _as_array(text)
         both, common = min(one.size, other.size), common_length(one, other)
@@ -375,15 +369,10 @@ def _longest_match(prompt: Request, known: Known, block: int) -> tuple[int, str,
     return best
 
 
-def _have_other_keys(one: Request, other: Request) -> bool:
-    """Return whether two texts differ in their salt, or in an extra key that holds for the whole text."""
-    return one.keys.header != other.keys.header
-
-
-def _salt_and_keys(keys: EncodedKeys) -> tuple[bytes, bytes]:
-    """Return the encoded salt, and the encoded keys that hold for the whole text."""
+def _salt(keys: EncodedKeys) -> bytes:
+    """Return the encoded salt."""
     rest = encode_keys(cast("ExtraKeys", keys.extra_keys)).header[1:]  # after the encoding of the salt None
-    return keys.header[: len(keys.header) - len(rest)], rest
+    return keys.header[: len(keys.header) - len(rest)]
 
 
 def _key_at(keys: EncodedKeys, position: int) -> Key:
@@ -394,7 +383,7 @@ def _key_at(keys: EncodedKeys, position: int) -> Key:
 
 def _moved_tokens(source: Source, hasher: BlockHasher, prompt: Request, known: Known, hit: Hit) -> int:
     """Return how many tokens after a hit `reuse="anywhere"` would find."""
-    namespace, size, manager = prompt.namespace, source.block_size, source.manager
+    namespace, size, manager = prompt.namespace, source.hasher.block_size, source.manager
     if namespace is None or manager is None or not manager.prefix_only:
         return 0
     user, pool = manager.reuses.get("anywhere"), manager.pools[0]

@@ -20,12 +20,6 @@ class Residency:
     def __init__(self) -> None:
         self._all: tuple[Ticks, int, dict[int, Ticks]] = (np.zeros(BOUNDS.size + 1, np.int64), 0, {})
 
-    @property
-    def evictions(self) -> int:
-        """Number of blocks evicted so far."""
-        counts, _, waiting = self._all
-        return int(counts.sum()) + sum(then.size for then in waiting.values())
-
     def add(self, now: int, then: Ticks) -> None:
         """Count blocks evicted at tick `now` that were allocated at `then`. A second call for a tick does nothing."""
         if now not in self._all[2]:

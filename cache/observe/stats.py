@@ -79,6 +79,7 @@ def stats(state: ManagerState) -> CacheStats:
     counts, pools = state.counts, state.pools
     found = {name: counts[name] for name in ("prefix", "gap", "partial")}
     residency = [pool.residency.totals() for pool in pools]
+    evicted_by_age = np.sum([counts for counts, _ in residency], axis=0).tolist()
     return CacheStats(
         num_blocks=sum(pool.num_blocks for pool in pools),
         free_blocks=sum(pool.num_free for pool in pools),
@@ -91,11 +92,11 @@ def stats(state: ManagerState) -> CacheStats:
         hit_tokens_by_cause=found,
         moved_tokens=counts["moved"],
         index_bytes=state.index_bytes,
-        evictions=sum(pool.residency.evictions for pool in pools),
+        evictions=sum(evicted_by_age),
         offloaded_blocks=counts["offloaded"],
         failed_offloads=counts["failed_offloads"],
         merged_blocks=counts["merged"],
-        residency=tuple(np.sum([counts for counts, _ in residency], axis=0).tolist()),
+        residency=tuple(evicted_by_age),
         residency_sum=sum(total for _, total in residency),
         preemptions=counts["preemptions"],
         host_blocks=sum(len(state.host_slots(group)) for group in range(len(pools))),

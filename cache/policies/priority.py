@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import time
 from collections.abc import Callable
 
@@ -44,14 +45,19 @@ class Priority(QueuedPolicy):
         super().bind(pool)
         self._priority = np.zeros(pool.num_blocks, np.int32)
         self._until = np.zeros(pool.num_blocks)
+        self._expired = self.queues[0]
+        self._tickets = itertools.count(1)
+        self.clear()
+
+    def clear(self) -> None:
+        super().clear()
         self._by_priority: dict[int, RunQueue] = {}
         self._order: list[int] = []  # heap of the priorities that have a queue
-        self._places = 0  # upper bound of the places in all queues
-        self._expired = self.queues[0]
-        self._ends: list[tuple[float, int, Ids]] = []
-        self._end_places = 0
-        self._tickets = 0
+        self._ends: list[tuple[float, int, Ids]] = []  # heap of hints that expire: time, ticket, blocks
+        self._places = self._end_places = 0  # upper bounds of the places in all queues, and in `_ends`
         self._gone = False
+        self._priority.fill(0)
+        self._until.fill(0)
 
     @property
     def nbytes(self) -> int:
@@ -71,17 +77,13 @@ class Priority(QueuedPolicy):
         self._priority[ids] = priority
         self._until[ids] = until
         if ttl is not None and ids.size:
-            heapq.heappush(self._ends, (until, self._next_ticket(), ids))
+            heapq.heappush(self._ends, (until, next(self._tickets), ids))
             self._end_places += ids.size
             if self._end_places > 2 * self.pool.num_blocks + 64:  # forget entries that a later hint has replaced
                 ends = [(until, ticket, ids[self._until[ids] == until]) for until, ticket, ids in self._ends]
                 self._ends = [end for end in ends if end[2].size]
                 heapq.heapify(self._ends)
                 self._end_places = sum(ids.size for _, _, ids in self._ends)
-
-    def _next_ticket(self) -> int:
-        self._tickets += 1
-        return self._tickets
 
     def returning(self, probability: float) -> None:
         self._gone = probability == 0
@@ -103,7 +105,7 @@ class Priority(QueuedPolicy):
             if queue is None:
                 queue = self._by_priority[priority] = RunQueue(self._ticket_of)
                 heapq.heappush(self._order, priority)
-            queue.push(self._next_ticket(), ids[priorities == priority])
+            queue.push(next(self._tickets), ids[priorities == priority])
         self._places += ids.size
         if self._places > 2 * self.pool.num_blocks + 64:
             for queue in (*self._by_priority.values(), self._expired):
@@ -123,7 +125,7 @@ class Priority(QueuedPolicy):
             waiting = ids[self._ticket_of[ids] >= 0]
             if waiting.size:
                 order = np.lexsort((-self.pool.prefix_length[waiting], self.pool.last_access[waiting]))
-                self._expired.push(self._next_ticket(), waiting[order])
+                self._expired.push(next(self._tickets), waiting[order])
                 self._places += waiting.size
 
     def _next_queue(self) -> RunQueue:
@@ -149,13 +151,3 @@ class Priority(QueuedPolicy):
     def victims(self, count: int) -> Ids:
         self._expire()
         return super().victims(count)
-
-    def clear(self) -> None:
-        super().clear()
-        self._by_priority.clear()
-        self._order.clear()
-        self._ends.clear()
-        self._places = self._end_places = 0
-        self._gone = False
-        self._priority.fill(0)
-        self._until.fill(0)

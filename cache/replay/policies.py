@@ -22,12 +22,13 @@ class Ranked(EvictionPolicy):
     Among equals, the block with the longest prefix is evicted first. A subclass calls `rank` in `released`.
     """
 
-    _heap: list[tuple[int, ...]]
-    _entry: dict[int, tuple[int, ...]]  # by block; other entries in the heap are outdated
-
     def bind(self, pool: PoolView) -> None:
         super().bind(pool)
         self.clear()
+
+    def clear(self) -> None:
+        self._heap: list[tuple[int, ...]] = []
+        self._entry: dict[int, tuple[int, ...]] = {}  # by block; other entries in the heap are outdated
 
     def rank(self, ids: Ids, *ranks: Any) -> None:
         """Rank released blocks. Each of `ranks` has a number for each block; later ones decide between equals."""
@@ -56,10 +57,6 @@ class Ranked(EvictionPolicy):
     def removed(self, ids: Ids) -> None:
         for block in ids.tolist():
             self._entry.pop(block, None)
-
-    def clear(self) -> None:
-        self._heap = []
-        self._entry = {}
 
     @property
     def nbytes(self) -> int:
@@ -195,6 +192,11 @@ class ARC(QueuedPolicy):
         super().bind(pool)
         self._again = np.zeros(pool.num_blocks, np.bool_)  # whether the block was used again
         self._ghosts = Ghosts(2 * pool.num_blocks)
+        self.clear()
+
+    def clear(self) -> None:
+        super().clear()
+        self._ghosts.clear()
         self._waiting = [0, 0]  # released blocks in each queue
         self._target = 0.0  # number of blocks used once that may stay
 
@@ -233,12 +235,6 @@ class ARC(QueuedPolicy):
         self._waiting[n] -= part.size
         self._ghosts.remember(self.pool.keys_of(part), np.full(part.size, n, np.int32))
         return part
-
-    def clear(self) -> None:
-        super().clear()
-        self._ghosts.clear()
-        self._waiting = [0, 0]
-        self._target = 0.0
 
 
 class Belady(Ranked):

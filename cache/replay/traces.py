@@ -6,7 +6,8 @@ import gzip
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,11 @@ class Trace:
     requests: list[BlockIds]
     outputs: list[int]
     times: list[float]
-    unique_blocks: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        unique = np.unique(np.concatenate(self.requests)).size if self.requests else 0
-        object.__setattr__(self, "unique_blocks", unique)
+    @cached_property
+    def unique_blocks(self) -> int:
+        """Number of different blocks of all requests together."""
+        return np.unique(np.concatenate(self.requests)).size if self.requests else 0
 
     @property
     def num_blocks(self) -> int:

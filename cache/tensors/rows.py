@@ -118,8 +118,7 @@ class RowStore:
         for name, tensor in new.items():
             if self.entries[name].flat is None or not tensor.is_cpu:
                 return False
-        if self._written is not None:
-            self._wait()
+        self._wait()
         return True
 
     def _scatter(self, new: Named, index: torch.Tensor) -> None:

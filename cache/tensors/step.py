@@ -195,8 +195,7 @@ class _StepOf(Step):
 
     @cached_property
     def query_start_loc(self) -> npt.NDArray[np.int32]:
-        bounds, _, _ = self.__dict__["extents"]
-        return np.array(bounds, np.int32)
+        return np.array(self.__dict__["extents"][0], np.int32)
 
     @cached_property
     def positions(self) -> npt.NDArray[np.int32]:

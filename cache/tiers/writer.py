@@ -31,6 +31,7 @@ class TierWriter(Tier):
 
     Attributes:
         written: Number of blocks that the other tier stored.
+        nbytes: Bytes of tensors that are queued or being written.
         refused: Number of blocks refused by a full or closed queue, or by the other tier.
         failed: Number of blocks lost to an exception of the other tier.
         last_error: The last of these exceptions.
@@ -64,14 +65,9 @@ class TierWriter(Tier):
         self._queued: dict[bytes, dict[str, torch.Tensor]] = {}
         self._writing: dict[bytes, dict[str, torch.Tensor]] = {}
         self._copying: set[bytes] = set()
-        self._nbytes = 0
+        self.nbytes = 0
         self._changed = threading.Condition()
         self._worker: threading.Thread | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of tensors that are queued or being written."""
-        return self._nbytes
 
     def __len__(self) -> int:
         """Return the number of blocks that are queued or being written."""
@@ -94,10 +90,10 @@ class TierWriter(Tier):
         with self._changed:
             if key in self._queued or key in self._writing or key in self._copying:
                 return True
-            if self._closed or self._nbytes + size > self.max_bytes:
+            if self._closed or self.nbytes + size > self.max_bytes:
                 self.refused += 1
                 return False
-            self._nbytes += size
+            self.nbytes += size
             self._copying.add(key)
         staged = None
         try:
@@ -106,7 +102,7 @@ class TierWriter(Tier):
             with self._changed:
                 self._copying.discard(key)
                 if staged is None:
-                    self._nbytes -= size
+                    self.nbytes -= size
                 else:
                     self._queued[key] = staged
                     if self._worker is None:
@@ -134,7 +130,7 @@ class TierWriter(Tier):
                 _warn(f"{len(batch)} blocks were not written: {type(error).__name__}: {error}")
             with self._changed:
                 self._writing = {}
-                self._nbytes -= sum(tensor.nbytes for tensors in batch.values() for tensor in tensors.values())
+                self.nbytes -= sum(tensor.nbytes for tensors in batch.values() for tensor in tensors.values())
                 if error is None:
                     self.written += len(took)
                     self.refused += len(batch) - len(took)
@@ -160,10 +156,7 @@ class TierWriter(Tier):
         return [tensors[key] for key in keys]
 
     def __contains__(self, key: object, /) -> bool:
-        with self._changed:
-            if key in self._queued or key in self._writing:
-                return True
-        return key in self.tier
+        return isinstance(key, bytes) and self.contains_many([key])[0]
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         """Return whether each block is queued or in the other tier; see `Tier.contains_many`."""
@@ -181,7 +174,7 @@ class TierWriter(Tier):
                 self._changed.wait()
             staged = self._queued.pop(key, None)
             if staged is not None:
-                self._nbytes -= sum(tensor.nbytes for tensor in staged.values())
+                self.nbytes -= sum(tensor.nbytes for tensor in staged.values())
                 self._changed.notify_all()
         self.tier.discard(key)
 

@@ -345,6 +345,23 @@ def test_what_was_rolled_back_is_remembered_as_it_ended():
     assert (found.reason, found.position, found.there[0]) == ("token", 28, 710)
 
 
+def test_groups_of_states_alone_are_explained():
+    manager = pc.CacheManager(16, block_size=4, groups=[pc.Recurrent(), pc.Recurrent()])
+    manager.allocate("a", list(range(12)))
+    manager.checkpoint("a", 8, group=0)
+    manager.commit("a", 12)
+    found = manager.explain(list(range(13)))
+    assert (found.matched, found.position) == (0, 0)
+    assert [(miss.kind, miss.matched, miss.position) for miss in found.groups] == [
+        ("Recurrent", 8, None),
+        ("Recurrent", 0, 4),
+    ]
+    assert str(found).startswith("0 of 13 tokens are cached")
+    manager.checkpoint("a", 8, group=1)
+    manager.commit("a", 12)
+    assert manager.explain(list(range(13))).matched == 8
+
+
 def test_a_reset_forgets():
     manager = pc.CacheManager(8, block_size=4)
     for name in range(4):

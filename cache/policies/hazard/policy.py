@@ -265,7 +265,7 @@ class Hazard(EvictionPolicy):
         self._update_owners()
         chooser = self._chooser
         left = count
-        if chooser.is_due(self._now):
+        if self._now >= chooser.until:
             self._refresh(left)
         left -= self._evict(left)
         if left:  # the runs that were ranked have no more blocks

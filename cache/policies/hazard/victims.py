@@ -47,16 +47,12 @@ class VictimChooser:
         self._place_bits = place_bits
         self._parts: list[Part] = []
         self._heap: list[tuple[float, int]] = []
-        self._until = 0
+        self.until = 0  # number of requests from which on scores must be computed again
 
     @property
     def nbytes(self) -> int:
         """Bytes held between choices."""
         return 100 * len(self._heap)
-
-    def is_due(self, now: int) -> bool:
-        """Return whether scores must be computed again."""
-        return now >= self._until
 
     def reparent(self, rows: list[int]) -> None:
         """Update the parents and child counts of these rows, whose runs have a new start or are empty.
@@ -93,7 +89,7 @@ class VictimChooser:
         """
         runs = self._runs
         rows = runs.nonempty()
-        self._until = now + max(LEAST, min(LONGEST, rows.size // FRESH))
+        self.until = now + max(LEAST, min(LONGEST, rows.size // FRESH))
         rows = rows[self._child_count.take(runs.last.take(rows)) == 0]
         over = runs.final.take(rows) & (runs.end.take(rows) > runs.shared.take(rows))
         if not learned:
@@ -101,7 +97,7 @@ class VictimChooser:
             return
         scores = self._model.scores(runs.stratum.take(rows), runs.covariates.take(rows), now - runs.serial.take(rows))
         scores[over] = FINISHED_SCORE
-        most = SPARE + count * (self._until - now)
+        most = SPARE + count * (self.until - now)
         if rows.size > most:
             least = scores.argpartition(most)[:most]
             rows, scores = rows[least], scores[least]
@@ -110,7 +106,7 @@ class VictimChooser:
 
     def drop_ranks(self) -> None:
         """Forget the ranks, because rows have new numbers."""
-        self._heap, self._until = [], 0
+        self._heap, self.until = [], 0
 
     def evict_least(self, count: int, now: int, below: float = math.inf) -> int:
         """Evict up to `count` blocks with the least scores below a bound; return how many."""

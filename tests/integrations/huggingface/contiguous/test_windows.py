@@ -77,7 +77,7 @@ def test_few_blocks_serve_long_prompts_and_answers(name: str, longest: list[int]
         assert handle.last_requests[0].cached_tokens == 176
         window = handle.manager.pools[0 if name == "mistral-window" else 1]
         assert window.num_blocks == FEW
-        assert window.residency.evictions > 0
+        assert window.residency.totals()[0].sum() > 0
         assert handle.stats().calls_handed_back == {}
         assert_nothing_held(handle)
 
