@@ -1,8 +1,8 @@
 """Memory for `CacheManager.explain`. Without it everything works, but misses cannot be explained.
 
 For each request that ended with published blocks, `History` keeps the tokens that were written after the request's hit.
-The tokens of the hit were remembered with the request that computed them. A block's hash covers all tokens before it,
-so the hash at the end of a hit identifies the remembered piece before the request's own tokens. `History` also keeps
+The tokens of the hit were remembered with the request that computed them. A block's hash covers all tokens before it.
+So the hash at the end of a hit identifies the remembered piece before the request's own tokens. `History` also keeps
 hashes of evicted blocks.
 """
 

@@ -2,15 +2,15 @@
 
 Each is an index of a pool's published blocks, with these members:
 
-- `extend(request, hit, reuse, segments)` returns the hit with `borrowed` blocks and the tokens reused from them. The
-  last two arguments are those of `CacheManager.allocate`. The method runs in the middle of verbs (functions that change
-  the manager's state, such as `allocate`), and may change only the request.
+- `extend(request, hit, reuse, segments)` returns the hit with `borrowed` blocks and the tokens reused from them.
 - `published(request, first, last)` records that logical blocks [first, last) of a request are published.
 - `removed(words)` records that blocks with these hashes, `[blocks, words]`, were evicted.
 - `nbytes` is the number of bytes of the index.
 
-`published` and `removed` run when a verb is complete, under the manager's lock. They may run twice for the same blocks.
-`CacheManager.reset` makes a new index. The manager must have only one group of layers, which needs all its blocks.
+A verb is a function that changes the manager's state, such as `allocate`. `extend` runs in the middle of verbs, and may
+change only the request. Its last two arguments are those of `CacheManager.allocate`. `published` and `removed` run when
+a verb is complete, under the manager's lock. They may run twice for the same blocks. `CacheManager.reset` makes a new
+index. The manager must have only one group of layers, which needs all its blocks.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ class VictimChooser:
 
     `child_count` has for each block the number of its children, which are runs that start after it.
 
-    `owner` has for each block the serial of the request that used it last and, in the low `place_bits` bits, the place
-    of the block in that request's chain; -1 if the block has no owner. Eviction sets it to -1.
+    `owner` has for each block the serial of the request that used it last. Its low `place_bits` bits are the place of
+    the block in that request's chain. It is -1 if the block has no owner. Eviction sets it to -1.
     """
 
     def __init__(
