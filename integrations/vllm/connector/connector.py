@@ -37,7 +37,7 @@ class TransferPlan(KVConnectorMetadata):
 
 @dataclass
 class SavedRequest:
-    """A running request: how many of its blocks are in the tier or on the way there, and the range to load."""
+    """A request: how many of its blocks are cached, in the tier or on the way there, and the range to load."""
 
     request: Any
     saved: int = 0
@@ -59,26 +59,25 @@ class Planner:
         self._produces, self._consumes = produces, consumes
         self._tables = BlockTables(0, block_size)
         self._requests: dict[str, SavedRequest] = {}
-        self._found: dict[str, int] = {}
 
     def find(self, request: Any, computed: int) -> int:
         """Return how many tokens after `computed` the tier has, in whole blocks and without the prompt's last token."""
+        self._requests[request.request_id] = known = SavedRequest(request)
         if not self._consumes or computed % self._size or request.skip_reading_prefix_cache:
             return 0
-        first, behind = computed // self._size, (request.num_tokens - 1) // self._size
-        keys = [bytes(key) for key in request.block_hashes[first:behind]]
+        known.saved, behind = computed // self._size, (request.num_tokens - 1) // self._size
+        keys = [bytes(key) for key in request.block_hashes[known.saved : behind]]
         count = len(keys)
         for tier in self._tiers:
             there = tier.contains_many(keys[:count])
             count = there.index(False) if False in there else len(there)
-        self._found[request.request_id] = computed
         return count * self._size
 
     def admit(self, request: Any, count: int) -> None:
-        """Record a request that is about to run with `count` tokens from the tier."""
-        first = self._found.pop(request.request_id, 0) // self._size
-        behind = first + count // self._size
-        self._requests[request.request_id] = SavedRequest(request, behind, (first, behind) if count else None)
+        """Record that a request is about to run with `count` tokens from the tier."""
+        known = self._requests.setdefault(request.request_id, SavedRequest(request))
+        first, known.saved = known.saved, known.saved + count // self._size
+        known.load = (first, known.saved) if count else None
 
     def plan(self, output: Any) -> TransferPlan:
         """Return the plan of a step that has been scheduled."""
@@ -112,7 +111,6 @@ class Planner:
     def forget(self, name: str) -> None:
         """Forget a request that has ended."""
         self._requests.pop(name, None)
-        self._found.pop(name, None)
 
 
 class BlockStore:
