@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from triton.language import core
 from triton.runtime import interpreter
 
 _SHIFT = 44
@@ -128,15 +129,53 @@ class _Launch:
 
 
 @contextlib.contextmanager
+def _replaced(before: dict[tuple[Any, str], Any], after: tuple[Any, ...]) -> Iterator[None]:
+    """Replace attributes within the block."""
+    for (owner, name), function in zip(before, after, strict=True):
+        setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        for (owner, name), function in before.items():
+            setattr(owner, name, function)
+
+
+@contextlib.contextmanager
 def language_patched_once() -> Iterator[None]:
     """Make a launch patch each module with the interpreter's language only once, within the block.
 
-    The interpreter patches at every call of a function, which takes a third of a kernel's time. It also makes its table
-    of numpy's types anew for every value; here each type is looked up once.
+    The interpreter patches at every call of a function, which takes a third of a kernel's time. It also describes the
+    type and shape of every value anew, which takes a fifth; here each is described once.
     """
-    patch, call, numpy_type = interpreter._patch_lang, interpreter.GridExecutor.__call__, interpreter._get_np_dtype
+    before = {
+        (owner, name): getattr(owner, name)
+        for owner, name in (
+            (interpreter, "_patch_lang"),
+            (interpreter.GridExecutor, "__call__"),
+            (interpreter, "_get_np_dtype"),
+            (core.block_type, "__init__"),
+            (core.tensor, "__init__"),
+        )
+    }
+    patch, call, numpy_type, make_type, make_tensor = before.values()
     patched: set[str] = set()
     numpy_types: dict[str, Any] = {}
+    types: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    shapes: dict[tuple[int, ...], tuple[Any, ...]] = {}
+
+    def make_type_once(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (str(element_ty), *map(core._unwrap_if_constexpr, shape))
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = self.shape, self.numel, self.name
+        self.element_ty, (self.shape, self.numel, self.name) = element_ty, types[key]
+
+    def make_shape_once(self: Any, handle: Any, type: Any) -> None:
+        sizes = (*type.shape,) if type.is_block() else ()
+        if sizes not in shapes:
+            make_tensor(self, handle, type)
+            shapes[sizes] = self.shape, self.numel
+        self.handle, self.type, self.dtype, (self.shape, self.numel) = handle, type, type.scalar, shapes[sizes]
 
     def numpy_type_once(dtype: Any) -> Any:
         name = dtype.scalar.name
@@ -157,13 +196,9 @@ def language_patched_once() -> Iterator[None]:
         finally:
             patched.clear()
 
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, call_afresh
-    interpreter._get_np_dtype = numpy_type_once
-    try:
+    after = (patch_once, call_afresh, numpy_type_once, make_type_once, make_shape_once)
+    with _replaced(before, after):
         yield
-    finally:
-        interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch, call
-        interpreter._get_np_dtype = numpy_type
 
 
 @contextlib.contextmanager
@@ -245,11 +280,5 @@ def guarded_memory(seed: int | None = None) -> Iterator[None]:
         guarded_rmw,
         guarded_cas,
     )
-    for (owner, name), function in zip(before, after, strict=True):
-        setattr(owner, name, function)
-    try:
-        with language_patched_once():
-            yield
-    finally:
-        for (owner, name), function in before.items():
-            setattr(owner, name, function)
+    with _replaced(before, after), language_patched_once():
+        yield

@@ -547,9 +547,12 @@ def test_attention_chunk(options: dict[str, Any], chunk: int) -> None:
     generator = torch.Generator().manual_seed(0)
     options = dict(options)
     if options.pop("alibi", False):
-        options["alibi_slopes"] = torch.rand(4, generator=generator)
-    lens = ((6, 48), (17, 32), (1, 20), (20, 9), (0, 3), (3, 0))
-    sequences = [[torch.randn(n, h, 16, generator=generator) for n, h in ((m, 4), (s, 2), (s, 2))] for m, s in lens]
+        options["alibi_slopes"] = torch.rand(2 if INTERPRET else 4, generator=generator)
+    lens, kv_heads = ((6, 48), (17, 32), (1, 20), (20, 9), (0, 3), (3, 0)), 1 if INTERPRET else 2
+    sequences = [
+        [torch.randn(n, h, 16, generator=generator) for n, h in ((m, 2 * kv_heads), (s, kv_heads), (s, kv_heads))]
+        for m, s in lens
+    ]
     exact = [flash_cases.attention(*s, **options, attention_chunk=chunk) for s in sequences if len(s[0])]
     wanted, wanted_lse = torch.cat([x for x, _ in exact]).float(), torch.cat([x for _, x in exact], 1).float()
     q, k, v = (torch.cat(tensors) for tensors in zip(*sequences, strict=True))
