@@ -50,12 +50,17 @@ LIMITS = {
 
 
 HALF = [pytest.param(dtype, marks=pytest.mark.slow) for dtype in (BF16, F16)]
+# Of the 50 random cases, half are quick with each of the limits.
+WITHIN = [
+    pytest.param(case, limits, id=f"{case}-{limits}", marks=[pytest.mark.slow] * (number > 0 and (number + turn) % 2))
+    for number, case in enumerate(CASES)
+    for turn, limits in enumerate(LIMITS)
+]
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
-@pytest.mark.parametrize("limits", LIMITS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "limits"), WITHIN)
 def test_numerics(case, limits, dtype, monkeypatch):
     """Keys are gathered whole and in parts. All keys that no query attends to are NaN."""
     gather, few, padding, scores = LIMITS[limits]
