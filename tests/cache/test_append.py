@@ -220,25 +220,6 @@ def test_append_gives_slots_of_the_new_tokens(manager):
     assert step.compute_spans == [(3, 5)]
 
 
-def test_append_each_is_append_for_each():
-    one, many = (pc.CacheManager(64, block_size=4, policy="lru") for _ in range(2))
-    for m in (one, many):
-        for i in range(5):
-            m.allocate(i, [i] * (i + 2))
-            m.commit(i, i + 2)
-        m.fork(4, "child")
-    for step in range(6):
-        ids = [0, 1, 2, 3, 4, "child"]
-        slots, copies = many.append_each(ids, [step] * 6)
-        single = [one.append(i, [step]) for i in ids]
-        assert copies == [pair for a in single for pair in a.copies]
-        assert slots.tolist() == [int(a.slot_mapping[0]) for a in single]
-        assert [many.block_table(i).tolist() for i in ids] == [one.block_table(i).tolist() for i in ids]
-        many.check()
-    empty, none = many.append_each([], [])
-    assert (empty.size, none) == (0, [])
-
-
 def test_append_each_that_fails_changes_nothing():
     m = pc.CacheManager(4, block_size=4)
     for i in range(3):

@@ -54,15 +54,6 @@ def test_churn_matches_a_dict(spread, one_by_one):
         assert not table.contains(ids).any()
 
 
-@pytest.mark.parametrize("one_by_one", [False, True])
-def test_hashes_that_share_their_first_word_are_told_apart(one_by_one):
-    words = np.zeros((8, 2), np.uint64)
-    words[:, 1] = np.arange(8)
-    table = HashTable(words)
-    assert put(table, words, np.arange(6, dtype=np.int32), one_by_one).tolist() == [-1] * 6
-    assert table.find(words).tolist() == [0, 1, 2, 3, 4, 5, -1, -1]
-
-
 def test_empty_query():
     table = HashTable(np.zeros((1, 4), np.uint64))
     assert table.find(np.zeros((0, 4), np.uint64)).size == 0
