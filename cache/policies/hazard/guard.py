@@ -28,20 +28,24 @@ Use = tuple[int, int, int, int, bool]
 class ShadowGuard:
     """A guard that simulates lru and decides whether lru or the learned order is in force.
 
-    The learned order is in force from the start. Lru takes over when the pool has lost too many hits. A small slack is
-    excused, and CREDIT hits for each hit that the learned order is ahead of lru. While lru is in force, a shadow cache
-    simulates the learned order, whose lead may then excuse the pool's loss.
+    At first lru is in force, because nothing can be learned before blocks are used again. The learned order takes over
+    once requests have used as many blocks of earlier ones as a mean request has, and it would have hit at least what
+    lru hit. Lru takes over again when the pool has lost too many hits. A small slack is excused, and CREDIT hits for each hit that
+    the learned order is ahead of lru. While lru is in force, a shadow cache simulates the learned order, whose lead may
+    then excuse the pool's loss.
 
     Simulating lru needs no second cache: lru would hold the most recently used blocks, including evicted ones, up to
     the capacity.
     """
 
     def __init__(self, capacity: int) -> None:
-        self.learned = True  # whether the learned order is in force
+        self.learned = False  # whether the learned order is in force
+        self._begun = False  # whether it has ever been
         self.switches = 0  # number of returns to lru
         self._capacity = capacity
         self._requests = 0
         self._mean = 0.0  # mean number of blocks of a request
+        self._used = 0  # number of blocks of earlier requests that were used, in the cache or not
         self._pool_lead = 0.0  # hits of the pool minus those of lru
         self._lead = 0.0  # hits of the learned order minus those of lru
         self._edge = 0  # serial of the oldest request whose blocks lru would still hold
@@ -121,6 +125,7 @@ class ShadowGuard:
             self._start[row] = max(start, last)
             if learned < number:
                 self._missing = time
+        self._used += number
         self._pool_lead += pool - lru
         self._lead += learned - lru
 
@@ -132,6 +137,8 @@ class ShadowGuard:
         self._lead = max(-limit, min(self._lead * fade, limit))
         slack = min(SLACK * self._capacity, SLACK_MOST * self._mean)
         before, self.learned = self.learned, self._pool_lead + slack + CREDIT * max(self._lead, 0.0) >= 0.0
+        if not self._begun:
+            self._begun = self.learned = self._used >= self._mean and self._lead >= 0.0
         if self.learned:
             self._start = self._end = np.empty(0, np.int32)
         elif before:

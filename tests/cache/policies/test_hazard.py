@@ -76,7 +76,17 @@ def judged(guard, *changes):
 def guard_of(capacity, size=20):
     guard = ShadowGuard(capacity)
     guard._mean = float(size)
+    guard.learned = guard._begun = True
     return guard
+
+
+def test_lru_is_in_force_until_blocks_are_used_again_and_the_learned_order_is_not_behind():
+    guard = guard_of(1000)
+    guard.learned = guard._begun = False
+    assert list(judged(guard, (0, 0), (0, 9))) == [False, False]
+    guard._used = 20
+    assert list(judged(guard, (0, -10), (0, 1), (0, -9))) == [False, True, True]
+    assert guard.switches == 0
 
 
 def test_the_learned_order_is_in_force_while_its_lead_excuses_what_the_pool_lost():

@@ -46,6 +46,13 @@ def test_a_law_that_flips_again_and_again_takes_nothing_from_lru(seed):
     assert ours >= 0.99 * lru
 
 
+def test_a_first_loop_after_scans_hits_what_it_hits_with_lru():
+    """No block is used again in the first 460 requests. A learned order without evidence lost half of lru's hits."""
+    trace = traffic.generate("scans_and_loops", 1000)
+    lru, ours, _ = traffic.against_lru(trace, "hazard", round(0.3 * trace.unique_blocks), 200)
+    assert ours >= 0.995 * lru > 0.2
+
+
 FIRST, *OTHERS = itertools.product([kind for kind in traffic.KINDS if kind.startswith("tools")], (1, 0, 2, 3))
 
 
