@@ -32,9 +32,6 @@ from ._core.launch import Launch
 from ._core.operator import operator, record_of
 from .gather_blocks import gather_blocks_list
 
-_FEW_SEQUENCES, _LONG_SEQUENCE = 8, 1 << 18
-"""The CPU joins sequences one by one, without a map, if there are at most _FEW_SEQUENCES, or if they have at least
-_LONG_SEQUENCE bytes each on average."""
 _ROWS_A_PROGRAM = 128
 
 _launches: LaunchCache[Launch] = LaunchCache()
@@ -93,33 +90,11 @@ def _check_values(args: Any) -> None:
             raise bad_argument("new_positions", places.tolist(), "ascending positions within a sequence")
 
 
-def join_map_cpu(args: Any, block_size: int) -> torch.Tensor:
-    """Return the source of each result row, `[num_rows]` int64: a slot, -2 - token of a new row, or -1 for zeros."""
-    block_tables, num_rows, new_positions = args.block_tables, args.num_rows, args.new_positions
-    lengths, starts = args.seq_lens.long(), args.query_start_loc.long()
-    queries = starts.diff()
-    ends = lengths.cumsum(0)
-    sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    position = torch.arange(len(sequence)) - (ends - lengths)[sequence]
-    rows = torch.full((num_rows,), -1, dtype=torch.int64)
-    if not len(sequence):
-        return rows
-    block = position // block_size
-    if block_tables.shape[1]:
-        number = block_tables[sequence, block].long()
-        rows[: len(sequence)] = torch.where(number < 0, -1, number * block_size + position % block_size)
-    owner = torch.repeat_interleave(torch.arange(len(lengths)), queries)
-    tokens = torch.arange(int(starts[0]), int(starts[-1]))
-    if new_positions is None:
-        place = tokens - starts[:-1][owner] + (lengths - queries)[owner]
-    else:
-        place = new_positions[int(starts[0]) : int(starts[-1])].long()
-    rows[(ends - lengths)[owner] + place] = -2 - tokens
-    return rows
-
-
 def launch_join_map(args: Any, block_size: int) -> torch.Tensor:
-    """Return the map of `join_map_cpu`, built by a kernel, without synchronizing."""
+    """Return the source of each result row, `[num_rows]` int64: a slot, -2 - token of a new row, or -1 for zeros.
+
+    A kernel computes it, without synchronizing.
+    """
     block_tables, seq_lens, new_positions = args.block_tables, args.seq_lens, args.new_positions
     num_seqs, num_rows = seq_lens.shape[0], args.num_rows
     rows = torch.empty(num_rows, dtype=torch.int64, device=seq_lens.device)
@@ -163,15 +138,10 @@ def _run_list(args: Any) -> list[torch.Tensor]:
     device = _result_device(caches[0], seq_lens, news[0])
     outs = [cpu.empty((num_rows, *new.shape[1:]), new.dtype, device) for new in news]
     if on_host(outs[0]):
-        num_seqs = seq_lens.shape[0]
-        few = num_seqs <= _FEW_SEQUENCES or sum(out.nbytes for out in outs) >= _LONG_SEQUENCE * num_seqs
-        if new_positions is None and few:
-            for cache, new, out in zip(caches, news, outs, strict=True):
-                cpu.join_sequences(cache, block_tables, seq_lens.tolist(), new, query_start_loc.tolist(), out)
-            return outs
-        rows = join_map_cpu(args, block_size)
         for cache, new, out in zip(caches, news, outs, strict=True):
-            cpu.join_rows(cache, new, rows, out)
+            cpu.join_sequences(
+                cache, block_tables, seq_lens.tolist(), new, query_start_loc.tolist(), new_positions, out
+            )
         return outs
     for cache in caches:
         if not cache.is_cuda and device.type == "cuda" and not cache.is_pinned():

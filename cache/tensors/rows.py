@@ -22,7 +22,7 @@ from ...triton_ops import (
     scatter_blocks_list,
     scatter_slots_list,
 )
-from ...triton_ops._copy.cpu import QUICK_BYTES, empty, scatter_rows
+from ...triton_ops._copy.cpu import empty, scatter_rows
 from ..runs import Slots, find_runs, slot_runs
 from ..table import Ids
 from .step import StepSlots, ascending
@@ -295,10 +295,7 @@ def join_pieces(
     `flat` is `[num_blocks * block_size, *features]`. `count`, the number of rows of all pieces, is at least one.
     """
     shape = (count, *flat.shape[1:])
-    if count * row_bytes >= QUICK_BYTES:
-        out = empty(shape, flat.dtype, flat.device)
-    else:
-        out = torch.empty(shape, dtype=flat.dtype, device=flat.device)
+    out = empty(shape, flat.dtype, flat.device)
     if _bare(new) and _alone(count * row_bytes):
         target, sources = out.data_ptr(), (new.data_ptr(), flat.data_ptr())
         for cached, begin, end in pieces:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import pc
-from pc.triton_ops._attention import cpu_cache, cpu_masked, cpu_sparse
+from pc.triton_ops._attention import cpu, cpu_cache, cpu_sparse
 from pc.triton_ops._attention.arguments import AttentionArgs
 from pc.triton_ops._attention.operator import attention_cpu
 from pc.triton_ops._core.runtime import KERNELS_ON_CPU
@@ -42,10 +42,10 @@ CASES = [Case(lens=(200,), queries=(40,), head_tables=True, holes=0.4), *map(spa
 BLOCK = 16 * 64 * 4
 # Limits of what is read and computed at once. The first are the library's own; the others cut every case in parts.
 LIMITS = {
-    "own": (cpu_cache.GATHER_BYTES, cpu_sparse._FEW_QUERIES, cpu_sparse._PADDING, cpu_sparse._MAX_SCORES),
-    "three blocks": (3 * BLOCK, 0, 1 << 62, 1 << 18),
-    "ten tokens": (10 * 64 * 4, 0, 16, 1 << 18),
-    "200 scores": (cpu_cache.GATHER_BYTES, 8, 16, 200),
+    "own": (cpu_cache.GATHER_BYTES, cpu_sparse.FEW_QUERIES, cpu_sparse._MAX_SCORES),
+    "three blocks": (3 * BLOCK, 0, 1 << 18),
+    "ten tokens": (10 * 64 * 4, 8, 1 << 18),
+    "200 scores": (cpu_cache.GATHER_BYTES, 8, 200),
 }
 
 
@@ -63,11 +63,11 @@ WITHIN = [
 @pytest.mark.parametrize(("case", "limits"), WITHIN)
 def test_numerics(case, limits, dtype, monkeypatch):
     """Keys are gathered whole and in parts. All keys that no query attends to are NaN."""
-    gather, few, padding, scores = LIMITS[limits]
+    gather, few, scores = LIMITS[limits]
     monkeypatch.setattr(cpu_cache, "GATHER_BYTES", gather)
-    monkeypatch.setattr(cpu_masked, "_SEGMENT_KEYS", 24 if limits == "200 scores" else cpu_masked._SEGMENT_KEYS)
-    for name, value in (("_FEW_QUERIES", few), ("_PADDING", padding), ("_MAX_SCORES", scores)):
-        monkeypatch.setattr(cpu_sparse, name, value)
+    monkeypatch.setattr(cpu_sparse, "_SEGMENT_KEYS", 24 if limits == "200 scores" else cpu_sparse._SEGMENT_KEYS)
+    monkeypatch.setattr(cpu, "FEW_QUERIES", few)
+    monkeypatch.setattr(cpu_sparse, "_MAX_SCORES", scores)
     batch = build(dataclasses.replace(case, dtype=dtype))
     check(batch, *attend(batch, OP))
 
@@ -91,7 +91,6 @@ def test_few_queries_of_a_list_copy_no_keys(case, monkeypatch):
 
     for name in ("read", "gather"):
         monkeypatch.setattr(cpu_cache.Cache, name, refuse)
-    monkeypatch.setattr(cpu_sparse, "_SMALL_GATHER", 1 << 62)
     batch = build(case)
     check(batch, *attend(batch, OP))
 

@@ -20,7 +20,7 @@ from .arguments import AttentionArgs, Result
 from .checks import tree_bits
 from .cpu_cache import Cache
 from .cpu_masked import MAX_SCORES, attend_masked, attend_tree, concatenated, flash, full_parts, merge_parts
-from .cpu_sparse import Run, attend_decodes, attend_heads, ranges_of
+from .cpu_sparse import FEW_QUERIES, Ranges, Run, attend_decodes
 
 # A chunk has consecutive positions. If chunks have fewer queries than this on average, they share one pass over the
 # keys, because otherwise each would gather the keys again.
@@ -37,25 +37,19 @@ def attend(args: AttentionArgs) -> Result:
     query, cache, is_plain = args.query, Cache(args), args.terms.PLAIN and args.tree_mask is None
     by_head = args.query_blocks is not None or args.block_tables.dim() == 3
     runs = _runs(args, is_plain)
-    single = [run for run in runs if run.length == 1] if is_plain else []
+    batch = _batch(args, cache, [run for run in runs if run.length == 1], by_head) if is_plain else []
+    out = query.new_zeros((*query.shape[:2], cache.width))
+    lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
+    if batch:
+        tokens = torch.tensor([run.first for run in batch])
+        out[tokens], lse[tokens] = attend_decodes(args, cache, batch)
+        runs = [*{*runs} - {*batch}]
     if not by_head:
-        single = _with_few_keys(args, cache, single)
-    decoded = attend_decodes(args, cache, single) if single else None
-    if decoded is not None and len(single) == len(query):
-        out, lse = decoded
-    else:
-        out = query.new_zeros((*query.shape[:2], cache.width))
-        lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
-        if decoded is not None:
-            tokens = torch.tensor([run.first for run in single])
-            out[tokens], lse[tokens] = decoded
-            runs = [*{*runs} - {*single}]
-        if not by_head:
-            _attend_runs(args, cache, runs, out, lse)
-        elif runs := [run for run in runs if not is_plain or not _attend_heads(args, cache, run, out, lse)]:
-            for head in range(cache.kv_heads):
-                heads, own = _of_head(args, head)
-                _attend_runs(own, Cache(own), runs, out[:, heads], lse[:, heads])
+        _attend_runs(args, cache, runs, out, lse)
+    elif runs:
+        for head in range(cache.kv_heads):
+            heads, own = _of_head(args, head)
+            _attend_runs(own, Cache(own), runs, out[:, heads], lse[:, heads])
     if args.sinks is not None:
         _add_sinks(out, lse, args.sinks, int(args.query_start_loc[-1]))
     return out, lse
@@ -81,14 +75,18 @@ def _runs(args: AttentionArgs, is_plain: bool) -> list[Run]:
     return [Run(i, begin, lens[i] - starts[i + 1] + begin, end - begin) for i, begin, end in bounds]
 
 
-def _with_few_keys(args: AttentionArgs, cache: Cache, runs: list[Run]) -> list[Run]:
-    """Return the runs with few enough keys to be gathered together; [] if there are fewer than two."""
-    if len(runs) > 1:
+def _batch(args: AttentionArgs, cache: Cache, runs: list[Run], by_head: bool) -> list[Run]:
+    """Return the runs of one query that are attended together."""
+    if not runs or not cache.has_vectors or args.query.shape[1] > FEW_QUERIES * cache.kv_heads:
+        return []
+    # A sparse matrix has no more entries in a row than columns, so a table that repeats blocks may be too long.
+    most = cache.at_once(1) if cache.in_place is None else len(cache.in_place[0])
+    if not by_head:
         # Quantized keys are read faster by block than by vector.
-        most = _BATCHED_KEYS if args.k_scale is None else cache.at_once(cache.kv_heads) // 16
-        few = ranges_of(args, runs).count <= most
-        runs = runs if few.all() else [run for run, is_few in zip(runs, few.tolist(), strict=True) if is_few]
-    return runs if len(runs) > 1 else []
+        most = min(most, _BATCHED_KEYS if args.k_scale is None else cache.at_once(cache.kv_heads) // 16)
+    few = Ranges.of(args, runs).count <= most
+    runs = runs if few.all() else [run for run, is_few in zip(runs, few.tolist(), strict=True) if is_few]
+    return runs if by_head or len(runs) > 1 else []
 
 
 def _of_head(args: AttentionArgs, head: int) -> tuple[slice, AttentionArgs]:
@@ -112,7 +110,7 @@ def _of_head(args: AttentionArgs, head: int) -> tuple[slice, AttentionArgs]:
 
 
 def _blocks(args: AttentionArgs, run: Run) -> np.ndarray:
-    """Return the number of each logical block of a run, -1 if absent. If KV heads have own blocks, each gets a row."""
+    """Return the number of each logical block of a run, -1 if absent. All heads of the call have the same blocks."""
     tables = args.block_tables.numpy()[run.sequence, ..., : -(-int(args.seq_lens[run.sequence]) // args.block_size)]
     if args.query_blocks is None:
         return tables
@@ -120,21 +118,6 @@ def _blocks(args: AttentionArgs, run: Run) -> np.ndarray:
     is_listed = np.zeros((len(lists), tables.shape[-1] + 1), dtype=bool)
     np.put_along_axis(is_listed, np.where(lists < 0, tables.shape[-1], lists), True, axis=1)
     return np.where(is_listed[:, :-1], tables, -1)
-
-
-def _attend_heads(args: AttentionArgs, cache: Cache, run: Run, out: torch.Tensor, lse: torch.Tensor) -> bool:
-    """Write the results of a run whose KV heads have their own blocks. Return False if the run needs masks."""
-    chunks = run.chunks(args)
-    if len(chunks) > max(1, run.length // _LONG_CHUNK) or args.mask.BOUNDED:
-        return False
-    blocks, seq_len = _blocks(args, run), int(args.seq_lens[run.sequence])
-    for begin, position, count in chunks:
-        rows = slice(run.first + begin, run.first + begin + count)
-        part = attend_heads(args.query[rows].to(cache.dtype), cache, blocks, seq_len, position, args)
-        if part is None:
-            return False
-        out[rows], lse[rows] = part
-    return True
 
 
 def _attend_runs(args: AttentionArgs, cache: Cache, runs: list[Run], out: torch.Tensor, lse: torch.Tensor) -> None:

@@ -1,25 +1,19 @@
-"""Reads from a paged cache on the CPU: blocks of a table, and vectors (a token's key or value of one KV head).
-
-An entry is a group of queries that attend to the same vectors of one KV head; see `cpu_sparse`.
-"""
+"""Reads from a paged cache on the CPU: blocks of a table, and vectors (a token's key or value of one KV head)."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from .arguments import AttentionArgs
-from .predicate import Mask
 
 # Maximum size of the keys that one gather copies, and of the values, in the dtype of the computation. For larger
 # tensors the system maps fresh pages on every call, which cost several times as much as the copy.
 GATHER_BYTES = 4 << 20
-_SUMMED = (torch.float32, torch.float16, torch.bfloat16)
 Strides = tuple[int, ...]
 
 
@@ -30,8 +24,7 @@ Piece = tuple[torch.Tensor, torch.Tensor, np.ndarray]
 class Cache:
     """Keys and values of a call, read as tensors of one dtype, by block or by vector.
 
-    A vector is a token's key or value of one KV head. Its number is its row in `_matrices`. If keys and values have
-    different strides, its number is the row that it would have in a contiguous cache.
+    A vector is a token's key or value of one KV head. Its number is its row in `_matrices`.
     """
 
     def __init__(self, args: AttentionArgs) -> None:
@@ -47,24 +40,20 @@ class Cache:
     @functools.cached_property
     def _matrices(self) -> tuple[tuple[torch.Tensor, Strides], tuple[torch.Tensor, Strides]]:
         """Matrices of the vectors of keys and of values, and their strides between blocks, slots and heads."""
-        keys, strides = _as_matrix(self._key)
-        return (keys, strides), (keys[:, : self.width], strides) if self._is_latent else _as_matrix(self._value)
+        return _as_matrix(self._key), _as_matrix(self._value)
+
+    @property
+    def has_vectors(self) -> bool:
+        """Whether a key and its value have the same number."""
+        (_, key_strides), (_, value_strides) = self._matrices
+        return key_strides == value_strides and not self._is_latent
 
     @functools.cached_property
     def in_place(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Keys and values by number, `[vectors, head_dim]`, if they can be used without a copy; otherwise None."""
-        (keys, key_strides), (values, value_strides) = self._matrices
-        serves = key_strides == value_strides and self._key.dtype == torch.float32
-        return (keys, values) if serves and keys.is_contiguous() and values.is_contiguous() else None
-
-    @functools.cached_property
-    def _numbering(self) -> tuple[Strides, type[np.signedinteger]]:
-        """The strides of vectors between blocks, slots and heads, and the integer type of their numbers."""
-        (keys, strides), (_, value_strides) = self._matrices
-        if strides != value_strides:  # numbers are those of a contiguous cache; see `_moved`
-            strides = self.block_size * self.kv_heads, self.kv_heads, 1
-        count = max(keys.shape[0], self._key.numel() // self._key.shape[3])
-        return strides, np.int64 if count > 1 << 31 else np.int32
+        (keys, _), (values, _) = self._matrices
+        serves = self._key.dtype == torch.float32 and keys.is_contiguous() and values.is_contiguous()
+        return (keys, values) if serves else None
 
     def at_once(self, kv_heads: int) -> int:
         """Return how many tokens of `kv_heads` KV heads a gather may hold."""
@@ -104,10 +93,6 @@ class Cache:
         if _adjacent(blocks):
             whole = slice(int(blocks[0]), int(blocks[0]) + len(blocks))
             keys, values = self._key[whole].flatten(0, 1), self._value[whole].flatten(0, 1)
-        elif self.kv_heads == 1 < self._key.stride(1) // self._key.shape[3]:  # a view of one head of a wider cache
-            head = np.zeros(1, dtype=np.int64)
-            keys, values = self.gather(self.of_blocks(blocks, head).reshape(1, -1), head)
-            return keys[0][:, None], values[0][:, None]
         else:
             index = torch.from_numpy(blocks.astype(np.int64))
             keys = self._key.index_select(0, index).flatten(0, 1)
@@ -123,87 +108,19 @@ class Cache:
 
     def of_blocks(self, blocks: np.ndarray, heads: np.ndarray) -> np.ndarray:
         """Return the numbers `[n, block_size]` of the vectors in blocks, each block for one KV head."""
-        (block, slot, head), wide = self._numbering
+        keys, (block, slot, head) = self._matrices[0]
+        wide = np.int64 if keys.shape[0] > 1 << 31 else np.int32
         first = blocks.astype(wide, copy=False) * wide(block)
         first += (heads * head).astype(wide, copy=False)
         return np.asarray(first[:, None] + np.arange(self.block_size, dtype=wide) * wide(slot))
 
     def gather(self, vectors: np.ndarray, heads: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values `[entries, n, head_dim]` of vectors `[entries, n]`. `heads`: each entry's KV head."""
-        index, ((keys, key_strides), (values, value_strides)) = torch.from_numpy(vectors.reshape(-1)), self._matrices
-        if self._is_latent:
-            rows = _take(keys, index).view(*vectors.shape, -1)
-            rows = self._as_read(rows, self._k_scale)
-            return rows, rows[..., : self.width]
-        if key_strides == value_strides:
-            taken = _take(keys, index), _take(values, index)
-        else:
-            taken = _take(keys, self._moved(index, key_strides)), _take(values, self._moved(index, value_strides))
-        keys, values = (rows.view(*vectors.shape, rows.shape[1]) for rows in taken)
-        if self._k_scale is None or self._v_scale is None:
-            return self._as_read(keys, None), self._as_read(values, None)
-        each = torch.from_numpy(heads)
-        k_scale, v_scale = (x.expand(self.kv_heads)[each, None] for x in (self._k_scale, self._v_scale))
-        return self._as_read(keys, k_scale), self._as_read(values, v_scale)
-
-    def _moved(self, vectors: torch.Tensor, strides: Strides) -> torch.Tensor:
-        """Convert numbers of vectors in a contiguous cache to their rows in a matrix with these strides."""
-        block, slot, head = strides
-        slots, heads = vectors.long() // self.kv_heads, vectors % self.kv_heads
-        return slots // self.block_size * block + slots % self.block_size * slot + heads * head
-
-
-@dataclass(frozen=True, slots=True)
-class Ranges:
-    """The positions to which each entry attends: [begin, end) and [0, sink_end). None means 0 for all entries."""
-
-    end: np.ndarray
-    begin: np.ndarray | None = None
-    sink_end: np.ndarray | None = None
-
-    @classmethod
-    def of(cls, positions: np.ndarray, lens: np.ndarray, mask: Mask) -> Ranges:
-        """Return the ranges of single queries at `positions` in sequences with `lens` tokens."""
-        if not mask.BOUNDED:
-            return cls(np.minimum(lens, positions + 1) if mask.CAUSAL else lens)
-        each = [mask.attended_range(p, p, n) for p, n in zip(positions.tolist(), lens.tolist(), strict=True)]
-        sink_end, begin, end = np.array(each, dtype=np.int64).reshape(-1, 3).T
-        return cls(end, begin, sink_end)
-
-    @property
-    def count(self) -> np.ndarray:
-        """The number of keys in range, absent keys included."""
-        return self.end if self.begin is None or self.sink_end is None else self.sink_end + self.end - self.begin
-
-    def repeat(self, kv_heads: int) -> Ranges:
-        """Return the same ranges for each KV head."""
-        if self.begin is None or self.sink_end is None:
-            return Ranges(self.end.repeat(kv_heads))
-        return Ranges(*(bound.repeat(kv_heads) for bound in (self.end, self.begin, self.sink_end)))
-
-    def vectors(
-        self, cache: Cache, heads: np.ndarray, logical: np.ndarray, numbers: np.ndarray, is_inside: bool = False
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers of the vectors in range, and their count in each entry. `heads` `[entries]` are KV heads.
-
-        `logical` are ascending blocks, `[entries, n]`, or `[n]` if all entries have the same. `numbers` `[entries, n]`
-        are their block numbers, -1 for an absent block. With `is_inside`, every present block has a key in range.
-        """
-        size, live = cache.block_size, numbers >= 0
-        if not is_inside:
-            live &= logical * size < self.end[:, None]
-            if self.begin is not None and self.sink_end is not None:
-                live &= ((logical + 1) * size > self.begin[:, None]) | (logical * size < self.sink_end[:, None])
-        sizes = live.sum(axis=1)
-        vectors = cache.of_blocks(numbers[live], heads.repeat(sizes))
-        if self.begin is None and not (self.end % size).any():
-            return vectors.reshape(-1), sizes * size
-        logical = live.nonzero()[1] if logical.ndim == 1 else logical[live]
-        t, entry = logical[:, None] * size + np.arange(size), np.arange(len(sizes)).repeat(sizes)
-        is_seen = t < self.end[entry, None]
-        if self.begin is not None and self.sink_end is not None:
-            is_seen &= (t >= self.begin[entry, None]) | (t < self.sink_end[entry, None])
-        return vectors[is_seen], np.bincount(entry, is_seen.sum(axis=1), len(sizes)).astype(np.int64)
+        """Return keys and values `[n, head_dim]` of vectors in float32; `heads` `[n]` are their KV heads."""
+        index, found = torch.from_numpy(vectors), []
+        for (matrix, _), scale in zip(self._matrices, (self._k_scale, self._v_scale), strict=True):
+            rows = matrix.index_select(0, index).float()
+            found.append(rows if scale is None else rows.mul_(scale.float().expand(self.kv_heads)[heads, None]))
+        return found[0], found[1]
 
 
 def _as_matrix(cache: torch.Tensor) -> tuple[torch.Tensor, Strides]:
@@ -217,13 +134,6 @@ def _as_matrix(cache: torch.Tensor) -> tuple[torch.Tensor, Strides]:
         step = width
     last = sum(stride * (size - 1) for stride, size in zip(strides, cache.shape[:3], strict=True))
     return cache.as_strided((last // step + 1, width), (step, 1)), tuple(stride // step for stride in strides)
-
-
-def _take(matrix: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return rows of a matrix, each as a sum of one row, which takes two thirds of the time of index_select."""
-    if matrix.dtype in _SUMMED and matrix.is_contiguous():
-        return torch.embedding_bag(matrix, index, torch.arange(len(index), dtype=index.dtype))[0]
-    return matrix.index_select(0, index)
 
 
 def _adjacent(blocks: np.ndarray) -> bool:

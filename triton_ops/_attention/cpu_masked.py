@@ -1,16 +1,12 @@
 """Attention on CPUs: PyTorch's flash kernel, and matrix products for what that kernel does not support.
 
-The flash kernel supports neither score modifiers nor trees. It needs a copy of scattered keys; `attend_in_place` does
-not.
+The flash kernel supports neither score modifiers nor trees.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-import threading
-import warnings
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -21,19 +17,9 @@ from .cpu_cache import Cache, Piece
 
 # 64 MB of float32 scores per slice.
 MAX_SCORES = 1 << 24
-# Keys of a segment. All queries of an entry read one segment before the next, so that a processor's own cache holds it.
-_SEGMENT_KEYS = 256
-_lock = threading.Lock()
 
 
-def flash_kernel(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    causal: bool,
-    scale: float,
-    mask: torch.Tensor | None = None,
-) -> Result:
+def flash_kernel(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, causal: bool, scale: float) -> Result:
     """Run PyTorch's flash kernel for CPUs. It takes keys and values of one width, so the narrower ones are padded."""
     if scale <= 0:  # the kernel treats it as positive
         query, scale = query * (-1.0 if scale else 0.0), -scale or 1.0
@@ -45,9 +31,7 @@ def flash_kernel(
         # If values are the first columns of keys, the whole keys are passed as values.
         is_begin = values.data_ptr() == keys.data_ptr() and values.stride() == keys.stride()
         values = keys if is_begin else torch.nn.functional.pad(values, (0, -more))
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, keys, values, 0.0, causal, attn_mask=mask, scale=scale
-    )
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, 0.0, causal, scale=scale)
     return (out[..., :width] if more < 0 else out), lse
 
 
@@ -184,94 +168,3 @@ def _live_part(
         out = torch.matmul(weight.view(*q.shape[:2], len(t)), values).view(heads, len(dead), -1)
         parts.append((out.transpose(0, 1).contiguous(), lse.transpose(0, 1)))
     return concatenated(parts)
-
-
-def attend_in_place(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    vectors: np.ndarray,
-    lengths: np.ndarray,
-    scale: float,
-) -> Result:
-    """Attend with queries `[entries, queries, head_dim]`; the queries of an entry attend to the same keys.
-
-    `keys` and `values` are float32 rows. `vectors` holds the row numbers of one entry after another. Entry i has
-    `lengths[i]` of them, at least one.
-
-    A sampled matrix product of queries (rows) and keys (columns) gives the scores at the places of a sparse matrix. A
-    weighted sum of rows, PyTorch's embedding bag, gives the results.
-    """
-    (entries, num_queries, width), cuts = query.shape, None
-    is_even = int(lengths.min()) * entries == len(vectors)
-    if len(vectors) > _SEGMENT_KEYS and int(lengths.max()) > _SEGMENT_KEYS:
-        cuts = -(-lengths // _SEGMENT_KEYS)
-        nth, segments, each = concatenated_ranges(np.zeros_like(cuts), cuts), cuts.repeat(cuts), lengths.repeat(cuts)
-        # The segments are as even as possible.
-        lengths = (nth + 1) * each // segments - nth * each // segments
-        is_even = int(lengths.min()) * len(lengths) == len(vectors)
-        query = query.repeat_interleave(torch.from_numpy(cuts), 0)
-    columns, ends = _for_each_query(vectors, lengths, num_queries, is_even)
-    starts, index, row_ends = ends[:-1], torch.from_numpy(columns), torch.from_numpy(ends)
-    scores = query.new_zeros(len(columns))
-    _silence()
-    shape = (len(starts), keys.shape[0])
-    places = torch.sparse_csr_tensor(row_ends, index, scores, shape, check_invariants=False)
-    torch.sparse.sampled_addmm(places, query.reshape(-1, width), keys.t(), beta=0.0, alpha=scale, out=places)
-    weights = scores.numpy()
-    top = np.maximum.reduceat(weights, starts)
-    if is_even:
-        of_rows = weights.reshape(len(starts), -1)
-        of_rows -= top[:, None]
-    else:
-        weights -= top.repeat(lengths.repeat(num_queries))
-    np.exp(weights, out=weights)
-    total = np.add.reduceat(weights, starts)
-    out = torch.embedding_bag(values, index, row_ends[:-1], False, 0, False, scores)[0]
-    out = out.view(len(lengths), num_queries, -1)
-    lse = np.log(total)
-    lse += top
-    total, lse = total.reshape(-1, num_queries), lse.reshape(-1, num_queries)
-    if cuts is None:
-        return out.div_(torch.from_numpy(total)[..., None]), torch.from_numpy(lse)
-    first = cuts.cumsum() - cuts
-    most = np.maximum.reduceat(lse, first)
-    weights = np.exp(lse - most.repeat(cuts, 0))
-    whole = np.add.reduceat(weights, first)
-    weights /= whole.repeat(cuts, 0)
-    # There are two steps, so that an entry of one segment has the same bits as without segments.
-    out.div_(torch.from_numpy(total)[..., None]).mul_(torch.from_numpy(weights)[..., None])
-    entry = torch.from_numpy(np.arange(entries).repeat(cuts))
-    return out.new_zeros((entries, *out.shape[1:])).index_add_(0, entry, out), torch.from_numpy(most + np.log(whole))
-
-
-def concatenated_ranges(begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Return the numbers of all ranges, one range after another: `sizes[i]` numbers from `begins[i]` on."""
-    ends = sizes.cumsum()
-    return np.asarray(np.arange(sizes.sum()) + (begins - ends + sizes).repeat(sizes))
-
-
-def _for_each_query(
-    vectors: np.ndarray, sizes: np.ndarray, num_queries: int, is_even: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the row numbers that each query of each segment reads, one query after another, and offsets into them.
-
-    The offsets begin with 0 and have the end of each query's numbers.
-    """
-    if is_even:
-        size = len(vectors) // len(sizes)
-        ends = np.arange(0, len(vectors) * num_queries + 1, size, dtype=vectors.dtype)
-        return vectors.reshape(len(sizes), 1, size).repeat(num_queries, 1).reshape(-1), ends
-    each = sizes.repeat(num_queries)
-    ends = np.zeros(len(each) + 1, dtype=vectors.dtype)
-    each.cumsum(out=ends[1:])
-    return vectors[concatenated_ranges((sizes.cumsum() - sizes).repeat(num_queries), each)], ends
-
-
-@functools.cache
-def _silence() -> None:
-    """Suppress torch's warning about sparse tensors, which torch gives only once, by causing it here."""
-    with _lock, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        ends = torch.zeros(2, dtype=torch.int32)
-        torch.sparse_csr_tensor(ends, ends[:0], torch.zeros(0), (1, 1), check_invariants=False)

@@ -38,6 +38,16 @@ def address_of(tensor: torch.Tensor, leading: int) -> Address:
     return block_size, block, slot
 
 
+def flat_rows(tensor: torch.Tensor, leading: int) -> torch.Tensor | None:
+    """Return a view in which the first dimension counts all rows, or None if slots are not evenly spaced."""
+    if leading == 1:
+        return tensor
+    block_size, step, _ = address_of(tensor, leading)
+    if block_size > 1:
+        return None
+    return tensor.as_strided((tensor.shape[0] * tensor.shape[1], *tensor.shape[2:]), (step, *tensor.stride()[2:]))
+
+
 def row_layout(tensors: tuple[torch.Tensor, ...], leading: tuple[int, ...]) -> RowLayout:
     """Return the common layout of the tensors' rows, which are the dimensions after the `leading` ones of each.
 

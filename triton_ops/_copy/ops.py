@@ -6,9 +6,8 @@ device, a kernel moves them. The copy engine may do so if one side is host memor
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,7 @@ from .._core.checks import (
 )
 from . import cpu
 from .launch import launch_move_rows
-from .layout import address_of, row_bytes
+from .layout import flat_rows, row_bytes
 
 if TYPE_CHECKING:
     from .runs import Run
@@ -50,15 +49,6 @@ def result_device(cache: torch.Tensor, index: torch.Tensor, device: torch.device
     if device is not None:
         return device
     return index.device if index.is_cuda else cache.device
-
-
-def _flat(tensor: torch.Tensor, leading: int) -> torch.Tensor | None:
-    """Return a view in which the first dimension counts all rows, or None if slots are not evenly spaced."""
-    block_size, step, _ = address_of(tensor, leading)
-    if block_size > 1:
-        return None
-    shape = (math.prod(tensor.shape[:leading]), *tensor.shape[leading:])
-    return tensor.as_strided(shape, (step, *tensor.stride()[leading:]))
 
 
 def copy_runs(packed: torch.Tensor, cache: torch.Tensor, runs: Sequence[Run], to_cache: bool) -> None:
@@ -88,7 +78,7 @@ def _move_on_device(
     device = next((t.device for t in (*packed, *caches, index) if t.is_cuda), None)
     if device is not None and not index.is_cuda:
         hosted = [t for t in (*packed, *caches) if not t.is_cuda]
-        flats = [_flat(cache, leading) for cache in caches]
+        flats = [flat_rows(cache, leading) for cache in caches]
         if hosted and all(flat is not None for flat in flats):
             from .runs import find_runs  # imported here because it needs numpy, which the kernel does not
 
@@ -105,11 +95,6 @@ def _move_on_device(
         launch_move_rows(op, packed, caches, (1, leading), index.shape[0], target_index=index)
     else:
         launch_move_rows(op, caches, packed, (leading, 1), index.shape[0], source_index=index)
-
-
-def _agree(caches: Sequence[torch.Tensor]) -> bool:
-    """Return whether there are caches, and all have the same number of blocks and the same block size."""
-    return len(caches) > 0 and all(cache.shape[:2] == caches[0].shape[:2] for cache in caches[1:])
 
 
 def move_rows(
@@ -155,34 +140,6 @@ def move_rows(
     return packed
 
 
-def gather_cpu(
-    op: str,
-    leading: int,
-    caches: Sequence[torch.Tensor],
-    index: torch.Tensor,
-    sources: None = None,
-    device: torch.device | None = None,
-) -> Sequence[torch.Tensor]:
-    """Gather rows of caches in host memory; arguments as for `move_rows`."""
-    if device is not None or not _agree(caches):
-        return move_rows(op, leading, caches, index, None, device)
-    found = [cpu.quick_gather(cache, leading, index) for cache in caches]
-    return [move_rows(op, leading, [caches[i]], index)[0] if rows is None else rows for i, rows in enumerate(found)]
-
-
-def scatter_cpu(
-    op: str, leading: int, caches: Sequence[torch.Tensor], index: torch.Tensor, sources: Sequence[torch.Tensor]
-) -> None:
-    """Scatter rows into caches in host memory; arguments as for `move_rows`."""
-    pairs = list(zip(sources, caches, strict=False))
-    # All pairs are checked before the first is written, so a call that raises changes nothing.
-    agree = len(sources) == len(caches) and _agree(caches)
-    if not agree or not all(cpu.fits(*pair, leading, index) for pair in pairs):
-        move_rows(op, leading, caches, index, sources)
-    elif left := [pair for pair in pairs if not cpu.quick_scatter(*pair, leading, index)]:
-        move_rows(op, leading, [cache for _, cache in left], index, [source for source, _ in left])
-
-
 def row_functions(op: str, leading: int) -> dict[str, Any]:
     """Return the functions `cpu` and `launch` of an operator that gathers or scatters rows.
 
@@ -192,19 +149,15 @@ def row_functions(op: str, leading: int) -> dict[str, Any]:
     """
     several, (index_name, _) = op.endswith("_list"), _INDEX[leading]
 
-    def caches_of(args: Any) -> Any:
-        return args.caches if several else [args.cache]
+    def run(args: Any) -> Any:
+        caches, index = args.caches if several else [args.cache], getattr(args, index_name)
+        if op.startswith("gather"):
+            rows = move_rows(op, leading, caches, index, None, args.device)
+            return rows if several else rows[0]
+        move_rows(op, leading, caches, index, args.sources if several else [args.source])
+        return None
 
-    def gather(move: Callable[..., Any], args: Any) -> Any:
-        rows = move(op, leading, caches_of(args), getattr(args, index_name), None, args.device)
-        return [*rows] if several else rows[0]
-
-    def scatter(move: Callable[..., Any], args: Any) -> None:
-        sources = args.sources if several else [args.source]
-        move(op, leading, caches_of(args), getattr(args, index_name), sources)
-
-    run, on_cpu = (gather, gather_cpu) if op.startswith("gather") else (scatter, scatter_cpu)
-    return {"cpu": functools.partial(run, on_cpu), "launch": functools.partial(run, move_rows)}
+    return {"cpu": run, "launch": run}
 
 
 def empty_rows(

@@ -8,7 +8,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import tempfile
 import threading
 from pathlib import Path
 
@@ -36,18 +35,18 @@ def first_fault(device: torch.device, shape: Shape, use: str) -> Row | None:
         return None
     about = _about(device, shape, use)
     with _lock:
-        if about in _known:
-            return _known[about]
-        path = _path(about)
-        if path is not None and _read(path) == about:
-            fault = None
-        else:
-            rows = check_kernels(device, small=shape, uses=(use,))
-            fault = next((row for row in rows if not row.ok), None)
-            if fault is None and path is not None:
-                _write(path, about)
-        _known[about] = fault
-        return fault
+        if about not in _known:
+            path = _path(about)
+            fault: Row | None = None
+            if path is None or not os.path.exists(path):
+                rows = check_kernels(device, small=shape, uses=(use,))
+                fault = next((row for row in rows if not row.ok), None)
+                if fault is None and path is not None:
+                    with contextlib.suppress(OSError):
+                        path.parent.mkdir(parents=True, exist_ok=True)
+                        path.write_text(about, encoding="utf-8")
+            _known[about] = fault
+        return _known[about]
 
 
 def forget_checks() -> None:
@@ -85,20 +84,3 @@ def _path(about: str) -> Path | None:
     except RuntimeError:
         return None
     return root / "pc" / "checked" / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.json"
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return None
-
-
-def _write(path: Path, about: str) -> None:
-    """Write a file and move it into place, so that no process sees an incomplete file."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / path.name
-            made.write_text(about, encoding="utf-8")
-            made.replace(path)
