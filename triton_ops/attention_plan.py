@@ -19,7 +19,7 @@ from ._attention.checks import check_batch, check_lengths, check_plan_size
 from ._attention.constants import architecture
 from ._attention.layout import PlanShape
 from ._attention.plan import build_plan, refresh_cached
-from ._attention.plan_check import plan_without_work
+from ._attention.plan_check import plan_on_host
 from ._core.checks import bad_argument
 from ._core.operator import operator
 
@@ -40,7 +40,7 @@ def _check_values(args: Any) -> None:
 
 def _cpu(args: Any) -> torch.Tensor:
     _check_values(args)
-    plan = plan_without_work(args)
+    plan = plan_on_host(args)
     return plan if args.out is None else args.out.copy_(plan)
 
 
@@ -97,7 +97,7 @@ def attention_plan(
 
     Returns:
         One int32 vector. Its size depends only on the shape of block_tables and on block_size. For CPU tensors it
-        holds only options and facts about the tables, since PyTorch needs no list of work.
+        holds only options and a checksum of the batch, since PyTorch needs no list of work.
 
     Raises:
         TypeError: An argument has a wrong type or dtype.

@@ -21,8 +21,6 @@ from ._core.checks import FLOATS, check_tensor
 from ._core.launch import Launch
 from ._core.operator import operator
 
-_PIECE_ELEMENTS = 1 << 18
-
 
 def _check(args: Any) -> None:
     out_a, lse_a, out_b, lse_b = args
@@ -33,31 +31,19 @@ def _check(args: Any) -> None:
         check_tensor(name, lse, "[num_tokens, num_heads]", (torch.float32,), out_a.device, out_a.shape[:2])
 
 
-def merge_attention_cpu(args: Any) -> Result:
-    """Compute `pc.merge_attention` in PyTorch."""
-    out_a, lse_a, out_b, lse_b = args
-    out = torch.empty(out_a.shape, dtype=out_a.dtype, device=out_a.device)
+def merge_pair(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> Result:
+    """Return the merged out, in float32, and its lse, computed in PyTorch."""
     lse = torch.logaddexp(lse_a, lse_b)
+    safe = lse.masked_fill(lse == -torch.inf, 0.0)
     # A form with the difference of the two results would overflow for 3e38 and -3e38.
-    weight_a, weight_b = (
-        torch.exp(part - lse.masked_fill(lse == -torch.inf, 0.0))[..., None] for part in (lse_a, lse_b)
-    )
-    any_dead = lse.numel() > 0 and torch.minimum(weight_a, weight_b).min().item() == 0
-    if any_dead:
-        dead_a, dead_b = weight_a == 0, weight_b == 0
-    # float32 copies are made in pieces that fit the processor's caches, since fresh memory takes longer than sums.
-    whole = out.dtype == torch.float32
-    rows = max(1, len(out) if whole else _PIECE_ELEMENTS // max(1, out[:1].numel()))
-    for begin in range(0, len(out), rows):
-        piece = slice(begin, begin + rows)
-        a, b = out_a[piece].float(), out_b[piece].float()
-        if any_dead:
-            a, b = a.masked_fill(dead_a[piece], 0.0), b.masked_fill(dead_b[piece], 0.0)
-        if whole:
-            torch.mul(a, weight_a, out=out).addcmul_(b, weight_b)
-        else:
-            out[piece] = (a * weight_a[piece]).addcmul_(b, weight_b[piece])
-    return out, lse.contiguous()
+    weight_a, weight_b = ((part - safe).exp_()[..., None] for part in (lse_a, lse_b))
+    a, b = torch.where(weight_a > 0, out_a, 0.0).float(), torch.where(weight_b > 0, out_b, 0.0).float()
+    return a.mul_(weight_a).addcmul_(b, weight_b), lse
+
+
+def _cpu(args: Any) -> Result:
+    out, lse = merge_pair(*args)
+    return out.to(args.out_a.dtype).contiguous(), lse.contiguous()
 
 
 def build_merge_launch(
@@ -87,7 +73,7 @@ def _run(launch: Launch, dtype: torch.dtype, args: tuple[torch.Tensor, ...]) -> 
     return out, lse
 
 
-@operator(check=_check, cpu=merge_attention_cpu, build=build_merge_launch)
+@operator(check=_check, cpu=_cpu, build=build_merge_launch)
 def merge_attention(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

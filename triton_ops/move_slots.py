@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ._attention.constants import next_power_of_2
+from ._copy.cpu import gather_rows, scatter_rows
 from ._core.cache import aligned, launch_finder
 from ._core.checks import (
     CACHE_LAYOUT,
@@ -93,22 +94,14 @@ def rotate_pairs_(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_n
 def move_on_cpu(args: Any) -> None:
     """Move tokens in PyTorch, with checked arguments of `move_slots`."""
     keys, values, sources, targets, deltas, inv_freq, is_neox, first = args
-    if not sources.numel():
-        return
-    written = targets >= 0
-    if not written.all():
-        sources, targets, deltas = sources[written], targets[written], deltas[written]
-    size, absent = keys.shape[1], sources < 0
-    source, target = (x.long().clamp(min=0) for x in (sources, targets))
-    source_at, target_at = (source // size, source % size), (target // size, target % size)
     for cache in (keys,) if values is None else (keys, values):
-        moved = as_codes(cache)[source_at]
+        moved = torch.empty((len(sources), *cache.shape[2:]), dtype=cache.dtype)
+        gather_rows(cache, 2, sources, moved, -1)
         if cache is keys and inv_freq is not None:
             distances, which = deltas.unique(return_inverse=True)
             cos, sin = (part[which] for part in rotation_cos_sin(distances, inv_freq))
-            rotate_pairs_(moved.view(keys.dtype), cos, sin, is_neox, first)
-        moved[absent] = 0
-        as_codes(cache)[target_at] = moved
+            rotate_pairs_(moved, cos, sin, is_neox, first)
+        scatter_rows(moved, cache, 2, targets, -1)
 
 
 def _build_move(args: Any) -> Callable[[Any], None]:

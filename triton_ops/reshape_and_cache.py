@@ -15,6 +15,7 @@ import torch
 
 from ._attention.checks import MAX_HEAD_DIM, check_cache
 from ._attention.constants import next_power_of_2
+from ._copy.cpu import scatter_rows
 from ._core.cache import aligned
 from ._core.checks import (
     FLOATS,
@@ -43,33 +44,22 @@ def check_write(args: Any) -> None:
         raise bad_argument("value_cache", "the memory of key_cache", "its own, since key and value differ")
 
 
-def check_write_values(args: Any) -> bool:
-    """Check that slots are in the cache and return whether one is -1. In debug mode, refuse NaN for an int8 cache."""
+def check_write_values(args: Any) -> int:
+    """Check that slots are in the cache and return the lowest. In debug mode, refuse NaN for an int8 cache."""
     slots = args.slot_mapping
     if debug_mode_enabled() and args.key_cache.dtype == torch.int8:
         refuse_nan("key", args.key[slots >= 0])
         refuse_nan("value", args.value[slots >= 0])
-    num_slots = args.key_cache.shape[0] * args.key_cache.shape[1]
-    return lowest_entry("slot_mapping", slots, num_slots) < 0
+    return lowest_entry("slot_mapping", slots, args.key_cache.shape[0] * args.key_cache.shape[1])
 
 
 def reshape_and_cache_cpu(args: Any) -> None:
     """Compute `pc.reshape_and_cache` in PyTorch on CPU tensors, with checked arguments."""
-    key, value, slot_mapping = args.key, args.value, args.slot_mapping
-    if check_write_values(args):
-        rows = torch.nonzero(slot_mapping >= 0).squeeze(1)
-        key, value, slot_mapping = key[rows], value[rows], slot_mapping[rows]
-    pairs = (key, args.key_cache, args.k_scale), (value, args.value_cache, args.v_scale)
-    for source, cache, scale in pairs:
-        if scale is not None:
-            source = quantize(source, scale, cache.dtype)
-        if cache.dtype.itemsize == 1:  # PyTorch cannot write float8 by index
-            source, cache = source.view(torch.uint8), cache.view(torch.uint8)
-        block_size = cache.shape[1]
-        if cache.stride(0) == block_size * cache.stride(1):
-            cache.flatten(0, 1).index_copy_(0, slot_mapping, source)
-        else:
-            cache[slot_mapping // block_size, slot_mapping % block_size] = source
+    lowest = check_write_values(args)
+    pairs = (args.key, args.key_cache, args.k_scale), (args.value, args.value_cache, args.v_scale)
+    for rows, cache, scale in pairs:
+        rows = rows if scale is None else quantize(rows, scale, cache.dtype)
+        scatter_rows(rows, cache, 2, args.slot_mapping, lowest)
 
 
 def _build(args: Any) -> Callable[[Any], None]:
@@ -95,19 +85,18 @@ def _build(args: Any) -> Callable[[Any], None]:
     programs = (-(-num_rows // block_r), 1, 1)
     is_aligned = aligned(*args)
     launch = Launch(_reshape_and_cache_kernel, constexprs, programs, (num_rows, *strides), same_alignment=is_aligned)
-    return functools.partial(_run, launch, kv_heads, args.slot_mapping.is_contiguous())
+    return functools.partial(_run, launch, kv_heads)
 
 
-def _run(launch: Launch, kv_heads: int, is_packed: bool, args: Any) -> None:
+def _run(launch: Launch, kv_heads: int, args: Any) -> None:
     """Launch the cache write of a call."""
-    if launch.programs[0] == 0:
-        return
-    key, slots = args.key, args.slot_mapping
-    launch((key, args.value, *cache_tensors(args, kv_heads, slots if is_packed else slots.contiguous())))
+    if launch.programs[0]:
+        launch((args.key, args.value, *cache_tensors(args, kv_heads)))
 
 
-def cache_tensors(args: Any, kv_heads: int, slots: torch.Tensor) -> tuple[Any, ...]:
+def cache_tensors(args: Any, kv_heads: int) -> tuple[Any, ...]:
     """Return the kernel's caches, slots and scales. Without scales, these are dummies that it never reads."""
+    slots = args.slot_mapping.contiguous()
     if args.k_scale is None:
         return args.key_cache, args.value_cache, slots, args.key, args.key
     scales = equal_scales(args.k_scale, args.v_scale, kv_heads)

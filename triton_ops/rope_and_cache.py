@@ -32,8 +32,6 @@ from .reshape_and_cache import (
     reshape_and_cache_cpu,
 )
 
-_PIECE_ELEMENTS = 1 << 16
-
 
 def _check(args: Any) -> None:
     """Check the metadata of a call."""
@@ -63,15 +61,9 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     out[..., rotary_dim:] = x[..., rotary_dim:]
     cos, sin = cos.float()[:, None], sin.float()[:, None]
-    # Pieces fit the processor's caches, because fresh memory for each product takes longer than the products.
-    pieces = [slice(None)]  # a compiler would unroll the loop
-    if not torch.compiler.is_compiling():
-        rows = max(1, _PIECE_ELEMENTS // max(1, x[:1].numel()))
-        pieces = [slice(begin, begin + rows) for begin in range(0, len(x), rows)]
-    for piece in pieces:
-        a, b = x[piece, :, first].float(), x[piece, :, second].float()
-        out[piece, :, first] = (a * cos[piece]).addcmul_(b, sin[piece], value=-1)
-        out[piece, :, second] = (b * cos[piece]).addcmul_(a, sin[piece])
+    a, b = x[..., first].float(), x[..., second].float()
+    out[..., first] = (a * cos).addcmul_(b, sin, value=-1)
+    out[..., second] = (b * cos).addcmul_(a, sin)
     return out
 
 
@@ -113,16 +105,16 @@ def _build(args: Any) -> Callable[[Any], torch.Tensor]:
         same_alignment=aligned(*args),
     )
     out_shape = None if args.query.stride() == (num_heads * head_dim, head_dim, 1) else args.query.shape
-    return functools.partial(_run, launch, kv_heads, args.slot_mapping.is_contiguous(), out_shape)
+    return functools.partial(_run, launch, kv_heads, out_shape)
 
 
-def _run(launch: Launch, kv_heads: int, is_packed: bool, out_shape: Sequence[int] | None, args: Any) -> torch.Tensor:
+def _run(launch: Launch, kv_heads: int, out_shape: Sequence[int] | None, args: Any) -> torch.Tensor:
     """Launch the kernel and return the rotated query. If out_shape is None, the query is contiguous."""
-    query, slots = args.query, args.slot_mapping
+    query = args.query
     # For a contiguous tensor `empty_like` takes half the time of `new_empty`.
     out: torch.Tensor = torch.empty_like(query) if out_shape is None else query.new_empty(out_shape)
     if launch.programs[0]:
-        written = cache_tensors(args, kv_heads, slots if is_packed else slots.contiguous())
+        written = cache_tensors(args, kv_heads)
         launch((out, query, args.positions, args.cos_sin, args.key, args.value, *written))
     return out
 

@@ -8,7 +8,7 @@ from attention_cases import Case, attend, build, check, plan_of
 from plan_oracle import plan_in_numpy
 
 import pc
-from pc.triton_ops._attention.layout import INFO_FIRST, INFO_ITEMS, PlanShape, plan_views
+from pc.triton_ops._attention.layout import PlanShape, plan_views
 from pc.triton_ops._core.runtime import KERNELS_ON_CPU
 
 CASES = [
@@ -29,7 +29,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_plan_is_as_described(case, device):
-    """PyTorch on the CPU makes the part that says what a plan is for, kernels make all of it."""
+    """Kernels make all of it. PyTorch on the CPU makes the options, and no work."""
     batch = build(case).to(device)
     plan, expected = plan_of(batch).cpu(), plan_of(batch, plan_in_numpy)
     shape = PlanShape.of(batch.block_tables, case.block_size)
@@ -39,8 +39,7 @@ def test_a_plan_is_as_described(case, device):
     found, wanted = plan_views(plan, shape), plan_views(expected, shape)
     assert torch.equal(plan[1:8], expected[1:8])
     if not (device.type == "cuda" or KERNELS_ON_CPU):
-        wanted[0][:, [INFO_FIRST, INFO_ITEMS]] = 0
-        assert torch.equal(found[0], wanted[0])
+        assert not any(bool(part.any()) for part in found)
         return
     items = int(expected[0])
     assert int(plan[0]) == items

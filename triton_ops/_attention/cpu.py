@@ -84,7 +84,7 @@ def _batch(args: AttentionArgs, cache: Cache, runs: list[Run], by_head: bool) ->
     if not by_head:
         # Quantized keys are read faster by block than by vector.
         most = min(most, _BATCHED_KEYS if args.k_scale is None else cache.at_once(cache.kv_heads) // 16)
-    few = Ranges.of(args, runs).count <= most
+    few = Ranges.of(args, runs).num_keys <= most
     runs = runs if few.all() else [run for run, is_few in zip(runs, few.tolist(), strict=True) if is_few]
     return runs if by_head or len(runs) > 1 else []
 

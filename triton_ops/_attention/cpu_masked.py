@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
+from ..merge_attention import merge_pair
 from .arguments import AttentionArgs, Result
 from .cpu_cache import Cache, Piece
 
@@ -56,20 +57,13 @@ def full_parts(
 
 
 def merge_parts(parts: Iterable[Result], query: torch.Tensor, width: int) -> Result:
-    """Merge results over disjoint keys. This may overwrite the first result.
+    """Merge results over disjoint keys.
 
     Without parts, return zeros `[..., width]` and an lse of -inf.
     """
     merged: Result | None = None
-    for other, other_lse in parts:
-        if merged is None:
-            merged = other, other_lse
-            continue
-        out, lse = merged
-        both = torch.logaddexp(lse, other_lse)
-        safe = both.masked_fill(both == -math.inf, 0.0)
-        weights = ((part - safe).exp_()[..., None] for part in (lse, other_lse))
-        merged = (out.float().mul_(next(weights)).addcmul_(other.float(), next(weights)), both)
+    for part in parts:
+        merged = part if merged is None else merge_pair(*merged, *part)
     if merged is None:
         out = query.new_zeros((*query.shape[:2], width))
         return out, query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
@@ -129,11 +123,6 @@ def attend_tree(
     `bits` say to which of the call's own tokens, at `own_positions`, each query attends.
     """
     own_begin = seq_len - len(own_positions)
-    sees_all = not args.causal or int(positions.min()) >= own_begin - 1
-    if args.terms.PLAIN and not args.mask.BOUNDED and sees_all:
-        before = full_parts(query, cache, table, 0, own_begin, args.scale)
-    else:
-        before = iter([attend_masked(query, cache, table, own_begin, positions, args)])
 
     def among() -> Iterator[Result]:
         for piece in cache.pieces(table, own_begin, seq_len):
@@ -141,7 +130,8 @@ def attend_tree(
             own = t - own_begin
             yield _live_part(query, (keys, values, own_positions[own]), bits[:, own], positions, args)
 
-    return merge_parts(itertools.chain(before, among()), query, cache.width)
+    before = attend_masked(query, cache, table, own_begin, positions, args)
+    return merge_parts(itertools.chain([before], among()), query, cache.width)
 
 
 def _live_part(

@@ -2,7 +2,7 @@
 
 A batch consists of entries. An entry is the query heads of one KV head at one token. All its queries attend to the same
 vectors of that KV head. A sampled matrix product reads float32 keys in place, since a copy takes as long as the
-arithmetic. Other keys are first gathered, for some entries at a time.
+arithmetic. Other keys are first gathered, in groups of entries.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Ranges(NamedTuple):
         return cls(*np.array(each, dtype=np.int64).T)
 
     @property
-    def count(self) -> np.ndarray:
+    def num_keys(self) -> np.ndarray:
         """The number of keys in range, absent keys included."""
         return np.asarray(self.sink_end + self.end - self.begin)
 

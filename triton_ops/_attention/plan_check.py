@@ -1,29 +1,27 @@
-"""The part of a plan that tells what batch and options it was made for: its header, and its facts about each table.
+"""The check of a plan: whether it was made for a call's batch and options.
 
-This part is all of a plan that CPU tensors get, because PyTorch needs no list of work. A call whose values may be read
-computes this part and compares it with that of its plan.
+A plan's header has the options. PyTorch needs no list of work, so a plan in host memory has nothing else but a checksum
+of its batch. For kernels, the check builds the plan again.
 """
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
 
-from .._core.checks import bad_argument
+from .._core.checks import bad_argument, on_host
 from . import layout
 from .arguments import AttentionArgs, decode_queries_of, key_begin_of, mask_of
-from .layout import TILE_KEYS, PlanShape, plan_views
+from .layout import PlanShape, plan_views
+from .plan import build_plan
 
 # The columns of `info` that follow from the batch and the options alone.
-_COMPARED = {
-    layout.INFO_FLAGS: "flags",
-    layout.INFO_ATTENDED: "live tiles that a decode attends to",
-    layout.INFO_CHECKSUM: "checksum of positions",
-    layout.INFO_QUERY_LEN: "q_len",
-    layout.INFO_SEQ_LEN: "seq_len",
-    layout.INFO_LIVE: "live tiles",
-}
+_COMPARED = [
+    *(layout.INFO_FLAGS, layout.INFO_ATTENDED, layout.INFO_CHECKSUM),
+    *(layout.INFO_QUERY_LEN, layout.INFO_SEQ_LEN, layout.INFO_LIVE),
+]
 
 
 def _header(args: Any) -> dict[str, int]:
@@ -32,37 +30,18 @@ def _header(args: Any) -> dict[str, int]:
     return {"decode_queries": decode_queries_of(args), "key_begin": key_begin_of(args), **mask}
 
 
-def plan_without_work(args: Any) -> torch.Tensor:
-    """Return a plan in host memory with its header and its facts about tables; everything else is 0.
-
-    `args` are the arguments of an attention operator or of `attention_plan`.
-    """
-    block_tables, block_size = args.block_tables, args.block_size
-    shape = PlanShape.of(block_tables, block_size)
-    plan = torch.zeros(shape.size, dtype=torch.int32)
-    header, mask = _header(args), mask_of(args)
-    plan[1 : 1 + len(header)] = torch.tensor([*header.values()])
-    info, lens, starts = plan_views(plan, shape)[0], args.seq_lens.tolist(), args.query_start_loc.tolist()
-    heads = shape.num_rows // max(1, len(lens))
-    positions = None if args.query_positions is None else args.query_positions.cpu().long()
-    for row, table in enumerate(block_tables.cpu().reshape(shape.num_rows, block_tables.shape[-1])):
-        length, (begin, end) = lens[row // heads], starts[row // heads : row // heads + 2]
-        own = torch.arange(length - (end - begin), length) if positions is None else positions[begin:end]
-        present = (table[: -(-length // block_size)] >= 0).repeat_interleave(block_size)[:length]
-        live, lacking = _tiles_with(present), _tiles_with(~present)
-        attended = 0
-        if 0 < end - begin <= header["decode_queries"]:
-            attended = int((live & mask.attended_tiles(own, length, len(live), header["key_begin"])).sum())
-        flags = layout.DEAD_TILES * (not live.all()) + layout.PARTIAL_TILES * bool((live & lacking).any())
-        checksum = 0 if positions is None else int((own * (2 * torch.arange(end - begin) + 1)).sum())
-        facts = [flags, 0, 0, attended, checksum, end - begin, length, int(live.sum())]
-        info[row] = torch.tensor(facts).int()  # a checksum keeps its last 32 bits, as in kernels
+def plan_on_host(args: Any) -> torch.Tensor:
+    """Return a plan in host memory for the arguments of an attention operator or of `attention_plan`."""
+    tables, lens, starts, positions = args.block_tables, args.seq_lens, args.query_start_loc, args.query_positions
+    plan, header = torch.zeros(PlanShape.of(tables, args.block_size).size, dtype=torch.int32), _header(args)
+    # Entries after a sequence's end may hold anything.
+    ends = lens.view(-1, *[1] * (tables.dim() - 1))
+    present = (tables >= 0) & (torch.arange(tables.shape[-1]) * args.block_size < ends)
+    checksum = 0
+    for part in (present, lens, starts, starts if positions is None else positions[: int(starts[-1])]):
+        checksum = zlib.crc32(part.numpy().tobytes(), checksum)
+    plan[1 : 2 + len(header)] = torch.tensor([*header.values(), checksum >> 1])
     return plan
-
-
-def _tiles_with(keys: torch.Tensor) -> torch.Tensor:
-    """Return for each tile whether `keys` is true for one of its keys. The last tile may be shorter than others."""
-    return torch.nn.functional.pad(keys, (0, -len(keys) % TILE_KEYS)).view(-1, TILE_KEYS).any(1)
 
 
 def check_plan(args: AttentionArgs) -> None:
@@ -70,14 +49,13 @@ def check_plan(args: AttentionArgs) -> None:
     shape = PlanShape.of(args.block_tables, args.block_size)
     if args.plan is None or shape.num_rows == 0:
         return
-    expected, given = plan_without_work(args), args.plan.cpu()
-    names = _header(args)
-    header = slice(1, 1 + len(names))
-    if not torch.equal(given[header], expected[header]):
-        needs = f"{expected[header].tolist()} ({', '.join(names).lower()} of this call)"
-        raise bad_argument("plan", f"{given[header].tolist()}", needs)
-    mine, theirs = (plan_views(p, shape)[0][:, [*_COMPARED]] for p in (given, expected))
+    is_on_host, given, names = on_host(args.block_tables), args.plan.cpu(), _header(args)
+    end = 1 + len(names)
+    if given[1:end].tolist() != [*names.values()]:
+        needs = f"{[*names.values()]} ({', '.join(names).lower()} of this call)"
+        raise bad_argument("plan", f"{given[1:end].tolist()}", needs)
+    expected = plan_on_host(args) if is_on_host else build_plan(args, names["decode_queries"], 1)(args).cpu()
+    mine, theirs = (p[end] if is_on_host else plan_views(p, shape)[0][:, _COMPARED] for p in (given, expected))
     if not torch.equal(mine, theirs):
-        row = int(torch.nonzero((mine != theirs).any(dim=1))[0])
-        needs = f"{theirs[row].tolist()} ({', '.join(_COMPARED.values())}): build it again for this step"
-        raise bad_argument("plan", f"{mine[row].tolist()} for sequence {row}", needs)
+        needs = "a plan for these block_tables, seq_lens, query_start_loc and query_positions: build it for each step"
+        raise bad_argument("plan", "a plan for another batch", needs)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
-
 from .layout import TILE_KEYS
 
 
@@ -60,10 +58,3 @@ class Mask(NamedTuple):
             if not self.CAUSAL:
                 live &= t < p + self.window
         return live
-
-    def attended_tiles(self, positions: torch.Tensor, seq_len: int, num_tiles: int, key_begin: int) -> torch.Tensor:
-        """Return which tiles have a key, from key_begin on, to which queries at ascending positions may attend."""
-        keys = torch.arange(num_tiles * TILE_KEYS)
-        sink_end, begin, end = self.attended_range(int(positions[0]), int(positions[-1]), seq_len)
-        live = (keys >= key_begin) & (keys < end) & ((keys < sink_end) | (keys >= begin))
-        return live.view(num_tiles, TILE_KEYS).any(1)

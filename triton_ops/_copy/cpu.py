@@ -56,11 +56,11 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _widened(source: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both tensors in units of 16 bytes if possible, because `index_copy_` moves one unit at a time."""
+    """Return both tensors in units of 16 bytes if possible, because `index_copy_` moves single units."""
     places = 0
     for tensor in (source, rows):
         size = tensor.element_size()
-        places |= tensor.shape[-1] * size | tensor.storage_offset() * size | tensor.data_ptr()
+        places |= tensor.shape[-1] * size | int(tensor.storage_offset()) * size | tensor.data_ptr()
     if places % 16 or not (source.is_contiguous() and rows.is_contiguous()) or rows.dim() < 2:
         return source, rows
     return source.view(torch.complex128), rows.view(torch.complex128)

@@ -381,37 +381,40 @@ def _rope(name: str, dtype: torch.dtype, interleaved: bool, head_dim: int, rotar
     )
 
 
-def _rotate(name: str, dtype: torch.dtype, is_neox: bool, head_dim: int, pairs: int, first: int, size: int) -> CaseCall:
-    """Build a call of `rotate_keys`, which moves and rotates whole blocks of keys."""
-    draw = _Draw(f"rotate_keys {name}")
-    cache = _cache(draw, (9, size, 2, head_dim), dtype, 16)
-    sources, targets = torch.tensor([0, 3, -1, 5, 6]), torch.tensor([1, 3, 4, -1, 2])
-    deltas, inv_freq = torch.tensor([7, -30, 1, 2, 900], dtype=torch.int32), 1000.0 ** (-torch.arange(pairs) / pairs)
-    call = {"key_cache": cache, "source_ids": sources, "target_ids": targets, "deltas": deltas, "inv_freq": inv_freq}
-    angles = _angles(deltas, inv_freq).repeat_interleave(size, 0)
-    rows = _rotated_keys(_taken(cache, _slots_of(sources, size)), angles, is_neox, first)
-    written = {"key_cache": _with_rotated(cache, rows, _slots_of(targets, size))}
-    return CaseCall(call | {"is_neox": is_neox, "first": first}, (), written)
-
-
 def _move(
-    name: str, dtype: torch.dtype, is_neox: bool, pairs: int, first: int, latent: bool = False, head_dim: int = 64
+    operator: str,
+    name: str,
+    dtype: torch.dtype,
+    is_neox: bool,
+    pairs: int,
+    first: int,
+    latent: bool = False,
+    head_dim: int = 64,
 ) -> CaseCall:
-    """Build a call of `move_slots`. With `latent` there are no values; without `pairs` keys are not rotated."""
-    draw, size = _Draw(f"move_slots {name}"), 16
-    cache, values = (_cache(draw, (6, size, 2, width), dtype, 16) for width in (head_dim, 32))
-    sources = torch.cat((torch.arange(5, 45), torch.tensor([-1, 3])))
-    targets = torch.cat((torch.arange(47, 87), torch.tensor([90, -1])))
-    deltas, inv_freq = draw.integers(-40, 40, len(sources)).int(), 1000.0 ** (-torch.arange(pairs) / max(pairs, 1))
-    call: dict[str, Any] = {"key_cache": cache, "value_cache": None if latent else values, "source_slots": sources}
-    call |= {"target_slots": targets, "deltas": deltas, "inv_freq": inv_freq if pairs else None}
+    """Build a call of `rotate_keys`, by block, or `move_slots`, by slot.
+
+    With `latent` there are no values; without `pairs` keys are not rotated.
+    """
+    draw, size, by_block = _Draw(f"{operator} {name}"), 8, operator == "rotate_keys"
+    cache, values = (_cache(draw, (12, size, 2, width), dtype, 16) for width in (head_dim, 32))
+    sources = torch.tensor([0, 3, -1, 5, 6]) if by_block else torch.cat((torch.arange(5, 45), torch.tensor([-1, 3])))
+    targets = torch.tensor([1, 3, 4, -1, 2]) if by_block else torch.cat((torch.arange(47, 87), torch.tensor([90, -1])))
+    deltas, inv_freq = draw.integers(-40, 900, len(sources)).int(), 1000.0 ** (-torch.arange(pairs) / max(pairs, 1))
+    unit = "ids" if by_block else "slots"
+    call: dict[str, Any] = {"key_cache": cache, f"source_{unit}": sources, f"target_{unit}": targets}
+    call |= {"deltas": deltas, "inv_freq": inv_freq if pairs else None, "is_neox": is_neox, "first": first}
+    if by_block:
+        sources, targets, deltas = *(_slots_of(ids, size) for ids in (sources, targets)), deltas.repeat_interleave(size)
+    else:
+        call["value_cache"] = None if latent else values
     keys, others = (_taken(side, sources) for side in (cache, values))
     rows = _rotated_keys(keys, _angles(deltas, inv_freq), is_neox, first)
-    moved = _with_rotated(cache, rows, targets) if pairs else _put(cache, keys, targets)
-    written: dict[str, Any] = {"key_cache": moved}
-    if not latent:
+    written: dict[str, Any] = {
+        "key_cache": _with_rotated(cache, rows, targets) if pairs else _put(cache, keys, targets)
+    }
+    if call.get("value_cache") is not None:
         written["value_cache"] = _put(values, others, targets)
-    return CaseCall(call | {"is_neox": is_neox, "first": first}, (), written)
+    return CaseCall(call, (), written)
 
 
 def _rotated_keys(rows: torch.Tensor, angles: torch.Tensor, is_neox: bool, first: int) -> Near:
@@ -478,16 +481,11 @@ def _join(operator: str, dtype: torch.dtype, placed: bool) -> CaseCall:
     places = [torch.arange(length - count, length) for length, count in zip(lens, queries, strict=True)]
     if placed:
         places = [draw.some(length, count) for length, count in zip(lens, queries, strict=True)]
-    joined = []
-    for store, new in zip(stores, news, strict=True):
-        out, begin = torch.zeros(sum(lens) + 2, *store.shape[2:], dtype=dtype), 0
-        for i, length in enumerate(lens):
-            for t in range(length):
-                number = int(tables[i, t // size])
-                out[begin + t] = store[number, t % size] if number >= 0 else 0
-            out[begin + places[i]] = new[starts[i] : starts[i + 1]]
-            begin += length
-        joined.append(out)
+    begins = torch.tensor([0, *lens]).cumsum(0)
+    slots = torch.cat([_slots_of(table, size)[:length] for table, length in zip(tables, lens, strict=True)])
+    slots = torch.nn.functional.pad(slots, (0, 2), value=-1)
+    at = torch.cat([begin + own for begin, own in zip(begins, places, strict=False)])
+    joined = [_taken(store, slots).index_copy_(0, at, new) for store, new in zip(stores, news, strict=True)]
     call: dict[str, Any] = {"block_tables": tables, "seq_lens": torch.tensor(lens, dtype=torch.int32)}
     call |= {"query_start_loc": starts, "num_rows": sum(lens) + 2}
     call["new_positions"] = torch.cat(places).int() if placed else None
@@ -571,7 +569,7 @@ def small_cases(shape: Shape, use: str) -> list[Case]:
         return found
     sparse = "sparse_gap_attention"
     if use == "moved":
-        move = partial(_move, "small", dtype, True, pairs, 0, False, 2 * pairs)
+        move = partial(_move, "move_slots", "small", dtype, True, pairs, 0, False, 2 * pairs)
         return [
             *(copy, Case("move_slots", "move", move)),
             _attends(sparse, "scattered queries", **CHUNK, **sizes, scattered=True),
@@ -613,19 +611,16 @@ def all_cases(wide: bool) -> Iterator[Case]:
         ("float16, interleaved", F16, True, 64, 32),
     ):
         yield Case("rope_and_cache", name, partial(_rope, name, dtype, interleaved, head_dim, rotary_dim))
-    for name, dtype, is_neox, head_dim, pairs, first in (
-        ("float32", F32, True, 64, 32, 0),
-        ("bfloat16, interleaved, last columns", BF16, False, 96, 16, 64),
-        ("int8", INT8, True, 64, 16, 0),
+    for operator, name, dtype, is_neox, pairs, first, latent in (
+        ("rotate_keys", "float32", F32, True, 32, 0, True),
+        ("rotate_keys", "bfloat16, interleaved, last columns", BF16, False, 16, 32, True),
+        ("rotate_keys", "int8", INT8, True, 16, 0, True),
+        ("move_slots", "float32", F32, True, 32, 0, False),
+        ("move_slots", "bfloat16, interleaved, last columns", BF16, False, 16, 32, True),
+        ("move_slots", "int8", INT8, True, 16, 0, False),
+        ("move_slots", "float16, without positions", F16, True, 0, 0, False),
     ):
-        yield Case("rotate_keys", name, partial(_rotate, name, dtype, is_neox, head_dim, pairs, first, 8))
-    for name, dtype, is_neox, pairs, first, latent in (
-        ("float32", F32, True, 32, 0, False),
-        ("bfloat16, interleaved, last columns", BF16, False, 16, 32, True),
-        ("int8", INT8, True, 16, 0, False),
-        ("float16, without positions", F16, True, 0, 0, False),
-    ):
-        yield Case("move_slots", name, partial(_move, name, dtype, is_neox, pairs, first, latent))
+        yield Case(operator, name, partial(_move, operator, name, dtype, is_neox, pairs, first, latent))
     for operator in ("gather_blocks", "scatter_blocks", "gather_slots", "scatter_slots", "copy_blocks"):
         yield Case(operator, "bfloat16, loose strides", partial(_moves, operator, BF16))
         yield Case(f"{operator}_list", "float32, three caches", partial(_moves, f"{operator}_list", F32))
