@@ -3,7 +3,7 @@
 All operators use one predicate, `Mask`. If PyTorch's flash kernel for CPUs can compute a call, no `[queries, keys]`
 matrix is made. The kernel attends without a mask to all keys before a chunk of queries, and causally within the chunk.
 
-    cpu_sparse.py       decodes of several sequences in one batch, and KV heads that have their own blocks
+    cpu_sparse.py       decodes of several sequences and of KV heads that have their own blocks, in one batch
     cpu_masked.py       the flash kernel, and what it cannot compute: score modifiers, trees, the edge of a mask
     cpu_cache.py        keys and values read from blocks
 """
@@ -19,7 +19,7 @@ import torch
 from .arguments import AttentionArgs, Result
 from .checks import tree_bits
 from .cpu_cache import Cache
-from .cpu_masked import MAX_SCORES, attend_masked, attend_tree, concatenated, flash, full_parts, merge_parts
+from .cpu_masked import MAX_SCORES, attend_masked, concatenated, flash, full_parts, merge_parts
 from .cpu_sparse import FEW_QUERIES, Ranges, Run, attend_decodes
 
 # A chunk has consecutive positions. If chunks have fewer queries than this on average, they share one pass over the
@@ -130,8 +130,8 @@ def _attend_runs(args: AttentionArgs, cache: Cache, runs: list[Run], out: torch.
         if args.tree_mask is not None:
             begin, end = starts[i : i + 2]
             own = Run(i, begin, seq_len - (end - begin), end - begin).positions(args)
-            bits = tree_bits(args.tree_mask[rows], end - begin)
-            out[rows], lse[rows] = attend_tree(query[rows], cache, table, seq_len, run.positions(args), own, bits, args)
+            tree = own, tree_bits(args.tree_mask[rows], end - begin)
+            out[rows], lse[rows] = attend_masked(query[rows], cache, table, seq_len, run.positions(args), args, tree)
             continue
         chunks = run.chunks(args)
         if len(chunks) > max(1, run.length // _LONG_CHUNK) and not args.mask.BOUNDED:

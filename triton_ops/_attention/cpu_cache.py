@@ -83,10 +83,9 @@ class Cache:
         for cut in range(0, len(present), step):
             live = present[cut : cut + step]
             keys, values = self.read(own[live])
-            skip = begin - first * size if live[0] == 0 else 0
-            stop = len(live) * size - (len(own) * size - (end - first * size) if live[-1] == len(own) - 1 else 0)
             positions = ((live + first)[:, None] * size + np.arange(size)).reshape(-1)
-            yield keys[skip:stop], values[skip:stop], positions[skip:stop]
+            inside = slice(max(0, begin - int(positions[0])), len(positions) - max(0, int(positions[-1]) + 1 - end))
+            yield keys[inside], values[inside], positions[inside]
 
     def read(self, blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values `[tokens, num_kv_heads, head_dim]` of blocks, as views if the blocks are adjacent."""

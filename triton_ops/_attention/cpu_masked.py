@@ -5,7 +5,6 @@ The flash kernel supports neither score modifiers nor trees.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator
 
@@ -79,20 +78,39 @@ def concatenated(parts: list[Result]) -> Result:
     )
 
 
-def attend_masked(
-    query: torch.Tensor, cache: Cache, table: np.ndarray, end: int, positions: np.ndarray, args: AttentionArgs
-) -> Result:
-    """Attend with queries of a sequence over its present keys before `end`, with the predicate as a mask.
+Tree = tuple[np.ndarray, np.ndarray]
+"""The positions of a sequence's tokens in this call, its last ones, and to which of them each query attends."""
 
-    In a causal call without other restrictions, the last queries attend to all keys of a piece, without a mask.
+
+def attend_masked(
+    query: torch.Tensor,
+    cache: Cache,
+    table: np.ndarray,
+    seq_len: int,
+    positions: np.ndarray,
+    args: AttentionArgs,
+    tree: Tree | None = None,
+) -> Result:
+    """Attend with queries of a sequence over its present keys, with the predicate as a mask.
+
+    In a call without other restrictions than causal and a tree, the last queries attend to all keys of a piece, without
+    a mask.
     """
-    sink_end, begin, end = args.mask.attended_range(int(positions.min()), int(positions.max()), end)
+    sink_end, begin, end = args.mask.attended_range(int(positions.min()), int(positions.max()), seq_len)
+    own_begin = seq_len
+    if tree is not None:
+        own_begin, end = seq_len - len(tree[0]), seq_len
+        begin = min(begin, own_begin)
+        sink_end = min(sink_end, begin)
     out = query.new_zeros((*query.shape[:2], cache.width), dtype=torch.float32)
     lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
     for span in ((0, sink_end), (begin, end)):
-        for piece in cache.pieces(table, *span):
-            keys, values, t = piece
+        for keys, values, t in cache.pieces(table, *span):
             live = args.mask.live(t, positions)
+            if tree is not None:
+                own = t[t >= own_begin] - own_begin
+                before = len(t) - len(own)
+                live[:, before:], t[before:] = tree[1][:, own], tree[0][own]
             # Queries from `every` on attend to all of the piece, those from `some` on to a part.
             every = len(live)
             if args.terms.PLAIN and not args.mask.BOUNDED:
@@ -103,35 +121,9 @@ def attend_masked(
                 out[every:], lse[every:] = merge_parts([(out[every:], lse[every:]), part], query, cache.width)
             some = slice(int(live.any(axis=1).argmax()), every)
             if live[some].any():
-                part = _live_part(query[some], piece, live[some], positions[some], args)
+                part = _live_part(query[some], (keys, values, t), live[some], positions[some], args)
                 out[some], lse[some] = merge_parts([(out[some], lse[some]), part], query, cache.width)
     return out, lse
-
-
-def attend_tree(
-    query: torch.Tensor,
-    cache: Cache,
-    table: np.ndarray,
-    seq_len: int,
-    positions: np.ndarray,
-    own_positions: np.ndarray,
-    bits: np.ndarray,
-    args: AttentionArgs,
-) -> Result:
-    """Attend with a sequence's queries, under a tree mask.
-
-    `bits` say to which of the call's own tokens, at `own_positions`, each query attends.
-    """
-    own_begin = seq_len - len(own_positions)
-
-    def among() -> Iterator[Result]:
-        for piece in cache.pieces(table, own_begin, seq_len):
-            keys, values, t = piece
-            own = t - own_begin
-            yield _live_part(query, (keys, values, own_positions[own]), bits[:, own], positions, args)
-
-    before = attend_masked(query, cache, table, own_begin, positions, args)
-    return merge_parts(itertools.chain([before], among()), query, cache.width)
 
 
 def _live_part(

@@ -174,45 +174,34 @@ def attend_in_place(
     A sampled matrix product of queries (rows) and keys (columns) gives the scores at the places of a sparse matrix. A
     weighted sum of rows, PyTorch's embedding bag, gives the results.
     """
-    (entries, num_queries, width), cuts = query.shape, None
-    is_even = int(lengths.min()) * entries == len(vectors)
-    if len(vectors) > _SEGMENT_KEYS and int(lengths.max()) > _SEGMENT_KEYS:
-        cuts = -(-lengths // _SEGMENT_KEYS)
-        nth, segments, each = concatenated_ranges(np.zeros_like(cuts), cuts), cuts.repeat(cuts), lengths.repeat(cuts)
-        # The segments are as even as possible.
-        lengths = (nth + 1) * each // segments - nth * each // segments
-        is_even = int(lengths.min()) * len(lengths) == len(vectors)
-        query = query.repeat_interleave(torch.from_numpy(cuts), 0)
-    columns, ends = _for_each_query(vectors, lengths, num_queries, is_even)
+    entries, num_queries, width = query.shape
+    cuts = -(-lengths // _SEGMENT_KEYS)
+    nth, segments, each = concatenated_ranges(np.zeros_like(cuts), cuts), cuts.repeat(cuts), lengths.repeat(cuts)
+    # The segments are as even as possible.
+    sizes = (nth + 1) * each // segments - nth * each // segments
+    columns, ends = _for_each_query(vectors, sizes, num_queries)
     starts, index, row_ends = ends[:-1], torch.from_numpy(columns), torch.from_numpy(ends)
     scores = query.new_zeros(len(columns))
     _silence()
     shape = (len(starts), keys.shape[0])
     places = torch.sparse_csr_tensor(row_ends, index, scores, shape, check_invariants=False)
-    torch.sparse.sampled_addmm(places, query.reshape(-1, width), keys.t(), beta=0.0, alpha=scale, out=places)
+    query = query.repeat_interleave(torch.from_numpy(cuts), 0).reshape(-1, width)
+    torch.sparse.sampled_addmm(places, query, keys.t(), beta=0.0, alpha=scale, out=places)
     weights = scores.numpy()
     top = np.maximum.reduceat(weights, starts)
-    if is_even:
-        of_rows = weights.reshape(len(starts), -1)
-        of_rows -= top[:, None]
-    else:
-        weights -= top.repeat(lengths.repeat(num_queries))
+    weights -= top.repeat(np.diff(ends))
     np.exp(weights, out=weights)
-    total = np.add.reduceat(weights, starts)
+    total = np.add.reduceat(weights, starts).reshape(-1, num_queries)
     out = torch.embedding_bag(values, index, row_ends[:-1], False, 0, False, scores)[0]
-    out = out.view(len(lengths), num_queries, -1)
-    lse = np.log(total)
-    lse += top
-    total, lse = total.reshape(-1, num_queries), lse.reshape(-1, num_queries)
-    if cuts is None:
-        return out.div_(torch.from_numpy(total)[..., None]), torch.from_numpy(lse)
+    lse = np.log(total) + top.reshape(-1, num_queries)
+    # The segments of an entry are merged. An entry of one segment keeps its bits.
     first = cuts.cumsum() - cuts
     most = np.maximum.reduceat(lse, first)
     weights = np.exp(lse - most.repeat(cuts, 0))
     whole = np.add.reduceat(weights, first)
     weights /= whole.repeat(cuts, 0)
-    # There are two steps, so that an entry of one segment has the same bits as without segments.
-    out.div_(torch.from_numpy(total)[..., None]).mul_(torch.from_numpy(weights)[..., None])
+    out = out.view(len(sizes), num_queries, -1).div_(torch.from_numpy(total)[..., None])
+    out.mul_(torch.from_numpy(weights)[..., None])
     entry = torch.from_numpy(np.arange(entries).repeat(cuts))
     return out.new_zeros((entries, *out.shape[1:])).index_add_(0, entry, out), torch.from_numpy(most + np.log(whole))
 
@@ -223,15 +212,13 @@ def concatenated_ranges(begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     return np.asarray(np.arange(sizes.sum()) + (begins - ends + sizes).repeat(sizes))
 
 
-def _for_each_query(
-    vectors: np.ndarray, sizes: np.ndarray, num_queries: int, is_even: bool
-) -> tuple[np.ndarray, np.ndarray]:
+def _for_each_query(vectors: np.ndarray, sizes: np.ndarray, num_queries: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the row numbers that each query of each segment reads, one query after another, and offsets into them.
 
     The offsets begin with 0 and have the end of each query's numbers.
     """
-    if is_even:
-        size = len(vectors) // len(sizes)
+    size = len(vectors) // len(sizes)
+    if (sizes == size).all():
         ends = np.arange(0, len(vectors) * num_queries + 1, size, dtype=vectors.dtype)
         return vectors.reshape(len(sizes), 1, size).repeat(num_queries, 1).reshape(-1), ends
     each = sizes.repeat(num_queries)
