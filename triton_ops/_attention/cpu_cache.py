@@ -65,7 +65,7 @@ class Cache:
         """Yield the present tokens of [begin, end) in pieces, each as large as a gather may be.
 
         With `views`, all tokens are one piece if that needs no copy. `few` means that few queries attend to each token.
-        Pieces then have half of the size, which is faster because they stay in the processor's cache.
+        Several pieces then have half of the size, which is faster because they stay in the processor's cache.
         """
         if end <= begin:
             return
@@ -79,7 +79,9 @@ class Cache:
             yield keys, values, np.arange(begin, end)
             return
         present = np.flatnonzero(own >= 0)
-        step = max(1, self.at_once(self.kv_heads) // (2 if few else 1) // size)
+        step = max(1, self.at_once(self.kv_heads) // size)
+        if few and len(present) > step:
+            step = -(-step // 2)
         for cut in range(0, len(present), step):
             live = present[cut : cut + step]
             keys, values = self.read(own[live])
