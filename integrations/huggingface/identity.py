@@ -151,6 +151,10 @@ class Identity:
             for m in self.adapters
         ]
 
+    def _adapter_names(self) -> list[Any]:
+        """Return the object with which each layer names its active PEFT adapters. Each switch makes a new one."""
+        return [vars(m).get("_active_adapter") for m in self.adapters]
+
     def changed(self, model: Any) -> bool:
         """Return whether a tensor, a module, a hook, a setting or a function was replaced or modified.
 
@@ -161,14 +165,18 @@ class Identity:
     def watch(self, model: Any) -> Callable[[], bool]:
         """Return a function that checks whether the model still has this identity and the adapters that are active now.
 
+        Adapters that were switched and switched back since, even within one forward pass, count as a change.
         Callers run it before each forward pass. It does not compare elements of tensors on devices, because that would
         wait for the device.
         """
-        states, reference = self._adapter_states(), weakref.ref(model)
+        # The names come first: if another thread switches adapters meanwhile, they are no longer current.
+        names, states, reference = self._adapter_names(), self._adapter_states(), weakref.ref(model)
 
         def unchanged() -> bool:
             now = reference()
-            if now is None or self._restructured(now) or self._adapter_states() != states:
+            if now is None or self._restructured(now):
+                return False
+            if not all(map(is_, self._adapter_names(), names)) or self._adapter_states() != states:
                 return False
             elements = self._samples.elements(on_devices=False)
             return elements == self._content[: len(elements)]
@@ -412,7 +420,8 @@ class _Samples:
             view, size = _sample(tensor.detach(), count), tensor.dtype.itemsize
             key: Any = size if tensor.device.type == "cpu" and size in _INTEGERS else (tensor.device, tensor.dtype)
             if key == size:
-                host.setdefault(key, []).append(view.view(_INTEGERS[size]).numpy())
+                # Not `Tensor.numpy`, which would make the weight's storage fixed in size; FSDP, for one, resizes it.
+                host.setdefault(key, []).append(np.from_dlpack(view.view(_INTEGERS[size])))
             else:
                 other.setdefault(key, []).append(view)
             names.setdefault(key, []).append((name, view.numel() * size))

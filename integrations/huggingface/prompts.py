@@ -18,6 +18,7 @@ from .images import Images, ImageSplit, RowsKey, VisionOutputs
 from .layers import States
 from .loop import expected_positions
 from .store.blocks import RequestBlocks
+from .support import host_copy
 
 _numbers = itertools.count()
 
@@ -120,7 +121,7 @@ class RowImages:
 
     def _seen(self, row: int, first: int, end: int) -> bytes:
         """Return the positions and types of some columns of a row as bytes."""
-        parts = [value[..., row, first:end].cpu().numpy() for value in self._inputs.values()]
+        parts = [host_copy(value[..., row, first:end]) for value in self._inputs.values()]
         return b"".join(np.ascontiguousarray(part).astype(np.int64).tobytes() for part in parts)
 
     def _check(self, input_ids: torch.Tensor, mask: Any) -> None:
@@ -289,10 +290,10 @@ def prompts_of(
     adapters: list[str] | None = None,
 ) -> list[Prompt]:
     """Return the distinct prompts of a batch, in the order of their first rows."""
-    ids = input_ids.cpu().numpy()
+    ids = host_copy(input_ids)
     if mask is None and len(ids) == 1 and images is None and adapters is None:
         return [Prompt(numbered(), np.ascontiguousarray(ids[0]), 0, [0])]
-    kept = np.ones(ids.shape, bool) if mask is None else mask.cpu().numpy().astype(bool)
+    kept = np.ones(ids.shape, bool) if mask is None else host_copy(mask).astype(bool)
     found: dict[tuple[Any, ...], Prompt] = {}
     for row, (line, keep) in enumerate(zip(ids, kept, strict=True)):
         first = int(keep.argmax()) if keep.any() else len(line)

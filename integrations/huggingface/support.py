@@ -114,12 +114,22 @@ def inner_tensors(label: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch
         yield label, tensor
 
 
+def host_copy(tensor: torch.Tensor) -> np.ndarray:
+    """Return a copy of a user's tensor in host memory.
+
+    The user may write to the tensor later. `Tensor.numpy` of the tensor itself would also make its storage fixed in
+    size.
+    """
+    return tensor.detach().to("cpu", copy=True).numpy()
+
+
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the elements of a tensor as bytes; none for a tensor without memory (meta)."""
     if tensor.device.type == "meta":
         return memoryview(b"")
     dense = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
-    return dense.cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    # Not `Tensor.numpy`, which would make the storage of a user's tensor fixed in size.
+    return np.from_dlpack(dense.cpu().contiguous().flatten().view(torch.uint8)).data
 
 
 @contextmanager

@@ -409,7 +409,7 @@ def _tokens_of(context_ids: Any) -> torch.Tensor:
     numbers = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
     if not (numbers and ids.numel() and (ids.dim() == 1 or (ids.dim() == 2 and len(ids) == 1))):
         raise ValueError(f"context_ids: got {ids.dtype} {list(ids.shape)}, {needs}")
-    return ids.reshape(-1).to("cpu", torch.int64)
+    return ids.reshape(-1).to("cpu", torch.int64, copy=True)  # the caller may write to its tensor later
 
 
 def _file_key(documents: Documents) -> bytes:

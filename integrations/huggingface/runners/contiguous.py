@@ -19,6 +19,7 @@ from ..loop import BY_TOKEN, CONTINUED, OWN_CACHE, Loop
 from ..probe import probe_images
 from ..prompts import Prompt, RowImages
 from ..store.kept import PromptStore, continues, of_steps, record_of
+from ..support import host_copy
 from .batch import Batch
 
 
@@ -36,6 +37,7 @@ class WatchedModel(ModelInLoop):
         self._due = self._published = self._whole = False
         self._computed = self._kept = 0
         self._decode_states: dict[int, tuple[int, States]] = {}
+        self._passes: list[tuple[int, torch.Tensor]] = []  # for `_answers`: first column and tokens of each pass
 
     def generate(self) -> Any:
         """Run the loop, publish the prompts and answers, and return the result."""
@@ -98,10 +100,12 @@ class WatchedModel(ModelInLoop):
         """Publish prompts that are due, then run the model's own forward pass."""
         self.keep(self.batch.requests.publishes)
         self.keep(self.publish)
+        ids, column = inputs.get("input_ids"), self._filled()
+        if ids is not None and self.batch.cache is not None and column >= self.batch.length:
+            self._passes.append((column, ids.clone()))
         with from_states() if self.store.states is not None else nullcontext():
             outputs = self._model(**inputs)
         self.add_hidden(outputs)
-        ids = inputs.get("input_ids")
         self.keep(self._count, ids.shape[1] if ids is not None else inputs["inputs_embeds"].shape[1])
         return outputs
 
@@ -131,6 +135,22 @@ class WatchedModel(ModelInLoop):
                 length = batch.start + self._computed - prompt.pad
                 for row in prompt.rows if length % store.block_size == 0 else ():
                     self._decode_states[row] = (length, take_states(batch.cache, row))
+
+    def _filled(self) -> int:
+        """Return the number of columns that the cache holds."""
+        batch = self.batch
+        if self._loop.mode in BY_TOKEN or self.store.states is not None or batch.cache is None:
+            return batch.start + self._computed
+        return num_tokens(batch.cache)
+
+    def _answers(self) -> torch.Tensor:
+        """Return the tokens after the prompts from which the cache was computed, `[batch, tokens]`."""
+        length = self.batch.length
+        found = self.batch.loop.input_ids[:, :0]
+        for column, ids in self._passes:  # assisted decoding computes a column again after it rejected a draft
+            found = torch.cat([found[:, : column - length], ids], 1)
+        self._passes = [(length, found)]
+        return found[:, : self._filled() - length]
 
     def publish(self) -> None:
         """Publish the prompts if they are computed and not published yet. Called before each pass and at the end."""
@@ -190,7 +210,10 @@ class WatchedModel(ModelInLoop):
             batch.hidden.keep(table[: prompt.blocks.written], of_steps(steps if whole else steps[:1], prompt.rows[0]))
 
     def intact(self, sequences: torch.Tensor) -> bool:
-        """Return whether answers may be kept: the cache is whole, and the model is unchanged since the call began.
+        """Return whether answers may be kept.
+
+        The cache must be whole, the model unchanged since the call began, and the cache computed from `sequences`,
+        because logits processors and stopping criteria may write to a loop's tokens.
 
         If the cache lacks columns of `sequences [batch, length]`, set `storage.evicts`, so that later calls fall back.
         """
@@ -199,7 +222,17 @@ class WatchedModel(ModelInLoop):
             return False
         whole = not (columns(batch.cache) - {sequences.shape[1] - 1})
         self.store.storage.evicts |= not whole
-        return whole and batch.requests.publishes()
+        return whole and batch.requests.publishes() and self._computed_from(sequences)
+
+    def _computed_from(self, sequences: torch.Tensor) -> bool:
+        """Return whether the cache was computed from `sequences [batch, length]`, whose last column it lacks."""
+        length, answers = self.batch.length, self._answers()
+        prompts, width = host_copy(sequences[:, :length]), answers.shape[1]
+        return torch.equal(sequences[:, length : length + width], answers) and all(
+            np.array_equal(prompts[row, p.pad : p.pad + len(p.tokens)], p.tokens)
+            for p in self.batch.prompts
+            for row in p.rows
+        )
 
     def keep_answers(self, sequences: torch.Tensor, last: bool = True) -> None:
         """Publish the answers of a loop. `sequences [batch, length]` has a row for each row of the cache.
@@ -207,8 +240,7 @@ class WatchedModel(ModelInLoop):
         The caller has checked that they are `intact`. `last`: the answers are complete.
         """
         batch = self.batch
-        have = batch.start + self._computed if self.store.states is not None else num_tokens(batch.cache)
-        generated, eos = sequences[:, batch.length : have].cpu().numpy(), self._loop.eos
+        generated, eos = host_copy(sequences[:, batch.length : self._filled()]), self._loop.eos
         for prompt in batch.prompts:
             for row in prompt.rows if self._answers_are_kept(prompt) else ():
                 self._keep_answer(prompt, row, _up_to_eos(generated[row], eos), last)
@@ -244,11 +276,11 @@ class WatchedModel(ModelInLoop):
         if not whole or batch.over_document or any(prompt.approximate for prompt in batch.prompts):
             return  # no later call may continue from an approximate cache
         if batch.by_token and result_cache(result) is batch.cache:
-            record = record_of(batch.cache, store, sequences.cpu().numpy(), loop, loop.mask)
+            record = record_of(batch.cache, store, host_copy(sequences), loop, loop.mask)
             if record is not None:
                 setattr(batch.cache, CONTINUED, record)
         elif batch.alone and isinstance(result, torch.Tensor):
-            store.keep_cache(batch.cache, result[0].cpu().numpy(), loop)
+            store.keep_cache(batch.cache, host_copy(result[0]), loop)
 
 
 def _up_to_eos(tokens: np.ndarray, eos: list[int]) -> np.ndarray:

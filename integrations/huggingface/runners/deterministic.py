@@ -24,7 +24,7 @@ from ..layers import columns, mark_written, take_states
 from ..loop import BY_TOKEN, Loop, RecordedCriteria
 from ..prompts import Prompt, PromptHit, prompts_of
 from ..store.kept import PromptStore
-from ..support import float32_precision
+from ..support import float32_precision, host_copy
 from .layout import forward, read, read_behind
 
 DETERMINISTIC = "with deterministic=True"
@@ -61,7 +61,7 @@ class RowByRow(ModelInLoop):
         self._requests.publishes()
         if self._caches:
             finished = self._criteria.dropped(len(input_ids))
-            for row, tokens in enumerate(input_ids.cpu().numpy()):
+            for row, tokens in enumerate(host_copy(input_ids)):
                 if not finished[row]:
                     logits[row] = self._decode(row, tokens[self._pads[row] :])
         else:

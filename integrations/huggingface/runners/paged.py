@@ -22,6 +22,7 @@ from ..loop import BY_TOKEN, Loop, RecordedCriteria
 from ..prompts import Prompt, numbered
 from ..store.blocks import RequestBlocks
 from ..store.kept import PromptStore
+from ..support import host_copy
 from .graphs import DecodeSteps
 from .packed import PackedSpan, compute
 
@@ -266,7 +267,7 @@ def follows(loop: Loop, has_windows: bool) -> bool:
 
 def row_prompts(loop: Loop) -> list[Prompt]:
     """Return a prompt for each row of a loop, with the row's unmasked tokens."""
-    ids = loop.input_ids.cpu().numpy()
-    kept = np.ones(ids.shape, bool) if loop.mask is None else loop.mask.cpu().numpy().astype(bool)
+    ids = host_copy(loop.input_ids)
+    kept = np.ones(ids.shape, bool) if loop.mask is None else host_copy(loop.mask).astype(bool)
     lines = [np.ascontiguousarray(line[keep]) for line, keep in zip(ids, kept, strict=True)]
     return [Prompt(numbered(), line, 0, [row]) for row, line in enumerate(lines)]

@@ -20,7 +20,7 @@ from ..layers import GrowingLayer, GrowingWindowLayer, attention_layers, like, n
 from ..loop import CONTINUED, Loop
 from ..probe import Probed
 from ..settings import CacheOptions, memory_budget
-from ..support import evict
+from ..support import evict, host_copy
 from .blocks import free
 from .storage import AnyManager, model_storage
 from .tiers import LowerTiers
@@ -148,7 +148,7 @@ def record_of(
     tokens = sequences[:, : num_tokens(cache)].copy()
     whole = np.ones(tokens.shape, np.bool_)
     if mask is not None:
-        whole[:, : mask.shape[1]] = mask.cpu().numpy()
+        whole[:, : mask.shape[1]] = host_copy(mask)
     return CacheRecord(weakref.ref(store), tokens, whole, _identity(loop), buffers)
 
 
@@ -157,8 +157,8 @@ def continues(cache: Any, store: PromptStore, loop: Loop) -> bool:
     own, length = getattr(cache, CONTINUED, None), num_tokens(cache)
     if not isinstance(own, CacheRecord) or own.store() is not store or buffers_of(cache) != own.buffers:
         return False
-    ids = loop.input_ids.cpu().numpy()
-    mask = np.ones(ids.shape, np.bool_) if loop.mask is None else loop.mask.cpu().numpy().astype(bool)
+    ids = host_copy(loop.input_ids)
+    mask = np.ones(ids.shape, np.bool_) if loop.mask is None else host_copy(loop.mask).astype(bool)
     if mask.shape != ids.shape or not 0 < length < ids.shape[1]:
         return False
     return own.begins(ids[:, :length], mask[:, :length], loop)

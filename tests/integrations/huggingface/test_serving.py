@@ -554,6 +554,45 @@ def test_disable_restores_the_model(model: Any) -> None:
     again.disable()
 
 
+def test_storages_of_a_user_stay_resizable(model: Any, tmp_path: Any) -> None:
+    """`Tensor.numpy` would fix their sizes. FSDP, for one, frees the storages of weights and allocates them again."""
+    inputs, one, document = left_padded(prompt(40), prompt(20)), prompt(40), prompt(40)
+    with enable_prefix_caching(model, num_blocks=64, disk=tmp_path) as handle:
+        results = [model.generate(**inputs, max_new_tokens=4), model.generate(one, max_new_tokens=4)]
+        handle.compress(document)
+    tensors = [*inputs.values(), one, document, *results, *model.state_dict().values()]
+    assert all(tensor.untyped_storage().resizable() for tensor in tensors)
+
+
+@pytest.mark.parametrize("name", first_quick(["llama", "mistral-window", "qwen3-next"]))
+@pytest.mark.parametrize(("first", "end"), [(3, 40), (40, 49)], ids=["in the prompt", "in the answer"])
+def test_processor_that_writes_to_the_tokens(name: str, first: int, end: int) -> None:
+    """The cache was computed from the tokens before the write, so calls with the tokens after it must not read it."""
+    model = BY_NAME[name].build()
+
+    def write(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] == end:
+            input_ids[:, first:end] = (input_ids[:, first:end] + 100) % 500
+        return scores
+
+    given: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": None, "logits_processor": [write]}
+    with enable_prefix_caching(model, num_blocks=64, block_size=8) as handle:
+        written = model.generate(prompt(40), **given)
+        assert torch.equal(written, plain(model, input_ids=prompt(40), **given))
+        for ids in (written, written[:, :49], prompt(40)):
+            want, got = both(model, input_ids=ids, return_dict_in_generate=True, output_logits=True)
+            torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits))
+        assert handle.last_requests[0].cached_tokens >= 32  # the prompt itself is cached
+
+
+def test_document_keeps_its_tokens(model: Any, handle: PrefixCaching) -> None:
+    ids = prompt(40)[0]
+    document = handle.compress(ids)
+    ids.zero_()
+    with document:
+        model.generate(torch.cat([prompt(40), prompt(5, 1)], 1), max_new_tokens=2)
+
+
 def test_global_random_state_is_left_alone(model: Any) -> None:
     state = torch.random.get_rng_state()
     with enable_prefix_caching(model):
