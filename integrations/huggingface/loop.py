@@ -28,6 +28,7 @@ from .images import Images
 BY_TOKEN = ("greedy_search", "sample")
 BY_TOKEN_OUTPUTS = ("output_attentions", "output_hidden_states")
 OWN_CACHE = f"{CACHE} of your own"
+ANOTHER_CACHE = "cache_implementation asks for another cache"
 CONTINUED = "_pc_continued"  # attribute that marks a cache as the result of a served call
 
 _OF_HUB = ("constraints", "force_words_ids", "penalty_alpha", "num_beam_groups", "dola_layers")
@@ -172,6 +173,8 @@ def check_arguments(arguments: dict[str, Any]) -> None:
     """Raise UnsupportedError if arguments of generate exclude the call from the cache."""
     for name in ("custom_generate", "synced_gpus"):
         refuse_if(arguments.get(name), f"{name}")
+    if arguments.get("cache_implementation") == "paged":  # generate then runs generate_batch and no decoding loop
+        raise UnsupportedError(ANOTHER_CACHE, "paged")
     given = [arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None]
     refuse_if(not all(getattr(cache, CONTINUED, None) is not None for cache in given), OWN_CACHE)
     initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -224,7 +227,7 @@ def check_loop(loop: Loop) -> None:
         raise UnsupportedError("autocast is on, which changes keys and values")
     refuse_if(not kwargs.get("use_cache", True), "use_cache=False asks for no cache")
     if config.cache_implementation is not None:
-        raise UnsupportedError("cache_implementation asks for another cache", config.cache_implementation)
+        raise UnsupportedError(ANOTHER_CACHE, config.cache_implementation)
     refuse_if(type(kwargs.get(loop.cache_name)) is not DynamicCache, "its state is not kept in a transformers cache")
     encoded = kwargs.get("mm_encoder_outputs")
     given = [k for k, v in kwargs.items() if v is not None and not (v is encoded and not any((v or {}).values()))]

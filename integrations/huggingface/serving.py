@@ -495,10 +495,13 @@ class PrefixCaching:
             prepared = (generation_config, options, model_kwargs, own, images)
             loop = Loop(function, str(mode.value), model, input_ids, *prepared)
             begun.append(loop)
+            if given["streamer"] is not None:
+                given["streamer"].put(input_ids.cpu())
             return run(engine, loop)
 
         decode.__signature__ = _DECODING  # type: ignore[attr-defined]  # generate inspects it three times in each call
-        return arguments | {"custom_generate": decode}
+        # generate must not stream the prompt itself: a call that falls back before the loop would stream it twice.
+        return arguments | {"custom_generate": decode, "streamer": None}
 
     def _current(self, model: Any) -> tuple[Engine | None, tuple[str, ...]]:
         """Return the engine for the model in its current state, and the keys of the active adapters.
@@ -573,10 +576,12 @@ class PrefixCaching:
     def _identified(self, loop: Loop) -> Engine:
         """Set the fields of a loop that say what its KV depends on, and return its engine."""
         with self._lock:
-            engine, adapters = self._current(loop.model)
+            engine, _ = self._current(loop.model)
             if engine is None:
                 raise UnsupportedError(self.unsupported or "caching was disabled while the call started")
+            # In this order, since another thread may switch adapters between the two lines.
             unchanged = self._identity.watch(loop.model)
+            adapters = self._identity.adapter_keys()
         loop.unchanged = lambda: loop.hooks_unchanged() and unchanged()
         loop.adapters = self._row_adapters(loop)
         loop.salt, loop.returns = self.salt_setting.current, self.hint_setting.current

@@ -241,6 +241,61 @@ def test_errors_of_the_caller_come_out_as_they_are(model: Any, case: str, fallba
         assert_same(model, input_ids=prompt(40), max_new_tokens=4)
 
 
+class Recorder:
+    """A streamer that records what it gets, and may fail once."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.got: list[Any] = []
+        self.fails = fails
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self.got.append(tokens.tolist())
+        if self.fails:
+            self.fails = False
+            raise ZeroDivisionError("of the caller")
+
+    def end(self) -> None:
+        self.got.append("end")
+
+    def __repr__(self) -> str:  # in an error of generate
+        return "Recorder"
+
+
+STREAMED: dict[str, dict[str, Any]] = {
+    "served": {},
+    "an error of the streamer": {"streamer": Recorder(fails=True)},
+    "a failure before the loop": {"num_beams": 2},  # an error of the caller
+    "a call that falls back": {"use_cache": False},
+    "a loop of the hub": {"penalty_alpha": 0.6, "top_k": 4},
+    "paged": {"cache_implementation": "paged"},
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", STREAMED)
+def test_streamers_get_the_same(model: Any, case: str) -> None:
+    def streamed(generate: Any) -> tuple[list[Any], str]:
+        given = {"streamer": Recorder(), **copy.deepcopy(STREAMED[case])}
+        try:
+            generate(input_ids=prompt(40), max_new_tokens=4, **given)
+        except Exception as error:
+            return given["streamer"].got, f"{type(error).__name__}: {error}"
+        return given["streamer"].got, ""
+
+    want = streamed(lambda **kwargs: type(model).generate(model, **kwargs))
+    with enable_prefix_caching(model, num_blocks=64):
+        got, _ = told_of(lambda: streamed(model.generate))
+        assert got == want
+
+
+def test_streamers_get_the_prompt_once_after_a_failure_of_ours(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    with enable_prefix_caching(model, num_blocks=64), monkeypatch.context() as patch:
+        patch.setattr(serving, "loop_of", fail)
+        told_of(lambda: model.generate(prompt(40), max_new_tokens=4, streamer=recorder))
+    assert recorder.got.count(prompt(40).tolist()) == 1
+
+
 def test_too_many_positional_arguments(model: Any) -> None:
     arguments = (prompt(40), *[None] * 20)
     with pytest.raises(TypeError) as want:

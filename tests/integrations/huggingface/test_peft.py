@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -52,6 +53,30 @@ def test_adapters_share_nothing(model: Any) -> None:
                 assert torch.equal(expected, got)
                 assert handle.last_requests[0].cached_tokens == cached
         assert handle.stats().calls_handed_back == {}
+
+
+def test_adapters_that_are_switched_within_a_forward_pass(model: Any) -> None:
+    """Another thread may do so. The KV of such a pass belongs to neither adapter."""
+    model.set_adapter("first")
+    want, switches = model.generate(input_ids=prompt(60), **FREE), [True]
+
+    def switch(module: Any, *_: Any) -> None:
+        if switches and module is inner.layers[0]:
+            model.set_adapter("second")
+        elif switches and module is inner.norm:
+            model.set_adapter("first")
+            switches.clear()
+
+    inner = model.base_model.model.model
+    with enable_prefix_caching(model) as handle:
+        hook = register_module_forward_hook(switch)
+        try:
+            model.generate(input_ids=prompt(60), **FREE)
+        finally:
+            hook.remove()
+        assert not switches
+        assert torch.equal(model.generate(input_ids=prompt(60), **FREE), want)
+        assert handle.last_requests[0].cached_tokens == 0
 
 
 def test_adapters_by_row(model: Any) -> None:
