@@ -161,7 +161,9 @@ class PromptHiddenStates:
         positions: dict[str, int] = {}
         for each in self.tables.follow(output):
             positions[each.request_id] = each.begin
-            if each.data is not None and each.request_id not in self._followed:
+            followed = self._followed.get(each.request_id)
+            # A session's next turn comes as a new request with a longer prompt, a resumed request with the same one.
+            if each.data is not None and (followed is None or followed.length != each.data.prompt_len):
                 extra = extra_args(each.data)
                 asked = bool(extra.get(self._asked_for)), self._gives_logprobs(extra.get(ASKED_LOGPROBS))
                 tokens = torch.tensor((any(asked) and each.data.prompt_token_ids) or (), dtype=torch.int64)

@@ -117,6 +117,24 @@ def test_rows_in_a_folder_are_those_of_each_prompt(tmp_path):
         assert (file.metadata(), list(file.keys())) == ({"complete": "false"}, ["token_ids"])
 
 
+def test_a_session_has_rows_of_each_turn():
+    """A turn's prompt is all text so far: vLLM keeps the computed answer tokens and drops the last sampled one."""
+    from vllm_traffic import make_request
+
+    steps = Steps(64)
+    kept = PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ROWS)
+    prompt = []
+    for turn in (range(30), range(50, 73), range(5)):
+        request = make_request("session", list(turn), 4, generate=3, ignore_eos=True, extra_args={ROWS: True})
+        request.resumable = True
+        steps.scheduler.add_request(request)
+        prompt += turn
+        for _ in range(8):
+            steps.step()
+        assert torch.equal(kept.take()["session"]["hidden_states"], rows_of(prompt))
+        prompt = answered(prompt)[: len(prompt) + 2]
+
+
 def test_a_prompt_of_embeddings(tmp_path):
     """It has no tokens and a row for each position, in a file too. It is complete only after its last chunk."""
     steps = Steps(64, 0, False, 0)
