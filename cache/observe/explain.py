@@ -167,17 +167,6 @@ class Source(NamedTuple):
     evicted: Iterable[tuple[float, Words, int]] = ()
     manager: ManagerState | None = None
 
-    @classmethod
-    def of(cls, state: ManagerState) -> Source:
-        """Return the source for a manager's cache."""
-        texts: list[tuple[Ended, Hashable]] = [(entry, None) for entry, _ in state.history.ended]
-        for name, request in state.running.items():
-            tokens = request.tokens + request.pending if request.pending else request.tokens
-            texts.append(((request.keys, None, tokens, request.committed), name))
-        find = [pool.table.find for pool in state.pools]
-        evicted = [entry for entry, _ in state.history.evicted]
-        return cls(state.hasher, state.groups, find, texts, evicted, state)
-
 
 Known = list[tuple[Request, Hashable]]
 """Texts, each from its first token on, as requests with tokens, keys, digests and `committed`. The second value is the
@@ -188,7 +177,13 @@ def explain(
     state: ManagerState, tokens: array[int], keys: EncodedKeys, below: Callable[[bytes], bool] | None = None
 ) -> Explanation:
     """Explain how far a manager caches a prompt; see `CacheManager.explain`."""
-    return explain_from(Source.of(state), tokens, keys, below)
+    texts: list[tuple[Ended, Hashable]] = [(entry, None) for entry, _ in state.history.ended]
+    for name, request in state.running.items():
+        text = request.tokens + request.pending if request.pending else request.tokens
+        texts.append(((request.keys, None, text, request.committed), name))
+    find = [pool.table.find for pool in state.pools]
+    evicted = [entry for entry, _ in state.history.evicted]
+    return explain_from(Source(state.hasher, state.groups, find, texts, evicted, state), tokens, keys, below)
 
 
 def explain_from(

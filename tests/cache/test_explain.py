@@ -381,7 +381,8 @@ def test_remembered_entries_are_bounded_by_their_bytes():
         most = [*map(max, most, sizes)]
     limits = (LEAST_BYTES + 10 * TOKEN_BYTES, LEAST_BYTES)
     assert all(limit - ENTRY_BYTES - 1200 < size <= limit for size, limit in zip(most, limits, strict=True))
-    assert history.ended[-1][1] == ENTRY_BYTES == history.evicted[-1][1]
+    assert all(size == ENTRY_BYTES + 4 * len(text[2]) for text, size in history.ended)
+    assert all(size == ENTRY_BYTES + words.nbytes for (_, words, _), size in history.evicted)
     history.add_text((NO_KEYS, None, array("I", bytes(2 * limits[0])), 0))
     assert (len(history.ended), history.nbytes) == (0, sizes[1])
 
