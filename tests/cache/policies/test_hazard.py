@@ -14,7 +14,7 @@ import pc
 from pc.cache.policies import Ghosts, Hazard
 from pc.cache.policies.ghosts import NOTE_BITS
 from pc.cache.policies.hazard.guard import ShadowGuard
-from pc.cache.policies.hazard.model import AGES, EDGES, HazardModel
+from pc.cache.policies.hazard.model import AGES, EDGES, HazardModel, _count_cells
 from pc.cache.policies.hazard.policy import _pieces
 from pc.cache.policies.hazard.runs import USES, RunTable
 from pc.cache.replay import Trace, replay
@@ -481,6 +481,22 @@ def test_evicted_blocks_that_come_again_are_counted_by_request(monkeypatch):
     replay(trace_of(requests), "hazard", 5000)
     assert sum(recalled) > 40_000
     assert max(intervals) <= 3 * 50 + 20
+
+
+def test_blocks_are_counted_by_their_uses_and_as_last_blocks():
+    """Compare with a loop over single blocks, for parts of chains and for whole chains."""
+    rng = np.random.default_rng(0)
+    size = rng.integers(1, 12, 200).astype(np.int32)
+    bounds = -np.sort(-rng.integers(0, size + 1, (3, 200)), axis=0)  # blocks used at least 2, 3 and 5 times
+    first, last = np.sort(rng.integers(0, size + 1, (2, 200)), axis=0)
+    first[:50], last[:50] = 0, size[:50]
+    expected = np.zeros((200, 2 * USES), np.intp)
+    for row in range(200):
+        for place in range(first[row], last[row]):
+            uses = sum(place < bound for bound in bounds[:, row])
+            expected[row, 2 * uses + (place == size[row] - 1)] += 1
+    some = last > first  # a use has one block or more
+    assert (_count_cells(first, last, size, bounds)[some] == expected[some]).all()
 
 
 def test_rates_are_what_was_seen():

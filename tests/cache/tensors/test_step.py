@@ -56,3 +56,10 @@ def test_a_step_of_allocations_has_their_slots(reuse):
     assert copied.slots.runs == step.slots.runs
     by_arrays = pc.Step({}, step.slot_mapping, step.requests, step.query_start_loc, step.positions)
     assert by_arrays.extents == step.extents
+
+
+def test_a_step_knows_whether_the_positions_of_a_request_have_gaps():
+    positions = {True: [0, 1, 4, 0, 1], False: [2, 3, 4, 0, 1]}
+    for scattered, each in positions.items():
+        step = pc.Step({}, np.arange(5), ("a", "b"), np.array([0, 3, 5]), np.array(each))
+        assert step.extents == ([0, 3, 5], [5, 2], scattered)
