@@ -89,8 +89,9 @@ class PromptStore:
         """Return a kept cache cropped to exactly these tokens, or None. It then belongs to the caller."""
         mask, length = np.ones((1, len(tokens)), np.bool_), len(tokens)
         with self._lock:
-            known = (cache for cache, record, _ in self._caches.values() if record.begins(tokens[None], mask, loop))
-            latest = next((cache for cache in reversed(list(known)) if _can_crop(cache, length)), None)
+            latest_first = reversed(self._caches.values())
+            known = (cache for cache, record, _ in latest_first if record.begins(tokens[None], mask, loop))
+            latest = next((cache for cache in known if _can_crop(cache, length)), None)
             if latest is None:
                 return None
             cache, record, _ = self._caches.pop(id(latest))
