@@ -188,10 +188,9 @@ class DecodeSteps:
             batch = self._batches[key]
             batch.write(tables, positions, tokens, slots)
             return self._step(model, storage, batch)[:count].clone()
-        batch = self._eager or _buffers(model, storage, count, width)
-        if (batch.num_rows, batch.width) != (count, width):
-            batch = _buffers(model, storage, count, width)
-        self._eager = batch
+        batch = self._eager
+        if batch is None or (batch.num_rows, batch.width) != (count, width):
+            batch = self._eager = _buffers(model, storage, count, width)
         batch.write(tables, positions, tokens, slots)
         self._eager_steps += 1
         return decode(model, storage, batch)
