@@ -145,11 +145,6 @@ class VisionOutputs:
         self._lock = threading.Lock()
         self.split: ImageSplit | None = None  # None until the first prompt with images
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the cached rows. Not a counter, which an interrupt could leave wrong."""
-        return sum(rows.nbytes for rows in self._rows.values())
-
     def length(self, unit: bytes) -> int | None:
         """Return the number of tokens of the unit with this digest; None if it was never encoded."""
         return self._lengths.get(unit)
