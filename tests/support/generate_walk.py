@@ -425,10 +425,14 @@ class Walk:
             ids = torch.cat([self.answered[:1], question], 1)  # the conversation continues
         self.compare(ids, names, seed)
 
-    def compare(self, ids: torch.Tensor, names: list[str], seed: int) -> None:
-        """Compare a call with the options of these names."""
-        within = self.document if self.document is not None else contextlib.nullcontext()
+    def compare(self, ids: torch.Tensor, names: list[str], seed: int, times: int = 1) -> None:
+        """Compare a call with the options of these names, which is made `times` times over the cache."""
         want = self._outcome(self.twin, ids, names, seed)
+        for _ in range(times):
+            self._compare(want, ids, names, seed)
+
+    def _compare(self, want: Any, ids: torch.Tensor, names: list[str], seed: int) -> None:
+        within = self.document if self.document is not None else contextlib.nullcontext()
         before, fell_back = torch.is_grad_enabled(), sum(self.handle.stats().calls_handed_back.values())
         with within:
             got = self._outcome(self.model, ids, names, seed)
@@ -475,7 +479,7 @@ class Walk:
             if self.document is not None and want.get("hidden_states"):  # a document's tokens are not computed
                 behind = got["hidden_states"][0][0].shape[1]
                 own = tuple(layer[:, -behind:] for layer in want["hidden_states"][0])
-                want["hidden_states"] = (own, *want["hidden_states"][1:])
+                want = {**want, "hidden_states": (own, *want["hidden_states"][1:])}
             problem = difference(want, got)
             if problem is not None:
                 self.counts["same"] -= 1

@@ -19,7 +19,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from generate_cases import LLAMA, assert_same, plain, prompt  # noqa: E402
+from generate_cases import LLAMA, NEW_TOKENS, assert_same, plain, prompt  # noqa: E402
 
 from pc.cache import CacheManager  # noqa: E402
 from pc.integrations.huggingface import PrefixCaching, RequestReport, enable_prefix_caching  # noqa: E402
@@ -88,7 +88,7 @@ def test_a_call_within_one_block_costs_nothing(
 def test_copies_can_be_enabled(model: Any, handle: PrefixCaching) -> None:
     want = plain(model, input_ids=prompt(40))
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(other.generate(prompt(40), max_new_tokens=20), want)
+        assert torch.equal(other.generate(prompt(40), max_new_tokens=NEW_TOKENS), want)
         assert other.generate.__self__ is other
         with enable_prefix_caching(other, num_blocks=64) as own:
             assert (cached(other, own), cached(other, own)) == (0, 39)
@@ -101,7 +101,8 @@ def test_compiled_model(model: Any) -> None:
     compiled = torch.compile(model, backend="eager")
     with enable_prefix_caching(compiled, num_blocks=64) as handle:
         for _ in range(2):
-            assert torch.equal(compiled.generate(prompt(40), max_new_tokens=20), plain(model, input_ids=prompt(40)))
+            got = compiled.generate(prompt(40), max_new_tokens=NEW_TOKENS)
+            assert torch.equal(got, plain(model, input_ids=prompt(40)))
         assert handle.last_requests[0].cached_tokens == 39
 
 
@@ -138,7 +139,7 @@ def test_emptied_while_a_call_runs(model: Any, method: str) -> None:
 
     handle = enable_prefix_caching(model, num_blocks=64)
     want = plain(model, input_ids=prompt(40))
-    assert torch.equal(model.generate(prompt(40), max_new_tokens=20, streamer=Streamer()), want)
+    assert torch.equal(model.generate(prompt(40), max_new_tokens=NEW_TOKENS, streamer=Streamer()), want)
     assert_same(model, input_ids=prompt(40))
     handle.disable()
 

@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 from generate_cases import (  # noqa: E402
     BY_NAME,
     CACHE,
+    NEW_TOKENS,
     REFUSED,
     VOCAB,
     assert_nothing_held,
@@ -79,7 +80,7 @@ def fail(*_: Any, **__: Any) -> Any:
 def sampled(generate: Callable[..., Any], **kwargs: Any) -> tuple[Any, torch.Tensor]:
     """Return a sampled answer, and the next numbers of the random generator."""
     torch.manual_seed(7)
-    return generate(**{"max_new_tokens": 12, "do_sample": True, "eos_token_id": None, **kwargs}), torch.rand(3)
+    return generate(**{"max_new_tokens": 4, "do_sample": True, "eos_token_id": None, **kwargs}), torch.rand(3)
 
 
 def told_of(call: Callable[[], Any]) -> tuple[Any, list[str]]:
@@ -93,7 +94,7 @@ def told_of(call: Callable[[], Any]) -> tuple[Any, list[str]]:
 @pytest.mark.quick
 @pytest.mark.parametrize("where", BEFORE)
 def test_what_fails_before_the_first_token(model: Any, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    given = left_padded(prompt(60), prompt(37, 1))
+    given = left_padded(prompt(62), prompt(45, 1))  # answers fill a block
     want, then = sampled(lambda **kwargs: type(model).generate(model, **kwargs), **given)
     with enable_prefix_caching(model, num_blocks=64) as handle:
         assert torch.equal(sampled(model.generate, **given)[0], want)
@@ -112,7 +113,7 @@ def test_what_fails_before_the_first_token(model: Any, monkeypatch: pytest.Monke
         assert set(handed_back) == {FAILED}
         assert handed_back[FAILED] >= 2
         assert [FAILED in text and "on purpose" in text for text in texts] == [True]
-        for cached in (0, 36):  # the cache still works
+        for cached in (0, 44):  # the cache still works
             if not cached:
                 handle.reset()
             assert torch.equal(sampled(model.generate, **given)[0], want)
@@ -177,7 +178,7 @@ def test_a_cache_that_is_gone_on_with_is_as_it_was(monkeypatch: pytest.MonkeyPat
             want = plain(model, input_ids=ids, eos_token_id=None)
             monkeypatch.setattr(kind, "update", failing_once(kind.update))
             again = {**options, "input_ids": ids, CACHE: cache_of(first), "return_dict_in_generate": False}
-            got, told = told_of(lambda: model.generate(**{**again, "max_new_tokens": 20}))  # noqa: B023
+            got, told = told_of(lambda: model.generate(**{**again, "max_new_tokens": NEW_TOKENS}))  # noqa: B023
             monkeypatch.undo()
             assert torch.equal(got, want)
             assert len(told) == 1

@@ -13,7 +13,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from generate_cases import plain, prompt  # noqa: E402
+from generate_cases import NEW_TOKENS, plain, prompt  # noqa: E402
 from runner_cases import LFM2, Runner, build, cases, interrupted  # noqa: E402
 
 from pc.integrations.huggingface import api, layers  # noqa: E402
@@ -58,7 +58,7 @@ def test_same_tokens_cold_warm_pressed_and_disabled(runner: Runner, family: Any)
                 assert caching.handle.stats().hit_tokens > 0
                 assert (caching.handle.stats().evictions > 0) == (num_blocks is not None)
     ids = SHARED[:, :40]
-    assert torch.equal(model.generate(ids, max_new_tokens=20), plain(model, input_ids=ids))
+    assert torch.equal(model.generate(ids, max_new_tokens=NEW_TOKENS), plain(model, input_ids=ids))
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -82,8 +82,8 @@ def test_modes(runner: Runner, family: Any) -> None:
                 if name == "several answers" or runner.name != "deterministic":
                     for _ in range(2):
                         cached = caching.check(ids, **options, max_new_tokens=8)
-                        if name != "prompt lookup":
-                            caching.check(prompt(40), prompt(9, 1), prompt(40), **options, max_new_tokens=8)
+                    if name != "prompt lookup":
+                        caching.check(prompt(40), prompt(9, 1), prompt(40), **options, max_new_tokens=8)
                     assert cached >= 64 or windows
                 caching.check(ids, max_new_tokens=8)  # reads what the mode has published
             assert caching.handle.stats().calls_handed_back == {}

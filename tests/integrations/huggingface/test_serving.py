@@ -22,6 +22,7 @@ from generate_cases import (  # noqa: E402
     DEEPSEEK,
     EOS,
     LLAMA,
+    NEW_TOKENS,
     REFUSED,
     SMALL,
     VOCAB,
@@ -182,7 +183,7 @@ def test_cropped_cache_and_one_of_another_salt(model: Any, handle: PrefixCaching
     cache_of(first).crop(30 - cache_of(first).get_seq_length())
     other = torch.cat([prompt(40)[:, :30], prompt(9, 2)], 1)
     want = plain(model, input_ids=other, eos_token_id=None)
-    got = model.generate(input_ids=other, **{CACHE: cache_of(first)}, max_new_tokens=20, eos_token_id=None)
+    got = model.generate(input_ids=other, **{CACHE: cache_of(first)}, max_new_tokens=NEW_TOKENS, eos_token_id=None)
     assert torch.equal(got, want)
     assert handle.last_requests[0].cached_tokens == 30
     first = model.generate(input_ids=prompt(40), **options)
@@ -247,7 +248,7 @@ def test_assisted_decoding_with_either_model_cached(model: Any) -> None:
     want = plain(model, input_ids=prompt(40), assistant_model=draft)
     with enable_prefix_caching(model) as handle:
         for expected in (0, 39):
-            assert torch.equal(model.generate(prompt(40), assistant_model=draft, max_new_tokens=20), want)
+            assert torch.equal(model.generate(prompt(40), assistant_model=draft, max_new_tokens=NEW_TOKENS), want)
             assert handle.last_requests[0].cached_tokens == expected
     with enable_prefix_caching(draft), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -258,14 +259,14 @@ def test_assisted_decoding_with_either_model_cached(model: Any) -> None:
 @pytest.mark.parametrize("family", first_quick(["llama", "mistral-window", "gpt2"]))
 def test_rows_padded_on_the_right_and_masks_with_holes(family: str) -> None:
     model = BY_NAME[family].build()
-    right = {k: v.flip(1) for k, v in left_padded(prompt(50), prompt(37, 1)).items()}
+    right = {k: v.flip(1) for k, v in left_padded(prompt(54), prompt(37, 1)).items()}
     holes = torch.ones(1, 60, dtype=torch.long)
     holes[0, 34:50] = 0
     with enable_prefix_caching(model) as handle:
         for _ in range(2):
             assert_same(model, **right)
         windows = family == "mistral-window"  # its rows are computed together, from the shortest row's hit on
-        assert [r.cached_tokens for r in handle.last_requests] == ([32, 32] if windows else [49, 32])
+        assert [r.cached_tokens for r in handle.last_requests] == ([32, 32] if windows else [53, 32])
         assert windows or count_computed(model, **right, max_new_tokens=1) == 5 + 2  # of the short row, and of both
         for _ in range(2):
             assert_same(model, input_ids=prompt(60), attention_mask=holes)
@@ -360,7 +361,7 @@ def test_model_that_is_not_served_keeps_its_generate(family: Family, why: str) -
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         handle = enable_prefix_caching(model)
-        assert torch.equal(model.generate(input_ids=prompt(40), max_new_tokens=20), want)
+        assert torch.equal(model.generate(input_ids=prompt(40), max_new_tokens=NEW_TOKENS), want)
     assert [why in str(w.message) for w in told if "prefix caching" in str(w.message)] == [True]
     assert handle.unsupported
     assert handle.stats().calls_handed_back == {handle.unsupported: 1}
@@ -392,7 +393,7 @@ def test_failed_forward_leaves_nothing_findable(model: Any, handle: PrefixCachin
     handle.reset()
     failing.append(True)
     with pytest.raises(RuntimeError, match="on purpose"):
-        model.generate(input_ids=prompt(40), max_new_tokens=20)
+        model.generate(input_ids=prompt(40), max_new_tokens=NEW_TOKENS)
     hook.remove()
     assert_nothing_held(handle)
     assert handle.stats().cached_blocks == 0
@@ -471,7 +472,7 @@ def test_changed_dtype_is_looked_at_anew(model: Any, handle: PrefixCaching) -> N
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for _ in range(2):
-                got = model.generate(input_ids=prompt(64), max_new_tokens=20)
+                got = model.generate(input_ids=prompt(64), max_new_tokens=NEW_TOKENS)
         assert bool(handle.last_requests) == served
         if dtype != torch.bfloat16:
             assert torch.equal(got, plain(model, input_ids=prompt(64)))
@@ -698,7 +699,7 @@ def test_same_tokens_on_a_gpu(dtype: torch.dtype) -> None:
         for _ in range(2):
             ids = prompt(300).cuda()
             want = plain(model, input_ids=ids, return_dict_in_generate=True, output_logits=True)
-            got = model.generate(input_ids=ids, max_new_tokens=20)
+            got = model.generate(input_ids=ids, max_new_tokens=NEW_TOKENS)
             answers = (want.sequences[0, 300:].tolist(), got[0, 300:].tolist())
             _, ok = compare_tokens(*answers, lambda i: want.logits[i][0].to(dtype))  # noqa: B023
             assert ok

@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 from generate_cases import (  # noqa: E402
     BY_NAME,
     CACHE,
+    NEW_TOKENS,
     assert_nothing_held,
     assert_same,
     cache_of,
@@ -135,7 +136,7 @@ def test_cache_of_a_result_that_was_cropped() -> None:
         rest.crop(-2)
         ids = torch.cat([result.sequences[:, :207], prompt(5, 1)], 1)
         want = plain(model, input_ids=ids)
-        assert torch.equal(model.generate(ids, **{CACHE: rest}, max_new_tokens=20), want)
+        assert torch.equal(model.generate(ids, **{CACHE: rest}, max_new_tokens=NEW_TOKENS), want)
         assert handle.stats().calls_handed_back == {}
         handle.reset()
         result = model.generate(prompt(150), max_new_tokens=60, return_dict_in_generate=True, eos_token_id=None)

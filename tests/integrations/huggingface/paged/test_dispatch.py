@@ -18,7 +18,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from generate_cases import left_padded, plain, prompt  # noqa: E402
+from generate_cases import NEW_TOKENS, left_padded, plain, prompt  # noqa: E402
 
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
 from pc.integrations.huggingface.runners.dispatch import Dispatch, install  # noqa: E402
@@ -41,7 +41,7 @@ def beside_served_calls(model: Any, work: Callable[[], None], times: int) -> Non
     def serve() -> None:
         number = 0
         while not stop.is_set():
-            got = model.generate(input_ids=prompt(40, number % 3), max_new_tokens=20)
+            got = model.generate(input_ids=prompt(40, number % 3), max_new_tokens=NEW_TOKENS)
             if not torch.equal(got, want[number % 3]):
                 wrong.append(number)
             number += 1
@@ -100,7 +100,7 @@ def test_training_and_a_model_of_the_same_config_beside_served_calls(model: Any,
     loss = trained(prompt(20), labels=prompt(20)).loss.item()
 
     def work() -> None:
-        assert torch.equal(sibling.generate(input_ids=prompt(20), max_new_tokens=20), want)
+        assert torch.equal(sibling.generate(input_ids=prompt(20), max_new_tokens=NEW_TOKENS), want)
         step = trained(prompt(20), labels=prompt(20)).loss
         step.backward()
         assert step.item() == loss

@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 from generate_cases import (  # noqa: E402
     BY_NAME,
     LLAMA,
+    NEW_TOKENS,
     PAGED,
     Family,
     assert_nothing_held,
@@ -259,7 +260,7 @@ def test_a_hook_on_all_modules_that_is_gone_hinders_no_capture(model: Any, captu
 def test_what_the_keyword_says(model: Any, capturable: pytest.MonkeyPatch) -> None:
     with enable_prefix_caching(model, cuda_graphs=False) as handle:
         assert_same(model, input_ids=prompt(40))
-        assert handle.graphs == graphs_module.GraphReport(0, 0, 19, "cuda_graphs=False")
+        assert handle.graphs == graphs_module.GraphReport(0, 0, NEW_TOKENS - 1, "cuda_graphs=False")
     capturable.delitem(graphs_module.CAPTURERS, "cpu")
     with enable_prefix_caching(model) as handle:
         assert_same(model, input_ids=prompt(40))
