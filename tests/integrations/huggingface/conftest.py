@@ -12,8 +12,10 @@ pytest.importorskip("transformers")
 
 from generate_cases import LLAMA
 
-from pc.integrations.huggingface import api
+from pc.integrations.huggingface import api, layers
+from pc.integrations.huggingface.runners import batch
 from pc.integrations.huggingface.store import kept as store
+from pc.integrations.huggingface.store import storage
 from pc.integrations.tested import release
 
 BATCHING = "continuous batching"
@@ -54,6 +56,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def model() -> Any:
     return LLAMA.build()
+
+
+@pytest.fixture
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make chunks, buffers and kept tokens small, so that short prompts behave like long ones."""
+    monkeypatch.setattr(batch, "CHUNK", 32)
+    monkeypatch.setattr(storage, "CHUNK", 32)
+    monkeypatch.setattr(batch, "ROOM", 16)
+    monkeypatch.setattr(layers.GrowingWindowLayer, "slack", 16)
 
 
 @pytest.fixture

@@ -16,9 +16,7 @@ transformers = pytest.importorskip("transformers")
 from generate_cases import NEW_TOKENS, plain, prompt  # noqa: E402
 from runner_cases import LFM2, Runner, build, cases, interrupted  # noqa: E402
 
-from pc.integrations.huggingface import api, layers  # noqa: E402
-from pc.integrations.huggingface.runners import batch  # noqa: E402
-from pc.integrations.huggingface.store import storage  # noqa: E402
+from pc.integrations.huggingface import api  # noqa: E402
 
 SHARED = prompt(70)
 CALLS = [
@@ -31,15 +29,6 @@ CALLS = [
 def windows_of(family: Any) -> dict[str, Any]:
     """Return options with fewer blocks for windows than a prompt of 150 tokens has; {} for a family without windows."""
     return {"window_blocks": 8} if getattr(family, "name", "") in ("mistral-window", "gemma2") else {}
-
-
-@pytest.fixture
-def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the steps of models with windows small, so that short prompts behave like long ones."""
-    monkeypatch.setattr(batch, "CHUNK", 32)
-    monkeypatch.setattr(storage, "CHUNK", 32)
-    monkeypatch.setattr(batch, "ROOM", 16)
-    monkeypatch.setattr(layers.GrowingWindowLayer, "slack", 16)
 
 
 @cases()

@@ -25,8 +25,6 @@ from generate_cases import (  # noqa: E402
 from pc.cache.policies import POLICIES, hazard  # noqa: E402
 from pc.demo._measure import MiddleFirst  # noqa: E402
 from pc.integrations.huggingface import enable_prefix_caching, layers  # noqa: E402
-from pc.integrations.huggingface.runners import batch  # noqa: E402
-from pc.integrations.huggingface.store import storage  # noqa: E402
 
 WINDOWS = ["mistral-window", "gemma2", "gemma3", "gpt-oss"]
 FEW = 8
@@ -39,13 +37,7 @@ OTHERS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make chunks, buffers and kept tokens small, so that short prompts behave like long ones."""
-    monkeypatch.setattr(batch, "CHUNK", 32)
-    monkeypatch.setattr(storage, "CHUNK", 32)
-    monkeypatch.setattr(batch, "ROOM", 16)
-    monkeypatch.setattr(layers.GrowingWindowLayer, "slack", 16)
+pytestmark = pytest.mark.usefixtures("short_steps")
 
 
 @pytest.fixture
