@@ -188,12 +188,11 @@ class DecodeSteps:
             batch = self._batches[key]
             batch.write(tables, positions, tokens, slots)
             return self._step(model, storage, batch)[:count].clone()
-        batch = self._eager
-        if batch is None or (batch.num_rows, batch.width) != (count, width):
-            batch = self._eager = _buffers(model, storage, count, width)
-        batch.write(tables, positions, tokens, slots)
+        if self._eager is None or (self._eager.num_rows, self._eager.width) != (count, width):
+            self._eager = _buffers(model, storage, count, width)
+        self._eager.write(tables, positions, tokens, slots)
         self._eager_steps += 1
-        return decode(model, storage, batch)
+        return decode(model, storage, self._eager)
 
     def _step(self, model: Any, storage: ModelStorage, batch: DecodeBatch) -> torch.Tensor:
         """Replay the graph of a batch's buffers, or run an eager step before its capture, and return the logits."""
