@@ -655,3 +655,15 @@ def test_scheduler_metadata_of_fewer_keys_than_queries(new: int) -> None:
     wanted = flash_attn_with_kvcache(q, *caches, **given)
     plan = get_scheduler_metadata(3, 7, 16, 4, 2, 32, lens, page_size=16, max_seqlen_k_new=2 * new, causal=True)
     torch.testing.assert_close(flash_attn_with_kvcache(q, *caches, scheduler_metadata=plan, **given), wanted)
+
+
+def test_metadata_of_a_dense_cache_serve_its_calls():
+    """They are made for blocks of 16 tokens, without the cache, whose sequences may be blocks of another size."""
+    lens = torch.tensor([20, 7], dtype=torch.int32)
+    q, k, v = torch.randn(2, 1, 4, 64), torch.randn(2, 64, 2, 64), torch.randn(2, 64, 2, 64)
+    plan = get_scheduler_metadata(2, 1, 64, 4, 2, 64, lens, causal=True)
+    given = {"cache_seqlens": lens, "causal": True}
+    expected = flash_attn_with_kvcache(q, k, v, **given)
+    assert torch.equal(flash_attn_with_kvcache(q, k, v, **given, scheduler_metadata=plan), expected)
+    with pytest.raises(ValueError, match="scheduler_metadata: got"):
+        flash_attn_with_kvcache(q, k, v, **(given | {"cache_seqlens": lens + 1}), scheduler_metadata=plan)

@@ -33,10 +33,12 @@ def _header(args: Any) -> dict[str, int]:
 def plan_on_host(args: Any) -> torch.Tensor:
     """Return a plan in host memory for the arguments of an attention operator or of `attention_plan`."""
     tables, lens, starts, positions = args.block_tables, args.seq_lens, args.query_start_loc, args.query_positions
-    plan, header = torch.zeros(PlanShape.of(tables, args.block_size).size, dtype=torch.int32), _header(args)
-    # Entries after a sequence's end may hold anything.
-    ends = lens.view(-1, *[1] * (tables.dim() - 1))
-    present = (tables >= 0) & (torch.arange(tables.shape[-1]) * args.block_size < ends)
+    shape, header = PlanShape.of(tables, args.block_size), _header(args)
+    plan = torch.zeros(shape.size, dtype=torch.int32)
+    # A plan serves blocks of any size. Entries after a sequence's end may hold anything.
+    present = (tables >= 0).repeat_interleave(args.block_size, -1)
+    present = torch.nn.functional.pad(present, (0, shape.max_tiles * layout.TILE_KEYS - present.shape[-1]))
+    present &= torch.arange(present.shape[-1]) < lens.view(-1, *[1] * (tables.dim() - 1))
     checksum = 0
     for part in (present, lens, starts, starts if positions is None else positions[: int(starts[-1])]):
         checksum = zlib.crc32(part.numpy().tobytes(), checksum)
