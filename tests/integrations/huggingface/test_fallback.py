@@ -77,6 +77,11 @@ def fail(*_: Any, **__: Any) -> Any:
     raise KeyError("on purpose")
 
 
+def draw_and_fail(*_: Any, **__: Any) -> Any:
+    torch.rand(5)
+    fail()
+
+
 def sampled(generate: Callable[..., Any], **kwargs: Any) -> tuple[Any, torch.Tensor]:
     """Return a sampled answer, and the next numbers of the random generator."""
     torch.manual_seed(7)
@@ -100,7 +105,7 @@ def test_what_fails_before_the_first_token(model: Any, monkeypatch: pytest.Monke
         assert torch.equal(sampled(model.generate, **given)[0], want)
         texts: list[str] = []
         with monkeypatch.context() as patch:
-            patch.setattr(*BEFORE[where], fail)
+            patch.setattr(*BEFORE[where], draw_and_fail)
             for again in range(4):
                 if again >= 2:
                     handle.reset()  # uncached prompts take another path
