@@ -226,7 +226,7 @@ def rope_case(cache_dtype: torch.dtype | None = None, interleaved: bool = False)
 def move_case(cache_dtype: torch.dtype = torch.bfloat16, is_neox: bool = True, rotary_dim: int = 128) -> None:
     """Move tokens of keys and values to other slots."""
     cache, slots = torch.zeros(8, 16, 8, 128, dtype=cache_dtype), torch.arange(40)
-    given = (cache, cache, slots, slots + 64, slots, torch.ones(rotary_dim // 2), is_neox)
+    given = (cache, cache.clone(), slots, slots + 64, slots, torch.ones(rotary_dim // 2), is_neox)
     on_device("move_slots", *given)
 
 

@@ -109,7 +109,7 @@ def test_a_step_can_be_made_of_appended_tokens():
         manager.allocate(name, [1, 2, 3])
     got = manager.append_each(["a", "b"], [7, 8])
     step = pc.Step({}, got.slot_mapping, got.requests, got.query_start_loc, got.positions)
-    assert [part.num_tokens for part in step.parts] == [4, 4]
+    assert step.extents == ([0, 1, 2], [4, 4], False)
     assert got.positions.tolist() == [3, 3]
 
 
