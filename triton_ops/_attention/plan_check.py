@@ -18,7 +18,7 @@ from .layout import PlanShape, plan_views
 from .plan import build_plan
 
 # The columns of `info` that follow from the batch and the options alone.
-_COMPARED = [
+COMPARED = [
     *(layout.INFO_FLAGS, layout.INFO_ATTENDED, layout.INFO_CHECKSUM),
     *(layout.INFO_QUERY_LEN, layout.INFO_SEQ_LEN, layout.INFO_LIVE),
 ]
@@ -57,7 +57,7 @@ def check_plan(args: AttentionArgs) -> None:
         needs = f"{[*names.values()]} ({', '.join(names).lower()} of this call)"
         raise bad_argument("plan", f"{given[1:end].tolist()}", needs)
     expected = plan_on_host(args) if is_on_host else build_plan(args, names["decode_queries"], 1)(args).cpu()
-    mine, theirs = (p[end] if is_on_host else plan_views(p, shape)[0][:, _COMPARED] for p in (given, expected))
+    mine, theirs = (p[end] if is_on_host else plan_views(p, shape)[0][:, COMPARED] for p in (given, expected))
     if not torch.equal(mine, theirs):
         needs = "a plan for these block_tables, seq_lens, query_start_loc and query_positions: build it for each step"
         raise bad_argument("plan", "a plan for another batch", needs)

@@ -10,9 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._attention.layout import PlanShape, plan_views
+from .._attention.plan_check import COMPARED
+from .._core.checks import on_host
 from .._core.runtime import HAS_TRITON, INTERPRET, KERNELS_ON_CPU
 from .cases import USES, Case, Shape, all_cases, small_cases
-from .oracle import Expected, difference
+from .oracle import Expected, difference, plan_facts
 
 __all__ = ["USES", "Row", "Shape", "check_kernels", "runs_kernels"]
 
@@ -121,14 +124,19 @@ def _results(case: Case, device: torch.device) -> list[tuple[str, torch.Tensor, 
     operators = importlib.import_module("..", __name__)
     name = case.calls or case.operator
     module = importlib.import_module("..flash_attn", __name__) if name.startswith("flash_attn") else operators
+    results: list[tuple[str, torch.Tensor, Expected]] = []
     if call.planned is not None:
         batch = _to(device, call.planned)
         # A captured graph refreshes a plan in place, whatever it held.
         held = torch.full_like(operators.attention_plan(**batch), -(1 << 30))
         arguments["plan"] = operators.attention_plan(**batch, out=held)
+        if not on_host(held):  # in host memory a plan has no facts
+            shape = PlanShape.of(batch["block_tables"], batch["block_size"])
+            info = plan_views(arguments["plan"].cpu(), shape)[0]
+            results.append(("the plan", info[:, COMPARED], plan_facts(call.planned)))
     returned = getattr(module, name)(**arguments)
     returned = returned if isinstance(returned, (tuple, list)) else [] if returned is None else [returned]
-    results = [
+    results += [
         ("the result" if len(call.returned) == 1 else f"result {place}", found, expected)
         for place, (found, expected) in enumerate(zip(returned, call.returned, strict=True), 1)
     ]

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._attention.layout import DEAD_TILES, DECODE_QUERIES, PARTIAL_TILES, TILE_KEYS
+
 
 class Near(NamedTuple):
     """An expected result of arithmetic: in float64, and of the same formula in the dtype of the result.
@@ -196,3 +198,32 @@ def codes(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Ten
     """Return x `[tokens, heads, width]` / scale in the nearest code of a quantized dtype, saturated."""
     scaled = x.float() / scale.float().view(-1, 1)
     return scaled.round().clamp(-128, 127).to(dtype) if dtype == torch.int8 else scaled.clamp(-448, 448).to(dtype)
+
+
+def plan_facts(planned: Mapping[str, Any]) -> torch.Tensor:
+    """Return what a plan says of each block table, `[num_tables, 6]` int32, for arguments of `attention_plan`.
+
+    The columns are flags, live tiles that a decode attends to, a checksum of positions, queries, tokens and live tiles.
+    """
+    tables, size, window = planned["block_tables"], planned["block_size"], planned.get("window", 0)
+    positions, starts = planned.get("query_positions"), planned["query_start_loc"].tolist()
+    decoded = 0 if positions is not None and window else DECODE_QUERIES
+    facts = []
+    for i, length in enumerate(planned["seq_lens"].tolist()):
+        count, tiles = starts[i + 1] - starts[i], -(-length // TILE_KEYS)
+        own = torch.arange(length - count, length) if positions is None else positions[starts[i] : starts[i + 1]].long()
+        checksum = 0 if positions is None else int((own * (2 * torch.arange(count) + 1)).sum())
+        t = torch.arange(tiles * TILE_KEYS)
+        inside = t < (own.max() + 1 if planned.get("causal", True) else own.max() + window if window else length)
+        if window:
+            inside &= (t > own.min() - window) | (t < planned.get("num_sink_tokens", 0))
+        for table in tables[i].reshape(-1, tables.shape[-1]):
+            present = (table[: -(-length // size)] >= 0).repeat_interleave(size)[:length]
+            there, absent = (
+                torch.nn.functional.pad(x, (0, len(t) - length)).view(tiles, TILE_KEYS).any(1)
+                for x in (present, ~present)
+            )
+            flags = DEAD_TILES * (not there.all()) + PARTIAL_TILES * bool((there & absent).any())
+            attended = (there & inside.view(tiles, TILE_KEYS).any(1)).sum() if count <= decoded else 0
+            facts.append([flags, int(attended), checksum, count, length, int(there.sum())])
+    return torch.tensor(facts, dtype=torch.int32)
