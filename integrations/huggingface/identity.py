@@ -73,9 +73,11 @@ class Identity:
         for m in watched:
             left_out = _INTERNAL | {RECORDING} | set(transient) | (ADAPTER_STATE if id(m) in adapters else frozenset())
             names = [n for n in vars(m) if n not in left_out]
-            # `itemgetter` returns a tuple only for two names or more, so one is given twice.
-            self._settings.append((itemgetter("training", "training", *names), vars(m)))
-            labels.append((named[id(m)], ("training", "training", *names)))
+            # `itemgetter` returns a tuple only for two names or more, so one is given twice. The module that
+            # torch.compile wraps around another has no mode of its own.
+            always = "training" if "training" in vars(m) else "_modules"
+            self._settings.append((itemgetter(always, always, *names), vars(m)))
+            labels.append((named[id(m)], (always, always, *names)))
             _nested(named[id(m)], {n: vars(m)[n] for n in names}, nested)
         _nested("", {n: vars(model)[n] for n in self._root_names}, nested)
         for config in _configs(model):

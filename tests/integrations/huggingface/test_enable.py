@@ -106,6 +106,17 @@ def test_compiled_model(model: Any) -> None:
         assert handle.last_requests[0].cached_tokens == 39
 
 
+@pytest.mark.slow
+def test_a_module_is_compiled_while_its_model_is_served(model: Any) -> None:
+    want = plain(model, input_ids=prompt(40))
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        model.model = torch.compile(model.model, backend="eager")
+        for cached in (0, 39):
+            assert torch.equal(model.generate(prompt(40), max_new_tokens=NEW_TOKENS), want)
+            assert handle.last_requests[0].cached_tokens == cached
+        assert handle.stats().calls_handed_back == {}
+
+
 def test_model_goes_away_at_once(storages: list[Any]) -> None:
     model = LLAMA.build()
     handle = enable_prefix_caching(model, num_blocks=64)

@@ -68,6 +68,17 @@ PLAIN: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 
 
+def test_changes_within_a_compiled_module_are_noticed(model: Any) -> None:
+    """torch.compile wraps a module into one that has no mode of its own."""
+    with torch.no_grad():
+        model.model = torch.compile(model.model, backend="eager")
+        for change in (lambda m: m.norm.weight.mul_(2), lambda m: m.layers[0].train(), lambda m: setattr(m, "x", 1)):
+            identity = Identity(model)
+            assert not identity.changed(model)
+            change(model.model)
+            assert identity.changed(model)
+
+
 @pytest.mark.parametrize("write", [lambda t: t.mul_(2), lambda t: t.data.mul_(2)], ids=["in place", "through data"])
 @pytest.mark.parametrize(("put", "get"), PLAIN.values(), ids=PLAIN.keys())
 def test_tensors_that_are_no_buffers(model: Any, put: Any, get: Any, write: Callable[[torch.Tensor], Any]) -> None:
