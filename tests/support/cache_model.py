@@ -210,7 +210,9 @@ class Model:
         manager.check()
         stats = manager.stats()
         assert (stats.held_blocks, stats.num_requests, stats.host_blocks) == (0, 0, 0), "what no request has is held"
-        assert (stats.failed_offloads > 0) == (self.raised > 0)
+        assert self.raised or not stats.failed_offloads
+        if not self.hazard:  # an interrupt may come between an error of the tier and its count
+            assert stats.failed_offloads or not self.raised
         self.check_listeners()
         manager.on_evict = None
         if not self.states:
