@@ -186,7 +186,7 @@ class Model:
         self.of = {}  # by value: salt, keys, token, position
         self.alphabet = r.choice([2, 2, 3])
         self.device = threading.Lock()  # writes follow the copies of a preemption, as on a stream
-        self.local, self.raised, self.errors = threading.local(), 0, []
+        self.local, self.raised, self.raised_in_interrupted, self.errors = threading.local(), 0, 0, []
         if r.random() < 0.5:
             self.manager.on_evict = self.on_evict
         if r.random() < 0.6 or not self.exact:
@@ -211,8 +211,8 @@ class Model:
         stats = manager.stats()
         assert (stats.held_blocks, stats.num_requests, stats.host_blocks) == (0, 0, 0), "what no request has is held"
         assert self.raised or not stats.failed_offloads
-        if not self.hazard:  # an interrupt may come between an error of the tier and its count
-            assert stats.failed_offloads or not self.raised
+        # An interrupt may come between an error of the tier and its count.
+        assert stats.failed_offloads or self.raised == self.raised_in_interrupted
         self.check_listeners()
         manager.on_evict = None
         if not self.states:
@@ -242,6 +242,7 @@ class Model:
         chance = r.random()
         if chance < 0.1:
             self.raised += 1
+            worker.raised += 1
             raise TierError
         if chance > 0.98 and self.hazard and not worker.inside:
             raise KeyboardInterrupt
@@ -298,7 +299,7 @@ class Worker:
         self.content, self.host = model.content, model.host
         self.random = model.random if model.exact else random.Random(model.seed * 10 + number)
         self.running, self.preempted, self.step = {}, {}, []
-        self.count, self.inside = 0, False
+        self.count, self.raised, self.inside = 0, 0, False
         self.places = {}  # by verb: places of its last call that was traced to its end
 
     def next_name(self):
@@ -341,7 +342,7 @@ class Worker:
 
         If it raises OutOfBlocks, check that nothing has changed.
         """
-        before, after, r = self.snapshot(), None, self.random
+        before, after, r, raised = self.snapshot(), None, self.random, self.raised
         if not self.model.exact and r.random() < self.model.hazard:
             after = int(math.exp(r.uniform(0, 8)))
             if r.random() < 0.5 and verb.__name__ in self.places:  # after its last changes
@@ -356,6 +357,7 @@ class Worker:
             assert self.snapshot() == before, "a verb that raised has changed something"
             return REFUSED, None
         except KeyboardInterrupt:
+            self.model.raised_in_interrupted += self.raised - raised
             self.manager.check()
             return INTERRUPTED, None
 
@@ -904,7 +906,7 @@ class Worker:
         self.running.clear()
         self.preempted.clear()
         self.call(self.manager.reset)
-        self.model.raised = self.manager.stats().failed_offloads
+        self.model.raised, self.model.raised_in_interrupted = self.manager.stats().failed_offloads, 0
 
     WEIGHTS = (
         *[("serve", 5), ("allocate", 5), ("append", 7), ("append_each", 3), ("commit", 7), ("fork", 2)],
