@@ -33,14 +33,32 @@ QUICK = {"cases": 8, "seconds": 75.0, "pairs": 1 << 14}
 WHOLE = {"seconds": 900.0, "pairs": 1 << 17}
 """The most seconds of a judge, for slow machines. Cases, which only the seed decides, should end before."""
 FETCH_SECONDS = 300
+ATTEMPTS = 2
+
+
+def _unpack(package: str, folder: Path) -> tuple[Path | None, str]:
+    """Unpack a package's sources below `folder`; return where they are, if anywhere, and what pip said.
+
+    pip unpacks sources before it asks how they are built, which no test needs. An interpreter without setuptools fails
+    at that question at once, and `--no-clean` keeps the unpacked files, all or those before an error.
+    """
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", f"{folder}/bare"], check=True)
+    unpacked = folder / "unpacked"
+    unpacked.mkdir()
+    command = [sys.executable, "-m", "pip", "--python", f"{folder}/bare/bin/python", "download", "--no-deps"]
+    options = ["--no-binary", ":all:", "--no-clean", "--no-build-isolation", "--dest", str(folder), package]
+    try:
+        said = subprocess.run(
+            [*command, *options], timeout=FETCH_SECONDS, env=os.environ | {"TMPDIR": str(unpacked)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        ).stdout  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return None, f"pip took more than {FETCH_SECONDS} s"
+    return next((path.parent for path in unpacked.glob("pip-download-*/*/PKG-INFO")), None), said
 
 
 def fetch(judge: Judge) -> Path:
-    """Return the folder of a judge's sources; fetch them if they are absent.
-
-    pip unpacks sources before it asks how they are built, which no test needs. An interpreter without setuptools fails
-    at that question at once, and `--no-clean` keeps the unpacked files.
-    """
+    """Return the folder of a judge's sources; fetch them if they are absent."""
     target = SOURCES / judge.package.replace("==", "-")
     if judge.folder is not None:
         target = ROOT / judge.folder
@@ -49,27 +67,19 @@ def fetch(judge: Judge) -> Path:
         return target
     if (target / ".done").exists():
         return target
-    with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", f"{folder}/bare"], check=True)
-        unpacked = Path(folder, "unpacked")
-        unpacked.mkdir()
-        command = [sys.executable, "-m", "pip", "--python", f"{folder}/bare/bin/python", "download", "--no-deps"]
-        options = ["--no-binary", ":all:", "--no-clean", "--no-build-isolation", "--dest", folder]
-        missing = f"judges: {judge.package} was not fetched, is the package index reachable?"
-        try:
-            said = subprocess.run(
-                [*command, *options, judge.package], timeout=FETCH_SECONDS,
-                env=os.environ | {"TMPDIR": str(unpacked)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise SystemExit(f"{missing} {FETCH_SECONDS} s are over") from None
-        found = [path for path in unpacked.glob("pip-download-*/*") if (path / "PKG-INFO").exists()]
-        if len(found) != 1:
-            raise SystemExit(f"{missing}\n{said.stdout}")
-        shutil.rmtree(target, ignore_errors=True)
-        for kept in judge.keep:
-            (target / kept).parent.mkdir(parents=True, exist_ok=True)
-            (shutil.copytree if kept.endswith("/") else shutil.copy)(found[0] / kept, target / kept)
+    for attempt in range(1, ATTEMPTS + 1):
+        with tempfile.TemporaryDirectory() as folder:
+            source, said = _unpack(judge.package, Path(folder))
+            if source is not None and all((source / kept).exists() for kept in judge.keep):
+                shutil.rmtree(target, ignore_errors=True)
+                for kept in judge.keep:
+                    (target / kept).parent.mkdir(parents=True, exist_ok=True)
+                    (shutil.copytree if kept.endswith("/") else shutil.copy)(source / kept, target / kept)
+                break
+            free = shutil.disk_usage(folder).free >> 20
+        print(f"{said}\njudges: {judge.package} was not fetched, attempt {attempt} of {ATTEMPTS}, {free} MiB are free")
+    else:
+        raise SystemExit(f"judges: {judge.package} was not fetched. Is the package index reachable?")
     for path in target.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         path.write_text(re.sub(r"""(["'])cuda(:0)?\1""", '"cpu"', text), encoding="utf-8")
