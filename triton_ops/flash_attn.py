@@ -11,12 +11,12 @@ for all calls of a kind, and returns a function that runs these calls.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ._attention.dense import arange_i32, as_blocks, build_packed_tables, full_i32, strided_block_table
+from ._attention.dense import arange_i32, build_blocks, build_packed_tables, full_i32, strided_block_table
 from ._core.cache import needs_dispatcher
 from ._core.checks import CACHE_LAYOUT, INT32, bad_argument, check_tensor, describe, lowest_entry, reads_values
 from ._flash.append import build_append
@@ -152,14 +152,13 @@ def _build_dense(args: FlashArgs) -> Run:
     for name, x in (("k", k), ("v", v)):
         if x.shape[:2] != (batch, seqlen_k) or x.device != device:
             raise bad_argument(name, describe(x), f"[{batch}, {seqlen_k}, num_kv_heads, head_dim] on {device}")
-    k, _, steps = as_blocks(contiguous(k), contiguous(v))
-    tables = strided_block_table(device, batch, seqlen_k // k.shape[1], *steps)
+    blocks_of = build_blocks(contiguous(k), contiguous(v), batch)
     lens, starts = full_i32(device, batch, seqlen_k), arange_i32(device, batch + 1, seqlen_q)
     shape = (batch, seqlen_q)
 
     def keys_of(args: FlashArgs) -> PagedKV:
-        k, v, _ = as_blocks(contiguous(args.k), contiguous(args.v))
-        return PagedKV(k, v, tables, lens, starts, seqlen_q, seqlen_k, seqlen_q > seqlen_k)
+        blocks = blocks_of(contiguous(args.k), contiguous(args.v))
+        return PagedKV(*blocks, lens, starts, seqlen_q, seqlen_k, seqlen_q > seqlen_k)
 
     attend = build_attend(packed(q), keys_of(args), args)
     return lambda args: shaped(attend(packed(args.q), keys_of(args), args), shape, args.out)
@@ -424,7 +423,7 @@ def _build_cached(args: FlashArgs) -> Run:
     max_queries = q.shape[0 if batched is None else 1] if args.max_seqlen_q is None else args.max_seqlen_q
     checks_values = reads_values(q) and not needs_dispatcher() and batch > 0
     fewer_keys = k is None or args.cu_seqlens_k_new is not None or not known(max_queries <= k.shape[1])
-    dense = _dense_cache(batch, args) if args.block_table is None else None
+    dense = _build_dense_cache(batch, args) if args.block_table is None else None
     num_rows, capacity = args.k_cache.shape[:2]
     if args.block_table is not None:
         check_tensor("block_table", args.block_table, "[batch, max_blocks]", INT32, device)
@@ -436,8 +435,7 @@ def _build_cached(args: FlashArgs) -> Run:
     def keys_of(args: FlashArgs) -> PagedKV:
         k_cache, v_cache, tables, chosen = args.k_cache, args.v_cache, args.block_table, args.cache_batch_idx
         if dense is not None:
-            tables, *views = dense
-            k_cache, v_cache = (cache.as_strided(*view) for cache, view in zip((k_cache, v_cache), views, strict=True))
+            k_cache, v_cache, tables = dense(k_cache, v_cache)
         tables = tables if chosen is None else tables.index_select(0, chosen)
         lens: Any = args.cache_seqlens if full_lens is None else full_lens
         starts = args.cu_seqlens_q if even_starts is None else even_starts
@@ -505,15 +503,12 @@ def _check_cached(args: FlashArgs) -> int:
     return batch
 
 
-def _dense_cache(batch: int, args: FlashArgs) -> tuple[Any, ...]:
-    """Return block tables for a dense cache, and the shape and strides of its keys and of its values as blocks."""
-    (num_rows, length), chosen = args.k_cache.shape[:2], args.cache_batch_idx
+def _build_dense_cache(batch: int, args: FlashArgs) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Return a function that makes caches of blocks from a dense cache, with block tables."""
+    num_rows, chosen = args.k_cache.shape[0], args.cache_batch_idx
     if chosen is None and num_rows < batch:
         raise bad_argument("k_cache", f"{num_rows} sequences", f"at least {batch}, or cache_batch_idx")
-    *caches, steps = as_blocks(args.k_cache, args.v_cache, in_place=True)
-    num_rows = batch if chosen is None else num_rows
-    tables = strided_block_table(args.k_cache.device, num_rows, length // caches[0].shape[1], *steps)
-    return tables, *[(cache.shape, cache.stride()) for cache in caches]
+    return build_blocks(args.k_cache, args.v_cache, batch if chosen is None else num_rows, in_place=True)
 
 
 def flash_attn_combine(

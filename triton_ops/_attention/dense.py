@@ -53,6 +53,21 @@ def as_blocks(
     return _blocks(key, size, steps), _blocks(value, size, value_steps), steps[1:]
 
 
+def build_blocks(
+    key: torch.Tensor, value: torch.Tensor, num_seqs: int, in_place: bool = False
+) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Return a function that makes caches of blocks from keys and values with this metadata, with block tables.
+
+    The caches are those of `as_blocks`. The tables are those of the first `num_seqs` sequences, `[num_seqs, length]`.
+    """
+    key_cache, value_cache, steps = as_blocks(key, value, in_place=in_place)
+    tables = strided_block_table(key.device, num_seqs, key.shape[1] // key_cache.shape[1], *steps)
+    if as_blocks(key, value, in_place=True)[2] != steps:  # there are no such views
+        return lambda key, value: (*as_blocks(key, value)[:2], tables)
+    views = [(cache.shape, cache.stride()) for cache in (key_cache, value_cache)]
+    return lambda key, value: (key.as_strided(*views[0]), value.as_strided(*views[1]), tables)
+
+
 def _steps(dense: torch.Tensor, size: int) -> tuple[int, int, int]:
     """Return (step, per_sequence, per_block).
 
