@@ -24,7 +24,7 @@ def append(state: ManagerState, request_id: Hashable, new: array[int]) -> AnyAll
     if pending and new[: len(pending)] != pending[: len(new)]:
         raise ValueError("token_ids: got tokens that are not the next ones of the prompt, needs its next tokens")
     end, copies = start + len(new), None
-    if -(-end // size) > old_blocks or pending or (request.check_tail and end > start):
+    if -(-end // size) > old_blocks or (new and (pending or request.check_tail)):
         _make_room(state, [(request, end)])
         copies = _grow(state, request, end)
     first, num_blocks = start // size, request.num_blocks

@@ -137,6 +137,19 @@ def test_a_prompt_takes_blocks_in_chunks():
     manager.check()
 
 
+def test_an_append_of_no_tokens_needs_no_block():
+    """Formerly it copied a shared block of a prompt in chunks, and raised OutOfBlocks if there was none for the copy."""
+    manager = pc.CacheManager(2, block_size=4)
+    manager.allocate("a", range(6), num_tokens=3)
+    manager.commit("a", 3)
+    manager.fork("a", "b")
+    manager.allocate("c", [9])
+    assert not manager.append("a", []).copies
+    assert manager.block_table("a").tolist() == manager.block_table("b").tolist() == [0]
+    manager.free("c")
+    assert manager.append("a", [3]).copies == [(0, 1)]
+
+
 def test_a_chunk_takes_all_that_is_cached():
     manager = pc.CacheManager(8, block_size=4)
     manager.allocate("a", list(range(16)))
