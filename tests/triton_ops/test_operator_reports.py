@@ -450,6 +450,26 @@ def test_an_index_on_meta_is_refused(name: str, call: Callable[[Callable[[Tensor
         call(lambda index: index.to("meta"))
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda cache, meta: pc.scatter_slots(meta[0], cache, torch.tensor([0, 1])),
+        lambda cache, meta: pc.scatter_slots_list([meta[0], cache[0]], [cache, cache.clone()], torch.tensor([0, 1])),
+        lambda cache, meta: pc.gather_blocks_list([meta, cache], torch.tensor([0])),
+        lambda cache, meta: pc.copy_blocks_list([meta, cache], torch.tensor([0]), torch.tensor([1])),
+        lambda cache, meta: pc.join_prefix(meta, ints(0)[None], ints(2), cache[0], ints(0, 2), 2),
+    ],
+    ids=["source", "sources", "gather", "copy", "new"],
+)
+def test_rows_of_integers_on_meta_are_no_index(call: Callable[[Tensor, Tensor], Any]) -> None:
+    """Formerly an integer cache on the host passed for an index, and nothing was written or read."""
+    cache = torch.arange(6).view(3, 2)
+    before = cache.clone()
+    with pytest.raises(ValueError, match=r"^\w+: got device (cpu|meta), needs"):
+        call(cache, cache.to("meta"))
+    assert torch.equal(cache, before)
+
+
 def test_shapes_of_tensors_on_meta() -> None:
     found = pc.gather_blocks(CACHE.to("meta"), IDS)
     assert (found.device.type, found.shape) == ("meta", (2, 16, 2, 64))

@@ -57,6 +57,9 @@ _ARGUMENT_TYPES: dict[object, tuple[str, str, tuple[type, ...]]] = {
 }
 """For each annotation of an argument: its type in a schema, its description, and the classes that torch accepts."""
 
+_ROWS = frozenset({"cache", "caches", "source", "sources", "new", "news"})
+"""Parameters that hold rows of any dtype, also integers; tensors of integers under other names are indices."""
+
 _RESULT_TYPES: dict[object, str] = {
     type(None): "()",
     torch.Tensor: "Tensor",
@@ -399,7 +402,7 @@ def _refusing_meta(fake: Callable[..., Any], names: tuple[str, ...]) -> Callable
         if len({tensor.is_meta for _, tensor in given}) > 1:
             first = given[0][1]
             for name, tensor in given:
-                is_host_index = tensor.is_cpu and tensor.dtype in INDEX_DTYPES
+                is_host_index = tensor.is_cpu and tensor.dtype in INDEX_DTYPES and name not in _ROWS
                 if tensor.is_meta is not first.is_meta and not is_host_index:
                     raise bad_argument(name, f"device {tensor.device}", f"device {first.device} of {given[0][0]}")
         return fake(*args, **kwargs)
