@@ -185,11 +185,27 @@ def test_misses_of_a_file_of_prompts_are_explained(tmp_path: Path) -> None:
     assert re.search(r"token +1 +42\b", said)
 
 
+def test_blank_lines_in_a_file_of_prompts_are_skipped(tmp_path: Path) -> None:
+    (tmp_path / "requests.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n\n')
+    said = explain(tmp_path / "requests.jsonl")
+    assert "1: 0 of 1 tokens" in said
+    assert "3: 0 of 1 tokens" in said
+
+
+def test_a_table_of_hit_rates_fits_a_line_of_80_characters(tmp_path: Path) -> None:
+    rows = [{"timestamp": n, "input_length": 64, "output_length": 1, "hash_ids": [n % 2, 2]} for n in range(4)]
+    (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    said = CliRunner().invoke(app, ["replay", str(tmp_path / "trace.jsonl")], env={"COLUMNS": "80"}).output
+    assert "│default " in said
+    assert "…" not in said
+
+
 def test_a_file_without_prompts_is_refused_in_a_line(tmp_path: Path) -> None:
     for text, what in (
         ('{"a": 1}', "line 1 has none of"),
         ("[1]", "a JSON object in each line"),
         ('{"token_ids": [-1]}', "line 1"),
+        ('{"prompt": "a"}\n\n{"prompt": "a"\n', "line 3, column 15: Expecting ',' delimiter"),
     ):
         (tmp_path / "requests.jsonl").write_text(text)
         said = explain(tmp_path / "requests.jsonl")
