@@ -138,7 +138,7 @@ def test_a_prompt_takes_blocks_in_chunks():
 
 
 def test_an_append_of_no_tokens_needs_no_block():
-    """Formerly it copied a shared block of a prompt in chunks, and raised OutOfBlocks if there was none for the copy."""
+    """Formerly it copied a shared block of a prompt in chunks, and raised OutOfBlocks if no block was free."""
     manager = pc.CacheManager(2, block_size=4)
     manager.allocate("a", range(6), num_tokens=3)
     manager.commit("a", 3)
