@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from pc.integrations.huggingface import PrefixCaching
+from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching
 
 CACHE = "cache" if "cache" in vars(transformers.generation.GenerateDecoderOnlyOutput) else "past_key_values"
 """This transformers version's name of the cache, in arguments and results."""
@@ -251,6 +251,20 @@ def assert_nothing_held(handle: PrefixCaching) -> None:
     handle.manager.check()
     assert handle.stats().held_blocks == 0
     assert handle.stats().num_requests == 0
+
+
+@contextlib.contextmanager
+def enabled(model: Any, **options: Any) -> Iterator[PrefixCaching]:
+    """Serve a model over a cache, and check at the end that no block is held."""
+    with enable_prefix_caching(model, **options) as handle:
+        yield handle
+        assert_nothing_held(handle)
+
+
+def cached(model: Any, handle: PrefixCaching, ids: torch.Tensor | None = None, **call: Any) -> int:
+    """Check a call as `assert_same` does, and return how many tokens its first row read from the cache."""
+    assert_same(model, **{"input_ids": prompt(40) if ids is None else ids, **call})
+    return handle.last_requests[0].cached_tokens
 
 
 @contextlib.contextmanager

@@ -23,6 +23,8 @@ from generate_cases import (  # noqa: E402
     assert_nothing_held,
     assert_same,
     cache_of,
+    cached,
+    enabled,
     left_padded,
     plain,
     prompt,
@@ -118,11 +120,11 @@ def test_what_fails_before_the_first_token(model: Any, monkeypatch: pytest.Monke
         assert set(handed_back) == {FAILED}
         assert handed_back[FAILED] >= 2
         assert [FAILED in text and "on purpose" in text for text in texts] == [True]
-        for cached in (0, 44):  # the cache still works
-            if not cached:
+        for hit in (0, 44):  # the cache still works
+            if not hit:
                 handle.reset()
             assert torch.equal(sampled(model.generate, **given)[0], want)
-            assert handle.last_requests[1].cached_tokens == cached
+            assert handle.last_requests[1].cached_tokens == hit
         assert handle.stats().calls_handed_back == handed_back
 
 
@@ -151,13 +153,12 @@ def test_what_fails_behind_the_first_token_only_keeps_less(
 def test_decoding_that_fails_to_keep_goes_on(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Publishing fails after the first token, so the call continues and only a warning follows."""
     want = plain(model, input_ids=prompt(60), max_new_tokens=40, eos_token_id=None)
-    with enable_prefix_caching(model, num_blocks=64) as handle:
+    with enabled(model, num_blocks=64) as handle:
         monkeypatch.setattr(blocks, "_write", fail)
         got, told = told_of(lambda: model.generate(prompt(60), max_new_tokens=40, eos_token_id=None))
         assert torch.equal(got, want)
         assert len(told) == 1
         assert handle.stats().cached_blocks == 0
-        assert_nothing_held(handle)
 
 
 def test_a_cache_that_is_gone_on_with_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +178,7 @@ def test_a_cache_that_is_gone_on_with_is_as_it_was(monkeypatch: pytest.MonkeyPat
     for name, kind in (("llama", layers.GrowingLayer), ("mistral-window", layers.GrowingWindowLayer)):
         model = BY_NAME[name].build()
         options: dict[str, Any] = {"return_dict_in_generate": True, "max_new_tokens": 12, "eos_token_id": None}
-        with enable_prefix_caching(model, num_blocks=64) as handle:
+        with enabled(model, num_blocks=64):
             first = model.generate(prompt(40), **options)
             ids = torch.cat([first.sequences, prompt(5, 1)], 1)
             want = plain(model, input_ids=ids, eos_token_id=None)
@@ -187,7 +188,6 @@ def test_a_cache_that_is_gone_on_with_is_as_it_was(monkeypatch: pytest.MonkeyPat
             monkeypatch.undo()
             assert torch.equal(got, want)
             assert len(told) == 1
-            assert_nothing_held(handle)
 
 
 class Failing:
@@ -430,9 +430,8 @@ def test_a_hook_on_all_modules(model: Any, case: str) -> None:
                 handle.compress(prompt(40))
         assert not torch.equal(got, without)
         assert handle.stats().calls_handed_back == {REASON: 2}
-        for ids, cached in ((prompt(40), 39), (prompt(40, 1), 0)):
-            assert_same(model, input_ids=ids)
-            assert handle.last_requests[0].cached_tokens == cached
+        for ids, hit in ((prompt(40), 39), (prompt(40, 1), 0)):
+            assert cached(model, handle, ids) == hit
 
 
 def test_a_hook_on_all_modules_that_comes_during_a_call(model: Any) -> None:
@@ -448,8 +447,7 @@ def test_a_hook_on_all_modules_that_comes_during_a_call(model: Any) -> None:
         model.generate(prompt(40), max_new_tokens=40, logits_processor=[register], eos_token_id=None)
         hooks[0].remove()
         ids = plain(model, input_ids=prompt(40), max_new_tokens=40, eos_token_id=None)
-        assert_same(model, input_ids=ids)
-        assert handle.last_requests[0].cached_tokens <= 32
+        assert cached(model, handle, ids) <= 32
 
 
 def test_a_hook_on_all_modules_that_only_looks(model: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from generate_cases import CACHE, assert_nothing_held, assert_same, both, cache_of, first_quick, plain  # noqa: E402
+from generate_cases import CACHE, assert_same, both, cache_of, cached, enabled, first_quick, plain  # noqa: E402
 from image_cases import CASES, IMAGE, TowerRuns, VisionCase, text  # noqa: E402
 
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
@@ -33,7 +33,7 @@ def runs(model: Any, **call: Any) -> int:
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_second_question_about_an_image_runs_no_tower(case: VisionCase) -> None:
     model, start = case.build(), text(20, 0)
-    with enable_prefix_caching(model, num_blocks=200) as handle:
+    with enabled(model, num_blocks=200) as handle:
         want = plain(model, **case.call([start, 1, ASK]), **FREE)
         other = plain(model, **case.call([start, 2, ASK]), **FREE)
         assert not torch.equal(want, other)  # the image must matter
@@ -45,7 +45,6 @@ def test_second_question_about_an_image_runs_no_tower(case: VisionCase) -> None:
             assert handle.last_requests[0].cached_tokens <= len(start)
         assert runs(model, **question) == 0
         assert handle.last_requests[0].cached_tokens >= question["input_ids"].shape[1] // 16 * 16 - 16
-        assert_nothing_held(handle)
 
 
 @pytest.mark.parametrize("case", first_quick(CASES), ids=lambda c: c.name)
@@ -60,7 +59,7 @@ def test_batches_with_several_images(case: VisionCase) -> None:
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with enable_prefix_caching(model, num_blocks=16) as handle:  # fewer blocks than the calls together need
+        with enabled(model, num_blocks=16) as handle:  # fewer blocks than the calls together need
             for again in range(2):
                 for call in calls:
                     assert runs(model, **call) == 0 or not again
@@ -71,7 +70,6 @@ def test_batches_with_several_images(case: VisionCase) -> None:
             want, got = both(model, **calls[3], **FREE, return_dict_in_generate=True, output_logits=True)
             for a, b in zip(want.logits, got.logits, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
-            assert_nothing_held(handle)
 
 
 MODES = {
@@ -92,13 +90,12 @@ def test_modes(name: str, options: dict[str, Any]) -> None:
     calls = [case.call([start, 1, ASK])]
     if "prompt_lookup_num_tokens" not in options:
         calls.append(case.call([start, 1, ASK], [start, 2, text(3, 1), 3, AGAIN]))
-    with enable_prefix_caching(model, num_blocks=200) as handle:
+    with enabled(model, num_blocks=200) as handle:
         for _ in range(2):
             for call in calls:
                 assert_same(model, **call, **options, max_new_tokens=8)
         assert handle.last_requests[0].cached_tokens
         assert handle.stats().calls_handed_back == {}
-        assert_nothing_held(handle)
 
 
 @pytest.mark.parametrize("case", first_quick(CASES), ids=lambda c: c.name)
@@ -141,8 +138,7 @@ def test_content_decides_and_not_the_tensor() -> None:
         assert runs(model, **call) == 1
         assert handle.last_requests[0].cached_tokens <= 20
         with handle.salt("tenant"):
-            assert_same(model, **call, **FREE)
-            assert handle.last_requests[0].cached_tokens == 0
+            assert cached(model, handle, **call, **FREE) == 0
         with torch.no_grad():
             model.model.vision_tower.embeddings.patch_embedding.bias.add_(0.5)
         assert runs(model, **call) > 0
@@ -172,8 +168,7 @@ def test_grid_is_part_of_an_image() -> None:
                 assert_same(model, **one, **FREE)
         assert handle.last_requests[0].cached_tokens == 32
         without = {k: v for k, v in call.items() if k != "mm_token_type_ids"}  # then positions are those of text
-        assert_same(model, **without, **FREE)
-        assert handle.last_requests[0].cached_tokens == 0
+        assert cached(model, handle, **without, **FREE) == 0
 
 
 def test_cache_of_a_result_goes_on_behind_an_image() -> None:
@@ -220,12 +215,11 @@ def test_what_is_not_served_goes_to_the_model(reason: str, change: Any) -> None:
 def test_calls_that_fall_back_late_get_their_images(name: str) -> None:
     case = BY_NAME[name]
     model, call = case.build(), case.call([text(20, 0), 1, ASK], [2, text(3, 0), 3, AGAIN])
-    with enable_prefix_caching(model, num_blocks=1) as handle, warnings.catch_warnings():
+    with enabled(model, num_blocks=1) as handle, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for options in ({}, {"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}):
             assert_same(model, **call, **options)
         assert handle.stats().calls_served == 0
-        assert_nothing_held(handle)
 
 
 def test_tokens_that_stand_for_no_image() -> None:
@@ -233,7 +227,7 @@ def test_tokens_that_stand_for_no_image() -> None:
     model, call = case.build(), case.call([text(20, 0), 1, ASK])
     fewer = call | {"input_ids": call["input_ids"].clone()}
     fewer["input_ids"][0, 20] = 11
-    with enable_prefix_caching(model) as handle, warnings.catch_warnings():
+    with enabled(model) as handle, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(ValueError, match="do not match"):
             model.generate(**fewer, **FREE)
@@ -243,10 +237,8 @@ def test_tokens_that_stand_for_no_image() -> None:
         assert handle.stats().calls_served == 0
         alone = {k: v for k, v in call.items() if k != "pixel_values"}  # placeholders then have their own embeddings
         assert_same(model, **alone, **FREE)
-        assert_same(model, **call, **FREE)
-        assert handle.last_requests[0].cached_tokens == 16
+        assert cached(model, handle, **call, **FREE) == 16
         assert int((call["input_ids"] == IMAGE).sum()) == 16
-        assert_nothing_held(handle)
 
 
 def test_right_padding_and_holes_behind_an_image() -> None:
@@ -301,11 +293,10 @@ def test_threads_ask_about_different_images() -> None:
             which = (offset + at) % 6
             same.append(torch.equal(model.generate(**calls[which], **FREE), want[which]))
 
-    with enable_prefix_caching(model, num_blocks=40) as handle:
+    with enabled(model, num_blocks=40):
         threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         assert same == [True] * 18
-        assert_nothing_held(handle)

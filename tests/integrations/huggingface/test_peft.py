@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from generate_cases import LLAMA, assert_nothing_held, left_padded, prompt  # noqa: E402
+from generate_cases import LLAMA, enabled, left_padded, prompt  # noqa: E402
 
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
 
@@ -85,7 +85,7 @@ def test_adapters_by_row(model: Any) -> None:
     want = [model.generate(**batch, **FREE, adapter_names=names) for names in named]
     beams = model.generate(**batch, **FREE, adapter_names=named[0], num_beams=2)
     assert not torch.equal(want[0][0], want[0][1])
-    with enable_prefix_caching(model) as handle:
+    with enabled(model) as handle:
         model.generate(input_ids=prompt(60), **FREE)
         for again in range(2):
             for names, expected in zip(named, want, strict=True):
@@ -96,7 +96,6 @@ def test_adapters_by_row(model: Any) -> None:
         assert torch.equal(model.generate(input_ids=prompt(60), **FREE), want[0][:1, -72:])
         assert handle.last_requests[0].cached_tokens == 59  # calls' hooks did not empty the cache
         assert handle.stats().calls_handed_back == {}
-        assert_nothing_held(handle)
 
 
 @pytest.mark.parametrize("config", ["PrefixTuningConfig", "PromptTuningConfig", "PromptEncoderConfig"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from pathlib import Path
@@ -12,15 +13,13 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+import generate_cases  # noqa: E402
 from generate_cases import LLAMA, assert_same, prompt  # noqa: E402
 
 from pc.cache.tiers.disk import DiskTier  # noqa: E402
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
 
-
-def cached(model: Any, handle: Any, ids: torch.Tensor) -> int:
-    assert_same(model, input_ids=ids, max_new_tokens=4)
-    return int(handle.last_requests[0].cached_tokens)
+cached = functools.partial(generate_cases.cached, max_new_tokens=4)
 
 
 def _scaled(model: Any) -> Any:

@@ -10,7 +10,17 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from generate_cases import Family, assert_nothing_held, assert_same, both, cache_of, left_padded, plain, prompt  # noqa: E402
+from generate_cases import (  # noqa: E402
+    Family,
+    assert_same,
+    both,
+    cache_of,
+    cached,
+    enabled,
+    left_padded,
+    plain,
+    prompt,
+)
 
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
 from pc.integrations.huggingface.store.kept import PromptStore  # noqa: E402
@@ -39,19 +49,16 @@ def question(seed: int) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_rows_go_on_behind_a_cached_prefix(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with enable_prefix_caching(model, num_blocks=64) as handle:
+    with enabled(model, num_blocks=64) as handle:
         assert_same(model, input_ids=question(1))
-        assert_same(model, input_ids=question(2))
-        assert handle.last_requests[0].cached_tokens == 70
+        assert cached(model, handle, question(2)) == 70
         monkeypatch.setattr(PromptStore, "take_cache", lambda *_: None)  # read blocks, not kept caches
-        assert_same(model, input_ids=question(3))
-        assert handle.last_requests[0].cached_tokens == 70
+        assert cached(model, handle, question(3)) == 70
         assert_same(model, **left_padded(question(4), prompt(33, 7)))
         assert_same(model, **left_padded(question(5), prompt(33, 7)), num_beams=2)
         assert_same(model, input_ids=question(6), num_return_sequences=2, do_sample=True)
         assert_same(model, input_ids=question(6), prompt_lookup_num_tokens=3)
         assert not handle.stats().calls_handed_back
-        assert_nothing_held(handle)
 
 
 def test_keys_of_the_indexer_are_kept(model: Any) -> None:

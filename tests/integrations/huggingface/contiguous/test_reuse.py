@@ -17,10 +17,11 @@ from cache_cases import drop  # noqa: E402
 from generate_cases import (  # noqa: E402
     BY_NAME,
     CACHE,
-    assert_nothing_held,
     assert_same,
     both,
     cache_of,
+    cached,
+    enabled,
     first_quick,
     left_padded,
     prompt,
@@ -33,7 +34,7 @@ from pc.integrations.huggingface.store.storage import KVStorage  # noqa: E402
 
 
 @pytest.mark.parametrize(
-    ("name", "gone", "cached", "whole"),  # blocks before a window are not needed
+    ("name", "gone", "hit", "whole"),  # blocks before a window are not needed
     [
         ("llama", [2, 3], 64, 109),
         ("mistral-window", [2, 3], 96, 96),
@@ -41,22 +42,19 @@ from pc.integrations.huggingface.store.storage import KVStorage  # noqa: E402
         ("gpt2", [2, 3], 64, 109),
     ],
 )
-def test_blocks_behind_a_gap(name: str, gone: list[int], cached: int, whole: int, storages: list[Any]) -> None:
+def test_blocks_behind_a_gap(name: str, gone: list[int], hit: int, whole: int, storages: list[Any]) -> None:
     model = BY_NAME[name].build()
-    with enable_prefix_caching(model, num_blocks=64, reuse="gap") as handle:
+    with enabled(model, num_blocks=64, reuse="gap") as handle:
         assert_same(model, input_ids=prompt(110))
         for pool, part in zip(handle.manager.pools, storages[0].parts, strict=True):
             blocks = pool.table.find(words(handle, prompt(110)))[gone]
             for side in part.tensors.values():
                 side[blocks.tolist()] = torch.nan  # evicted blocks must not be read
             drop(pool, blocks)
-        assert_same(model, input_ids=prompt(110))
-        assert handle.last_requests[0].cached_tokens == cached
-        assert_same(model, input_ids=prompt(110))
-        assert handle.last_requests[0].cached_tokens == whole
+        assert cached(model, handle, prompt(110)) == hit
+        assert cached(model, handle, prompt(110)) == whole
         drop(pool, pool.table.find(words(handle, prompt(110)))[:1])
         assert_same(model, **left_padded(prompt(110), prompt(20, 1)))
-        assert_nothing_held(handle)
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, MiddleFirst])
@@ -85,7 +83,7 @@ def test_a_row_is_gone_on_with_in_place(name: str, monkeypatch: pytest.MonkeyPat
         return handle.last_requests[0].cached_tokens, not reads
 
     monkeypatch.setattr(KVStorage, "read", counted)
-    with enable_prefix_caching(model, num_blocks=256) as handle, caches_used(used):
+    with enabled(model, num_blocks=256) as handle, caches_used(used):
         assert again(1) == (0, True)
         assert again(2) == (64, True)
         assert again(3, 300) == (64, True)  # longer than the buffers of the kept cache
@@ -100,7 +98,6 @@ def test_a_row_is_gone_on_with_in_place(name: str, monkeypatch: pytest.MonkeyPat
         assert again(9)[0] == 64
         drop(handle.manager.pools[0], handle.manager.pools[0].table.find(words(handle, prompt(64))))
         assert again(6) == (0, True)
-        assert_nothing_held(handle)
     with enable_prefix_caching(model, num_blocks=12) as handle:
         assert again(7)[0] == 0
         assert (again(8), again(9)) == ((64, False), (64, False)), "too large to be kept"
@@ -133,14 +130,12 @@ def test_drafts_that_are_rejected_are_not_taken_for_an_evicting_hook(name: str) 
 
 def test_the_first_tokens_of_a_block_are_read() -> None:
     model = BY_NAME["llama"].build()
-    with enable_prefix_caching(model, num_blocks=64, host_blocks=64) as handle:
+    with enabled(model, num_blocks=64, host_blocks=64) as handle:
         assert_same(model, input_ids=torch.cat([prompt(40), prompt(20, 1)], 1))
         for _ in range(2):
             assert_same(model, **left_padded(torch.cat([prompt(40), prompt(20, 2)], 1), prompt(33)))
         assert [r.cached_tokens for r in handle.last_requests] == [59, 32]
-        assert_same(model, input_ids=torch.cat([prompt(40), prompt(20, 3)], 1))
-        assert handle.last_requests[0].cached_tokens == 40
-        assert_nothing_held(handle)
+        assert cached(model, handle, torch.cat([prompt(40), prompt(20, 3)], 1)) == 40
 
 
 @contextmanager

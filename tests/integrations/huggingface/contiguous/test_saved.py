@@ -13,7 +13,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from generate_cases import FAMILIES, LLAMA, Family, assert_same, prompt  # noqa: E402
+from generate_cases import FAMILIES, LLAMA, Family, assert_same, cached, prompt  # noqa: E402
 
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
 from pc.integrations.huggingface.store import tiers  # noqa: E402
@@ -188,15 +188,14 @@ def test_a_vector_that_is_no_parameter_is_part_of_the_model(place: str, tmp_path
     with enable_prefix_caching(model := steered(place, 0.5), num_blocks=64, disk=tmp_path) as handle:
         assert_same(model, input_ids=prompt(64))
         handle.save(tmp_path / "blocks")
-    for scale, cached in ((0.5, 63), (0.7, 0)):
+    for scale, hit in ((0.5, 63), (0.7, 0)):
         with enable_prefix_caching(model := steered(place, scale), num_blocks=64, disk=tmp_path) as handle:
-            if cached:
+            if hit:
                 handle.load(tmp_path / "blocks")
             else:
                 with pytest.raises(ValueError, match="another model"):
                     handle.load(tmp_path / "blocks")
-            assert_same(model, input_ids=prompt(64))
-            assert handle.last_requests[0].cached_tokens == cached
+            assert cached(model, handle, prompt(64)) == hit
 
 
 def test_what_forward_passes_count_is_no_part_of_the_model(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from generate_cases import (  # noqa: E402
     assert_nothing_held,
     assert_same,
     cache_of,
+    cached,
+    enabled,
     left_padded,
     plain,
     prompt,
@@ -59,20 +61,17 @@ def longest(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_few_blocks_serve_long_prompts_and_answers(name: str, longest: list[int]) -> None:
     model = BY_NAME[name].build()
     document = prompt(260)
-    with enable_prefix_caching(model, num_blocks=64, window_blocks=FEW) as handle:
+    with enabled(model, num_blocks=64, window_blocks=FEW) as handle:
         longest.clear()
         for seed, reused in ((1, 0), (2, 256)):
-            assert_same(model, input_ids=torch.cat([document, prompt(20, seed)], 1), max_new_tokens=4)
-            assert handle.last_requests[0].cached_tokens == reused
+            assert cached(model, handle, torch.cat([document, prompt(20, seed)], 1), max_new_tokens=4) == reused
         first = assert_same(model, input_ids=prompt(40, 3), max_new_tokens=150, eos_token_id=None)
         assert max(longest) < 150  # of 430 tokens: only a window, a chunk and room to grow
-        assert_same(model, input_ids=torch.cat([first, prompt(5, 1)], 1), max_new_tokens=4)
-        assert handle.last_requests[0].cached_tokens == 176
+        assert cached(model, handle, torch.cat([first, prompt(5, 1)], 1), max_new_tokens=4) == 176
         window = handle.manager.pools[0 if name == "mistral-window" else 1]
         assert window.num_blocks == FEW
         assert window.residency.totals()[0].sum() > 0
         assert handle.stats().calls_handed_back == {}
-        assert_nothing_held(handle)
 
 
 def test_rows_whose_hits_end_apart() -> None:
@@ -88,13 +87,11 @@ def test_rows_whose_hits_end_apart() -> None:
 
 def test_prompt_that_does_not_fit_is_served_and_not_kept() -> None:
     model = BY_NAME["gemma2"].build()
-    with enable_prefix_caching(model, num_blocks=6, window_blocks=FEW) as handle:
+    with enabled(model, num_blocks=6, window_blocks=FEW) as handle:
         with pytest.warns(UserWarning, match="give a larger num_blocks"):
             assert_same(model, input_ids=prompt(130), max_new_tokens=30)
         assert handle.stats().calls_served == 1
-        assert_same(model, input_ids=prompt(130), max_new_tokens=30)
-        assert handle.last_requests[0].cached_tokens > 0  # as many tokens as had room
-        assert_nothing_held(handle)
+        assert cached(model, handle, prompt(130), max_new_tokens=30) > 0  # as many tokens as had room
 
 
 @pytest.mark.parametrize(("name", "policy"), QUICK + OTHERS)
@@ -118,7 +115,7 @@ def test_tiers_and_cached_blocks_behind_them_bring_prompts_back(
 
 def test_cache_of_a_result_that_was_cropped() -> None:
     model = BY_NAME["mistral-window"].build()
-    with enable_prefix_caching(model, num_blocks=64, window_blocks=FEW) as handle:
+    with enabled(model, num_blocks=64, window_blocks=FEW) as handle:
         result = model.generate(prompt(150), max_new_tokens=60, return_dict_in_generate=True, eos_token_id=None)
         rest = cache_of(result)
         assert rest.get_seq_length() == 209
@@ -137,7 +134,6 @@ def test_cache_of_a_result_that_was_cropped() -> None:
         ids = torch.cat([result.sequences, prompt(5, 1)], 1)
         want = plain(model, input_ids=ids, max_new_tokens=40)
         assert torch.equal(model.generate(ids, **{CACHE: cache_of(result)}, max_new_tokens=40), want)
-        assert_nothing_held(handle)
 
 
 def test_prompts_are_computed_in_the_chunks_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,11 +143,10 @@ def test_prompts_are_computed_in_the_chunks_that_are_asked_for(monkeypatch: pyte
         passes.append(keys.shape[2])
         return update(self, keys, *args, **kwargs)
 
-    with enable_prefix_caching(model, num_blocks=64, window_blocks=FEW) as handle:
+    with enabled(model, num_blocks=64, window_blocks=FEW) as handle:
         monkeypatch.setattr(layers.GrowingWindowLayer, "update", watched)
         for chunk in (24, 7):
             passes.clear()
             assert_same(model, input_ids=prompt(260, chunk), prefill_chunk_size=chunk)
             assert max(passes) == chunk
         assert handle.stats().calls_served == 2
-        assert_nothing_held(handle)

@@ -21,9 +21,9 @@ from generate_cases import (  # noqa: E402
     NEW_TOKENS,
     PAGED,
     Family,
-    assert_nothing_held,
     assert_same,
     both,
+    enabled,
     first_quick,
     left_padded,
     plain,
@@ -71,12 +71,11 @@ def replays(handle: PrefixCaching) -> int:
 )
 def test_batch_sizes_and_table_widths(model: Any, capturable: pytest.MonkeyPatch, lengths: tuple[int, ...]) -> None:
     capturable.setattr(graphs_module, "MIN_WIDTH", 2)
-    with enable_prefix_caching(model, block_size=8) as handle:
+    with enabled(model, block_size=8) as handle:
         for options in ({}, {"do_sample": True}, {"num_return_sequences": 2, "do_sample": True}):
             assert_same(model, **ragged(*lengths), **options, max_new_tokens=40, eos_token_id=None)
         assert handle.graphs.captured > 2
         assert replays(handle) > 60
-        assert_nothing_held(handle)
 
 
 def test_rows_that_finish_early_leave_smaller_batches(model: Any, capturable: pytest.MonkeyPatch) -> None:
@@ -85,21 +84,19 @@ def test_rows_that_finish_early_leave_smaller_batches(model: Any, capturable: py
     eos = [generated[1, 8].item(), generated[3, 18].item()]
     ends = torch.isin(generated, torch.tensor(eos)).float().argmax(1)
     assert len(ends.unique()) > 2
-    with enable_prefix_caching(model) as handle:
+    with enabled(model) as handle:
         for _ in range(2):
             assert_same(model, **batch, eos_token_id=eos, max_new_tokens=40)
         assert handle.graphs.captured > 1
         assert replays(handle) > 40
-        assert_nothing_held(handle)
 
 
 def test_equal_rows_merge_their_blocks_while_a_graph_replays(model: Any, capturable: pytest.MonkeyPatch) -> None:
     twice = left_padded(prompt(20), prompt(20), prompt(13, 1))
-    with enable_prefix_caching(model, block_size=8) as handle:
+    with enabled(model, block_size=8) as handle:
         for _ in range(2):
             assert_same(model, **twice, max_new_tokens=40, eos_token_id=None)
         assert replays(handle) > 60
-        assert_nothing_held(handle)
 
 
 def test_logits_stay_what_they_were(model: Any, capturable: pytest.MonkeyPatch) -> None:
@@ -122,7 +119,7 @@ def test_logits_stay_what_they_were(model: Any, capturable: pytest.MonkeyPatch) 
 def test_failed_capture_is_told_once_and_harmless(model: Any, capturable: pytest.MonkeyPatch) -> None:
     capturable.setitem(graphs_module.CAPTURERS, "cpu", FailingCapturer)
     capturable.setattr(FailingCapturer, "attempts", 0)
-    with enable_prefix_caching(model) as handle:
+    with enabled(model) as handle:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             for _ in range(2):
@@ -132,7 +129,6 @@ def test_failed_capture_is_told_once_and_harmless(model: Any, capturable: pytest
         assert handle.graphs.reason == "its decode step cannot be captured: RuntimeError: out of luck"
         assert (handle.graphs.captured, handle.graphs.replays, FailingCapturer.attempts) == (0, 0, 1)
         assert handle.last_requests[0].cached_tokens == 63
-        assert_nothing_held(handle)
 
 
 def test_step_that_waits_for_the_device_is_never_captured(model: Any, capturable: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from generate_cases import (  # noqa: E402
-    FAMILIES,
-    LLAMA,
-    assert_nothing_held,
-    assert_same,
-    prompt,
-)
+from generate_cases import FAMILIES, LLAMA, assert_same, enabled, prompt  # noqa: E402
 from graph_double import TapeCapturer  # noqa: E402
 
 from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching  # noqa: E402
@@ -76,7 +70,7 @@ OVER_COPIES: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("packed")
 def test_calls_that_packed_passes_cannot_follow_read_the_same_blocks(options: dict[str, Any]) -> None:
     model = LLAMA.build()
-    with enable_prefix_caching(model, cuda_graphs=False) as handle:
+    with enabled(model, cuda_graphs=False) as handle:
         assert cached(model, handle, prompt(70)) == 0
         other = torch.cat([prompt(70), prompt(30, 1)], 1)
         if "output_hidden_states" in options:
@@ -86,4 +80,3 @@ def test_calls_that_packed_passes_cannot_follow_read_the_same_blocks(options: di
             assert cached(model, handle, other, **options) == 64
         assert cached(model, handle, torch.cat([other, prompt(5, 2)], 1)) >= 96
         assert handle.stats().calls_handed_back == {}
-        assert_nothing_held(handle)
