@@ -91,10 +91,17 @@ def check(
         lse: `[heads, tokens]`.
         sequences: q, k and v of each.
         dtype: That the library computed in.
-        options: As for `attention`; alibi_slopes and s_aux are each sequence's.
+        options: As for `attention`; alibi_slopes may be `[sequences, heads]`.
     """
-    exact = [attention(*sequence, **options) for sequence in sequences]
-    eager = [attention(*sequence, **options, dtype=dtype) for sequence in sequences]
+    slopes = options.pop("alibi_slopes", None)
+    own = [slopes] * len(sequences) if slopes is None or slopes.dim() == 1 else [*slopes]
+    exact, eager = (
+        [
+            attention(*sequence, **options, alibi_slopes=each, dtype=kind)
+            for sequence, each in zip(sequences, own, strict=True)
+        ]
+        for kind in (torch.float64, dtype)
+    )
     expected, low = (torch.cat([result[0].double() for result in results]) for results in (exact, eager))
     assert out.shape == expected.shape
     if not out.numel():
@@ -135,7 +142,10 @@ def in_pages(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call over keys without a cache: numbers of queries and keys, options, and the shapes of heads."""
+    """A call over keys without a cache: numbers of queries and keys, options, and the shapes of heads.
+
+    In `term`, the values of tensors only name them: alibi_slopes may be "each", for slopes of each sequence.
+    """
 
     lengths: tuple[int, int]
     mask: dict[str, Any]
@@ -148,10 +158,12 @@ class Case:
         options = {**self.mask, **self.term}
         return f"{self.lengths} {options} {self.heads} {self.head_dim} {self.dtype}".replace("torch.", "")
 
-    def options(self, generator: torch.Generator) -> dict[str, Any]:
+    def options(self, generator: torch.Generator, count: int) -> dict[str, Any]:
+        """Return the options of a call for `count` sequences."""
         heads, given = HEADS[self.heads][0], {**self.mask, **self.term}
         if "alibi_slopes" in given:
-            given["alibi_slopes"] = torch.rand(heads, generator=generator) * 0.3
+            shape = (count, heads) if given["alibi_slopes"] == "each" else (heads,)
+            given["alibi_slopes"] = torch.rand(shape, generator=generator) * 0.3
         if "s_aux" in given:
             given["s_aux"] = torch.randn(heads, generator=generator).to(self.dtype)
         return given
@@ -166,7 +178,7 @@ class Case:
 def check_dense(case: Case, layout: str) -> None:
     """Call flash_attn_func with tensors in one of the layouts "tokens first", "heads first", "mixed" and "sliced"."""
     generator = torch.Generator().manual_seed(0)
-    options, (seqlen_q, seqlen_k) = case.options(generator), case.lengths
+    options, (seqlen_q, seqlen_k) = case.options(generator, 3), case.lengths
     sequences = [case.drawn(generator, seqlen_q, seqlen_k) for _ in range(3)]
     q, k, v = (torch.stack(tensors) for tensors in zip(*sequences, strict=True))
     if layout != "tokens first":
@@ -187,7 +199,7 @@ LENS_Q, LENS_K = (0.0, 1.0, 0.7, 0.02, 0.4), (0.6, 1.0, 0.0, 0.5, 0.9)
 def check_varlen(case: Case, paged: bool) -> None:
     """Call flash_attn_varlen_func with sequences of parts of the case's lengths, and with rows of padding."""
     generator = torch.Generator().manual_seed(0)
-    options = case.options(generator)
+    options = case.options(generator, len(LENS_Q))
     lens_q, lens_k = (
         [round(part * length) for part in parts] for parts, length in zip((LENS_Q, LENS_K), case.lengths, strict=True)
     )
@@ -266,7 +278,8 @@ def check_cached(case: Cached) -> None:
     leftpad = (before * torch.rand(count, generator=generator)).int() * case.leftpad
     options: dict[str, Any] = {
         "softcap": {"softcap": 15.0}, "s_aux": {"s_aux": normal(num_heads)},
-        "alibi": {"alibi_slopes": torch.rand(num_heads, generator=generator) * 0.3}, "": {},
+        "alibi": {"alibi_slopes": torch.rand(num_heads, generator=generator) * 0.3},
+        "each": {"alibi_slopes": torch.rand(count, num_heads, generator=generator) * 0.3}, "": {},
     }[case.term]  # fmt: skip
     angle = torch.rand(case.length + max(case.queries), int(case.rotary * dim) // 2, generator=generator) * 6
     cos, sin = angle.cos().to(case.dtype), angle.sin().to(case.dtype)

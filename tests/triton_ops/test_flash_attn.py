@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import itertools
 from typing import Any
@@ -321,11 +322,6 @@ def test_a_padded_step_of_transformers_writes_nothing() -> None:
     assert all(torch.equal(*pair) for pair in zip(caches, before, strict=True))
 
 
-def decode(q: torch.Tensor, caches: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: torch.Tensor) -> Any:
-    angles = torch.linspace(0, 1, 32 * 16).view(32, 16)
-    return flash_attn_with_kvcache(q, *caches.unbind(), k, v, angles, angles, cache_seqlens=lens, causal=True)
-
-
 FOUND = ("dense", "heads first", "lse", "narrow", "packed", "new keys", "index", "paged", "leftpad", "halves", "rotary")
 
 
@@ -399,33 +395,32 @@ def test_used_queries(paged: bool) -> None:
         assert (lse[:, ~is_used] == flash_cases.EMPTY).all()
 
 
-ALIBI = ({"causal": True}, {"window_size": (2, -1), "softcap": 3.0}, {}, {"window_size": (4, 2), "s_aux": True})
+def check_outside_of_the_grid(case: Case) -> None:
+    """Check dense, packed and cached keys, in pages too, also of sequences with fewer keys than queries."""
+    case = dataclasses.replace(case, heads="mqa" if INTERPRET else "gqa", head_dim=16, dtype=torch.float32)
+    flash_cases.check_dense(case, "mixed")
+    for lengths, paged in itertools.product((case.lengths, case.lengths[::-1]), (False, True)):
+        flash_cases.check_varlen(dataclasses.replace(case, lengths=lengths), paged)
+    (queries, keys), term = case.lengths, dict(case.term)
+    slopes = {None: "", True: "alibi", "each": "each"}[term.pop("alibi_slopes", None)]
+    if "s_aux" in term:
+        term["s_aux"] = torch.randn(HEADS[case.heads][0])
+    base = Cached((queries, 1, 0, queries, 3), (0,) * 5, keys, (keys, keys // 2, 3, keys // 3, 0), packed=True)
+    base = dataclasses.replace(base, mask=(*case.mask.items(), *term.items()), term=slopes, heads=case.heads)
+    for size in (0, 1, 5):
+        flash_cases.check_cached(dataclasses.replace(base, head_dim=16, paged=size))
 
 
-@pytest.mark.parametrize("options", [pytest.param(o, marks=pytest.mark.slow if o else (), id=str(o)) for o in ALIBI])
+EACH = ({"causal": True}, {"window_size": (2, -1), "softcap": 3.0}, {}, {"window_size": (4, 2), "s_aux": True})
+
+
+@pytest.mark.parametrize("options", [pytest.param(o, marks=pytest.mark.slow if o else (), id=str(o)) for o in EACH])
 def test_slopes_of_each_sequence(options: dict[str, Any]) -> None:
     """The slopes are `[batch, heads]`, as in FlashAttention's own tests, for all three functions."""
-    generator = torch.Generator().manual_seed(0)
-    slopes = torch.rand(2, 4, generator=generator) * 0.3
-    if "s_aux" in options:
-        options = options | {"s_aux": torch.randn(4, generator=generator)}
-    sequences = [
-        [torch.randn(n, heads, 32, generator=generator) for n, heads in ((5, 4), (9, 2), (9, 2))] for _ in "ab"
-    ]
-    exact = [flash_cases.attention(*s, **options, alibi_slopes=own) for s, own in zip(sequences, slopes, strict=True)]
-    wanted, wanted_lse = (torch.stack(results).float() for results in zip(*exact, strict=True))
-    q, k, v = (torch.stack(tensors) for tensors in zip(*sequences, strict=True))
-    options = options | {"alibi_slopes": slopes, "return_softmax_lse": True}
-    for out, lse in (
-        flash_attn_func(q, k, v, **options),
-        flash_attn_with_kvcache(q, k, v, cache_seqlens=9, **options),
-    ):
-        torch.testing.assert_close(out, wanted, atol=2e-6, rtol=2e-6)
-        torch.testing.assert_close(lse, wanted_lse, atol=2e-6, rtol=2e-6)
-    packed = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts(5, 5), starts(9, 9), 5, 9)
-    out, lse = flash_attn_varlen_func(*packed, **options)
-    torch.testing.assert_close(out.view_as(wanted), wanted, atol=2e-6, rtol=2e-6)
-    torch.testing.assert_close(lse.view(4, 2, 5).transpose(0, 1), wanted_lse, atol=2e-6, rtol=2e-6)
+    terms = ("softcap", "s_aux")
+    mask = {name: value for name, value in options.items() if name not in terms}
+    term = {name: options[name] for name in terms if name in options}
+    check_outside_of_the_grid(Case((5, 9), mask, {**term, "alibi_slopes": "each"}))
 
 
 @pytest.mark.quick
@@ -497,25 +492,11 @@ LEFT, RIGHT = ((2,), (9, 2**31 - 1)) if INTERPRET else ((-1, 2, 12), (-1, 8, 9, 
 
 
 @every_case_quick
-@pytest.mark.parametrize("alibi", [False, True], ids=["", "alibi"])
-def test_a_side_as_far_as_all_keys_is_none(alibi: bool) -> None:
-    """The bits are equal, also if positions exceed 32 bits, and for paged caches with any block size."""
-    generator = torch.Generator().manual_seed(0)
-    sequences = [[torch.randn(n, h, 16, generator=generator) for n, h in ((9, 4), (12, 2), (12, 2))] for _ in "ab"]
-    q, k, v = (torch.stack(tensors) for tensors in zip(*sequences, strict=True))
-    options = {"alibi_slopes": torch.rand(4, generator=generator)} if alibi else {}
-    for left in LEFT:
-        exact = [flash_cases.attention(*s, window_size=(left, -1), **options) for s in sequences]
-        wanted, wanted_lse = (torch.stack(results).float() for results in zip(*exact, strict=True))
-        for right in RIGHT:
-            given = {**options, "window_size": (left, right), "return_softmax_lse": True}
-            found = [flash_attn_func(q, k, v, **given)]
-            for size in (1, 5):
-                *caches, tables = in_pages([*k], [*v], generator, size)
-                found.append(flash_attn_with_kvcache(q, *caches, cache_seqlens=12, block_table=tables, **given))
-            for out, lse in found:
-                torch.testing.assert_close(out, wanted, atol=2e-6, rtol=2e-6)
-                torch.testing.assert_close(lse, wanted_lse, atol=2e-6, rtol=2e-6)
+@pytest.mark.parametrize("term", [{}, {"alibi_slopes": True}], ids=["", "alibi"])
+def test_a_side_as_far_as_all_keys_is_none(term: dict[str, Any]) -> None:
+    """The results are right also if positions exceed 32 bits, and for paged caches with any block size."""
+    for sides in itertools.product(LEFT, RIGHT):
+        check_outside_of_the_grid(Case((9, 12), {"window_size": sides}, term))
 
 
 @pytest.mark.quick
@@ -530,48 +511,20 @@ def test_slopes_of_many_queries_lose_nothing() -> None:
 
 
 CHUNKS = (
-    {"causal": True},
-    {},
-    {"window_size": (5, 0)},
-    {"window_size": (3, 9)},
-    {"causal": True, "alibi": True},
-    {"alibi": True},
+    ({"causal": True}, {}),
+    ({}, {}),
+    ({"window_size": (5, 0)}, {}),
+    ({"window_size": (3, 9)}, {}),
+    ({"causal": True}, {"alibi_slopes": True}),
+    ({}, {"alibi_slopes": True}),
 )
 
 
 @every_case_quick
 @pytest.mark.parametrize("chunk", [12, 8, 48, 100] if INTERPRET else [1, 8, 12, 48, 100])
-@pytest.mark.parametrize("options", CHUNKS[:: 2 if INTERPRET else 1], ids=str)
-def test_attention_chunk(options: dict[str, Any], chunk: int) -> None:
-    """Dense, packed and paged keys are tested, also for sequences with fewer keys than queries."""
-    generator = torch.Generator().manual_seed(0)
-    options = dict(options)
-    if options.pop("alibi", False):
-        options["alibi_slopes"] = torch.rand(2 if INTERPRET else 4, generator=generator)
-    lens, kv_heads = ((6, 48), (17, 32), (1, 20), (20, 9), (0, 3), (3, 0)), 1 if INTERPRET else 2
-    sequences = [
-        [torch.randn(n, h, 16, generator=generator) for n, h in ((m, 2 * kv_heads), (s, kv_heads), (s, kv_heads))]
-        for m, s in lens
-    ]
-    exact = [flash_cases.attention(*s, **options, attention_chunk=chunk) for s in sequences if len(s[0])]
-    wanted, wanted_lse = torch.cat([x for x, _ in exact]).float(), torch.cat([x for _, x in exact], 1).float()
-    q, k, v = (torch.cat(tensors) for tensors in zip(*sequences, strict=True))
-    given = (starts(*(n for n, _ in lens)), starts(*(n for _, n in lens)), 20, 48)
-    options |= {"attention_chunk": chunk, "return_softmax_lse": True}
-    *caches, tables = in_pages([s[1] for s in sequences], [s[2] for s in sequences], generator)
-    found = [
-        flash_attn_varlen_func(q, k, v, *given, **options),
-        flash_attn_varlen_func(q, *caches, *given, block_table=tables, **options),
-        flash_attn_with_kvcache(
-            q, *caches, None, None, None, None, given[1].diff(), block_table=tables, cu_seqlens_q=given[0],
-            max_seqlen_q=20, **options
-        ),
-    ]  # fmt: skip
-    dense = flash_attn_func(*(x[None] for x in sequences[0]), **options)
-    found.append((torch.cat([dense[0][0], wanted[6:]]), torch.cat([dense[1][0], wanted_lse[:, 6:]], 1)))
-    for out, lse in found:
-        torch.testing.assert_close(out, wanted, atol=3e-6, rtol=3e-6)
-        torch.testing.assert_close(lse, wanted_lse, atol=3e-6, rtol=3e-6)
+@pytest.mark.parametrize(("mask", "term"), CHUNKS[:: 2 if INTERPRET else 1], ids=str)
+def test_attention_chunk(mask: dict[str, Any], term: dict[str, Any], chunk: int) -> None:
+    check_outside_of_the_grid(Case((20, 48), {**mask, "attention_chunk": chunk}, term))
 
 
 @every_case_quick

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from refusals import check_refused
 from row_cases import OPS, Op, same_bits
 
 import pc
@@ -166,39 +167,29 @@ def _arguments(op: Op) -> dict[str, Any]:
 
 
 REFUSED = [
-    *((op, "cache", lambda x: x[0, 0], ValueError, r"cache: got shape \[5\]") for op in (*OPS[:2], COPY)),
-    *((op, "cache", lambda x: None, TypeError, "cache: got None") for op in OPS[:2]),
-    *((op, "source", lambda x: x[:2], ValueError, r"source: got shape \[2, .*needs \[3, ") for op in OPS[2:4]),
-    *((op, "source", lambda x: x.double(), TypeError, "source: got float64") for op in OPS[2:4]),
-    *((op, "source", lambda x: None, TypeError, "source: got None") for op in OPS[2:4]),
-    (SCATTER, "cache", lambda x: x[..., :4], ValueError, r"source: got shape \[3, 5\], needs \[3, 4\]"),
-    (COPY, "target_ids", lambda x: x[:1], ValueError, "target_ids: got 1 elements, needs 3"),
+    *((op, "cache", lambda x: x[0, 0], r"cache: got shape \[5\]") for op in (*OPS[:2], COPY)),
+    *((op, "cache", lambda x: None, "cache: got None") for op in OPS[:2]),
+    *((op, "source", lambda x: x[:2], r"source: got shape \[2, .*needs \[3, ") for op in OPS[2:4]),
+    *((op, "source", lambda x: x.double(), "source: got float64") for op in OPS[2:4]),
+    *((op, "source", lambda x: None, "source: got None") for op in OPS[2:4]),
+    (SCATTER, "cache", lambda x: x[..., :4], r"source: got shape \[3, 5\], needs \[3, 4\]"),
+    (COPY, "target_ids", lambda x: x[:1], "target_ids: got 1 elements, needs 3"),
 ]
 for _op in OPS:
     _name, _limit = [*_arguments(_op)][-1], 5 if _op.leading == 1 else 23
     REFUSED += [
-        (_op, _name, lambda x: None, TypeError, f"{_name}: got None"),
-        (_op, _name, lambda x: x.float(), TypeError, f"{_name}: .*int32 or int64"),
-        (_op, _name, lambda x: x.to(torch.int16), TypeError, f"{_name}: .*int32 or int64"),
-        (_op, _name, lambda x: x[None], ValueError, rf"{_name}: got shape \[1, 3\]"),
-        (
-            _op,
-            _name,
-            lambda x, n=_limit: x - x[0] + n,
-            ValueError,
-            f"{_name}: got values from {_limit} to {_limit + 2}",
-        ),
-        (_op, _name, lambda x: x - x[0] - 2, ValueError, f"needs -1 to {_limit}"),
+        (_op, _name, lambda x: None, f"{_name}: got None"),
+        (_op, _name, lambda x: x.float(), f"{_name}: .*int32 or int64"),
+        (_op, _name, lambda x: x.to(torch.int16), f"{_name}: .*int32 or int64"),
+        (_op, _name, lambda x: x[None], rf"{_name}: got shape \[1, 3\]"),
+        (_op, _name, lambda x, n=_limit: x - x[0] + n, f"{_name}: got values from {_limit} to {_limit + 2}"),
+        (_op, _name, lambda x: x - x[0] - 2, f"needs -1 to {_limit}"),
     ]
 
 
-@pytest.mark.parametrize(("op", "name", "change", "error", "message"), REFUSED)
-def test_bad_arguments_are_named_and_nothing_is_written(op, name, change, error, message):
-    arguments = _arguments(op)
-    cache = arguments["cache"]
-    with pytest.raises(error, match=message):
-        getattr(pc, op.name)(**{**arguments, name: change(arguments[name])})
-    assert not bool(cache.detach().any())
+@pytest.mark.parametrize(("op", "name", "change", "message"), REFUSED)
+def test_bad_arguments_are_named_and_nothing_is_written(op, name, change, message):
+    check_refused(getattr(pc, op.name), _arguments(op), {name: change}, message)
 
 
 def test_lists_that_do_not_agree_are_refused_and_nothing_is_written():
