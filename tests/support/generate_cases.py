@@ -87,6 +87,8 @@ LATENT = {
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
 DEEPSEEK = Family("deepseek-v3", "DeepseekV3Config", "DeepseekV3ForCausalLM", LATENT)
+INDEXER = {"index_topk": 128, "index_head_dim": 16, "index_n_heads": 4}
+SPARSE = Family("deepseek-v3.2", "DeepseekV32Config", "DeepseekV32ForCausalLM", LATENT | INDEXER)
 LLAMA = FAMILIES[0]
 PAGED = [family for family in FAMILIES if family.name != "mpt"]
 """The families whose attention uses transformers' interface, which packed passes need."""

@@ -21,7 +21,11 @@ from vllm_traffic import make_request
 
 BLOCK, PRIME = 16, (1 << 31) - 1
 RUNNERS = pytest.mark.parametrize("runner_v2", [False, True], ids=["v1", "v2"])
-ASYNC = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+ENGINES = pytest.mark.parametrize(
+    "kind",
+    [{"runner_v2": v2, "asynchronous": asynchronous} for v2 in (False, True) for asynchronous in (False, True)],
+    ids=["v1-sync", "v1-async", "v2-sync", "v2-async"],
+)
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 8,
     "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1, "vocab_size": 1024,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -193,6 +194,48 @@ def test_numerics_on_the_device(operator: str, case: Case, device: torch.device)
 def test_numerics_with_a_plan(operator: str, case: Case, device: torch.device) -> None:
     batch = build(case).to(device)
     check(build(case), *attend(batch, operator.partition(",")[0], plan=plan_of(batch)))
+
+
+SCALED = {PAGED: [Case(lens=(150, 90), queries=(1, 20), holes=0.2)], LATENT: [Latent(lens=(150, 90), queries=(1, 20))]}
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@each_case(SCALED)
+def test_scale_of_any_sign(operator: str, case: Case, scale: float, device: torch.device) -> None:
+    batch = dataclasses.replace(build(case), scale=scale)
+    check(batch, *attend(batch.to(device), operator))
+
+
+def part(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the same tensor as a part of one that is twice as large."""
+    return torch.cat([x, x], dim).narrow(dim, 0, x.shape[dim])
+
+
+def side_by_side(key: torch.Tensor, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    return dict(zip(("key_cache", "value_cache"), torch.cat([key, value], 3).split(key.shape[3], 3), strict=True))
+
+
+STRIDED: dict[str, dict[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
+    PAGED: {
+        "query": lambda given: {"query": part(given["query"].repeat_interleave(2, 0)[::2], 2)},
+        "caches": lambda given: side_by_side(given["key_cache"], given["value_cache"]),
+        "tables": lambda given: {"block_tables": part(given["block_tables"], 1)},
+    },
+    LATENT: {
+        "four dimensions": lambda given: {"cache": given["cache"].unsqueeze(2)},
+        "columns of a wider cache": lambda given: {"cache": part(given["cache"], 2)},
+        "wider blocks": lambda given: {"cache": part(given["cache"], 1)},
+        "query": lambda given: {"query": part(given["query"], 2)},
+        "tables": lambda given: {"block_tables": part(given["block_tables"], 1)},
+    },
+}
+
+
+@pytest.mark.parametrize(("operator", "which"), [(op, which) for op, changes in STRIDED.items() for which in changes])
+def test_strides(operator: str, which: str, device: torch.device) -> None:
+    case = (Latent if operator == LATENT else Case)(lens=(100, 40), queries=(1, 20))
+    given = arguments_of(build(case).to(device), operator)
+    check(build(case), getattr(pc, operator)(**given | STRIDED[operator][which](given)))
 
 
 def turned(x: torch.Tensor) -> torch.Tensor:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from attention_cases import Case, attend, build, check
+from threads import in_threads
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -122,11 +122,7 @@ def test_threads_find_their_own_launches() -> None:
             if n == 1:
                 forget_choices()
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(1, 4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, 1, 2, 3)
     assert not wrong
 
 

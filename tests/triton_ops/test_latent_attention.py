@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 
@@ -15,29 +14,6 @@ from pc.flash_attn import flash_attn_varlen_func
 
 OP = "latent_attention"
 Latent = functools.partial(Case, heads=(4, 1), head_dim=80, value_dim=64, latent=True)
-
-
-@pytest.mark.parametrize("scale", [-0.3, 0.0])
-def test_scale_of_any_sign(scale, device):
-    batch = dataclasses.replace(build(Latent(lens=(150, 90), queries=(1, 20))), scale=scale)
-    check(batch, *attend(batch.to(device), OP))
-
-
-@pytest.mark.parametrize("layout", ["four dimensions", "columns of a wider cache", "wider blocks", "query", "tables"])
-def test_strides(layout, device):
-    batch = build(Latent(lens=(100, 40), queries=(1, 20))).to(device)
-    query, cache, tables, *rest = batch.tensors
-    if layout == "four dimensions":
-        cache = cache.unsqueeze(2)
-    elif layout == "columns of a wider cache":
-        cache = torch.cat([cache, cache], dim=2)[..., :80]
-    elif layout == "wider blocks":
-        cache = torch.cat([cache, cache], dim=1)[:, :16]
-    elif layout == "query":
-        query = torch.cat([query, query], dim=2)[..., :80]
-    else:
-        tables = torch.cat([tables, tables], dim=1)[:, : tables.shape[1]]
-    check(build(batch.case), pc.latent_attention(query, cache, tables, *rest, batch.scale, 64))
 
 
 def test_a_plan_serves_every_layer(device):

@@ -23,7 +23,6 @@ every_case_quick = (lambda test: test) if INTERPRET else pytest.mark.quick
 
 SCHEMA = ("test_schema", "test_autograd_registration", "test_faketensor")
 ALL = (*SCHEMA, "test_aot_dispatch_dynamic")
-FAKE = ("test_autograd_registration", "test_faketensor")  # the others use allclose, which does not support float8
 E4M3 = torch.float8_e4m3fn
 Calls = list[tuple[Any, ...]]
 """Arguments, and keywords and checks if they are not the usual ones."""
@@ -72,10 +71,6 @@ def _joins() -> Calls:
         (_turned(cache, 1, 2), *batch, 24, _ids(2, 3, 5, 8, 0, 9)),
         (cache, none, NONE.long(), new[:0], _ids(0), 4),
     ]
-
-
-def _codes(dtype: torch.dtype) -> torch.Tensor:
-    return torch.randint(-80, -1, (4, 4, 5), dtype=torch.int8).view(dtype)
 
 
 def _writes() -> Calls:
@@ -238,17 +233,23 @@ def _moved(value: Any, device: torch.device, copy: bool = False) -> Any:
     return value.to(device, copy=copy) if isinstance(value, torch.Tensor) else value
 
 
-def _check(name: str, call: tuple[Any, ...], device: torch.device) -> None:
-    arguments, options, utils = call, {}, [ALL]
-    if isinstance(call[0], tuple):
-        arguments, options, *utils = (*call, ALL)
-    if INTERPRET:  # where it compiles the same as for CPU tensors
-        utils = [tuple(util for util in utils[0] if util != "test_aot_dispatch_dynamic")]
+def _parts(call: tuple[Any, ...], device: torch.device, copy: bool = False) -> tuple[Any, ...]:
+    """Return the arguments of a call, its keywords and its checks. A copy of a slice is no slice."""
+    arguments, options, utils = (*call, ALL)[:3] if isinstance(call[0], tuple) else (call, {}, ALL)
+    given = tuple(_moved(value, device, copy) for value in arguments)
+    return given, {key: _moved(value, device) for key, value in options.items()}, utils
+
+
+def _operator(name: str) -> Any:
     overload, _, out = name.partition(".")
-    arguments = tuple(_moved(value, device) for value in arguments)
-    options = {key: _moved(value, device) for key, value in options.items()}
-    operator = getattr(getattr(torch.ops.pc, overload), out or "default")
-    torch.library.opcheck(operator, arguments, options, test_utils=utils[0])
+    return getattr(getattr(torch.ops.pc, overload), out or "default")
+
+
+def _check(name: str, call: tuple[Any, ...], device: torch.device) -> None:
+    arguments, options, utils = _parts(call, device)
+    if INTERPRET:  # where it compiles the same as for CPU tensors
+        utils = tuple(util for util in utils if util != "test_aot_dispatch_dynamic")
+    torch.library.opcheck(_operator(name), arguments, options, test_utils=utils)
 
 
 def test_every_operator_is_checked() -> None:
@@ -278,9 +279,8 @@ def test_compile(name: str, device: torch.device) -> None:
         torch._dynamo.reset()
         found = []
         for run in (function, torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")):
-            arguments, options, *_ = call if isinstance(call[0], tuple) else (call, {})
-            given = [_moved(value, device, copy=True) for value in arguments]
-            result = run(*given, **{key: _moved(value, device) for key, value in options.items()})
+            given, options, _ = _parts(call, device, copy=True)
+            result = run(*given, **options)
             tensors = [x for x in tree_leaves([result, given]) if isinstance(x, torch.Tensor)]
             found.append([x.contiguous().view(-1).view(torch.uint8).tolist() if x.numel() else [] for x in tensors])
         assert found[0] == found[1]
@@ -289,16 +289,12 @@ def test_compile(name: str, device: torch.device) -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_public_functions_take_meta_tensors(name: str) -> None:
     """They return the result of the operator's fake, in the second call too."""
-    overload, _, out = name.partition(".")
-    operator = getattr(getattr(torch.ops.pc, overload), out or "default")
     for call in CALLS[name]():
-        arguments, options, *_ = call if isinstance(call[0], tuple) else (call, {})
-        arguments = tuple(_moved(value, torch.device("meta")) for value in arguments)
-        options = {key: _moved(value, torch.device("meta")) for key, value in options.items()}
-        expected = operator(*arguments, **options)
+        arguments, options, _ = _parts(call, torch.device("meta"))
+        expected = _operator(name)(*arguments, **options)
         for _ in range(2):
-            found = getattr(pc, overload)(*arguments, **options)
-            assert _metadata(options["out"] if out else expected) == _metadata(found)
+            found = getattr(pc, name.partition(".")[0])(*arguments, **options)
+            assert _metadata(options.get("out", expected)) == _metadata(found)
 
 
 def _metadata(result: Any) -> Any:

@@ -30,23 +30,6 @@ def test_grid(dtype, head_dim, device):
     check(build(case), *attend(batch))
 
 
-@pytest.mark.parametrize("layout", ["query", "cache", "tables"])
-def test_strides(layout, device):
-    case = Case(lens=(100, 40), queries=(1, 20))
-    batch = build(case).to(device)
-    query, key, value, tables, *rest = batch.tensors
-    if layout == "query":
-        query = torch.stack([query, query], dim=1).flatten(0, 1)[::2]
-        wide = torch.cat([query, query], dim=2)
-        query = wide[:, :, : case.head_dim]
-    elif layout == "cache":
-        packed = torch.cat([key, value], dim=3)
-        key, value = packed.split(case.head_dim, 3)
-    else:
-        tables = torch.cat([tables, tables], dim=1)[:, : tables.shape[1]]
-    check(build(case), pc.paged_attention(query, key, value, tables, *rest, batch.scale))
-
-
 def test_export(device):
     batch = build(Case(lens=(20, 9), queries=(1, 9))).to(device)
     expected = pc.paged_attention(*batch.tensors, batch.scale)
@@ -172,12 +155,6 @@ def test_cached_heads_slots_and_blocks_far_apart(far, operator, device):
     spread = memory.as_strided(caches[0].shape, strides).copy_(caches[0])
     expected = attend(query, caches[0], caches[0], tables, lens, starts, **options)
     assert torch.equal(attend(query, spread, spread, tables, lens, starts, **options), expected)
-
-
-@pytest.mark.parametrize("scale", [-0.3, 0.0])
-def test_scale_of_any_sign(scale, device):
-    batch = dataclasses.replace(build(Case(lens=(150, 90), queries=(1, 20), holes=0.2)), scale=scale)
-    check(batch, *attend(batch.to(device)))
 
 
 @pytest.mark.parametrize("cache_dtype", [E4M3, pytest.param(torch.int8, marks=pytest.mark.slow)])

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from generate_cases import LLAMA
 
-from pc.integrations.huggingface import api, layers
+from pc.integrations.huggingface import PrefixCaching, api, enable_prefix_caching, layers
 from pc.integrations.huggingface.runners import batch
 from pc.integrations.huggingface.store import kept as store
 from pc.integrations.huggingface.store import storage
@@ -56,6 +56,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def model() -> Any:
     return LLAMA.build()
+
+
+@pytest.fixture
+def handle(model: Any) -> Iterator[PrefixCaching]:
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        yield handle
 
 
 @pytest.fixture

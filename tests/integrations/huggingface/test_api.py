@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from generate_cases import HYBRIDS, LLAMA, SPARSE, VOCAB, prompt
+from image_cases import CASES, text
 
-transformers = pytest.importorskip("transformers")
-
-from generate_cases import HYBRIDS, LLAMA, VOCAB, Family, prompt  # noqa: E402
-from image_cases import CASES, text  # noqa: E402
-
-from pc.integrations import seam  # noqa: E402
-from pc.integrations.huggingface import (  # noqa: E402
+from pc.integrations import seam
+from pc.integrations.huggingface import (
     UnsupportedError,
     api,
     enable_continuous_batching,
@@ -100,15 +98,9 @@ def with_image() -> tuple[Any, dict[str, Any]]:
 
 
 def sparse() -> tuple[Any, dict[str, Any]]:
-    options = {
-        "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-        "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-        "moe_intermediate_size": 32, "first_k_dense_replace": 1, "index_topk": 128, "index_head_dim": 16,
-        "index_n_heads": 4,
-    }  # fmt: skip
-    if not hasattr(transformers, "DeepseekV32ForCausalLM"):
+    if not hasattr(transformers, SPARSE.model):
         return of_llama()
-    return Family("", "DeepseekV32Config", "DeepseekV32ForCausalLM", options).build(), {"input_ids": prompt(40)}
+    return SPARSE.build(), {"input_ids": prompt(40)}
 
 
 CALLS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-transformers = pytest.importorskip("transformers")
-
-from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
+from pc.integrations.huggingface import enable_prefix_caching
 
 ANYWHERE = {"reuse": "anywhere"}
 BITS = {"deterministic": True}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,27 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from compression_cases import ASKED, CONTEXT, QUESTION, ask, assert_dense_logits, chosen_tokens
+from generate_cases import FAMILIES, LLAMA, Family, first_quick, plain, prompt
+from threads import in_threads
 
-transformers = pytest.importorskip("transformers")
-
-from compression_cases import ASKED, CONTEXT, QUESTION, ask, assert_dense_logits, chosen_tokens  # noqa: E402
-from generate_cases import FAMILIES, LLAMA, Family, first_quick, plain, prompt  # noqa: E402
-
-from pc.integrations.huggingface import (  # noqa: E402
+from pc.integrations.huggingface import (
     CompressedDocument,
     PrefixCaching,
     UnsupportedError,
     enable_prefix_caching,
 )
-from pc.integrations.huggingface.compression import document as document_module  # noqa: E402
+from pc.integrations.huggingface.compression import document as document_module
 
 REFUSED = {"mistral-window", "mpt"}
-
-
-@pytest.fixture
-def handle(model: Any) -> Iterator[PrefixCaching]:
-    with enable_prefix_caching(model, num_blocks=64) as handle:
-        yield handle
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -115,11 +107,7 @@ def test_only_calls_within_it_read_it(model: Any, handle: PrefixCaching) -> None
             else:
                 results[number].append(ask(model, (document, other)[number]).sequences)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in results]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, *results)
     for number, tokens in enumerate((*alone, expected)):
         assert len(results[number]) == 6
         assert all(torch.equal(found, tokens) for found in results[number])

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from compression_cases import ask, assert_dense_logits, chosen_tokens
 from generate_cases import LLAMA, prompt
 

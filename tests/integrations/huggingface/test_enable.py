@@ -9,31 +9,21 @@ import inspect
 import pickle
 import sys
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from generate_cases import LLAMA, NEW_TOKENS, assert_same, cached, plain, prompt
 
-transformers = pytest.importorskip("transformers")
-
-from generate_cases import LLAMA, NEW_TOKENS, assert_same, cached, plain, prompt  # noqa: E402
-
-from pc.cache import CacheManager  # noqa: E402
-from pc.integrations.huggingface import PrefixCaching, RequestReport, enable_prefix_caching  # noqa: E402
-from pc.integrations.huggingface.admit import PromptRequests  # noqa: E402
-from pc.integrations.huggingface.identity import Identity  # noqa: E402
-from pc.integrations.huggingface.probe import probe  # noqa: E402
-from pc.integrations.huggingface.prompts import Prompt  # noqa: E402
-from pc.integrations.huggingface.settings import CacheOptions  # noqa: E402
-from pc.integrations.huggingface.store.kept import PromptStore  # noqa: E402
-
-
-@pytest.fixture
-def handle(model: Any) -> Iterator[PrefixCaching]:
-    with enable_prefix_caching(model, num_blocks=64) as handle:
-        yield handle
+from pc.cache import CacheManager
+from pc.integrations.huggingface import PrefixCaching, RequestReport, enable_prefix_caching
+from pc.integrations.huggingface.admit import PromptRequests
+from pc.integrations.huggingface.identity import Identity
+from pc.integrations.huggingface.probe import probe
+from pc.integrations.huggingface.prompts import Prompt
+from pc.integrations.huggingface.settings import CacheOptions
+from pc.integrations.huggingface.store.kept import PromptStore
 
 
 def test_salts_share_nothing(model: Any, handle: PrefixCaching) -> None:

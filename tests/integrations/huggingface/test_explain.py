@@ -6,14 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from generate_cases import LLAMA, prompt
+from image_cases import CASES, IMAGE, text
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-transformers = pytest.importorskip("transformers")
-
-from generate_cases import LLAMA, prompt  # noqa: E402
-from image_cases import CASES, IMAGE, text  # noqa: E402
-from torch.nn.modules.module import register_module_forward_pre_hook  # noqa: E402
-
-from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
+from pc.integrations.huggingface import enable_prefix_caching
 
 
 class Words:

@@ -10,11 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-
-transformers = pytest.importorskip("transformers")
-
-from generate_cases import (  # noqa: E402
+import transformers
+from generate_cases import (
     BY_NAME,
     CACHE,
     NEW_TOKENS,
@@ -30,21 +27,22 @@ from generate_cases import (  # noqa: E402
     prompt,
     refused,
 )
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from pc.integrations.huggingface import (  # noqa: E402
+from pc.integrations.huggingface import (
     UnsupportedError,
     enable_prefix_caching,
     layers,
     prompts,
     serving,
 )
-from pc.integrations.huggingface import admit as requests  # noqa: E402
-from pc.integrations.huggingface.engine import Engine  # noqa: E402
-from pc.integrations.huggingface.hooks import REASON  # noqa: E402
-from pc.integrations.huggingface.identity import Identity  # noqa: E402
-from pc.integrations.huggingface.runners import batch, layout  # noqa: E402
-from pc.integrations.huggingface.runners import contiguous as call  # noqa: E402
-from pc.integrations.huggingface.store import blocks  # noqa: E402
+from pc.integrations.huggingface import admit as requests
+from pc.integrations.huggingface.engine import Engine
+from pc.integrations.huggingface.hooks import REASON
+from pc.integrations.huggingface.identity import Identity
+from pc.integrations.huggingface.runners import batch, layout
+from pc.integrations.huggingface.runners import contiguous as call
+from pc.integrations.huggingface.store import blocks
 
 FAILED = "it failed before the first token with KeyError"
 BEFORE = {

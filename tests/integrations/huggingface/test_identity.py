@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from generate_cases import SMALL
 
-transformers = pytest.importorskip("transformers")
-
-from generate_cases import SMALL  # noqa: E402
-
-from pc.integrations.huggingface.identity import Identity, set_by_forward  # noqa: E402
+from pc.integrations.huggingface.identity import Identity, set_by_forward
 
 
 class Halved(transformers.models.llama.modeling_llama.LlamaMLP):  # type: ignore[misc, name-defined]

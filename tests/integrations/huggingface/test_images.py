@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from typing import Any
 
 import pytest
 import torch
+from generate_cases import CACHE, assert_same, both, cache_of, cached, enabled, first_quick, plain
+from image_cases import CASES, IMAGE, TowerRuns, VisionCase, text
+from threads import in_threads
 
-transformers = pytest.importorskip("transformers")
-
-from generate_cases import CACHE, assert_same, both, cache_of, cached, enabled, first_quick, plain  # noqa: E402
-from image_cases import CASES, IMAGE, TowerRuns, VisionCase, text  # noqa: E402
-
-from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
-from pc.integrations.huggingface.images import VisionOutputs  # noqa: E402
-from pc.integrations.huggingface.store import kept as store  # noqa: E402
+from pc.integrations.huggingface import enable_prefix_caching
+from pc.integrations.huggingface.images import VisionOutputs
+from pc.integrations.huggingface.store import kept as store
 
 BY_NAME = {case.name: case for case in CASES}
 FREE: dict[str, Any] = {"eos_token_id": None, "max_new_tokens": 8, "suppress_tokens": [IMAGE]}
@@ -294,9 +291,5 @@ def test_threads_ask_about_different_images() -> None:
             same.append(torch.equal(model.generate(**calls[which], **FREE), want[which]))
 
     with enabled(model, num_blocks=40):
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(work, *range(3))
         assert same == [True] * 18

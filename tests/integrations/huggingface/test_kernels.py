@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -14,11 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from generate_cases import plain, prompt
 from graph_double import TapeCapturer
+from threads import in_threads
 
 from pc.integrations.huggingface import UnsupportedError, enable_continuous_batching, enable_prefix_caching
 from pc.integrations.huggingface.runners import graphs
@@ -175,15 +172,7 @@ def test_threads_check_once(device: Any, monkeypatch: pytest.MonkeyPatch) -> Non
         return [RIGHT]
 
     monkeypatch.setattr(remembered, "check_kernels", slowly)
-    found: list[Any] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(remembered.first_fault(CPU, Shape(), "packed"))) for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [None] * 8
+    assert in_threads(lambda shape: remembered.first_fault(CPU, shape, "packed"), *[Shape()] * 8) == [None] * 8
     assert ran == [1]
 
 

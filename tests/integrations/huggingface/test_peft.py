@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from generate_cases import LLAMA, enabled, left_padded, prompt
 from torch.nn.modules.module import register_module_forward_hook
 
-pytest.importorskip("transformers")
+from pc.integrations.huggingface import enable_prefix_caching
+
 peft = pytest.importorskip("peft")
-
-from generate_cases import LLAMA, enabled, left_padded, prompt  # noqa: E402
-
-from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
 
 FREE: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": None, "do_sample": False}
 LORA: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}

@@ -6,12 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from generate_cases import BY_NAME, left_padded, plain, prompt
 
-transformers = pytest.importorskip("transformers")
-
-from generate_cases import BY_NAME, left_padded, plain, prompt  # noqa: E402
-
-from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
+from pc.integrations.huggingface import enable_prefix_caching
 
 
 def _logits(result: Any) -> torch.Tensor:

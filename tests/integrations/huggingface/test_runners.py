@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import signal
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from generate_cases import NEW_TOKENS, plain, prompt
+from runner_cases import LFM2, Runner, build, cases, interrupted
+from threads import in_threads
 
-transformers = pytest.importorskip("transformers")
-
-from generate_cases import NEW_TOKENS, plain, prompt  # noqa: E402
-from runner_cases import LFM2, Runner, build, cases, interrupted  # noqa: E402
-
-from pc.integrations.huggingface import api  # noqa: E402
+from pc.integrations.huggingface import api
 
 SHARED = prompt(70)
 CALLS = [
@@ -174,8 +171,7 @@ def test_threads(runner: Runner, family: Any) -> None:
             for number in [*range(first, 4), *range(first)]:
                 assert caching.ask(prompts[number], max_new_tokens=8)[0] == want[number]
 
-        with ThreadPoolExecutor(3) as threads:
-            list(threads.map(ask, range(3)))
+        in_threads(ask, *range(3))
         assert caching.handle.stats().hit_tokens > 0
 
 

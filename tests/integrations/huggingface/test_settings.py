@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from generate_cases import LLAMA, assert_same, enabled, left_padded, prompt
+from threads import in_threads
 
-transformers = pytest.importorskip("transformers")
-
-from generate_cases import LLAMA, assert_same, enabled, left_padded, prompt  # noqa: E402
-
-from pc.cache import EvictionPolicy  # noqa: E402
-from pc.cache.policies import POLICIES  # noqa: E402
-from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
-from pc.integrations.huggingface.settings import ScopedSetting, check_returns, check_salt  # noqa: E402
+from pc.cache import EvictionPolicy
+from pc.cache.policies import POLICIES
+from pc.integrations.huggingface import enable_prefix_caching
+from pc.integrations.huggingface.settings import ScopedSetting, check_returns, check_salt
 
 
 def test_policy_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,9 +32,7 @@ def test_policy_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
             assert_same(model, **left_padded(prompt(40), prompt(30, 1)))
             with handle.hint(None):
                 assert_same(model, input_ids=prompt(40))
-            thread = threading.Thread(target=lambda: assert_same(model, input_ids=prompt(40)))
-            thread.start()
-            thread.join()
+            in_threads(lambda ids: assert_same(model, input_ids=ids), prompt(40))
             assert_same(model, input_ids=prompt(40), num_beams=2)
         assert_same(model, input_ids=prompt(40))
         assert heard == [None, 0.25, 0.25, None, None, 0.25, None]

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
-transformers = pytest.importorskip("transformers")
-
-
-from pc.demo._measure import compare_tokens  # noqa: E402
-from pc.demo._models import read_document  # noqa: E402
-from pc.demo._workloads import between  # noqa: E402
-from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
+from pc.demo._measure import compare_tokens
+from pc.demo._models import read_document
+from pc.demo._workloads import between
+from pc.integrations.huggingface import enable_prefix_caching
 
 pytestmark = pytest.mark.slow
 TEXT = between(read_document(), "Article V\n", "Article VI\n")

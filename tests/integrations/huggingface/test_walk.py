@@ -9,9 +9,6 @@ import warnings
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from generate_cases import CACHE, prompt
 from generate_walk import DOCUMENT, KINDS, OPTIONS, Walk, walk
 from packaging.version import Version

@@ -27,6 +27,14 @@ def run(scene, backend, batch, tolerance=TOLERANCE, sinks=None, softcap=0.0, mas
         torch.testing.assert_close(out.double(), expected, **tolerance)
 
 
+def step(scene, backend, mode, tokens, *given, **options):
+    """Prepare and run a step, and compare it with the reference."""
+    batch = scene.batch(mode, tokens, *given)
+    backend.init_forward_metadata(batch)
+    run(scene, backend, batch, **options)
+    scene.advance()
+
+
 def steps(scene, backend, **options):
     """Run a prompt, a chunk of another prompt, a mixed step, and decodes."""
     for mode, tokens in (
@@ -36,10 +44,7 @@ def steps(scene, backend, **options):
         ("DECODE", {1: 1, 2: 1, 3: 1, 4: 1}),
         ("DECODE", {4: 1, 2: 1}),
     ):
-        batch = scene.batch(mode, tokens)
-        backend.init_forward_metadata(batch)
-        run(scene, backend, batch, **options)
-        scene.advance()
+        step(scene, backend, mode, tokens, **options)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
@@ -60,10 +65,7 @@ def test_blocks_that_have_left_the_window(one_rank):
     """SGLang frees these in the pool for windows, and maps their slots to its padding."""
     scene = Scene(4, windows=(0, 8), window_pool=True)
     backend = PagedAttnBackend(scene.runner())
-    batch = scene.batch("EXTEND", {1: 50})
-    backend.init_forward_metadata(batch)
-    run(scene, backend, batch)
-    scene.advance()
+    step(scene, backend, "EXTEND", {1: 50})
     mapping = scene.pool.full_to_swa_index_mapping
     gone = scene.table.req_to_token[1, :40].long()
     for cache in (scene.pool.swa_kv_pool.k_buffer, scene.pool.swa_kv_pool.v_buffer):
@@ -137,13 +139,6 @@ def verify_input(masks, seq_lens, of_all_keys):
     return EagleVerifyInput(**fields | {"num_tokens_per_req": drafts, "capture_hidden_mode": CaptureHiddenMode.FULL})
 
 
-def prompts(scene, backend, lengths):
-    batch = scene.batch("EXTEND", lengths)
-    backend.init_forward_metadata(batch)
-    run(scene, backend, batch)
-    scene.advance()
-
-
 @pytest.mark.parametrize("of_all_keys", [False, True], ids=["drafts", "all keys"])
 @pytest.mark.parametrize("drafts", [5, 40])
 def test_trees_of_drafts(one_rank, monkeypatch, of_all_keys, drafts):
@@ -153,25 +148,21 @@ def test_trees_of_drafts(one_rank, monkeypatch, of_all_keys, drafts):
     monkeypatch.setattr("pc.integrations.sglang.attention.default_tree_mask_mode", lambda: layout)
     scene = Scene(windows=(0, 24))
     backend = PagedAttnBackend(scene.runner())
-    prompts(scene, backend, {1: 37, 2: 20, 3: 1})
+    step(scene, backend, "EXTEND", {1: 37, 2: 20, 3: 1})
     masks = tree(3, drafts)
     lengths = torch.tensor([37, 20, 1])
     positions = (lengths[:, None] + masks.sum(2) - 1).reshape(-1)
     spec = verify_input(masks, lengths.tolist(), of_all_keys)
-    batch = scene.batch("TARGET_VERIFY", {1: drafts, 2: drafts, 3: drafts}, spec, positions)
-    backend.init_forward_metadata(batch)
-    run(scene, backend, batch, masks=masks)
+    step(scene, backend, "TARGET_VERIFY", {1: drafts, 2: drafts, 3: drafts}, spec, positions, masks=masks)
 
 
 def test_a_chain_of_drafts_needs_no_mask(one_rank):
     scene = Scene()
     backend = PagedAttnBackend(scene.runner())
-    prompts(scene, backend, {1: 37, 2: 20})
+    step(scene, backend, "EXTEND", {1: 37, 2: 20})
     spec = verify_input(tree(2, 3), [37, 20], False)
     spec.custom_mask = None
-    batch = scene.batch("TARGET_VERIFY", {1: 3, 2: 3}, spec, torch.zeros(6, dtype=torch.int64))
-    backend.init_forward_metadata(batch)
-    run(scene, backend, batch)
+    step(scene, backend, "TARGET_VERIFY", {1: 3, 2: 3}, spec, torch.zeros(6, dtype=torch.int64))
 
 
 def graph_batch(scene, batch, num_seqs):
@@ -193,26 +184,33 @@ def addresses(step):
     return [tensor.data_ptr() for tensor in tensors if tensor is not None]
 
 
+def replayed(scene, backend, batch, captured, count, masks=None):
+    """Run a padded step, whose first `count` queries are compared, and return the addresses that a graph reads."""
+    backend.init_forward_metadata_out_graph(batch, in_capture=captured is None)
+    with sync_is_an_error():
+        backend.init_forward_metadata_in_graph(batch)
+    captured = captured or addresses(backend.forward_metadata)
+    assert addresses(backend.forward_metadata) == captured
+    padding = batch.out_cache_loc.shape[0] - count
+    for number, layer in enumerate(scene.layers):
+        query, key, value = (torch.cat([x, x.new_zeros(padding, *x.shape[1:])]) for x in scene.new(number))
+        out = backend.forward(query, key, value, layer, batch)[:count]
+        expected = scene.expected(number, query[:count], masks=masks)
+        torch.testing.assert_close(out.double(), expected, **TOLERANCE)
+    return captured
+
+
 @pytest.mark.parametrize("window_pool", [False, True])
 def test_decoding_in_graphs(one_rank, window_pool):
     """Metadata are updated in the memory that a captured graph reads, by operations that a graph can record."""
     scene = Scene(windows=(0, 24), window_pool=window_pool)
     backend = PagedAttnBackend(scene.runner())
     backend.init_cuda_graph_state(4, 4)
-    prompts(scene, backend, {1: 37, 2: 20, 3: 1})
+    step(scene, backend, "EXTEND", {1: 37, 2: 20, 3: 1})
     captured = None
     for tokens in ({1: 1, 2: 1, 3: 1}, {3: 1, 1: 1}, {2: 1}):
         batch = graph_batch(scene, scene.batch("DECODE", tokens), 4)
-        backend.init_forward_metadata_out_graph(batch, in_capture=captured is None)
-        with sync_is_an_error():
-            backend.init_forward_metadata_in_graph(batch)
-        captured = captured or addresses(backend.forward_metadata)
-        assert addresses(backend.forward_metadata) == captured
-        for number, layer in enumerate(scene.layers):
-            query, key, value = (torch.cat([x, x.new_zeros(4 - len(tokens), *x.shape[1:])]) for x in scene.new(number))
-            out = backend.forward(query, key, value, layer, batch)[: len(tokens)]
-            expected = scene.expected(number, query[: len(tokens)])
-            torch.testing.assert_close(out.double(), expected, **TOLERANCE)
+        captured = replayed(scene, backend, batch, captured, len(tokens))
         scene.advance()
 
 
@@ -235,7 +233,7 @@ def test_verification_in_graphs(one_rank):
     drafts, size = 5, 3
     assert backend.verify_mask is None
     backend.init_cuda_graph_state(size, size * drafts)
-    prompts(scene, backend, {1: 37, 2: 20, 3: 1})
+    step(scene, backend, "EXTEND", {1: 37, 2: 20, 3: 1})
     captured = None
     for seed, tokens in enumerate(({1: drafts, 2: drafts, 3: drafts}, {3: drafts, 1: drafts})):
         masks = tree(len(tokens), drafts, seed)
@@ -246,25 +244,14 @@ def test_verification_in_graphs(one_rank):
             backend.verify_mask.buffer[: masks.numel()] = masks.reshape(-1)
             spec.custom_mask = backend.verify_mask.buffer
         batch = graph_batch(scene, scene.batch("TARGET_VERIFY", tokens, spec, positions), size)
-        backend.init_forward_metadata_out_graph(batch, in_capture=captured is None)
-        with sync_is_an_error():
-            backend.init_forward_metadata_in_graph(batch)
-        captured = captured or addresses(backend.forward_metadata)
-        assert addresses(backend.forward_metadata) == captured
-        for number, layer in enumerate(scene.layers):
-            query, key, value = (
-                torch.cat([x, x.new_zeros((size - len(tokens)) * drafts, *x.shape[1:])]) for x in scene.new(number)
-            )
-            out = backend.forward(query, key, value, layer, batch)[: len(tokens) * drafts]
-            expected = scene.expected(number, query[: len(tokens) * drafts], masks=masks)
-            torch.testing.assert_close(out.double(), expected, **TOLERANCE)
+        captured = replayed(scene, backend, batch, captured, len(tokens) * drafts, masks)
 
 
 def test_masks_that_come_after_the_step_was_prepared(one_rank):
     """SGLang prepares a verification while it drafts, and corrects the masks afterwards."""
     scene = Scene()
     backend = PagedAttnBackend(scene.runner())
-    prompts(scene, backend, {1: 37, 2: 20})
+    step(scene, backend, "EXTEND", {1: 37, 2: 20})
     right, lengths = tree(2, 5, seed=1), torch.tensor([37, 20])
     spec = verify_input(tree(2, 5), [37, 20], False)
     batch = scene.batch("TARGET_VERIFY", {1: 5, 2: 5}, spec, torch.zeros(10, dtype=torch.int64))

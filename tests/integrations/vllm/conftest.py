@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import vllm_engine
@@ -14,6 +15,17 @@ from pc.integrations.vllm.api import LOGGER
 
 if find_spec("vllm") is not None:
     vllm_engine.prepare()
+
+
+class _NeedsVLLM(pytest.Module):
+    def collect(self) -> list[pytest.Item]:
+        pytest.skip("vllm is not installed: make vllm", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Skip the files of this folder without vLLM, except the one that tests what then happens."""
+    skipped = find_spec("vllm") is None and module_path.name != "test_register.py"
+    return _NeedsVLLM.from_parent(parent, path=module_path) if skipped else None
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,8 @@ import re
 
 import pytest
 import torch
-from safetensors.torch import save_file
-
-pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-
 import vllm_engine
+from safetensors.torch import save_file
 from vllm_models import SIZES
 
 from pc.triton_ops._core.runtime import INTERPRET

@@ -10,11 +10,8 @@ import textwrap
 from pathlib import Path
 from unittest import mock
 
-import pytest
-
-pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-
 import omni
+import pytest
 from vllm_exact import ExactEngine, following
 
 from pc.integrations import seam

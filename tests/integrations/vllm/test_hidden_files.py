@@ -7,9 +7,6 @@ import time
 
 import pytest
 import torch
-
-pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-
 from safetensors import safe_open
 from safetensors.torch import save
 

@@ -9,9 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-
-pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-
 import vllm_engine
 from safetensors import safe_open
 from vllm_steps import Steps, following, rows_of

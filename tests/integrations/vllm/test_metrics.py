@@ -11,9 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-
 import vllm
 import vllm_engine
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest

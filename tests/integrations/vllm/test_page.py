@@ -6,9 +6,6 @@ import json
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-
 from vllm_page import commands
 
 from pc.integrations.vllm import FEATURES, features

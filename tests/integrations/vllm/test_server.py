@@ -18,9 +18,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-
 from safetensors import safe_open
 from vllm_page import BLOCKS, PAGE, commands
 

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-
 PROGRAM = Path(__file__).parents[2] / "support" / "vllm_parallel.py"
 
 

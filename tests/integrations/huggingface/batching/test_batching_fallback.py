@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from batching_cases import LLAMA, alone, batched, config, tokens
 from generate_cases import first_quick
 from transformers import ContinuousBatchingConfig
@@ -71,7 +68,7 @@ def test_what_fails_when_it_is_enabled(monkeypatch: pytest.MonkeyPatch, where: s
     assert "init_continuous_batching" not in vars(model)
 
 
-@pytest.mark.parametrize("warmup", [True, False])
+@pytest.mark.parametrize("warmup", first_quick([True, False]))
 @pytest.mark.parametrize("where", first_quick(reversed(BEGINNING)))
 def test_what_fails_when_a_manager_begins(monkeypatch: pytest.MonkeyPatch, where: str, warmup: bool) -> None:
     model, want = LLAMA.build(), alone(LLAMA.build(), PROMPTS)

@@ -11,16 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from batching_cases import LLAMA, alone, batched, tokens
+from generate_cases import SMALL
+from transformers.generation.continuous_batching import cache, continuous_api
 
-transformers = pytest.importorskip("transformers")
-
-from batching_cases import LLAMA, alone, batched, tokens  # noqa: E402
-from generate_cases import SMALL  # noqa: E402
-from transformers.generation.continuous_batching import cache, continuous_api  # noqa: E402
-
-from pc.cache import CacheStats  # noqa: E402
-from pc.integrations import tested  # noqa: E402
-from pc.integrations.huggingface import UnsupportedError, api, enable_continuous_batching  # noqa: E402
+from pc.cache import CacheStats
+from pc.integrations import tested
+from pc.integrations.huggingface import UnsupportedError, api, enable_continuous_batching
 
 PROMPTS = [tokens(40, 1), tokens(9, 2)]
 

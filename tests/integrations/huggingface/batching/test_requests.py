@@ -10,14 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from batching_cases import GEMMA3, LLAMA, alone, assert_nothing_held, batched, config, tokens
+from generate_cases import first_quick
+from transformers import ContinuousBatchingConfig
 
-transformers = pytest.importorskip("transformers")
-
-from batching_cases import GEMMA3, LLAMA, alone, assert_nothing_held, batched, config, tokens  # noqa: E402
-from generate_cases import first_quick  # noqa: E402
-from transformers import ContinuousBatchingConfig  # noqa: E402
-
-from pc.integrations.huggingface import ContinuousBatching, enable_continuous_batching  # noqa: E402
+from pc.integrations.huggingface import ContinuousBatching, enable_continuous_batching
 
 
 @pytest.fixture(params=first_quick([GEMMA3, LLAMA]), ids=["mixed", "full"])

@@ -13,16 +13,15 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
+import transformers
+from batching_cases import GEMMA3, alone, assert_nothing_held
+from generate_cases import VOCAB
 
-transformers = pytest.importorskip("transformers")
+from pc.integrations.huggingface import ContinuousBatching, enable_continuous_batching
+
 MISSING = [name for name in ("fastapi", "uvicorn", "openai", "accelerate", "psutil") if find_spec(name) is None]
 if MISSING:
     pytest.skip(f"transformers serve needs {', '.join(MISSING)}", allow_module_level=True)
-
-from batching_cases import GEMMA3, alone, assert_nothing_held  # noqa: E402
-from generate_cases import VOCAB  # noqa: E402
-
-from pc.integrations.huggingface import ContinuousBatching, enable_continuous_batching  # noqa: E402
 
 DOCUMENT = Path(__file__).read_text(encoding="utf-8")[:600]
 QUESTIONS = ["What is missing?", "Who asks first, and who asks second?"]

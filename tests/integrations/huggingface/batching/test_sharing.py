@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers")
-
-from batching_cases import (  # noqa: E402
+from batching_cases import (
     GEMMA3,
     LLAMA,
     alone,
@@ -20,9 +17,9 @@ from batching_cases import (  # noqa: E402
     config,
     tokens,
 )
-from generate_cases import first_quick  # noqa: E402
+from generate_cases import first_quick
 
-from pc.integrations.huggingface import (  # noqa: E402
+from pc.integrations.huggingface import (
     ContinuousBatching,
     enable_continuous_batching,
     enable_prefix_caching,

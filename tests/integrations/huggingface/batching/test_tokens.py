@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from batching_cases import GEMMA3, SHARP, Sharp, alone, assert_nothing_held, batched, config, tokens
+from generate_cases import VOCAB, first_quick
 
-transformers = pytest.importorskip("transformers")
-
-from batching_cases import GEMMA3, SHARP, Sharp, alone, assert_nothing_held, batched, config, tokens  # noqa: E402
-from generate_cases import VOCAB, first_quick  # noqa: E402
-
-from pc.integrations.huggingface import enable_continuous_batching  # noqa: E402
+from pc.integrations.huggingface import enable_continuous_batching
 
 DOCUMENT = tokens(70, 1)
 PROMPTS = [DOCUMENT + tokens(n, n) for n in (5, 1, 26)] + [tokens(9, 2)]

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers")
-
-from bits_cases import (  # noqa: E402
+import transformers
+from bits_cases import (
     BY_NAME,
     CHUNK,
     History,
@@ -24,15 +22,15 @@ from bits_cases import (  # noqa: E402
     logits_of,
     run_histories,
 )
-from cache_cases import drop  # noqa: E402
-from generate_cases import HYBRIDS, assert_nothing_held, left_padded, prompt  # noqa: E402
+from cache_cases import drop
+from generate_cases import HYBRIDS, assert_nothing_held, left_padded, prompt
 
-from pc.integrations.huggingface import (  # noqa: E402
+from pc.integrations.huggingface import (
     UnsupportedError,
     enable_continuous_batching,
     enable_prefix_caching,
 )
-from pc.integrations.huggingface.runners import deterministic  # noqa: E402
+from pc.integrations.huggingface.runners import deterministic
 
 TYPES = (torch.float32, torch.bfloat16)
 QUICK = ("llama", "mistral-window", "lfm2")

@@ -8,16 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import generate_cases
 import pytest
 import torch
+from generate_cases import LLAMA, assert_same, prompt
 
-transformers = pytest.importorskip("transformers")
-
-import generate_cases  # noqa: E402
-from generate_cases import LLAMA, assert_same, prompt  # noqa: E402
-
-from pc.cache.tiers.disk import DiskTier  # noqa: E402
-from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
+from pc.cache.tiers.disk import DiskTier
+from pc.integrations.huggingface import enable_prefix_caching
 
 cached = functools.partial(generate_cases.cached, max_new_tokens=4)
 

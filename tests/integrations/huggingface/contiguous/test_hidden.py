@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers")
-
-from generate_cases import (  # noqa: E402
+from generate_cases import (
     BY_NAME,
     HYBRIDS,
     LLAMA,
@@ -25,8 +22,8 @@ from generate_cases import (  # noqa: E402
     remembering,
 )
 
-from pc.integrations.huggingface import enable_prefix_caching, settings  # noqa: E402
-from pc.integrations.huggingface.store import kept as store  # noqa: E402
+from pc.integrations.huggingface import enable_prefix_caching, settings
+from pc.integrations.huggingface.store import kept as store
 
 SHOWN = {"output_hidden_states": True, "return_dict_in_generate": True}
 

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers")
-
-from generate_cases import (  # noqa: E402
-    Family,
+import transformers
+from generate_cases import (
+    SPARSE,
     assert_same,
     both,
     cache_of,
@@ -22,25 +20,16 @@ from generate_cases import (  # noqa: E402
     prompt,
 )
 
-from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
-from pc.integrations.huggingface.store.kept import PromptStore  # noqa: E402
+from pc.integrations.huggingface import enable_prefix_caching
+from pc.integrations.huggingface.store.kept import PromptStore
 
 if not hasattr(transformers, "DeepseekV32ForCausalLM"):
     pytest.skip("needs a transformers with DeepSeek-V3.2", allow_module_level=True)
 
-REACH = 128
-OPTIONS = {
-    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-    "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-    "moe_intermediate_size": 32, "first_k_dense_replace": 1, "index_topk": REACH, "index_head_dim": 16,
-    "index_n_heads": 4,
-}  # fmt: skip
-FAMILY = Family("deepseek-v3.2", "DeepseekV32Config", "DeepseekV32ForCausalLM", OPTIONS)
-
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return FAMILY.build()
+    return SPARSE.build()
 
 
 def question(seed: int) -> torch.Tensor:

@@ -9,12 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn.modules.module import register_module_forward_hook
-
-transformers = pytest.importorskip("transformers")
-
-from cache_cases import drop  # noqa: E402
-from generate_cases import (  # noqa: E402
+from cache_cases import drop
+from generate_cases import (
     BY_NAME,
     CACHE,
     assert_same,
@@ -26,11 +22,12 @@ from generate_cases import (  # noqa: E402
     left_padded,
     prompt,
 )
+from torch.nn.modules.module import register_module_forward_hook
 
-from pc.cache.policies import POLICIES  # noqa: E402
-from pc.demo._measure import MiddleFirst  # noqa: E402
-from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
-from pc.integrations.huggingface.store.storage import KVStorage  # noqa: E402
+from pc.cache.policies import POLICIES
+from pc.demo._measure import MiddleFirst
+from pc.integrations.huggingface import enable_prefix_caching
+from pc.integrations.huggingface.store.storage import KVStorage
 
 
 @pytest.mark.parametrize(

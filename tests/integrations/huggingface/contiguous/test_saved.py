@@ -10,14 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from generate_cases import FAMILIES, LLAMA, Family, assert_same, cached, prompt
 
-transformers = pytest.importorskip("transformers")
-
-from generate_cases import FAMILIES, LLAMA, Family, assert_same, cached, prompt  # noqa: E402
-
-from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
-from pc.integrations.huggingface.store import tiers  # noqa: E402
-from pc.integrations.huggingface.store.tiers import pack  # noqa: E402
+from pc.integrations.huggingface import enable_prefix_caching
+from pc.integrations.huggingface.store import tiers
+from pc.integrations.huggingface.store.tiers import pack
 
 
 @pytest.fixture

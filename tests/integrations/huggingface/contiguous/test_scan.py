@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from generate_cases import BY_NAME, assert_same, both, count_computed, plain, prompt, remembering
+from transformers.models.jamba import modeling_jamba
 
-transformers = pytest.importorskip("transformers")
-
-from generate_cases import BY_NAME, assert_same, both, count_computed, plain, prompt, remembering  # noqa: E402
-from transformers.models.jamba import modeling_jamba  # noqa: E402
-
-from pc.integrations.huggingface import enable_prefix_caching, layers  # noqa: E402
+from pc.integrations.huggingface import enable_prefix_caching, layers
 
 LOGITS = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 3}
 

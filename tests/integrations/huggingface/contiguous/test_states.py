@@ -5,13 +5,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import generate_cases
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers")
-
-import generate_cases  # noqa: E402
-from generate_cases import (  # noqa: E402
+from generate_cases import (
     HYBRIDS,
     Family,
     assert_nothing_held,
@@ -25,9 +22,9 @@ from generate_cases import (  # noqa: E402
     remembering,
 )
 
-from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
-from pc.integrations.huggingface.probe import probe  # noqa: E402
-from pc.integrations.huggingface.store import storage, tiers  # noqa: E402
+from pc.integrations.huggingface import enable_prefix_caching
+from pc.integrations.huggingface.probe import probe
+from pc.integrations.huggingface.store import storage, tiers
 
 LFM2 = HYBRIDS[1]
 

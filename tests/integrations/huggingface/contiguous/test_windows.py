@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers")
-
-from generate_cases import (  # noqa: E402
+from generate_cases import (
     BY_NAME,
     CACHE,
     NEW_TOKENS,
@@ -24,9 +21,9 @@ from generate_cases import (  # noqa: E402
     prompt,
 )
 
-from pc.cache.policies import POLICIES, hazard  # noqa: E402
-from pc.demo._measure import MiddleFirst  # noqa: E402
-from pc.integrations.huggingface import enable_prefix_caching, layers  # noqa: E402
+from pc.cache.policies import POLICIES, hazard
+from pc.demo._measure import MiddleFirst
+from pc.integrations.huggingface import enable_prefix_caching, layers
 
 WINDOWS = ["mistral-window", "gemma2", "gemma3", "gpt-oss"]
 FEW = 8

@@ -15,13 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from generate_cases import NEW_TOKENS, left_padded, plain, prompt
 
-transformers = pytest.importorskip("transformers")
-
-from generate_cases import NEW_TOKENS, left_padded, plain, prompt  # noqa: E402
-
-from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
-from pc.integrations.huggingface.runners.dispatch import Dispatch, install  # noqa: E402
+from pc.integrations.huggingface import enable_prefix_caching
+from pc.integrations.huggingface.runners.dispatch import Dispatch, install
 
 
 @pytest.fixture

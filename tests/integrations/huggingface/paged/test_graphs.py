@@ -11,11 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-
-transformers = pytest.importorskip("transformers")
-
-from generate_cases import (  # noqa: E402
+import transformers
+from generate_cases import (
     BY_NAME,
     LLAMA,
     NEW_TOKENS,
@@ -29,24 +26,25 @@ from generate_cases import (  # noqa: E402
     plain,
     prompt,
 )
-from graph_double import FailingCapturer, TapeCapturer  # noqa: E402
+from graph_double import FailingCapturer, TapeCapturer
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from pc.cache import CacheManager  # noqa: E402
-from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching  # noqa: E402
-from pc.integrations.huggingface.admit import PromptRequests  # noqa: E402
-from pc.integrations.huggingface.loop import Loop  # noqa: E402
-from pc.integrations.huggingface.probe import probe  # noqa: E402
-from pc.integrations.huggingface.prompts import Prompt, numbered  # noqa: E402
-from pc.integrations.huggingface.runners import graphs as graphs_module  # noqa: E402
-from pc.integrations.huggingface.runners import passes as batch_module  # noqa: E402
-from pc.integrations.huggingface.runners.dispatch import install  # noqa: E402
-from pc.integrations.huggingface.runners.graphs import DecodeSteps, Rehearsal  # noqa: E402
-from pc.integrations.huggingface.runners.packed import decode, layer_windows  # noqa: E402
-from pc.integrations.huggingface.runners.paged import PackedRows  # noqa: E402
-from pc.integrations.huggingface.runners.passes import DecodeBatch  # noqa: E402
-from pc.integrations.huggingface.settings import CacheOptions  # noqa: E402
-from pc.integrations.huggingface.store.kept import PromptStore  # noqa: E402
-from pc.integrations.huggingface.store.storage import model_storage  # noqa: E402
+from pc.cache import CacheManager
+from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching
+from pc.integrations.huggingface.admit import PromptRequests
+from pc.integrations.huggingface.loop import Loop
+from pc.integrations.huggingface.probe import probe
+from pc.integrations.huggingface.prompts import Prompt, numbered
+from pc.integrations.huggingface.runners import graphs as graphs_module
+from pc.integrations.huggingface.runners import passes as batch_module
+from pc.integrations.huggingface.runners.dispatch import install
+from pc.integrations.huggingface.runners.graphs import DecodeSteps, Rehearsal
+from pc.integrations.huggingface.runners.packed import decode, layer_windows
+from pc.integrations.huggingface.runners.paged import PackedRows
+from pc.integrations.huggingface.runners.passes import DecodeBatch
+from pc.integrations.huggingface.settings import CacheOptions
+from pc.integrations.huggingface.store.kept import PromptStore
+from pc.integrations.huggingface.store.storage import model_storage
 
 
 @pytest.fixture

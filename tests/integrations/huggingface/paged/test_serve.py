@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from generate_cases import BY_NAME, assert_same, prompt
+from graph_double import TapeCapturer
 
-transformers = pytest.importorskip("transformers")
-
-from generate_cases import BY_NAME, assert_same, prompt  # noqa: E402
-from graph_double import TapeCapturer  # noqa: E402
-
-from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
-from pc.integrations.huggingface.runners import graphs as graphs_module  # noqa: E402
-from pc.integrations.huggingface.runners import packed as packed_module  # noqa: E402
-from pc.integrations.huggingface.runners.packed import layer_windows  # noqa: E402
+from pc.integrations.huggingface import enable_prefix_caching
+from pc.integrations.huggingface.runners import graphs as graphs_module
+from pc.integrations.huggingface.runners import packed as packed_module
+from pc.integrations.huggingface.runners.packed import layer_windows
 
 
 @pytest.fixture(autouse=True)

@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from generate_cases import FAMILIES, LLAMA, assert_same, enabled, prompt
+from graph_double import TapeCapturer
 
-transformers = pytest.importorskip("transformers")
-
-from generate_cases import FAMILIES, LLAMA, assert_same, enabled, prompt  # noqa: E402
-from graph_double import TapeCapturer  # noqa: E402
-
-from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching  # noqa: E402
-from pc.integrations.huggingface.runners import graphs  # noqa: E402
+from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching
+from pc.integrations.huggingface.runners import graphs
 
 BY_NAME = {family.name: family for family in FAMILIES}
 NAMES = ["llama", "gemma2", "gpt2"]

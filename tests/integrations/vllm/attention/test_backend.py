@@ -9,8 +9,6 @@ from unittest import mock
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-
 import pc
 
 HEADS, KV_HEADS, SIZE, BLOCK, BLOCKS = 4, 2, 16, 8, 12

@@ -8,8 +8,6 @@ from unittest import mock
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-
 import pc
 
 MODULE = "pc.integrations.vllm.attention.builder"

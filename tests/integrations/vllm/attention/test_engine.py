@@ -6,9 +6,6 @@ from unittest import mock
 
 import pytest
 import torch
-
-pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-
 import vllm_engine
 from vllm_models import WINDOW
 

@@ -11,9 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-
 import vllm_engine
 from vllm_dense import DenseReference, Kept
 from vllm_exact import check_references, lose, preempt

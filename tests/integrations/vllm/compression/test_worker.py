@@ -7,8 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-
 import pc
 from pc.integrations.vllm.compression.worker import Compressor
 

@@ -10,12 +10,9 @@ import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import mooncake_servers
 import pytest
 import torch
-
-pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-
-import mooncake_servers
 import vllm_engine
 import vllm_shared
 

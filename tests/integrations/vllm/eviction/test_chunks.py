@@ -7,9 +7,6 @@ import random
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-
 import vllm_engine
 from vllm_exact import BLOCK, ExactEngine, following, lose, preempt
 

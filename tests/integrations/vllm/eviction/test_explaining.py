@@ -7,9 +7,6 @@ import random
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-
 from vllm_exact import BLOCK, ExactEngine
 
 FIRST = random.Random(1).choices(range(3, 1000), k=10 * BLOCK + 5)

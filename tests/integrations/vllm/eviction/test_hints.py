@@ -6,9 +6,6 @@ import json
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-
 import vllm_engine
 from vllm_traffic import make_request
 

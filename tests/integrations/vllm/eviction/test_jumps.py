@@ -7,10 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-
-from vllm_exact import ASYNC, BLOCK, RUNNERS, ExactEngine, following, preempt, prompt, random_traffic
+from vllm_exact import BLOCK, ENGINES, RUNNERS, ExactEngine, following, preempt, prompt, random_traffic
 
 from pc.integrations.vllm.eviction import jumps
 
@@ -28,10 +25,9 @@ def with_holes(*ranges, num_blocks=64, kind=ExactEngine, **options):
     return engine, tokens
 
 
-@RUNNERS
-@ASYNC
-def test_only_gaps_are_computed(runner_v2, asynchronous):
-    engine, tokens = with_holes(range(2, 5), range(12, 14), runner_v2=runner_v2, asynchronous=asynchronous)
+@ENGINES
+def test_only_gaps_are_computed(kind):
+    engine, tokens = with_holes(range(2, 5), range(12, 14), **kind)
     engine.add("again", tokens)
     engine.run()
     assert engine.said["again"] == following(tokens, 4)
@@ -39,14 +35,13 @@ def test_only_gaps_are_computed(runner_v2, asynchronous):
     assert engine.scheduler.jumps.counts["jumped_tokens"] == (7 + 6) * BLOCK
 
 
-@RUNNERS
-@ASYNC
+@ENGINES
 @pytest.mark.parametrize("seed", range(6))
-def test_random_traffic(runner_v2, asynchronous, seed):
+def test_random_traffic(kind, seed):
     """Evictions, aborts, preemptions, chunks, 16 requests at once; references are recounted after every step."""
     rng = random.Random(seed)
     policy = rng.choice(["fifo", "default"])
-    engine = ExactEngine(110, runner_v2=runner_v2, asynchronous=asynchronous, policy=policy)
+    engine = ExactEngine(110, **kind, policy=policy)
     roots = [prompt(rng.randrange(300, 500), 100 + seed + at) for at in range(3)]
 
     def ask(_):
@@ -177,12 +172,9 @@ class Keeping(ExactEngine):
         self.runner.execute_model_state = SimpleNamespace(hidden_states=hidden)
 
 
-@RUNNERS
-@ASYNC
-def test_hidden_states_of_what_is_jumped_over(runner_v2, asynchronous):
-    engine, tokens = with_holes(
-        range(2, 5), range(12, 14), kind=Keeping, runner_v2=runner_v2, asynchronous=asynchronous
-    )
+@ENGINES
+def test_hidden_states_of_what_is_jumped_over(kind):
+    engine, tokens = with_holes(range(2, 5), range(12, 14), kind=Keeping, **kind)
     engine.add("again", tokens, asked=True)
     engine.run()
     assert engine.computed["again"] == 5 * BLOCK + 5 + 3

@@ -5,9 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-
-pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-
 import vllm_engine
 
 OPTIONS = {"max_model_len": 512, "max_num_seqs": 16, "max_num_batched_tokens": 192, "num_gpu_blocks_override": 90}

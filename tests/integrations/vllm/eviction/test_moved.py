@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import random
-
-import pytest
-
-pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-
 from types import SimpleNamespace
 
-from vllm_exact import ASYNC, BLOCK, RUNNERS, ExactEngine, following, prompt, random_traffic
+import pytest
+from vllm_exact import BLOCK, ENGINES, ExactEngine, following, prompt, random_traffic
 
-from pc.integrations.vllm.eviction import jumps
 from pc.integrations.vllm.eviction.moved import LEAD
 
 
@@ -22,11 +17,10 @@ def run(engine, name, tokens, **extra):
     return request
 
 
-@RUNNERS
-@ASYNC
-def test_a_marker_in_the_head(runner_v2, asynchronous):
+@ENGINES
+def test_a_marker_in_the_head(kind):
     """Everything after the marker is found in three turns, because text that a turn moved is found by the next."""
-    engine = ExactEngine(120, runner_v2=runner_v2, asynchronous=asynchronous, reuse="anywhere")
+    engine = ExactEngine(120, **kind, reuse="anywhere")
     text = prompt(300)
     assert run(engine, "turn 0", prompt(20, 1) + text).num_output_tokens == 4
     for turn in range(1, 4):
@@ -63,11 +57,10 @@ def test_documents_in_another_order_are_pieces_of_their_own():
     assert engine.moved["second"] == [*range(LEAD, 160), *range(160 + LEAD, 319)]
 
 
-@RUNNERS
-@ASYNC
-def test_others_never_read_it(runner_v2, asynchronous):
+@ENGINES
+def test_others_never_read_it(kind):
     """The same prompt follows at once. Requests for prefixes and gaps give the answer of an uncached prompt."""
-    engine = ExactEngine(200, runner_v2=runner_v2, asynchronous=asynchronous)
+    engine = ExactEngine(200, **kind)
     text = prompt(300)
     engine.add("ask", prompt(40, 2), pc_reuse="anywhere")
     run(engine, "first", prompt(20, 1) + text)
@@ -84,14 +77,13 @@ def test_others_never_read_it(runner_v2, asynchronous):
     assert engine.computed["gap"] >= len(tokens) - 37 - 2 * LEAD, "what two have computed in front of moved text alone"
 
 
-@RUNNERS
-@ASYNC
+@ENGINES
 @pytest.mark.parametrize("seed", range(4))
-def test_random_traffic(runner_v2, asynchronous, seed):
+def test_random_traffic(kind, seed):
     """Evictions, aborts, preemptions, chunks, 16 at once; exact requests run beside those with moved text."""
     rng = random.Random(seed)
     policy = rng.choice(["fifo", "default"])
-    engine = ExactEngine(140, runner_v2=runner_v2, asynchronous=asynchronous, policy=policy)
+    engine = ExactEngine(140, **kind, policy=policy)
     roots = [prompt(rng.randrange(200, 400), 100 + seed + at) for at in range(3)]
     exact = []
 
@@ -112,17 +104,6 @@ def test_random_traffic(runner_v2, asynchronous, seed):
     assert engine.scheduler.jumps.counts["moved_tokens"] > 1000
     assert not engine.moved.keys() & expected.keys()
     assert not list(engine.scheduler.jumps.holds())
-
-
-def test_renamed_blocks_are_what_keeps_others_off(monkeypatch):
-    """Otherwise the tests above could not fail."""
-    monkeypatch.setattr(jumps.Jumps, "_rename", lambda *_: None)
-    engine, text = ExactEngine(200, reuse="anywhere"), prompt(300)
-    run(engine, "first", prompt(20, 1) + text)
-    tokens = prompt(37, 2) + text
-    run(engine, "moved", tokens)
-    run(engine, "prefix", tokens + prompt(20, 3), pc_reuse="prefix")
-    assert engine.said["prefix"] != following(tokens + prompt(20, 3), 4)
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-
-pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-
 import torch
 import vllm_engine
 from vllm_exact import check_references

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-
 from vllm_traffic import make_manager, make_request, run_traffic
 
 from pc.cache.policies import POLICIES, EvictionPolicy

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
-pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-
 import numpy as np
+import pytest
 
 from benchmarks.engines import vllm_replay, vllm_scheduler
 from pc.cache.replay import Trace, replay

@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-
 from benchmarks.engines import vllm_scheduler as scheduler
 from benchmarks.engines import vllm_serving as serving
 from pc.cache.replay import Trace

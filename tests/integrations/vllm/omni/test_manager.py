@@ -6,11 +6,8 @@ import random
 import threading
 from types import SimpleNamespace
 
-import pytest
-
-pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-
 import omni
+import pytest
 import torch
 
 omni.use_omni()

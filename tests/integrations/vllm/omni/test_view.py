@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
-
-pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
-
 import omni
+import pytest
 import torch
 
 omni.use_omni()
