@@ -7,25 +7,24 @@ and head of a KV head's group. So the prefix is read once for each tile, not onc
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ._attention.arguments import AttentionArgs, Result
+from ._attention.arguments import AttentionArgs
 from ._attention.build import build_attention
 from ._attention.operator import attention_operator, with_lse
 from ._attention.plan import build_plan, cached_with
-from ._core.cache import LaunchCache, aligned
+from ._core.cache import aligned, cached
 from ._core.launch import Launch, current_stream
 from .merge_attention import build_merge_launch
 from .paged_attention import paged_attention
 
-_positions_launches: LaunchCache[Launch] = LaunchCache()
 
-
-def _build_positions_launch(is_aligned: bool) -> Launch:
+@cached
+def _build_positions_launch(is_aligned: bool, device: torch.device) -> Launch:
+    """Return the launch on a device of the kernel that computes positions."""
     from .kernels.shared_prefix import _shared_prefix_kernel
 
     return Launch(_shared_prefix_kernel, {"BLOCK_T": 64, "BLOCK_S": 128}, same_alignment=is_aligned)
@@ -47,9 +46,7 @@ class _Prefix:
     def fill(self, args: Any) -> None:
         """Compute each query's position and the plan. `args` are a call's, or a refreshed `attention_plan`'s."""
         seq_lens, starts, num_tokens = args.seq_lens, args.query_start_loc, len(self.batch["query_positions"])
-        is_aligned = aligned(seq_lens, starts)
-        kind = (is_aligned, seq_lens.device)
-        launch = _positions_launches.get_or(kind, (), lambda: _build_positions_launch(is_aligned))
+        launch = _build_positions_launch(aligned(seq_lens, starts), seq_lens.device)
         launch(
             (*self.batch.values(), seq_lens, starts),
             None,
@@ -75,13 +72,9 @@ class _Prefix:
 
 def _prefix_of(args: AttentionArgs) -> _Prefix:
     """Return the prefix of a call, with its positions and plan computed. Calls with one plan share one prefix."""
-    if args.plan is None:
-        prefix = _Prefix(args)
-        prefix.fill(args)
-        return prefix
-    on_device = args.query.is_cuda
+    on_device, cached = args.query.is_cuda, {} if args.plan is None else cached_with(args.plan)
     stream = current_stream() if on_device else None
-    cached, key = cached_with(args.plan), (stream, args.query.shape[0], args.num_shared_blocks, args.block_size)
+    key = (stream, args.query.shape[0], args.num_shared_blocks, args.block_size)
     found: _Prefix | None = cached.get(key)
     if found is None:
         found = cached[key] = _Prefix(args)
@@ -100,20 +93,15 @@ def _build(args: AttentionArgs) -> Callable[[AttentionArgs], Any]:
     prefix = build_attention(_Prefix(parts).arguments(parts), out_dtype=torch.float32, tiled=True)
     out = torch.empty((*args.query.shape[:2], args.value_cache.shape[3]), dtype=torch.float32, device="meta")
     lse = out[..., 0].contiguous()
-    return functools.partial(_run, prefix, rest, build_merge_launch((out, lse, out, lse), args.query.dtype))
+    merge = build_merge_launch((out, lse, out, lse), args.query.dtype)
 
+    def run(args: AttentionArgs) -> Any:
+        parts = args._replace(with_lse=True)
+        own = rest(parts)
+        out, lse = merge((*prefix(_prefix_of(parts).arguments(parts)), *own))
+        return (out, lse) if args.with_lse else out
 
-def _run(
-    prefix: Callable[[AttentionArgs], Result],
-    rest: Callable[[AttentionArgs], Result],
-    merge: Callable[[tuple[torch.Tensor, ...]], Result],
-    args: AttentionArgs,
-) -> Any:
-    """Attend over the rest and over the prefix, and merge the results."""
-    parts = args._replace(with_lse=True)
-    own = rest(parts)
-    out, lse = merge((*prefix(_prefix_of(parts).arguments(parts)), *own))
-    return (out, lse) if args.with_lse else out
+    return run
 
 
 @attention_operator(_build, docs_from=(paged_attention,))

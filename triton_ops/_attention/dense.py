@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from .._core.cache import LaunchCache, aligned, may_cache_tensors, needs_dispatcher, runs_kernels
+from .._core.cache import aligned, cached, may_cache_tensors, needs_dispatcher, runs_kernels
 from .._core.launch import Launch, current_stream
 from .._core.runtime import KERNELS_ON_CPU, require_triton
 
@@ -93,11 +93,9 @@ def _blocks(dense: torch.Tensor, size: int, steps: tuple[int, int, int]) -> torc
     return dense.as_strided((count, size, *features), (step, *dense.stride()[1:]))
 
 
-_made: LaunchCache[torch.Tensor] = LaunchCache()
-
-
 def _once(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Decorate `make(device, *sizes)` so that its results, which callers must not write to, are cached."""
+    made = cached(lambda stream, *given: make(*given))
 
     @functools.wraps(make)
     def run(device: torch.device, *sizes: int) -> torch.Tensor:
@@ -105,8 +103,7 @@ def _once(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         on_gpu = device.type == "cuda"
         if not may_cache_tensors(on_gpu):
             return make(device, *sizes)
-        kind = (make, device, current_stream() if on_gpu else None, *sizes)
-        return _made.get_or(kind, (), lambda: make(device, *sizes))
+        return made(current_stream() if on_gpu else None, device, *sizes)
 
     return run
 

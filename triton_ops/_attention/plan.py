@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .._core.cache import LaunchCache, aligned
+from .._core.cache import aligned, cached
 from .._core.launch import Launch, current_stream, flags, numbers
 from .arguments import key_begin_of, mask_of, table_heads, table_strides
 from .constants import next_power_of_2
@@ -33,10 +33,11 @@ def build_plan(args: Any, decode_queries: int, target_items: int, out: torch.Ten
     tables, positions, block_size = args.block_tables, args.query_positions, args.block_size
     shape = PlanShape.of(tables, block_size)
     mask, heads = mask_of(args), table_heads(tables)
-    compiled_for = (decode_queries, flags(mask), positions is not None, heads, block_size)
     is_aligned = aligned(out, tables, args.seq_lens, args.query_start_loc, positions)
-    kind = (compiled_for, is_aligned, tables.device)
-    tiles, items = _launches.get_or(kind, (), lambda: _build_launches(*compiled_for, is_aligned))
+    has_positions = positions is not None
+    tiles, items = _build_launches(
+        decode_queries, flags(mask), has_positions, heads, block_size, is_aligned, tables.device
+    )
     own, programs, size = (*numbers(mask), key_begin_of(args)), (shape.num_rows, 1, 1), shape.size
     tiles_numbers = (shape.num_rows, shape.max_tiles, shape.max_items, *own, *table_strides(tables))
     items_numbers = (shape.num_rows, target_items, shape.max_items - shape.num_rows, *own)
@@ -56,9 +57,7 @@ def build_plan(args: Any, decode_queries: int, target_items: int, out: torch.Ten
     return fill
 
 
-_launches: LaunchCache[tuple[Launch, Launch]] = LaunchCache()
-
-
+@cached
 def _build_launches(
     decode_queries: int,
     mask_flags: tuple[bool, ...],
@@ -66,8 +65,9 @@ def _build_launches(
     num_tables: int,
     block_size: int,
     is_aligned: bool,
+    device: torch.device,
 ) -> tuple[Launch, Launch]:
-    """Return the launches of the two kernels, which serve any numbers of sequences and blocks."""
+    """Return the launches of the two kernels on a device, which serve any numbers of sequences and blocks."""
     from ..kernels.plan import _plan_items_kernel, _plan_tiles_kernel
 
     mask = dict(zip(Mask._fields[-len(mask_flags) :], mask_flags, strict=True))

@@ -7,6 +7,7 @@ depends on the host's work for each call.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from operator import itemgetter
@@ -95,16 +96,24 @@ def _remember(memory: dict[object, T], key: object, value: T) -> T:
 
 
 _all: weakref.WeakSet[LaunchCache[Any]] = weakref.WeakSet()
+_clear_cached: list[Callable[[], None]] = []
 
 
 def forget_choices() -> None:
     """Drop all cached launches, so that new tile sizes or options take effect. The next calls build launches again."""
-    for cache in [*_all]:
-        cache.clear()
+    for clear in (*[cache.clear for cache in _all], *_clear_cached):
+        clear()
+
+
+def cached(build: Callable[..., T]) -> Callable[..., T]:
+    """Decorate a function that builds a launch, or a tensor, from hashable arguments: build each only once."""
+    found = functools.lru_cache(MAX_REMEMBERED)(build)
+    _clear_cached.append(found.cache_clear)
+    return found
 
 
 class LaunchCache(Generic[T]):
-    """A cache of launches, or of other objects that are built once for all calls of a kind.
+    """A cache of launches, which are built once for all calls of a kind.
 
     The key of an entry is a call's options, and the metadata and alignments of its tensors.
 
@@ -121,9 +130,6 @@ class LaunchCache(Generic[T]):
 
     def get_or(self, options: object, tensors: Tensors, build: Callable[[], T]) -> T:
         """Return the object for calls with these options and metadata. The first such call builds it."""
-        if not tensors:
-            found = self._known.get(options)
-            return _remember(self._known, options, build()) if found is None else found
         for guard, addresses, found in self._last.get(options, ()):
             if guard.check(*tensors) and alignments(*tensors) == addresses:
                 return found
