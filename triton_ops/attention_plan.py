@@ -38,28 +38,32 @@ def _check_values(args: Any) -> None:
     check_lengths(args, args.seq_lens.tolist(), args.query_start_loc.tolist())
 
 
-def _cpu(args: Any) -> torch.Tensor:
+def _run(args: Any) -> torch.Tensor | None:
     _check_values(args)
     plan = plan_on_host(args)
-    return plan if args.out is None else args.out.copy_(plan)
+    if args.out is None:
+        return plan
+    args.out.copy_(plan)
+    return None
 
 
-def _build(args: Any) -> Callable[[Any], torch.Tensor]:
+def _build(args: Any) -> Callable[[Any], torch.Tensor | None]:
     """Return the launch of the kernels. With `out`, it also refreshes what attention calls cached with that plan."""
     tables = args.block_tables
     items = wanted_items(architecture(tables.device), 1 if tables.dim() == 3 else args.num_kv_heads)
     fill = build_plan(args, decode_queries_of(args), items, args.out)
 
-    def run(args: Any) -> torch.Tensor:
+    def run(args: Any) -> torch.Tensor | None:
         plan = fill(args, args.out)
-        if args.out is not None:
-            refresh_cached(plan, args)
-        return plan
+        if args.out is None:
+            return plan
+        refresh_cached(plan, args)
+        return None
 
     return run
 
 
-@operator(check=_check, cpu=_cpu, build=_build, check_values=_check_values)
+@operator(check=_check, run=_run, build=_build, check_values=_check_values)
 def attention_plan(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,

@@ -12,15 +12,16 @@ import torch
 
 from ._copy import cpu
 from ._copy.launch import launch_move_rows
+from ._copy.ops import tensors_of
 from ._core.checks import INDEX_DTYPES, check_caches, check_reachable, check_tensor, lowest_entry, on_host
 from ._core.operator import operator
 from .gather_blocks import gather_blocks, gather_blocks_list
 
 
-def _copy(
-    op: str, name: str, caches: Sequence[torch.Tensor], source_ids: torch.Tensor, target_ids: torch.Tensor
-) -> None:
-    """Check the arguments and copy blocks within each cache. Errors call the operator `op` and its caches `name`."""
+def _run(args: Any) -> None:
+    """Check the arguments and copy blocks within each cache."""
+    op, caches = type(args).__name__, tensors_of(args, "cache")
+    name, source_ids, target_ids = "caches" if op.endswith("_list") else "cache", args.source_ids, args.target_ids
     check_caches(name, caches)
     check_tensor("source_ids", source_ids, "[n]", INDEX_DTYPES)
     check_tensor("target_ids", target_ids, "[n]", INDEX_DTYPES, source_ids.device, source_ids.shape)
@@ -37,15 +38,7 @@ def _copy(
     launch_move_rows(op, caches, caches, (1, 1), source_ids.shape[0], source_ids.contiguous(), target_ids.contiguous())
 
 
-def _run(args: Any) -> None:
-    _copy("copy_blocks", "cache", [args.cache], args.source_ids, args.target_ids)
-
-
-def _run_list(args: Any) -> None:
-    _copy("copy_blocks_list", "caches", args.caches, args.source_ids, args.target_ids)
-
-
-@operator(cpu=_run, launch=_run, mutates=("cache",), docs_from=(gather_blocks,))
+@operator(run=_run, mutates=("cache",), docs_from=(gather_blocks,))
 def copy_blocks(cache: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
     """Copy blocks of a cache to other blocks of the same cache.
 
@@ -64,7 +57,7 @@ def copy_blocks(cache: torch.Tensor, source_ids: torch.Tensor, target_ids: torch
     """
 
 
-@operator(cpu=_run_list, launch=_run_list, mutates=("caches",), docs_from=(copy_blocks, gather_blocks_list))
+@operator(run=_run, mutates=("caches",), docs_from=(copy_blocks, gather_blocks_list))
 def copy_blocks_list(caches: Sequence[torch.Tensor], source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
     """Copy the same blocks within each of several caches, with one launch for every eight caches.
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ._copy.ops import BLOCKS, empty_rows, row_functions
+from ._copy.ops import BLOCKS, empty_rows, move_rows
 from ._core.operator import operator
 
 
-@operator(**row_functions("gather_blocks", BLOCKS))
+@operator(run=move_rows)
 def gather_blocks(
     cache: torch.Tensor, block_ids: torch.Tensor, device: torch.device | str | None = None
 ) -> torch.Tensor:
@@ -47,7 +47,7 @@ def gather_blocks(
     return empty_rows(cache, BLOCKS, block_ids, device)
 
 
-@operator(**row_functions("gather_blocks_list", BLOCKS), docs_from=(gather_blocks,))
+@operator(run=move_rows, docs_from=(gather_blocks,))
 def gather_blocks_list(
     caches: Sequence[torch.Tensor], block_ids: torch.Tensor, device: torch.device | str | None = None
 ) -> list[torch.Tensor]:

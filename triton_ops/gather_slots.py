@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
-from ._copy.ops import SLOTS, empty_rows, row_functions
+from ._copy.ops import SLOTS, empty_rows, move_rows
 from ._core.operator import operator
 from .gather_blocks import gather_blocks, gather_blocks_list
 
 
-@operator(**row_functions("gather_slots", SLOTS), docs_from=(gather_blocks,))
+@operator(run=move_rows, docs_from=(gather_blocks,))
 def gather_slots(
     cache: torch.Tensor, slot_mapping: torch.Tensor, device: torch.device | str | None = None
 ) -> torch.Tensor:
@@ -38,7 +38,7 @@ def gather_slots(
     return empty_rows(cache, SLOTS, slot_mapping, device)
 
 
-@operator(**row_functions("gather_slots_list", SLOTS), docs_from=(gather_slots, gather_blocks_list))
+@operator(run=move_rows, docs_from=(gather_slots, gather_blocks_list))
 def gather_slots_list(
     caches: Sequence[torch.Tensor], slot_mapping: torch.Tensor, device: torch.device | str | None = None
 ) -> list[torch.Tensor]:

@@ -15,7 +15,8 @@ import torch
 
 from ._copy import cpu
 from ._copy.launch import launch_move_rows
-from ._core.cache import LaunchCache, aligned
+from ._copy.ops import tensors_of
+from ._core.cache import aligned, cached
 from ._core.checks import (
     INDEX_DTYPES,
     bad_argument,
@@ -29,17 +30,15 @@ from ._core.checks import (
     reads_values,
 )
 from ._core.launch import Launch
-from ._core.operator import operator, record_of
+from ._core.operator import operator
 from .gather_blocks import gather_blocks_list
 
 _ROWS_A_PROGRAM = 128
 
-_launches: LaunchCache[Launch] = LaunchCache()
-
 
 def _check(args: Any) -> None:
-    """Check the metadata of a call with lists of tensors, and the values where they may be read."""
-    caches, news, seq_lens = args.caches, args.news, args.seq_lens
+    """Check the metadata of a call, and the values where they may be read."""
+    caches, news, seq_lens = tensors_of(args, "cache"), tensors_of(args, "new"), args.seq_lens
     check_caches("cache", caches)
     check_tensor("seq_lens", seq_lens, "[num_seqs]", INDEX_DTYPES)
     device, num_seqs = seq_lens.device, seq_lens.shape[0]
@@ -56,12 +55,12 @@ def _check(args: Any) -> None:
     check_reachable("cache", caches[0], seq_lens, "seq_lens")
     check_reachable("new", news[0], seq_lens, "seq_lens")
     if reads_values(seq_lens):
-        _check_values(args)
+        _check_values(args, caches[0], num_tokens)
 
 
-def _check_values(args: Any) -> None:
+def _check_values(args: Any, cache: torch.Tensor, num_tokens: int) -> None:
     """Check that values are in range, or raise ValueError. This reads them, so on a device it synchronizes."""
-    (num_blocks, block_size), num_tokens = args.caches[0].shape[:2], args.news[0].shape[0]
+    num_blocks, block_size = cache.shape[:2]
     block_tables, num_rows, new_positions = args.block_tables, args.num_rows, args.new_positions
     lengths, starts = args.seq_lens.tolist(), args.query_start_loc.tolist()
     queries = [end - begin for begin, end in itertools.pairwise(starts)]
@@ -103,11 +102,9 @@ def launch_join_map(args: Any, block_size: int) -> torch.Tensor:
     ends = seq_lens.cumsum(0, dtype=torch.int64)
     positions = None if new_positions is None else new_positions.contiguous()
     starts = args.query_start_loc.contiguous()
-    # The key has no lengths: they differ from step to step, and the kernel is not compiled for them.
     dtypes = [None if tensor is None else tensor.dtype for tensor in (block_tables, starts, positions)]
     is_aligned = aligned(rows, block_tables, ends, starts, positions)
-    options = (is_aligned, *dtypes, block_tables.stride(), rows.device)
-    launch = _launches.get_or(options, (), lambda: _build_map_launch(is_aligned))
+    launch = _build_map_launch(is_aligned, *dtypes, block_tables.stride(), rows.device)
     steps = (num_seqs.bit_length(), 0 if positions is None else positions.shape[0].bit_length())
     launch(
         (rows, block_tables, ends, starts, positions),
@@ -118,7 +115,9 @@ def launch_join_map(args: Any, block_size: int) -> torch.Tensor:
     return rows
 
 
-def _build_map_launch(is_aligned: bool) -> Launch:
+@cached
+def _build_map_launch(is_aligned: bool, *kind: object) -> Launch:
+    """Return the launch for calls of a kind, in which lengths do not count: the kernel is not compiled for them."""
     from .kernels.join_prefix import _join_map_kernel
 
     return Launch(_join_map_kernel, {"TILE": _ROWS_A_PROGRAM}, same_alignment=is_aligned)
@@ -129,11 +128,12 @@ def _result_device(cache: torch.Tensor, seq_lens: torch.Tensor, new: torch.Tenso
     return next((t.device for t in (seq_lens, new, cache) if t.is_cuda), seq_lens.device)
 
 
-def _run_list(args: Any) -> list[torch.Tensor]:
-    """Check and run a call with lists of tensors, on any device."""
+def _run(args: Any) -> list[torch.Tensor]:
+    """Check and run a call on any device."""
     _check(args)
-    caches, news, block_tables, seq_lens = args.caches, args.news, args.block_tables, args.seq_lens
-    query_start_loc, num_rows, new_positions = args.query_start_loc, args.num_rows, args.new_positions
+    caches, news = tensors_of(args, "cache"), tensors_of(args, "new")
+    block_tables, seq_lens, query_start_loc = args.block_tables, args.seq_lens, args.query_start_loc
+    num_rows, new_positions = args.num_rows, args.new_positions
     block_size = caches[0].shape[1]
     device = _result_device(caches[0], seq_lens, news[0])
     outs = [cpu.empty((num_rows, *new.shape[1:]), new.dtype, device) for new in news]
@@ -158,14 +158,7 @@ def _run_list(args: Any) -> list[torch.Tensor]:
     return outs
 
 
-def _run(args: Any) -> torch.Tensor:
-    """Run a call with single tensors as one with lists."""
-    lists = {"caches": [args.cache], "news": [args.new]}
-    others = {name: value for name, value in args._asdict().items() if name in Args._fields}
-    return _run_list(Args(**lists, **others))[0]
-
-
-@operator(cpu=_run, launch=_run)
+@operator(run=lambda args: _run(args)[0])
 def join_prefix(
     cache: torch.Tensor,
     block_tables: torch.Tensor,
@@ -209,7 +202,7 @@ def join_prefix(
     return new.new_empty((num_rows, *new.shape[1:]), device=_result_device(cache, seq_lens, new))
 
 
-@operator(cpu=_run_list, launch=_run_list, docs_from=(join_prefix, gather_blocks_list))
+@operator(run=_run, docs_from=(join_prefix, gather_blocks_list))
 def join_prefix_list(
     caches: Sequence[torch.Tensor],
     block_tables: torch.Tensor,
@@ -239,6 +232,3 @@ def join_prefix_list(
         new.new_empty((num_rows, *new.shape[1:]), device=_result_device(cache, seq_lens, new))
         for cache, new in zip(caches, news, strict=True)
     ]
-
-
-Args: Any = record_of(join_prefix_list)

@@ -8,7 +8,6 @@ It reads two results and writes one, and computes in float32. See https://arxiv.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -60,20 +59,20 @@ def build_merge_launch(
     strides = [stride for tensor in args for stride in tensor.stride()[:2]]
     programs, is_aligned = (-(-num_rows // block_r), 1, 1), aligned(*args)
     launch = Launch(_merge_attention_kernel, constexprs, programs, (num_rows, *strides), same_alignment=is_aligned)
-    return functools.partial(_run, launch, dtype or args[0].dtype)
+    dtype = dtype or args[0].dtype
+
+    def run(args: tuple[torch.Tensor, ...]) -> Result:
+        out_a = args[0]
+        out = torch.empty(out_a.shape, dtype=dtype, device=out_a.device)
+        lse = torch.empty(out_a.shape[:2], dtype=torch.float32, device=out_a.device)
+        if num_rows:
+            launch((out, lse, *args))
+        return out, lse
+
+    return run
 
 
-def _run(launch: Launch, dtype: torch.dtype, args: tuple[torch.Tensor, ...]) -> Result:
-    """Launch the merge of four tensors and return out and lse."""
-    out_a, lse_a, out_b, lse_b = args
-    out = torch.empty(out_a.shape, dtype=dtype, device=out_a.device)
-    lse = torch.empty(out_a.shape[:2], dtype=torch.float32, device=out_a.device)
-    if launch.programs[0]:
-        launch((out, lse, out_a, lse_a, out_b, lse_b))
-    return out, lse
-
-
-@operator(check=_check, cpu=_cpu, build=build_merge_launch)
+@operator(check=_check, run=_cpu, build=build_merge_launch)
 def merge_attention(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

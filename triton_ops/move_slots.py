@@ -18,7 +18,7 @@ import torch
 
 from ._attention.constants import next_power_of_2
 from ._copy.cpu import gather_rows, scatter_rows
-from ._core.cache import aligned, launch_finder
+from ._core.cache import aligned
 from ._core.checks import (
     CACHE_LAYOUT,
     FLOATS,
@@ -32,7 +32,6 @@ from ._core.checks import (
 from ._core.launch import Launch
 from ._core.operator import operator, record_of
 from ._core.quantize import QUANTIZED_DTYPES, as_codes, code_kind, quantize
-from ._core.runtime import require_triton
 from .rope_and_cache import rotate
 
 _DTYPES = (*FLOATS, *QUANTIZED_DTYPES)
@@ -78,21 +77,11 @@ def rotation_cos_sin(deltas: torch.Tensor, inv_freq: torch.Tensor) -> tuple[torc
     return angles.cos().float(), angles.sin().float()
 
 
-def rotate_pairs_(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool, first: int) -> None:
-    """Rotate keys `[n, heads, head_dim]` on the host in place, from column `first` on.
+def move_on_cpu(args: Any) -> None:
+    """Move tokens in PyTorch, with checked arguments of `move_slots`.
 
     Quantized keys are rotated and rounded again, with the same scale.
     """
-    pairs = keys[..., first : first + 2 * cos.shape[1]]
-    if keys.dtype in FLOATS:
-        pairs.copy_(rotate(pairs, cos, sin, not is_neox))
-    else:
-        codes = quantize(rotate(pairs.float(), cos, sin, not is_neox), torch.ones(1), keys.dtype)
-        as_codes(pairs).copy_(as_codes(codes))
-
-
-def move_on_cpu(args: Any) -> None:
-    """Move tokens in PyTorch, with checked arguments of `move_slots`."""
     keys, values, sources, targets, deltas, inv_freq, is_neox, first = args
     for cache in (keys,) if values is None else (keys, values):
         moved = torch.empty((len(sources), *cache.shape[2:]), dtype=cache.dtype)
@@ -100,13 +89,16 @@ def move_on_cpu(args: Any) -> None:
         if cache is keys and inv_freq is not None:
             distances, which = deltas.unique(return_inverse=True)
             cos, sin = (part[which] for part in rotation_cos_sin(distances, inv_freq))
-            rotate_pairs_(moved, cos, sin, is_neox, first)
+            pairs = moved[..., first : first + 2 * cos.shape[1]]
+            rotated = rotate(pairs if keys.dtype in FLOATS else pairs.float(), cos, sin, not is_neox)
+            if keys.dtype not in FLOATS:
+                rotated = quantize(rotated, torch.ones(1), keys.dtype)
+            as_codes(pairs).copy_(as_codes(rotated))
         scatter_rows(moved, cache, 2, targets, -1)
 
 
-def _build_move(args: Any) -> Callable[[Any], None]:
+def build_move(args: Any) -> Callable[[Any], None]:
     """Return the launch for calls of this kind, with checked arguments of `move_slots`."""
-    require_triton("move_slots")
     if not (args.source_slots.numel() and args.key_cache.numel()):
         return lambda args: None
     from .kernels.move_slots import _move_slots_kernel
@@ -147,25 +139,22 @@ def _kernel_tensors(args: Any) -> tuple[torch.Tensor, ...]:
     return as_codes(keys), as_codes(keys if values is None else values), sources, targets, cos, sin
 
 
-_find = launch_finder(_build_move)
-
-
-def launch_move(args: Any) -> None:
-    """Move tokens with a kernel, with checked arguments of `move_slots`."""
-    _find(args)(args)
-
-
-def _cpu(args: Any) -> None:
+def _run(args: Any) -> None:
     _check_values(args)
     move_on_cpu(args)
 
 
-def _launch(args: Any) -> None:
-    _check_values(args)  # values of indices in host memory are always read
-    launch_move(args)
+def _build(args: Any) -> Callable[[Any], None]:
+    launch = build_move(args)
+
+    def run(args: Any) -> None:
+        _check_values(args)  # values of indices in host memory are always read
+        launch(args)
+
+    return run
 
 
-@operator(check=_check, cpu=_cpu, launch=_launch, mutates=("key_cache", "value_cache"))
+@operator(check=_check, run=_run, build=_build, mutates=("key_cache", "value_cache"))
 def move_slots(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor | None,

@@ -7,7 +7,6 @@ elements. Slot -1 writes nothing.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -85,13 +84,12 @@ def _build(args: Any) -> Callable[[Any], None]:
     programs = (-(-num_rows // block_r), 1, 1)
     is_aligned = aligned(*args)
     launch = Launch(_reshape_and_cache_kernel, constexprs, programs, (num_rows, *strides), same_alignment=is_aligned)
-    return functools.partial(_run, launch, kv_heads)
 
+    def run(args: Any) -> None:
+        if num_rows:
+            launch((args.key, args.value, *cache_tensors(args, kv_heads)))
 
-def _run(launch: Launch, kv_heads: int, args: Any) -> None:
-    """Launch the cache write of a call."""
-    if launch.programs[0]:
-        launch((args.key, args.value, *cache_tensors(args, kv_heads)))
+    return run
 
 
 def cache_tensors(args: Any, kv_heads: int) -> tuple[Any, ...]:
@@ -105,7 +103,7 @@ def cache_tensors(args: Any, kv_heads: int) -> tuple[Any, ...]:
 
 @operator(
     check=check_write,
-    cpu=reshape_and_cache_cpu,
+    run=reshape_and_cache_cpu,
     build=_build,
     check_values=check_write_values,
     mutates=("key_cache", "value_cache"),

@@ -12,8 +12,7 @@ See https://arxiv.org/abs/2104.09864.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -104,19 +103,18 @@ def _build(args: Any) -> Callable[[Any], torch.Tensor]:
         (*packed, *args.key_cache.stride()[:3], *args.value_cache.stride()[:3]),
         same_alignment=aligned(*args),
     )
-    out_shape = None if args.query.stride() == (num_heads * head_dim, head_dim, 1) else args.query.shape
-    return functools.partial(_run, launch, kv_heads, out_shape)
+    is_packed = args.query.stride() == (num_heads * head_dim, head_dim, 1)
 
+    def run(args: Any) -> torch.Tensor:
+        query = args.query
+        # For a contiguous tensor `empty_like` takes half the time of `new_empty`.
+        out: torch.Tensor = torch.empty_like(query) if is_packed else query.new_empty(query.shape)
+        if num_tokens:
+            written = cache_tensors(args, kv_heads)
+            launch((out, query, args.positions, args.cos_sin, args.key, args.value, *written))
+        return out
 
-def _run(launch: Launch, kv_heads: int, out_shape: Sequence[int] | None, args: Any) -> torch.Tensor:
-    """Launch the kernel and return the rotated query. If out_shape is None, the query is contiguous."""
-    query = args.query
-    # For a contiguous tensor `empty_like` takes half the time of `new_empty`.
-    out: torch.Tensor = torch.empty_like(query) if out_shape is None else query.new_empty(out_shape)
-    if launch.programs[0]:
-        written = cache_tensors(args, kv_heads)
-        launch((out, query, args.positions, args.cos_sin, args.key, args.value, *written))
-    return out
+    return run
 
 
 def _check_values(args: Any) -> None:
@@ -126,7 +124,7 @@ def _check_values(args: Any) -> None:
 
 @operator(
     check=_check,
-    cpu=_rope_and_cache_cpu,
+    run=_rope_and_cache_cpu,
     build=_build,
     check_values=_check_values,
     mutates=("key_cache", "value_cache"),

@@ -12,30 +12,27 @@ https://arxiv.org/abs/2104.09864.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ._core.checks import lowest_entry
 from ._core.operator import operator
-from ._core.runtime import require_triton
-from .move_slots import Moves, check_moved_keys, launch_move, move_on_cpu
+from .move_slots import Moves, build_move, check_moved_keys, move_on_cpu
 
 
 def _check(args: Any) -> None:
     check_moved_keys(args, "source_ids", "target_ids", "deltas")
 
 
-def _check_values(args: Any) -> None:
-    lowest_entry("source_ids", args.source_ids, args.key_cache.shape[0])
-    lowest_entry("target_ids", args.target_ids, args.key_cache.shape[0])
-
-
 def _moves_of(args: Any) -> Any:
-    """Return a checked call as one of `move_slots`: a slot for each token of a block, and no values.
+    """Check values and return the call as one of `move_slots`: a slot for each token of a block, and no values.
 
     All slots of an absent block are negative, as absent slots are.
     """
+    for name in ("source_ids", "target_ids"):
+        lowest_entry(name, getattr(args, name), args.key_cache.shape[0])
     size, device = args.key_cache.shape[1], args.key_cache.device
     indexes = (args.source_ids, args.target_ids, args.deltas)
     sources, targets, deltas = (x.to(device, non_blocking=True).long().unsqueeze(1) for x in indexes)
@@ -45,18 +42,12 @@ def _moves_of(args: Any) -> Any:
     return Moves(args.key_cache, None, sources, targets, deltas, args.inv_freq, args.is_neox, args.first)
 
 
-def _cpu(args: Any) -> None:
-    _check_values(args)
-    move_on_cpu(_moves_of(args))
+def _build(args: Any) -> Callable[[Any], None]:
+    launch = build_move(_moves_of(args))
+    return lambda args: launch(_moves_of(args))
 
 
-def _launch(args: Any) -> None:
-    require_triton("rotate_keys")
-    _check_values(args)
-    launch_move(_moves_of(args))
-
-
-@operator(check=_check, cpu=_cpu, launch=_launch, mutates=("key_cache",))
+@operator(check=_check, run=lambda args: move_on_cpu(_moves_of(args)), build=_build, mutates=("key_cache",))
 def rotate_keys(
     key_cache: torch.Tensor,
     source_ids: torch.Tensor,

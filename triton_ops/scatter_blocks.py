@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import torch
 
-from ._copy.ops import BLOCKS, row_functions
+from ._copy.ops import move_rows
 from ._core.operator import operator
 from .gather_blocks import gather_blocks_list
 
 
-@operator(**row_functions("scatter_blocks", BLOCKS), mutates=("cache",))
+@operator(run=move_rows, mutates=("cache",))
 def scatter_blocks(source: torch.Tensor, cache: torch.Tensor, block_ids: torch.Tensor) -> None:
     """Write packed blocks to their places in a cache.
 
@@ -44,9 +44,7 @@ def scatter_blocks(source: torch.Tensor, cache: torch.Tensor, block_ids: torch.T
     """
 
 
-@operator(
-    **row_functions("scatter_blocks_list", BLOCKS), mutates=("caches",), docs_from=(scatter_blocks, gather_blocks_list)
-)
+@operator(run=move_rows, mutates=("caches",), docs_from=(scatter_blocks, gather_blocks_list))
 def scatter_blocks_list(
     sources: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], block_ids: torch.Tensor
 ) -> None:

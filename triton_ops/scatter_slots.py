@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
-from ._copy.ops import SLOTS, row_functions
+from ._copy.ops import move_rows
 from ._core.operator import operator
 from .scatter_blocks import scatter_blocks, scatter_blocks_list
 
 
-@operator(**row_functions("scatter_slots", SLOTS), mutates=("cache",), docs_from=(scatter_blocks,))
+@operator(run=move_rows, mutates=("cache",), docs_from=(scatter_blocks,))
 def scatter_slots(source: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Write the vectors of tokens to their slots in a cache.
 
@@ -37,9 +37,7 @@ def scatter_slots(source: torch.Tensor, cache: torch.Tensor, slot_mapping: torch
     """
 
 
-@operator(
-    **row_functions("scatter_slots_list", SLOTS), mutates=("caches",), docs_from=(scatter_slots, scatter_blocks_list)
-)
+@operator(run=move_rows, mutates=("caches",), docs_from=(scatter_slots, scatter_blocks_list))
 def scatter_slots_list(
     sources: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], slot_mapping: torch.Tensor
 ) -> None:

@@ -75,11 +75,8 @@ def warmup(
     Examples:
         >>> pc.warmup(num_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu")
     """
+    layer = _Layer(**locals())
     check_integer("workers", workers, 1)
-    layer = _Layer(
-        num_heads, num_kv_heads, head_dim, block_size, dtype, cache_dtype, torch.device(device), causal, window,
-        softcap, alibi, sinks, gaps, batch_invariant, value_dim, workers,
-    )  # fmt: skip
     if workers > 1:
         _compile_in_processes(layer)
     _run_regimes(layer)
@@ -111,7 +108,8 @@ def _run_share(given: str, share: str) -> None:
 
 def _run_regimes(layer: Any, share: slice = slice(None)) -> None:
     """Run a share of the regimes, which are pairs of a number of queries and a number of keys."""
-    device, dtype, num_heads, block_size = layer.device, layer.dtype, layer.num_heads, layer.block_size
+    device, dtype = torch.device(layer.device), layer.dtype
+    num_heads, block_size = layer.num_heads, layer.block_size
     per_head = torch.zeros(num_heads, dtype=torch.float32, device=device)
     scale = None if layer.cache_dtype is None else torch.ones(1, device=device)
     cache = torch.zeros(1, block_size, layer.num_kv_heads, layer.head_dim, dtype=dtype, device=device)

@@ -31,6 +31,7 @@ from pc.triton_ops._attention.arguments import AttentionArgs
 from pc.triton_ops._attention.build import build_attention
 from pc.triton_ops._attention.constants import Architecture
 from pc.triton_ops._core.cache import forget_choices
+from pc.triton_ops._core.operator import record_of
 from pc.triton_ops._core.runtime import load_kernels
 from pc.triton_ops._flash import append
 
@@ -178,7 +179,7 @@ def join_case(positions: bool = False) -> None:
 
     tables, lengths, starts = torch.zeros(2, 8, dtype=torch.int32), torch.tensor([64, 64]), torch.tensor([0, 8, 16])
     new_positions = torch.arange(16) if positions else None
-    args = join_prefix.Args([], tables, lengths, [], starts, 128, new_positions)
+    args = record_of(join_prefix.join_prefix_list)([], tables, lengths, [], starts, 128, new_positions)
     rows = join_prefix.launch_join_map(args, 16)
     cache, new, out = (torch.zeros(*shape, 4096, dtype=torch.bfloat16) for shape in ((4, 16), (16,), (128,)))
     launch_move_rows("join", [cache], [out], (2, 1), 128, source_index=rows, extras=[new])

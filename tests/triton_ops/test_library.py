@@ -198,13 +198,11 @@ def test_pinned_caches_reach_their_kernels() -> None:
         def launch(function: Any, run: Any) -> Any:
             return registration._kernel(lambda args: run, registration.record_of(function), None, on_device=True)
 
-        slots = rows_ops.row_functions("gather_slots", rows_ops.SLOTS)["launch"]
-        gathered = launch(pc.gather_slots, slots)(cache, index)
+        gathered = launch(pc.gather_slots, rows_ops.move_rows)(cache, index)
         assert gathered.device == index.device
-        blocks = rows_ops.row_functions("gather_blocks_list", rows_ops.BLOCKS)["launch"]
-        launch(pc.gather_blocks_list, blocks)([cache, cache], index)
+        launch(pc.gather_blocks_list, rows_ops.move_rows)([cache, cache], index)
         call = ([cache], tables, lens, [cache.new_empty(1, 3)], index, 9)
-        joined = launch(pc.join_prefix_list, joining._run_list)(*call)
+        joined = launch(pc.join_prefix_list, joining._run)(*call)
         assert joined[0].device == index.device
     assert moves == ["gather_slots", "gather_blocks_list", "join_prefix"]
     assert set(entered) == {torch.device("cuda:1")}

@@ -7,7 +7,7 @@ import inspect
 import re
 import typing
 from collections.abc import Callable
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -17,6 +17,7 @@ from .build import build_attention
 from .checks import check_attention, check_attention_values
 
 P = ParamSpec("P")
+R = TypeVar("R")
 Build = Callable[[AttentionArgs], Callable[[AttentionArgs], Any]]
 
 _LSE = """and lse `[num_tokens, num_heads]` float32. lse is the natural logarithm of the
@@ -24,18 +25,24 @@ _LSE = """and lse `[num_tokens, num_heads]` float32. lse is the natural logarith
 
 
 def attention_operator(
-    build: Build = build_attention, docs_from: tuple[Callable[..., torch.Tensor], ...] = ()
-) -> Callable[[Callable[P, torch.Tensor]], Callable[P, torch.Tensor]]:
+    build: Build = build_attention,
+    docs_from: tuple[Callable[..., torch.Tensor], ...] = (),
+    gives_lse: bool = False,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Register the decorated function as `torch.ops.pc.<name>`, and return its public function.
 
-    The decorated function is the fake: it returns an empty tensor of the result's shape. `build` returns the launch for
-    calls of a kind. The docstrings of `docs_from` complete the function's own.
+    The decorated function is the fake: it returns an empty tensor of the result's shape, and with `gives_lse` a second
+    one for the log-sum-exp. `build` returns the launch for calls of a kind. Metadata are checked when a launch is
+    built, so only once for calls of a kind. The docstrings of `docs_from` complete the function's own.
     """
-
-    def decorate(function: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
-        return _register(function, build, with_lse=False, docs_from=docs_from)
-
-    return decorate
+    return operator(
+        arguments=functools.partial(binding, with_lse=gives_lse),
+        check=check_attention,
+        run=attention_cpu if gives_lse else lambda args: attention_cpu(args)[0],
+        build=build,
+        check_values=check_attention_values,
+        docs_from=docs_from,
+    )
 
 
 def with_lse(function: Callable[P, torch.Tensor], build: Build = build_attention) -> Callable[P, Result]:
@@ -49,19 +56,7 @@ def with_lse(function: Callable[P, torch.Tensor], build: Build = build_attention
     fake.__qualname__, fake.__module__, fake.__doc__ = fake.__name__, function.__module__, _doc_with_lse(function)
     fake.__annotations__ = typing.get_type_hints(function) | {"return": Result}
     fake.__signature__ = inspect.signature(function).replace(return_annotation=Result)  # type: ignore[attr-defined]
-    return _register(fake, build, with_lse=True)
-
-
-def _register(fake: Callable[P, Any], build: Build, with_lse: bool, **options: Any) -> Callable[P, Any]:
-    """Register an attention operator. Metadata are checked when a launch is built, so only once for calls of a kind."""
-    return operator(
-        arguments=functools.partial(binding, with_lse=with_lse),
-        check=check_attention,
-        cpu=attention_cpu if with_lse else lambda args: attention_cpu(args)[0],
-        build=build,
-        check_values=check_attention_values,
-        **options,
-    )(fake)
+    return attention_operator(build, gives_lse=True)(fake)
 
 
 def _doc_with_lse(function: Callable[..., object]) -> str:

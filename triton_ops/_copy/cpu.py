@@ -37,14 +37,14 @@ def _find_madvise() -> Callable[[int, int, int], int] | None:
 _madvise = _find_madvise()
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device, pinned: bool = False) -> torch.Tensor:
     """Return an uninitialized tensor. Large tensors on the CPU get huge pages if the system grants them.
 
     Page faults for 64 MB take several times as long as copying 64 MB.
     """
-    tensor = torch.empty(shape, dtype=dtype, device=device)
+    tensor = torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
     size = tensor.untyped_storage().nbytes()
-    if _madvise is not None and tensor.is_cpu and size >= _HUGE_FROM:
+    if _madvise is not None and tensor.is_cpu and not pinned and size >= _HUGE_FROM:
         begin = -(-tensor.data_ptr() // _PAGE) * _PAGE
         _madvise(begin, (size - _PAGE) // _PAGE * _PAGE, _MADV_HUGEPAGE)
     return tensor

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -25,11 +25,8 @@ from . import cpu
 from .launch import launch_move_rows
 from .layout import flat_rows, row_bytes
 
-if TYPE_CHECKING:
-    from .runs import Run
-
 BLOCKS, SLOTS = 1, 2
-_INDEX = {BLOCKS: ("block_ids", "[n]"), SLOTS: ("slot_mapping", "[num_tokens]")}
+"""How many first dimensions of a cache an index counts."""
 
 RUN_BYTES = 1 << 20
 """The copy engine is used if contiguous runs have this many bytes or more on average. Issuing a copy takes about 10 us.
@@ -37,30 +34,11 @@ A bus of 50 GB/s moves half of these bytes in that time. The number is calculate
 """
 
 
-def new_rows(cache: torch.Tensor, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return an uninitialized result on `device`. In host memory, the result of a cache on a GPU is pinned."""
-    if device.type == "cpu" and cache.is_cuda:
-        return torch.empty(tuple(shape), dtype=cache.dtype, pin_memory=True)
-    return cpu.empty(shape, cache.dtype, device)
-
-
 def result_device(cache: torch.Tensor, index: torch.Tensor, device: torch.device | None) -> torch.device:
     """Return the device of gathered rows: the given one, else the index's accelerator, else the cache's device."""
     if device is not None:
         return device
     return index.device if index.is_cuda else cache.device
-
-
-def copy_runs(packed: torch.Tensor, cache: torch.Tensor, runs: Sequence[Run], to_cache: bool) -> None:
-    """Copy packed rows to or from runs of a cache, without synchronizing. Gathered rows outside all runs become 0."""
-    if not to_cache and sum([end - first for _, first, end in runs]) < len(packed):
-        packed.zero_()
-    for begin, first, end in runs:
-        here, there = packed[begin : begin + end - first], cache[first:end]
-        if to_cache:
-            there.copy_(here, non_blocking=True)
-        else:
-            here.copy_(there, non_blocking=True)
 
 
 def _move_on_device(
@@ -87,7 +65,12 @@ def _move_on_device(
             if size >= RUN_BYTES * len(runs) * len(caches) or not all(t.is_pinned() for t in hosted):
                 for rows, flat in zip(packed, flats, strict=True):
                     assert flat is not None
-                    copy_runs(rows, flat, runs, to_cache)
+                    if not to_cache and sum([end - first for _, first, end in runs]) < len(rows):
+                        rows.zero_()  # rows outside all runs
+                    for begin, first, end in runs:
+                        pair = flat[first:end], rows[begin : begin + end - first]
+                        target, source = pair if to_cache else pair[::-1]
+                        target.copy_(source, non_blocking=True)
                 return
         index = index.to(device, non_blocking=True)
     index = index.contiguous()
@@ -97,67 +80,44 @@ def _move_on_device(
         launch_move_rows(op, caches, packed, (leading, 1), index.shape[0], source_index=index)
 
 
-def move_rows(
-    op: str,
-    leading: int,
-    caches: Sequence[torch.Tensor],
-    index: torch.Tensor,
-    sources: Sequence[torch.Tensor] | None = None,
-    device: torch.device | None = None,
-) -> Sequence[torch.Tensor]:
-    """Gather rows of caches, or scatter the rows of `sources` into caches, on any device; return the packed rows.
+def tensors_of(args: Any, name: str) -> Sequence[torch.Tensor]:
+    """Return the tensors of an operator's argument `name`: of operators of lists, all of the list `name` + "s"."""
+    plural = f"{name}s"
+    tensors: Sequence[torch.Tensor] = getattr(args, plural) if hasattr(args, plural) else [getattr(args, name)]
+    return tensors
 
-    Args:
-        op: The operator's name, for errors; one that ends in _list has arguments caches and sources.
-        leading: BLOCKS or SLOTS: the dimensions of a cache that an index counts.
-        caches: Any strides.
-        index: Block numbers or slots.
-        sources: One for each cache; None: gather.
-        device: Where gathered rows go; None: see `result_device`.
-    """
-    plural, (index_name, layout) = "s" if op.endswith("_list") else "", _INDEX[leading]
+
+def move_rows(args: Any) -> Any:
+    """Run an operator that gathers or scatters rows, on any device. `args` are named after the operator."""
+    op, leading, index_name, layout = type(args).__name__, BLOCKS, "block_ids", "[n]"
+    if hasattr(args, "slot_mapping"):
+        leading, index_name, layout = SLOTS, "slot_mapping", "[num_tokens]"
+    plural, gathers = "s" if op.endswith("_list") else "", op.startswith("gather")
+    caches, index = tensors_of(args, "cache"), getattr(args, index_name)
+    packed: Sequence[torch.Tensor]
     check_caches(f"cache{plural}", caches)
     check_tensor(index_name, index, layout, INDEX_DTYPES)
     check_reachable(f"cache{plural}", caches[0], index, index_name)
     lowest = lowest_entry(index_name, index, math.prod(caches[0].shape[:leading]))
-    if sources is None:
-        place = result_device(caches[0], index, device)
-        packed: Sequence[torch.Tensor] = [
-            new_rows(cache, (index.shape[0], *cache.shape[leading:]), place) for cache in caches
-        ]
+    if gathers:
+        place = result_device(caches[0], index, args.device)
+        pinned = place.type == "cpu" and caches[0].is_cuda
+        packed = [cpu.empty((len(index), *cache.shape[leading:]), cache.dtype, place, pinned) for cache in caches]
     else:
-        check_rows(f"source{plural}", sources, caches, index.shape[0], leading)
-        check_reachable(f"source{plural}", sources[0], index, index_name)
-        packed = sources
+        packed = tensors_of(args, "source")
+        check_rows(f"source{plural}", packed, caches, index.shape[0], leading)
+        check_reachable(f"source{plural}", packed[0], index, index_name)
     if not on_host(caches[0], index, packed[0]):
-        _move_on_device(op, packed, caches, leading, index, to_cache=sources is not None)
+        _move_on_device(op, packed, caches, leading, index, to_cache=not gathers)
     else:
         for rows, cache in zip(packed, caches, strict=True):
-            if sources is None:
+            if gathers:
                 cpu.gather_rows(cache, leading, index, rows, lowest)
             else:
                 cpu.scatter_rows(rows, cache, leading, index, lowest)
-    return packed
-
-
-def row_functions(op: str, leading: int) -> dict[str, Any]:
-    """Return the functions `cpu` and `launch` of an operator that gathers or scatters rows.
-
-    Args:
-        op: The operator's name. One that ends in _list has arguments caches and sources, others cache and source.
-        leading: As for `move_rows`.
-    """
-    several, (index_name, _) = op.endswith("_list"), _INDEX[leading]
-
-    def run(args: Any) -> Any:
-        caches, index = args.caches if several else [args.cache], getattr(args, index_name)
-        if op.startswith("gather"):
-            rows = move_rows(op, leading, caches, index, None, args.device)
-            return rows if several else rows[0]
-        move_rows(op, leading, caches, index, args.sources if several else [args.source])
+    if not gathers:
         return None
-
-    return {"cpu": run, "launch": run}
+    return packed if plural else packed[0]
 
 
 def empty_rows(

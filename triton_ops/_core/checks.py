@@ -175,16 +175,12 @@ def refuse_grad(operator: object, names: Iterable[str], values: Iterable[object]
             if not isinstance(tensor, torch.Tensor):
                 continue
             if has_grad and tensor.requires_grad:
-                needs = f"torch.no_grad() or .detach(), there is no backward of {_short(operator)}"
-                raise bad_argument(name, "a tensor that requires grad", needs, RuntimeError)
-            if has_tangents and forward_ad.unpack_dual(tensor).tangent is not None:
-                needs = f".detach(), there is no derivative of {_short(operator)}"
-                raise bad_argument(name, "a tensor with a forward-mode tangent", needs, RuntimeError)
-
-
-def _short(operator: object) -> str:
-    """Return an operator's name for an error message. It takes time, so call this only when there is an error."""
-    return str(operator).removesuffix(".default")
+                got, needs = "a tensor that requires grad", "torch.no_grad() or .detach(), there is no backward of"
+            elif has_tangents and forward_ad.unpack_dual(tensor).tangent is not None:
+                got, needs = "a tensor with a forward-mode tangent", ".detach(), there is no derivative of"
+            else:
+                continue
+            raise bad_argument(name, got, f"{needs} {str(operator).removesuffix('.default')}", RuntimeError)
 
 
 def lowest_entry(name: str, index: torch.Tensor, limit: int, least: int = -1) -> int:

@@ -68,65 +68,6 @@ _RESULT_TYPES: dict[object, str] = {
 }
 
 
-def operator(
-    *,
-    cpu: Callable[[Any], Any],
-    launch: Callable[[Any], Any] | None = None,
-    build: Callable[[Any], Callable[[Any], Any]] | None = None,
-    check: Callable[[Any], object] | None = None,
-    check_values: Callable[[Any], object] | None = None,
-    mutates: tuple[str, ...] = (),
-    arguments: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
-    docs_from: tuple[Callable[..., Any], ...] = (),
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Register the decorated function as `torch.ops.pc.<its name>` and return a function that calls the operator.
-
-    All functions below take one named tuple, the arguments by name. A parameter `out: torch.Tensor | None = None` at
-    the end makes two operators, `<name>` and `<name>.out`. The second writes to `out` and returns nothing.
-
-    Args:
-        cpu: Runs on CPU tensors, unless kernels do (`runtime.KERNELS_ON_CPU`).
-        launch: Runs on GPU tensors, and on CPU tensors if kernels run there.
-        build: Takes the place of `launch`: it returns the launch for all calls with the same options and metadata.
-        check: Checks metadata, before `cpu`, `launch`, `build` and the fake.
-        check_values: Checks values before a launch that `build` returned, if they may be read. `cpu` must check values
-            itself.
-        mutates: The parameters that are written to.
-        arguments: Takes the decorated function; returns the function that makes the named tuple. None: `record_of`.
-        docs_from: Operators whose docstrings complete the function's own: see `inherited_doc`.
-    """
-
-    def decorate(fake: Callable[P, R]) -> Callable[P, R]:
-        if docs_from:
-            fake.__doc__ = inherited_doc(fake, *docs_from)
-        signature, bind = _Signature(fake), (arguments or record_of)(fake)
-        name, names = fake.__name__, tuple(signature.types)
-        check_all = _checking_writes(check, mutates) if mutates else check
-        if build is None:
-            assert launch is not None, "an operator has `launch` or `build`"
-            find = _finding(check_all, launch)
-        else:
-            find = launch_finder(_building(name, check_all, build), check_values)
-        finds = {"CPU": find if KERNELS_ON_CPU else _finding(check_all, cpu), "CUDA": find}  # ROCm has the same keys
-
-        @functools.wraps(fake)
-        def checked_fake(*args: P.args, **kwargs: P.kwargs) -> R:
-            if check_all is not None:
-                check_all(bind(*args, **kwargs))
-            return fake(*args, **kwargs)
-
-        _register(name, names, signature.schema(mutates), finds, bind, checked_fake, mutates)
-        operators = getattr(torch.ops, NAMESPACE)
-        call = getattr(operators, name).default
-        if signature.has_out:
-            schema = signature.schema(mutates, with_out=True)
-            _register(f"{name}.out", names, schema, finds, bind, _nothing, (*mutates, "out"))
-            call = _choosing_out(call, getattr(operators, name).out, len(signature.types))
-        return _public(fake, call, signature)
-
-    return decorate
-
-
 def record_of(function: Callable[..., object]) -> Any:
     """Return a named tuple class of a function's parameters with their defaults."""
     parameters = inspect.signature(function).parameters
@@ -134,40 +75,71 @@ def record_of(function: Callable[..., object]) -> Any:
     return collections.namedtuple(function.__name__, parameters, defaults=defaults)
 
 
-def _checking_writes(check: Callable[[Any], object] | None, mutates: tuple[str, ...]) -> Callable[[Any], None]:
-    """Return `check`, followed by a check that the tensors named in `mutates` have a memory location per element."""
+def operator(
+    *,
+    run: Callable[[Any], Any],
+    build: Callable[[Any], Callable[[Any], Any]] | None = None,
+    check: Callable[[Any], object] = lambda args: None,
+    check_values: Callable[[Any], object] | None = None,
+    mutates: tuple[str, ...] = (),
+    arguments: Callable[[Callable[..., Any]], Callable[..., Any]] = record_of,
+    docs_from: tuple[Callable[..., Any], ...] = (),
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Register the decorated function as `torch.ops.pc.<its name>` and return a function that calls the operator.
+
+    All functions below take one named tuple, the arguments by name. A parameter `out: torch.Tensor | None = None` at
+    the end makes two operators, `<name>` and `<name>.out`. The second writes to `out` and must return None.
+
+    Args:
+        run: Runs a call on CPU tensors; without `build`, on tensors of any device.
+        build: Returns the launch for all calls with the same options and metadata. It runs on GPU tensors, and on CPU
+            tensors if kernels run there (`runtime.KERNELS_ON_CPU`).
+        check: Checks metadata, before `run`, `build` and the fake.
+        check_values: Checks values before a launch that `build` returned, if they may be read. `run` must check values
+            itself.
+        mutates: The parameters that are written to.
+        arguments: Takes the decorated function; returns the function that makes the named tuple.
+        docs_from: Operators whose docstrings complete the function's own: see `inherited_doc`.
+    """
 
     def check_all(args: Any) -> None:
-        if check is not None:
-            check(args)
+        check(args)
         for name in mutates:
             for tensor in _tensors([getattr(args, name)]):
                 check_writable(name, tensor)
 
-    return check_all
-
-
-def _building(name: str, check: Callable[[Any], object] | None, build: Callable[[Any], R]) -> Callable[[Any], R]:
-    """Return `build`, preceded by the check of an operator's arguments, and by a check that triton is installed."""
-
-    def build_checked(args: Any) -> R:
-        if check is not None:
-            check(args)
-        require_triton(name)
-        return build(args)
-
-    return build_checked
-
-
-def _finding(check: Callable[[Any], object] | None, run: Callable[[Any], R]) -> Callable[[Any], Callable[[Any], R]]:
-    """Return a function that checks a call's arguments and returns `run`, for operators that have nothing to build."""
-
-    def find(args: Any) -> Callable[[Any], R]:
-        if check is not None:
-            check(args)
+    def find_run(args: Any) -> Callable[[Any], Any]:
+        check_all(args)
         return run
 
-    return find
+    def decorate(fake: Callable[P, R]) -> Callable[P, R]:
+        if docs_from:
+            fake.__doc__ = inherited_doc(fake, *docs_from)
+        signature, bind, name = _Signature(fake), arguments(fake), fake.__name__
+
+        def build_checked(args: Any) -> Callable[[Any], Any]:
+            check_all(args)
+            require_triton(name)
+            assert build is not None
+            return build(args)
+
+        @functools.wraps(fake)
+        def checked_fake(*args: P.args, **kwargs: P.kwargs) -> R:
+            check_all(bind(*args, **kwargs))
+            return fake(*args, **kwargs)
+
+        find = find_run if build is None else launch_finder(build_checked, check_values)
+        finds = {"CPU": find if KERNELS_ON_CPU else find_run, "CUDA": find}  # ROCm has the same keys
+        names, schema = tuple(signature.types), signature.schema(mutates)
+        call = _register(name, names, schema, finds, bind, check_all, checked_fake, mutates)
+        if signature.has_out:
+            schema = signature.schema(mutates, with_out=True)
+            nothing, mutated = (lambda *_, **__: None), (*mutates, "out")
+            call_out = _register(f"{name}.out", names, schema, finds, bind, check_all, nothing, mutated)
+            call = _choosing_out(call, call_out, len(names))
+        return _public(fake, call, signature)
+
+    return decorate
 
 
 def doc_sections(doc: str | None) -> dict[str, str]:
@@ -250,10 +222,11 @@ def _register(
     schema: str,
     finds: Mapping[str, Callable[[Any], Callable[[Any], Any]]],
     bind: Callable[..., Any],
+    check: Callable[[Any], object],
     fake: Callable[..., Any],
     mutates: tuple[str, ...],
-) -> None:
-    """Define an operator of the parameters `names`, and register its kernels.
+) -> Any:
+    """Define an operator of the parameters `names`, register its kernels, and return it.
 
     `finds` has the function that finds the launch of a call, by dispatch key.
     """
@@ -262,14 +235,14 @@ def _register(
     call = getattr(getattr(getattr(torch.ops, NAMESPACE), base), overload or "default")
     places = [names.index(parameter) for parameter in mutates if parameter in names]
     for key, find in finds.items():
-        kernel = _kernel(find, bind, places if mutates else None, on_device=key == "CUDA")
-        LIBRARY.impl(name, _without_result(kernel) if overload == "out" else kernel, key)
+        LIBRARY.impl(name, _kernel(find, bind, places if mutates else None, key == "CUDA", check), key)
     LIBRARY.impl(name, _refusing_gradients(call, names), "Autograd", with_keyset=True)
     for key in ("AutocastCPU", "AutocastCUDA"):
         LIBRARY.impl(name, _without_autocast(call, key), key)
     for key in ("Conjugate", "Negative") if mutates else ():
         LIBRARY.impl(name, _resolving_bits(call, names, mutates), key)
     torch.library.register_fake(f"{NAMESPACE}::{name}", _refusing_meta(fake, names), lib=LIBRARY)
+    return call
 
 
 def _refusing_gradients(call: Any, names: tuple[str, ...]) -> Callable[..., Any]:
@@ -319,7 +292,11 @@ def _resolved(value: Any) -> Any:
 
 
 def _kernel(
-    find: Callable[[Any], Callable[[Any], R]], bind: Callable[..., Any], places: list[int] | None, on_device: bool
+    find: Callable[[Any], Callable[[Any], R]],
+    bind: Callable[..., Any],
+    places: list[int] | None,
+    on_device: bool,
+    check: Callable[[Any], object] = lambda args: None,
 ) -> Callable[..., R]:
     """Return an operator's kernel: it finds the function that runs a call, and calls it with one named tuple.
 
@@ -336,13 +313,14 @@ def _kernel(
         places: The places of the parameters that the operator writes, beside those passed by name. None: it writes
             nothing.
         on_device: Whether the kernel is for device tensors.
+        check: Checks a call that writes to one address twice. A launch that was found by metadata alone has not.
     """
 
     def run(*values: Any, **named: Any) -> R:
         written: list[Any] = [*named.values()]
-        read: list[Any] = []
         stores: set[int] = set()
         if places is not None:
+            read: list[Any] = []
             for i, value in enumerate(values):
                 (written if i in places else read).append(value)
             written = _tensors(written)
@@ -353,6 +331,8 @@ def _kernel(
                     values = tuple([v if i in places else _apart(v, written) for i, v in enumerate(values)])
                     break
         args = bind(*values, **named)
+        if 0 < len(stores) < len(written) and len({tensor.data_ptr() for tensor in written}) < len(written):
+            check(args)
         first = values[0] if on_device and values else None
         if on_device and not (isinstance(first, torch.Tensor) and first.is_cuda):
             first = next((tensor for tensor in _tensors((*values, *named.values())) if tensor.is_cuda), None)
@@ -449,15 +429,3 @@ def _choosing_out(call: Callable[P, R], call_out: Callable[..., None], num_argum
         return out
 
     return typing.cast(Callable[P, R], run)
-
-
-def _without_result(function: Callable[..., Any]) -> Callable[..., None]:
-    def run(*args: Any, **kwargs: Any) -> None:
-        function(*args, **kwargs)
-
-    return run
-
-
-def _nothing(*args: object, **kwargs: object) -> None:
-    """Do nothing: the fake of an operator that writes to `out`."""
-    return None
