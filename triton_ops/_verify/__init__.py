@@ -100,21 +100,16 @@ def _check(case: Case, device: torch.device) -> Row:
                 wrong, within = difference(found, expected)
                 error, allowed = max(error, wrong), max(allowed, within)
                 if not wrong <= within and not problem:
-                    problem = f"{call}{place} is {_off(wrong)}, rounding explains {within:.2g}" if within else (
-                        f"{call}{place} is {_off(wrong)}, needs to be equal")  # fmt: skip
+                    off = f"off by {wrong:.2g}" if math.isfinite(wrong) else _SPOILED
+                    needs = f"rounding explains {within:.2g}" if within else "needs to be equal"
+                    problem = f"{call}{place} is {off}, {needs}"
     except Exception as caught:
         problem = f"{type(caught).__name__}: {str(caught).strip().splitlines()[0] if str(caught).strip() else ''}"
         error = math.inf
     return Row(case.operator, case.name, error, allowed, time.perf_counter() - begin, problem)
 
 
-def _off(error: float) -> str:
-    """Return an error as words for a problem."""
-    return (
-        f"off by {error:.2g}"
-        if math.isfinite(error)
-        else "wrong: its shape, dtype or infinities differ, or it contains NaN"
-    )
+_SPOILED = "wrong: its shape, dtype or infinities differ, or it contains NaN"
 
 
 def _results(case: Case, device: torch.device) -> list[tuple[str, torch.Tensor, Expected]]:

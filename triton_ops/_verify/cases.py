@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from ..attention_plan import attention_plan
 from . import oracle
 from .oracle import Expected, Near
 
@@ -22,14 +24,14 @@ class CaseCall(NamedTuple):
 
     Attributes:
         arguments: By name.
-        returned: The expected results, in order.
-        written: By name, the expected contents of the arguments that the operator writes.
+        returned: The expected results (`Expected`), in order.
+        written: By name, the expected contents of the arguments that the operator writes; a list for a list.
         planned: The arguments of a plan that is built before the call and passed to it; None: no plan.
     """
 
     arguments: dict[str, Any]
-    returned: tuple[Expected, ...] = ()
-    written: Mapping[str, Expected | Sequence[Expected]] = {}
+    returned: tuple[Any, ...] = ()
+    written: Mapping[str, Any] = {}
     planned: dict[str, Any] | None = None
 
 
@@ -103,6 +105,8 @@ def _attention(
     tree: bool = False,
     top_k: int = 0,
     shared: int = 0,
+    alibi: bool = False,
+    sinks: bool = False,
     planned: bool = False,
     **options: Any,
 ) -> CaseCall:
@@ -127,8 +131,10 @@ def _attention(
         tree: Whether the queries of a sequence are a random tree of drafts.
         top_k: Blocks in each query's list; 0: no lists.
         shared: Blocks that all sequences share.
+        alibi: Whether heads have random ALiBi slopes.
+        sinks: Whether heads have random sink logits.
         planned: Whether the call gets a plan.
-        options: Options of the operator, with `alibi` and `sinks` for random tensors.
+        options: Other options of the operator.
     """
     draw, (num_heads, kv_heads) = _Draw(f"{operator} {name}"), heads
     n, width = len(lens), max(-(-length // block_size) for length in lens) + 1
@@ -147,6 +153,7 @@ def _attention(
         "seq_lens": torch.tensor(lens, dtype=torch.int32),
         "query_start_loc": starts,
         "scale": head_dim**-0.5,
+        **options,
     }
     if "sparse" in operator:
         arguments["query_positions"] = None
@@ -159,24 +166,32 @@ def _attention(
         arguments["query_blocks"] = _block_lists(draw, lens, starts.tolist(), kv_heads, top_k, block_size)
     if shared:
         arguments["num_shared_blocks"] = shared
-    arguments |= _drawn_options(draw, options, heads, cache_dtype is not None, value_dim if latent else None)
+    if alibi:
+        arguments["alibi_slopes"] = -draw.uniform(num_heads) / 4
+    if sinks:
+        arguments["sinks"] = draw.normal(num_heads)
+    if cache_dtype is not None:
+        arguments["k_scale"] = draw.uniform(1 if latent else kv_heads) * 0.05 + 0.02
+        arguments |= {} if latent else {"v_scale": draw.uniform(1) * 0.05 + 0.02}
     kept = dtype if cache_dtype is None else cache_dtype
-    arguments |= _stored([keys, values], kept, head_major, latent)
-    used = _used_slots(tables, arguments, (num_blocks, block_size, kv_heads), attended=tree or top_k > 0)
     if kept != INT8:  # it has no NaN
-        sides = [side.masked_fill(~used[..., None], NAN) for side in (keys, values)]
-        arguments |= _stored(sides, kept, head_major, latent)
+        unused = ~_used_slots(tables, arguments | {"key_cache": keys, "value_cache": values}, tree or top_k > 0)
+        keys, values = (side.masked_fill(unused[..., None], NAN) for side in (keys, values))
+    keys, values = keys.to(kept), values.to(kept)
+    if head_major:
+        keys, values = (side.transpose(1, 2).contiguous().transpose(1, 2) for side in (keys, values))
+    if latent:
+        arguments |= {"cache": keys[:, :, 0], "value_dim": value_dim}
+    else:
+        arguments |= {"key_cache": keys, "value_cache": values}
     exact, lse = oracle.attention(arguments, torch.float64)
     rounded = oracle.attention(arguments, dtype)[0]
-    returned: tuple[Expected, ...] = (Near(exact, rounded), Near(lse, lse.float(), 1e-3))
-    plan = {name: arguments[name] for name in _PLANNED if name in arguments}
-    plan |= {"block_size": block_size, "num_kv_heads": kv_heads}
-    returned = returned if operator.endswith("_with_lse") else returned[:1]
-    return CaseCall(arguments, returned, planned=plan if planned else None)
-
-
-_PLANNED = (*("block_tables", "seq_lens", "query_start_loc", "window", "num_sink_tokens", "causal", "query_positions"),)
-"""The arguments of an attention operator that its plan is built from."""
+    returned = (Near(exact, rounded), Near(lse, lse.float(), 1e-3))[: 2 if operator.endswith("_with_lse") else 1]
+    if not planned:
+        return CaseCall(arguments, returned)
+    names = inspect.signature(attention_plan).parameters
+    plan = {name: value for name, value in arguments.items() if name in names}
+    return CaseCall(arguments, returned, planned=plan | {"block_size": block_size, "num_kv_heads": kv_heads})
 
 
 def _block_tables(draw: _Draw, sizes: tuple[int, int, int], block_size: int, shared: int, holes: float) -> torch.Tensor:
@@ -202,38 +217,13 @@ def _block_tables(draw: _Draw, sizes: tuple[int, int, int], block_size: int, sha
     return tables
 
 
-def _drawn_options(
-    draw: _Draw, options: dict[str, Any], heads: tuple[int, int], quantized: bool, latent_width: int | None
-) -> dict[str, Any]:
-    """Return the options with random tensors for `alibi`, `sinks` and the scales of a quantized cache."""
-    options, (num_heads, kv_heads) = dict(options), heads
-    if options.pop("alibi", False):
-        options["alibi_slopes"] = -draw.uniform(num_heads) / 4
-    if options.pop("sinks", False):
-        options["sinks"] = draw.normal(num_heads)
-    if quantized:
-        options["k_scale"] = draw.uniform(kv_heads if latent_width is None else 1) * 0.05 + 0.02
-        if latent_width is None:
-            options["v_scale"] = draw.uniform(1) * 0.05 + 0.02
-    return options if latent_width is None else options | {"value_dim": latent_width}
-
-
-def _stored(sides: list[torch.Tensor], dtype: torch.dtype, head_major: bool, latent: bool) -> dict[str, torch.Tensor]:
-    """Return keys and values as the caches that an operator takes."""
-    sides = [side.to(dtype) for side in sides]
-    if head_major:
-        sides = [side.transpose(1, 2).contiguous().transpose(1, 2) for side in sides]
-    return {"cache": sides[0][:, :, 0]} if latent else {"key_cache": sides[0], "value_cache": sides[1]}
-
-
-def _used_slots(
-    tables: torch.Tensor, arguments: dict[str, Any], shape: tuple[int, int, int], attended: bool
-) -> torch.Tensor:
+def _used_slots(tables: torch.Tensor, arguments: dict[str, Any], attended: bool) -> torch.Tensor:
     """Return which slots of a cache `[num_blocks, block_size, num_kv_heads]` hold a key of a sequence.
 
     With `attended`, keys to which no query attends do not count.
     """
-    used, (_, block_size, kv_heads) = torch.zeros(shape, dtype=torch.bool), shape
+    used = torch.zeros(arguments["key_cache"].shape[:3], dtype=torch.bool)
+    _, block_size, kv_heads = used.shape
     for i, length in enumerate(arguments["seq_lens"].tolist()):
         t, seen = torch.arange(length), torch.ones(kv_heads, length, dtype=torch.bool)
         if attended:
@@ -247,11 +237,16 @@ def _used_slots(
 
 def _trees(draw: _Draw, lens: tuple[int, ...], queries: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """Return the masks and depths of a random tree in each sequence, with a row of padding."""
-    trees = [_tree(draw, count) for count in queries]
-    masks = torch.tensor([sum(1 << token for token in own) for _, rows in trees for own in rows] + [0])
-    depths = [length - len(own) + depth for length, (own, _) in zip(lens, trees, strict=True) for depth in own]
-    positions = torch.tensor([*depths, 0], dtype=torch.int32)
-    return {"tree_mask": masks.to(torch.int32).view(-1, 1), "query_positions": positions}
+    masks, positions = [], []
+    for length, count in zip(lens, queries, strict=True):
+        own: list[int] = []  # of each token, a bit for each of its ancestors and for itself
+        for token in range(count):
+            parent = int(draw.integers(-1, token, 1)) if token else -1
+            own.append((own[parent] if parent >= 0 else 0) | 1 << token)
+        masks += own
+        positions += [length - count + row.bit_count() - 1 for row in own]
+    tree_mask, query_positions = (torch.tensor([*rows, 0]).int() for rows in (masks, positions))
+    return {"tree_mask": tree_mask.view(-1, 1), "query_positions": query_positions}
 
 
 def _block_lists(
@@ -266,17 +261,6 @@ def _block_lists(
                 chosen = draw.some(blocks, min(blocks, top_k - row % 2))
                 lists[row, head, : len(chosen)] = chosen
     return lists
-
-
-def _tree(draw: _Draw, count: int) -> tuple[list[int], list[list[int]]]:
-    """Return the depth of every token of a random tree, and its ancestors with the token itself."""
-    depths: list[int] = []
-    ancestors: list[list[int]] = []
-    for token in range(count):
-        parent = int(draw.integers(-1, token, 1)) if token else -1
-        depths.append(depths[parent] + 1 if parent >= 0 else 0)
-        ancestors.append([*(ancestors[parent] if parent >= 0 else []), token])
-    return depths, ancestors
 
 
 def _merge(dtype: torch.dtype) -> CaseCall:
@@ -315,8 +299,11 @@ def _taken(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def _put(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the cache with rows in their slots."""
+def _put(cache: torch.Tensor, rows: Expected, slots: torch.Tensor) -> Any:
+    """Return the expected contents of a cache after rows were written to slots."""
+    if isinstance(rows, Near):
+        exact, rounded = (_put(cache.to(side.dtype), side, slots) for side in (rows.exact, rows.rounded))
+        return rows._replace(exact=exact, rounded=rounded)
     out = cache.clone()
     for row, slot in zip(rows, slots.tolist(), strict=True):
         if slot >= 0:
@@ -349,23 +336,29 @@ def _angles(positions: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
     return torch.complex(angle.cos(), angle.sin())
 
 
-def _expected_rotation(x: torch.Tensor, angles: torch.Tensor, interleaved: bool, first: int = 0) -> Near:
-    """Return a tensor rotated by these angles, as an expected result."""
-    exact, rounded = (oracle.rotated(x, angles, dtype, interleaved, first) for dtype in (torch.float64, x.dtype))
-    return Near(exact, rounded)
+def _rotated(x: torch.Tensor, angles: torch.Tensor, interleaved: bool, first: int = 0) -> Near:
+    """Return a tensor rotated by these angles, as an expected result; int8 codes are rotated like numbers."""
+    exact = oracle.rotated(x, angles, torch.float64, interleaved, first)
+    if x.dtype == INT8:
+        exact = exact.clamp(-128, 127)
+        return Near(exact, exact.round().to(INT8), 0.501)  # half a code
+    return Near(exact, oracle.rotated(x, angles, x.dtype, interleaved, first))
 
 
-def _expected_cache(cache: torch.Tensor, rows: Near, slots: torch.Tensor) -> Near:
-    """Return the expected contents of a cache after rows were written to slots."""
-    return Near(_put(cache.double(), rows.exact, slots), _put(cache, rows.rounded, slots))
-
-
-def _rope(name: str, dtype: torch.dtype, interleaved: bool, head_dim: int, rotary_dim: int) -> CaseCall:
-    """Build a call of `rope_and_cache`."""
-    draw, tokens, heads, size = _Draw(f"rope_and_cache {name}"), 19, (6, 2), 8
-    query, key, value = draw.normal(tokens, heads[0] + 2 * heads[1], head_dim).to(dtype).split((6, 2, 2), 1)
-    caches = [_cache(draw, (5, size, heads[1], head_dim), dtype, 16) for _ in range(2)]
-    slots, positions = _slots(draw, tokens, 5 * size), draw.integers(0, 50, tokens)
+def _rope(
+    name: str,
+    dtype: torch.dtype,
+    interleaved: bool,
+    head_dim: int,
+    rotary_dim: int,
+    size: int = 8,
+    places: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> CaseCall:
+    """Build a call of `rope_and_cache`. `places` are the slots and the positions, below 50, of its tokens."""
+    draw, shape = _Draw(f"rope_and_cache {name}"), (9, size, 2, head_dim)
+    slots, positions = places or (_slots(draw, 19, 9 * size), draw.integers(0, 50, 19))
+    query, key, value = draw.normal(len(slots), 10, head_dim).to(dtype).split((6, 2, 2), 1)
+    caches = [_cache(draw, shape, dtype, 16) for _ in range(2)]
     angles = _angles(torch.arange(50), 10000.0 ** (-torch.arange(0, rotary_dim, 2) / rotary_dim))
     cos_sin = torch.cat((angles.real, angles.imag), 1).float()
     angles = torch.complex(*cos_sin.double().chunk(2, 1))[positions]
@@ -373,12 +366,9 @@ def _rope(name: str, dtype: torch.dtype, interleaved: bool, head_dim: int, rotar
         **{"query": query, "key": key, "value": value, "positions": positions, "cos_sin": cos_sin},
         **{"key_cache": caches[0], "value_cache": caches[1], "slot_mapping": slots, "interleaved": interleaved},
     }
-    keys = _expected_cache(caches[0], _expected_rotation(key, angles, interleaved), slots)
-    return CaseCall(
-        call,
-        (_expected_rotation(query, angles, interleaved),),
-        {"key_cache": keys, "value_cache": _put(caches[1], value, slots)},
-    )
+    keys = _put(caches[0], _rotated(key, angles, interleaved), slots)
+    written = {"key_cache": keys, "value_cache": _put(caches[1], value, slots)}
+    return CaseCall(call, (_rotated(query, angles, interleaved),), written)
 
 
 def _move(
@@ -408,27 +398,11 @@ def _move(
     else:
         call["value_cache"] = None if latent else values
     keys, others = (_taken(side, sources) for side in (cache, values))
-    rows = _rotated_keys(keys, _angles(deltas, inv_freq), is_neox, first)
-    written: dict[str, Any] = {
-        "key_cache": _with_rotated(cache, rows, targets) if pairs else _put(cache, keys, targets)
-    }
+    rows = _rotated(keys, _angles(deltas, inv_freq), not is_neox, first) if pairs else keys
+    written = {"key_cache": _put(cache, rows, targets)}
     if call.get("value_cache") is not None:
         written["value_cache"] = _put(values, others, targets)
     return CaseCall(call, (), written)
-
-
-def _rotated_keys(rows: torch.Tensor, angles: torch.Tensor, is_neox: bool, first: int) -> Near:
-    """Return cached keys rotated by these angles, as an expected result; int8 codes are rotated like numbers."""
-    if rows.dtype != INT8:
-        return _expected_rotation(rows, angles, not is_neox, first)
-    exact = oracle.rotated(rows, angles, torch.float64, not is_neox, first).clamp(-128, 127)
-    return Near(exact, exact.round().to(INT8))
-
-
-def _with_rotated(cache: torch.Tensor, rows: Near, slots: torch.Tensor) -> Expected:
-    """Return the expected contents of a cache after rotated rows were written to slots."""
-    expected = _expected_cache(cache, rows, slots)
-    return expected._replace(allowed=0.501) if cache.dtype == INT8 else expected  # half a code
 
 
 ROWS = ((3, 24), (5,), (2, 6))
@@ -494,53 +468,34 @@ def _join(operator: str, dtype: torch.dtype, placed: bool) -> CaseCall:
 
 def _flash_append(dtype: torch.dtype) -> CaseCall:
     """Build a call of `flash_attn_with_kvcache` that first writes new, rotated keys."""
-    draw, size, lens = _Draw("flash_attn_with_kvcache"), 16, (20, 0, 31)
-    tables = draw.order(9).view(3, 3).int()
-    query, key, value = (draw.normal(3, 2, heads, 64).to(dtype) for heads in (4, 2, 2))
-    caches = [_cache(draw, (9, size, 2, 64), dtype) for _ in range(2)]
-    angles = _angles(torch.arange(50), 10000.0 ** (-torch.arange(0, 64, 2) / 64))
-    cos, sin = angles.real.float(), angles.imag.float()
-    places = (torch.tensor(lens)[:, None] + torch.arange(2)).flatten()
-    rotations = torch.complex(cos.double(), sin.double())[places]
-    numbers = tables[torch.arange(3).repeat_interleave(2), places // size].long()
-    slots = numbers * size + places % size
-    keys = _expected_cache(caches[0], _expected_rotation(key.flatten(0, 1), rotations, False), slots)
-    values = _put(caches[1], value.flatten(0, 1), slots)
-    queries = _expected_rotation(query.flatten(0, 1), rotations, False)
-    batch: Options = {"block_tables": tables, "seq_lens": torch.tensor(lens).int() + 2, "scale": 0.125}
-    batch |= {"query_start_loc": torch.tensor([0, 2, 4, 6]).int(), "value_cache": values}
+    draw, size, lens = _Draw("flash_attn_with_kvcache"), 16, torch.tensor((20, 0, 31)).int()
+    tables, places = draw.order(9).view(3, 3).int(), (lens[:, None] + torch.arange(2)).flatten().long()
+    slots = tables[torch.arange(3).repeat_interleave(2), places // size].long() * size + places % size
+    new, (queries,), written, _ = _rope("flash_attn_with_kvcache", dtype, False, 64, 64, size, (slots, places))
+    batch: Options = {"block_tables": tables, "seq_lens": lens + 2, "scale": 0.125}
+    batch |= {"query_start_loc": torch.tensor([0, 2, 4, 6]).int(), "value_cache": written["value_cache"]}
+    keys = written["key_cache"]
     exact, rounded = (
-        oracle.attention(batch | {"query": rotated, "key_cache": cache}, used)[0].view(3, 2, 4, 64)
-        for rotated, cache, used in ((queries.exact, keys.exact, torch.float64), (queries.rounded, keys.rounded, dtype))
+        oracle.attention(batch | {"query": query, "key_cache": cache}, query.dtype)[0].view(3, 2, 6, 64)
+        for query, cache in ((queries.exact, keys.exact), (queries.rounded, keys.rounded))
     )
-    call = {
-        **{"q": query, "k_cache": caches[0], "v_cache": caches[1], "k": key, "v": value, "rotary_cos": cos},
-        **{"rotary_sin": sin, "cache_seqlens": torch.tensor(lens).int(), "block_table": tables, "causal": True},
-        **{"softmax_scale": 0.125, "rotary_interleaved": False},
-    }
-    return CaseCall(call, (Near(exact, rounded),), {"k_cache": keys, "v_cache": values})
+    call = {side[0]: new[side].unflatten(0, (3, 2)) for side in ("query", "key", "value")}
+    call |= {"k_cache": new["key_cache"], "v_cache": new["value_cache"], "cache_seqlens": lens, "block_table": tables}
+    call |= dict(zip(("rotary_cos", "rotary_sin"), new["cos_sin"].chunk(2, 1), strict=True))
+    call |= {"causal": True, "softmax_scale": 0.125, "rotary_interleaved": False}
+    return CaseCall(call, (Near(exact, rounded),), {"k_cache": keys, "v_cache": written["value_cache"]})
 
 
 def _flash_varlen(dtype: torch.dtype) -> CaseCall:
     """Build a call of `flash_attn_varlen_func` with packed keys, for which a kernel makes block tables."""
-    draw, lens, queries = _Draw("flash_attn_varlen_func"), (33, 5, 70), (7, 5, 1)
-    query = draw.normal(sum(queries), 4, 64).to(dtype)
-    keys, values = (draw.normal(sum(lens), 2, 64).to(dtype) for _ in range(2))
-    starts, begins = (torch.tensor([0, *counts]).cumsum(0).int() for counts in (queries, lens))
-    tables = torch.zeros(3, max(lens), dtype=torch.int32)
-    for i, length in enumerate(lens):
-        tables[i, :length] = torch.arange(int(begins[i]), int(begins[i]) + length)
-    batch: Options = {
-        "query": query,
-        "key_cache": keys[:, None],
-        "value_cache": values[:, None],
-        "block_tables": tables,
-    }
-    batch |= {"seq_lens": torch.tensor(lens).int(), "query_start_loc": starts, "scale": 0.125}
-    exact, rounded = (oracle.attention(batch, used)[0] for used in (torch.float64, dtype))
-    call = {"q": query, "k": keys, "v": values, "cu_seqlens_q": starts, "cu_seqlens_k": begins, "causal": True}
-    call |= {"max_seqlen_q": max(queries), "max_seqlen_k": max(lens), "softmax_scale": 0.125}
-    return CaseCall(call, (Near(exact, rounded),))
+    lens, queries = (33, 5, 70), (7, 5, 1)
+    paged = _attention("paged_attention", "packed keys", lens, queries, dtype, block_size=1)
+    given, (expected,) = paged.arguments, paged.returned
+    blocks = torch.cat([table[:length] for table, length in zip(given["block_tables"], lens, strict=True)])
+    call = {"q": given["query"][:-1], "k": given["key_cache"][blocks, 0], "v": given["value_cache"][blocks, 0]}
+    call |= {"cu_seqlens_q": given["query_start_loc"], "cu_seqlens_k": torch.tensor([0, *lens]).cumsum(0).int()}
+    call |= {"max_seqlen_q": max(queries), "max_seqlen_k": max(lens), "causal": True, "softmax_scale": given["scale"]}
+    return CaseCall(call, (Near(expected.exact[:-1], expected.rounded[:-1]),))
 
 
 DECODE: Options = {"lens": (1, 33, 200), "queries": (1, 1, 1)}
