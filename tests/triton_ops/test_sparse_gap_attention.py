@@ -54,7 +54,7 @@ def test_scattered_queries_over_many_pieces(change, monkeypatch):
     call = AttentionArgs(*batch.tensors, batch.scale, batch.positions, **batch.options)
     check(build(case), *attention_cpu(call))
     assert sum(calls) <= 32 + 21, "each block is read once"
-    assert max(calls) == 3
+    assert max(calls) == 2, "half of what a gather may hold"
 
 
 def test_nan_between_far_windows_is_not_read(device):

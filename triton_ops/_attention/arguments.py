@@ -103,11 +103,6 @@ class AttentionArgs(NamedTuple):
         return self.key_cache.shape[1]
 
     @property
-    def tree_sizes(self) -> tuple[int, int]:
-        """The number of keys that a row of tree_mask has bits for, and the row's stride; (0, 0) without tree_mask."""
-        return (0, 0) if self.tree_mask is None else (32 * self.tree_mask.shape[1], self.tree_mask.stride(0))
-
-    @property
     def terms(self) -> ScoreModifiers:
         """The options that change a score."""
         has_softcap, has_alibi = self.softcap > 0, self.alibi_slopes is not None

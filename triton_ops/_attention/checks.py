@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,9 +13,6 @@ from .._core.quantize import QUANTIZED_DTYPES
 from .arguments import NOT_NEGATIVE, AttentionArgs
 from .layout import PlanShape
 from .plan_check import check_plan
-
-if TYPE_CHECKING:
-    import numpy as np
 
 MAX_HEAD_DIM, MAX_LATENT_DIM = 512, 1024
 
@@ -58,15 +55,6 @@ def _check_scales(key_cache: torch.Tensor, device: torch.device, **scales: torch
         if scale.numel() not in (1, key_cache.shape[2]) or scale.dim() > 1 or not scale.is_contiguous():
             needs = f"one contiguous element or {key_cache.shape[2]}, one per KV head"
             raise bad_argument(name, describe(scale), needs)
-
-
-def _check_latent(args: AttentionArgs) -> None:
-    """Check the cache of latent rows. `AttentionArgs.with_rows` has checked value_dim."""
-    rows, query = args.key_cache, args.query
-    _check_blocks("cache", rows, query)
-    if rows.shape[3] % 16:
-        raise bad_argument("cache", f"head_dim {rows.shape[3]}", "a multiple of 16")
-    _check_scales(rows, query.device, k_scale=args.k_scale)
 
 
 def check_batch(args: Any, device: torch.device, head_tables: bool = True, num_tokens: int | None = None) -> None:
@@ -117,8 +105,12 @@ def check_attention(args: AttentionArgs) -> None:
         raise bad_argument("query", f"head_dim {head_dim}", f"1 to {limit}")
     if num_heads < 1:
         raise bad_argument("query", f"shape {list(query.shape)}", "at least one head")
-    if args.is_latent:
-        _check_latent(args)
+    if args.is_latent:  # `AttentionArgs.with_rows` has checked value_dim
+        rows = args.key_cache
+        _check_blocks("cache", rows, query)
+        if rows.shape[3] % 16:
+            raise bad_argument("cache", f"head_dim {rows.shape[3]}", "a multiple of 16")
+        _check_scales(rows, query.device, k_scale=args.k_scale)
     else:
         check_cache(args, query)
     num_kv_heads = args.key_cache.shape[2]
@@ -166,13 +158,6 @@ def check_lengths(args: Any, lens: list[int], starts: list[int], max_seq_len: in
 def check_attention_values(args: AttentionArgs) -> None:
     """Check lengths, block numbers, positions and the plan. This reads values, so on a device it synchronizes."""
     args = args.with_rows()
-    _check_batch_values(args)
-    if args.plan is not None:
-        check_plan(args)
-
-
-def _check_batch_values(args: AttentionArgs) -> None:
-    """Check the values of lengths, starts, tables, lists, trees and positions; see `check_attention_values`."""
     num_tokens = args.query.shape[0]
     num_blocks, block_size = args.key_cache.shape[0], args.block_size
     lens, starts = args.seq_lens.tolist(), args.query_start_loc.tolist()
@@ -198,84 +183,65 @@ def _check_batch_values(args: AttentionArgs) -> None:
             got = f"{own[place]} in row {row}{of_head}, column {column}"
             raise bad_argument("block_tables", got, f"-1 to {num_blocks - 1}")
     if args.query_blocks is not None:
-        _check_lists(args.query_blocks, args, lens, starts)
+        _check_lists(args.query_blocks, args, lens, q_lens)
     if args.tree_mask is not None:
         _check_tree(args.tree_mask, args, starts)
-    if args.num_shared_blocks:
-        _check_prefix(tables[:, : args.num_shared_blocks], shortest, block_size)
+    if num_shared := args.num_shared_blocks:
+        if shortest < num_shared * block_size:
+            needs = f"at most {shortest // block_size}, since a sequence is {shortest} long"
+            raise bad_argument("num_shared_blocks", num_shared, needs)
+        if (tables[:, :num_shared] != tables[:1, :num_shared]).any():
+            raise bad_argument("block_tables", "rows that differ in shared columns", f"{num_shared} equal columns")
     if args.query_positions is not None:
         positions = args.query_positions.cpu()[: starts[-1]]
-        falls = positions[1:] <= positions[:-1]
-        for start in starts[1:-1]:
-            if 0 < start < len(positions):
-                falls[start - 1] = False
-        if args.tree_mask is not None:
-            falls[:] = False
-        if (positions < 0).any() or falls.any():
+        owner = torch.repeat_interleave(torch.tensor(q_lens, device="cpu"))
+        falls = (positions.diff() <= 0) & (owner.diff() == 0)
+        if (positions < 0).any() or (args.tree_mask is None and falls.any()):
             raise bad_argument("query_positions", positions.tolist()[:16], "positions that ascend within each sequence")
+    if args.plan is not None:
+        check_plan(args)
 
 
-def _check_lists(lists: torch.Tensor, args: AttentionArgs, lens: list[int], starts: list[int]) -> None:
+def _check_lists(lists: torch.Tensor, args: AttentionArgs, lens: list[int], q_lens: list[int]) -> None:
     """Check that `query_blocks` names blocks of its sequence, ascending, then -1."""
-    import numpy as np
-
-    own = lists.cpu().numpy()[: starts[-1]]
-    if not own.size:
-        return
-    blocks = [-(-length // args.block_size) for length in lens]
-    # As an unsigned number, -1 is above all others.
-    unsigned = own.view(np.uint32)
-    if unsigned.max() >= min(blocks) and (own.min() < -1 or own.max() >= min(blocks)):
-        bounds = np.repeat(blocks, np.diff(starts))[:, None, None]
-        wrong = (own < -1) | (own >= bounds)
-        if wrong.any():
-            query, head, place = np.argwhere(wrong)[0].tolist()
-            got = f"block {own[query, head, place]} for query {query}, KV head {head}"
-            raise bad_argument("query_blocks", got, f"-1 to {bounds[query, 0, 0] - 1}, the blocks of its sequence")
-    falls = unsigned[..., 1:] <= unsigned[..., :-1]
-    if falls.any() and (falls := falls & (own[..., 1:] >= 0)).any():
-        query, head, _ = np.argwhere(falls)[0].tolist()
+    blocks = torch.tensor([-(-length // args.block_size) for length in lens], device="cpu")
+    bounds = blocks.repeat_interleave(torch.tensor(q_lens, device="cpu"))[:, None, None]
+    own = lists.cpu()[: len(bounds)]
+    wrong = (own < -1) | (own >= bounds)
+    if wrong.any():
+        query, head, place = wrong.nonzero()[0].tolist()
+        got = f"block {own[query, head, place]} for query {query}, KV head {head}"
+        raise bad_argument("query_blocks", got, f"-1 to {bounds[query, 0, 0] - 1}, the blocks of its sequence")
+    ends = own.masked_fill(own < 0, 1 << 30)
+    falls = (ends[..., 1:] <= ends[..., :-1]) & (own[..., 1:] >= 0)
+    if falls.any():
+        query, head, _ = falls.nonzero()[0].tolist()
         got = f"{own[query, head].tolist()[:16]} for query {query}, KV head {head}"
         raise bad_argument("query_blocks", got, "blocks that ascend, then -1")
 
 
-def tree_bits(mask: torch.Tensor, num_keys: int) -> np.ndarray:
+def tree_bits(mask: torch.Tensor, num_keys: int) -> torch.Tensor:
     """Return the rows of a tree_mask as booleans: `[rows, num_keys]`."""
-    import numpy as np
-
-    words = np.ascontiguousarray(mask.cpu().numpy()).astype("<i4")
-    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
-    return np.pad(bits, ((0, 0), (0, max(0, num_keys - bits.shape[1]))))[:, :num_keys].astype(bool)
+    bits = ((mask.cpu()[..., None] >> torch.arange(32, device="cpu")) & 1).bool().flatten(1)[:, :num_keys]
+    return torch.nn.functional.pad(bits, (0, num_keys - bits.shape[1]))
 
 
 def _check_tree(mask: torch.Tensor, args: AttentionArgs, starts: list[int]) -> None:
     """Check that `tree_mask` has enough bits for each sequence and, if causal, lets no token see a later one."""
-    import numpy as np
-
     for i, (begin, end) in enumerate(itertools.pairwise(starts)):
         if end - begin > 32 * mask.shape[1]:
             needs = f"{-(-(end - begin) // 32)}, 32 keys each, for the {end - begin} queries of sequence {i}"
             raise bad_argument("tree_mask", f"{mask.shape[1]} words", needs)
         if not args.causal:
             continue
-        bits, row = tree_bits(mask[begin:end], 32 * mask.shape[1]), np.arange(end - begin)[:, None]
-        future = np.arange(bits.shape[1]) > row
+        bits, row = tree_bits(mask[begin:end], 32 * mask.shape[1]), torch.arange(end - begin, device="cpu")[:, None]
+        future = torch.arange(bits.shape[1], device="cpu") > row
         if args.query_positions is not None:
-            depth = args.query_positions[begin:end].cpu().numpy()
-            future[:, : end - begin] |= (depth[None] >= depth[:, None]) & (row != row.T)
+            depth = args.query_positions[begin:end].cpu()
+            future[:, : end - begin] |= (depth >= depth[:, None]) & (row != row.T)
         if (bits & future).any():
-            query, key = np.argwhere(bits & future)[0]
+            query, key = (bits & future).nonzero()[0].tolist()
             needs = (
                 "only its own bit and bits of earlier tokens if causal, and of smaller positions with query_positions"
             )
             raise bad_argument("tree_mask", f"bit {key} in query {query} of sequence {i}", needs)
-
-
-def _check_prefix(prefixes: torch.Tensor, shortest: int, block_size: int) -> None:
-    """Check that all sequences have the same first blocks, and at least the tokens that these hold."""
-    num_shared_blocks = prefixes.shape[1]
-    if shortest < num_shared_blocks * block_size:
-        needs = f"at most {shortest // block_size}, since a sequence is {shortest} long"
-        raise bad_argument("num_shared_blocks", num_shared_blocks, needs)
-    if (prefixes != prefixes[:1]).any():
-        raise bad_argument("block_tables", "rows that differ in shared columns", f"{num_shared_blocks} equal columns")

@@ -3,7 +3,7 @@
 All operators use one predicate, `Mask`. If PyTorch's flash kernel for CPUs can compute a call, no `[queries, keys]`
 matrix is made. The kernel attends without a mask to all keys before a chunk of queries, and causally within the chunk.
 
-    cpu_sparse.py       decodes of several sequences and of KV heads that have their own blocks, in one batch
+    cpu_sparse.py       decodes over float32 keys, and of KV heads that have their own blocks, in one batch
     cpu_masked.py       the flash kernel, and what it cannot compute: score modifiers, trees, the edge of a mask
     cpu_cache.py        keys and values read from blocks
 """
@@ -19,14 +19,12 @@ import torch
 from .arguments import AttentionArgs, Result
 from .checks import tree_bits
 from .cpu_cache import Cache
-from .cpu_masked import MAX_SCORES, attend_masked, concatenated, flash, full_parts, merge_parts
+from .cpu_masked import attend_masked, concatenated, flash, full_parts, merge_parts
 from .cpu_sparse import FEW_QUERIES, Ranges, Run, attend_decodes
 
 # A chunk has consecutive positions. If chunks have fewer queries than this on average, they share one pass over the
 # keys, because otherwise each would gather the keys again.
 _LONG_CHUNK = 64
-# Sequences with fewer attended keys are decoded together.
-_BATCHED_KEYS = 4096
 
 
 def attend(args: AttentionArgs) -> Result:
@@ -79,14 +77,12 @@ def _batch(args: AttentionArgs, cache: Cache, runs: list[Run], by_head: bool) ->
     """Return the runs of one query that are attended together."""
     if not runs or not cache.has_vectors or args.query.shape[1] > FEW_QUERIES * cache.kv_heads:
         return []
+    if cache.in_place is None and not by_head:
+        return []  # keys that have to be copied are read faster by block than by vector
     # A sparse matrix has no more entries in a row than columns, so a table that repeats blocks may be too long.
     most = cache.at_once(1) if cache.in_place is None else len(cache.in_place[0])
-    if not by_head:
-        # Quantized keys are read faster by block than by vector.
-        most = min(most, _BATCHED_KEYS if args.k_scale is None else cache.at_once(cache.kv_heads) // 16)
     few = Ranges.of(args, runs).num_keys <= most
-    runs = runs if few.all() else [run for run, is_few in zip(runs, few.tolist(), strict=True) if is_few]
-    return runs if by_head or len(runs) > 1 else []
+    return [run for run, is_few in zip(runs, few.tolist(), strict=True) if is_few]
 
 
 def _of_head(args: AttentionArgs, head: int) -> tuple[slice, AttentionArgs]:
@@ -130,7 +126,7 @@ def _attend_runs(args: AttentionArgs, cache: Cache, runs: list[Run], out: torch.
         if args.tree_mask is not None:
             begin, end = starts[i : i + 2]
             own = Run(i, begin, seq_len - (end - begin), end - begin).positions(args)
-            tree = own, tree_bits(args.tree_mask[rows], end - begin)
+            tree = own, tree_bits(args.tree_mask[rows], end - begin).numpy()
             out[rows], lse[rows] = attend_masked(query[rows], cache, table, seq_len, run.positions(args), args, tree)
             continue
         chunks = run.chunks(args)
@@ -157,10 +153,8 @@ def _attend_chunk(
         keys, values = (x[position % size :][: end - position] for x in cache.read(own_blocks))
         before = full_parts(query, cache, table, 0, position, args.scale)
         return merge_parts([flash(query, keys, values, args.scale, True), *before], query, width)
-    reached = sink_end + end - begin
-    # A slice of `reached` queries reads about twice as many keys as one query.
-    step = max(1, min(count, max(16, reached), MAX_SCORES // max(1, min(seq_len, 2 * reached) * query.shape[1])))
-
+    # A slice of as many queries reads about twice as many keys as one query.
+    step = max(16, sink_end + end - begin)
     cuts = (slice(begin, begin + step) for begin in range(0, count, step))
     positions = np.arange(position, position + count)
     return concatenated([attend_masked(query[cut], cache, table, seq_len, positions[cut], args) for cut in cuts])

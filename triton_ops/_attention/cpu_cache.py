@@ -59,13 +59,11 @@ class Cache:
         """Return how many tokens of `kv_heads` KV heads a gather may hold."""
         return max(1, GATHER_BYTES // (kv_heads * self._vector_bytes))
 
-    def pieces(
-        self, table: np.ndarray, begin: int, end: int, views: bool = False, few: bool = False
-    ) -> Iterator[Piece]:
-        """Yield the present tokens of [begin, end) in pieces, each as large as a gather may be.
+    def pieces(self, table: np.ndarray, begin: int, end: int, views: bool = False) -> Iterator[Piece]:
+        """Yield the present tokens of [begin, end) in pieces: one if a gather may hold all, otherwise of half of that.
 
-        With `views`, all tokens are one piece if that needs no copy. `few` means that few queries attend to each token.
-        Several pieces then have half of the size, which is faster because they stay in the processor's cache.
+        Halves are faster, because they stay in the processor's cache. With `views`, all tokens are one piece if that
+        needs no copy.
         """
         if end <= begin:
             return
@@ -80,7 +78,7 @@ class Cache:
             return
         present = np.flatnonzero(own >= 0)
         step = max(1, self.at_once(self.kv_heads) // size)
-        if few and len(present) > step:
+        if len(present) > step:
             step = -(-step // 2)
         for cut in range(0, len(present), step):
             live = present[cut : cut + step]

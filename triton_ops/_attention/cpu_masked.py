@@ -51,7 +51,7 @@ def full_parts(
     query: torch.Tensor, cache: Cache, table: np.ndarray, begin: int, end: int, scale: float
 ) -> Iterator[Result]:
     """Yield the results over all present keys of [begin, end), without a mask."""
-    pieces = cache.pieces(table, begin, end, views=True, few=len(query) <= 8)
+    pieces = cache.pieces(table, begin, end, views=True)
     return (flash(query, keys, values, scale, False) for keys, values, _ in pieces)
 
 
@@ -71,11 +71,7 @@ def merge_parts(parts: Iterable[Result], query: torch.Tensor, width: int) -> Res
 
 def concatenated(parts: list[Result]) -> Result:
     """Concatenate parts of different queries."""
-    return (
-        parts[0]
-        if len(parts) == 1
-        else (torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]))
-    )
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
 Tree = tuple[np.ndarray, np.ndarray]

@@ -1,4 +1,4 @@
-"""Decodes of several sequences, block tables for each KV head, and lists of blocks in one batch, without masks.
+"""Decodes of all sequences, also with block tables for each KV head and lists of blocks, in one batch without masks.
 
 A batch consists of entries. An entry is the query heads of one KV head at one token. All its queries attend to the same
 vectors of that KV head. A sampled matrix product reads float32 keys in place, since a copy takes as long as the
@@ -65,15 +65,9 @@ class Ranges(NamedTuple):
     @classmethod
     def of(cls, args: AttentionArgs, runs: list[Run]) -> Ranges:
         """Return the ranges of runs of one query."""
-        lens = args.seq_lens.numpy()[[run.sequence for run in runs]]
-        if args.query_positions is None:
-            positions = np.array([run.position for run in runs])
-        else:
-            positions = args.query_positions.numpy()[[run.first for run in runs]].astype(np.int64)
-        if not args.mask.BOUNDED:
-            zeros = np.zeros_like(lens)
-            return cls(zeros, zeros, np.minimum(lens, positions + 1) if args.mask.CAUSAL else lens)
-        each = [args.mask.attended_range(p, p, n) for p, n in zip(positions.tolist(), lens.tolist(), strict=True)]
+        lens, given, mask = args.seq_lens.tolist(), args.query_positions, args.mask
+        positions = [run.position for run in runs] if given is None else given[[run.first for run in runs]].tolist()
+        each = [mask.attended_range(p, p, lens[run.sequence]) for p, run in zip(positions, runs, strict=True)]
         return cls(*np.array(each, dtype=np.int64).T)
 
     @property

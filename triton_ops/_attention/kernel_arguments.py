@@ -127,7 +127,8 @@ def compiled_for(args: AttentionArgs, tiles: Tiles) -> dict[str, Any]:
 def strides_of(args: AttentionArgs) -> Strides:
     """Return the strides that attention kernels take."""
     tensors = (*args.query.stride()[:2], *args.key_cache.stride()[:3], *args.value_cache.stride()[:3])
-    return Strides._make((*tensors, *table_strides(args.block_tables), *args.tree_sizes))
+    tree = (0, 0) if args.tree_mask is None else (32 * args.tree_mask.shape[1], args.tree_mask.stride(0))
+    return Strides._make((*tensors, *table_strides(args.block_tables), *tree))
 
 
 def build_sum_launch(args: AttentionArgs, rows: int, splits: int, values: tuple[int, ...], num_tables: int) -> Launch:
