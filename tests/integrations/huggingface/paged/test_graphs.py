@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +28,6 @@ from generate_cases import (
 from graph_double import FailingCapturer, TapeCapturer
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from pc.cache import CacheManager
 from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching
 from pc.integrations.huggingface.admit import PromptRequests
 from pc.integrations.huggingface.loop import Loop
@@ -87,14 +85,6 @@ def test_rows_that_finish_early_leave_smaller_batches(model: Any, capturable: py
             assert_same(model, **batch, eos_token_id=eos, max_new_tokens=40)
         assert handle.graphs.captured > 1
         assert replays(handle) > 40
-
-
-def test_equal_rows_merge_their_blocks_while_a_graph_replays(model: Any, capturable: pytest.MonkeyPatch) -> None:
-    twice = left_padded(prompt(20), prompt(20), prompt(13, 1))
-    with enabled(model, block_size=8) as handle:
-        for _ in range(2):
-            assert_same(model, **twice, max_new_tokens=40, eos_token_id=None)
-        assert replays(handle) > 60
 
 
 def test_logits_stay_what_they_were(model: Any, capturable: pytest.MonkeyPatch) -> None:
@@ -309,41 +299,15 @@ def test_rehearsal_lets_scalars_of_the_host_pass() -> None:
     assert rehearsal.problem is None
 
 
-@contextmanager
-def started(model: Any, block_size: int, *prompts: torch.Tensor) -> Iterator[tuple[CacheManager, PackedRows]]:
-    """Yield the rows of a call after prefill, and check at the end that no block is held."""
+def test_merged_blocks_are_read_and_replaced_ones_given_back(model: Any, capturable: pytest.MonkeyPatch) -> None:
     install(model)
-    store = PromptStore(model, CacheOptions(64, block_size), probe(model))
-    manager = store.manager
-    admitted, config = PromptRequests(store, ()), transformers.GenerationConfig()
-    loop = Loop(model.generate, "sample", model, prompts[0], config, {"stopping_criteria": []}, {}, False)
-    rows = [Prompt(numbered(), ids[0].numpy(), 0, [0]) for ids in prompts]
+    store, ids = PromptStore(model, CacheOptions(64, 8), probe(model)), prompt(12)
+    manager, admitted, config = store.manager, PromptRequests(store, ()), transformers.GenerationConfig()
+    loop = Loop(model.generate, "sample", model, ids, config, {"stopping_criteria": []}, {}, False)
+    rows = [Prompt(numbered(), ids[0].numpy(), 0, [0]) for _ in "ab"]
     requests = PackedRows(admitted, loop, DecodeSteps(True, pytest.fail), rows, pytest.fail)
     with torch.no_grad():
         requests.read_prompts()
-        yield manager, requests
-    requests.close()
-    manager.check()
-    assert manager.stats().held_blocks == 0
-
-
-def test_row_whose_last_block_is_shared_goes_on_in_a_copy(model: Any, capturable: pytest.MonkeyPatch) -> None:
-    with started(model, 16, prompt(20)) as (manager, requests):
-        row = requests.rows[0]
-        manager.fork(row.request_id, "child")
-        before = row.blocks.tables[0]
-        logits = requests.decode([9])
-        table = row.blocks.tables[0]
-        assert table[0] == before[0]
-        assert table[1] != before[1]
-        ids = torch.cat([prompt(20), torch.tensor([[9]])], 1)
-        torch.testing.assert_close(logits[0], model(ids).logits[0, -1], rtol=1e-4, atol=1e-4)
-        assert not row.blocks.unsettled
-        manager.free("child")
-
-
-def test_merged_blocks_are_read_and_replaced_ones_given_back(model: Any, capturable: pytest.MonkeyPatch) -> None:
-    with started(model, 8, prompt(12), prompt(12)) as (manager, requests):
         for token in range(10, 22):
             requests.decode([token, token])
             tables = [set(row.blocks.tables[0].tolist()) for row in requests.rows]
@@ -354,20 +318,9 @@ def test_merged_blocks_are_read_and_replaced_ones_given_back(model: Any, captura
             retired = sum(row.blocks.unsettled for row in requests.rows)
             assert merged == requests.rows[0].blocks.length // 8
             assert manager.stats().held_blocks == held + retired
-
-
-def test_plan_is_refreshed_in_place_once_a_pass(capturable: pytest.MonkeyPatch) -> None:
-    batch = DecodeBatch(2, 4, pinned=False)
-    cpu, table = torch.device("cpu"), np.arange(4, dtype=np.int32)
-    plans = []
-    for length in (20, 50):
-        batch.write([[table]], np.array([length]), [1], [np.array([length])])
-        batch.begin()
-        plans.append(batch.plan(cpu, 16, 0, 2))
-        assert batch.plan(cpu, 16, 0, 2) is plans[-1]
-        assert torch.equal(plans[-1], torch.ops.pc.attention_plan(*batch.on(cpu)[1:], 16, num_kv_heads=2))
-    assert plans[0] is plans[1]
-    assert batch.plan(cpu, 16, 9, 2) is not plans[0]
+    requests.close()
+    manager.check()
+    assert manager.stats().held_blocks == 0
 
 
 def test_decode_batch_brings_what_has_changed() -> None:
