@@ -513,8 +513,9 @@ def _jagged() -> Tensor:
 
 
 class _Step(torch.nn.Module):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, new: Tensor, lens: Tensor, cos: Tensor) -> Tensor:
-        return flash_attn_with_kvcache(q, k, v, new, new, cos, cos, lens, causal=True)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, new: Tensor, lens: Tensor, cos: Tensor | None = None) -> Tensor:
+        window = (4, 0) if cos is None else (-1, -1)
+        return flash_attn_with_kvcache(q, k, v, new, new, cos, cos, lens, causal=True, window_size=window)
 
 
 # PyTorch: "export bakes a dynamic size into the program".
@@ -526,9 +527,7 @@ def test_exports_take_any_batch_and_number_of_new_tokens(strict: bool, rotates: 
         return torch.randn(batch, count, 4, 64), *cache, new, torch.full((batch,), 9, dtype=torch.int32)
 
     batch, count = torch.export.Dim("batch", min=2, max=16), torch.export.Dim("count", min=2, max=8)
-    cos = torch.rand(64, 16)
-    step = _Step() if rotates else _Plain()
-    more = (cos,) if rotates else ()
+    step, more = _Step(), (torch.rand(64, 16),) if rotates else ()
     shapes = ({0: batch, 1: count}, {0: batch}, {0: batch}, {0: batch, 1: count}, {0: batch}, *[None] * len(more))
     with torch.no_grad():
         program = torch.export.export(step, (*inputs(3, 5), *more), dynamic_shapes=shapes, strict=strict).module()
@@ -538,8 +537,3 @@ def test_exports_take_any_batch_and_number_of_new_tokens(strict: bool, rotates: 
             torch.testing.assert_close(program(*given, *more), step(*copies, *more))
             for found, wanted in zip(given, copies, strict=True):
                 torch.testing.assert_close(found, wanted)
-
-
-class _Plain(torch.nn.Module):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, new: Tensor, lens: Tensor) -> Tensor:
-        return flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=lens, causal=True, window_size=(4, 0))

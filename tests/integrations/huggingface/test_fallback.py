@@ -272,12 +272,13 @@ STREAMED: dict[str, dict[str, Any]] = {
     "a call that falls back": {"use_cache": False},
     "a loop of the hub": {"penalty_alpha": 0.6, "top_k": 4},
     "paged": {"cache_implementation": "paged"},
+    "a failure of ours": {},
 }
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("case", STREAMED)
-def test_streamers_get_the_same(model: Any, case: str) -> None:
+def test_streamers_get_the_same(model: Any, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def streamed(generate: Any) -> tuple[list[Any], str]:
         given = {"streamer": Recorder(), **copy.deepcopy(STREAMED[case])}
         try:
@@ -288,16 +289,10 @@ def test_streamers_get_the_same(model: Any, case: str) -> None:
 
     want = streamed(lambda **kwargs: type(model).generate(model, **kwargs))
     with enable_prefix_caching(model, num_blocks=64):
+        if case == "a failure of ours":
+            monkeypatch.setattr(serving, "loop_of", fail)
         got, _ = told_of(lambda: streamed(model.generate))
         assert got == want
-
-
-def test_streamers_get_the_prompt_once_after_a_failure_of_ours(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder()
-    with enable_prefix_caching(model, num_blocks=64), monkeypatch.context() as patch:
-        patch.setattr(serving, "loop_of", fail)
-        told_of(lambda: model.generate(prompt(40), max_new_tokens=4, streamer=recorder))
-    assert recorder.got.count(prompt(40).tolist()) == 1
 
 
 def test_too_many_positional_arguments(model: Any) -> None:

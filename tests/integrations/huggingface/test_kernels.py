@@ -59,13 +59,12 @@ def engine(handle: Any) -> Any:
     return handle._engine
 
 
+@pytest.mark.filterwarnings("error")
 def test_right_kernels_serve_and_are_checked_once(model: Any, device: Any, cache_home: Path) -> None:
     ran = device(RIGHT)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(2):
-            with enable_prefix_caching(model, cuda_graphs=False) as handle:
-                assert engine(handle)._steps is not None
+    for _ in range(2):
+        with enable_prefix_caching(model, cuda_graphs=False) as handle:
+            assert engine(handle)._steps is not None
     assert ran == ["packed"]
     remembered.forget_checks()  # like another process
     with enable_prefix_caching(model, cuda_graphs=False):
@@ -118,12 +117,11 @@ def test_moved_text_and_documents_do_without_a_wrong_kernel(model: Any, device: 
     handle.disable()
 
 
+@pytest.mark.filterwarnings("error")
 def test_only_what_is_used_is_checked(model: Any, device: Any) -> None:
     ran = device(WRONG)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for options in ({"reuse": "gap"}, {"deterministic": True}):
-            enable_prefix_caching(model, **options).disable()
+    for options in ({"reuse": "gap"}, {"deterministic": True}):
+        enable_prefix_caching(model, **options).disable()
     assert ran == []
 
 
