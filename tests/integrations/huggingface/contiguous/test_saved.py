@@ -17,12 +17,23 @@ from pc.integrations.huggingface.store import tiers
 from pc.integrations.huggingface.store.tiers import pack
 
 
+def save(model: Any, path: Path, *prompts: torch.Tensor) -> None:
+    """Save the blocks of some prompts."""
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        for ids in prompts or (prompt(64),):
+            assert_same(model, input_ids=ids)
+        handle.save(path)
+
+
+def load(model: Any, path: Path, **options: Any) -> int:
+    """Load a file, and return the number of blocks."""
+    with enable_prefix_caching(model, num_blocks=64, **options) as handle:
+        return handle.load(path)
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    model = LLAMA.build()
-    with enable_prefix_caching(model, num_blocks=64) as handle:
-        assert_same(model, input_ids=prompt(64))
-        handle.save(tmp_path / "blocks")
+    save(LLAMA.build(), tmp_path / "blocks")
     return tmp_path / "blocks"
 
 
@@ -42,9 +53,8 @@ OTHERS = {
 
 @pytest.mark.parametrize(("build", "options", "text"), OTHERS.values(), ids=OTHERS.keys())
 def test_kv_of_another_is_refused(saved: Path, build: Any, options: dict[str, Any], text: str) -> None:
-    model = build()
-    with enable_prefix_caching(model, num_blocks=64, **options) as handle, pytest.raises(ValueError, match=text):
-        handle.load(saved)
+    with pytest.raises(ValueError, match=text):
+        load(build(), saved, **options)
 
 
 def test_blocks_that_another_call_evicts_meanwhile_are_left_out(
@@ -207,11 +217,8 @@ def test_what_forward_passes_count_is_no_part_of_the_model(tmp_path: Path) -> No
         model.model.layers[0].register_forward_hook(count)
         return model
 
-    with enable_prefix_caching(model := counting(), num_blocks=64) as handle:
-        assert_same(model, input_ids=prompt(64))
-        handle.save(tmp_path / "blocks")
-    with enable_prefix_caching(model := counting(), num_blocks=64) as handle:
-        assert handle.load(tmp_path / "blocks") > 0
+    save(counting(), tmp_path / "blocks")
+    assert load(counting(), tmp_path / "blocks") > 0
 
 
 def test_addresses_in_the_hooks_of_accelerate_are_no_part_of_the_model(tmp_path: Path) -> None:
@@ -225,14 +232,10 @@ def test_addresses_in_the_hooks_of_accelerate_are_no_part_of_the_model(tmp_path:
             module._hf_hook.tied_params_map = {parameter.data_ptr(): {} for parameter in model.parameters()}
         return model
 
-    with enable_prefix_caching(model := placed(hook), num_blocks=64) as handle:
-        assert_same(model, input_ids=prompt(64))
-        handle.save(tmp_path / "blocks")
-    with enable_prefix_caching(model := placed(hook), num_blocks=64) as handle:
-        assert handle.load(tmp_path / "blocks") > 0
-    handle = enable_prefix_caching(model := placed(type("Own", (), {})), num_blocks=64)
-    with handle, pytest.raises(ValueError, match="another model"):
-        handle.load(tmp_path / "blocks")
+    save(placed(hook), tmp_path / "blocks")
+    assert load(placed(hook), tmp_path / "blocks") > 0
+    with pytest.raises(ValueError, match="another model"):
+        load(placed(type("Own", (), {})), tmp_path / "blocks")
 
 
 def test_frequencies_that_change_with_the_length_are_no_part_of_the_model(tmp_path: Path) -> None:
@@ -240,12 +243,8 @@ def test_frequencies_that_change_with_the_length_are_no_part_of_the_model(tmp_pa
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, "factor": 8.0}
     rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0 + i for i in range(8)]}
     family = Family("llama", "LlamaConfig", "LlamaForCausalLM", {"rope_parameters": rope})
-    with enable_prefix_caching(model := family.build(), num_blocks=64) as handle:
-        assert_same(model, input_ids=prompt(40))
-        assert_same(model, input_ids=prompt(90, 1))
-        handle.save(tmp_path / "blocks")
-    with enable_prefix_caching(model := family.build(), num_blocks=64) as handle:
-        assert handle.load(tmp_path / "blocks") > 0
+    save(family.build(), tmp_path / "blocks", prompt(40), prompt(90, 1))
+    assert load(family.build(), tmp_path / "blocks") > 0
 
 
 class Unreadable:
