@@ -31,7 +31,7 @@ def run_explain(requests: Path, tokenizer: str | None, num_blocks: int, block_si
         raise typer.BadParameter(str(error), param_hint="--policy") from None
     lost: Counter[str] = Counter()
     count: Counter[str] = Counter()
-    for number, row in enumerate(_rows(requests), 1):
+    for number, row in _rows(requests):
         prompt = next((row[name] for name in NAMES if row.get(name)), None)
         if prompt is None:
             raise typer.BadParameter(f"line {number} has none of {', '.join(NAMES)}", param_hint="REQUESTS")
@@ -55,15 +55,20 @@ def run_explain(requests: Path, tokenizer: str | None, num_blocks: int, block_si
         typer.echo(f"{reason:<16} {number:>8} {lost[reason]:>15}")
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a file, one a line; the file may be compressed with gzip."""
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the JSON objects of a file with their line numbers; the file may be compressed with gzip."""
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
-            for line in lines:
-                row = json.loads(line)
+            for number, line in enumerate(lines, 1):
+                if line.isspace():
+                    continue
+                try:
+                    row = json.loads(line.rstrip())
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"line {number}, column {error.colno}: {error.msg}") from None
                 if not isinstance(row, dict):
-                    raise ValueError(f"got {type(row).__name__}, needs a JSON object in each line")
-                yield row
+                    raise ValueError(f"line {number}: got {type(row).__name__}, needs a JSON object in each line")
+                yield number, row
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"{path}: {error}", param_hint="REQUESTS") from error
 
