@@ -70,15 +70,11 @@ class Cache:
         size = self.block_size
         first = begin // size
         own = table[first : -(-end // size)]
-        if views and self._key.dtype == self.dtype and self._k_scale is None and _adjacent(own):
-            skip = begin % size
-            whole = slice(int(own[0]), int(own[0]) + len(own))
-            keys, values = (x[whole].flatten(0, 1)[skip : skip + end - begin] for x in (self._key, self._value))
-            yield keys, values, np.arange(begin, end)
-            return
         present = np.flatnonzero(own >= 0)
         step = max(1, self.at_once(self.kv_heads) // size)
-        if len(present) > step:
+        if views and self._key.dtype == self.dtype and self._k_scale is None and _adjacent(own):
+            step = len(own)
+        elif len(present) > step:
             step = -(-step // 2)
         for cut in range(0, len(present), step):
             live = present[cut : cut + step]

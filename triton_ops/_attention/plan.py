@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .._core.cache import aligned, cached
-from .._core.launch import Launch, current_stream, flags, numbers
+from .._core.launch import Launch, constants, current_stream, flags, numbers
 from .arguments import key_begin_of, mask_of, table_heads, table_strides
 from .constants import next_power_of_2
 from .layout import MIN_SPLIT_TILES, TILE_KEYS, PlanShape
@@ -36,7 +36,7 @@ def build_plan(args: Any, decode_queries: int, target_items: int, out: torch.Ten
     is_aligned = aligned(out, tables, args.seq_lens, args.query_start_loc, positions)
     has_positions = positions is not None
     tiles, items = _build_launches(
-        decode_queries, flags(mask), has_positions, heads, block_size, is_aligned, tables.device
+        decode_queries, Mask(0, 0, *flags(mask)), has_positions, heads, block_size, is_aligned, tables.device
     )
     own, programs, size = (*numbers(mask), key_begin_of(args)), (shape.num_rows, 1, 1), shape.size
     tiles_numbers = (shape.num_rows, shape.max_tiles, shape.max_items, *own, *table_strides(tables))
@@ -60,7 +60,7 @@ def build_plan(args: Any, decode_queries: int, target_items: int, out: torch.Ten
 @cached
 def _build_launches(
     decode_queries: int,
-    mask_flags: tuple[bool, ...],
+    mask: Mask,
     has_positions: bool,
     num_tables: int,
     block_size: int,
@@ -70,12 +70,11 @@ def _build_launches(
     """Return the launches of the two kernels on a device, which serve any numbers of sequences and blocks."""
     from ..kernels.plan import _plan_items_kernel, _plan_tiles_kernel
 
-    mask = dict(zip(Mask._fields[-len(mask_flags) :], mask_flags, strict=True))
     # A tile begins at most this far after the start of a block.
     offset = block_size - math.gcd(block_size, TILE_KEYS)
     sub = next_power_of_2((offset + TILE_KEYS - 1) // block_size + 1)
     tiles = {
-        **mask,
+        **constants(mask),
         "DECODE_Q": decode_queries,
         "POSITIONS": has_positions,
         "TABLE_HEADS": num_tables,
@@ -83,7 +82,7 @@ def _build_launches(
         "BLOCK_T": max(16, min(128, 1024 // sub)),
         "SUB": sub,
     }
-    items = {**mask, "DECODE_Q": decode_queries, "MIN_TILES": MIN_SPLIT_TILES, "BLOCK_S": 128}
+    items = {**constants(mask), "DECODE_Q": decode_queries, "MIN_TILES": MIN_SPLIT_TILES, "BLOCK_S": 128}
     return (
         Launch(_plan_tiles_kernel, tiles, same_alignment=is_aligned),
         Launch(_plan_items_kernel, items, num_warps=1, same_alignment=is_aligned),
