@@ -16,7 +16,6 @@ import torch
 from .._core.runtime import INTERPRET
 from . import Row, Shape, check_kernels, runs_kernels
 
-_known: dict[str, Row | None] = {}
 _lock = threading.Lock()
 
 
@@ -33,26 +32,26 @@ def first_fault(device: torch.device, shape: Shape, use: str) -> Row | None:
     """
     if not runs_kernels(device):
         return None
-    about = _about(device, shape, use)
     with _lock:
-        if about not in _known:
-            path = _path(about)
-            fault: Row | None = None
-            if path is None or not os.path.exists(path):
-                rows = check_kernels(device, small=shape, uses=(use,))
-                fault = next((row for row in rows if not row.ok), None)
-                if fault is None and path is not None:
-                    with contextlib.suppress(OSError):
-                        path.parent.mkdir(parents=True, exist_ok=True)
-                        path.write_text(about, encoding="utf-8")
-            _known[about] = fault
-        return _known[about]
+        return _search(_about(device, shape, use), device, shape, use)
 
 
-def forget_checks() -> None:
-    """Forget the results that this process knows."""
-    with _lock:
-        _known.clear()
+@functools.cache
+def _search(about: str, device: torch.device, shape: Shape, use: str) -> Row | None:
+    """Check kernels, or find the file that says that all were right; `about` is what the result holds for."""
+    path = _path(about)
+    if path is not None and os.path.exists(path):
+        return None
+    fault = next((row for row in check_kernels(device, small=shape, uses=(use,)) if not row.ok), None)
+    if fault is None and path is not None:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(about, encoding="utf-8")
+    return fault
+
+
+forget_checks = _search.cache_clear
+"""Forget the results that this process knows."""
 
 
 def _about(device: torch.device, shape: Shape, use: str) -> str:
