@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import random
 from collections.abc import Callable, Iterable
@@ -11,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from pc.triton_ops._verify import oracle
 
 from ..harness.inputs import Draw, Expected, Inputs, default_dtype, paged_batch, roundings, shuffled
 from ..harness.registry import Case
@@ -208,24 +211,12 @@ def attention_inputs(
             yield _call(case, query, keys, values, own, draw(case.heads[0]) if case.sinks else None)
 
     def reference(call: AttentionCall) -> Iterable[Expected]:
-        """Compute a sample of rows in float64; allow twice the error of eager low precision, plus a rounding.
-
-        The sample's largest error is held against the largest that is allowed.
-        """
-        total = call.query.shape[0]
-        rows = sorted({0, total - 1, *random.Random(0).sample(range(total), min(total, CHECKED_ROWS))})
-        found = [expected_row(call, row) for row in rows]
-        allowed = max(
-            2 * (eager.double() - exact).abs().max().item() + roundings(exact, dtype, 1) + EXP_ERROR * weighted
-            for exact, eager, weighted in found
-        )
-
-        def read(got: Any) -> torch.Tensor:
-            got = result(call, got)
-            attended: torch.Tensor = got[0] if isinstance(got, tuple) else got
-            return attended.reshape(call.query.shape)[rows]
-
-        yield Expected(torch.stack([exact for exact, *_ in found]), read, allowed)
+        total, starts = call.query.shape[0], np.cumsum([0, *case.q_lens])
+        places = {}
+        for row in sorted({0, total - 1, *random.Random(0).sample(range(total), min(total, CHECKED_ROWS))}):
+            i = int(np.searchsorted(starts, row, side="right")) - 1
+            places[row] = (i, int(case.positions(i)[row - starts[i]]))
+        yield expected_rows(call.arguments("sparse_gap_attention"), places, functools.partial(result, call))
 
     held = blocks * 2 * math.prod(block) * stored.itemsize
     return Inputs(calls, reference, *_count_work(case, dtype, stored), device, rotate, held)
@@ -296,48 +287,56 @@ def _call(
     )  # fmt: skip
 
 
-def expected_row(call: AttentionCall, row: int) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Return a row of the expected result, `[num_heads, head_dim]`.
+def expected_rows(
+    given: dict[str, Any], places: dict[int, tuple[int, int]], result: Callable[[Any], Any] = lambda got: got
+) -> Expected:
+    """Return rows of an attention in float64; allow twice the error of eager low precision, plus a rounding.
 
-    Returns:
-        The row in float64, and the row computed in the query's dtype. Last, the largest sum of weight * abs(value),
-        by which a relative error of the weights is multiplied.
+    The rows' largest error is held against the largest that is allowed.
+
+    Args:
+        given: The arguments of an attention operator, by name; latent rows are keys and values of one head.
+        places: The sequence and the absolute position of each row that is checked.
+        result: From what a run returned to the attention's result.
     """
-    case, device = call.case, call.query.device
-    starts = np.cumsum([0, *case.q_lens])
-    i = int(np.searchsorted(starts, row, side="right")) - 1
-    position = case.positions(i)[row - starts[i]]
-    differ, heads = case.kept < 1, torch.arange(case.heads[1], device=device)
-    own = [
-        np.flatnonzero(case.visible(i, np.array([position]), head)[0]) for head in range(len(heads) if differ else 1)
-    ]
-    live = torch.from_numpy(np.stack(own, axis=1)).to(device)
-    table = call.block_tables[i].expand(len(own), -1) if call.block_tables.dim() == 2 else call.block_tables[i]
-    blocks = table.gather(1, (live // case.block_size).T).T.long()
-    index = (
-        (blocks, live % case.block_size, heads[: len(own)]) if differ else (blocks[:, 0], live[:, 0] % case.block_size)
+    query, found = given["query"], [_expected_row(given, row, *place) for row, place in places.items()]
+    allowed = max(
+        2 * (eager.double() - exact).abs().max().item() + roundings(exact, query.dtype, 1) + EXP_ERROR * weighted
+        for exact, eager, weighted in found
     )
 
-    def read(cache: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        found = cache.view(torch.uint8)[index].view(cache.dtype) if cache.dtype.itemsize == 1 else cache[index]
-        return found if scale is None else (found.float() * scale.float()).to(call.query.dtype)
+    def read(got: Any) -> torch.Tensor:
+        got = result(got)
+        attended: torch.Tensor = got[0] if isinstance(got, tuple) else got
+        return attended.reshape(*query.shape[:2], -1)[list(places)]
 
-    def attend(dtype: torch.dtype, magnitude: bool = False) -> torch.Tensor:
-        group = case.heads[0] // case.heads[1]
-        k, v = (
-            read(c, s).to(dtype).transpose(0, 1)
-            for c, s in ((call.key_cache, call.k_scale), (call.value_cache, call.v_scale))
-        )
-        q = call.query[row].to(dtype).view(case.heads[1], group, case.head_dim)
-        scores = (q * call.scale) @ k.transpose(1, 2)
-        if call.sinks is not None:
-            sinks = call.sinks.to(dtype).view(case.heads[1], group, 1)
-            weights = torch.cat([scores, sinks], dim=2).softmax(dim=2)[..., :-1]
-        else:
-            weights = scores.softmax(dim=2)
-        return (weights @ (v.abs() if magnitude else v)).reshape(case.heads[0], case.head_dim)
+    return Expected(torch.stack([exact for exact, *_ in found]), read, allowed)
 
-    return attend(torch.float64), attend(call.query.dtype), attend(torch.float64, True).max().item()
+
+def _expected_row(
+    given: dict[str, Any], row: int, sequence: int, position: int
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Return a row in float64, and computed in the query's dtype, `[num_heads, value_dim]` each.
+
+    The third result is the largest sum of weight * abs(value), by which a relative error of the weights is multiplied.
+    """
+    query, table, lists = given["query"], given["block_tables"][sequence], given.get("query_blocks")
+    held = table >= 0
+    key, value = (_blocks(given[name], table[held]) for name in ("key_cache", "value_cache"))
+    numbers = (held.flatten().cumsum(0).view(held.shape) - 1).where(held, -1)
+    call = given | {"key_cache": key, "value_cache": value, "block_tables": numbers[None]}
+    call |= {"query": query[row : row + 1], "seq_lens": given["seq_lens"][sequence : sequence + 1]}
+    call["query_blocks"] = None if lists is None else lists[row : row + 1]
+    with torch.device(query.device):
+        call |= {"query_start_loc": torch.tensor([0, 1]), "query_positions": torch.tensor([position])}
+        exact, eager = (oracle.attention(call, dtype)[0][0] for dtype in (torch.float64, query.dtype))
+        weighted = oracle.attention(call | {"value_cache": value.double().abs()}, torch.float64)[0]
+    return exact, eager, weighted.max().item()
+
+
+def _blocks(cache: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Return some blocks of a cache; PyTorch cannot index float8."""
+    return cache.view(torch.uint8)[numbers].view(cache.dtype) if cache.dtype.itemsize == 1 else cache[numbers]
 
 
 def attention_case(name: str, device: str, quick: bool = False, **conditions: Any) -> Case:

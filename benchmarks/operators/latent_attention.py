@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 
 import pc
 
 from ..harness.conditions import version
-from ..harness.inputs import Call, Draw, Expected, Inputs, default_dtype, paged_batch, roundings, shuffled
+from ..harness.inputs import Call, Draw, Expected, Inputs, default_dtype, paged_batch, shuffled
 from ..harness.registry import OURS, Benchmark, Case, Provider, UnsupportedError, case
+from .attention import expected_rows
 from .attention_peers import run_vllm_latent, vllm_version
 
 K, HEAD_DIM, VALUE_DIM, BLOCK = 1024, 576, 512, 64
@@ -46,22 +46,10 @@ def latent_inputs(
             )
 
     def reference(call: Call) -> Iterable[Expected]:
-        """Compute the first and the last row in float64; allow twice the error of eager low precision."""
-        for row in (0, tokens - 1):
-            sequence, i = divmod(row, q_len)
-            rows = _gathered(call)[sequence]
-            rows = rows if top_k else rows[: seq_len - q_len + i + 1]
-
-            def attend(dtype: torch.dtype, row: int = row, rows: torch.Tensor = rows) -> torch.Tensor:
-                scores = call.query[row].to(dtype) @ rows.to(dtype).T * SCALE
-                return scores.softmax(1) @ rows[:, :VALUE_DIM].to(dtype)
-
-            def read(got: Any, row: int = row) -> torch.Tensor:
-                return (got[0] if isinstance(got, tuple) else got).reshape(tokens, heads, VALUE_DIM)[row]
-
-            exact = attend(torch.float64)
-            eager = (attend(dtype).double() - exact).abs().max().item()
-            yield Expected(exact, read, 2 * eager + roundings(exact, dtype, 4))
+        rows, names = call.cache.unsqueeze(2), ("query", "block_tables", "seq_lens")
+        given = {name: getattr(call, name) for name in names} | {"query_blocks": call.lists, "scale": SCALE}
+        places = {row: (row // q_len, seq_len - q_len + row % q_len) for row in (0, tokens - 1)}
+        yield expected_rows(given | {"key_cache": rows, "value_cache": rows[..., :VALUE_DIM]}, places)
 
     moved = (batch * seq_len * HEAD_DIM + tokens * heads * (HEAD_DIM + VALUE_DIM)) * dtype.itemsize
     pairs, held = batch * sum(seq_len - i for i in range(q_len)), batch * seq_len * HEAD_DIM * dtype.itemsize
