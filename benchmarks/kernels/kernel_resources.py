@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import importlib
 import re
@@ -30,13 +29,14 @@ from pc.triton_ops._attention import constants, dense
 from pc.triton_ops._attention.arguments import AttentionArgs
 from pc.triton_ops._attention.build import build_attention
 from pc.triton_ops._attention.constants import Architecture
+from pc.triton_ops._copy.launch import launch_move_rows
 from pc.triton_ops._core.cache import forget_choices
 from pc.triton_ops._core.operator import record_of
 from pc.triton_ops._core.runtime import load_kernels
 from pc.triton_ops._flash import append
 
-from ..harness import tables
 from ..harness.experiment import Experiment, option
+from ..harness.tables import RESULTS, Row, read_rows
 from . import sass
 from .launches import TARGETS, Driver, Launch, digest, on_device, patched, recorded
 
@@ -45,43 +45,30 @@ load_kernels()  # `recorded` finds kernels by their class
 # `pc.triton_ops.join_prefix` is the function; the module of that name has the launch of its map.
 join_prefix = importlib.import_module("pc.triton_ops.join_prefix")
 
-TABLE = tables.RESULTS / "kernel_resources.csv"
+TABLE = RESULTS / "kernel_resources.csv"
 VERSIONS = ("3.6.0", "3.9.0")
 # Compiled for the most used cases only.
 MINOR_TARGETS = frozenset({"sm_86", "sm_89", "sm_120"})
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A line of the table.
+KEY = ("triton", "target", "case", "kernel")
+COLUMNS = (
+    *(*KEY, "registers", "spills", "shared", "matrix", "load_bytes"),
+    *("programs", "buffers", "instructions", "per_kilobyte", "sources"),
+)
+"""The columns of the table.
 
-    Attributes:
-        programs: Programs that fit on a processor at once.
-        buffers: Tiles of keys, and of values, that shared memory holds: one is computed while others are loaded.
-        instructions: Instructions of a warp for one tile of keys, in the loop without masks.
-        sources: Digest of the compiled sources; the row holds for them alone.
-        per_kilobyte: Warp instructions of a program in that loop, for a KiB of keys and values.
-    """
+    programs: Programs that fit on a processor at once.
+    buffers: Tiles of keys, and of values, that shared memory holds: one is computed while others are loaded.
+    instructions: Instructions of a warp for one tile of keys, in the loop without masks.
+    per_kilobyte: Warp instructions of a program in that loop, for a KiB of keys and values.
+    sources: Digest of the compiled sources; the row holds for them alone.
+"""
 
-    triton: str
-    target: str
-    case: str
-    kernel: str
-    registers: int = 0
-    spills: int = 0
-    shared: int = 0
-    matrix: str = ""
-    load_bytes: int = 0
-    programs: int | str = ""
-    buffers: int | str = ""
-    instructions: int | str = ""
-    per_kilobyte: float | str = ""
-    sources: str = ""
 
-    @property
-    def key(self) -> tuple[str, str, str, str]:
-        """Return the columns that identify a row."""
-        return self.triton, self.target, self.case, self.kernel
+def key(row: Row) -> tuple[str, ...]:
+    """Return the columns that identify a row."""
+    return tuple(row[name] for name in KEY)
 
 
 @contextlib.contextmanager
@@ -154,18 +141,21 @@ def attention_case(
 latent_case = functools.partial(attention_case, head_dim=576, heads=(16, 1), block_size=64, latent=True)
 
 
+def written(cache_dtype: torch.dtype | None, head_dim: int = 128) -> tuple[Any, ...]:
+    """Return caches of keys and of values, and their scales if they have codes."""
+    cache = torch.zeros(8, 16, 8, head_dim, dtype=cache_dtype or torch.bfloat16)
+    scale = None if cache_dtype is None else torch.ones(1)
+    return cache, cache.clone(), scale, scale
+
+
 def write_case(cache_dtype: torch.dtype | None = None, head_dim: int = 128) -> None:
     """Run a cache write."""
-    key = torch.zeros(64, 8, head_dim, dtype=torch.bfloat16)
-    cache = torch.zeros(4, 16, 8, head_dim, dtype=cache_dtype or torch.bfloat16)
-    scale = None if cache_dtype is None else torch.ones(1)
-    on_device("reshape_and_cache", key, key, cache, cache.clone(), torch.arange(64), scale, scale)
+    key, (keys, values, *scales) = torch.zeros(64, 8, head_dim, dtype=torch.bfloat16), written(cache_dtype, head_dim)
+    on_device("reshape_and_cache", key, key, keys, values, torch.arange(64), *scales)
 
 
 def rows_case(row: int = 4096, head_major: bool = False, tensors: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
     """Run a gather of token rows."""
-    from pc.triton_ops._copy.launch import launch_move_rows
-
     cache = torch.zeros(4, 16, row, dtype=dtype)
     if head_major:
         cache = torch.zeros(4, 8, 16, row // 8, dtype=dtype).transpose(1, 2)
@@ -175,8 +165,6 @@ def rows_case(row: int = 4096, head_major: bool = False, tensors: int = 1, dtype
 
 def join_case(positions: bool = False) -> None:
     """Run a join of cached and new rows."""
-    from pc.triton_ops._copy.launch import launch_move_rows
-
     tables, lengths, starts = torch.zeros(2, 8, dtype=torch.int32), torch.tensor([64, 64]), torch.tensor([0, 8, 16])
     new_positions = torch.arange(16) if positions else None
     args = record_of(join_prefix.join_prefix_list)([], tables, lengths, [], starts, 128, new_positions)
@@ -205,29 +193,15 @@ def flash_case(rotary: bool = False) -> None:
 def rope_case(cache_dtype: torch.dtype | None = None, interleaved: bool = False) -> None:
     """Run a rotation and cache write."""
     query, key = (torch.zeros(64, heads, 128, dtype=torch.bfloat16) for heads in (32, 8))
-    cache = torch.zeros(8, 16, 8, 128, dtype=cache_dtype or torch.bfloat16)
-    scale = None if cache_dtype is None else torch.ones(1)
-    positions = torch.arange(64)
-    on_device(
-        "rope_and_cache",
-        query,
-        key,
-        key,
-        positions,
-        torch.zeros(4096, 128),
-        cache,
-        cache.clone(),
-        positions,
-        interleaved,
-        scale,
-        scale,
-    )
+    positions, (keys, values, *scales) = torch.arange(64), written(cache_dtype)
+    new = (query, key, key, positions, torch.zeros(4096, 128))
+    on_device("rope_and_cache", *new, keys, values, positions, interleaved, *scales)
 
 
-def move_case(cache_dtype: torch.dtype = torch.bfloat16, is_neox: bool = True, rotary_dim: int = 128) -> None:
+def move_case(cache_dtype: torch.dtype | None = None, is_neox: bool = True, rotary_dim: int = 128) -> None:
     """Move tokens of keys and values to other slots."""
-    cache, slots = torch.zeros(8, 16, 8, 128, dtype=cache_dtype), torch.arange(40)
-    given = (cache, cache.clone(), slots, slots + 64, slots, torch.ones(rotary_dim // 2), is_neox)
+    slots = torch.arange(40)
+    given = (*written(cache_dtype)[:2], slots, slots + 64, slots, torch.ones(rotary_dim // 2), is_neox)
     on_device("move_slots", *given)
 
 
@@ -389,7 +363,8 @@ def launched(cases: Iterable[str], target: str) -> list[tuple[Row, Launch]]:
                 # One case shows the plan and the merge; a prefill's launch for short sequences is that of "verify".
                 is_shown = case == MERGED_CASE or name not in ("plan_tiles", "plan_items", "merge_splits")
                 if is_shown and not (entry.arguments.get("DECODE") and "prefill" in case):
-                    found.append((Row(triton.__version__, target, case, name, sources=digest([entry])), entry))
+                    named = zip(KEY, (triton.__version__, target, case, name), strict=True)
+                    found.append((dict.fromkeys(COLUMNS, "") | {**dict(named), "sources": digest([entry])}, entry))
     return found
 
 
@@ -397,23 +372,18 @@ def measure(case: str, target: str, again: bool = True) -> Iterator[Row]:
     """Yield a row for each kernel that a case launches: the table's if it holds, unless all are measured `again`."""
     known = {} if again else read_table()
     for row, entry in launched([case], target):
-        if row.key in known and known[row.key].sources == row.sources:
-            yield known[row.key]
+        if key(row) in known and known[key(row)]["sources"] == row["sources"]:
+            yield known[key(row)]
             continue
         compiled = compile_launch(entry, target)
         is_amd = TARGETS[target].gpu.backend == "hip"
         found = _amd(compiled) if is_amd else _nvidia(compiled, target, entry)
-        yield dataclasses.replace(row, shared=compiled.metadata.shared, **found)
+        yield row | {name: str(value) for name, value in found.items()} | {"shared": str(compiled.metadata.shared)}
 
 
-def read_table(path: Path = TABLE) -> dict[tuple[str, str, str, str], Row]:
+def read_table(path: Path = TABLE) -> dict[tuple[str, ...], Row]:
     """Return the rows of a table by their key."""
-    texts = ("triton", "sources")
-    lines = tables.read_rows(path)
-    rows = [
-        Row(**{name: text if name in texts else tables.number(text) for name, text in line.items()}) for line in lines
-    ]
-    return {row.key: row for row in rows}
+    return {key(row): row for row in read_rows(path)}
 
 
 SPILLS = {("3.6.0", "gfx942", "decode bf16 latent g16 e4m3")}
@@ -422,29 +392,25 @@ SPILLS = {("3.6.0", "gfx942", "decode bf16 latent g16 e4m3")}
 
 def complaints(row: Row) -> list[str]:
     """Return the faults of a row: spills, too much shared memory, no matrix instruction, narrow loads."""
-    limit = TARGETS[row.target].shared
-    found: list[str] = []
-    if row.spills and row.key[:3] not in SPILLS:
-        found.append(f"{row.spills} bytes of spills")
-    if row.shared > limit:
-        found.append(f"{row.shared} bytes of shared memory, {limit} at most")
-    if row.kernel == "attention" and "fp32" not in row.case and not row.matrix:
-        found.append("no matrix instruction")
-    if row.kernel == "attention" and row.load_bytes != 16:
-        found.append(f"loads of {row.load_bytes} bytes")
-    if row.kernel == "move_rows" and "KiB" in row.case and row.load_bytes != 16:
-        found.append(f"loads of {row.load_bytes} bytes")
-    return found
+    limit, is_attention = TARGETS[row["target"]].shared, row["kernel"] == "attention"
+    is_wide = is_attention or (row["kernel"] == "move_rows" and "KiB" in row["case"])
+    faults = {
+        f"{row['spills']} bytes of spills": row["spills"] != "0" and key(row)[:3] not in SPILLS,
+        f"{row['shared']} bytes of shared memory, {limit} at most": int(row["shared"]) > limit,
+        "no matrix instruction": is_attention and "fp32" not in row["case"] and not row["matrix"],
+        f"loads of {row['load_bytes']} bytes": is_wide and row["load_bytes"] != "16",
+    }
+    return [fault for fault, is_there in faults.items() if is_there]
 
 
-def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def rows(given: argparse.Namespace) -> Iterator[Row]:
     """Yield the rows of each case and target; at the end, exit with 1 if one has a fault."""
     wrong = []
     for case in given.cases:
         for target in (target for target in targets_of(case) if target in given.targets):
             for row in measure(case, target, given.all):
-                wrong += [f"{row.key}: {complaint}" for complaint in complaints(row)]
-                yield dataclasses.asdict(row)
+                wrong += [f"{key(row)}: {complaint}" for complaint in complaints(row)]
+                yield row
     if wrong:
         raise SystemExit("\n".join(wrong))
 
@@ -457,6 +423,6 @@ main = Experiment(
         "--targets": option(list(TARGETS), choices=list(TARGETS)),
         "--all": option(False, "compile for rows that hold too"),
     },
-    ("triton", "target", "case", "kernel"),
+    KEY,
     conditions=False,
 ).main
