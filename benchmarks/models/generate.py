@@ -5,115 +5,104 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
+import itertools
 import time
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 
 from ..harness.conditions import device_folder
 from ..harness.experiment import Experiment, option
-from ..harness.timing import TokenClock
+from ..harness.timing import TokenClock, by_turns
 from .load import random_llama
 
 SIZES: dict[str, dict[str, Any]] = {
-    "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "heads": (32, 8)},
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "heads": (4, 2)},
+    "cuda": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "heads": (32, 8)},
+    "cpu": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "heads": (4, 2)},
 }
-"""Of Llamas; "1B" has the shape of Llama 3.2 1B."""
+"""Of the Llama for each kind of device; that for a GPU has the shape of Llama 3.2 1B."""
+PROMPTS = {"cuda": (8192, 64, 128, 6), "cpu": (64, 16, 4, 2)}
+"""Tokens that all prompts begin with, tokens that only one has, tokens to generate, and the number of prompts."""
+STATIC = "transformers, static cache and CUDA graphs"
+"""A way that may fail; a row says why."""
 
 
-def _ask(generate: Any, prompt: torch.Tensor, new_tokens: int) -> tuple[list[int], float, float]:
-    """Return the tokens, the seconds to the first token, and tokens a second after it."""
+class Answer(NamedTuple):
+    """The outcome of one call; `rate` is the number of tokens a second after the first one."""
+
+    tokens: list[int]
+    first: float
+    rate: float
+    reused: str = ""
+
+
+def _ask(generate: Any, prompt: torch.Tensor, new_tokens: int) -> Answer:
     clock = TokenClock(time.perf_counter)
     if prompt.is_cuda:
         torch.cuda.synchronize()
     start = time.perf_counter()
-    out = generate(
-        input_ids=prompt,
-        attention_mask=torch.ones_like(prompt),
-        do_sample=False,
-        max_new_tokens=new_tokens,
-        streamer=clock,
-    )
+    options = {"do_sample": False, "max_new_tokens": new_tokens, "streamer": clock}
+    out = generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options)
     arrived = clock.times[1:]
-    rate = (len(arrived) - 1) / (arrived[-1] - arrived[0]) if len(arrived) > 1 else float("nan")
-    return out[0, prompt.shape[1] :].tolist(), arrived[0] - start, rate
+    rate = (len(arrived) - 1) / (arrived[-1] - arrived[0])
+    return Answer(out[0, prompt.shape[1] :].tolist(), arrived[0] - start, rate)
 
 
-def run_generate(
-    size: str, device: torch.device, shared: int, own: int, new_tokens: int, requests: int
-) -> list[dict[str, str]]:
-    """Ask `requests` times about one shared prompt, in turns without and with the cache.
-
-    Args:
-        size: "1B" or "tiny".
-        device: Device of the model, which has bfloat16 on a GPU and float32 on a CPU.
-        shared: Tokens that all prompts begin with.
-        own: Tokens that only one prompt has.
-        new_tokens: Tokens to generate.
-        requests: Number of prompts.
-
-    Returns:
-        A row for each way and request, and rows with notes.
-    """
+def rows(given: argparse.Namespace) -> Iterator[dict[str, str]]:
+    """Yield a row for each request about one shared prompt and each way, which take turns; and rows with notes."""
     from pc.integrations.huggingface import enable_prefix_caching
 
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    options = {"vocab_size": 128256 if size == "1B" else 512, "max_position_embeddings": 32768}
-    model = random_llama(**SIZES[size], **options, tie_word_embeddings=True, device=device, dtype=dtype)
-    plain = type(model).generate
-    generator = torch.Generator().manual_seed(0)
+    is_gpu, (shared, own, new_tokens, requests) = given.device == "cuda", PROMPTS[given.device]
+    size, dtype = ("1B", torch.bfloat16) if is_gpu else ("tiny", torch.float32)
+    options = {"vocab_size": 128256 if is_gpu else 512, "max_position_embeddings": 32768, "tie_word_embeddings": True}
+    model = random_llama(**SIZES[given.device], **options, device=given.device, dtype=dtype)
+    generator, notes = torch.Generator().manual_seed(0), dict[str, str]()
     prefix = torch.randint(1, 512, (1, shared), generator=generator)
-    ways: dict[str, Any] = {"transformers": lambda **given: plain(model, **given)}
-    if device.type == "cuda":
-        ways["transformers, static cache and CUDA graphs"] = lambda **given: plain(
-            model, cache_implementation="static", **given
-        )
-    rows: list[dict[str, str]] = []
-    notes: dict[str, str] = {}
-    blocks = -(-(shared + (own + new_tokens) * (requests + 1)) // 16) + 64
+    # The first request warms up, on tokens that no other begins with.
+    heads = itertools.chain([torch.randint(1, 512, (1, shared), generator=generator)], itertools.repeat(prefix))
+    ways = {"transformers": functools.partial(type(model).generate, model)}
     cached = {"pc": model}
-    if device.type == "cuda":
+    if is_gpu:
+        ways[STATIC] = functools.partial(ways["transformers"], cache_implementation="static")
         cached["pc, eager"] = copy.deepcopy(model)
+    blocks, handles = -(-(shared + (own + new_tokens) * (requests + 1)) // 16) + 64, {}
+
+    def draw() -> torch.Tensor:
+        prompt = torch.cat([next(heads), torch.randint(1, 512, (1, own), generator=generator)], dim=1)
+        return prompt.to(given.device)
+
+    def ask(name: str, prompt: torch.Tensor) -> Answer | None:
+        try:
+            answer = _ask(ways[name], prompt, new_tokens)
+        except Exception as error:
+            if name != STATIC:
+                raise
+            notes[name] = f"fails: {str(error).splitlines()[0][:120]}"
+            return None
+        reports = handles[name].last_requests if name in handles else None
+        return answer if reports is None else answer._replace(reused=str(sum(each.cached_tokens for each in reports)))
+
     with contextlib.ExitStack() as stack:
-        handles = {}
-        for name, own_model in cached.items():
+        for name, its in cached.items():
             graphs = None if name == "pc" else False
-            handles[name] = stack.enter_context(enable_prefix_caching(own_model, num_blocks=blocks, cuda_graphs=graphs))
+            handles[name] = stack.enter_context(enable_prefix_caching(its, num_blocks=blocks, cuda_graphs=graphs))
             if handles[name].unsupported:
                 raise RuntimeError(f"pc does not serve this model: {handles[name].unsupported}")
-            ways[name] = own_model.generate
-        for number in range(requests + 1):  # the first warms up, on tokens that no other begins with
-            head = torch.randint(1, 512, (1, shared), generator=generator) if number == 0 else prefix
-            prompt = torch.cat([head, torch.randint(1, 512, (1, own), generator=generator)], dim=1).to(device)
-            answers, reused = {}, {}
-            for name in sorted(ways, reverse=bool(number % 2)):
-                try:
-                    answers[name] = _ask(ways[name], prompt, new_tokens)
-                except Exception as error:
-                    if name in handles or name == "transformers":
-                        raise
-                    notes[name] = f"fails: {str(error).splitlines()[0][:120]}"
-                if name in handles:
-                    reused[name] = str(sum(request.cached_tokens for request in handles[name].last_requests))
-            for name, (tokens, first, rate) in answers.items() if number else ():
-                row = {"way": name, "request": str(number), "first_token_s": f"{first:.6f}"}
-                row |= {"tokens_per_s": f"{rate:.2f}", "reused_tokens": reused.get(name, "")}
-                rows.append(row | {"same_as_transformers": str(tokens == answers["transformers"][0])})
-        if device.type == "cuda" and (why := handles["pc"].graphs.reason):
+            ways[name] = its.generate
+        found = by_turns(ask, sorted(ways), requests + 1, draw)
+        if is_gpu and (why := handles["pc"].graphs.reason):
             notes["pc"] = f"without CUDA graphs: {why}"
-    rows += [{"way": name, "note": text} for name, text in notes.items()]
     common = {"model": f"Llama {size}, random weights", "dtype": str(dtype).removeprefix("torch.")}
     common |= {"prompt_tokens": str(shared + own), "new_tokens": str(new_tokens)}
-    return [row | common for row in rows]
-
-
-def rows(given: argparse.Namespace) -> list[dict[str, str]]:
-    """Return the rows of a GPU, or of a small model on the CPU."""
-    device = torch.device(given.device)
-    if given.device == "cpu":
-        return run_generate("tiny", device, 64, 16, 4, 2)
-    return run_generate("1B", device, 8192, 64, 128, 6)
+    for number, name in itertools.product(range(1, requests + 1), found):
+        answer, plain = found[name][number], found["transformers"][number]
+        if answer and plain:
+            row = {"way": name, "request": str(number), "first_token_s": f"{answer.first:.6f}"}
+            row |= {"tokens_per_s": f"{answer.rate:.2f}", "reused_tokens": answer.reused}
+            yield row | {"same_as_transformers": str(answer.tokens == plain.tokens)} | common
+    yield from ({"way": name, "note": text} | common for name, text in notes.items())
 
 
 main = Experiment(
