@@ -228,22 +228,11 @@ def _count_work(case: AttentionCase, dtype: torch.dtype, stored: torch.dtype) ->
     moved = 2 * sum(case.q_lens) * case.heads[0] * case.head_dim * dtype.itemsize
     pairs = 0
     for i, length in enumerate(case.seq_lens):
-        present = case.present(i)
-        before = np.concatenate([[0], np.cumsum(present)])
-        p = case.positions(i)
-        if len(p) == 0:
-            continue
-        low = np.maximum(p - case.window + 1, 0) if case.window else np.zeros_like(p)
-        sinks = np.minimum(case.num_sink_tokens, low) if case.window else np.zeros_like(p)
-        pairs += int((before[np.minimum(p + 1, length)] - before[low] + before[sinks]).sum())
-        touched = np.zeros(length + 1, dtype=np.int64)
-        np.add.at(touched, low, 1)
-        np.add.at(touched, np.minimum(p + 1, length), -1)
-        live = (np.cumsum(touched)[:length] > 0) & present
-        live[: int(sinks.max())] |= present[: int(sinks.max())]
-        if case.shared and i:
-            live[: case.shared] = False
-        moved += int(live.sum()) * token_bytes
+        positions, live = case.positions(i), np.zeros(length, dtype=bool)
+        for part in (positions[at : at + 1024] for at in range(0, len(positions), 1024)):  # a mask takes memory
+            mask = case.visible(i, part)
+            pairs, live = pairs + int(mask.sum()), live | mask.any(axis=0)
+        moved += int(live[case.shared if i else 0 :].sum()) * token_bytes
     return moved, 4 * pairs * case.heads[0] * case.head_dim
 
 
