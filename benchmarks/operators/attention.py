@@ -45,6 +45,8 @@ class AttentionCase:
         lists: Whether queries have lists of these blocks, in place of a table for each KV head.
         queries: Spans of positions that the queries are at; None: the last ones.
         shared: Tokens at the start that all sequences share, in the same blocks.
+        value_dim: Columns of a latent row that are values; 0: the cache has keys and values.
+        scale: Factor on q.k; 0: head_dim ** -0.5.
     """
 
     seq_lens: tuple[int, ...]
@@ -63,6 +65,8 @@ class AttentionCase:
     lists: bool = False
     queries: Ranges | None = None
     shared: int = 0
+    value_dim: int = 0
+    scale: float = 0
 
     def query_dtype(self, device: torch.device) -> torch.dtype:
         """Return the dtype of queries on a device."""
@@ -159,7 +163,7 @@ class AttentionCall:
     @property
     def scale(self) -> float:
         """Return the factor on q.k."""
-        return self.case.head_dim**-0.5
+        return self.case.scale or self.case.head_dim**-0.5
 
     def arguments(self, op: str) -> dict[str, Any]:
         """Return the arguments of `pc.<op>`."""
@@ -167,12 +171,16 @@ class AttentionCall:
         names = ("query", "key_cache", "value_cache", "block_tables", "seq_lens", "query_start_loc", "scale")
         given = {name: getattr(self, name) for name in (*names, "sinks", "k_scale", "v_scale")}
         given |= {"max_query_len": max(case.q_lens), "max_seq_len": max(case.seq_lens)}
-        if op == "sparse_gap_attention":
+        if op.startswith("sparse"):
             given |= {"query_positions": self.query_positions, "query_blocks": self.query_blocks}
         if op == "shared_prefix_attention":
             given["num_shared_blocks"] = case.shared // case.block_size
         if op in ("sparse_gap_attention", "sliding_window_attention"):
             given |= {"window": case.window, "num_sink_tokens": case.num_sink_tokens}
+        if "latent" in op:
+            for name in ("key_cache", "value_cache", "sinks", "k_scale", "v_scale"):
+                del given[name]
+            given |= {"cache": self.key_cache[:, :, 0], "value_dim": case.value_dim}
         return given
 
 
@@ -205,7 +213,8 @@ def attention_inputs(
         return made.transpose(1, 2) if case.layout == "HND" else made
 
     def calls(draw: Draw, copies: int) -> Iterable[AttentionCall]:
-        keys, values = cache(draw, copies * blocks), cache(draw, copies * blocks)
+        keys = cache(draw, copies * blocks)
+        values = keys[..., : case.value_dim] if case.value_dim else cache(draw, copies * blocks)
         for own in shuffled(copies * blocks, torch.device("cpu")).int().split(blocks):
             query = draw(sum(case.q_lens), case.heads[0], case.head_dim).to(dtype)
             yield _call(case, query, keys, values, own, draw(case.heads[0]) if case.sinks else None)
@@ -218,14 +227,15 @@ def attention_inputs(
             places[row] = (i, int(case.positions(i)[row - starts[i]]))
         yield expected_rows(call.arguments("sparse_gap_attention"), places, functools.partial(result, call))
 
-    held = blocks * 2 * math.prod(block) * stored.itemsize
+    held = blocks * (1 if case.value_dim else 2) * math.prod(block) * stored.itemsize
     return Inputs(calls, reference, *_count_work(case, dtype, stored), device, rotate, held)
 
 
 def _count_work(case: AttentionCase, dtype: torch.dtype, stored: torch.dtype) -> tuple[int, int]:
     """Return bytes of queries, results and live keys and values, each once; and flops over live pairs."""
-    token_bytes = 2 * case.heads[1] * case.head_dim * stored.itemsize
-    moved = 2 * sum(case.q_lens) * case.heads[0] * case.head_dim * dtype.itemsize
+    columns = case.head_dim + (case.value_dim or case.head_dim)
+    token_bytes = case.heads[1] * (case.head_dim if case.value_dim else columns) * stored.itemsize
+    moved = sum(case.q_lens) * case.heads[0] * columns * dtype.itemsize
     pairs = 0
     for i, length in enumerate(case.seq_lens):
         positions, live = case.positions(i), np.zeros(length, dtype=bool)
@@ -233,7 +243,7 @@ def _count_work(case: AttentionCase, dtype: torch.dtype, stored: torch.dtype) ->
             mask = case.visible(i, part)
             pairs, live = pairs + int(mask.sum()), live | mask.any(axis=0)
         moved += int(live[case.shared if i else 0 :].sum()) * token_bytes
-    return moved, 4 * pairs * case.heads[0] * case.head_dim
+    return moved, 2 * pairs * case.heads[0] * columns
 
 
 def _call(

@@ -5,86 +5,48 @@ The sparse ones are over the blocks that an indexer chose, 2,048 tokens as DeepS
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
 import pc
 
 from ..harness.conditions import version
-from ..harness.inputs import Call, Draw, Expected, Inputs, default_dtype, paged_batch, shuffled
-from ..harness.registry import OURS, Benchmark, Case, Provider, UnsupportedError, case
-from .attention import expected_rows
+from ..harness.registry import OURS, Benchmark, Case, Provider, UnsupportedError
+from .attention import AttentionCall, attention_case
 from .attention_peers import run_vllm_latent, vllm_version
 
 K, HEAD_DIM, VALUE_DIM, BLOCK = 1024, 576, 512, 64
 SCALE = 192**-0.5
+COLUMNS = ("sequences", "seq_lens", "q_lens", "heads", "head_dim", "block_size", "live_tokens", "dtype")
 
 
-def latent_inputs(
-    batch: int, seq_len: int, q_len: int, heads: int, top_k: int, device: torch.device, rotate: int
-) -> Inputs:
-    """Return calls over disjoint blocks of one cache; with `top_k`, each query has a list of that many blocks."""
-    dtype, width, tokens = default_dtype(device), -(-seq_len // BLOCK), batch * q_len
-    share = top_k * BLOCK / seq_len if top_k else 1
-
-    def calls(draw: Draw, copies: int) -> Iterable[Call]:
-        cache = draw(copies * batch * width, BLOCK, HEAD_DIM).to(dtype)
-        lists = torch.stack([torch.randperm(width)[: top_k or 1].sort().values for _ in range(batch)])
-        for own in shuffled(len(cache), torch.device("cpu")).split(batch * width):
-            tables, lens, starts = paged_batch((seq_len,) * batch, (q_len,) * batch, BLOCK, own)
-            yield Call(
-                query=draw(tokens, heads, HEAD_DIM).to(dtype),
-                cache=cache,
-                block_tables=tables.to(device),
-                seq_lens=lens.to(device),
-                query_start_loc=starts.to(device),
-                q_len=q_len,
-                seq_len=seq_len,
-                lists=lists.int()[:, None].to(device) if top_k else None,
-            )
-
-    def reference(call: Call) -> Iterable[Expected]:
-        rows, names = call.cache.unsqueeze(2), ("query", "block_tables", "seq_lens")
-        given = {name: getattr(call, name) for name in names} | {"query_blocks": call.lists, "scale": SCALE}
-        places = {row: (row // q_len, seq_len - q_len + row % q_len) for row in (0, tokens - 1)}
-        yield expected_rows(given | {"key_cache": rows, "value_cache": rows[..., :VALUE_DIM]}, places)
-
-    moved = (batch * seq_len * HEAD_DIM + tokens * heads * (HEAD_DIM + VALUE_DIM)) * dtype.itemsize
-    pairs, held = batch * sum(seq_len - i for i in range(q_len)), batch * seq_len * HEAD_DIM * dtype.itemsize
-    flops = 2 * pairs * heads * (HEAD_DIM + VALUE_DIM)
-    return Inputs(calls, reference, int(moved * share), int(flops * share), device, rotate, held)
-
-
-def _gathered(call: Call) -> torch.Tensor:
+def _gathered(call: AttentionCall) -> torch.Tensor:
     """Return the rows of each sequence's blocks, or of listed blocks: `[batch, tokens, head_dim]`."""
     blocks = call.block_tables.long()
-    blocks = blocks if call.lists is None else blocks.gather(1, call.lists[:, 0].long())
-    return call.cache[blocks].flatten(1, 2)
+    blocks = blocks if call.query_blocks is None else blocks.gather(1, call.query_blocks[:, 0].long())
+    return call.key_cache[blocks].flatten(1, 3)
 
 
-def _tensors(call: Call) -> tuple[torch.Tensor, ...]:
-    return call.query, call.cache, call.block_tables, call.seq_lens, call.query_start_loc
+def _pc(op: str, call: AttentionCall) -> Callable[[], torch.Tensor]:
+    given = call.arguments(op)
+    if op == "latent_attention":
+        tensors = (given[name] for name in ("block_tables", "seq_lens", "query_start_loc"))
+        given["plan"] = pc.attention_plan(*tensors, BLOCK, num_kv_heads=max(1, call.query.shape[1] // 32))
+    return functools.partial(getattr(pc, op), **given)
 
 
-def _pc(call: Call) -> Callable[[], torch.Tensor]:
-    given = {"max_query_len": call.q_len, "max_seq_len": call.seq_len}
-    if call.lists is not None:
-        given["query_blocks"] = call.lists
-        return lambda: pc.sparse_latent_attention(*_tensors(call), None, SCALE, VALUE_DIM, **given)
-    given["plan"] = pc.attention_plan(*_tensors(call)[2:], BLOCK, num_kv_heads=max(1, call.query.shape[1] // 32))
-    return lambda: pc.latent_attention(*_tensors(call), SCALE, VALUE_DIM, **given)
-
-
-def _sdpa(call: Call) -> Callable[[], torch.Tensor]:
+def _sdpa(call: AttentionCall) -> Callable[[], torch.Tensor]:
     """Prepare PyTorch's attention over gathered rows."""
-    batch, q_len = call.seq_lens.shape[0], call.q_len
-    mask = torch.ones(q_len, call.seq_len, dtype=torch.bool, device=call.query.device).tril(call.seq_len - q_len)
-    query = call.query.view(batch, q_len, *call.query.shape[1:]).transpose(1, 2)
+    q_len, seq_len = call.case.q_lens[0], call.case.seq_lens[0]
+    mask = torch.ones(q_len, seq_len, dtype=torch.bool, device=call.query.device).tril(seq_len - q_len)
+    query = call.query.unflatten(0, (-1, q_len)).transpose(1, 2)
 
     def run() -> torch.Tensor:
-        rows = _gathered(call)[:, None, : call.seq_len].expand(-1, query.shape[1], -1, -1)
+        rows = _gathered(call)[:, None, :seq_len].expand(-1, query.shape[1], -1, -1)
         out = torch.nn.functional.scaled_dot_product_attention(
             query, rows, rows[..., :VALUE_DIM], attn_mask=None if q_len == 1 else mask, scale=SCALE
         )
@@ -93,7 +55,7 @@ def _sdpa(call: Call) -> Callable[[], torch.Tensor]:
     return run
 
 
-def _flashinfer(call: Call) -> Callable[[], torch.Tensor]:
+def _flashinfer(call: AttentionCall) -> Callable[[], torch.Tensor]:
     import flashinfer
 
     device, heads = call.query.device, call.query.shape[1]
@@ -105,24 +67,25 @@ def _flashinfer(call: Call) -> Callable[[], torch.Tensor]:
         call.query_start_loc, pages, call.block_tables.flatten(), call.seq_lens, heads, VALUE_DIM, rest, BLOCK, True,
         SCALE, dtype, dtype,
     )  # fmt: skip
-    parts = [tensor.split([VALUE_DIM, rest], dim=2) for tensor in (call.query, call.cache)]
+    parts = [tensor.split([VALUE_DIM, rest], dim=2) for tensor in (call.query, call.key_cache[:, :, 0])]
     return lambda: wrapper.run(*parts[0], *parts[1])
 
 
-def _vllm(call: Call) -> Callable[[], torch.Tensor]:
-    if call.q_len > 1:
+def _vllm(call: AttentionCall) -> Callable[[], torch.Tensor]:
+    if call.case.q_lens[0] > 1:
         raise UnsupportedError("several queries a sequence")
-    return run_vllm_latent(call.query, call.cache.unsqueeze(2), call.block_tables, call.seq_lens, VALUE_DIM, SCALE)
+    return run_vllm_latent(call.query, call.key_cache, call.block_tables, call.seq_lens, VALUE_DIM, SCALE)
 
 
 def _case(
     name: str, device: str, quick: bool, batch: int, seq_len: int, q_len: int, heads: int, top_k: int = 0
 ) -> Case:
-    columns = {"sequences": batch, "seq_lens": f"{batch}x{seq_len}", "q_lens": f"{batch}x{q_len}"}
-    columns |= {"heads": f"{heads}/1", "head_dim": HEAD_DIM, "block_size": BLOCK}
-    columns |= {"live_tokens": batch * top_k * BLOCK} if top_k else {}
-    columns |= {"dtype": "float32" if device == "cpu" else "bfloat16"}
-    return case(name, device, quick, latent_inputs, batch, seq_len, q_len, heads, top_k, **columns)
+    """Return a case; with `top_k`, each query has a list of that many blocks."""
+    sizes = {"seq_lens": (seq_len,) * batch, "q_lens": (q_len,) * batch, "heads": (heads, 1), "head_dim": HEAD_DIM}
+    sizes |= {"block_size": BLOCK, "value_dim": VALUE_DIM, "scale": SCALE}
+    sizes |= {"kept": top_k * BLOCK / seq_len, "lists": True} if top_k else {}
+    made = attention_case(name, device, quick, **sizes)
+    return dataclasses.replace(made, conditions={name: text for name in COLUMNS if (text := made.conditions[name])})
 
 
 CPU = [
@@ -142,17 +105,15 @@ SPARSE = [
     for heads in (16, 128)
     for b, s in ((1, 32 * K), (8, 32 * K), (32, 8 * K))
 ]
-ALL = (
-    Provider(OURS, _pc, lambda: pc.__version__),
-    Provider("torch SDPA over gathered rows", _sdpa, lambda: torch.__version__),
-)
+SDPA = Provider("torch SDPA over gathered rows", _sdpa, lambda: torch.__version__)
 
 BENCHMARKS = (
     Benchmark(
         "latent_attention",
         (*(_case(n, "cpu", *rest) for n, *rest in CPU), *(_case(n, "cuda", *rest) for n, *rest in CUDA)),
         (
-            *ALL,
+            Provider(OURS, functools.partial(_pc, "latent_attention"), lambda: pc.__version__),
+            SDPA,
             Provider("FlashInfer", _flashinfer, lambda: version("flashinfer-python"), "cuda"),
             Provider("vLLM Triton MLA", _vllm, vllm_version, "cuda"),
         ),
@@ -163,6 +124,6 @@ BENCHMARKS = (
             _case("decode 1x8k, 2k of it, 16 heads", "cpu", True, 1, 8 * K, 1, 16, 32),
             *(_case(n, "cuda", *rest) for n, *rest in SPARSE),
         ),
-        ALL,
+        (Provider(OURS, functools.partial(_pc, "sparse_latent_attention"), lambda: pc.__version__), SDPA),
     ),
 )
