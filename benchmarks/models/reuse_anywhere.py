@@ -19,14 +19,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ..harness.experiment import Experiment, option
-from ..harness.timing import over
+from ..harness.timing import TokenClock, over
 from .load import NAME, trained_model, trained_tokenizer
 
 ANSWER, TURNS = 8, 20
@@ -45,14 +44,14 @@ class Outcome(NamedTuple):
     moved: int
 
 
-@dataclass
-class Workload:
-    """A function from a turn and the answers so far to a prompt, and the number of turns."""
+class Workload(NamedTuple):
+    """Prompts of a workload."""
 
-    name: str
-    size: int
-    prompts: Any
+    prompt: Callable[[int, Sequence[list[int]]], list[int]]
+    """Function from a turn and the answers so far to a prompt."""
+    turns: int
     skipped: int = 1
+    """Turns before anything has moved."""
 
 
 def cut(ids: list[int], count: int, end: int) -> list[list[int]]:
@@ -67,7 +66,7 @@ def cut(ids: list[int], count: int, end: int) -> list[list[int]]:
     return pieces
 
 
-def order(encode: Any, text: list[int], size: int, line: int, kept: int) -> Any:
+def order(encode: Any, text: list[int], size: int, line: int, kept: int) -> Workload:
     """Return six questions over five documents in changing order."""
     from pc.demo._workloads import QUESTIONS, WORKED
 
@@ -78,10 +77,10 @@ def order(encode: Any, text: list[int], size: int, line: int, kept: int) -> Any:
         body = [token for piece in orders[turn] for token in pieces[piece]]
         return encode("The text:\n\n") + body + encode(f"\n{WORKED}\n\nQ: {QUESTIONS[turn]}\nA:")
 
-    return prompt, len(orders)
+    return Workload(prompt, len(orders))
 
 
-def agent(encode: Any, text: list[int], size: int, line: int, kept: int) -> Any:
+def agent(encode: Any, text: list[int], size: int, line: int, kept: int) -> Workload:
     """Return twenty turns of a loop, in which the newest tool result and the latest `kept` others stay."""
     long = size // (kept + 1) - 40
     results = [text[i * long % (len(text) - long) :][:long] for i in range(TURNS)]
@@ -95,10 +94,10 @@ def agent(encode: Any, text: list[int], size: int, line: int, kept: int) -> Any:
             ids += answers[number] if number < turn else []
         return ids
 
-    return prompt, TURNS
+    return Workload(prompt, TURNS, kept + 1)
 
 
-def edit(encode: Any, text: list[int], size: int, line: int, kept: int) -> Any:
+def edit(encode: Any, text: list[int], size: int, line: int, kept: int) -> Workload:
     """Return prompts of a text with a different sentence in its middle each time."""
     from pc.demo._workloads import QUESTIONS, WORKED
 
@@ -109,36 +108,20 @@ def edit(encode: Any, text: list[int], size: int, line: int, kept: int) -> Any:
         asked = encode(f"\n{WORKED}\n\nQ: {QUESTIONS[turn]}\nA:")
         return encode("The text:\n\n") + body[: size // 2] + new + body[size // 2 :] + asked
 
-    return prompt, len(names)
-
-
-class Said:
-    """Makes a model say an answer, and notes when the first token could be chosen."""
-
-    def __init__(self, answer: list[int] | None) -> None:
-        self.answer, self.step, self.first = answer, 0, 0.0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if not self.step:
-            self.first = time.process_time()
-        if self.answer is not None:
-            chosen = torch.full_like(scores, -torch.inf)
-            chosen[:, self.answer[self.step]] = 0
-            scores = chosen
-        self.step += 1
-        return scores
+    return Workload(prompt, len(names))
 
 
 def ask(model: Any, ids: list[int], answer: list[int] | None, handle: Any = None) -> Outcome:
-    """Send one prompt through generate."""
-    said, begin = Said(answer), time.process_time()
+    """Send one prompt through generate, which gives this answer, or the model's own one for None."""
+    clock, begin = TokenClock(time.process_time), time.process_time()
     got = model.generate(
         torch.tensor([ids]),
         max_new_tokens=ANSWER,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
-        logits_processor=[said],
+        prefix_allowed_tokens_fn=None if answer is None else lambda _, said: [answer[len(said) - len(ids)]],
+        streamer=clock,
         output_logits=True,
         return_dict_in_generate=True,
     )
@@ -147,26 +130,26 @@ def ask(model: Any, ids: list[int], answer: list[int] | None, handle: Any = None
     known = report.cached_tokens + moved - report.repaired_tokens if report else 0
     logits = torch.cat(list(got.logits)).log_softmax(-1)
     spoken = got.sequences[0, len(ids) :].tolist()
-    return Outcome(len(ids), spoken, logits, said.first - begin, len(ids) - known, moved)
+    return Outcome(len(ids), spoken, logits, clock.times[1] - begin, len(ids) - known, moved)
 
 
-def run(model: Any, workload: Workload, share: float | None, exact: list[Outcome] | None) -> list[Outcome]:
+def run(
+    model: Any, workload: Workload, size: int, share: float | None = None, exact: Sequence[Outcome] = ()
+) -> list[Outcome]:
     """Send all prompts of a workload; `share` None: exact prefix caching."""
     from pc.integrations.huggingface import enable_prefix_caching
 
     options = {} if share is None else {"reuse": "anywhere", "recompute": share}
-    prompt, count = workload.prompts
     found: list[Outcome] = []
-    with enable_prefix_caching(model, num_blocks=40 * workload.size // 16 // 4, **options) as handle:
-        for turn in range(count):
-            answers = [one.answer for one in (exact or found)]
-            found.append(ask(model, prompt(turn, answers), exact[turn].answer if exact else None, handle))
+    with enable_prefix_caching(model, num_blocks=40 * size // 16 // 4, **options) as handle:
+        for turn in range(workload.turns):
+            prompt = workload.prompt(turn, [one.answer for one in (exact or found)])
+            found.append(ask(model, prompt, exact[turn].answer if exact else None, handle))
     return found
 
 
-def row(workload: Workload, found: list[Outcome], exact: list[Outcome], way: str, share: str) -> dict[str, str]:
-    """Return the row of a way over all prompts that count."""
-    found, exact = found[workload.skipped :], exact[workload.skipped :]
+def columns(found: Sequence[Outcome], exact: Sequence[Outcome]) -> dict[str, str]:
+    """Return the columns of a way over the prompts that count."""
     kl = same = tokens = answers = 0.0
     for one, want in zip(found, exact, strict=True):
         kl += (want.logits.exp() * (want.logits - one.logits)).double().sum().item()
@@ -174,7 +157,6 @@ def row(workload: Workload, found: list[Outcome], exact: list[Outcome], way: str
         same, tokens, answers = same + equal.sum().item(), tokens + len(equal), answers + bool(equal.all())
     ratio = over(*((one.seconds for one in both) for both in (found, exact)))
     return {
-        "workload": workload.name, "size": str(workload.size), "way": way, "recompute": share,
         "prompts": str(len(found)),
         "prompt_tokens": f"{statistics.mean(one.prompt for one in found):.0f}",
         "computed_tokens": f"{statistics.mean(one.computed for one in found):.0f}",
@@ -202,16 +184,17 @@ def rows(given: argparse.Namespace) -> Iterator[dict[str, str]]:
     document = read_document()
     text = encode(document[document.index("Article II\n") :])
     for name in given.workloads:
-        made = MAKERS[name](encode, text, given.size, line_end(tokenizer), given.kept)
-        skipped = given.kept + 1 if name == "agent" else 1
-        workload = Workload(name, given.size, made, skipped)
-        exact = run(model, workload, None, None)
-        yield row(workload, exact, exact, "prefix", "")
+        workload = MAKERS[name](encode, text, given.size, line_end(tokenizer), given.kept)
+        exact = run(model, workload, given.size)
+        first = workload.skipped
+        row = {"workload": name, "size": str(given.size)}
+        yield row | {"way": "prefix", "recompute": ""} | columns(exact[first:], exact[first:])
         if given.plain:
-            own = ask(model, made[0](skipped, [one.answer for one in exact]), exact[skipped].answer)
-            yield row(workload, [own] * (skipped + 1), exact[: skipped + 1], "all", "")
+            own = ask(model, workload.prompt(first, [one.answer for one in exact]), exact[first].answer)
+            yield row | {"way": "all", "recompute": ""} | columns([own], exact[first : first + 1])
         for share in given.shares:
-            yield row(workload, run(model, workload, share, exact), exact, "anywhere", f"{share:g}")
+            found = run(model, workload, given.size, share, exact)
+            yield row | {"way": "anywhere", "recompute": f"{share:g}"} | columns(found[first:], exact[first:])
 
 
 main = Experiment(
