@@ -334,12 +334,7 @@ def test_info_names_the_tiles_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "op",
-    [
-        op
-        for op in registry.operators()
-        if op.endswith("_attention") and op not in ("merge_attention", "latent_attention", "sparse_latent_attention")
-    ],
+    "op", [op for op in registry.operators() if op.endswith("_attention") and op != "merge_attention"]
 )
 def test_cases_for_a_gpu_are_sound_and_fit(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "attention_inputs", lambda case, device, rotate: case)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -113,22 +114,13 @@ class AttentionCase:
 
     def conditions(self) -> dict[str, str]:
         """Return the columns of the row."""
+        names = ("head_dim", "block_size", "layout", "dtype", "cache_dtype", "window", "num_sink_tokens")
         live = sum(int(self.present(i).sum()) for i in _indices(self))
-        return {
-            "sequences": str(len(self.seq_lens)),
-            "seq_lens": _runs(self.seq_lens),
-            "q_lens": _runs(self.q_lens),
-            "heads": f"{self.heads[0]}/{self.heads[1]}",
-            "head_dim": str(self.head_dim),
-            "block_size": str(self.block_size),
-            "layout": self.layout,
-            "dtype": self.dtype or "",
-            "cache_dtype": self.cache_dtype or "",
-            "window": str(self.window),
-            "num_sink_tokens": str(self.num_sink_tokens),
-            "live_tokens": "" if self.live is None and self.kept == 1 else str(live),
-            "shared": str(self.shared),
-        }
+        lengths = {"sequences": str(len(self.seq_lens)), "seq_lens": _runs(self.seq_lens), "q_lens": _runs(self.q_lens)}
+        columns = lengths | {"heads": f"{self.heads[0]}/{self.heads[1]}"}
+        columns |= {name: "" if (value := getattr(self, name)) is None else str(value) for name in names}
+        is_whole = self.live is None and self.kept == 1
+        return columns | {"live_tokens": "" if is_whole else str(live), "shared": str(self.shared)}
 
 
 def _indices(case: AttentionCase) -> range:
@@ -137,10 +129,7 @@ def _indices(case: AttentionCase) -> range:
 
 def _runs(values: tuple[int, ...]) -> str:
     """Return the lengths in short: "31x1024 1x131072"."""
-    counts: dict[int, int] = {}
-    for value in values:
-        counts[value] = counts.get(value, 0) + 1
-    return " ".join(f"{n}x{value}" for value, n in counts.items())
+    return " ".join(f"{n}x{value}" for value, n in Counter(values).items())
 
 
 @dataclass(frozen=True)

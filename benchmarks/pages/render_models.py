@@ -90,6 +90,15 @@ def render_families_fallen(_page: Path) -> str:
     return "\n".join(table(("class", "reason"), "ll", lines))
 
 
+OUTCOMES = {
+    "served": "served, same tokens",
+    "different": "other tokens",
+    "falls back": "fall back",
+    "not built": "not built small",
+}
+"""Outcomes of a class, and the heads of their columns."""
+
+
 def render_families_versions(_page: Path) -> str:
     """Render what each transformers gave, and the classes whose outcome is not the same with all of them."""
     families = _families()
@@ -99,21 +108,8 @@ def render_families_versions(_page: Path) -> str:
         rows = [known[version] for known in families.values() if version in known]
         outcomes = Counter(row["outcome"] for row in rows)
         warned = sum(int(row["warnings"] or 0) > 0 for row in rows if row["outcome"] == "served")
-        lines.append(
-            (
-                version,
-                *(str(outcomes[name]) for name in ("served", "different", "falls back", "not built")),
-                str(warned),
-            )
-        )
-    heads = (
-        "transformers",
-        "served, same tokens",
-        "other tokens",
-        "fall back",
-        "not built small",
-        "served with a warning",
-    )
+        lines.append((version, *(str(outcomes[name]) for name in OUTCOMES), str(warned)))
+    heads = ("transformers", *OUTCOMES.values(), "served with a warning")
     unlike = []
     for name, known in families.items():
         outcomes_of = {version: row["outcome"] for version, row in known.items()}
