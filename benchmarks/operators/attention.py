@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import itertools
 import math
 import random
 from collections import Counter
@@ -16,7 +16,7 @@ import torch
 
 from pc.triton_ops._verify import oracle
 
-from ..harness.inputs import Draw, Expected, Inputs, default_dtype, paged_batch, roundings, shuffled
+from ..harness.inputs import Draw, Expected, Inputs, default_dtype, paged_batch, shuffled
 from ..harness.registry import Case
 
 CHECKED_ROWS = 32
@@ -209,12 +209,18 @@ def attention_inputs(
             yield _call(case, query, keys, values, own, draw(case.heads[0]) if case.sinks else None)
 
     def reference(call: AttentionCall) -> Iterable[Expected]:
+        """Compare a sample of rows; the largest error is held against the largest that is allowed."""
         total, starts = call.query.shape[0], np.cumsum([0, *case.q_lens])
-        places = {}
-        for row in sorted({0, total - 1, *random.Random(0).sample(range(total), min(total, CHECKED_ROWS))}):
-            i = int(np.searchsorted(starts, row, side="right")) - 1
-            places[row] = (i, int(case.positions(i)[row - starts[i]]))
-        yield expected_rows(call.arguments("sparse_gap_attention"), places, functools.partial(result, call))
+        sample = sorted({0, total - 1, *random.Random(0).sample(range(total), min(total, CHECKED_ROWS))})
+        groups = itertools.groupby(sample, lambda row: int(np.searchsorted(starts, row, side="right")) - 1)
+        found = [expected_rows(call, i, [int(row - starts[i]) for row in rows]) for i, rows in groups]
+
+        def read(got: Any) -> torch.Tensor:
+            got = result(call, got)
+            attended: torch.Tensor = got[0] if isinstance(got, tuple) else got
+            return attended.reshape(*call.query.shape[:2], -1)[sample]
+
+        yield Expected(torch.cat([exact for exact, _ in found]), read, max(allowed for _, allowed in found))
 
     held = blocks * (1 if case.value_dim else 2) * math.prod(block) * stored.itemsize
     return Inputs(calls, reference, *_count_work(case, dtype, stored), device, rotate, held)
@@ -275,51 +281,27 @@ def _call(
     )  # fmt: skip
 
 
-def expected_rows(
-    given: dict[str, Any], places: dict[int, tuple[int, int]], result: Callable[[Any], Any] = lambda got: got
-) -> Expected:
-    """Return rows of an attention in float64; allow twice the error of eager low precision, plus a rounding.
+def expected_rows(call: AttentionCall, i: int, queries: list[int]) -> tuple[torch.Tensor, float]:
+    """Return rows of sequence `i` in float64, `[queries, num_heads, value_dim]`, and the largest allowed error.
 
-    The rows' largest error is held against the largest that is allowed.
-
-    Args:
-        given: The arguments of an attention operator, by name; latent rows are keys and values of one head.
-        places: The sequence and the absolute position of each row that is checked.
-        result: From what a run returned to the attention's result.
+    Twice the error of the formula in the query's dtype is allowed, and a rounding. A relative error of the weights is
+    multiplied by the sum of weight * abs(value).
     """
-    query, found = given["query"], [_expected_row(given, row, *place) for row, place in places.items()]
-    allowed = max(
-        2 * (eager.double() - exact).abs().max().item() + roundings(exact, query.dtype, 1) + EXP_ERROR * weighted
-        for exact, eager, weighted in found
-    )
-
-    def read(got: Any) -> torch.Tensor:
-        got = result(got)
-        attended: torch.Tensor = got[0] if isinstance(got, tuple) else got
-        return attended.reshape(*query.shape[:2], -1)[list(places)]
-
-    return Expected(torch.stack([exact for exact, *_ in found]), read, allowed)
-
-
-def _expected_row(
-    given: dict[str, Any], row: int, sequence: int, position: int
-) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Return a row in float64, and computed in the query's dtype, `[num_heads, value_dim]` each.
-
-    The third result is the largest sum of weight * abs(value), by which a relative error of the weights is multiplied.
-    """
-    query, table, lists = given["query"], given["block_tables"][sequence], given.get("query_blocks")
-    held = table >= 0
-    key, value = (_blocks(given[name], table[held]) for name in ("key_cache", "value_cache"))
+    rows = torch.tensor([sum(call.case.q_lens[:i]) + query for query in queries])
+    table, lists, held = call.block_tables[i], call.query_blocks, call.block_tables[i] >= 0
+    key, value = (_blocks(cache, table[held]) for cache in (call.key_cache, call.value_cache))
     numbers = (held.flatten().cumsum(0).view(held.shape) - 1).where(held, -1)
-    call = given | {"key_cache": key, "value_cache": value, "block_tables": numbers[None]}
-    call |= {"query": query[row : row + 1], "seq_lens": given["seq_lens"][sequence : sequence + 1]}
-    call["query_blocks"] = None if lists is None else lists[row : row + 1]
-    with torch.device(query.device):
-        call |= {"query_start_loc": torch.tensor([0, 1]), "query_positions": torch.tensor([position])}
-        exact, eager = (oracle.attention(call, dtype)[0][0] for dtype in (torch.float64, query.dtype))
-        weighted = oracle.attention(call | {"value_cache": value.double().abs()}, torch.float64)[0]
-    return exact, eager, weighted.max().item()
+    given = call.arguments("sparse_gap_attention") | {"key_cache": key, "value_cache": value}
+    given |= {"query": call.query[rows], "seq_lens": call.seq_lens[i : i + 1], "block_tables": numbers[None]}
+    given["query_blocks"] = None if lists is None else lists[rows]
+    with torch.device(call.query.device):
+        given["query_start_loc"] = torch.tensor([0, len(rows)])
+        given["query_positions"] = torch.tensor(call.case.positions(i)[queries])
+        exact, eager = (oracle.attention(given, dtype)[0] for dtype in (torch.float64, call.query.dtype))
+        weighted = oracle.attention(given | {"value_cache": value.double().abs()}, torch.float64)[0]
+    error, large, weighted = (x.abs().amax((1, 2)) for x in (eager.double() - exact, exact, weighted))
+    allowed = 2 * error + torch.finfo(call.query.dtype).eps * large + EXP_ERROR * weighted
+    return exact, allowed.max().item()
 
 
 def _blocks(cache: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
