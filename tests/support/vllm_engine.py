@@ -154,6 +154,14 @@ def engine(model: str, features: Sequence[str] = (), **options: Any) -> Iterator
             _use(())
 
 
+def random_prompts(seed: int, *lengths: int) -> list[list[int]]:
+    """Return prompts of random tokens that every test model has."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 500, (length,), generator=generator).tolist() for length in lengths]
+
+
 def generate(llm: Any, prompts: list[list[int]], **params: Any) -> tuple[list[list[list[int]]], list[int]]:
     """Tokens of each sample of each prompt, and how many tokens of each prompt were cached."""
     from vllm import SamplingParams

@@ -21,11 +21,9 @@ if __name__ == "__main__":
     vllm_engine.prepare()
     own = {"PC_VLLM": "attention,eviction,compression", "PC_VLLM_POLICY": "lru"}
     os.environ.update(own | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"})
-    import torch
     from vllm import LLM
 
-    generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(3, 500, (n,), generator=generator).tolist() for n in (57, 33, 160)]
+    prompts = vllm_engine.random_prompts(1, 57, 33, 160)
     llm = LLM(model=sys.argv[1], **{**vllm_engine.OPTIONS, "tensor_parallel_size": int(sys.argv[2])})
     found = [vllm_engine.generate(llm, prompts) for _ in range(2)]
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler

@@ -40,8 +40,7 @@ FEATURES = ["attention", "eviction", "hidden_states"]
 
 
 def prompts():
-    generator = torch.Generator().manual_seed(1)
-    made = [torch.randint(3, 500, (n,), generator=generator).tolist() for n in (100, 70, 120, 40)]
+    made = vllm_engine.random_prompts(1, 100, 70, 120, 40)
     return [*made, made[0][:64] + made[1], made[0][:96] + made[3]]
 
 

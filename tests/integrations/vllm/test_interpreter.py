@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import vllm_engine
 
 from pc.triton_ops._core.runtime import INTERPRET
@@ -24,8 +23,7 @@ def test_kernels_in_the_interpreter(model_path):
             plans.append(step.plans[self.window].data_ptr())
         return forward(self, layer, query, key, value, kv_cache, step, *args, **kwargs)
 
-    generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(3, 500, (n,), generator=generator).tolist() for n in (57, 33)]
+    prompts = vllm_engine.random_prompts(1, 57, 33)
     found = []
     for ours in (False, True):
         with (

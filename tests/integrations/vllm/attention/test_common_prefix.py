@@ -6,7 +6,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 import vllm_engine
 
 from pc.integrations.vllm.attention.builder import count_shared_blocks
@@ -51,9 +50,8 @@ def test_few_requests_share_nothing():
 
 
 def prompts(shared, count):
-    generator = torch.Generator().manual_seed(1)
-    first = torch.randint(3, 500, (shared,), generator=generator).tolist()
-    return [first + torch.randint(3, 500, (5 + n,), generator=generator).tolist() for n in range(count)]
+    first, *others = vllm_engine.random_prompts(1, shared, *range(5, 5 + count))
+    return [first + other for other in others]
 
 
 def run(path, ours, asked):

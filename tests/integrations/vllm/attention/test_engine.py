@@ -20,8 +20,7 @@ LENGTHS = (57, 33, 100, 200)
 
 def prompts():
     """Return prompts longer than a step's tokens, and one that shares another's first blocks."""
-    generator = torch.Generator().manual_seed(1)
-    made = [torch.randint(3, 500, (n,), generator=generator).tolist() for n in LENGTHS]
+    made = vllm_engine.random_prompts(1, *LENGTHS)
     return [*made, made[0][:48] + made[1]]
 
 

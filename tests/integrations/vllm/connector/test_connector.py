@@ -20,8 +20,7 @@ ROOT = Path(__file__).parents[4]
 
 
 def prompts():
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, 500, (n,), generator=generator).tolist() for n in (100, 70, 150)]
+    return vllm_engine.random_prompts(1, 100, 70, 150)
 
 
 def start(path, options, environment=None):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import vllm_engine
 
 from pc.cache.policies import POLICIES
 
 
 def prompts():
-    generator = torch.Generator().manual_seed(2)
-    made = [torch.randint(3, 500, (n,), generator=generator).tolist() for n in (70, 90, 110, 60, 100)]
+    made = vllm_engine.random_prompts(2, 70, 90, 110, 60, 100)
     return [*made, made[0][:64] + made[1], *made]
 
 
