@@ -594,15 +594,3 @@ def model_in_step(model: Any, forward: Callable[..., Any]) -> Any:
     """Return another forward pass of a model, as transformers' continuous batching calls models."""
     forward._supports_logits_to_keep = lambda: keeps_logits(model)  # type: ignore[attr-defined]
     return forward
-
-
-def _main() -> int:
-    """Print the features that the installed transformers cannot serve; return 1 if there are any."""
-    framework = look()
-    for feature, reason in framework.disabled.items():
-        print(f"{feature}: {reason}")
-    return int(bool(framework.disabled))
-
-
-if __name__ == "__main__":
-    raise SystemExit(_main())

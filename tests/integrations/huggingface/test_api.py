@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -226,3 +227,24 @@ def test_no_other_file_names_what_is_private(path: Path) -> None:
         if isinstance(node, ast.ClassDef):
             names += [getattr(member, "name", None) for member in node.body]
         assert not PRIVATE.intersection(n for n in names if isinstance(n, str)), f"line {node.lineno}"
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_package_as_a_command_prints_what_is_lacking(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Formerly the documented command printed a RuntimeWarning of Python and, if nothing was lacking, nothing else."""
+
+    def printed() -> tuple[object, str]:
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module("pc.integrations.huggingface", run_name="__main__")
+        return ended.value.code, capsys.readouterr().out
+
+    assert printed() == (0, f"transformers {transformers.__version__}: all features are served\n")
+    feature, name = NAMES[-1]
+    make_gone(monkeypatch, name)
+    status, said = printed()
+    assert status == 1
+    assert said.startswith(f"{feature}: {name.path}")
+    monkeypatch.undo()
+    api.look()
