@@ -45,7 +45,7 @@ def new_table(title: str, texts: tuple[str, ...], numbers: tuple[str, ...]) -> T
     """Return a table without rows. Columns of texts come first, then columns of numbers, aligned to the right."""
     from rich.table import Table
 
-    # Without these paddings, the columns of `pc replay` do not fit into 80 characters.
+    # With the default paddings, the columns of `pc replay` do not fit into 80 characters.
     table = Table(*texts, title=title, title_justify="left", collapse_padding=True, pad_edge=False)
     for name in numbers:
         table.add_column(name, justify="right")
