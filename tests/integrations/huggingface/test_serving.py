@@ -43,6 +43,15 @@ from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching
 from pc.integrations.huggingface import settings as settings_module
 
 
+def test_conversation_reuses_what_was_generated(model: Any, handle: PrefixCaching) -> None:
+    ids = prompt(40)
+    for turn in range(3):
+        ids = torch.cat([assert_same(model, input_ids=ids, min_new_tokens=20), prompt(5, turn)], 1)
+        if turn:
+            # All but the partial last block of the round before, whose last token was never computed.
+            assert handle.last_requests[0].cached_tokens >= handle.last_requests[0].prompt_tokens - 5 - 16
+
+
 def test_rows_of_one_prompt_compute_it_once(model: Any, handle: PrefixCaching) -> None:
     assert count_computed(model, input_ids=prompt(50, 9), num_return_sequences=4, do_sample=True, max_new_tokens=1) == (
         49 + 4  # the last token is computed in every row
