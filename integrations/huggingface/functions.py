@@ -11,10 +11,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import sys
-from collections.abc import Iterator, Mapping
-from itertools import chain
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain, islice
 from operator import is_, itemgetter
 from types import (
+    BuiltinFunctionType,
     CodeType,
     FunctionType,
     MappingProxyType,
@@ -48,14 +50,45 @@ _LIBRARIES = {"transformers", "accelerate", "peft", "bitsandbytes", "torchao", "
 The objects hold devices, addresses and state of a process. accelerate's hooks, for example, hold addresses of weights.
 """
 _NUMBERS = (bool, int, float)
-_PLAIN = (*_NUMBERS, complex, str, bytes, np.generic, torch.dtype, torch.device)
+PLAIN = (*_NUMBERS, complex, str, bytes, np.generic, torch.dtype, torch.device)
 
 
+LONG = 64
+"""The most entries of a container that are compared before each call."""
+MOST = 2000
+"""The most objects in hooks and other objects that are compared before each call."""
 _TWICE = ("__doc__", "__doc__")  # two names that always exist: itemgetter returns a tuple only for several names
 _CACHED = "_can_set_attn_implementation_cached_value"  # transformers computes it once for each class
 _LAZY = frozenset({"__slotnames__", "__annotations__", "__annotations_cache__", "__doc__", _CACHED})
 _BY_COMPILE = frozenset({"__init__", "__setstate__", "___needs_generation_tag_patch"})
 """Attributes of `torch.nn.Module` that the first torch.compile of a process changes. No forward pass uses them."""
+
+
+class Held:
+    """What some functions and objects hold, such as a steering hook's coefficient, as it was when this object was made.
+
+    Args:
+        roots: The functions and objects, by name.
+        left_out: Names of values that are not compared, with all that they hold.
+        known: Ids of objects that are not searched.
+    """
+
+    def __init__(self, roots: Mapping[str, Any], left_out: Collection[str], known: Collection[int]) -> None:
+        self._left_out, self._known = left_out, known
+        self._roots = [root for root in roots.items() if len(self._read([root])) > 1]
+        self.kept = self._read(self._roots)
+
+    def _read(self, roots: list[tuple[str, Any]]) -> dict[str, list[Any]]:
+        return dict(described(roots, self._known, self._left_out, light=True)) if roots else {}
+
+    def changed(self) -> list[str]:
+        """Return the names of the values that are others now."""
+        now, kept = self._read(self._roots), self.kept
+        return [n for n in {**kept, **now} if n not in now or n not in kept or not all(map(_same, now[n], kept[n]))]
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (isinstance(one, bytes) and one == other)
 
 
 class Functions:
@@ -79,8 +112,8 @@ class Functions:
         self._kept_sizes = self._sizes()
         self._read = self._values()
         self._kept = list(map(_original, self._read))
-        self._functions = list(self._found.values())
-        self._code = [f.__code__ for f in self._functions]
+        self.followed = list(self._found.values())
+        self._code = [f.__code__ for f in self.followed]
 
     def _of_files(self) -> Iterator[tuple[str, Any, dict[str, None]]]:
         """Yield the namespaces of modules, which are plain dicts."""
@@ -177,7 +210,7 @@ class Functions:
         try:
             if self._replaced() or self._sizes() != self._kept_sizes:
                 return True
-            return not all(map(is_, [f.__code__ for f in self._functions], self._code))
+            return not all(map(is_, [f.__code__ for f in self.followed], self._code))
         except KeyError:  # a name was deleted
             return True
 
@@ -188,15 +221,15 @@ class Functions:
             labels += [f"{label}.{name}" for name in (*_TWICE, *names)]
         labels += [f"{name} in a registry" for _, name in self._registered]
         yield from zip(labels, self._kept, strict=True)
-        yield from zip((f"{f.__module__}.{f.__qualname__}'s code" for f in self._functions), self._code, strict=True)
+        yield from zip((f"{f.__module__}.{f.__qualname__}'s code" for f in self.followed), self._code, strict=True)
 
     def lines(self, known: Mapping[int, Any]) -> list[str]:
         """Return lines that are the same in every process that runs the same functions.
 
         `known` has values that other digests cover; see `content_digest`.
         """
-        known = {**known, **{id(f): f for f in self._functions}}
-        found = [f"{f.__module__}.{f.__qualname__} {content_digest(f, known)}" for f in self._functions]
+        known = {**known, **{id(f): f for f in self.followed}}
+        found = [f"{f.__module__}.{f.__qualname__} {content_digest(f, known)}" for f in self.followed]
         for label, values, names in self._spaces.values():
             for name in names or _names_of(values):
                 value = values[name]
@@ -274,68 +307,115 @@ def content_digest(value: Any, known: Mapping[int, Any] = MappingProxyType({})) 
         known: Values inside `value` that are left out, because other digests cover them, by id.
     """
     digest = hashlib.sha256()
-    for line in _described(value, known):
-        digest.update(line)
+    for name, lines in described([("", value)], known):
+        digest.update(name.encode())
+        for line in lines:
+            digest.update(line)
     return digest.hexdigest()
 
 
-def _is_known(module: Any) -> bool:
+def is_known(module: Any) -> bool:
     """Return whether a module belongs to a package of which only the code of single functions is described."""
     package = str(module).partition(".")[0]
     return package in _KNOWN or package in _LIBRARIES
 
 
-def _described(value: Any, known: Mapping[int, Any]) -> Iterator[bytes | memoryview]:
-    """Yield bytes that differ for different values. Values inside that `known` has by id yield nothing."""
+def described(
+    roots: Iterable[tuple[str, Any]], known: Collection[int], left_out: Collection[str] = (), light: bool = False
+) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the name of each value within some values, and bytes that differ for different values.
+
+    Args:
+        roots: The values and their names.
+        known: Ids of values within, which yield nothing.
+        left_out: Names of values that yield nothing.
+        light: Whether to describe tensors by object and version, code by object, and only the first entries of
+            containers. Then nothing is yielded for functions of known packages and objects that fail when looked at.
+    """
     seen: dict[int, Any] = {}
-    waiting = [value]  # not recursion, because functions that call each other may be many
-    while waiting:
-        value = waiting.pop()
-        if value is None or isinstance(value, _PLAIN):
-            yield repr(value).encode()
+    waiting: list[tuple[Any, Any]] = [*roots][::-1]  # not recursion, because functions that call each other may be many
+    while waiting and not (light and len(seen) > MOST):
+        name, value = waiting.pop()
+        label = None if name in left_out else name  # what is inside is searched, so that it has no other name
+        lines, inner = list[Any](), list[tuple[Any, Any]]()
+        if value is None or isinstance(value, PLAIN):
+            lines = [repr(value).encode()]
         elif not isinstance(value, ModuleType) and id(value) not in seen and (not seen or id(value) not in known):
             seen[id(value)] = value  # alive, so that no other value gets its id
-            lines, inner = _parts_of(value)
-            yield from lines
-            waiting += reversed(inner)
+            try:
+                lines, inner = _parts_of(value, light)
+            except Exception:
+                if not light:
+                    raise
+        if lines and label is not None:
+            yield label, lines
+        waiting += [(label if label is None else f"{label}.{key}", own) for key, own in reversed(inner)]
 
 
-def _parts_of(value: Any) -> tuple[list[bytes | memoryview], list[Any]]:
-    """Return bytes for a value itself, and the values inside it, which are described after it."""
+def _parts_of(value: Any, light: bool) -> tuple[list[Any], list[tuple[Any, Any]]]:
+    """Return bytes for a value itself, and the values inside it with their names; see `described`."""
     if isinstance(value, torch.Tensor):
-        lines: list[bytes | memoryview] = []
+        if light:
+            return [weakref.ref(value)], [("version", -1 if value.is_inference() else value._version)]
+        lines: list[Any] = []
         for name, tensor in inner_tensors("", value):
             lines += [f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), tensor_bytes(tensor)]
         return lines, []
     if isinstance(value, np.ndarray):
         content = value.tolist() if value.dtype.hasobject else value.tobytes()
-        return [f"{value.dtype} {value.shape}".encode()], [content]
+        return [f"{value.dtype} {value.shape}".encode()], [("elements", content)]
     if isinstance(value, CodeType):
+        if light:
+            return [value], []
         names = repr((value.co_names, value.co_varnames, value.co_flags))
-        return [value.co_code, names.encode()], list(value.co_consts)
+        return [value.co_code, names.encode()], list(enumerate(value.co_consts))
     if isinstance(value, FunctionType):
-        space, cells = value.__globals__, [cell_content(cell) for cell in value.__closure__ or ()]
-        read = set() if _is_known(space.get("__name__")) else space.keys() & set(names_of(value.__code__))
-        named = [(name, space[name]) for name in sorted(read)]
-        return [b"function"], [value.__code__, cells, value.__defaults__, value.__kwdefaults__, named]
+        code, is_of_package = value.__code__, is_known(value.__globals__.get("__name__"))
+        if is_of_package and light:
+            return [], []
+        cells = zip(code.co_freevars, map(cell_content, value.__closure__ or ()), strict=True)
+        inner = [("code", code), ("defaults", value.__defaults__), ("keywords", value.__kwdefaults__), *cells]
+        # The global names of a library hold its own state, which may change at any time.
+        if not is_of_package and not (light and "-packages" in code.co_filename):
+            inner += _globals_of(value)
+        return [b"function"], inner
     if isinstance(value, functools.partial):
-        return [b"partial"], [value.func, value.args, value.keywords]
+        arguments = [*enumerate(value.args), *value.keywords.items()]
+        inner = [("function", value.func), *((str(name), own) for name, own in arguments)]
+        unchangeable = (*PLAIN, BuiltinFunctionType) if light else ()
+        return [b"partial"], [(name, own) for name, own in inner if not isinstance(own, unchangeable)]
     if isinstance(value, MethodType):
-        return [b"method"], [value.__func__, value.__self__]
+        return [b"method"], [("function", value.__func__), ("self", value.__self__)]
     if isinstance(value, list | tuple | set | frozenset | dict):
-        items = list(value.items()) if isinstance(value, dict) else list(value)
-        items = sorted(items, key=repr) if isinstance(value, set | frozenset) else items
-        return [f"{type(value).__name__} {len(items)}".encode()], items
+        most = LONG if light else None
+        line = f"{type(value).__name__} {len(value)}".encode()
+        if isinstance(value, dict):
+            items = list(islice(value.items(), most))
+            keys = [("key", key) for key, _ in items if not isinstance(key, str | int)]
+            return [line], keys + [(k if isinstance(k, str | int) else n, v) for n, (k, v) in enumerate(items)]
+        ordered = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+        return [line], list(enumerate(islice(ordered, most)))
     if isinstance(value, type):
         members = [(name, member) for name, member in vars(value).items() if not _is_of_python(name, member)]
-        own = [] if _is_known(value.__module__) else [value.__bases__, members]
+        own = [] if is_known(value.__module__) else [("bases", value.__bases__), *members]
         return [f"{value.__module__}.{value.__qualname__}".encode()], own
-    kind, inner = type(value), list[Any](functions_of(value))
-    followed = not _is_known(kind.__module__) and not hasattr(kind, "to_dict")  # configs are compared as a whole
+    kind, inner = type(value), [("function", function) for function in functions_of(value)]
+    followed = not is_known(kind.__module__) and not hasattr(kind, "to_dict")  # configs are compared as a whole
     if followed or isinstance(value, torch.nn.Module | SimpleNamespace):
         slots = [n for base in kind.__mro__ for n, m in vars(base).items() if isinstance(m, MemberDescriptorType)]
-        inner += [kind, getattr(value, "__dict__", None), [(name, getattr(value, name, None)) for name in slots]]
+        inner += [(kind.__name__, kind), *getattr(value, "__dict__", {}).items()]
+        inner += [(name, getattr(value, name, None)) for name in slots]
     return [f"{kind.__module__}.{kind.__qualname__}".encode()], inner
+
+
+def _globals_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the global names that a function looks up, also within modules of no known package, and their values."""
+    space, names = function.__globals__, set(names_of(function.__code__))
+    for name in sorted(names & space.keys()):
+        yield name, space[name]
+        if isinstance(space[name], ModuleType) and not is_known(space[name].__name__):
+            within = vars(space[name])
+            yield from ((f"{name}.{own}", within[own]) for own in sorted(names & within.keys()))
 
 
 def _is_of_python(name: str, member: Any) -> bool:

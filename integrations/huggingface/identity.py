@@ -23,7 +23,7 @@ import torch
 
 from .api import COMPILED, KEPT_MANAGER, RECORDING, SILENT_ENTRIES, is_own_hook
 from .calls import refusing
-from .functions import Functions, content_digest
+from .functions import PLAIN, Functions, Held, content_digest
 from .support import CHANGING_ROPE, inner_tensors, tensor_bytes
 
 SAMPLED = 16  # number of elements of each weight that are compared before a call
@@ -42,6 +42,8 @@ ATTACHED = frozenset({"generate", "init_continuous_batching", KEPT_MANAGER, RECO
 """Attributes of a model that this package, transformers or torch.compile adds. They do not change keys and values."""
 _ELSEWHERE = frozenset({"config", "generation_config", "peft_config", "name_or_path", "hf_device_map"})
 """Attributes that a fingerprint leaves out. It covers configs as a whole; the others do not affect keys and values."""
+_COMPARED = (torch.Tensor, torch.nn.Module, dict, list, tuple, *PLAIN, type(None))
+"""Types of attributes that an `Identity` compares itself."""
 _SIMPLE = (bool, int, float, str, dict, list, tuple, set, frozenset, type(None))
 ROW_HOOKS = ("adapter_names", "alora_offsets")
 """Names of the settings that PEFT gives its layers for each row, through hooks that it adds for one call."""
@@ -104,6 +106,7 @@ class Identity:
         self._kept = list(self._attributes(model))
         self._types = [type(model), *map(type, self._modules)]
         self._functions = Functions(model)
+        self._held = held_by(model, self._functions, transient)
         self._numbers = self._tensor_numbers()
         self._content = self._samples.elements()
 
@@ -197,6 +200,7 @@ class Identity:
                 and [type(model), *map(type, self._modules)] == self._types
                 and self._tensor_numbers() == self._numbers
                 and not self._functions.changed()
+                and not self._held.changed()
             )
         except KeyError:  # an attribute was deleted
             return True
@@ -240,10 +244,7 @@ class Identity:
         hooks = [hook for name in _HOOKS for hook in vars(module)[name].values() if not is_harmless(hook)]
         left_out = {*self._left_out, *_ELSEWHERE, *(ADAPTER_STATE if module in self.adapters else ())}
         own = {} if changes_itself(module) else vars(module)
-        # Names with an underscore hold state of the framework, such as whether a module was initialized.
-        kept = {
-            n: v for n, v in own.items() if n not in left_out and not (n.startswith("_") and isinstance(v, _SIMPLE))
-        }
+        kept = {n: v for n, v in own.items() if n not in left_out and not _is_of_framework(n, v)}
         return content_digest((hooks, sorted(kept.items(), key=itemgetter(0))), known)
 
     def difference(self, later: Identity) -> str:
@@ -267,6 +268,7 @@ class Identity:
         versions = dict(zip(map(id, self._versioned), self._numbers, strict=False))
         found |= {f"{name}'s version": str(versions.get(id(t), 0)).encode() for name, t in self._tensors.items()}
         found |= {f"{name}'s elements": part for name, part in self._samples.by_name(self._content)}
+        found |= {name: repr(value).encode() for name, value in self._held.kept.items()}
         return found | dict(self._functions.seen())
 
 
@@ -285,6 +287,11 @@ def _config_line(config: Any) -> str:
     """Return the entries of a config that affect keys and values, as JSON."""
     entries = {name: value for name, value in config.to_dict().items() if name not in SILENT_ENTRIES}
     return json.dumps(entries, sort_keys=True, default=str)
+
+
+def _is_of_framework(name: str, value: Any) -> bool:
+    """Return whether an attribute holds state of the framework, such as whether a module was initialized."""
+    return name.startswith("_") and isinstance(value, _SIMPLE)
 
 
 def _name_of(hook: Any) -> str:
@@ -338,6 +345,7 @@ def set_by_forward(model: Any) -> Iterator[set[str]]:
     parameter has a higher version then.
     """
     found: set[str] = set()
+    held = held_by(model, Functions(model))
     before = [(m, dict(vars(m)), _within(m)) for m in model.modules()]
     tensors = {name: (t, t._version) for name, t, _ in _model_tensors(model) if not t.is_inference()}
     yield found
@@ -349,6 +357,23 @@ def set_by_forward(model: Any) -> Iterator[set[str]]:
         old, version = tensors.get(name, (None, 0))
         if old is tensor and tensor._version != version:
             found.add(name)
+    found.update(held.changed())
+
+
+def held_by(model: Any, functions: Functions, left_out: Collection[str] = ()) -> Held:
+    """Return what a model's hooks, functions and other objects hold, except modules, tensors and their containers."""
+    roots: dict[str, Any] = {}
+    for label, module in model.named_modules():
+        for name in _HOOKS:
+            hooks = [hook for hook in vars(module)[name].values() if not is_harmless(hook)]
+            roots |= {f"{_joined(label, name)}.{n}, {_name_of(hook)}": hook for n, hook in enumerate(hooks)}
+    for name, value, _ in _in_attributes(model):
+        if not isinstance(value, _COMPARED) and not _is_of_framework(name.rpartition(".")[2], value):
+            roots[name] = value
+    for f in functions.followed:
+        name = f"{f.__module__}.{f.__qualname__}"
+        roots[name if name not in roots else f"{name} {len(roots)}"] = f
+    return Held(roots, left_out, {id(module) for module in model.modules()})
 
 
 def changes_itself(module: torch.nn.Module) -> bool:
@@ -389,6 +414,17 @@ def _model_tensors(model: Any, left_out: Collection[str] = ()) -> Iterator[tuple
     so are rotary embeddings that change with the input length. Of a tensor subclass, the tensors that it wraps count.
     """
     seen: set[int] = set()
+    for name, value, plain in _in_attributes(model, left_out):
+        if isinstance(value, torch.Tensor) and id(value) not in seen:
+            seen.add(id(value))
+            yield from ((n, t, plain) for n, t in inner_tensors(name, value))
+
+
+def _in_attributes(model: Any, left_out: Collection[str] = ()) -> Iterator[tuple[str, Any, bool]]:
+    """Yield each parameter, buffer and attribute of a model's modules, and what containers in attributes hold.
+
+    With each come its name, and whether it is neither a parameter nor a buffer.
+    """
     left_out = {*_INTERNAL, *ATTACHED, *left_out}
     for label, module in model.named_modules():
         if module is not model and changes_itself(module):
@@ -402,9 +438,7 @@ def _model_tensors(model: Any, left_out: Collection[str] = ()) -> Iterator[tuple
             *((name, held, True) for name, held in ((label, own), *nested.values())),
         ):
             for key, value in held.items() if isinstance(held, dict) else enumerate(held):
-                if isinstance(value, torch.Tensor) and id(value) not in seen:
-                    seen.add(id(value))
-                    yield from ((n, t, plain) for n, t in inner_tensors(_joined(name, str(key)), value))
+                yield _joined(name, str(key)), value, plain
 
 
 class _Samples:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,6 +72,8 @@ def probe(model: Any) -> Probed:
         if 0 < window <= LONG:
             probe_window(model, window)
         counts_padding, continues = _behind_padding(model, whole) if specs else (False, True)
+        with contextlib.suppress(Exception):  # a hook may count passes of one token, see `set_by_forward`
+            forward(model, harmless_tokens(model, 1), 0, 1, new_cache(model.config))
     return Probed(specs, states, windows, counts_padding, continues)
 
 

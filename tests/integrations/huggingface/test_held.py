@@ -1,0 +1,370 @@
+"""Values that hooks, patched functions and other objects hold: the cache is emptied when the user changes one."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from generate_cases import LLAMA, assert_same, both, plain, prompt  # noqa: E402
+
+from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
+from pc.integrations.huggingface.identity import Identity  # noqa: E402
+
+FACTOR = SimpleNamespace(value=1.5)
+VALUES = {"of": [1.5]}
+
+
+class Steering:
+    """A hook that multiplies a layer's output by what it holds, and counts its passes."""
+
+    kind = 1.0
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.count, self.seen, self.last = value, 0, list[Any](), dict[str, Any]()
+
+    def factor(self) -> Any:
+        return self.value * self.kind
+
+    def __call__(self, module: Any, inputs: Any, output: Any) -> Any:
+        self.count += 1
+        self.seen.append(output)
+        self.last["output"] = output
+        return output * self.factor()
+
+    def method(self, module: Any, inputs: Any, output: Any) -> Any:
+        return self(module, inputs, output)
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 1.5
+
+    def __call__(self, module: Any, inputs: Any, output: Any) -> Any:
+        return output * self.value
+
+
+class Listed(Steering):
+    def factor(self) -> Any:
+        return self.value[0]
+
+
+class Named(Steering):
+    def factor(self) -> Any:
+        return {"strong": 3.0, "weak": 1.5}[self.value]
+
+
+class InArray(Steering):
+    def factor(self) -> Any:
+        return float(self.value[0])
+
+
+class Nested(Steering):
+    def factor(self) -> Any:
+        return self.value.inner["value"]
+
+
+class Coder(torch.nn.Module):
+    """A module that only the hook holds, as a sparse autoencoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(64, 64)
+
+
+class Coding(Steering):
+    def __call__(self, module: Any, inputs: Any, output: Any) -> Any:
+        return output + self.value.linear(output)
+
+
+def _by_function(module: Any, inputs: Any, output: Any) -> Any:
+    return output * FACTOR.value
+
+
+def _by_global(module: Any, inputs: Any, output: Any) -> Any:
+    return output * VALUES["of"][0]
+
+
+def _mlp(model: Any) -> Any:
+    return model.model.layers[0].mlp
+
+
+def _hooked(hook: Any, change: Callable[[Any], Any]) -> Callable[[Any], Callable[[], Any]]:
+    """Return a function that puts a hook on a model and returns a function that changes what the hook holds."""
+
+    def put(model: Any) -> Callable[[], Any]:
+        own = hook()
+        _mlp(model).register_forward_hook(own)
+        return lambda: change(own)
+
+    return put
+
+
+def _set(value: Any, name: str = "value") -> Callable[[Any], Any]:
+    return lambda hook: setattr(hook, name, value)
+
+
+def _method(model: Any) -> Callable[[], Any]:
+    hook = Steering(1.5)
+    _mlp(model).register_forward_hook(hook.method)
+    return lambda: setattr(hook, "value", 3.0)
+
+
+def _before(model: Any) -> Callable[[], Any]:
+    hook = Steering(1.5)
+    _mlp(model).register_forward_pre_hook(lambda module, inputs: hook(module, inputs, inputs[0]))
+    return lambda: setattr(hook, "value", 3.0)
+
+
+def _closure(model: Any) -> Callable[[], Any]:
+    value = 1.5
+
+    def change() -> None:
+        nonlocal value
+        value = 3.0
+
+    _mlp(model).register_forward_hook(lambda module, inputs, output: output * value)
+    return change
+
+
+def _partial(model: Any) -> Callable[[], Any]:
+    values = {"value": 1.5}
+    _mlp(model).register_forward_hook(functools.partial(lambda values, m, i, output: output * values["value"], values))
+    return lambda: values.update(value=3.0)
+
+
+def _default(model: Any) -> Callable[[], Any]:
+    def hook(module: Any, inputs: Any, output: Any, value: float = 1.5) -> Any:
+        return output * value
+
+    _mlp(model).register_forward_hook(hook)
+    return lambda: setattr(hook, "__defaults__", (3.0,))
+
+
+def _forward(model: Any) -> Callable[[], Any]:
+    own, values = _mlp(model).forward, SimpleNamespace(value=1.5)
+    _mlp(model).forward = lambda x: own(x) * values.value
+    return lambda: setattr(values, "value", 3.0)
+
+
+class Scaled(torch.nn.Module):
+    """A module around another one, as those that hold control vectors."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner, self.control = inner, Steering(1.5)
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x) * self.control.value
+
+
+class ByGlobal(Scaled):
+    def forward(self, x: Any) -> Any:
+        return self.inner(x) * FACTOR.value
+
+
+def _module(kind: type[Scaled], change: Callable[[Any], Any]) -> Callable[[Any], Callable[[], Any]]:
+    def put(model: Any) -> Callable[[], Any]:
+        model.model.layers[0].mlp = kind(_mlp(model))
+        return lambda: change(_mlp(model))
+
+    return put
+
+
+def _of_class(model: Any) -> Callable[[], Any]:
+    kind, values = type(model.model.norm), [1.5]
+    own = kind.forward
+    kind.forward = lambda self, x: own(self, x) * values[0]
+    weakref.finalize(model, setattr, kind, "forward", own)
+
+    def change() -> None:
+        values[0] = 3.0
+
+    return change
+
+
+CHANGES: dict[str, Callable[[Any], Callable[[], Any]]] = {
+    "number of a hook": _hooked(lambda: Steering(1.5), _set(3.0)),
+    "number of a hook, by vars": _hooked(lambda: Steering(1.5), lambda hook: vars(hook).update(value=3.0)),
+    "whole number": _hooked(lambda: Steering(1), _set(2)),
+    "flag": _hooked(lambda: Steering(True), _set(False)),
+    "none": _hooked(Slotted, _set(torch.tensor(3.0))),
+    "slot": _hooked(Slotted, _set(3.0)),
+    "name": _hooked(lambda: Named("weak"), _set("strong")),
+    "class attribute": _hooked(
+        lambda: type("Own", (Steering,), {"kind": 1.5})(1.0), lambda h: _set(3.0, "kind")(type(h))
+    ),
+    "class attribute of a base": _hooked(
+        lambda: type("Own", (type("Base", (Steering,), {"kind": 1.5}),), {})(1.0),
+        lambda hook: _set(3.0, "kind")(type(hook).__base__),
+    ),
+    "in a list": _hooked(lambda: Listed([1.5]), lambda hook: hook.value.insert(0, 3.0)),
+    "in a tuple": _hooked(lambda: Listed((1.5,)), _set((3.0,))),
+    "array": _hooked(lambda: InArray(np.full(3, 1.5)), lambda hook: hook.value.fill(3.0)),
+    "in an object": _hooked(
+        lambda: Nested(SimpleNamespace(inner={"value": 1.5})), lambda hook: hook.value.inner.update(value=3.0)
+    ),
+    "tensor in place": _hooked(lambda: Steering(torch.full((64,), 1.5)), lambda hook: hook.value.mul_(2)),
+    "tensor replaced": _hooked(lambda: Steering(torch.full((64,), 1.5)), _set(torch.full((64,), 3.0))),
+    "weight of a module": _hooked(
+        lambda: Coding(Coder().requires_grad_(False)), lambda h: h.value.linear.weight.mul_(9)
+    ),
+    "method": _method,
+    "hook before": _before,
+    "closure": _closure,
+    "partial": _partial,
+    "default": _default,
+    "forward of a module": _forward,
+    "object of a module": _module(Scaled, lambda module: _set(3.0)(module.control)),
+    "global object of a module's class": _module(ByGlobal, lambda module: _set(3.0)(FACTOR)),
+    "global object of a hook": _hooked(lambda: _by_function, lambda hook: _set(3.0)(FACTOR)),
+    "list in a global dict": _hooked(lambda: _by_global, lambda hook: VALUES["of"].__setitem__(0, 3.0)),
+    "closure of a class's function": _of_class,
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_globals() -> Any:
+    FACTOR.value, VALUES["of"] = 1.5, [1.5]
+
+
+@pytest.mark.parametrize("put", CHANGES.values(), ids=CHANGES.keys())
+def test_a_value_that_changes_empties_the_cache(model: Any, put: Callable[[Any], Callable[[], Any]]) -> None:
+    ids, options = prompt(40), {"max_new_tokens": 2, "return_dict_in_generate": True, "output_logits": True}
+    change = put(model)
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        before = plain(model, input_ids=ids, **options).logits[0]
+        for _ in range(2):
+            model.generate(ids, **options)
+        assert handle.last_requests[0].cached_tokens == 32  # passes change the hook's counts, which is no change
+        change()
+        want, got = plain(model, input_ids=ids, **options).logits[0], model.generate(ids, **options).logits[0]
+        assert not torch.allclose(want, before)
+        torch.testing.assert_close(got, want)
+        model.generate(ids, **options)
+        assert handle.last_requests[0].cached_tokens == 32
+
+
+def test_an_equal_value_is_no_change(model: Any) -> None:
+    """Services set such a number before each call."""
+    hook = Steering(1.5)
+    _mlp(model).register_forward_hook(hook)
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        for number in range(3):
+            hook.value, hook.last = float("1.5"), {}
+            hook.seen.clear()
+            model.generate(prompt(40), max_new_tokens=4)
+            assert handle.last_requests[0].cached_tokens == (32 if number else 0)
+
+
+def test_counts_of_decode_steps_are_no_change(model: Any) -> None:
+    hook, counts = Steering(1.5), {"steps": 0}
+
+    def step(module: Any, inputs: Any, output: Any) -> None:
+        if output.shape[1] == 1:
+            counts["steps"] += 1
+            hook.seen.append(output)
+
+    _mlp(model).register_forward_hook(step)
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        answer = model.generate(prompt(40), max_new_tokens=12)
+        model.generate(answer, max_new_tokens=4)
+        assert handle.last_requests[0].cached_tokens == 48
+        assert counts["steps"] > 11
+
+
+def test_a_value_that_changes_before_each_call_is_named(model: Any) -> None:
+    hook = Steering(1.5)
+    _mlp(model).register_forward_hook(hook)
+    name = "model.layers.0.mlp._forward_hooks.0, Steering.value"
+    with enable_prefix_caching(model, num_blocks=64) as handle, warnings.catch_warnings(record=True) as told:
+        for number in range(4):
+            hook.value = 1.5 + number
+            assert_same(model, input_ids=prompt(40), max_new_tokens=4)
+        assert f"because {name} changed" in str(told[-1].message)
+        assert handle.explain(prompt(41, 1)).there == name
+
+
+def test_a_value_that_changes_within_a_call(model: Any) -> None:
+    """What is computed with the other value is not cached, even if the first is back before the next call."""
+    hook = Steering(1.5)
+    _mlp(model).register_forward_hook(hook)
+
+    def change(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        hook.value = 1.5 if input_ids.shape[1] >= 59 else 3.0
+        return scores
+
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        answer = model.generate(prompt(40), max_new_tokens=20, logits_processor=[change], eos_token_id=None)
+        assert hook.value == 1.5
+        options = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_logits": True}
+        want, got = both(model, input_ids=answer, **options)
+        assert handle.last_requests[0].cached_tokens <= 40
+        torch.testing.assert_close(got.logits, want.logits)
+
+
+def test_a_look_at_models_without_hooks_takes_no_time_and_at_others_little(model: Any) -> None:
+    calls = list[str]()
+
+    def count(held: Any) -> int:
+        calls.clear()
+        sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+        try:
+            assert not held.changed()
+        finally:
+            sys.setprofile(None)
+        return len(calls)
+
+    assert count(Identity(model)._held) < 4
+    hook = Steering(1.5)
+    hook.seen = [1.5] * 100_000
+    _mlp(model).register_forward_hook(hook)
+    assert 4 < count(Identity(model)._held) < 500
+
+
+def test_what_a_hook_held_is_not_kept_in_memory() -> None:
+    model, hook = LLAMA.build(), Steering(torch.ones(64))
+    _mlp(model).register_forward_hook(hook)
+    value, known = weakref.ref(hook.value), weakref.ref(model)
+    handle = enable_prefix_caching(model, num_blocks=64)
+    hook.value = 2.0
+    gc.collect()
+    assert value() is None
+    del model
+    gc.collect()
+    assert known() is None
+    assert handle.manager is None
+
+
+class Odd:
+    """An object that fails at whatever is done to it."""
+
+    def _fail(self, *_: Any) -> Any:
+        raise RuntimeError("odd")
+
+    __getattr__ = __repr__ = __str__ = __eq__ = __hash__ = __bool__ = __len__ = __iter__ = _fail
+
+
+def test_odd_objects_break_no_call(model: Any) -> None:
+    hook = Steering(1.5)
+    hook.seen = [Odd(), {1: Odd()}, {prompt, 3}, np.array([None, 1]), torch.ones(0), torch.ones(2).to_sparse(), hook]
+    hook.seen.append(hook.seen)
+    hook.last = {prompt: 1, Steering: 2, hook: 3}
+    _mlp(model).register_forward_hook(hook)
+    with enable_prefix_caching(model, num_blocks=64, fallback="raise") as handle:
+        for _ in range(2):
+            assert_same(model, input_ids=prompt(40), max_new_tokens=4)
+        assert handle.last_requests[0].cached_tokens == 32
