@@ -362,7 +362,8 @@ def _parts_of(value: Any, light: bool) -> tuple[list[Any], list[tuple[Any, Any]]
             lines += [f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), tensor_bytes(tensor)]
         return lines, []
     if isinstance(value, np.ndarray):
-        content = value.tolist() if value.dtype.hasobject else value.flat[:: value.size // LONG + 1 if light else 1].tobytes()
+        step = value.size // LONG + 1 if light else 1
+        content = value.tolist() if value.dtype.hasobject else value.flat[::step].tobytes()
         return [f"{value.dtype} {value.shape}".encode()], [("elements", content)]
     if isinstance(value, CodeType):
         if light:
