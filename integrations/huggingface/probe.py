@@ -135,7 +135,10 @@ def _in_parts(model: Any, length: int, cut: int) -> DynamicCache:
     tokens = harmless_tokens(model, length)
     with refusing("its forward pass fails with a restored cache"):
         whole, first = new_cache(model.config), new_cache(model.config)
-        want = forward(model, tokens, 0, length, whole).logits[0, -1]
+        outputs = forward(model, tokens, 0, length, whole)
+        want = outputs.logits[0, -1]
+        wrapped = any(hasattr(value, "self_attention_cache") for value in outputs.values())
+        refuse_if(wrapped, "it keeps its state in a cache for cross-attention")
         forward(model, tokens, 0, cut, first)
         parts = _restored(model, first)
         got = forward(model, tokens, cut, length, parts).logits[0, -1]

@@ -19,6 +19,8 @@ from generate_cases import (
     VOCAB,
     assert_nothing_held,
     assert_same,
+    both,
+    build_model,
     cache_of,
     cached,
     enabled,
@@ -377,6 +379,18 @@ def test_raise_for_a_model_and_for_a_failure(model: Any, monkeypatch: pytest.Mon
         patch.setattr(batch, "prompts_of", fail)
         with pytest.raises(UnsupportedError, match=FAILED):
             model.generate(prompt(40), max_new_tokens=2)
+
+
+def test_a_decoder_with_cross_attention() -> None:
+    """Its forward pass puts our cache into another one, and a decode step once computed all tokens again behind it."""
+    model = build_model("GPT2Config", "GPT2LMHeadModel", n_embd=64, n_layer=2, n_head=4, add_cross_attention=True)
+    options = {"input_ids": prompt(40), "return_dict_in_generate": True, "output_logits": True, "eos_token_id": None}
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        want, got = both(model, **options)
+        torch.testing.assert_close(got.logits, want.logits)
+        assert set(handle.stats().calls_handed_back) == {
+            "GPT2LMHeadModel: it keeps its state in a cache for cross-attention"
+        }
 
 
 def _double(module: Any, inputs: Any, output: Any, *_: Any) -> Any:

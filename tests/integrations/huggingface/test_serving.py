@@ -369,16 +369,16 @@ def test_cache_that_a_config_leaves_out_is_asked_for() -> None:
 
 
 def test_failed_forward_leaves_nothing_findable(model: Any, handle: PrefixCaching) -> None:
-    failing: list[bool] = []
+    failing = threading.Event()  # it is not compared before each call, other than a list
 
     def fail(*_: Any) -> None:
-        if failing:
+        if failing.is_set():
             raise RuntimeError("on purpose")
 
     hook = model.model.layers[1].register_forward_pre_hook(fail)
     assert_same(model, input_ids=prompt(16, 9))  # the hook is noticed, and the model probed
     handle.reset()
-    failing.append(True)
+    failing.set()
     with pytest.raises(RuntimeError, match="on purpose"):
         model.generate(input_ids=prompt(40), max_new_tokens=NEW_TOKENS)
     hook.remove()

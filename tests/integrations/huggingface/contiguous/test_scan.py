@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -82,10 +83,10 @@ def test_without_it_such_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_pass_that_fails_leaves_no_state_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     model = remembering(BY_NAME["jamba"])
     want = plain(model, input_ids=prompt(50, 3))
-    whole, armed, calls = modeling_jamba.causal_conv1d_fn, [False], []
+    whole, armed, calls = modeling_jamba.causal_conv1d_fn, threading.Event(), []
 
     def failing(*args: Any, **kwargs: Any) -> Any:  # called after the state is set and before its scan
-        if not armed[0]:
+        if not armed.is_set():  # an event is not compared before each call, other than a list
             return whole(*args, **kwargs)
         calls.append(args)
         raise RuntimeError("in the middle")
@@ -93,10 +94,10 @@ def test_a_pass_that_fails_leaves_no_state_behind(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(modeling_jamba, "causal_conv1d_fn", failing)  # before caching, as a part of the model
     with enable_prefix_caching(model, num_blocks=64) as handle:
         model.generate(prompt(70), max_new_tokens=2)
-        armed[0] = True
+        armed.set()
         with pytest.raises(RuntimeError, match="in the middle"):
             model.generate(torch.cat([prompt(70)[:, :64], prompt(9, 1)], 1), max_new_tokens=2)
-        armed[0] = False
+        armed.clear()
         assert calls
         assert handle.stats().calls_handed_back == {}
         assert torch.equal(plain(model, input_ids=prompt(50, 3)), want)
