@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
