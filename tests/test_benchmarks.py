@@ -6,7 +6,6 @@ import csv
 import dataclasses
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from processes import python
 
 import pc
 from benchmarks.harness import experiment, peers, registry, runner, tables, timing
@@ -265,9 +265,7 @@ def test_the_command_writes_a_table(tmp_path: Path, capsys: pytest.CaptureFixtur
     # As a process, since `import pc` is lazy. A ceiling is one call instead of a second of calls; no digest is made.
     code = "from benchmarks.harness import ceilings, conditions; conditions.sources = str; "
     code += "ceilings._best = lambda run, *_: run() is None or 1.0; from pc.__main__ import main; main()"
-    command = [sys.executable, "-c", code, "bench", "reshape_and_cache", *options]
-    done = subprocess.run(command, cwd=registry.ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = python("-c", code, "bench", "reshape_and_cache", *options, cwd=registry.ROOT)
     assert "roofline" in done.stdout
     with (tmp_path / "cpu" / "reshape_and_cache.csv").open() as file:
         assert {row["provider"] for row in csv.DictReader(file)} == {"pc", "torch indexing"}
@@ -280,8 +278,7 @@ def test_the_command_writes_a_table(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.slow
 def test_quick_cases_are_tests_for_pytest_benchmark() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "benchmarks"]
-    done = subprocess.run(command, cwd=registry.ROOT, capture_output=True, text=True, check=True)
+    done = python("-m", "pytest", "-q", "--collect-only", "benchmarks", cwd=registry.ROOT)
     assert all(f"test_operator[{op}-" in done.stdout for op in MEASURED)
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 
 pytest.importorskip("typer")
 
+from processes import python
 from typer.testing import CliRunner
 
 import pc
@@ -25,14 +24,13 @@ from pc.triton_ops._core.runtime import INTERPRET
 
 
 def test_version() -> None:
-    done = subprocess.run([sys.executable, "-m", "pc", "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout == f"pc {pc.__version__}\n"
+    assert python("-m", "pc", "--version").stdout == f"pc {pc.__version__}\n"
 
 
 def candidates(line: str) -> list[str]:
     """Return the completions that `pc` gives typer's bash script for the last word of a line."""
-    env = {**os.environ, "_PC_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
-    done = subprocess.run([sys.executable, "-m", "pc"], capture_output=True, text=True, check=False, env=env)
+    env = {"_PC_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    done = python("-m", "pc", **env)
     assert not done.stderr, done.stderr
     return done.stdout.split()
 
@@ -127,9 +125,7 @@ def test_the_policies_it_offers_are_those_there_are() -> None:
 def test_a_script_is_one_for_its_shell(shell: str) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"no {shell} here")
-    script = subprocess.run(
-        [sys.executable, "-m", "pc", "completion", shell], capture_output=True, text=True, check=True
-    )
+    script = python("-m", "pc", "completion", shell)
     assert "_PC_COMPLETE" in script.stdout
     done = subprocess.run([shell, "-n"], input=script.stdout, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -146,9 +142,7 @@ def test_help_is_there_without_torch(arguments: list[str]) -> None:
         "for name in ('torch', 'numpy'): sys.modules[name] = None\n"
         "runpy.run_module('pc', run_name='__main__')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
+    assert python("-c", code).stdout
 
 
 def test_a_command_has_the_public_names() -> None:
@@ -158,7 +152,7 @@ def test_a_command_has_the_public_names() -> None:
         "print(pc.CacheManager.__name__, pc.cache.__name__, hasattr(pc, 'nothing'), 'paged_attention' in dir(pc))\n"
         "import torch\nprint(torch.ops.pc.paged_attention.default.name())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = python("-c", code)
     assert done.stdout.splitlines() == ["False", "CacheManager pc.cache False True", "pc::paged_attention"], done.stderr
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import python
 
 from benchmarks import gpu
 from benchmarks.harness import registry, runner, tables
@@ -29,7 +28,7 @@ def options(tmp_path: Path) -> gpu.Options:
     return gpu.Options(tmp_path, dry=True)
 
 
-def python(code: str, name: str = "one") -> gpu.Job:
+def code_job(code: str, name: str = "one") -> gpu.Job:
     return gpu.Job("check", name, ("-c", code))
 
 
@@ -64,7 +63,7 @@ def test_every_other_kind_of_job_runs_dry(name: str, options: gpu.Options) -> No
 
 
 def test_what_is_done_runs_again_once_sources_change(options: gpu.Options, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert gpu.run([python("")], options, 60) == []
+    assert gpu.run([code_job("")], options, 60) == []
     log = gpu.Log(options)
     assert log.outcome("one") == "ok"
     monkeypatch.setattr(gpu, "has_changed", lambda *_: True)
@@ -72,10 +71,10 @@ def test_what_is_done_runs_again_once_sources_change(options: gpu.Options, monke
 
 
 def test_what_fails_hangs_or_has_no_time_is_left_and_stops_nothing(options: gpu.Options) -> None:
-    hangs = python("import time; time.sleep(60)", "hangs")
-    chosen = [python("raise SystemExit(3)", "fails"), python("import os; os.abort()", "crashes"), python("", "works")]
-    assert gpu.run(chosen, options, 60) == ["fails", "crashes"]
-    assert gpu.run([hangs, python("", "late")], options, 0.3) == ["hangs", "late"]
+    hangs = code_job("import time; time.sleep(60)", "hangs")
+    fails = [code_job("raise SystemExit(3)", "fails"), code_job("import os; os.abort()", "crashes")]
+    assert gpu.run([*fails, code_job("", "works")], options, 60) == ["fails", "crashes"]
+    assert gpu.run([hangs, code_job("", "late")], options, 0.3) == ["hangs", "late"]
     outcomes = [gpu.Log(options).outcome(name) for name in ("fails", "crashes", "works", "hangs", "late")]
     assert outcomes == ["exit code 3", "exit code -6", "ok", "timeout", ""]
 
@@ -102,15 +101,7 @@ def test_processes_that_compile_make_the_first_calls_between_them(
 
 def collected(code: str, **environment: str) -> str:
     """Return the output of `pytest.main`, which `code` calls in its own process."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys, pytest; {code}"],
-        cwd=registry.ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout
+    return python("-c", f"import sys, pytest; {code}", cwd=registry.ROOT, **environment).stdout
 
 
 @pytest.mark.slow
@@ -308,6 +299,5 @@ def test_the_interpreter_of_the_oldest_triton_takes_the_newest_numpy() -> None:
     path = os.pathsep.join((str(folder), *filter(None, (os.environ.get("PYTHONPATH"),))))
     code = "import torch, triton, pc; one = lambda *n: torch.tensor(n, dtype=torch.int32); "
     code += "assert triton.__version__ == '3.6.0'; pc.attention_plan(one(0, 1)[None], one(20), one(0, 1), 16)"
-    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "error:Conversion of an array:DeprecationWarning", "-c", code]
-    subprocess.run(command, cwd=registry.ROOT, env=environment, check=True)
+    options = ("-W", "error:Conversion of an array:DeprecationWarning", "-c", code)
+    python(*options, cwd=registry.ROOT, PYTHONPATH=path, TRITON_INTERPRET="1")

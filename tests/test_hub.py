@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import python
 
 ROOT = Path(__file__).parent.parent
 SMALL = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -31,7 +29,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hub")
-    subprocess.run([sys.executable, ROOT / "build_hub.py", "--output", folder], check=True, capture_output=True)
+    python(ROOT / "build_hub.py", "--output", folder)
     return folder
 
 
@@ -47,13 +45,8 @@ def load(variant):
 """
 
 
-def run(code: str, package: Path, **environment: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD + code, package / "build" / "torch-cpu"],
-        capture_output=True, text=True, check=False, env=os.environ | environment, cwd=package,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+def run(code: str, package: Path) -> list[str]:
+    return python("-c", LOAD + code, package / "build" / "torch-cpu", cwd=package).stdout.splitlines()
 
 
 def identity(package: Path, backend: str = "cpu") -> str:

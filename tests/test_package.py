@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import python
 
 import pc
 
@@ -20,18 +19,13 @@ FOLDERS = {"pc": "src/pc", "pc.triton_ops": "triton_ops", "pc.cache": "cache", "
 LAYERS = ("triton_ops", "cache", "integrations")  # each may import the ones before it
 
 
-def run_python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_a_part_is_imported_when_it_is_used() -> None:
     # These are after torch, which imports some of them itself in some versions.
     heavy = """transformers sglang vllm typer rich matplotlib zmq prometheus_client safetensors mooncake xxhash triton
         torch._dynamo torch._inductor torch.onnx sympy pc.cache.replay pc.cache.policies.hazard
         pc.integrations.huggingface pc.integrations.sglang pc.integrations.vllm pc.demo pc.__main__ pc.bench"""
-    out = run_python(
+    done = python(
+        "-c",
         "import sys, torch\nbefore = {*sys.modules}\nimport pc\n"
         f"print(sorted(m for m in {{*sys.modules}} - before if m in {heavy.split()!r}))\n"
         "pc.cache.replay.Trace\n"
@@ -45,14 +39,15 @@ def test_a_part_is_imported_when_it_is_used() -> None:
         "import os\n"  # plugins that the environment asks for nothing
         "for name in ('PC_VLLM', 'PC_SGLANG'): os.environ.pop(name, None)\n"
         "pc.integrations.vllm.register(), pc.integrations.sglang.register()\n"
-        "print({'transformers', 'sglang', 'vllm'} & {*sys.modules})\n"
+        "print({'transformers', 'sglang', 'vllm'} & {*sys.modules})\n",
     )
-    assert out.splitlines() == ["[]", "['huggingface', 'sglang', 'vllm'] set()", "register False", "set()"]
+    assert done.stdout.splitlines() == ["[]", "['huggingface', 'sglang', 'vllm'] set()", "register False", "set()"]
 
 
 def test_works_without_other_packages_or_names_what_it_lacks() -> None:
     # A None entry in sys.modules makes the import fail, as on a machine that lacks the package.
-    out = run_python(
+    done = python(
+        "-c",
         "import importlib, sys\n"
         "for name in ('triton', 'transformers', 'vllm', 'typer', 'xxhash'): sys.modules[name] = None\n"
         "import torch, pc\n"
@@ -64,9 +59,9 @@ def test_works_without_other_packages_or_names_what_it_lacks() -> None:
         "print(cache.sum().item(), out.mean().item())\n"
         "for part in ('pc.__main__', 'pc.integrations.huggingface'):\n"
         "    try: importlib.import_module(part)\n"
-        "    except (SystemExit, ImportError) as error: print(error)\n"
+        "    except (SystemExit, ImportError) as error: print(error)\n",
     )
-    numbers, command, adapter = out.splitlines()
+    numbers, command, adapter = done.stdout.splitlines()
     assert numbers == "32.0 1.0"
     assert command.endswith("pip install typer rich matplotlib")
     assert "pip install 'transformers>=" in adapter
@@ -171,8 +166,5 @@ def test_imports_run_one_way(layer: str) -> None:
 
 def test_importing_a_folder_by_its_bare_name_fails() -> None:
     for layer in LAYERS:
-        done = subprocess.run(
-            [sys.executable, "-c", f"import {layer}"], cwd=ROOT, capture_output=True, text=True, check=False
-        )
-        assert done.returncode != 0
+        done = python("-c", f"import {layer}", cwd=ROOT, status=1)
         assert f"import pc.{layer}" in done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import python
 
 import pc
 from benchmarks.harness import registry
@@ -212,8 +212,6 @@ def test_the_triton_kernels_of_vllm_give_the_same_result() -> None:
         pytest.skip(f"vLLM's sources are not in {source}: make vllm-quick")
     pytest.importorskip("triton")
     # vLLM turns its kernels off if it finds no device, unless the variable says that none is visible.
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     code = VLLM.format(tests=str(Path(__file__).parent), source=str(source))
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = python("-c", code, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
     assert done.stdout.split()[-1] == "right"

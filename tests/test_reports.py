@@ -11,7 +11,6 @@ import contextlib
 import copy
 import operator
 import os
-import subprocess
 import sys
 import threading
 import warnings
@@ -31,6 +30,7 @@ import changed_models  # noqa: E402
 from compression_cases import ASKED, CONTEXT, QUESTION, ask  # noqa: E402
 from generate_cases import plain, prompt  # noqa: E402
 from image_cases import CASES, IMAGE, VisionCase, text  # noqa: E402
+from processes import python  # noqa: E402
 from transformers import GenerationConfig  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
@@ -108,7 +108,7 @@ with document:
     model.generate(prompt(60), max_new_tokens=2)
 """
     paths = os.pathsep.join([str(Path(__file__).parent / "support"), *sys.path])
-    subprocess.run([sys.executable, "-c", script], check=True, env=os.environ | {"PYTHONPATH": paths})
+    python("-c", script, PYTHONPATH=paths)
 
 
 # The same kind in continuous batching.

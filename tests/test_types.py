@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 import typing
 from pathlib import Path
 
 import pytest
+from processes import python
 
 import pc
 
@@ -48,10 +47,7 @@ def test_every_function_has_its_signature_in_mypy(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     script, wrong = _script()
     (tmp_path / "user.py").write_text(script)
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--no-pretty", tmp_path / "user.py"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = python("-m", "mypy", "--no-pretty", tmp_path / "user.py", cwd=ROOT, status=1)
     found = {int(line.split(":")[1]) for line in done.stdout.splitlines() if "user.py:" in line and "error:" in line}
     assert found == set(wrong), done.stdout[-3000:]
 

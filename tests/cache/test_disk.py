@@ -14,6 +14,7 @@ import warnings
 
 import pytest
 import torch
+from processes import exit_status_of_child
 
 from pc.cache.tiers.disk import DiskTier
 from pc.cache.tiers.tier import Layout
@@ -97,16 +98,13 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, error):
 
 
 def test_crash_in_the_middle_of_a_write_leaves_nothing_behind(tmp_path):
-    child = os.fork()
-    if child == 0:
-        try:
-            tier = DiskTier(tmp_path)
-            tier.put(OTHER, {"key": torch.ones(3)})
-            os.replace = lambda *_: os._exit(9)
-            tier.put(KEY, {"key": torch.ones(3)})
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    def crash():
+        tier = DiskTier(tmp_path)
+        tier.put(OTHER, {"key": torch.ones(3)})
+        os.replace = lambda *_: os._exit(9)
+        tier.put(KEY, {"key": torch.ones(3)})
+
+    assert exit_status_of_child(crash) == 9
     assert len(files(tmp_path)) == 2
     tier = DiskTier(tmp_path)
     assert (len(tier), KEY in tier, OTHER in tier) == (1, False, True)

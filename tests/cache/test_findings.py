@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-import signal
 import threading
 
 import numpy as np
 import pytest
 from cache_cases import Listener, published_by, run
+from processes import exit_status_of_child
 
 import pc
 
@@ -110,22 +110,17 @@ def test_a_child_process_beside_a_working_thread_has_a_whole_manager():
             number += 1
             run(manager, number, list(range(200)))
 
+    def use():
+        manager.check()
+        manager.allocate("child", [7] * 20)
+        manager.commit("child", 20)
+        manager.check()
+
     thread = threading.Thread(target=work)
     thread.start()
     try:
         for _ in range(8):
-            child = os.fork()
-            if not child:
-                signal.alarm(20)
-                try:
-                    manager.check()
-                    manager.allocate("child", [7] * 20)
-                    manager.commit("child", 20)
-                    manager.check()
-                except BaseException:
-                    os._exit(1)
-                os._exit(0)
-            assert os.waitpid(child, 0)[1] == 0
+            assert exit_status_of_child(use) == 0
     finally:
         stop.set()
         thread.join()
@@ -140,17 +135,13 @@ def test_a_child_process_holds_nothing_that_a_thread_was_saving():
     thread = threading.Thread(target=manager.allocate, args=("b", [9, 9]))
     thread.start()
     assert entered.wait(30)
-    child = os.fork()
-    if not child:
-        signal.alarm(20)
-        status = 1
-        try:
-            manager.check()
-            manager.free("b")
-            status = int((manager.stats().cached_blocks, manager.stats().free_blocks) != (1, 1))
-        finally:
-            os._exit(status)
+
+    def free():
+        manager.check()
+        manager.free("b")
+        assert (manager.stats().cached_blocks, manager.stats().free_blocks) == (1, 1)
+
+    assert exit_status_of_child(free) == 0
     leave.set()
     thread.join()
-    assert os.waitpid(child, 0)[1] == 0
     manager.check()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 
 import pytest
 import torch
 from memory_store import MemoryStore
+from processes import in_threads
 
 from pc.cache.tiers.disk import DiskTier
 from pc.cache.tiers.memory import MemoryTier
@@ -296,9 +296,5 @@ def test_threads_take_turns_at_the_buffer():
             found = tier.get_many(keys)
             wrong.extend(key for i, key in enumerate(keys) if not same(found[i], block(number * 10 + i)))
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(4, work)
     assert wrong == []

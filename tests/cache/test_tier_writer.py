@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import warnings
 
 import pytest
 import torch
+from processes import exit_status_of_child, in_threads
 
 from pc.cache.tiers.disk import DiskTier
 from pc.cache.tiers.memory import MemoryTier
@@ -184,28 +183,10 @@ def test_threads_that_put_get_and_discard(tmp_path):
                     wrong.append(mine)
 
     with TierWriter(tier) as writer:
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(4, work)
     assert wrong == []
     assert len(tier) == 80
     assert writer.nbytes == 0
-
-
-def exit_status_of_child(function):
-    """Run a function in a child process, for at most 20 seconds, and return its exit status: 0 if it returns."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            signal.alarm(20)
-            function()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def test_a_child_process_has_an_empty_queue_and_a_worker_of_its_own(slow):

@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import typos
+from processes import python
 
 pytest.importorskip("mypy")
 
@@ -20,12 +18,6 @@ pytest.importorskip("mypy")
 def test_typos_are_errors_and_right_code_is_not(tmp_path):
     (tmp_path / "script.py").write_text(typos.SCRIPT)
     root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--no-color-output", "script.py"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=os.environ | {"MYPYPATH": str(root / "src")},
-        check=False,
-    )
+    options = ("--strict", "--no-color-output", "script.py")
+    done = python("-m", "mypy", *options, cwd=tmp_path, status=1, MYPYPATH=str(root / "src"))
     assert typos.found(done.stdout) == typos.WRONG, done.stdout

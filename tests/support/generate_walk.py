@@ -122,6 +122,11 @@ def setting(name: str, *values: Any) -> None:
     OPTIONS[name] = choose
 
 
+def computed(name: str, arguments: Callable[[Call], dict[str, Any]]) -> None:
+    """Register an option that sets the arguments which a function returns for the call."""
+    OPTIONS[name] = lambda call: call.kwargs.update(arguments(call))
+
+
 setting("max_new_tokens", 1, 2, 9, 20)
 setting("do_sample", True)
 setting("temperature", 0.3, 1.7)
@@ -166,16 +171,28 @@ setting("is_assistant", False)
 setting("token_healing", False)
 setting("output_router_logits", False)
 setting("return_legacy_cache", False)
-
-
-@option
-def max_length(call: Call) -> None:
-    call.kwargs["max_length"] = call.length + call.rng.randrange(1, 12)
-
-
-@option
-def min_length(call: Call) -> None:
-    call.kwargs["min_length"] = call.length + 4
+computed("max_length", lambda call: {"max_length": call.length + call.rng.randrange(1, 12)})
+computed("min_length", lambda call: {"min_length": call.length + 4})
+computed("beams_and_samples", lambda call: {"num_beams": 2, "do_sample": True})
+computed("sequence_bias", lambda call: {"sequence_bias": [[[call.token()], 9.0], [[call.token()], -9.0]]})
+computed("suppress_tokens", lambda call: {"suppress_tokens": [call.token() for _ in range(200)]})
+computed("begin_suppress_tokens", lambda call: {"begin_suppress_tokens": [call.token() for _ in range(200)]})
+computed("forced_tokens", lambda call: {"forced_bos_token_id": call.token(), "forced_eos_token_id": EOS})
+computed("logits_processor", lambda call: {"logits_processor": [Halving()]})
+computed("stopping_criteria", lambda call: {"stopping_criteria": [UpTo(call.length + 3)]})
+computed("streamer", lambda call: {"streamer": Streamer()})
+computed("mask_of_ones", lambda call: {"attention_mask": torch.ones_like(call.ids)})
+computed("positions_as_usual", lambda call: {"position_ids": torch.arange(call.length).expand(call.ids.shape)})
+computed("positions_elsewhere", lambda call: {"position_ids": torch.arange(call.length).expand(call.ids.shape) + 3})
+computed("token_types", lambda call: {"token_type_ids": torch.zeros_like(call.ids)})
+computed("embeddings", lambda call: {"inputs_embeds": call.model.get_input_embeddings()(call.ids).detach()})
+computed("labels", lambda call: {"labels": call.ids.clone()})
+computed("unknown_argument", lambda call: {"no_such_argument": 1})
+computed("cache_of_own", lambda call: {CACHE: DynamicCache(config=call.model.config)})
+computed("scores", lambda call: {"return_dict_in_generate": True, "output_scores": True, "output_logits": True})
+computed("hidden_states", lambda call: {"return_dict_in_generate": True, "output_hidden_states": True})
+computed("attentions", lambda call: {"return_dict_in_generate": True, "output_attentions": True})
+computed("contrastive", lambda call: {"penalty_alpha": 0.6, "top_k": 4})
 
 
 @option
@@ -196,33 +213,8 @@ def num_return_sequences(call: Call) -> None:
 
 
 @option
-def beams_and_samples(call: Call) -> None:
-    call.kwargs |= {"num_beams": 2, "do_sample": True}
-
-
-@option
 def bad_words_ids(call: Call) -> None:
     call.kwargs["bad_words_ids"] = [[call.token()] for _ in range(100)] + [[call.token(), call.token()]]
-
-
-@option
-def sequence_bias(call: Call) -> None:
-    call.kwargs["sequence_bias"] = [[[call.token()], 9.0], [[call.token()], -9.0]]
-
-
-@option
-def suppress_tokens(call: Call) -> None:
-    call.kwargs["suppress_tokens"] = [call.token() for _ in range(200)]
-
-
-@option
-def begin_suppress_tokens(call: Call) -> None:
-    call.kwargs["begin_suppress_tokens"] = [call.token() for _ in range(200)]
-
-
-@option
-def forced_tokens(call: Call) -> None:
-    call.kwargs |= {"forced_bos_token_id": call.token(), "forced_eos_token_id": EOS}
 
 
 @option
@@ -238,34 +230,14 @@ def watermarking(call: Call) -> None:
 
 
 @option
-def logits_processor(call: Call) -> None:
-    call.kwargs["logits_processor"] = [Halving()]
-
-
-@option
-def stopping_criteria(call: Call) -> None:
-    call.kwargs["stopping_criteria"] = [UpTo(call.length + 3)]
-
-
-@option
 def prefix_allowed_tokens_fn(call: Call) -> None:
     call.kwargs["prefix_allowed_tokens_fn"] = lambda row, ids: list(range(8 + int(ids[-1]) % 5, 400, 3))
-
-
-@option
-def streamer(call: Call) -> None:
-    call.kwargs["streamer"] = Streamer()
 
 
 @option
 def generation_config(call: Call) -> None:
     config = {"max_new_tokens": 7, "do_sample": call.rng.random() < 0.5, "pad_token_id": 0, "eos_token_id": EOS}
     call.kwargs["generation_config"] = GenerationConfig(**config)
-
-
-@option
-def mask_of_ones(call: Call) -> None:
-    call.kwargs["attention_mask"] = torch.ones_like(call.ids)
 
 
 @option
@@ -298,26 +270,6 @@ def mask_of_four_dimensions(call: Call) -> None:
 
 
 @option
-def positions_as_usual(call: Call) -> None:
-    call.kwargs["position_ids"] = torch.arange(call.length).expand(call.ids.shape)
-
-
-@option
-def positions_elsewhere(call: Call) -> None:
-    call.kwargs["position_ids"] = torch.arange(call.length).expand(call.ids.shape) + 3
-
-
-@option
-def token_types(call: Call) -> None:
-    call.kwargs["token_type_ids"] = torch.zeros_like(call.ids)
-
-
-@option
-def embeddings(call: Call) -> None:
-    call.kwargs["inputs_embeds"] = call.model.get_input_embeddings()(call.ids).detach()
-
-
-@option
 def inputs(call: Call) -> None:
     call.name = "inputs"
 
@@ -328,25 +280,10 @@ def positional(call: Call) -> None:
 
 
 @option
-def labels(call: Call) -> None:
-    call.kwargs["labels"] = call.ids.clone()
-
-
-@option
-def unknown_argument(call: Call) -> None:
-    call.kwargs["no_such_argument"] = 1
-
-
-@option
 def assistant_model(call: Call) -> None:
     assistant = build_model("LlamaConfig", "LlamaForCausalLM", 5, num_hidden_layers=3)
     assistant.generation_config.num_assistant_tokens = call.rng.randrange(1, 5)
     call.kwargs["assistant_model"] = assistant
-
-
-@option
-def cache_of_own(call: Call) -> None:
-    call.kwargs[CACHE] = DynamicCache(config=call.model.config)
 
 
 @option
@@ -363,26 +300,6 @@ def own_loop(call: Call) -> None:
         return torch.cat([input_ids, input_ids[:, :2]], 1)
 
     call.kwargs["custom_generate"] = loop
-
-
-@option
-def scores(call: Call) -> None:
-    call.kwargs |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-
-
-@option
-def hidden_states(call: Call) -> None:
-    call.kwargs |= {"return_dict_in_generate": True, "output_hidden_states": True}
-
-
-@option
-def attentions(call: Call) -> None:
-    call.kwargs |= {"return_dict_in_generate": True, "output_attentions": True}
-
-
-@option
-def contrastive(call: Call) -> None:
-    call.kwargs |= {"penalty_alpha": 0.6, "top_k": 4}
 
 
 @dataclass

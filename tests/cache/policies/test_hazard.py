@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-import threading
 import types
 
 import numpy as np
 import pytest
 from cache_cases import cached_of, serve
+from processes import in_threads
 
 import pc
 from pc.cache.policies import Ghosts, Hazard
@@ -420,32 +420,21 @@ def test_a_policy_that_failed_once_goes_on(monkeypatch, cache_errors):
 
 def test_requests_of_several_threads_with_preemption_and_resets_leave_the_state_whole():
     m = pc.CacheManager(64, block_size=4, policy="hazard")
-    failed = []
 
     def work(thread):
         rng = np.random.default_rng(thread)
-        try:
-            for i in range(120):
-                name, tokens = (
-                    (thread, i),
-                    [int(rng.zipf(1.5)) % 20] * 4 * int(rng.integers(1, 5)) + [1000 * thread + i] * 4,
-                )
-                m.allocate(name, tokens, reuse="gap" if i % 3 == 0 else "prefix")
-                m.commit(name, len(tokens))
-                if i % 7 == 0:
-                    m.preempt(name)
-                    m.resume(name)
-                m.free(name, [None, 0, np.float32(0.7)][i % 3])
-        except Exception as error:  # whatever it is, in the thread of the test
-            failed.append(error)
+        for i in range(120):
+            name = thread, i
+            tokens = [int(rng.zipf(1.5)) % 20] * 4 * int(rng.integers(1, 5)) + [1000 * thread + i] * 4
+            m.allocate(name, tokens, reuse="gap" if i % 3 == 0 else "prefix")
+            m.commit(name, len(tokens))
+            if i % 7 == 0:
+                m.preempt(name)
+                m.resume(name)
+            m.free(name, [None, 0, np.float32(0.7)][i % 3])
 
     for _ in range(2):
-        threads = [threading.Thread(target=work, args=(k,)) for k in range(3)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-        assert not failed
+        in_threads(3, work)
         assert m.stats().evictions > 100
         m.check()
         m.reset()

@@ -1,0 +1,48 @@
+"""Programs and functions that tests run in processes and in threads of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+
+def python(*arguments: str | Path, status: int = 0, cwd: Path | None = None, **environment: str) -> Any:
+    """Run Python in another process, which must end with `status`; return the process with its output as text.
+
+    Args:
+        arguments: Arguments of the interpreter, such as `-c` and code.
+        status: The exit status.
+        cwd: The folder to run in.
+        environment: Variables that are added to this process's environment.
+    """
+    command = [sys.executable, *map(str, arguments)]
+    environment = {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=environment, timeout=300)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
+
+
+def in_threads(count: int, work: Callable[[int], Any]) -> None:
+    """Call `work` with each number below `count`, in that many threads, and raise an error that a call raised."""
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(work, range(count)))
+
+
+def exit_status_of_child(function: Callable[[], Any]) -> int:
+    """Run a function in a forked process, for at most 20 seconds; return its exit status, 0 if the function returns."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.alarm(20)
+            function()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
