@@ -14,6 +14,7 @@ import warnings
 
 import pytest
 import torch
+from memory_store import LAYOUT, block, same
 from processes import exit_status_of_child
 
 from pc.cache.tiers.disk import DiskTier
@@ -21,15 +22,6 @@ from pc.cache.tiers.tier import Layout
 
 KEY = bytes(range(32))
 OTHER = KEY[::-1]
-LAYOUT = Layout("model@1", {"key": ((4, 2), torch.bfloat16), "value": ((8,), torch.int64)})
-
-
-def block(value=1.0):
-    return {"key": torch.full((4, 2), value, dtype=torch.bfloat16), "value": torch.arange(8)}
-
-
-def same(a, b):
-    return a is not None and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in b)
 
 
 def files(path):

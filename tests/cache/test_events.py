@@ -2,48 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from cache_cases import Listener, published_by, run
+from cache_cases import run
 
 import pc
-
-
-def test_listeners_can_follow_what_is_findable():
-    """A router that receives all events knows exactly the hashes in the table."""
-    rng = np.random.default_rng(0)
-    m = pc.CacheManager(12, block_size=4)
-    listener = Listener()
-    m.listeners.append(listener)
-    running = []
-    known = {}
-    for i in range(300):
-        tokens = rng.integers(0, 2, int(rng.integers(1, 24))).tolist()
-        try:
-            m.allocate(i, tokens)
-            running.append(i)
-            m.commit(i, len(tokens))
-        except pc.OutOfBlocks:
-            pass
-        while len(running) > 2 or (running and rng.random() < 0.3):
-            m.free(running.pop(0))
-        for kind, *args in listener.events:
-            if kind == "stored":
-                _, hashes, parent, token_ids, _ = args
-                assert len(token_ids) == 4 * len(hashes)
-                for k, key in enumerate(hashes):
-                    assert key not in known
-                    known[key] = hashes[k - 1] if k else parent
-            else:
-                for key in args[1]:
-                    del known[key]
-        listener.events.clear()
-        assert {(0, key) for key in known} == published_by(m)
-    assert any(parent is not None for parent in known.values())
-    for request in running:
-        m.free(request)
-    m.reset()
-    assert listener.events == [("cleared",)]
 
 
 def test_wire_format_and_replay():

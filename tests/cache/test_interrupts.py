@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import dis
-import linecache
-import os
-import sys
 import threading
 import time
 
 import pytest
 from cache_cases import Listener, published_by, run
-from cache_model import in_manager
+from cache_model import Interrupts
 
 import pc
-
-CALLS = {"CALL", "CALL_FUNCTION", "CALL_METHOD", "CALL_FUNCTION_EX", "CALL_KW", "RESUME", "JUMP_BACKWARD"}
 
 
 def one_group(policy, num_blocks=20, **options):
@@ -158,46 +153,18 @@ def goes_on(manager):
 def interrupt(manager, verb, *numbers):
     """Run a verb and raise at its place of this number; return that place, or None if it has fewer places.
 
-    Places are before each line, and after each call within a line, where an interpreter checks for signals. A lock's
-    acquisition is no such place, because tracing does not show it. Further numbers count from where the verb's changes
-    begin to be undone.
+    Further numbers count from where the verb's changes begin to be undone.
     """
-    count, places, called, left, locked = 0, [], {}, list(numbers), set()
-
-    def local(frame, event, argument):
-        nonlocal count
-        before, code = True, frame.f_code
-        if event == "line" and linecache.getline(code.co_filename, frame.f_lineno).lstrip().startswith("with "):
-            locked.add(frame.f_lineno)
-        if event == "opcode":
-            before = called.get(frame)
-            called[frame] = dis.opname[code.co_code[frame.f_lasti]] in CALLS and frame.f_lineno not in locked
-        if before and event in ("line", "opcode") and left:
-            count += 1
-            if count == left[0]:
-                count = 0
-                left.pop(0)
-                places.append(f"{os.path.basename(code.co_filename)}:{frame.f_lineno}, {event}")
-                raise KeyboardInterrupt
-        return local
+    interrupts, honest = Interrupts(*numbers), manager._state.undo
 
     def undo(*arguments):  # an exception in a tracing function ended the tracing
-        sys.settrace(start)
-        try:
+        with interrupts:
             honest(*arguments)
-        finally:
-            sys.settrace(None)
 
-    start = in_manager(local)
-    honest, manager._state.undo = manager._state.undo, undo
-    sys.settrace(start)
-    try:
+    manager._state.undo = undo
+    with contextlib.suppress(KeyboardInterrupt), interrupts:
         verb(manager)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(None)
-    return ", then ".join(places) if places else None
+    return ", then ".join(interrupts.places) or None
 
 
 def assert_usable(manager, place):

@@ -9,7 +9,7 @@ import struct
 
 import numpy as np
 import pytest
-from cache_cases import run
+from cache_cases import Listener, run
 
 import pc
 from pc.cache.keys import encode_key
@@ -57,13 +57,8 @@ def test_what_only_compares_equal_to_a_key_is_refused(key):
 def test_a_list_of_keys_may_be_reused_by_its_owner():
     """Rollback, resume, hashes and events use the keys as they were when they were passed."""
     manager = pc.CacheManager(64, block_size=4)
-    heard = []
-
-    class Listener:
-        def stored(self, group, hashes, parent, token_ids, extra_keys):
-            heard.append(extra_keys)
-
-    manager.listeners.append(Listener())
+    listener = Listener()
+    manager.listeners.append(listener)
     keys = ["A", ["nested"]]
     manager.allocate("a", list(range(10)), extra_keys=keys)
     hashes = manager.block_hashes("a")
@@ -77,7 +72,7 @@ def test_a_list_of_keys_may_be_reused_by_its_owner():
     manager.commit("a", 10)
     manager.free("a")
     manager.check()
-    assert heard == [("A", ("nested",))]
+    assert [keys for kind, *_, keys in listener.events if kind == "stored"] == [("A", ("nested",))]
     assert manager.allocate("b", list(range(10)), extra_keys=["B", ["nested", "more"]]).num_cached_tokens == 0
     assert manager.allocate("c", list(range(10)), extra_keys=["A", ["nested"]]).num_cached_tokens == 8
 

@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 import torch
-from memory_store import MemoryStore
+from memory_store import LAYOUT, MemoryStore, block, same
 from processes import in_threads
 
 from pc.cache.tiers.disk import DiskTier
@@ -17,17 +17,6 @@ from pc.cache.tiers.tier import Layout, Tier
 from pc.cache.tiers.writer import TierWriter
 
 KEYS = [bytes([i]) * 32 for i in range(8)]
-LAYOUT = Layout("model@1", {"key": ((4, 2), torch.bfloat16), "value": ((4,), torch.int64)})
-
-
-def block(value=1.0):
-    return {"key": torch.full((4, 2), value, dtype=torch.bfloat16), "value": torch.arange(4) + int(value)}
-
-
-def same(a, b):
-    return (
-        a is not None and a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in b)
-    )
 
 
 @pytest.fixture(params=["disk", "mooncake", "writer", "memory"])

@@ -44,22 +44,34 @@ def cached_of(manager, tokens):
 
 
 class Listener:
-    """A listener that records all notifications, and follows which blocks are published, as a router does."""
+    """A listener that records all notifications, and follows which blocks are published, as a router does.
 
-    def __init__(self):
-        self.events, self.published = [], set()
+    Attributes:
+        act: A function that is called after each notification.
+        counts: The kind of each notification, and how many blocks it was about.
+    """
+
+    def __init__(self, act=lambda: None):
+        self.events, self.published, self.act = [], set(), act
+
+    @property
+    def counts(self):
+        return [(kind, *(len(rest[1]) for _ in rest[1:2])) for kind, *rest in self.events]
 
     def stored(self, group, hashes, *rest):
         self.events.append(("stored", group, hashes, *rest))
         self.published |= {(group, block_hash) for block_hash in hashes}
+        self.act()
 
     def removed(self, group, hashes):
         self.events.append(("removed", group, hashes))
         self.published -= {(group, block_hash) for block_hash in hashes}
+        self.act()
 
     def cleared(self):
         self.events.append(("cleared",))
         self.published = set()
+        self.act()
 
 
 def published_by(manager):

@@ -105,48 +105,56 @@ def _interruptible(code):
 
     found, before = set(), None
     for instruction in dis.get_instructions(code):
-        called = before is not None and before.opname in ("CALL", "CALL_FUNCTION_EX", "RESUME")
+        called = before is not None and before.opname in ("CALL", "CALL_FUNCTION_EX", "CALL_KW", "RESUME")
         if called and handler(before.offset) == handler(instruction.offset):
             found.add(instruction.offset)
         before = instruction
     return frozenset(found)
 
 
-def in_manager(local):
-    """Return a function for `sys.settrace` that traces the manager's code with `local`, instructions included."""
+class Interrupts:
+    """Raises KeyboardInterrupt in this thread at places of the manager's code, while it is entered.
 
-    def start(frame, event, argument):
+    Places are before each line, and after each call within a line, where an interpreter checks for signals. A lock's
+    acquisition is no such place, because tracing does not show it.
+
+    Args:
+        numbers: The numbers of places. Each counts from the place before, and from where this is entered again.
+
+    Attributes:
+        passed: How many places were passed since the last interrupt.
+        places: The places of the interrupts.
+    """
+
+    def __init__(self, *numbers):
+        self.left, self.passed, self.places = list(numbers), 0, []
+
+    def __enter__(self):
+        if self.left:
+            sys.settrace(self.start)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def start(self, frame, event, argument):
+        """Trace the manager's code, instructions included."""
         if not os.path.realpath(frame.f_code.co_filename).startswith(FOLDER):
             return None
         frame.f_trace_opcodes = True
-        return local
+        return self.trace
 
-    return start
-
-
-@contextlib.contextmanager
-def interrupted(after):
-    """Raise KeyboardInterrupt in this thread after `after` places of the manager's code. None: never.
-
-    Yields a function that returns how many places were passed.
-    """
-    left = after
-
-    def local(frame, event, argument):
-        nonlocal left
-        if event == "line" or (event == "opcode" and frame.f_lasti in _interruptible(frame.f_code)):
-            left -= 1
-            if not left:
+    def trace(self, frame, event, argument):
+        code = frame.f_code
+        if self.left and (event == "line" or (event == "opcode" and frame.f_lasti in _interruptible(code))):
+            self.passed += 1
+            if self.passed == self.left[0]:
+                self.passed = 0
+                del self.left[0]
+                self.places.append(f"{os.path.basename(code.co_filename)}:{frame.f_lineno}, {event}")
                 sys.settrace(None)
                 raise KeyboardInterrupt
-        return local
-
-    if after is not None:
-        sys.settrace(in_manager(local))
-    try:
-        yield lambda: after - left
-    finally:
-        sys.settrace(None)
+        return self.trace
 
 
 class Model:
@@ -254,6 +262,10 @@ class Model:
         return hashes[: r.randrange(len(hashes) + 1)] if chance < 0.9 else None
 
     def stored(self, group, hashes, parent, token_ids, extra_keys):
+        if self.exact and not {*hashes}.isdisjoint(self.findable[group]):
+            self.errors.append("a listener was told of a block that it knows")
+        if self.last_token(hashes[0]) - self.last_token(parent) != self.size:
+            self.errors.append("a listener got another parent")
         for block_hash in hashes:
             # After an interrupt, listeners may be notified again.
             self.findable[group][block_hash] = 1 + (self.findable[group].get(block_hash, 0) if self.exact else 0)
@@ -271,6 +283,11 @@ class Model:
 
     def cleared(self):
         self.findable = [{} for _ in self.specs]
+
+    def last_token(self, block_hash):
+        """Return the position of a block's last token, -1 for the parent of the first block."""
+        value = self.meaning.get(block_hash, (math.nan,) * 4)
+        return -1 if block_hash is None else self.of.get(value, value)[3]
 
     # Contents of slots.
 
@@ -342,16 +359,16 @@ class Worker:
 
         If it raises OutOfBlocks, check that nothing has changed.
         """
-        before, after, r, raised = self.snapshot(), None, self.random, self.raised
+        before, interrupts, r, raised = self.snapshot(), Interrupts(), self.random, self.raised
         if not self.model.exact and r.random() < self.model.hazard:
-            after = int(math.exp(r.uniform(0, 8)))
+            interrupts.left = [int(math.exp(r.uniform(0, 8)))]
             if r.random() < 0.5 and verb.__name__ in self.places:  # after its last changes
-                after = max(self.places[verb.__name__] - r.randrange(12), 1)
+                interrupts.left = [max(self.places[verb.__name__] - r.randrange(12), 1)]
         try:
-            with interrupted(after) as passed:
+            with interrupts:
                 result = verb(*arguments, **options)
-            if after is not None:
-                self.places[verb.__name__] = passed()
+            if interrupts.left:
+                self.places[verb.__name__] = interrupts.passed
             return DONE, result
         except pc.OutOfBlocks:
             assert self.snapshot() == before, "a verb that raised has changed something"

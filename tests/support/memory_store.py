@@ -1,8 +1,24 @@
-"""An in-memory double of a Mooncake store."""
+"""An in-memory double of a Mooncake store, and blocks for tests of tiers."""
 
 from __future__ import annotations
 
 import ctypes
+
+import torch
+
+from pc.cache.tiers.tier import Layout
+
+LAYOUT = Layout("model@1", {"key": ((4, 2), torch.bfloat16), "value": ((4,), torch.int64)})
+
+
+def block(value=1.0):
+    return {"key": torch.full((4, 2), value, dtype=torch.bfloat16), "value": torch.arange(4) + int(value)}
+
+
+def same(a, b):
+    return (
+        a is not None and a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in b)
+    )
 
 
 class MemoryStore:
