@@ -25,29 +25,6 @@ def test_first_prompt_computes_everything(manager):
     assert a.wait_for is None
 
 
-def test_prefix_is_found_after_free(manager):
-    first = run(manager, "a", list(range(10)))
-    second = manager.allocate("b", [*range(8), 99, 98, 97])
-    assert second.num_cached_tokens == 8
-    assert second.compute_spans == [(8, 11)]
-    assert second.block_ids[:2].tolist() == first.block_ids[:2].tolist()
-
-
-def test_partial_block_is_not_found(manager):
-    run(manager, "a", list(range(10)))
-    assert manager.allocate("b", list(range(10))).num_cached_tokens == 8
-
-
-def test_whole_hit_recomputes_only_the_last_token_without_writing(manager):
-    run(manager, "a", list(range(8)))
-    a = manager.allocate("b", list(range(8)))
-    assert a.num_cached_tokens == 7
-    assert a.cached_spans == [(0, 7)]
-    assert a.compute_spans == [(7, 8)]
-    assert a.slot_mapping.tolist() == [-1]
-    assert a.block_ids.size == 2
-
-
 def test_one_token_block_hit():
     m = pc.CacheManager(4, block_size=1)
     run(m, "a", [5])
@@ -64,18 +41,6 @@ def test_wait_for_names_the_request_that_is_computing(manager):
     assert b.num_cached_tokens == 4
     assert b.wait_for == "a"
     assert manager.allocate("c", [7, 7, 7, 7]).wait_for is None
-
-
-def test_out_of_blocks_changes_nothing(manager):
-    run(manager, "a", list(range(20)))
-    manager.allocate("b", [1] * 40)
-    before = manager.stats()
-    with pytest.raises(pc.OutOfBlocks, match="needs 11 blocks"):
-        manager.allocate("c", [*range(4), *[3] * 44])
-    with pytest.raises(pc.OutOfBlocks):
-        manager.append("b", [1] * 100)
-    assert manager.stats() == before
-    assert manager.allocate("d", list(range(20))).num_cached_tokens == 19
 
 
 def test_hit_blocks_are_not_counted_as_room():

@@ -150,19 +150,6 @@ def test_an_append_of_no_tokens_needs_no_block():
     assert manager.append("a", [3]).copies == [(0, 1)]
 
 
-def test_a_chunk_takes_all_that_is_cached():
-    manager = pc.CacheManager(8, block_size=4)
-    manager.allocate("a", list(range(16)))
-    manager.commit("a", 16)
-    b = manager.allocate("b", list(range(20)), num_tokens=3)
-    assert (b.num_cached_tokens, b.compute_spans, manager.num_tokens("b")) == (16, [], 16)
-    c = manager.allocate("c", list(range(16)), num_tokens=0)
-    assert (c.num_cached_tokens, c.compute_spans) == (15, [(15, 16)])
-    with pytest.raises(ValueError, match="num_tokens"):
-        manager.allocate("d", [1], num_tokens=-1)
-    manager.check()
-
-
 def test_windows_release_what_a_chunk_has_passed():
     """A prompt of many blocks fits into a window's pool of a few blocks."""
     groups = [pc.FullAttention(), pc.SlidingWindow(window=5, num_blocks=4)]
@@ -222,29 +209,3 @@ def test_preempting_what_is_computed_whole_keeps_what_its_last_token_reads():
     back = manager.resume("a")
     assert (back.compute_spans, len(back.loads)) == ([(4, 5)], 2)
     manager.check()
-
-
-def test_append_gives_slots_of_the_new_tokens(manager):
-    manager.allocate("a", [0, 1, 2])
-    step = manager.append("a", [3, 4])
-    table = manager.block_table("a")
-    assert step.slot_mapping.tolist() == [table[0] * 4 + 3, table[1] * 4]
-    assert step.block_ids.tolist() == [table[1]]
-    assert step.compute_spans == [(3, 5)]
-
-
-def test_append_each_that_fails_changes_nothing():
-    m = pc.CacheManager(4, block_size=4)
-    for i in range(3):
-        m.allocate(i, [i] * 4)
-    with pytest.raises(pc.OutOfBlocks):
-        m.append_each([0, 1], [9, 9])
-    assert [m.block_table(i).size for i in range(3)] == [1, 1, 1]
-    with pytest.raises(ValueError, match="twice"):
-        m.append_each([0, 0], [9, 9])
-    with pytest.raises(ValueError, match="token_ids"):
-        m.append_each([0], [9, 9])
-    with pytest.raises(KeyError):
-        m.append_each([0, 7], [9, 9])
-    assert m.append(0, [9]).block_ids.size == 1
-    m.check()

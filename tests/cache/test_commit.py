@@ -8,21 +8,6 @@ from cache_cases import recurrent, run
 import pc
 
 
-def test_uncommitted_blocks_are_not_findable(manager):
-    manager.allocate("a", list(range(8)))
-    assert manager.allocate("b", list(range(8))).num_cached_tokens == 0
-    manager.free("a")
-    manager.free("b")
-    assert manager.allocate("c", list(range(8))).num_cached_tokens == 0
-    assert manager.stats().cached_blocks == 0
-
-
-def test_commit_of_a_part_makes_only_whole_blocks_findable(manager):
-    manager.allocate("a", list(range(12)))
-    manager.commit("a", 7)
-    assert manager.allocate("b", list(range(12))).num_cached_tokens == 4
-
-
 def test_twins_are_merged_at_commit(manager):
     a = manager.allocate("a", list(range(9)))
     b = manager.allocate("b", list(range(9)))
@@ -51,16 +36,6 @@ def test_second_writer_may_be_first(manager):
     b = run(manager, "b", list(range(8)))
     assert manager.commit("a", 8) != []
     assert manager.block_table("a").tolist() == b.block_ids.tolist()
-
-
-def test_decode_blocks_become_findable(manager):
-    manager.allocate("a", [0, 1, 2])
-    manager.commit("a", 3)
-    for token in range(3, 9):
-        manager.append("a", [token])
-        manager.commit("a", token + 1)
-    manager.free("a")
-    assert manager.allocate("b", list(range(9))).num_cached_tokens == 8
 
 
 def test_a_state_is_not_findable_before_the_commit_that_passes_it():

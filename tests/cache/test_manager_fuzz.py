@@ -6,6 +6,7 @@ import logging
 
 import numpy as np
 import pytest
+import torch
 from cache_cases import plant
 from cache_model import BLOCK, GROUPS, Model
 
@@ -20,8 +21,16 @@ from pc.cache.reuse.content import ContentIndex
 from pc.cache.reuse.moved import MovedText
 from pc.cache.reuse.partial import PartialBlocks
 from pc.cache.state import ManagerState
+from pc.cache.tensors import rows, step, tensor_cache
 
 LENGTH = 250
+WAYS = {
+    "runs": (),
+    "runs, by several threads": ((rows, "_ALONE_BYTES", -1), (torch, "get_num_threads", lambda: 2)),
+    "slots": ((step, "_FEW_RUNS", 0), (step, "_SHORT", 1 << 30), (rows, "worth_copies", lambda *_: False)),
+    "operators": ((tensor_cache, "PLAIN", frozenset()),),
+}
+"""The methods that move rows of a TensorCache. Tensors as small as these would only use runs."""
 
 
 @pytest.fixture(autouse=True)
@@ -34,13 +43,16 @@ def _quiet():
 
 @pytest.mark.quick
 @pytest.mark.parametrize("case", GROUPS)
-def test_random_operations(case):
-    for seed in range(4):
+def test_random_operations(case, monkeypatch):
+    for seed, way in enumerate(WAYS):
         model = Model(seed, case)
-        try:
-            model.run(LENGTH)
-        except Exception as error:
-            raise AssertionError(f"Model({seed}, {case!r}).run({LENGTH})") from error
+        with monkeypatch.context() as patch:
+            for place in WAYS[way]:
+                patch.setattr(*place)
+            try:
+                model.run(LENGTH)
+            except Exception as error:
+                raise AssertionError(f"Model({seed}, {case!r}).run({LENGTH}), {way}") from error
 
 
 class KeptHashes(Request):

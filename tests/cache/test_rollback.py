@@ -7,28 +7,6 @@ import pytest
 import pc
 
 
-def test_rollback_gives_blocks_back_and_new_tokens_get_their_own_identity(manager):
-    manager.allocate("a", list(range(8)))
-    manager.rollback("a", 3)
-    assert manager.block_table("a").size == 2
-    manager.append("a", [50, 51, 52])
-    manager.commit("a", 8)
-    manager.free("a")
-    assert manager.allocate("b", list(range(8))).num_cached_tokens == 4
-    assert manager.allocate("c", [*range(5), 50, 51, 52]).num_cached_tokens == 7
-
-
-def test_rollback_into_a_findable_block_never_overwrites_it(manager):
-    a = manager.allocate("a", list(range(8)))
-    manager.commit("a", 8)
-    manager.rollback("a", 1)
-    step = manager.append("a", [99])
-    assert step.copies == [(a.block_ids[1], manager.block_table("a")[1])]
-    manager.commit("a", 8)
-    assert manager.allocate("b", list(range(8))).num_cached_tokens == 7
-    assert manager.allocate("c", [*range(7), 99]).num_cached_tokens == 7
-
-
 def test_a_findable_block_is_held_until_it_is_copied_although_its_other_holder_ends():
     m = pc.CacheManager(4, block_size=2, policy="lru")
     m.allocate("a", [1, 2, 3, 4])

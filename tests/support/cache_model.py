@@ -8,6 +8,10 @@ With one thread and no interrupts, a model is exact: what a verb changes is know
 allocations, with all their copies before all their writes, as the manager's contract says. With several threads or
 interrupts, each allocation is a step, and a request is given up if an interrupt leaves open what it got. A model with
 one thread is the same for the same seed.
+
+An exact model of one group of full attention also has a TensorCache. A token's rows are made of the value of its slot.
+In half of these models, rows of some steps are not stored. From then on rows may be missing, but never be of other
+tokens.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import time
 import traceback
 
 import pytest
+import torch
 
 import pc
 from pc.cache.hashing import encode_tokens
@@ -193,6 +198,12 @@ class Model:
         self.meaning = {}
         self.of = {}  # by value: salt, keys, token, position
         self.alphabet = r.choice([2, 2, 3])
+        self.tensors, self.chance = None, random.Random(seed)
+        self.all_stored, self.forgetful = True, self.chance.random() < 0.5
+        if self.exact and self.case in ("full", "partial"):
+            self.tensors = pc.TensorCache(self.manager, self.manager.pools[0].num_blocks, size)
+            for name, rows in self.rows_of([0]).items():  # a first step that decodes would not announce them
+                self.tensors.register(name, rows.shape[1:], rows.dtype)
         self.device = threading.Lock()  # writes follow the copies of a preemption, as on a stream
         self.local, self.raised, self.raised_in_interrupted, self.errors = threading.local(), 0, 0, []
         if r.random() < 0.5:
@@ -303,6 +314,24 @@ class Model:
             moved = [source.get((a, offset)) for offset in range(self.size)]
             self.content[group].update({(b, offset): value for offset, value in enumerate(moved)})
 
+    # Rows of tokens.
+
+    def rows_of(self, values):
+        """Return the per-token tensors of tokens with these values."""
+        rows = torch.tensor(values, dtype=torch.int64)
+        return {"value": rows, "parts": (rows[:, None] >> torch.tensor([0, 8, 16])).to(torch.int16)}
+
+    def assert_rows(self, found, values):
+        want = self.rows_of(values)
+        assert all(torch.equal(found[name], want[name]) for name in want), "a row is of another token"
+
+    def store(self, step):
+        """Store the rows of a step, or forget to."""
+        if self.forgetful and self.chance.random() < 0.2:
+            self.all_stored = False
+        else:
+            self.tensors.store(step)
+
     def per_group(self, value):
         return value if len(self.specs) > 1 else [value]
 
@@ -347,6 +376,11 @@ class Worker:
                 if not request["cut"] and length >= len(request["prompt"]):
                     self.assert_readable(name, max(length - 1, 0))
                 self.assert_readable(name, length)
+                if self.model.tensors is not None:
+                    count = self.model.tensors.available(name)
+                    assert count == length or not self.model.all_stored, "a row is missing"
+                    found = self.model.tensors.load(name, self.model.tensors.names, num_tokens=count)
+                    self.model.assert_rows(found, request["ids"][:count])
 
     # Calls of the manager.
 
@@ -518,6 +552,8 @@ class Worker:
                         self.model.write(0, *divmod(target, self.size), value)
             for name, allocation, tables in step:
                 self.compute(name, allocation, tables)
+            if self.model.tensors is not None:
+                self.compute_rows(step)
 
     def compute(self, name, allocation, tables):
         """Read and write what the queries of an allocation read and write."""
@@ -544,6 +580,24 @@ class Worker:
             self.assert_readable(name, end - 1, tables)
             request["state"] = max(request["state"], end)
         assert all(len(mapping) == at for mapping in slots)
+
+    def compute_rows(self, step):
+        """Join and store the rows of a step, in several steps if a request has several parts."""
+        model, batches = self.model, [{}]
+        for name, allocation, _ in step:
+            model.tensors.prepare(allocation)
+            if name in batches[-1]:
+                batches.append({})
+            if allocation.compute_spans:
+                batches[-1][name] = allocation
+        for batch in filter(None, batches):
+            ids = {name: self.running[name]["ids"] for name in batch}
+            values = [ids[name][p] for name, part in batch.items() for span in part.compute_spans for p in range(*span)]
+            rows = pc.Step.of(batch, model.rows_of(values))
+            if model.all_stored:
+                for name, found in model.tensors.join(rows).items():
+                    model.assert_rows(found, ids[name][: batch[name].compute_spans[-1][1]])
+            model.store(rows)
 
     # Random operations.
 
@@ -733,6 +787,10 @@ class Worker:
                     if slot >= 0:
                         assert not self.manager.pools[group].complete[slot // self.size], "a findable block is written"
                         self.model.write(group, *divmod(slot, self.size), request["ids"][at])
+        if self.model.tensors is not None and names:
+            self.model.tensors.copy(copies)
+            rows = self.model.rows_of([q["ids"][at] for q, at in zip(requests, lengths, strict=True)])
+            self.model.store(pc.Step(rows, slots))
         for name, request, at in zip(names, requests, lengths, strict=True):
             request["state"] = at + 1
             self.assert_readable(name, at)
@@ -767,12 +825,15 @@ class Worker:
                         request["ids"][at + offset] = b
                     else:
                         assert several or a == b, "merged with another"
-        for group in self.whole:
-            table, pool = self.tables_of(name)[group][: upto // self.size], self.manager.pools[group]
-            published = pool.digests_of([block for block in table if pool.complete[block]])
-            assert set(published) <= set(hashes), "a block is published under another hash"
         request["committed"] = max(request["committed"], upto)
         request["loaded"] &= upto < length
+        for group, table in enumerate(self.tables_of(name)):
+            pool, table = self.manager.pools[group], [block for block in table[: upto // self.size] if block >= 0]
+            if group in self.whole:
+                published = pool.digests_of([block for block in table if pool.complete[block]])
+                assert set(published) <= set(hashes), "a block is published under another hash"
+            if self.model.exact and group not in self.states and not request["loaded"]:
+                assert pool.complete[table].all(), "a committed block cannot be found"
 
     def after_interrupted_commit(self, name, hashes):
         """Check that a commit that was undone has published nothing, and find out whether it was undone."""
@@ -871,6 +932,8 @@ class Worker:
             if self.length(name) is None:
                 self.forget(name)
             return
+        if self.model.tensors is not None:
+            self.model.tensors.swap_out(pairs)
         del self.running[name]
         self.preempted[name] = request
         needed = -(-request["committed"] // self.size)
@@ -923,6 +986,7 @@ class Worker:
         self.running.clear()
         self.preempted.clear()
         self.call(self.manager.reset)
+        self.model.all_stored = True
         self.model.raised, self.model.raised_in_interrupted = self.manager.stats().failed_offloads, 0
 
     WEIGHTS = (

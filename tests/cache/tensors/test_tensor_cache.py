@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from cache_cases import drop
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import pc
-from pc.cache.policies import POLICIES
 from pc.cache.tensors import rows as rows_module
 from pc.cache.tensors import step as step_module
-from pc.cache.tensors import tensor_cache as cache_module
 from pc.cache.tensors.rows import MissingRowsError
 
 BLOCK = 4
@@ -35,14 +27,8 @@ def rows_of(tokens):
 
 def outputs_of(tokens, positions):
     """Return the output of a forward pass over some positions: two per-token tensors, and the last logits."""
-    return {**outputs_of_all([tokens], [positions]), "logits": torch.zeros(3, 9)}
-
-
-def outputs_of_all(sequences, positions):
-    """Return the output of a forward pass over several sequences, some positions of each."""
-    pairs = zip(sequences, positions, strict=True)
-    rows = torch.cat([rows_of(tokens)[torch.as_tensor(some, dtype=torch.long)] for tokens, some in pairs])
-    return {"hidden": rows.double(), "mm": {"feature": rows[:, :2].to(torch.int16)}}
+    rows = rows_of(tokens)[torch.as_tensor(positions, dtype=torch.long)]
+    return {"hidden": rows.double(), "mm": {"feature": rows[:, :2].to(torch.int16)}, "logits": torch.zeros(3, 9)}
 
 
 def expected(tokens):
@@ -302,20 +288,6 @@ def test_a_name_that_a_step_lacks_is_missing_there(pair):
         tensors.load("b", ["nothing"])
 
 
-def test_a_step_that_is_not_stored_leaves_nothing_to_the_next_hit(pair):
-    manager, tensors = pair
-    run(manager, tensors, "a", list(range(8)))
-    manager.free("a")
-    for i in range(20):  # other prompts pass through every block, without being stored
-        manager.allocate(i, [100 + i] * 16)
-        manager.commit(i, 16)
-        manager.free(i)
-    tokens = [119] * 16
-    assert manager.allocate("b", tokens).num_cached_tokens == 15
-    assert tensors.available("b") == 0
-    assert tensors.load("b") == {}
-
-
 def test_join_needs_rows_of_the_cached_part(pair):
     manager, tensors = pair
     tokens = list(range(8))
@@ -333,124 +305,6 @@ def test_join_refuses_a_step_of_more_tokens_than_the_request_has(pair):
     manager.rollback("a", 1)
     with pytest.raises(ValueError, match="positions: got 3 tokens of 'a', needs at most 2"):
         tensors.join(step)
-
-
-def test_a_batch_joins_in_one_pass(pair):
-    manager, tensors = pair
-    prompts = {"a": list(range(9)), "b": [*range(4), 70], "c": [5]}
-    run(manager, tensors, "warm", list(range(4)))
-    allocations = {request: manager.allocate(request, tokens) for request, tokens in prompts.items()}
-    step = pc.Step.of(allocations, outputs_of_all(prompts.values(), map(positions_of, allocations.values())))
-    joined = tensors.join(step)
-    tensors.store(step)
-    for request, tokens in prompts.items():
-        assert same(joined[request], expected(tokens))
-        assert same(tensors.load(request), expected(tokens))
-    assert manager.stats().hit_tokens == 2 * BLOCK, "both hit the block of the first prompt"
-
-
-def test_rows_behind_a_gap_are_joined():
-    manager = pc.CacheManager(16, BLOCK)
-    tensors = pc.TensorCache(manager, 16, BLOCK, exclude=("logits",))
-    tokens = list(range(16))
-    run(manager, tensors, "a", tokens)
-    table = manager.block_table("a")
-    manager.free("a")
-    drop(manager.pools[0], table[1:2])
-    allocation = manager.allocate("b", tokens, reuse="gap")
-    assert allocation.compute_spans == [(4, 8), (15, 16)]
-    step = pc.Step.of({"b": allocation}, outputs_of(tokens, positions_of(allocation)))
-    assert same(tensors.join(step)["b"], expected(tokens))
-    tensors.store(step)
-    assert same(tensors.join(step)["b"], expected(tokens))
-    assert same(tensors.load("b"), expected(tokens))
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("how", ["append", "append_each", "append and prepare"])
-def test_rejected_tokens_have_no_rows_for_those_in_their_place(pair, how):
-    manager, tensors = pair
-    run(manager, tensors, "a", list(range(5)))
-    draft = manager.append("a", [60, 61, 62])
-    tensors.store(pc.Step.of({"a": draft}, outputs_of([*range(5), 60, 61, 62], [5, 6, 7])))
-    manager.rollback("a", 2)
-    for token in (71, 72):
-        if how == "append_each":
-            manager.append_each(["a"], [token])
-            continue
-        allocation = manager.append("a", [token])
-        if how == "append and prepare":
-            tensors.prepare(allocation)
-    assert tensors.available("a") == 6
-    with pytest.raises(pc.MissingRowsError, match="hidden: 2 of 8 rows of 'a' are missing, from 6 on"):
-        tensors.load("a")
-
-
-def test_rejected_tokens_that_were_swapped_out_do_not_come_back():
-    manager = pc.CacheManager(8, BLOCK, host_blocks=8)
-    tensors = pc.TensorCache(manager, 8, BLOCK, exclude=("logits",))
-    run(manager, tensors, "a", list(range(7)))
-    manager.rollback("a", 2)
-    tensors.swap_out(manager.preempt("a", "swap"))
-    manager.allocate("other", list(range(50, 82)))
-    manager.free("other")
-    tensors.prepare(manager.resume("a"))
-    assert tensors.available("a") == 5
-    manager.append("a", [70, 71])
-    assert tensors.available("a") == 5
-
-
-def test_a_copied_part_of_a_block_brings_no_rows_behind_it():
-    manager = pc.CacheManager(16, BLOCK, partial_reuse=True)
-    tensors = pc.TensorCache(manager, 16, BLOCK, exclude=("logits",))
-    run(manager, tensors, "a", list(range(8)))
-    manager.free("a")
-    run(manager, tensors, "b", [*range(5), 50])
-    assert manager.stats().hit_tokens_by_cause["partial"] == 1
-    manager.append("b", [77, 78])
-    assert tensors.available("b") == 6
-    with pytest.raises(pc.MissingRowsError, match="2 of 8 rows of 'b' are missing, from 6 on"):
-        tensors.load("b")
-
-
-@pytest.mark.parametrize("decode", [False, True], ids=["append", "append_each"])
-def test_a_copied_block_of_a_fork_brings_no_rows_behind_it(pair, decode):
-    manager, tensors = pair
-    run(manager, tensors, "a", list(range(8)))
-    manager.fork("a", "b")
-    manager.rollback("b", 3)
-    for token in (60, 61):
-        if decode:
-            _, pairs = manager.append_each(["b"], [token])
-            tensors.copy(pairs)
-        else:
-            tensors.copy(manager.append("b", [token]).copies)
-    assert tensors.available("b") == 5
-    assert same(tensors.load("a"), expected(list(range(8))))
-
-
-@pytest.mark.parametrize("order", ["ab", "ba"])
-@pytest.mark.parametrize("each", [False, True], ids=["append", "append_each"])
-def test_a_copy_has_the_rows_that_its_source_held_when_it_was_planned(pair, order, each):
-    manager, tensors = pair
-    run(manager, tensors, "a", [1, 2, 3])
-    manager.fork("a", "b")
-    manager.rollback("b", 1)
-    token, tokens = {"a": 7, "b": 8}, {"a": [1, 2, 3, 7], "b": [1, 2, 8]}
-    if each:  # b continues in the block that a copies from
-        step = manager.append_each(list(order), [token[request] for request in order])
-        tensors.copy(step.copies)
-        slots = step.slot_mapping
-    else:
-        allocations = [manager.append(request, [token[request]]) for request in order]
-        for allocation in allocations[::-1]:
-            tensors.prepare(allocation)
-        slots = np.concatenate([allocation.slot_mapping for allocation in allocations])
-    assert [tensors.available(request) for request in "ab"] == [3, 2]
-    rows = torch.cat([expected(tokens[request])["hidden"][-1:] for request in order])
-    tensors.store(pc.Step({"hidden": rows}, slots))
-    for request in "ab":
-        assert torch.equal(tensors.load(request, ["hidden"])["hidden"], expected(tokens[request])["hidden"])
 
 
 def test_without_a_manager_a_block_written_from_its_start_loses_its_rows():
@@ -512,20 +366,6 @@ def test_rows_of_blocks_that_others_fill_can_be_forgotten(pair):
     with pytest.raises(ValueError, match="block_ids: got numbers from 0 to 16"):
         tensors.forget([int(blocks[0]), 16])
     assert tensors.available("a") == 4
-
-
-def test_swapped_out_rows_come_back():
-    manager = pc.CacheManager(3, BLOCK, host_blocks=3)
-    tensors = pc.TensorCache(manager, 3, BLOCK, exclude=("logits",))
-    tokens = list(range(10))
-    run(manager, tensors, "a", tokens)
-    tensors.swap_out(manager.preempt("a", "swap"))
-    run(manager, tensors, "b", list(range(40, 52)))
-    manager.free("b")
-    allocation = manager.resume("a")
-    assert len(allocation.loads) == 3
-    tensors.prepare(allocation)
-    assert same(tensors.load("a", num_tokens=9), {name: rows[:9] for name, rows in expected(tokens).items()})
 
 
 def test_two_groups_follow_tables_of_their_own():
@@ -621,173 +461,6 @@ def test_a_step_that_fails_while_it_writes_leaves_no_rows(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         tensors.store(pc.Step({"h": torch.zeros(1, 2)}, np.arange(1, 2)))
     assert tensors.stored("h").ravel()[:4].tolist() == [True, False, True, False]
-
-
-def _never(num_runs, num_bytes):
-    return False
-
-
-WAYS = {
-    "runs": (),
-    "runs, by several threads": ((rows_module, "_ALONE_BYTES", -1), (torch, "get_num_threads", lambda: 2)),
-    "slots": ((step_module, "_FEW_RUNS", 0), (step_module, "_SHORT", 1 << 30), (rows_module, "worth_copies", _never)),
-    "operators": ((cache_module, "PLAIN", frozenset()),),
-}
-"""The methods that move rows. Tensors as small as these would only use runs."""
-
-
-class CachedModel(RuleBasedStateMachine):
-    """An engine with random requests, chunks, appends, forks, rollbacks and evictions, compared with uncached rows."""
-
-    @initialize(
-        policy=st.sampled_from(sorted(POLICIES)),
-        partial=st.booleans(),
-        reuse=st.sampled_from(["prefix", "gap"]),
-        way=st.sampled_from(sorted(WAYS)),
-    )
-    def start(self, policy, partial, reuse, way):
-        self.ways = contextlib.ExitStack()
-        for module, name, value in WAYS[way]:
-            self.ways.enter_context(mock.patch.object(module, name, value))
-        self.manager = pc.CacheManager(10, BLOCK, policy=policy, host_blocks=6, partial_reuse=partial)
-        self.tensors = pc.TensorCache(self.manager, 10, BLOCK)
-        for name, rows in expected([0]).items():  # a first step that decodes would not announce them
-            self.tensors.register(name, rows.shape[1:], rows.dtype)
-        self.reuse = reuse
-        self.all_stored = True
-        self.tokens = {}
-        self.waiting = {}
-        self.count = 0
-
-    def teardown(self):
-        self.ways.close()
-
-    def drawn(self, data):
-        """Return a running request."""
-        return data.draw(st.sampled_from(sorted(self.tokens)))
-
-    def compute(self, allocations):
-        positions = map(positions_of, allocations.values())
-        step = pc.Step.of(allocations, outputs_of_all([self.tokens[r] for r in allocations], positions))
-        for allocation in allocations.values():
-            self.tensors.prepare(allocation)
-        if self.all_stored:
-            joined = self.tensors.join(step)
-            assert all(same(joined[request], expected(self.tokens[request])) for request in allocations)
-        self.tensors.store(step)
-        for request in allocations:
-            self.manager.commit(request, len(self.tokens[request]))
-
-    @rule(prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), min_size=1, max_size=2))
-    def begin(self, prompts):
-        allocations = {}
-        for prompt in prompts:
-            self.count += 1
-            try:
-                allocations[self.count] = self.manager.allocate(self.count, prompt, reuse=self.reuse)
-            except pc.OutOfBlocks:
-                continue
-            self.tokens[self.count] = list(prompt)
-        if allocations:
-            self.compute(allocations)
-
-    @precondition(lambda self: self.tokens)
-    @rule(data=st.data(), new=st.lists(st.integers(0, 1), min_size=1, max_size=6))
-    def append(self, data, new):
-        request = self.drawn(data)
-        try:
-            allocation = self.manager.append(request, new)
-        except pc.OutOfBlocks:
-            return
-        self.tokens[request] += new
-        self.compute({request: allocation})
-
-    @precondition(lambda self: self.tokens)
-    @rule(data=st.data(), new=st.lists(st.integers(0, 1), min_size=1, max_size=3), commit=st.booleans())
-    def append_without_storing(self, data, new, commit):
-        request = self.drawn(data)
-        self.all_stored = False
-        for token in new:
-            try:
-                _, pairs = self.manager.append_each([request], [token])
-            except pc.OutOfBlocks:
-                break
-            self.tokens[request].append(token)
-            self.tensors.copy(pairs)
-        if commit:
-            self.manager.commit(request, len(self.tokens[request]))
-
-    @precondition(lambda self: self.tokens)
-    @rule(data=st.data())
-    def decode_together(self, data):
-        requests = data.draw(st.lists(st.sampled_from(sorted(self.tokens)), min_size=1, max_size=3, unique=True))
-        new = [data.draw(st.integers(0, 1)) for _ in requests]
-        try:
-            slots, pairs = self.manager.append_each(requests, new)
-        except pc.OutOfBlocks:
-            return
-        for request, token in zip(requests, new, strict=True):
-            self.tokens[request].append(token)
-        self.tensors.copy(pairs)
-        sequences = [self.tokens[r] for r in requests]
-        self.tensors.store(pc.Step(outputs_of_all(sequences, [[len(tokens) - 1] for tokens in sequences]), slots))
-        for request in requests:
-            self.manager.commit(request, len(self.tokens[request]))
-
-    @precondition(lambda self: self.tokens)
-    @rule(data=st.data())
-    def fork(self, data):
-        request = self.drawn(data)
-        self.count += 1
-        self.manager.commit(request, len(self.tokens[request]))  # a fork needs committed tokens
-        self.manager.fork(request, self.count)
-        self.tokens[self.count] = list(self.tokens[request])
-
-    @precondition(lambda self: self.tokens)
-    @rule(data=st.data(), count=st.integers(1, 5))
-    def rollback(self, data, count):
-        request = self.drawn(data)
-        count = min(count, len(self.tokens[request]) - 1)
-        self.manager.rollback(request, count)
-        self.tokens[request] = self.tokens[request][: len(self.tokens[request]) - count]
-
-    @precondition(lambda self: self.tokens)
-    @rule(data=st.data(), mode=st.sampled_from(["recompute", "swap"]))
-    def preempt(self, data, mode):
-        request = self.drawn(data)
-        self.tensors.swap_out(self.manager.preempt(request, mode))
-        self.waiting[request] = self.tokens.pop(request)
-
-    @precondition(lambda self: self.waiting)
-    @rule(data=st.data())
-    def resume(self, data):
-        request = data.draw(st.sampled_from(sorted(self.waiting)))
-        try:
-            allocation = self.manager.resume(request)
-        except pc.OutOfBlocks:
-            return
-        self.tokens[request] = self.waiting.pop(request)
-        self.compute({request: allocation})
-
-    @precondition(lambda self: self.tokens)
-    @rule(data=st.data())
-    def free(self, data):
-        request = self.drawn(data)
-        self.manager.free(request)
-        del self.tokens[request]
-
-    @invariant()
-    def every_request_reads_its_own_rows(self):
-        for request, tokens in self.tokens.items():
-            count = self.tensors.available(request)
-            assert count == len(tokens) or not self.all_stored
-            rows = self.tensors.load(request, self.tensors.names, num_tokens=count)
-            assert same(rows, {name: row[:count] for name, row in expected(tokens).items()}), (request, tokens)
-        self.manager.check()
-
-
-CachedModel.TestCase.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
-TestCachedModel = pytest.mark.slow(CachedModel.TestCase)
 
 
 @pytest.mark.gpu
