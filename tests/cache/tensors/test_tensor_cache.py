@@ -307,6 +307,30 @@ def test_join_refuses_a_step_of_more_tokens_than_the_request_has(pair):
         tensors.join(step)
 
 
+@pytest.mark.parametrize("order", ["ab", "ba"])
+@pytest.mark.parametrize("each", [False, True], ids=["append", "append_each"])
+def test_a_copy_has_the_rows_that_its_source_held_when_it_was_planned(pair, order, each):
+    manager, tensors = pair
+    run(manager, tensors, "a", [1, 2, 3])
+    manager.fork("a", "b")
+    manager.rollback("b", 1)
+    token, tokens = {"a": 7, "b": 8}, {"a": [1, 2, 3, 7], "b": [1, 2, 8]}
+    if each:  # b continues in the block that a copies from
+        step = manager.append_each(list(order), [token[request] for request in order])
+        tensors.copy(step.copies)
+        slots = step.slot_mapping
+    else:
+        allocations = [manager.append(request, [token[request]]) for request in order]
+        for allocation in allocations[::-1]:
+            tensors.prepare(allocation)
+        slots = np.concatenate([allocation.slot_mapping for allocation in allocations])
+    assert [tensors.available(request) for request in "ab"] == [3, 2]
+    rows = torch.cat([expected(tokens[request])["hidden"][-1:] for request in order])
+    tensors.store(pc.Step({"hidden": rows}, slots))
+    for request in "ab":
+        assert torch.equal(tensors.load(request, ["hidden"])["hidden"], expected(tokens[request])["hidden"])
+
+
 def test_without_a_manager_a_block_written_from_its_start_loses_its_rows():
     for slots in (np.array([4, 5]), np.arange(4, 6, dtype=np.int32), np.array([5, 40, 4, 9, 30, 20, 22, 24, 26, 28])):
         tensors = pc.TensorCache(None, 16, BLOCK)
