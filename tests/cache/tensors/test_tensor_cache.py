@@ -307,6 +307,19 @@ def test_join_refuses_a_step_of_more_tokens_than_the_request_has(pair):
         tensors.join(step)
 
 
+def test_a_copied_part_of_a_block_brings_no_rows_behind_it():
+    manager = pc.CacheManager(16, BLOCK, partial_reuse=True)
+    tensors = pc.TensorCache(manager, 16, BLOCK, exclude=("logits",))
+    run(manager, tensors, "a", list(range(8)))
+    manager.free("a")
+    run(manager, tensors, "b", [*range(5), 50])
+    assert manager.stats().hit_tokens_by_cause["partial"] == 1
+    manager.append("b", [77, 78])
+    assert tensors.available("b") == 6
+    with pytest.raises(pc.MissingRowsError, match="2 of 8 rows of 'b' are missing, from 6 on"):
+        tensors.load("b")
+
+
 @pytest.mark.parametrize("order", ["ab", "ba"])
 @pytest.mark.parametrize("each", [False, True], ids=["append", "append_each"])
 def test_a_copy_has_the_rows_that_its_source_held_when_it_was_planned(pair, order, each):
