@@ -290,8 +290,7 @@ def test_a_patch_with_another_constant_is_another_model_on_disk(monkeypatch: pyt
 
 
 # peft#2638, vllm#51198: each call empties the cache, without a message.
-def test_a_cache_that_never_hits_says_why() -> None:
-    model, layer = changed_models.build(), None
+def test_a_cache_that_never_hits_says_why(model: Any) -> None:
     layer = model.model.layers[0].mlp
 
     def turn() -> None:  # between calls, so no forward pass shows it
@@ -707,20 +706,18 @@ def test_managers_that_were_made_before_a_document_take_no_request_within_it(our
 
 
 # The same kind, for what must not change: guidance runs the model within a call, and probes run it unchanged.
-def test_passes_within_a_call_over_a_document_are_as_ever() -> None:
-    model = changed_models.build(eos_token_id=None)
-    with enabled(model) as handle:
-        whole = handle.compress(CONTEXT, budget=1.0)
-        asked = {"max_new_tokens": 6, "guidance_scale": 1.5}
-        with whole:
-            found = model.generate(QUESTION, **asked)
-            other = handle.compress(CONTEXT, "streaming", budget=0.1)
-            with other:
-                pass
-            with torch.no_grad():
-                vision = changed_models.build()(QUESTION)  # another model
-        assert torch.equal(found, plain(model, input_ids=QUESTION, **asked))
-        assert torch.equal(vision.logits, model(QUESTION).logits)
+def test_passes_within_a_call_over_a_document_are_as_ever(model: Any, handle: Any) -> None:
+    whole = handle.compress(CONTEXT, budget=1.0)
+    asked = {"max_new_tokens": 6, "guidance_scale": 1.5}
+    with whole:
+        found = model.generate(QUESTION, **asked)
+        other = handle.compress(CONTEXT, "streaming", budget=0.1)
+        with other:
+            pass
+        with torch.no_grad():
+            vision = changed_models.build()(QUESTION)  # another model
+    assert torch.equal(found, plain(model, input_ids=QUESTION, **asked))
+    assert torch.equal(vision.logits, model(QUESTION).logits)
 
 
 def words(count: int) -> Any:
@@ -731,19 +728,17 @@ def words(count: int) -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made)
 
 
-def test_pipelines_read_a_document() -> None:
-    model = changed_models.build(eos_token_id=None)
-    with enabled(model) as handle:
-        document = document_of(handle)
-        expected = ask(model, document).sequences
-        tokenizer = words(model.config.vocab_size)
-        pipe = transformers.TextGenerationPipeline(model, tokenizer)
-        asked = " ".join(map(str, QUESTION[0].tolist()))
-        with document:
-            (found,) = pipe(asked, return_tensors=True, max_new_tokens=6, do_sample=False)
-            with pytest.raises(UnsupportedError, match="document"):
-                transformers.FeatureExtractionPipeline(model, tokenizer)(asked)
-        assert found["generated_token_ids"] == expected[0].tolist()
+def test_pipelines_read_a_document(model: Any, handle: Any) -> None:
+    document = document_of(handle)
+    expected = ask(model, document).sequences
+    tokenizer = words(model.config.vocab_size)
+    pipe = transformers.TextGenerationPipeline(model, tokenizer)
+    asked = " ".join(map(str, QUESTION[0].tolist()))
+    with document:
+        (found,) = pipe(asked, return_tensors=True, max_new_tokens=6, do_sample=False)
+        with pytest.raises(UnsupportedError, match="document"):
+            transformers.FeatureExtractionPipeline(model, tokenizer)(asked)
+    assert found["generated_token_ids"] == expected[0].tolist()
 
 
 # asyncio: an async generator runs in the context of the caller that asks for its next item.
@@ -841,10 +836,8 @@ def test_a_press_whose_code_changed_is_another_press() -> None:
 
 # kvpress: a budget smaller than SnapKV's window.
 @pytest.mark.parametrize(("tokens", "budget"), [(60, 0.5), (200, 0.15), (200, 0.02)])
-def test_snapkv_chooses_by_votes_whatever_the_budget(tokens: int, budget: float) -> None:
-    model = changed_models.build()
-    with enabled(model) as handle:
-        document = handle.compress(CONTEXT[:, :tokens], budget=budget)
+def test_snapkv_chooses_by_votes_whatever_the_budget(handle: Any, tokens: int, budget: float) -> None:
+    document = handle.compress(CONTEXT[:, :tokens], budget=budget)
     share = round(tokens * budget)
     for heads in document.kept_tokens:
         assert heads is not None
@@ -854,18 +847,17 @@ def test_snapkv_chooses_by_votes_whatever_the_budget(tokens: int, budget: float)
 
 
 # transformers: BatchEncoding has no shape.
-def test_what_a_tokenizer_gives_can_be_compressed() -> None:
-    ids, model = CONTEXT[:, :60], changed_models.build()
-    with enabled(model) as handle:
-        document = handle.compress(ids)
-        for given in (
-            {"input_ids": ids},
-            transformers.BatchEncoding({"input_ids": ids, "attention_mask": ids * 0 + 1}),
-        ):
-            assert handle.compress(given).content is document.content
-        for wrong in ("a text", ids.bool(), {"input_ids": ids, "attention_mask": ids * 0}, {"pixel_values": ids}, None):
-            with pytest.raises(ValueError, match="context_ids: got"):
-                handle.compress(wrong)
+def test_what_a_tokenizer_gives_can_be_compressed(handle: Any) -> None:
+    ids = CONTEXT[:, :60]
+    document = handle.compress(ids)
+    for given in (
+        {"input_ids": ids},
+        transformers.BatchEncoding({"input_ids": ids, "attention_mask": ids * 0 + 1}),
+    ):
+        assert handle.compress(given).content is document.content
+    for wrong in ("a text", ids.bool(), {"input_ids": ids, "attention_mask": ids * 0}, {"pixel_values": ids}, None):
+        with pytest.raises(ValueError, match="context_ids: got"):
+            handle.compress(wrong)
 
 
 # PyTorch: models, or calls of them, that a press cannot support.
@@ -883,18 +875,16 @@ def test_images_and_compiled_models_are_refused_over_a_document() -> None:
         check_compressible(model)
 
 
-def test_a_model_that_changes_values_behind_its_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_changes_values_behind_its_cache_is_refused(handle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     update = transformers.Cache.update
 
     def doubled(self: Any, *args: Any, **kwargs: Any) -> Any:
         keys, values = update(self, *args, **kwargs)
         return keys, values * 2
 
-    model = changed_models.build()
-    with enabled(model) as handle:
-        monkeypatch.setattr(transformers.Cache, "update", doubled)
-        with pytest.raises(ValueError, match="attends to values other than those it has cached"):
-            document_of(handle)
+    monkeypatch.setattr(transformers.Cache, "update", doubled)
+    with pytest.raises(ValueError, match="attends to values other than those it has cached"):
+        document_of(handle)
 
 
 # vLLM, batch invariance: the bits of an answer depend on cached tokens and on other rows.
