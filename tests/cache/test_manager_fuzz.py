@@ -1,4 +1,4 @@
-"""Random operations on CacheManager, compared with a model of every slot's content; planted bugs must be found."""
+"""Random operations on CacheManager and TensorCache, compared with a model of each slot; planted bugs must be found."""
 
 from __future__ import annotations
 
