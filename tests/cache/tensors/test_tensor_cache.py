@@ -7,6 +7,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+from cache_cases import drop
 
 import pc
 from pc.cache.tensors import rows as rows_module
@@ -307,6 +308,37 @@ def test_join_refuses_a_step_of_more_tokens_than_the_request_has(pair):
         tensors.join(step)
 
 
+def test_rows_behind_a_gap_are_joined():
+    manager = pc.CacheManager(16, BLOCK)
+    tensors = pc.TensorCache(manager, 16, BLOCK, exclude=("logits",))
+    tokens = list(range(16))
+    run(manager, tensors, "a", tokens)
+    table = manager.block_table("a")
+    manager.free("a")
+    drop(manager.pools[0], table[1:2])
+    allocation = manager.allocate("b", tokens, reuse="gap")
+    assert allocation.compute_spans == [(4, 8), (15, 16)]
+    step = pc.Step.of({"b": allocation}, outputs_of(tokens, positions_of(allocation)))
+    assert same(tensors.join(step)["b"], expected(tokens))
+    tensors.store(step)
+    assert same(tensors.join(step)["b"], expected(tokens))
+    assert same(tensors.load("b"), expected(tokens))
+
+
+def test_rejected_tokens_that_were_swapped_out_do_not_come_back():
+    manager = pc.CacheManager(8, BLOCK, host_blocks=8)
+    tensors = pc.TensorCache(manager, 8, BLOCK, exclude=("logits",))
+    run(manager, tensors, "a", list(range(7)))
+    manager.rollback("a", 2)
+    tensors.swap_out(manager.preempt("a", "swap"))
+    manager.allocate("other", list(range(50, 82)))
+    manager.free("other")
+    tensors.prepare(manager.resume("a"))
+    assert tensors.available("a") == 5
+    manager.append("a", [70, 71])
+    assert tensors.available("a") == 5
+
+
 def test_a_copied_part_of_a_block_brings_no_rows_behind_it():
     manager = pc.CacheManager(16, BLOCK, partial_reuse=True)
     tensors = pc.TensorCache(manager, 16, BLOCK, exclude=("logits",))
@@ -318,6 +350,22 @@ def test_a_copied_part_of_a_block_brings_no_rows_behind_it():
     assert tensors.available("b") == 6
     with pytest.raises(pc.MissingRowsError, match="2 of 8 rows of 'b' are missing, from 6 on"):
         tensors.load("b")
+
+
+@pytest.mark.parametrize("decode", [False, True], ids=["append", "append_each"])
+def test_a_copied_block_of_a_fork_brings_no_rows_behind_it(pair, decode):
+    manager, tensors = pair
+    run(manager, tensors, "a", list(range(8)))
+    manager.fork("a", "b")
+    manager.rollback("b", 3)
+    for token in (60, 61):
+        if decode:
+            _, pairs = manager.append_each(["b"], [token])
+            tensors.copy(pairs)
+        else:
+            tensors.copy(manager.append("b", [token]).copies)
+    assert tensors.available("b") == 5
+    assert same(tensors.load("a"), expected(list(range(8))))
 
 
 @pytest.mark.parametrize("order", ["ab", "ba"])
