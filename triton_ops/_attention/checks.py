@@ -183,7 +183,7 @@ def check_attention_values(args: AttentionArgs) -> None:
             got = f"{own[place]} in row {row}{of_head}, column {column}"
             raise bad_argument("block_tables", got, f"-1 to {num_blocks - 1}")
     if args.query_blocks is not None:
-        _check_lists(args.query_blocks, args, lens, q_lens)
+        _check_lists(args.query_blocks, args, lens, starts)
     if args.tree_mask is not None:
         _check_tree(args.tree_mask, args, starts)
     if num_shared := args.num_shared_blocks:
@@ -202,20 +202,26 @@ def check_attention_values(args: AttentionArgs) -> None:
         check_plan(args)
 
 
-def _check_lists(lists: torch.Tensor, args: AttentionArgs, lens: list[int], q_lens: list[int]) -> None:
+def _check_lists(lists: torch.Tensor, args: AttentionArgs, lens: list[int], starts: list[int]) -> None:
     """Check that `query_blocks` names blocks of its sequence, ascending, then -1."""
-    blocks = torch.tensor([-(-length // args.block_size) for length in lens], device="cpu")
-    bounds = blocks.repeat_interleave(torch.tensor(q_lens, device="cpu"))[:, None, None]
-    own = lists.cpu()[: len(bounds)]
-    wrong = (own < -1) | (own >= bounds)
-    if wrong.any():
-        query, head, place = wrong.nonzero()[0].tolist()
-        got = f"block {own[query, head, place]} for query {query}, KV head {head}"
-        raise bad_argument("query_blocks", got, f"-1 to {bounds[query, 0, 0] - 1}, the blocks of its sequence")
-    ends = own.masked_fill(own < 0, 1 << 30)
-    falls = (ends[..., 1:] <= ends[..., :-1]) & (own[..., 1:] >= 0)
-    if falls.any():
-        query, head, _ = falls.nonzero()[0].tolist()
+    import numpy as np
+
+    own = lists.cpu().numpy()[: starts[-1]]
+    if not own.size:
+        return
+    blocks = [-(-length // args.block_size) for length in lens]
+    # As an unsigned number, -1 is above all others.
+    unsigned = own.view(np.uint32)
+    if unsigned.max() >= min(blocks) and (own.min() < -1 or own.max() >= min(blocks)):
+        bounds = np.repeat(blocks, np.diff(starts))[:, None, None]
+        wrong = (own < -1) | (own >= bounds)
+        if wrong.any():
+            query, head, place = np.argwhere(wrong)[0].tolist()
+            got = f"block {own[query, head, place]} for query {query}, KV head {head}"
+            raise bad_argument("query_blocks", got, f"-1 to {bounds[query, 0, 0] - 1}, the blocks of its sequence")
+    falls = unsigned[..., 1:] <= unsigned[..., :-1]
+    if falls.any() and (falls := falls & (own[..., 1:] >= 0)).any():
+        query, head, _ = np.argwhere(falls)[0].tolist()
         got = f"{own[query, head].tolist()[:16]} for query {query}, KV head {head}"
         raise bad_argument("query_blocks", got, "blocks that ascend, then -1")
 
