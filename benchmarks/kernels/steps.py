@@ -93,7 +93,7 @@ def _without_holes(tables: torch.Tensor, lens: torch.Tensor, packed: int) -> tup
     """Return tables and lengths that vLLM's adapter makes for a prompt that is packed into `packed` blocks."""
     from pc.integrations.vllm.compression.worker import Compressor
 
-    compressor: Any = SimpleNamespace(caches=[SimpleNamespace(shape=(BLOCK,))])
+    compressor: Any = SimpleNamespace(block_size=BLOCK)
     compressor._holes = [(packed, tables.shape[1] - 1 - packed)] * len(tables)
     tables[:, packed:-1] = -1
     return Compressor.close_holes(compressor, tables, lens, int(lens.max()))[:2]

@@ -1,8 +1,5 @@
 """Compression in vLLM's workers: save the queries that presses read, score a prompt's tokens, and pack the kept ones.
 
-All heads of some layers are packed at once (`CacheRows.turns`). For this, the KV cache is read and written as rows of
-one key and one value.
-
 If heads have different budgets, each head has its own block table. A block is then divided into pages, one for each KV
 head. Attention of a request with such tables is computed twice, first with the whole batch and then for each head.
 So the results of other requests do not change.
@@ -12,117 +9,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ....triton_ops import gather_slots, scatter_slots, sparse_gap_attention
+from ....triton_ops import sparse_gap_attention
 from ...presses import QUERIES, SCORES, WINDOW, choose
 from ..api import call_around_update
 from ..scheduler_output import entering_requests
 from .scheduler import Packing
-
-TURN_BYTES = 128 << 20
-"""The memory that scoring may use at once. A single layer may need more."""
-
-
-@dataclass
-class CacheRows:
-    """The KV caches of layers that lie in one allocation, as rows of one key and one value.
-
-    Attributes:
-        rows: `[num_rows, 1, 2 * head_dim]`, in the dtype of the allocation.
-        layers: vLLM's attention layers, by name.
-        first: `[num_layers]`, the first row of each layer.
-        strides: The number of rows from one block, token and KV head to the next.
-        shape: The number of slots in a block, the number of KV heads, and `head_dim`.
-    """
-
-    rows: torch.Tensor
-    layers: dict[str, Any]
-    first: torch.Tensor
-    strides: tuple[int, int, int]
-    shape: tuple[int, int, int]
-
-    @property
-    def impl_cache(self) -> torch.Tensor:
-        """The KV cache of one layer. Those of the other layers have the same shape and strides."""
-        cache: torch.Tensor = next(iter(self.layers.values())).kv_cache
-        return cache
-
-    @property
-    def impl(self) -> Any:
-        """The attention of one layer. Those of the other layers have the same scale and cache dtype."""
-        return next(iter(self.layers.values())).impl
-
-    def at(self, blocks: list[int]) -> torch.Tensor:
-        """Return the rows of all slots of blocks, `[num_layers, num_kv_heads, slots]`."""
-        block, token, head = self.strides
-        size, heads, _ = self.shape
-        device = self.rows.device
-        slots = (torch.tensor(blocks, device=device)[:, None] * block + torch.arange(size, device=device) * token).view(
-            -1
-        )
-        return self.first[:, None, None] + (torch.arange(heads, device=device) * head)[:, None] + slots
-
-    def turns(self, tokens: int) -> Iterator[slice]:
-        """Yield slices of the layers. Scoring `tokens` tokens of a slice takes at most `TURN_BYTES`.
-
-        A slice of one layer may take more.
-        """
-        layer_bytes = 4 * tokens * self.impl.num_heads * self.shape[2]
-        step = max(1, TURN_BYTES // max(layer_bytes, 1))
-        for begin in range(0, len(self.layers), step):
-            yield slice(begin, begin + step)
-
-
-def cache_rows(layers: dict[str, Any]) -> list[CacheRows]:
-    """Return the caches of layers as rows. Raise ValueError, which names the layer, if one cannot be compressed."""
-    from ..attention.backend import PagedAttention
-
-    found: dict[tuple[Any, ...], dict[str, Any]] = defaultdict(dict)
-    for name, layer in layers.items():
-        impl, cache = getattr(layer, "impl", None), getattr(layer, "kv_cache", None)
-        if type(impl) is not PagedAttention:
-            raise ValueError(f"layer {name}, whose attention is not of PC_VLLM=attention")
-        if impl.window or impl.alibi_slopes is not None or impl.kv_sharing_target_layer_name is not None:
-            kind = "a window" if impl.window else "ALiBi" if impl.alibi_slopes is not None else "no KV of its own"
-            raise ValueError(f"layer {name}, which has {kind}")
-        width = 2 * impl.head_size
-        if cache is None or cache.dim() != 4 or cache.shape[-1] != width or cache.stride(-1) != 1:
-            raise ValueError(f"layer {name}, whose KV cache has the shape {list(getattr(cache, 'shape', ()))}")
-        if any(stride % width for stride in cache.stride()[:3]):
-            raise ValueError(f"layer {name}, whose KV cache has gaps")
-        base = cache.storage_offset() % width
-        alike = (
-            cache.untyped_storage().data_ptr(),
-            base,
-            cache.dtype,
-            cache.shape,
-            cache.stride(),
-            impl.scale,
-            impl.num_heads,
-            impl.kv_cache_dtype,
-        )
-        found[alike][name] = layer
-    if not found:
-        raise ValueError("a model without attention")
-    return [_as_rows(group) for group in found.values()]
-
-
-def _as_rows(layers: dict[str, Any]) -> CacheRows:
-    """Return the caches of layers that share an allocation, shape and strides as rows."""
-    caches = [layer.kv_cache for layer in layers.values()]
-    (_, heads, size, width), (block, head, token, _) = caches[0].shape, caches[0].stride()
-    offsets = [cache.storage_offset() for cache in caches]
-    base = offsets[0] % width
-    num_rows = (caches[0].untyped_storage().nbytes() // caches[0].itemsize - base) // width
-    rows = caches[0].as_strided((num_rows, 1, width), (width, width, 1), base)
-    first = torch.tensor([offset // width for offset in offsets], device=rows.device)
-    return CacheRows(rows, layers, first, (block // width, token // width, head // width), (size, heads, width // 2))
 
 
 @dataclass
@@ -131,14 +27,16 @@ class Compressor:
 
     Attributes:
         runner: vLLM's model runner.
-        caches: The KV caches of all layers.
+        layers: vLLM's attention layers, by name.
+        block_size: The number of tokens in a block.
         saved: Queries of the chunks so far, by request and layer.
         holes: For each request, its number of packed blocks and of null blocks after them.
         tables: The pages of each KV head, `[num_kv_heads, whole blocks]`, by request and layer; -1 after the last page.
     """
 
     runner: Any
-    caches: list[CacheRows]
+    layers: dict[str, Any]
+    block_size: int
     saved: dict[str, dict[str, list[torch.Tensor]]] = field(default_factory=dict)
     tables: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     holes: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -163,9 +61,10 @@ class Compressor:
             num_packed = len(packing.targets)
             self.holes[packing.request_id] = num_packed, len(packing.sources) - num_packed
             tables = {} if packing.peer is None else self.tables.get(packing.peer, {})
-            for cache in self.caches if packing.peer is None else ():
-                for layers in cache.turns(packing.tokens):
-                    tables.update(pack(cache, layers, packing, saved))
+            for name, layer in self.layers.items() if packing.peer is None else ():
+                pages = pack(layer, packing, saved.get(name, []))
+                if pages is not None:
+                    tables[name] = pages
             if tables:
                 self.tables[packing.request_id] = tables
 
@@ -179,12 +78,12 @@ class Compressor:
             end += output.num_scheduled_tokens[name]
             if name in queries:
                 self._spans.append((name, end - queries[name], end))
-        self._unseen = {name for cache in self.caches for name in cache.layers} if self._spans else set()
+        self._unseen = set(self.layers) if self._spans else set()
         self._holes = [(0, 0) if name in self.tables else self.holes.get(name, (0, 0)) for name in names]
         counts = [output.num_scheduled_tokens[name] for name in names] if self.tables else []
         rows = [row for row, name in enumerate(names) if name in self.tables] if self.tables else []
         tables = [self.tables[names[row]] for row in rows]
-        self._by_head = HeadRows.of(rows, counts, tables, self.caches[0].rows.device) if rows else None
+        self._by_head = HeadRows.of(rows, counts, tables) if rows else None
 
     def close_holes(
         self, tables: torch.Tensor, seq_lens: torch.Tensor, longest: int
@@ -202,7 +101,7 @@ class Compressor:
         fewest = min((count for _, count in self._holes), default=0)
         if not any(count for _, count in self._holes):
             return tables, seq_lens, longest
-        size, width = self.caches[0].shape[0], tables.shape[1]
+        size, width = self.block_size, tables.shape[1]
         rows = self._holes + [(0, 0)] * (len(tables) - len(self._holes))  # vLLM may pad a batch
         first, count = torch.tensor(rows, device=tables.device).T[..., None]
         longest -= fewest * size
@@ -243,10 +142,9 @@ class HeadRows:
     tables: list[dict[str, torch.Tensor]]
 
     @classmethod
-    def of(
-        cls, rows: list[int], counts: list[int], tables: list[dict[str, torch.Tensor]], device: torch.device
-    ) -> HeadRows:
+    def of(cls, rows: list[int], counts: list[int], tables: list[dict[str, torch.Tensor]]) -> HeadRows:
         """Return the requests in `rows` of a batch whose requests have `counts` queries each."""
+        device = next(iter(tables[0].values())).device
         ends = list(itertools.accumulate(counts))
         tokens = [token for row in rows for token in range(ends[row] - counts[row], ends[row])]
         starts = list(itertools.accumulate((counts[row] for row in rows), initial=0))
@@ -287,59 +185,57 @@ def page_strides(kv_cache: torch.Tensor) -> tuple[int, int, int]:
 
 
 @torch.no_grad()
-def pack(
-    cache: CacheRows, layers: slice, packing: Packing, saved: dict[str, list[torch.Tensor]]
-) -> dict[str, torch.Tensor]:
-    """Score a prompt's tokens for some layers, and copy the tokens that each KV head keeps to the targets.
+def pack(layer: Any, packing: Packing, saved: list[torch.Tensor]) -> torch.Tensor | None:
+    """Score a prompt's tokens for a layer, and copy the tokens that each KV head keeps to the targets.
+
+    Args:
+        layer: The layer.
+        packing: The prompt to pack.
+        saved: The layer's saved queries of the prompt, in pieces.
 
     Returns:
-        The pages of each KV head by layer; {} if all heads have the same number of blocks.
+        The pages of each KV head; None if all heads have the same number of blocks.
     """
-    size, _, width = cache.shape
-    whole, keep = len(packing.sources) * size, len(packing.targets) * size
+    cache: torch.Tensor = layer.kv_cache
+    _, _, size, width = cache.shape
+    whole, keep = len(packing.sources) * size, len(packing.targets)
     tail = [] if packing.tail is None else [packing.tail]
-    places = cache.at([*packing.sources, *tail])[layers, :, : packing.tokens]
-    there = gather_slots(cache.rows, places.reshape(-1)).view(*places.shape, 2 * width)
-    keys, values = dequantized(cache, layers, there).flatten(0, 1).split(width, dim=-1)
-    query = queries_of(cache, layers, packing, saved)
-    scores = SCORES[packing.press](query, keys, values, cache.impl.scale)[:, :whole]
+    rows = cache.transpose(0, 1)[:, [*packing.sources, *tail]].flatten(1, 2)[:, : packing.tokens]
+    query = queries_of(layer, packing, saved)
+    scores = SCORES[packing.press](query, *keys_and_values(layer, rows), layer.impl.scale)[:, :whole]
     if packing.by_head:
-        names = list(cache.layers)[layers]
-        slots = cache.at(packing.targets)[layers]
-        return {
-            name: pack_by_head(cache, packing, there[layer], slots[layer], scores.unflatten(0, (len(names), -1))[layer])
-            for layer, name in enumerate(names)
-        }
-    kept = scores.topk(keep, dim=-1).indices.sort(-1).values.view(*places.shape[:2], keep, 1)
-    source = there.gather(2, kept.expand(-1, -1, -1, 2 * width)).view(-1, 2 * width)
-    scatter_slots(source, cache.rows, cache.at(packing.targets)[layers].reshape(-1))
-    return {}
+        return pack_by_head(cache, packing, rows, scores)
+    kept = scores.topk(keep * size, dim=-1).indices.sort(-1).values
+    source = rows.gather(1, kept[..., None].expand(-1, -1, width))
+    write_blocks(cache, packing.targets, source.unflatten(1, (keep, size)).transpose(0, 1))
+    return None
 
 
-def pack_by_head(
-    cache: CacheRows, packing: Packing, there: torch.Tensor, slots: torch.Tensor, scores: torch.Tensor
-) -> torch.Tensor:
+def pack_by_head(cache: torch.Tensor, packing: Packing, rows: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """Copy the tokens that a layer's KV heads keep to pages of the targets, and return the pages of each head.
 
     Args:
-        cache: The KV caches of layers like this one.
+        cache: The layer's KV cache.
         packing: The prompt to pack.
-        there: The prompt's keys and values, `[num_kv_heads, tokens, 2 * head_dim]`.
-        slots: Rows of the targets, `[num_kv_heads, slots]`.
+        rows: The prompt's keys and values, `[num_kv_heads, tokens, 2 * head_dim]`.
         scores: Scores of the tokens in the prompt's whole blocks, `[num_kv_heads, tokens]`.
     """
-    heads, (size, _, width), keep = len(scores), cache.shape, len(packing.targets)
+    (_, heads, size, width), keep = cache.shape, len(packing.targets)
     counts = pages_by_head(scores, keep, size)
     tokens = [scores[head].topk(count * size).indices.sort().values for head, count in enumerate(counts)]
-    source = torch.cat([there[head, own] for head, own in enumerate(tokens)])
-    slots = slots.view(heads, keep, size).transpose(0, 1).reshape(-1)  # the pages of a block follow each other
-    scatter_slots(source.view(-1, 2 * width), cache.rows, slots)
-    _, block, head_stride = page_strides(cache.impl_cache)
+    source = torch.cat([rows[head, own] for head, own in enumerate(tokens)])
+    write_blocks(cache, packing.targets, source.view(keep, heads, size, width))  # a block's pages follow each other
+    _, block, head_stride = page_strides(cache)
     pages = [target * block + head * head_stride for target in packing.targets for head in range(heads)]
     table = torch.full((heads, len(packing.sources)), -1, dtype=torch.int32)
     for head, (end, count) in enumerate(zip(itertools.accumulate(counts), counts, strict=True)):
         table[head, :count] = torch.tensor(pages[end - count : end], dtype=torch.int32)
-    return table.to(cache.rows.device)
+    return table.to(cache.device)
+
+
+def write_blocks(cache: torch.Tensor, blocks: list[int], rows: torch.Tensor) -> None:
+    """Write keys and values `[len(blocks), num_kv_heads, block_size, 2 * head_dim]` into blocks of a layer's cache."""
+    cache[blocks] = rows
 
 
 def pages_by_head(scores: torch.Tensor, keep: int, size: int) -> list[int]:
@@ -358,29 +254,23 @@ def pages_by_head(scores: torch.Tensor, keep: int, size: int) -> list[int]:
     return pages.tolist()
 
 
-def dequantized(cache: CacheRows, layers: slice, rows: torch.Tensor) -> torch.Tensor:
-    """Return rows `[num_layers, num_kv_heads, tokens, 2 * head_dim]` for presses, with scales applied."""
-    if not cache.impl.kv_cache_dtype.startswith("fp8"):
-        return rows
-    count, heads, _, width = rows.shape
-    scales = [layer.impl.scales(layer) for layer in list(cache.layers.values())[layers]]
-    of_sides = [
-        torch.stack([each[side].to(rows.device, torch.float32).expand(heads) for each in scales])[..., None, None]
-        for side in ("k_scale", "v_scale")
-    ]
-    factors = torch.cat([side.expand(count, heads, 1, width // 2) for side in of_sides], dim=-1)
-    return rows.view(torch.float8_e4m3fn).float() * factors
+def keys_and_values(layer: Any, rows: torch.Tensor) -> list[torch.Tensor]:
+    """Return the keys and values in rows `[num_kv_heads, tokens, 2 * head_dim]` for presses, with scales applied."""
+    scales = layer.impl.scales(layer)
+    if not scales:
+        return list(rows.chunk(2, dim=-1))
+    sides = rows.view(torch.float8_e4m3fn).float().chunk(2, dim=-1)
+    factors = (scales[name].to(rows.device, torch.float32).reshape(-1, 1, 1) for name in ("k_scale", "v_scale"))
+    return [side * factor for side, factor in zip(sides, factors, strict=True)]
 
 
-def queries_of(cache: CacheRows, layers: slice, packing: Packing, saved: dict[str, list[torch.Tensor]]) -> torch.Tensor:
-    """Return the queries that a press reads, `[num_layers * num_heads, queries, head_dim]`."""
-    wanted, names = min(QUERIES[packing.press], packing.tokens), list(cache.layers)[layers]
-    if not wanted:
-        return cache.rows.new_empty(len(names) * cache.impl.num_heads, 0, cache.shape[2])
-    query = torch.stack([torch.cat(saved.get(name, [])) for name in names])
-    if query.shape[1] != wanted:
-        raise RuntimeError(f"request {packing.request_id}: got {query.shape[1]} saved queries, needs {wanted}")
-    return query.transpose(1, 2).flatten(0, 1)
+def queries_of(layer: Any, packing: Packing, saved: list[torch.Tensor]) -> torch.Tensor:
+    """Return the queries that a press reads, `[num_heads, queries, head_dim]`."""
+    wanted, found = min(QUERIES[packing.press], packing.tokens), sum(map(len, saved))
+    if found != wanted:
+        raise RuntimeError(f"request {packing.request_id}: got {found} saved queries, needs {wanted}")
+    query = torch.cat(saved) if saved else layer.kv_cache.new_empty(0, layer.impl.num_heads, layer.impl.head_size)
+    return query.transpose(0, 1)
 
 
 def write_table(runner: Any, packing: Packing) -> None:
@@ -402,16 +292,31 @@ def prepare(worker: Any) -> str:
     runner, config = worker.model_runner, worker.vllm_config
     if config.parallel_config.enable_dbo:
         return "dual-batch overlap"
-    try:
-        caches = cache_rows(dict(config.compilation_config.static_forward_context))
-    except ValueError as error:
-        return str(error)
+    layers = dict(config.compilation_config.static_forward_context)
     (group, *_) = runner.kv_cache_config.kv_cache_groups
-    if any(cache.shape[0] != group.kv_cache_spec.block_size for cache in caches):
-        return "kernels with another block size than the KV cache"
-    compressor = Compressor(runner, caches)
-    for cache in caches:
-        for layer in cache.layers.values():
-            layer.impl.compressor = compressor
+    size = group.kv_cache_spec.block_size
+    if reason := why_not_packed(layers, size):
+        return reason
+    compressor = Compressor(runner, layers, size)
+    for layer in layers.values():
+        layer.impl.compressor = compressor
     call_around_update(runner, compressor.follow, compressor.begin_step)
     return ""
+
+
+def why_not_packed(layers: dict[str, Any], block_size: int) -> str:
+    """Return why the caches of a model's attention layers cannot be packed, or ""."""
+    from ..attention.backend import PagedAttention
+
+    for name, layer in layers.items():
+        impl, cache = getattr(layer, "impl", None), getattr(layer, "kv_cache", None)
+        if type(impl) is not PagedAttention:
+            return f"layer {name}, whose attention is not of PC_VLLM=attention"
+        if impl.window or impl.alibi_slopes is not None or impl.kv_sharing_target_layer_name is not None:
+            kind = "a window" if impl.window else "ALiBi" if impl.alibi_slopes is not None else "no KV of its own"
+            return f"layer {name}, which has {kind}"
+        if cache is None or cache.dim() != 4 or cache.shape[-1] != 2 * impl.head_size or cache.stride(-1) != 1:
+            return f"layer {name}, whose KV cache has the shape {list(getattr(cache, 'shape', ()))}"
+        if cache.shape[2] != block_size:
+            return "kernels with another block size than the KV cache"
+    return "" if layers else "a model without attention"

@@ -85,17 +85,17 @@ def test_against_dense_attention(model_path, reference, press, heads):
 
 
 MUTANTS = {
-    "a wrong head": lambda slots: slots.view(4, -1).roll(1, 0).reshape(-1),
-    "a block too few": lambda slots: slots.view(4, -1).index_fill(1, torch.arange(SIZE), -1).view(-1),
+    "a wrong head": lambda blocks, rows: (blocks, rows.roll(1, 1)),
+    "a block too few": lambda blocks, rows: (blocks[1:], rows[1:]),
 }
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_wrong_packing_is_seen(model_path, reference, monkeypatch, mutant):
     """Else the other tests could not fail."""
-    scatter = worker.scatter_slots
+    write = worker.write_blocks
     monkeypatch.setattr(
-        worker, "scatter_slots", lambda rows, cache, slots: scatter(rows, cache, MUTANTS[mutant](slots))
+        worker, "write_blocks", lambda cache, blocks, rows: write(cache, *MUTANTS[mutant](blocks, rows))
     )
     with vllm_engine.engine(model_path("llama"), **OPTIONS) as (llm, _):
         asked = Asked(llm)

@@ -1,4 +1,4 @@
-"""Block tables without the holes of compressed requests: attention over them is that over the tables with holes."""
+"""Block tables without the holes of compressed requests, and packing in each layout of a KV cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import pc
-from pc.integrations.vllm.compression.worker import Compressor
+from pc.integrations.vllm.compression.scheduler import Packing
+from pc.integrations.vllm.compression.worker import Compressor, pack, page_strides
 
 SIZE, HEADS, DIM = 16, 2, 32
 REQUESTS = {  # packed blocks, null blocks, blocks after them, queries
@@ -20,7 +21,7 @@ REQUESTS = {  # packed blocks, null blocks, blocks after them, queries
 
 
 def compressor_of(names):
-    compressor = Compressor(SimpleNamespace(), [SimpleNamespace(shape=(SIZE, HEADS, DIM))])
+    compressor = Compressor(SimpleNamespace(), {}, SIZE)
     compressor.holes = {name: REQUESTS[name][:2] for name in names if REQUESTS[name][1]}
     output = SimpleNamespace(num_scheduled_tokens={name: REQUESTS[name][3] for name in names})
     compressor.follow(names, output)
@@ -54,3 +55,32 @@ def test_attention_is_the_same(names, padding):
         used = closed[row, : -(-int(own[row]) // SIZE)]
         assert (used >= 0).all()
         assert len(used) == case[0] + case[2]
+
+
+def cache_in(layout, blocks):
+    """Numbers that do not depend on the layout, `[blocks, HEADS, SIZE, 2 * DIM]`."""
+    cache = torch.randn(blocks, HEADS, SIZE, 2 * DIM, generator=torch.Generator().manual_seed(0))
+    if layout == "tokens first":
+        return cache.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "gaps between blocks":
+        return torch.cat([cache, torch.full((blocks, HEADS, 1, 2 * DIM), torch.nan)], 2)[:, :, :SIZE]
+    return cache
+
+
+@pytest.mark.parametrize("layout", ["tokens first", "gaps between blocks"])
+@pytest.mark.parametrize("by_head", [False, True])
+def test_each_layout_is_packed_alike(layout, by_head):
+    """The kept tokens are those of the plain layout, and pages of heads lead to them."""
+    packing = Packing("one", "expected_attention", 7 * SIZE + 5, [8, 3, 5, 1, 6, 2, 9], [5, 4, 8], 7, None, by_head)
+    query, found = torch.randn(packing.tokens, 2 * HEADS, DIM), []
+    for each in ("heads first", layout):
+        cache = cache_in(each, 10)
+        impl = SimpleNamespace(num_heads=2 * HEADS, head_size=DIM, scale=DIM**-0.5, scales=lambda _: {})
+        table = pack(SimpleNamespace(kv_cache=cache, impl=impl), packing, [query[:9], query[9:]])
+        found.append(cache.clone())
+        if table is not None:
+            unit, block, head = page_strides(cache)
+            pages = cache.as_strided((9 * block + head + 1, SIZE, 2 * DIM), (unit, cache.stride(2), 1))
+            assert sorted(table[table >= 0].tolist()) == sorted(t * block + h * head for t in (5, 4, 8) for h in (0, 1))
+            found[-1] = torch.cat([pages[own[own >= 0]] for own in table])
+    assert torch.equal(*found)
