@@ -367,16 +367,20 @@ def check_features(
     return {name: reason(name) for name in dict.fromkeys(names)}
 
 
-def wrap_once(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a method of an engine by `wrap(method)`, unless this function has replaced it before.
+def wrap_once(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Have `around(method, *args, **kwargs)` called in place of a method of an engine. A second call changes nothing.
 
     Args:
         owner: A class or module of the engine.
         name: The name of the method.
-        wrap: Called with the engine's own method; returns the function that calls it.
+        around: Called with the engine's own method, which it calls, and with the arguments of a call.
     """
     method = getattr(owner, name)
     if not getattr(method, "wrapped_by_pc", False):
-        wrapper = functools.wraps(method)(wrap(method))
+
+        @functools.wraps(method)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return around(method, *args, **kwargs)
+
         wrapper.wrapped_by_pc = True  # type: ignore[attr-defined]
         setattr(owner, name, wrapper)

@@ -544,15 +544,12 @@ def _call_after(owner: Any, name: str, hook: Callable[[Any], None]) -> None:
         hook: Called with the first argument of the method, which is the instance if `owner` is a class.
     """
 
-    def wrap(vllms: Callable[..., Any]) -> Callable[..., Any]:
-        def call_both(*args: Any, **kwargs: Any) -> Any:
-            result = vllms(*args, **kwargs)
-            hook(args[0])
-            return result
+    def call_both(vllms: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = vllms(*args, **kwargs)
+        hook(args[0])
+        return result
 
-        return call_both
-
-    wrap_once(owner, name, wrap)
+    wrap_once(owner, name, call_both)
 
 
 def call_after_configuration(complete: Callable[[Any], None]) -> None:
@@ -604,23 +601,20 @@ def call_before_metadata(prepare: Callable[[Any, int], Callable[[], None]]) -> N
 
     The function that `prepare` returns is called afterwards. Steps that only capture a graph are skipped.
     """
+    runners = seam.find("vllm.v1.worker.gpu_model_runner:GPUModelRunner")
+    signature = inspect.signature(runners._build_attention_metadata)
 
-    def wrap(build: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(build)
+    def prepare_and_build(build: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs).arguments
+        if given.get("for_cudagraph_capture"):
+            return build(self, *args, **kwargs)
+        undo = prepare(self, given["num_reqs"])
+        try:
+            return build(self, *args, **kwargs)
+        finally:
+            undo()
 
-        def prepare_and_build(self: Any, *args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(self, *args, **kwargs).arguments
-            if given.get("for_cudagraph_capture"):
-                return build(self, *args, **kwargs)
-            undo = prepare(self, given["num_reqs"])
-            try:
-                return build(self, *args, **kwargs)
-            finally:
-                undo()
-
-        return prepare_and_build
-
-    wrap_once(seam.find("vllm.v1.worker.gpu_model_runner:GPUModelRunner"), "_build_attention_metadata", wrap)
+    wrap_once(runners, "_build_attention_metadata", prepare_and_build)
 
 
 def block_table_of(runner: Any, group: int, count: int) -> Any:
@@ -800,22 +794,19 @@ def ask_workers(ask_all: Callable[[Any, Callable[[Callable[[Any], str]], str]], 
             in each worker's process, and returns the first answer that is not "".
     """
 
-    def wrap(initialize: Callable[..., Any]) -> Callable[..., Any]:
-        def initialize_both(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-            result = initialize(self, vllm_config, *args, **kwargs)
+    def initialize_both(initialize: Callable[..., Any], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        result = initialize(self, vllm_config, *args, **kwargs)
 
-            def ask(question: Callable[[Any], str]) -> str:
-                try:
-                    return next(filter(None, self.model_executor.collective_rpc(question)), "")
-                except Exception as error:  # some executors only accept names of methods
-                    return f"an executor that does not ask its workers ({error})"
+        def ask(question: Callable[[Any], str]) -> str:
+            try:
+                return next(filter(None, self.model_executor.collective_rpc(question)), "")
+            except Exception as error:  # some executors only accept names of methods
+                return f"an executor that does not ask its workers ({error})"
 
-            ask_all(vllm_config, ask)
-            return result
+        ask_all(vllm_config, ask)
+        return result
 
-        return initialize_both
-
-    wrap_once(seam.find("vllm.v1.engine.core:EngineCore"), "_initialize_kv_caches", wrap)
+    wrap_once(seam.find("vllm.v1.engine.core:EngineCore"), "_initialize_kv_caches", initialize_both)
 
 
 def call_around_update(
@@ -869,16 +860,13 @@ def pool_prefix_hits(decide: Callable[[Any], bool]) -> None:
         decide: Called with the model's configuration. Returns whether its requests may read hits.
     """
 
-    def wrap(verify: Callable[..., None]) -> Callable[..., None]:
-        def verify_both(self: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:
-            open_choice = self.skip_reading_prefix_cache is None and str(self.task).startswith("token_")
-            if open_choice and decide(model_config):
-                self.skip_reading_prefix_cache = False
-            verify(self, model_config, *args, **kwargs)
+    def decide_and_verify(verify: Callable[..., None], self: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:
+        open_choice = self.skip_reading_prefix_cache is None and str(self.task).startswith("token_")
+        if open_choice and decide(model_config):
+            self.skip_reading_prefix_cache = False
+        verify(self, model_config, *args, **kwargs)
 
-        return verify_both
-
-    wrap_once(seam.find("vllm.pooling_params:PoolingParams"), "verify", wrap)
+    wrap_once(seam.find("vllm.pooling_params:PoolingParams"), "verify", decide_and_verify)
 
 
 def connector_metadata(connector: Any) -> Any:

@@ -43,15 +43,12 @@ def test_a_method_is_wrapped_once_and_keeps_its_signature():
 
     owner, calls = SimpleNamespace(method=method), []
 
-    def wrap(theirs):
-        def ours(*args, **kwargs):
-            calls.append(args)
-            return theirs(*args, **kwargs)
-
-        return ours
+    def ours(theirs, *args, **kwargs):
+        calls.append(args)
+        return theirs(*args, **kwargs)
 
     for _ in range(2):
-        wrap_once(owner, "method", wrap)
+        wrap_once(owner, "method", ours)
     assert owner.method(7, times=2) == [7, 7]
     assert calls == [(7,)]
     assert inspect.signature(owner.method) == inspect.signature(method)

@@ -176,8 +176,8 @@ class PagedAttention(AttentionImpl):
             output[:count] = shared_prefix_attention(*tensors, step.num_shared_blocks, self.scale, **options)
         else:
             output[:count] = paged_attention(*tensors, self.scale, **options)
-        if self.compressor is not None:
-            self.compressor.attend(layer, query, kv_cache, step, output)
+        if self.compressor is not None and self.compressor.by_head is not None:
+            self.compressor.by_head.attend(layer, query, kv_cache, step, output)
         return output
 
 

@@ -45,7 +45,8 @@ class Compressor:
         self._spans: list[tuple[str, int, int]] = []
         self._holes: list[tuple[int, int]] = []
         self._unseen: set[str] = set()
-        self._by_head: HeadRows | None = None
+        self.by_head: HeadRows | None = None
+        """The requests of the running step whose KV heads have their own block tables."""
 
     def begin_step(self, output: Any) -> None:
         """Pack the prompts that a step names, before the runner zeroes or copies blocks that packing frees."""
@@ -54,7 +55,7 @@ class Compressor:
             for of_request in (self.saved, self.tables, self.holes):
                 of_request.pop(name, None)
         self.holes |= {name: (ids.index(0), ids.count(0)) for name, ids in entering.items() if 0 in ids}
-        self._spans, self._by_head = [], None
+        self._spans, self.by_head = [], None
         for packing in getattr(output, "pc_packings", ()):
             saved = self.saved.pop(packing.request_id, {})
             write_table(self.runner, packing)
@@ -83,7 +84,7 @@ class Compressor:
         counts = [output.num_scheduled_tokens[name] for name in names] if self.tables else []
         rows = [row for row, name in enumerate(names) if name in self.tables] if self.tables else []
         tables = [self.tables[names[row]] for row in rows]
-        self._by_head = HeadRows.of(rows, counts, tables) if rows else None
+        self.by_head = HeadRows.of(rows, counts, tables) if rows else None
 
     def close_holes(
         self, tables: torch.Tensor, seq_lens: torch.Tensor, longest: int
@@ -117,11 +118,6 @@ class Compressor:
             for name, begin, end in self._spans:
                 self.saved.setdefault(name, {}).setdefault(layer, []).append(query[begin:end].clone())
 
-    def attend(self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, step: Any, output: torch.Tensor) -> None:
-        """Compute attention again for requests with tables for each head, each head over its own pages."""
-        if self._by_head is not None:
-            self._by_head.attend(layer, query, kv_cache, step, output)
-
 
 @dataclass
 class HeadRows:
@@ -153,7 +149,7 @@ class HeadRows:
         return cls(at, of_query, first, max(counts[row] for row in rows), tables)
 
     def attend(self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, step: Any, output: torch.Tensor) -> None:
-        """Write the attention of these requests into their rows of `output`."""
+        """Compute attention again for these requests, each head over its own pages, into their rows of `output`."""
         impl, (_, heads, size, width) = layer.impl, kv_cache.shape
         unit, block, head = page_strides(kv_cache)
         num_pages = (kv_cache.shape[0] - 1) * block + (heads - 1) * head + 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from time import perf_counter
@@ -82,8 +81,7 @@ class TierManager(SecondaryTierManager):
         self._rows = self._rows.view(-1, self.block_size_bytes)
         self._lookup = TierLookup(self._tier, tier_type)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="pc_offload")
-        self._running: set[Future[None]] = set()
-        self._finished: queue.SimpleQueue[tuple[Any, list[bytes]]] = queue.SimpleQueue()
+        self._running: list[Future[tuple[Any, list[bytes]]]] = []
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """Return whether a chunk is in the tier; RETRY until the thread has looked it up."""
@@ -102,10 +100,10 @@ class TierManager(SecondaryTierManager):
 
     def get_finished_jobs(self) -> Iterable[Any]:
         """Return the jobs that have ended since the last call."""
-        self._running = {future for future in self._running if not future.done()}  # first: others end meanwhile
         results = []
-        while not self._finished.empty():
-            result, lost = self._finished.get_nowait()
+        for future in [future for future in self._running if future.done()]:
+            self._running.remove(future)
+            result, lost = future.result()
             self._lookup.mark_miss(lost)
             results.append(result)
         return results
@@ -140,12 +138,12 @@ class TierManager(SecondaryTierManager):
     def _submit(self, transfer: Callable[[list[bytes], Sequence[int]], int], job: Any) -> None:
         """Start a transfer of a job's chunks in a thread of the pool."""
         keys, places = [bytes(key) for key in job.keys], [int(place) for place in job.chunk_ids]
-        self._running.add(self._pool.submit(self._run, transfer, job, keys, places))
+        self._running.append(self._pool.submit(self._run, transfer, job, keys, places))
 
     def _run(
         self, transfer: Callable[[list[bytes], Sequence[int]], int], job: Any, keys: list[bytes], places: Any
-    ) -> None:
-        """Run a transfer in a thread of the pool, and queue its result for `get_finished_jobs`."""
+    ) -> tuple[Any, list[bytes]]:
+        """Run a transfer in a thread of the pool. Return its result, and the chunks that the tier has lost."""
         begun, done = perf_counter(), 0
         try:
             done = transfer(keys, places)
@@ -158,7 +156,7 @@ class TierManager(SecondaryTierManager):
             transfer_time=perf_counter() - begun,
             transfer_bytes=done * self.block_size_bytes,
         )
-        self._finished.put((result, keys[done:] if job.is_promotion else []))
+        return result, keys[done:] if job.is_promotion else []
 
     def _store(self, keys: list[bytes], places: Sequence[int]) -> int:
         """Write the chunks that the tier lacks, and return how many of `keys` the tier has afterwards."""

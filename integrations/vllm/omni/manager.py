@@ -6,14 +6,13 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from ....cache.tensors.step import StepSlots
 from ....cache.tensors.tensor_cache import TensorCache
 from .. import api
-from ..scheduler_output import entering_requests
-from .steps import GroupView, PrefixHit, SavedStep, copied_outputs, copied_rows
+from ..scheduler_output import ScheduledRequest, entering_requests
+from .steps import GroupView, SavedStep, copied_outputs, copied_rows
 
 
 class OmniPrefixCacheManager:
@@ -38,7 +37,7 @@ class OmniPrefixCacheManager:
         self._taken = threading.Condition(self._lock)
         self._reached: dict[str, int] = {}  # for each live request, the position after its last saved token
         self._counts: dict[str, int] = {}
-        self._hits: dict[str, PrefixHit] = {}
+        self._hits: dict[str, tuple[int, ScheduledRequest]] = {}
         self._steps: dict[int, SavedStep] = {}
         self._next_step_id = 1
 
@@ -57,20 +56,21 @@ class OmniPrefixCacheManager:
             for request in scheduler_output.finished_req_ids or ():
                 self._reached.pop(request, None)
             for each in entering_requests(scheduler_output, self._view.group):
-                self._enter(each.request_id, each.begin, each.blocks)
+                self._enter(each)
             self._counts = dict(scheduler_output.num_scheduled_tokens)
 
-    def _enter(self, request: str, computed: int, blocks: list[int]) -> None:
+    def _enter(self, request: ScheduledRequest) -> None:
         """Record the hit of a request that enters: the tokens after those that it got before."""
-        had = min(self._reached.get(request, 0), computed)
-        self._reached[request] = computed
+        name, computed = request.request_id, request.begin
+        had = min(self._reached.get(name, 0), computed)
+        self._reached[name] = computed
         if had < computed:
-            if len(blocks) * self._size < computed:
-                got = f"{len(blocks)} for {computed} cached tokens"
+            if len(request.blocks) * self._size < computed:
+                got = f"{len(request.blocks)} for {computed} cached tokens"
                 raise api.OmniPrefixCacheUnmatchError(
-                    f"block_ids: got {got}: prefix hit of {request} carries no block_ids"
+                    f"block_ids: got {got}: prefix hit of {name} carries no block_ids"
                 )
-            self._hits[request] = PrefixHit(had, computed, np.array(blocks, np.int32))
+            self._hits[name] = had, request
 
     def save_outputs(
         self,

@@ -4,48 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 
 from ....cache.runs import Run, slot_runs
-from ....cache.table import Ids
 from ....cache.tensors.step import Step, StepSlots
 from ....cache.tensors.tensor_cache import TensorCache
 from .. import api
-from ..scheduler_output import full_attention_group
+from ..scheduler_output import ScheduledRequest, full_attention_group
 
 FEW_BYTES = 1 << 16
 """Up to this size, an output's rows are copied when a step is saved, which is faster than a later read."""
 
 Rows = dict[str, dict[str, torch.Tensor]]
 """Rows by the name of the output, and then by request."""
-
-
-class PrefixHit(NamedTuple):
-    """Cached tokens of a request that enters a batch: the range of tokens to pass on, and the request's blocks."""
-
-    begin: int
-    end: int
-    blocks: Ids
-
-    def read(self, cache: TensorCache, request: str, more: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return all rows of the request by name, up to `more` tokens after the hit.
-
-        Raises:
-            OmniPrefixCacheUnmatchError: Blocks, or rows of hidden states, are missing.
-        """
-        if len(self.blocks) * cache.block_size < self.end + more:
-            got = f"{len(self.blocks)} for {self.end + more} tokens of {request}"
-            raise api.OmniPrefixCacheUnmatchError(f"block_ids: got {got}")
-        for name in names:
-            if api.is_hidden_key(name):
-                there = cache.available(self.blocks, [name], self.end)
-                if there < self.end:
-                    raise api.OmniPrefixCacheUnmatchError(
-                        f"hit span for req {request} key={name} is not readable (rows from {there} on are absent)"
-                    )
-        return cache.load(self.blocks, names, self.end + more, missing="zero")
 
 
 @dataclass(slots=True)
@@ -55,7 +29,8 @@ class SavedStep:
     slots: StepSlots
     names: tuple[str, ...]
     spans: dict[str, tuple[int, int]]
-    hits: dict[str, PrefixHit]
+    hits: dict[str, tuple[int, ScheduledRequest]]
+    """The requests that enter with cached tokens, and the position from which on they get rows."""
     others: dict[str, Any]
     ready: torch.cuda.Event | None
     """Has happened when `others` are complete; see `copied_outputs`."""
@@ -65,7 +40,7 @@ class SavedStep:
     """The rows, if they were read before a later step overwrote them, or the error of that read."""
 
     def read(self, cache: TensorCache, requests: Sequence[str]) -> Rows:
-        """Return the rows of some requests, each preceded by the rows of its hit. Raise like `PrefixHit.read`."""
+        """Return the rows of some requests, each preceded by the rows of its hit. Raise like `read_hit`."""
         names, new = self.names, self.new
         if new is None:
             without_hit = names and any(request not in self.hits for request in requests)
@@ -78,8 +53,9 @@ class SavedStep:
                 for name, tensor in new.items():
                     rows[name][request] = tensor if end - begin == self.slots.count else tensor[begin:end]
             else:
-                for name, tensor in hit.read(cache, request, end - begin, names).items():
-                    rows[name][request] = tensor[hit.begin :]
+                first, entered = hit
+                for name, tensor in read_hit(cache, entered, end - begin, names).items():
+                    rows[name][request] = tensor[first:]
         return rows
 
     def split(self, requests: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -104,6 +80,24 @@ class SavedStep:
             }
             for name, value in self.others.items()
         }
+
+
+def read_hit(cache: TensorCache, request: ScheduledRequest, more: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Return all rows of a request by name: those of its cached tokens, and `more` after them.
+
+    Raises:
+        OmniPrefixCacheUnmatchError: Blocks, or rows of hidden states, are missing.
+    """
+    cached, blocks = request.begin, np.array(request.blocks, np.int32)
+    if len(blocks) * cache.block_size < cached + more:
+        got = f"{len(blocks)} for {cached + more} tokens of {request.request_id}"
+        raise api.OmniPrefixCacheUnmatchError(f"block_ids: got {got}")
+    for name in filter(api.is_hidden_key, names):
+        there = cache.available(blocks, [name], cached)
+        if there < cached:
+            got = f"hit span for req {request.request_id} key={name} is not readable (rows from {there} on are absent)"
+            raise api.OmniPrefixCacheUnmatchError(got)
+    return cache.load(blocks, names, cached + more, missing="zero")
 
 
 def copied_rows(kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:

@@ -115,8 +115,8 @@ def test_chunks_come_back_in_another_process_place(make):
 def test_a_job_that_ends_while_it_is_looked_at(make):
     """The job is reported now or still running, because an engine without other work would not ask again."""
     tier, _ = make()
-    ends = SimpleNamespace(done=lambda: tier._finished.put(("result", [])) is None)
-    tier._running = [ends]
+    is_done = iter([False, True])
+    tier._running = [SimpleNamespace(done=lambda: next(is_done), result=lambda: ("result", []))]
     assert list(tier.get_finished_jobs()) or tier.has_pending_work()
 
 
