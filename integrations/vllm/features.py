@@ -132,7 +132,7 @@ def enable(*names: str, fallback: str = "warn") -> None:
         FEATURES[name]()
         _enabled.add(name)
     if served:
-        _hook_configurations()
+        api.call_after_configuration(_complete)
 
 
 def enable_by_environment() -> None:
@@ -151,7 +151,7 @@ def enable_by_environment() -> None:
             raise ValueError(f"{name}: got {value!r}, needs one of {', '.join(known)}")
     enable(*features_in_environment(VARIABLE))
     if any(map(os.environ.get, SCHEDULER_OPTIONS.values())):
-        _hook_configurations()  # a scheduler named in vLLM's own options may read them
+        api.call_after_configuration(_complete)  # a scheduler named in vLLM's own options may read them
 
 
 def additional_config(vllm_config: Any) -> dict[str, Any]:
@@ -260,8 +260,3 @@ def _complete(vllm_config: Any) -> None:
         check_options(vllm_config)
         vllm_config.model_config.pc_pools_hits = keeps_rows(vllm_config)
         announce(vllm_config)
-
-
-def _hook_configurations() -> None:
-    """Have `_complete` called for each configuration of an engine."""
-    api.call_after_configuration(_complete)

@@ -19,7 +19,7 @@ from .api import AllPool, available, callers_request_id, check_version, logger, 
 from .api import PlatformWorker as Base
 from .features import HIDDEN_STATES_OPTIONS, additional_config, announce, has_policy
 from .hidden_files import MAX_BYTES, MAX_SECONDS, RowsFolder
-from .scheduler_output import BlockTables, full_attention_group
+from .scheduler_output import follow_tables, full_attention_group, slots_of
 
 ASKED = "pc_hidden_states"
 """The key in `extra_args` of `SamplingParams` that asks for the rows of a prompt."""
@@ -95,10 +95,10 @@ class PromptHiddenStates:
         waiting_bytes: int = WAITING_BYTES,
         folder: RowsFolder | None = None,
     ) -> None:
-        number = full_attention_group(config.kv_cache_groups)
-        size = config.kv_cache_groups[number].kv_cache_spec.block_size
+        self._group = full_attention_group(config.kv_cache_groups)
+        size = config.kv_cache_groups[self._group].kv_cache_spec.block_size
         self.rows = TensorCache(None, config.num_blocks, size, device=device, max_bytes=max_bytes)
-        self.tables = BlockTables(number, size)
+        self._tables: dict[str, list[int]] = {}
         self._has_connector = getattr(getattr(runner, "vllm_config", None), "kv_transfer_config", None) is not None
         self._asked_for = asked_for
         self._followed: dict[str, FollowedPrompt] = {}
@@ -147,7 +147,7 @@ class PromptHiddenStates:
             return
         chunks = batch.pooling_states[request].hidden_states_cache
         if sum(map(len, chunks)) != begin:
-            table = np.array(self.tables.blocks[request], np.int32)
+            table = np.array(self._tables[request], np.int32)
             chunks[:] = [self.rows.load(table, ["hidden_states"], num_tokens=begin)["hidden_states"].to(device)]
 
     def _follow(self, output: Any) -> dict[str, int]:
@@ -159,7 +159,7 @@ class PromptHiddenStates:
         for request in output.finished_req_ids:
             self._followed.pop(request, None)
         positions: dict[str, int] = {}
-        for each in self.tables.follow(output):
+        for each in follow_tables(self._tables, output, self._group):
             positions[each.request_id] = each.begin
             followed = self._followed.get(each.request_id)
             # A session's next turn comes as a new request with a longer prompt, a resumed request with the same one.
@@ -185,7 +185,8 @@ class PromptHiddenStates:
         batch = state.input_batch if hasattr(state, "input_batch") else self.runner.input_batch
         counts = output.num_scheduled_tokens
         requests = [request for request in batch.req_ids if request in counts]
-        slots = [self.tables.slots(request, positions[request], counts[request]) for request in requests]
+        tables, size = self._tables, self.rows.block_size
+        slots = [slots_of(tables[request], size, positions[request], counts[request]) for request in requests]
         mapping = np.concatenate(slots) if slots else np.empty(0, np.int64)
         tensors = {"hidden_states": state.hidden_states[: mapping.size]}
         for number, aux in enumerate(getattr(state, "aux_hidden_states", None) or ()):
@@ -198,11 +199,11 @@ class PromptHiddenStates:
             if not prompt.complete and positions[request] + counts[request] >= prompt.length:
                 prompt.complete = True
                 if prompt.asked or prompt.asked_logprobs:
-                    self._take(request, self.tables.blocks[request], prompt, list(tensors))
+                    self._take(request, prompt, list(tensors))
 
-    def _take(self, request: str, blocks: list[int], prompt: FollowedPrompt, names: list[str]) -> None:
+    def _take(self, request: str, prompt: FollowedPrompt, names: list[str]) -> None:
         """Read the rows of a prompt, for the folder or `take`. They are None if a connector loaded a part of its KV."""
-        table, length = np.array(blocks, np.int32), prompt.length
+        table, length = np.array(self._tables[request], np.int32), prompt.length
         whole = self.rows.available(table, names, num_tokens=length) == length
         rows = self.rows.load(table, names, num_tokens=length) if whole else None
         if self.folder is not None:

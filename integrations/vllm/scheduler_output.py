@@ -37,33 +37,25 @@ def entering_requests(output: Any, group: int) -> Iterator[ScheduledRequest]:
                 yield ScheduledRequest(request, computed, _of_group(blocks, group), None)
 
 
-class BlockTables:
-    """Block tables of the running requests in one KV cache group, updated with each step."""
+def follow_tables(tables: dict[str, list[int]], output: Any, group: int) -> list[ScheduledRequest]:
+    """Update the block tables of the running requests from a step's `SchedulerOutput`; return the step's requests.
 
-    def __init__(self, group: int, block_size: int) -> None:
-        self.group = group
-        self.block_size = block_size
-        self.blocks: dict[str, list[int]] = {}
-        """The block numbers of each request."""
-
-    def follow(self, output: Any) -> list[ScheduledRequest]:
-        """Update the tables from a step's `SchedulerOutput`, and return the requests of the step."""
-        for request in output.finished_req_ids:
-            self.blocks.pop(request, None)
-        step = list(entering_requests(output, self.group))
-        for each in step:
-            self.blocks[each.request_id] = each.blocks
-        cached = output.scheduled_cached_reqs
-        for request, more, computed in _cached(cached):
-            if request not in cached.resumed_req_ids:
-                blocks = self.blocks[request]
-                blocks += _of_group(more, self.group)
-                step.append(ScheduledRequest(request, computed, blocks, None))
-        return step
-
-    def slots(self, request: str, position: int, count: int) -> npt.NDArray[np.int64]:
-        """Return the slots of `count` tokens of a request from a position on."""
-        return slots_of(self.blocks[request], self.block_size, position, count)
+    Args:
+        tables: The blocks of each request in one KV cache group, by its id.
+        output: The step's output.
+        group: The number of the group.
+    """
+    for request in output.finished_req_ids:
+        tables.pop(request, None)
+    step = list(entering_requests(output, group))
+    for each in step:
+        tables[each.request_id] = each.blocks
+    cached = output.scheduled_cached_reqs
+    for request, more, computed in _cached(cached):
+        if request not in cached.resumed_req_ids:
+            tables[request] += _of_group(more, group)
+            step.append(ScheduledRequest(request, computed, tables[request], None))
+    return step
 
 
 def slots_of(blocks: Sequence[int], block_size: int, position: int, count: int) -> npt.NDArray[np.int64]:

@@ -19,7 +19,7 @@ from ..api import (
     get_tensor_model_parallel_rank,
     logger,
 )
-from ..scheduler_output import BlockTables, ScheduledRequest
+from ..scheduler_output import ScheduledRequest, follow_tables
 from .layout import block_bytes, check_connector, check_options, describe, layout_of, open_tier
 
 Keys = dict[int, bytes]
@@ -57,7 +57,7 @@ class Planner:
     ) -> None:
         self._tiers, self._size, self._fingerprint = tiers, block_size, fingerprint
         self._produces, self._consumes = produces, consumes
-        self._tables = BlockTables(0, block_size)
+        self._tables: dict[str, list[int]] = {}
         self._requests: dict[str, SavedRequest] = {}
 
     def find(self, request: Any, computed: int) -> int:
@@ -84,7 +84,7 @@ class Planner:
         plan = TransferPlan(self._fingerprint)
         for name in output.finished_req_ids:
             self._requests.pop(name, None)
-        for each in self._tables.follow(output):
+        for each in follow_tables(self._tables, output, 0):
             known = self._requests.get(each.request_id)
             if known is not None:
                 self._add(plan, known, each, output.num_scheduled_tokens[each.request_id])
@@ -125,24 +125,23 @@ class BlockStore:
         sizes = [cache[0].numel() * cache.element_size() for cache in self.caches]
         if sum(sizes) != nbytes:
             raise ValueError(f"kv_caches: got {sum(sizes)} bytes a block, needs {nbytes}: a layout that is not served")
-        self._parts = [(sum(sizes[:n]), sum(sizes[: n + 1])) for n in range(len(sizes))]
-        self.nbytes = nbytes
+        self._sizes = sizes
         self._pin = any(cache.is_cuda for cache in self.caches)
 
     def read(self, ids: Sequence[int]) -> torch.Tensor:
         """Return the bytes of blocks, `[len(ids), nbytes]` in host memory."""
-        rows = torch.empty(len(ids), self.nbytes, dtype=torch.uint8, pin_memory=self._pin)
-        for cache, (begin, end) in zip(self.caches, self._parts, strict=True):
+        rows = torch.empty(len(ids), sum(self._sizes), dtype=torch.uint8, pin_memory=self._pin)
+        for cache, part in zip(self.caches, rows.split(self._sizes, dim=1), strict=True):
             found = cache.index_select(0, torch.tensor(ids, device=cache.device))
-            rows[:, begin:end].copy_(found.reshape(len(ids), -1).view(torch.uint8), non_blocking=True)
+            part.copy_(found.reshape(len(ids), -1).view(torch.uint8), non_blocking=True)
         if self._pin:
             torch.cuda.current_stream().synchronize()
         return rows
 
     def write(self, ids: Sequence[int], rows: torch.Tensor) -> None:
         """Write `rows` `[len(ids), nbytes]` from host memory into blocks."""
-        for cache, (begin, end) in zip(self.caches, self._parts, strict=True):
-            values = rows[:, begin:end].contiguous().to(cache.device).view(cache.dtype)
+        for cache, part in zip(self.caches, rows.split(self._sizes, dim=1), strict=True):
+            values = part.contiguous().to(cache.device).view(cache.dtype)
             index = torch.tensor(ids, device=cache.device)
             cache.index_copy_(0, index, values.reshape(len(ids), *cache.shape[1:]))
 
