@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..hints import extra_args
 from .api import FullAttentionManager, available, logger
 
 
@@ -37,6 +38,12 @@ def replays_whole_steps(compilation_config: Any, device: str) -> bool:
     """
     mode = compilation_config.cudagraph_mode
     return device != "cpu" and mode is not None and bool(mode.has_full_cudagraphs())
+
+
+def asks_for_rows(request: Any) -> bool:
+    """Return whether a request asks for results of each token. Moved and packed tokens have no rows for them."""
+    extra = extra_args(request)
+    return bool(extra.get("pc_hidden_states") or extra.get("pc_prompt_logprobs"))
 
 
 def first_reason(reasons: dict[str, Any]) -> str:

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, NamedTuple
 
-from ...hints import extra_args
 from ...presses import QUERIES, WINDOW
 from ..api import (
     KVCacheBlocks,
@@ -31,7 +30,7 @@ from ..api import (
     preempt,
     token_ids,
 )
-from ..reasons import chain_reasons, clipping_reasons, first_reason, replays_whole_steps
+from ..reasons import asks_for_rows, chain_reasons, clipping_reasons, first_reason, replays_whole_steps
 from .options import ASKED, CompressionOptions
 
 
@@ -324,12 +323,11 @@ class Compression:
 
 def refusals(request: Any) -> dict[str, Any]:
     """Return the reasons against compressing a request, each with a value that is true if it applies."""
-    extra = extra_args(request)
     return {
         "sessions": request.resumable,
         "images or sound": request.mm_features,
         "prompts of embeddings": request.prompt_embeds is not None,
-        "hidden states of each token": extra.get("pc_hidden_states") or extra.get("pc_prompt_logprobs"),
+        "hidden states of each token": asks_for_rows(request),
     }
 
 

@@ -23,8 +23,8 @@ from ....cache.keys import EncodedKeys, KeyAt, encode_keys
 from ....cache.reuse.content import ContentIndex, Stamps
 from ....cache.runs import MovedSpan
 from ....cache.table import Ids
-from ...hints import extra_args
 from ..api import FullAttentionSpec, block_hash, token_ids
+from ..reasons import asks_for_rows
 
 MIN_TOKENS = 64
 """The shortest run or piece worth jumping over. A jump ends a chunk and may cost an extra step. Other running requests
@@ -89,14 +89,12 @@ class Contents:
 
     def find(self, request: Any, num_computed: int, runs: dict[int, Any]) -> list[CopiedSpan]:
         """Return the pieces of a prompt, after its hit and outside of later runs, that are cached elsewhere."""
-        return [] if self._index is None else list(self._find(request, num_computed, runs))
-
-    def _find(self, request: Any, num_computed: int, runs: dict[int, Any]) -> Iterator[CopiedSpan]:
-        """Yield the pieces of a prompt that are cached elsewhere. See `find`."""
+        if self._index is None or request.sampling_params is None or asks_for_rows(request):
+            return []
         root, size, last = _root(request), self._size, request.num_tokens - 1
-        if root is None or request.sampling_params is None or _asks_for_rows(request):
-            return
-        assert self._index is not None
+        if root is None:
+            return []
+        pieces: list[CopiedSpan] = []
         tokens = np.array(token_ids(request)[:last], np.uint32)
         # Always compute the token before a run. It fills the table's last block, so the run can follow in the table.
         ends = [number * size - 1 for number in runs if number - 1 not in runs]
@@ -108,10 +106,11 @@ class Contents:
                 # cached text of the later match was computed after the same LEAD tokens that precede it here.
                 goes_on = bool(joined) and match.start == joined[-1].end
                 if not goes_on or self._index.agreed_before(match, tokens) < LEAD:
-                    yield from self._piece(request, joined)
+                    pieces += self._piece(request, joined)
                     joined = []
                 joined.append(match)
-            yield from self._piece(request, joined)
+            pieces += self._piece(request, joined)
+        return pieces
 
     def _piece(self, request: Any, matches: list[MovedSpan]) -> Iterator[CopiedSpan]:
         """Yield neighbouring matches as one piece, if it is long enough."""
@@ -143,12 +142,6 @@ def _root(request: Any) -> bytes | None:
     if request.mm_features or request.prompt_embeds is not None:
         return None
     return sha256(keys_of(request).header).digest()
-
-
-def _asks_for_rows(request: Any) -> bool:
-    """Return whether a request asks for hidden states of each token. Rows of moved tokens do not exist."""
-    extra = extra_args(request)
-    return bool(extra.get("pc_hidden_states") or extra.get("pc_prompt_logprobs"))
 
 
 def why_no_moves(scheduler: Any) -> str:
