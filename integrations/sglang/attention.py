@@ -38,6 +38,8 @@ class PagedAttnBackend(AttentionBackend):
     """
 
     needs_cpu_seq_lens = False  # lengths on the host are used if present, but never copied from the device
+    verify_mask: VerifyMask | None = None
+    """The buffer in which SGLang's tree builder writes the mask of drafts; None until graphs are captured."""
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
@@ -55,12 +57,6 @@ class PagedAttnBackend(AttentionBackend):
         num_kv_heads = max(runner.model_config.get_num_kv_heads(get_parallel().attn_tp_size), 1)
         self.builder = StepBuilder(runner, kinds, num_kv_heads, self.batch_invariant)
         self.forward_metadata: AttentionStep | None = None
-        self._verify_mask: VerifyMask | None = None
-
-    @property
-    def verify_mask(self) -> VerifyMask | None:
-        """The buffer in which SGLang's tree builder writes the mask of drafts; None until graphs are captured."""
-        return self._verify_mask
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Make the metadata of a step that runs without a graph. Its layers share it."""
@@ -96,7 +92,7 @@ class PagedAttnBackend(AttentionBackend):
         if per_seq > 1 and not self.is_draft_worker:
             size = max_bs * per_seq * per_seq
             buffer = torch.zeros(size, dtype=torch.bool, device=self.device)
-            self._verify_mask = VerifyMask(buffer=buffer, mode=TreeMaskMode.QLEN_ONLY, max_bs=max_bs)
+            self.verify_mask = VerifyMask(buffer=buffer, mode=TreeMaskMode.QLEN_ONLY, max_bs=max_bs)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Select the metadata that the graph for this batch size reads, and copy the masks of drafts to it."""
@@ -111,9 +107,9 @@ class PagedAttnBackend(AttentionBackend):
         seq_lens = forward_batch.seq_lens[:num_seqs]
         query_len = forward_batch.spec_info.draft_token_num if verify else 1
         rows, slots = forward_batch.req_pool_indices[:num_seqs], forward_batch.out_cache_loc
-        if step.tree_mask is not None and step.depths is not None and self._verify_mask is not None:
+        if step.tree_mask is not None and step.depths is not None and self.verify_mask is not None:
             step.depths.copy_(forward_batch.positions[: num_seqs * query_len])
-            masks = draft_masks(self._verify_mask.buffer, query_len, seq_lens, of_all_keys=False)
+            masks = draft_masks(self.verify_mask.buffer, query_len, seq_lens, of_all_keys=False)
             step.tree_mask.copy_(pack_masks(masks))
         self.builder.refresh(step, rows, seq_lens + query_len if verify else seq_lens, slots[: num_seqs * query_len])
         self.forward_metadata = step
@@ -128,7 +124,7 @@ class PagedAttnBackend(AttentionBackend):
             step.tree_mask = pack_masks(self._draft_masks(spec_info, query_len, step.seq_lens - query_len))
             step.depths = spec_info.positions.to(torch.int32)
             self.builder.plan(step)
-        elif self._verify_mask is None or spec_info.custom_mask is not self._verify_mask.buffer:
+        elif self.verify_mask is None or spec_info.custom_mask is not self.verify_mask.buffer:
             raise NotImplementedError("custom_mask: got a mask made outside the graph, needs the backend's own buffer")
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -230,13 +226,13 @@ class PagedAttnBackend(AttentionBackend):
     def _draft_masks(self, spec_info: Any, query_len: int, seq_lens: torch.Tensor) -> torch.Tensor:
         """Return the masks of a batch's drafts in one form, whichever form SGLang used."""
         mask = spec_info.custom_mask
-        ours = self._verify_mask is not None and mask is self._verify_mask.buffer
+        ours = self.verify_mask is not None and mask is self.verify_mask.buffer
         of_all_keys = not ours and default_tree_mask_mode() is not TreeMaskMode.QLEN_ONLY
         return draft_masks(mask, query_len, seq_lens, of_all_keys)
 
     def _keep_masks(self, spec_info: Any, seq_lens: torch.Tensor) -> None:
         """Copy the masks to the buffer that a graph reads."""
-        mask, held = spec_info.custom_mask, self._verify_mask
+        mask, held = spec_info.custom_mask, self.verify_mask
         if mask is None or held is None or mask is held.buffer or mask.numel() == 0:
             return
         masks = self._draft_masks(spec_info, spec_info.draft_token_num, seq_lens)

@@ -184,13 +184,16 @@ class GroupView:
         return StepSlots(begin, runs)
 
 
-def check_groups(kv_cache_groups: Iterable[Any]) -> None:
-    """Check that a group can be served, in place of vLLM-Omni's check, which allows only one group.
+def check_groups(kv_cache_groups: Iterable[Any]) -> int:
+    """Return the first group with full attention, in place of vLLM-Omni's check, which allows only one group.
 
     Raises:
         OmniPrefixCacheUnmatchError: No group has full attention.
     """
-    _group(kv_cache_groups)
+    try:
+        return full_attention_group(list(kv_cache_groups or ()))
+    except ValueError as error:
+        raise api.OmniPrefixCacheUnmatchError(str(error)) from error
 
 
 def make_view(input_batch: Any, block_size: int, kv_cache_groups: Any = None) -> GroupView | None:
@@ -199,15 +202,7 @@ def make_view(input_batch: Any, block_size: int, kv_cache_groups: Any = None) ->
     `block_size` is ignored, because the group has its own block size.
     """
     groups = list(kv_cache_groups or ())
-    number = _group(groups)
+    number = check_groups(groups)
     if not getattr(input_batch.block_table, "block_tables", None):
         return None
     return GroupView(input_batch, number, groups[number].kv_cache_spec.block_size)
-
-
-def _group(groups: Iterable[Any]) -> int:
-    """Return the first full attention group. Raise OmniPrefixCacheUnmatchError if there is none."""
-    try:
-        return full_attention_group(list(groups or ()))
-    except ValueError as error:
-        raise api.OmniPrefixCacheUnmatchError(str(error)) from error
