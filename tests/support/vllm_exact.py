@@ -227,10 +227,17 @@ def check_references(scheduler: Any) -> None:
     jumps, pool = getattr(scheduler, "jumps", None), scheduler.kv_cache_manager.block_pool
     if jumps is not None:
         assert all(jumps.pinned.values())
-        held.update(block.block_id for block in jumps.holds())
+        held.update(block.block_id for block in pinned_by(jumps))
     blocks = [block for block in pool.blocks if not block.is_null]
     assert {block.block_id: block.ref_cnt for block in blocks if block.ref_cnt} == dict(held)
     assert pool.get_num_free_blocks() == sum(not block.ref_cnt for block in blocks)
+
+
+def pinned_by(jumps: Any) -> list[Any]:
+    """Return the blocks that jumps pin, each as often as it is pinned."""
+    pieces = [piece for found in (*jumps.pieces.values(), *jumps._moving.values()) for piece in found]
+    runs = [block for pins in jumps.pinned.values() for block in pins.values()]
+    return runs + [block for piece in pieces for block in piece.blocks]
 
 
 def lose(scheduler: Any, count: int, rng: random.Random) -> None:

@@ -7,7 +7,6 @@ where the gap ends, and the next step continues after the run. A worker only see
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any
@@ -63,14 +62,6 @@ class Jumps:
             logger.warning_once("text that moved is not reused under %s", self.cannot_move)
         else:
             self.contents.follow()
-
-    def holds(self) -> Iterator[Any]:
-        """Yield the pinned blocks, each as often as it is pinned."""
-        for pins in self.pinned.values():
-            yield from pins.values()
-        for pieces in (*self.pieces.values(), *self._moving.values()):
-            for piece in pieces:
-                yield from piece.blocks
 
     def plan(self, request: Any, num_computed: int, anywhere: bool = False) -> bool:
         """Find a request's later runs and, with `anywhere`, its moved text; return whether there is any.
