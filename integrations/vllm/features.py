@@ -37,13 +37,13 @@ _enabled: set[str] = set()
 
 def _enable_attention() -> None:
     """Register our backends with vLLM, and count the blocks that the requests of a batch share."""
-    from .attention.builder import follow_common_prefixes
+    from .attention.builder import count_shared
 
     api.register_attention(_BACKEND)
     if available("attention.latent"):
         api.register_attention(_LATENT_BACKEND, latent=True)
     if available("attention.shared_prefix"):
-        follow_common_prefixes()
+        api.call_before_metadata(count_shared)
 
 
 def _enable_eviction() -> None:

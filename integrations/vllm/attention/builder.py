@@ -24,7 +24,6 @@ from ..api import (
     AttentionMetadataBuilder,
     available,
     block_table_of,
-    call_before_metadata,
     get_layers_from_vllm_config,
     is_batch_invariant,
 )
@@ -174,13 +173,12 @@ def count_shared_blocks(table: npt.NDArray[np.int32], computed: npt.NDArray[np.i
     return limit if same.all() else int(same.argmin())
 
 
-def follow_common_prefixes() -> None:
-    """Have vLLM's model runner give `PagedMetadataBuilder` the number of shared blocks, from its tables on the host."""
-    call_before_metadata(_count_shared)
+def count_shared(runner: Any, count: int) -> Callable[[], None]:
+    """Count the shared blocks of a runner's first `count` requests, in its tables on the host, for each builder.
 
-
-def _count_shared(runner: Any, count: int) -> Callable[[], None]:
-    """Count the shared blocks of the first `count` requests for each builder; return a function that resets them."""
+    Returns:
+        A function that resets the numbers of the builders.
+    """
     if not hasattr(runner, "pc_shares_prefixes"):  # once for each runner
         runner.pc_shares_prefixes = available("attention.shared_prefix", runner=runner)
     builders = _builders(runner) if runner.pc_shares_prefixes else []
