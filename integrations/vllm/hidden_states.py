@@ -199,11 +199,11 @@ class PromptHiddenStates:
             if not prompt.complete and positions[request] + counts[request] >= prompt.length:
                 prompt.complete = True
                 if prompt.asked or prompt.asked_logprobs:
-                    self._take(request, prompt, list(tensors))
+                    self._take(request, tables[request], prompt, list(tensors))
 
-    def _take(self, request: str, prompt: FollowedPrompt, names: list[str]) -> None:
+    def _take(self, request: str, blocks: list[int], prompt: FollowedPrompt, names: list[str]) -> None:
         """Read the rows of a prompt, for the folder or `take`. They are None if a connector loaded a part of its KV."""
-        table, length = np.array(self._tables[request], np.int32), prompt.length
+        table, length = np.array(blocks, np.int32), prompt.length
         whole = self.rows.available(table, names, num_tokens=length) == length
         rows = self.rows.load(table, names, num_tokens=length) if whole else None
         if self.folder is not None:

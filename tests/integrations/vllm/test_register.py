@@ -17,7 +17,7 @@ def test_spaces_and_empty_names_are_passed_over(monkeypatch):
     done = []
     monkeypatch.setattr("pc.integrations.vllm.features.check_version", lambda name: done.append(("checked", name)))
     monkeypatch.setitem(adapter.FEATURES, "attention", lambda: done.append("enabled"))
-    monkeypatch.setattr("pc.integrations.vllm.features._hook_configurations", lambda: None)
+    monkeypatch.setattr("pc.integrations.vllm.api.call_after_configuration", lambda complete: None)
     monkeypatch.setattr("pc.integrations.vllm.features._enabled", set())
     monkeypatch.setenv("PC_VLLM", " attention ,, ")
     adapter.register()
