@@ -245,7 +245,7 @@ def test_the_environment_names_a_feature_that_cannot_be_served(monkeypatch, feat
         omni.use_omni()
     done = []
     monkeypatch.setitem(features.FEATURES, feature, lambda: done.append(1))
-    monkeypatch.setattr(features, "_hook_configurations", lambda: done.append(2))
+    monkeypatch.setattr(api, "call_after_configuration", lambda complete: done.append(2))
     monkeypatch.setenv("PC_VLLM", feature)
     for name in list(seam.names(api.NAMES[feature]))[:3]:
         before = set(features.NEEDS.get(feature, ()))
@@ -275,7 +275,7 @@ def test_one_feature_that_is_off_leaves_others_on(monkeypatch, warnings):
     for feature in ("attention", "eviction"):
         monkeypatch.setitem(features.FEATURES, feature, functools.partial(done.append, feature))
     monkeypatch.setattr(features, "_enabled", set())
-    monkeypatch.setattr(features, "_hook_configurations", lambda: None)
+    monkeypatch.setattr(api, "call_after_configuration", lambda complete: None)
     with replaced("vllm.v1.core.block_pool:BlockPool.touch", AttributeError()):
         adapter.enable("attention", "eviction")
         assert done == ["attention"]
