@@ -154,7 +154,6 @@ CLASSES = seam.paths(NAMES.values()) | {
     "LinearAttentionAndSlidingWindowAttentionLayer": (
         "transformers.cache_utils:LinearAttentionAndSlidingWindowAttentionLayer"
     ),
-    "OffloadingManager": f"{PACKAGE}offloading_manager:OffloadingManager",
     "RequestState": f"{PACKAGE}requests:RequestState",
     "update_cb_config_after_cache_creation": f"{PACKAGE}initialization:update_cb_config_after_cache_creation",
 }

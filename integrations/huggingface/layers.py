@@ -63,6 +63,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
     keys: Any
     values: Any
     room = 64  # spare tokens of a new buffer, or half of its content if that is more
+    first = 0  # column of the first key in the buffer; layers with a window drop columns
 
     def _extend(self, name: str, new: torch.Tensor) -> torch.Tensor:
         """Append `new [batch, heads, tokens, width]` to `keys` or `values` and return all tokens.
@@ -84,7 +85,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
             buffer = aligned(
                 lambda columns: new.new_empty((batch, heads, columns, width)),
                 end + max(self.room, end // 2 if length else 0),
-                own.get("first", 0),
+                self.first,
             )
             if length:
                 buffer.narrow(2, 0, length).copy_(there)
@@ -95,13 +96,14 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
         own[name] = grown
         return grown
 
-    def adopt(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
-        """Use buffers `[batch, heads, capacity, width]` whose first `length` tokens are filled."""
+    def adopt(self, keys: torch.Tensor, values: torch.Tensor, length: int, first: int = 0) -> None:
+        """Use buffers `[batch, heads, capacity, width]`, which hold the columns from `first` up to `length`."""
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+        filled = length - first
         if self.__dict__.get("_keys_buffer") is not keys:
-            self._keys_written = self._values_written = length
+            self._keys_written = self._values_written = filled
         self._keys_buffer, self._values_buffer = keys, values
-        self.keys, self.values = keys[:, :, :length], values[:, :, :length]
+        self.keys, self.values = keys[:, :, :filled], values[:, :, :filled]
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
         """Append keys and values and return all of them."""
@@ -147,7 +149,6 @@ class GrowingWindowLayer(GrowingLayer, DynamicSlidingWindowLayer):  # type: igno
     It returns the tokens of the window. It also keeps older ones that are not in blocks yet.
     """
 
-    first = 0  # column of the first key in the buffer
     released = 0  # earlier columns are in blocks or never will be, so they may be dropped once they leave the window
     slack = 1024  # tokens that stay after they leave the window, so that a later call can continue there
 
@@ -175,8 +176,8 @@ class GrowingWindowLayer(GrowingLayer, DynamicSlidingWindowLayer):  # type: igno
             self.first += unread
 
     def adopt(self, keys: torch.Tensor, values: torch.Tensor, length: int, first: int = 0) -> None:
-        """Use buffers as `GrowingLayer.adopt` does; they hold the columns from `first` up to `length`."""
-        super().adopt(keys, values, length - first)
+        """Use buffers as `GrowingLayer.adopt` does."""
+        super().adopt(keys, values, length, first)
         self.cumulative_length, self.first, self.released = length, first, first
 
     def crop(self, tokens_to_remove: int) -> None:

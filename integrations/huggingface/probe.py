@@ -26,7 +26,7 @@ from .layers import (
     take_states,
 )
 from .prompts import RowImages, clear_of, prompts_of, runs
-from .runners.layout import accepted, forward
+from .runners.layout import accepted, fill, forward
 from .store.storage import Rotations, Specs, TensorSpec
 from .support import eval_mode, harmless_tokens
 
@@ -170,12 +170,8 @@ def _restored(model: Any, cache: DynamicCache, length: int | None = None) -> Dyn
     fresh = new_cache(model.config)
     layers = attention_layers(fresh)
     for index, own in filled_layers(cache).items():
-        layer = layers[index]
-        if hasattr(layer, "adopt"):
-            keys, values = own.keys[:, :, :length].clone(), own.values[:, :, :length].clone()
-            layer.adopt(keys, values, keys.shape[2])
-        else:
-            layer.update(own.keys[:, :, :length], own.values[:, :, :length])
+        keys, values = own.keys[:, :, :length].clone(), own.values[:, :, :length].clone()
+        fill(layers[index], keys, values, keys.shape[2])
     if state_layers(cache):
         put_states(fresh, [take_states(cache, 0)])
     return fresh

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..api import DynamicCache, cache_argument, keeps_logits, positions
-from ..layers import GrowingLayer, GrowingWindowLayer, aligned, attention_layers, from_states, put_states, take_states
+from ..layers import GrowingLayer, aligned, attention_layers, from_states, put_states, take_states
 from ..prompts import Prompt
 from ..store.storage import ModelStorage, TensorSpec, block_index
 
@@ -25,7 +25,7 @@ def read(cache: DynamicCache, storage: ModelStorage, prompt: Prompt, length: int
         for index, specs in part.specs.items():
             keys, values = _buffers(specs, 1, columns + room, first * size)
             part.read(index, blocks, keys[0, :, :columns], values[0, :, :columns])
-            _fill(layers[index], keys, values, length, first * size)
+            fill(layers[index], keys, values, length, first * size)
     if prompt.hit.states is not None:
         put_states(cache, [prompt.hit.states])
 
@@ -89,7 +89,7 @@ def lay_out(
                 for other in prompt.rows[1:]:
                     for side in (keys, values):
                         side[other, :, : start - origin] = side[row, :, : start - origin]
-            _fill(layers[index], keys, values, start, origin)
+            fill(layers[index], keys, values, start, origin)
     if storage.states is not None:
         states = {row: take_states(caches[number], 0) for number, p in enumerate(prompts) for row in p.rows}
         put_states(cache, [states[row] for row in range(batch)])
@@ -108,12 +108,10 @@ def _buffers(
     return buffer(specs[0]), buffer(specs[1])
 
 
-def _fill(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int, first: int = 0) -> None:
-    """Set a layer's buffers, which hold the columns from `first` up to `length`."""
-    if isinstance(layer, GrowingWindowLayer):
+def fill(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int, first: int = 0) -> None:
+    """Set the buffers of an empty layer, which hold the columns from `first` up to `length`."""
+    if isinstance(layer, GrowingLayer):
         layer.adopt(keys, values, length, first)
-    elif isinstance(layer, GrowingLayer):
-        layer.adopt(keys, values, length)
     else:
         layer.update(keys[:, :, :length], values[:, :, :length])
 

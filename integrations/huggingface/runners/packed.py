@@ -7,7 +7,8 @@ returns. The attention registry of `dispatch` sends a call with a marked key to 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,20 +28,17 @@ from ..api import (
 from ..calls import UnsupportedError, refuse_if, refusing
 from ..kernels import require_kernels
 from ..settings import CacheOptions
+from ..store.blocks import RequestBlocks
 from ..store.storage import ModelStorage, Specs, model_storage
 from ..support import eval_mode, harmless_tokens
 from .dispatch import MarkedCall, PagedPass, install, mark, no_mask
 from .passes import DecodeBatch, PackedBatch, Pass
 
+PackedSpan = tuple[RequestBlocks, int, int]
+"""The tokens of one request in a packed pass: the request's blocks, the position of the first token, and their number.
 
-class PackedSpan(NamedTuple):
-    """The tokens of one request in a packed pass: `length` tokens, the first at position `start`."""
-
-    key: Any  # the request in the manager
-    tables: Sequence[np.ndarray]  # its block table in each group
-    start: int
-    length: int  # 0 for a request that is only forked and has no tokens in this pass
-    written: int  # number of leading tokens whose KV is in blocks already
+The number is 0 for a request that is only forked and has no tokens in this pass.
+"""
 
 
 def pack(spans: Sequence[PackedSpan], block_size: int) -> PackedBatch:
@@ -49,18 +47,20 @@ def pack(spans: Sequence[PackedSpan], block_size: int) -> PackedBatch:
     Raises:
         RuntimeError: A token has no block.
     """
-    counts = np.array([span.length for span in spans], np.int32)
-    starts = np.array([span.start for span in spans], np.int32)
+    requests = [blocks for blocks, *_ in spans]
+    starts, counts = np.array([lens for _, *lens in spans], np.int32).T
     row_of = np.repeat(np.arange(len(spans)), counts)
     first = np.cumsum(counts) - counts
     positions = np.arange(counts.sum()) - np.repeat(first - starts, counts)
-    known = positions < np.array([span.written for span in spans])[row_of]
+    known = positions < np.array([request.known for request in requests])[row_of]
     groups = []
-    for tables in zip(*(span.tables for span in spans), strict=True):
+    for tables in zip(*(request.tables for request in requests), strict=True):
         padded = pad_tables(tables)
         blocks = padded[row_of, positions // block_size].astype(np.int64)
         if blocks.size and blocks.min() < 0:
-            raise RuntimeError(f"request {spans[row_of[blocks.argmin()]].key}: a token of this step has no block")
+            raise RuntimeError(
+                f"request {requests[row_of[blocks.argmin()]].request_id}: a token of this step has no block"
+            )
         slots = np.where(known, -1, blocks * block_size + positions % block_size) if blocks.size else np.array([-1])
         groups.append((slots, padded))
     return PackedBatch(groups, starts + counts, counts)
@@ -159,9 +159,9 @@ def compute(
     `tokens` has an int64 array for each span. Raise like `run`.
     """
     device = model.device
-    positions = np.concatenate([np.arange(span.start, span.start + span.length) for span in spans])
+    positions = np.concatenate([np.arange(start, start + length) for _, start, length in spans])
     inputs = [torch.from_numpy(array).to(device)[None] for array in (np.concatenate(tokens), positions)]
-    last = torch.from_numpy(np.cumsum([span.length for span in spans], dtype=np.int64) - 1).to(device)
+    last = torch.from_numpy(np.cumsum([length for *_, length in spans], dtype=np.int64) - 1).to(device)
     keep = {"logits_to_keep": last} if keeps_logits(model) else {}
     logits: torch.Tensor = run(model, PagedCache(storage, pack(spans, storage.block_size)), *inputs, **keep).logits[0]
     return logits if keep else logits[last.to(logits.device)]
@@ -226,10 +226,13 @@ def probe_packed(model: Any, block_size: int, specs: Specs) -> None:
     tables = [np.arange(counts[0], dtype=np.int32)[::-1].copy()]  # out of order, as in a real cache
     tables.append(np.arange(counts[0], sum(counts), dtype=np.int32))
     groups = len(storage.groups)
+    rows: list[Any] = [
+        SimpleNamespace(request_id=row, tables=[own] * groups, known=0) for row, own in enumerate(tables)
+    ]
 
     def forward(*pieces: tuple[int, int, int]) -> None:
         """Compute tokens `start` to `end` of some rows."""
-        spans = [PackedSpan(row, [tables[row]] * groups, start, end - start, 0) for row, start, end in pieces]
+        spans = [(rows[row], start, end - start) for row, start, end in pieces]
         compute(model, storage, spans, [tokens[row][start:end] for row, start, end in pieces])
 
     cut, tolerance = block_size + 1, 1e-3 if model.dtype == torch.float32 else 5e-2

@@ -24,7 +24,7 @@ from ..store.blocks import RequestBlocks
 from ..store.kept import PromptStore
 from ..support import host_copy
 from .graphs import DecodeSteps
-from .packed import PackedSpan, compute
+from .packed import compute
 
 
 class PackedRows(ModelInLoop):
@@ -220,18 +220,15 @@ class PackedRows(ModelInLoop):
         logits: dict[str, torch.Tensor] = {}
         left = rows
         while left:
-            spans, tokens = [], []
-            for row in left:
-                blocks, end = row.blocks, self._hold(row)
-                spans.append(
-                    PackedSpan(row.request_id, blocks.tables, blocks.length, end - blocks.length, blocks.known)
-                )
-                tokens.append(row.tokens[blocks.length : end])
+            ends = [self._hold(row) for row in left]
+            spans = [
+                (row.blocks, row.blocks.length, end - row.blocks.length) for row, end in zip(left, ends, strict=True)
+            ]
+            tokens = [row.tokens[row.blocks.length : end] for row, end in zip(left, ends, strict=True)]
             with self._steps.lock:
                 computed = compute(self._model, self.storage, spans, tokens)
-            for row, span, found in zip(left, spans, computed, strict=True):
-                logits[row.request_id] = found
-                row.blocks.length += span.length
+            for row, end, found in zip(left, ends, computed, strict=True):
+                logits[row.request_id], row.blocks.length = found, end
                 self._commit(row.blocks)
             left = [row for row in left if row.blocks.length < len(row.tokens)]
         return [logits[row.request_id] for row in rows]

@@ -16,7 +16,7 @@ import torch
 from ....cache import CacheManager
 from ..api import DynamicCache
 from ..images import VisionOutputs
-from ..layers import GrowingLayer, GrowingWindowLayer, attention_layers, like, new_cache, num_tokens, window_layers
+from ..layers import GrowingLayer, attention_layers, like, new_cache, num_tokens, window_layers
 from ..loop import CONTINUED, Loop
 from ..probe import Probed
 from ..settings import CacheOptions, memory_budget
@@ -98,8 +98,7 @@ class PromptStore:
         if buffers_of(cache) != record.buffers:  # something has written to it since
             return None
         for layer in attention_layers(cache).values():
-            first = (layer.first,) if isinstance(layer, GrowingWindowLayer) else ()
-            layer.adopt(layer._keys_buffer, layer._values_buffer, length, *first)
+            layer.adopt(layer._keys_buffer, layer._values_buffer, length, layer.first)
         return cache
 
     def evict_to(self, evicted: LowerTiers) -> None:

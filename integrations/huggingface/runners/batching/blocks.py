@@ -113,7 +113,7 @@ class ScheduledBlocks:
         self.arrived: set[str] = set()
         self._held: dict[str, Prompt] = {}  # admitted requests; a fork has no allocation
         self._deferred: set[str] = set()
-        self._rows: list[tuple[Prompt, int, int]] = []
+        self._spans: list[PackedSpan] = []
         self._copies: list[tuple[int, Pairs]] = []
         self.number = shared.join(self)  # if no session can continue, lower numbers go first
 
@@ -142,16 +142,12 @@ class ScheduledBlocks:
         self.refused.clear()
         self.arrived.clear()
         self._deferred.clear()
-        self._rows = []
+        self._spans = []
 
     def take_step(self) -> tuple[list[PackedSpan], list[tuple[int, Pairs]]]:
         """Return the spans of the prepared batch, and the block copies that must run before it."""
-        rows, copies = self._rows, self._copies
-        self._rows, self._copies = [], []
-        spans = [
-            PackedSpan(prompt.request_id, prompt.blocks.tables, start, length, prompt.blocks.known)
-            for prompt, start, length in rows
-        ]
+        spans, copies = self._spans, self._copies
+        self._spans, self._copies = [], []
         return spans, copies
 
     def others_hold(self) -> bool:
@@ -213,7 +209,7 @@ class ScheduledBlocks:
         write_index: list[list[int]],
     ) -> None:
         """Add a request to the step. `pack` computes the slots of all requests together."""
-        self._rows.append((self._held[request_id], past_length, query_length))
+        self._spans.append((self._held[request_id].blocks, past_length, query_length))
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
         """Publish the complete blocks of a request."""

@@ -17,7 +17,6 @@ from .....cache import OutOfBlocks
 from ...api import (
     ContinuousBatchingManager,
     ContinuousBatchProcessor,
-    OffloadingManager,
     RequestState,
     become_plain,
     fail,
@@ -94,54 +93,14 @@ class RequestQueue(queue.Queue):  # type: ignore[type-arg]
             self._fail(state, ValueError(reason))
 
 
-class Offloading(OffloadingManager):  # type: ignore[misc]
-    """Transformers' handling of a full cache, except that a full cache ends single requests and never the loop."""
-
-    processor: Any
-
-    def offload_requests(self) -> bool:
-        """Make room: queue a running request again, or end one that can never fit. Return whether this was done.
-
-        Raises:
-            OutOfBlocks: Only another session can make room.
-        """
-        if super().offload_requests():
-            return True
-        blocks: ScheduledBlocks = self.cache
-        if blocks.scheduled:
-            return False
-        active = list(self.scheduler.active_requests.values())
-        if len(active) > 1:
-            self._queue_again(active[-1])
-            return True
-        if blocks.others_hold():
-            if blocks.shared.first_holder() != blocks.number:
-                if active:
-                    self._queue_again(active[0])
-                blocks.let_go()
-            raise OutOfBlocks(1, 0)
-        stuck = active or blocks.refused
-        if not stuck:
-            return False
-        self.processor.fail(stuck[0], f"it needs more blocks than the {blocks.num_blocks} there are")
-        return True
-
-    def _queue_again(self, state: Any) -> None:
-        """End a request and queue an equal one, which computes its tokens again later."""
-        again = state.create_equivalent_initial_request()
-        finish(state)
-        self.scheduler.finish_request(state.request_id)
-        self.scheduler.add_waiting_request(again)
-
-
 class Processor(ContinuousBatchProcessor):  # type: ignore[misc]
     """Transformers' processor, with batches that run over blocks."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.cache.waiting = self.scheduler.waiting_requests
-        self.offloading_manager.__class__ = Offloading
-        self.offloading_manager.processor = self
+        self._offload = self.offloading_manager.offload_requests
+        self.offloading_manager.offload_requests = self.make_room
 
     def prepare_next_batch(self) -> bool:
         """Schedule the next batch and return whether there is one."""
@@ -172,6 +131,43 @@ class Processor(ContinuousBatchProcessor):  # type: ignore[misc]
         self.model_runner.compute_batch(model_in_step(model, forward), batch)
         self.cache.look()
         self.inputs_and_outputs.retrieve_device_outputs()
+
+    def make_room(self) -> bool:
+        """Make room: queue a running request again, or end one that can never fit. Return whether this was done.
+
+        Transformers calls this if the cache is full. Unlike its own method, this one ends single requests and never
+        the loop.
+
+        Raises:
+            OutOfBlocks: Only another session can make room.
+        """
+        if self._offload():
+            return True
+        blocks: ScheduledBlocks = self.cache
+        if blocks.scheduled:
+            return False
+        active = list(self.scheduler.active_requests.values())
+        if len(active) > 1:
+            self._queue_again(active[-1])
+            return True
+        if blocks.others_hold():
+            if blocks.shared.first_holder() != blocks.number:
+                if active:
+                    self._queue_again(active[0])
+                blocks.let_go()
+            raise OutOfBlocks(1, 0)
+        stuck = active or blocks.refused
+        if not stuck:
+            return False
+        self.fail(stuck[0], f"it needs more blocks than the {blocks.num_blocks} there are")
+        return True
+
+    def _queue_again(self, state: Any) -> None:
+        """End a request and queue an equal one, which computes its tokens again later."""
+        again = state.create_equivalent_initial_request()
+        finish(state)
+        self.scheduler.finish_request(state.request_id)
+        self.scheduler.add_waiting_request(again)
 
     def fail(self, state: Any, reason: str) -> None:
         """End one request with an error."""
