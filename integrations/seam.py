@@ -329,6 +329,12 @@ def features_in_environment(variable: str) -> list[str]:
     return [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
 
 
+def check_fallback(fallback: Any) -> None:
+    """Raise ValueError unless `fallback` is "warn" or "raise"."""
+    if not isinstance(fallback, str) or fallback not in ("warn", "raise"):
+        raise ValueError(f"fallback: got {fallback!r}, needs 'warn' or 'raise'")
+
+
 def check_features(
     variable: str,
     features: Collection[str],
@@ -349,8 +355,7 @@ def check_features(
         ValueError: A name is no feature, or `fallback` is unknown.
         UnsupportedVersionError: With `fallback="raise"`, from `check_version`.
     """
-    if fallback not in ("warn", "raise"):
-        raise ValueError(f"fallback: got {fallback!r}, needs 'warn' or 'raise'")
+    check_fallback(fallback)
     for name in names:
         if name not in features:
             raise ValueError(f"{variable}: got {name!r}, needs some of {', '.join(features)}")

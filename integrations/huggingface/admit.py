@@ -107,13 +107,11 @@ class PromptRequests:
             limit = max(limit - 1, 1)
         if most is not None:
             limit = min(limit, most + 1)
-        allocation, limit, kv_hit = self._allocate(prompt, limit, anywhere=most is None)
-        spans = allocation.cached_spans
-        cached = spans[0][1] if spans and spans[0][0] == 0 else 0
+        allocation, limit, cached, kv_hit = self._allocate(prompt, limit, anywhere=most is None)
         whole = bool(cached == limit - 1 and (allocation.group_slot_mapping(0)[-1:] < 0).any())
         prompt.allocation, prompt.blocks = allocation, self.blocks(prompt)
         self._fill(prompt, limit, cached, whole)
-        later = [span for span in spans if span[0] > cached] if read_cached else []
+        later = [span for span in allocation.cached_spans if span[0] > cached] if read_cached else []
         if allocation.moved:
             store.storage.move(allocation, store.probed.rotations)
         elif copies := allocation.group_copies(0):
@@ -133,12 +131,12 @@ class PromptRequests:
         repaired = allocation.recompute_moved(store.options.recompute)
         prompt.hit = PromptHit(cached, later, moved, repaired, states, max(cached, kv_hit))
 
-    def _allocate(self, prompt: Prompt, limit: int, anywhere: bool) -> tuple[Any, int, int]:
+    def _allocate(self, prompt: Prompt, limit: int, anywhere: bool) -> tuple[Any, int, int, int]:
         """Start a request for up to `limit` tokens of a prompt, with a hit after which the model can continue.
 
         Returns:
-            The allocation, its final limit, and the number of tokens cached for attention layers if recurrent states
-            allow only a shorter hit.
+            The allocation, its final limit, the number of cached leading tokens, and the number of tokens cached for
+            attention layers if recurrent states allow only a shorter hit.
         """
         store, kv_hit = self.store, 0
         reuse = "prefix" if prompt.items else store.options.reuse  # a gap may end inside an image
@@ -153,7 +151,7 @@ class PromptRequests:
             cached = spans[0][1] if spans and spans[0][0] == 0 else 0
             kv_hit = kv_hit or allocation.junction or 0
             if store.storage.any_prefix or prompt.readable(cached) == cached:
-                return allocation, limit, kv_hit
+                return allocation, limit, cached, kv_hit
             limit = prompt.readable(cached) + 1  # no states, or no blocks of windows, for this length
             self.end(prompt.request_id)
 

@@ -15,7 +15,6 @@ To use another name of transformers, add it to `NAMES` under the feature that ne
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
 import inspect
 import math
@@ -493,21 +492,18 @@ def guard_managers(check: Callable[[Any], None]) -> None:
     An error of `check` reaches the caller, and the manager is unchanged.
     """
     manager = seam.find_or_stand_in(CLASSES["ContinuousBatchingManager"])
+
+    def checking(method: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+            model = getattr(self, "model", None)  # in __init__ the manager has no model yet
+            check(model if model is not None else args[0] if args else kwargs.get("model"))
+            return method(self, *args, **kwargs)
+
+        return checked
+
     for name in ("__init__", "start", "add_request"):
-        method = getattr(manager, name, None)
-        if method is not None and not hasattr(method, "_pc_checks"):
-            setattr(manager, name, _checked(method, check))
-
-
-def _checked(method: Callable[..., Any], check: Callable[[Any], None]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        model = getattr(self, "model", None)  # in __init__ the manager has no model yet
-        check(model if model is not None else args[0] if args else kwargs.get("model"))
-        return method(self, *args, **kwargs)
-
-    checked._pc_checks = True  # type: ignore[attr-defined]
-    return checked
+        if hasattr(manager, name):
+            seam.wrap_once(manager, name, checking)
 
 
 def kept_manager(model: Any) -> Any:

@@ -13,9 +13,10 @@ import torch
 
 from ...cache.manager import REUSES
 from ...triton_ops._core.checks import check_share
+from ..seam import check_fallback
 from .api import GenerationMixin
 from .serving import PrefixCaching
-from .settings import CacheOptions, check_fallback, check_number
+from .settings import CacheOptions, check_number
 
 RECOMPUTE = 0.1
 """Default share of moved tokens that are computed again; docs/reuse_anywhere.md compares shares."""

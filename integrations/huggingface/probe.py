@@ -25,6 +25,7 @@ from .layers import (
     state_layers,
     take_states,
 )
+from .loop import Loop
 from .prompts import RowImages, clear_of, prompts_of, runs
 from .runners.layout import accepted, fill, forward
 from .store.storage import Rotations, Specs, TensorSpec
@@ -85,15 +86,14 @@ def probe_window(model: Any, window: int) -> None:
 
 
 @torch.no_grad()
-def probe_images(
-    model: Any, input_ids: torch.Tensor, mask: torch.Tensor | None, images: RowImages
-) -> ImageSplit | None:
+def probe_images(loop: Loop, images: RowImages) -> ImageSplit | None:
     """Return whether a row may be cut inside images, probed at its first image; None if that image allows no probe.
 
     Raises:
         UnsupportedError: The row does not continue from a prefix that ends before or after the image.
     """
-    prompt = next((p for p in prompts_of(input_ids, mask, images) if p.items), None)
+    model = loop.model
+    prompt = next((p for p in prompts_of(loop.input_ids, loop.mask, images) if p.items), None)
     if prompt is None:
         return None
     run = runs(prompt.items)[0]

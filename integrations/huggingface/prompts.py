@@ -16,7 +16,7 @@ from ...cache.runs import Span
 from .calls import RequestReport, UnsupportedError, refuse_if
 from .images import Images, ImageSplit, RowsKey, VisionOutputs
 from .layers import States
-from .loop import expected_positions
+from .loop import Loop, expected_positions
 from .store.blocks import RequestBlocks
 from .support import host_copy
 
@@ -62,32 +62,25 @@ class Item:
 class RowImages:
     """The images of one call. `items` has a list for each row.
 
-    Each row of the caller appears `repeats` times in `input_ids [batch, length]`.
+    Each row of the caller appears `repeats` times in the loop's `input_ids [batch, length]`.
 
     Raises:
         UnsupportedError: Tokens and images do not match, or `attention_mask` leaves out tokens of images. Or token
             types outside images, or positions before the first image, are not those of text.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        outputs: VisionOutputs,
-        images: Images,
-        input_ids: torch.Tensor,
-        kwargs: dict[str, Any],
-        repeats: int,
-    ) -> None:
-        self._model, self._outputs, self._units = model, outputs, images.inputs
+    def __init__(self, loop: Loop, images: Images, outputs: VisionOutputs) -> None:
+        kwargs, repeats = loop.model_kwargs, loop.repeats
+        self._model, self._outputs, self._units = loop.model, outputs, images.inputs
         self._inputs = {n: kwargs[n] for n in ("position_ids", *TYPES) if kwargs.get(n) is not None}
         self._fresh: dict[bytes, torch.Tensor] = {}
         unknown = {unit: inputs for unit, inputs in images.inputs.items() if outputs.length(unit) is None}
         if unknown:
-            self._fresh = outputs.encode(model, unknown)
-        own = input_ids[::repeats]
+            self._fresh = outputs.encode(loop.model, unknown)
+        own = loop.input_ids[::repeats]
         rows = self._segments(images, own == images.token, kwargs.get("attention_mask"), repeats)
         self.items = [row for row in rows for _ in range(repeats)]
-        self._check(input_ids, kwargs.get("attention_mask"))
+        self._check(loop.input_ids, kwargs.get("attention_mask"))
 
     def _segments(self, images: Images, placeholders: torch.Tensor, mask: Any, repeats: int) -> list[list[Item]]:
         """Return the images of each of the caller's rows. `placeholders` marks the image tokens in these rows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -47,12 +48,6 @@ def check_number(name: str, value: Any, least: int, optional: bool = False) -> N
         raise ValueError(f"{name}: got {value}, needs at least {least}")
 
 
-def check_fallback(fallback: Any) -> None:
-    """Raise ValueError unless `fallback` is "warn" or "raise"."""
-    if not isinstance(fallback, str) or fallback not in ("warn", "raise"):
-        raise ValueError(f"fallback: got {fallback!r}, needs 'warn' or 'raise'")
-
-
 def memory_budget(model: Any) -> int:
     """Return a fifth of a GPU's free memory; on a CPU, a fifth of all memory, at most 4 GiB."""
     if model.device.type == "cuda":
@@ -73,20 +68,20 @@ _VALUES: ContextVar[Mapping[object, Any]] = ContextVar("pc_settings", default=Ma
 """The value of each setting. A new thread starts with none. Tasks of asyncio and `to_thread` inherit the values."""
 
 
+@contextmanager
+def bound(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """Set a context variable within a block, then restore its value before."""
+    before = variable.get()
+    variable.set(value)
+    try:
+        yield
+    finally:
+        variable.set(before)
+
+
 def inherited_settings() -> Callable[[], AbstractContextManager[None]]:
     """Return a context manager that gives another thread the settings of the caller."""
-    values = _VALUES.get()
-
-    @contextmanager
-    def within() -> Iterator[None]:
-        before = _VALUES.get()
-        _VALUES.set(values)
-        try:
-            yield
-        finally:
-            _VALUES.set(before)
-
-    return within
+    return functools.partial(bound, _VALUES, _VALUES.get())
 
 
 class ScopedSetting:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
+from ..seam import wrap_once
 from .api import guard_managers
 from .calls import UnsupportedError
-from .settings import inherited_settings
+from .settings import bound, inherited_settings
 
 _lock = threading.Lock()
 _open: list[Visit] = []  # blocks that have not ended, of all threads
@@ -99,19 +99,12 @@ def visited() -> list[Visit]:
     return [v for v in visits if v.open or not (v.left_elsewhere or v.owner == here)]
 
 
-@contextmanager
-def apart() -> Iterator[None]:
-    """Let this thread's forward passes run as if it had entered no document.
+apart = functools.partial(bound, _APART, True)
+"""Return a context in which this thread's forward passes run as if it had entered no document.
 
-    Probes need this because they must not read a document. Calls of `generate` over a document need it because they
-    read the document through their own cache.
-    """
-    before = _APART.get()
-    _APART.set(True)
-    try:
-        yield
-    finally:
-        _APART.set(before)
+Probes need this because they must not read a document. Calls of `generate` over a document need it because they read
+the document through their own cache.
+"""
 
 
 def check_forward(module: Any) -> None:
@@ -153,30 +146,31 @@ def carry() -> None:
     `Thread(target=model.generate)` within `with document:` is the usual way to stream text. From version 3.14 on,
     Python does the same for all context variables if `thread_inherit_context` is set.
     """
-    if hasattr(threading.Thread.start, "_pc_carries"):
-        return
     guard_managers(check_manager)
-    start, submit = threading.Thread.start, cast("Callable[..., Future[Any]]", ThreadPoolExecutor.submit)
+    wrap_once(threading.Thread, "start", _starting_within)
+    wrap_once(ThreadPoolExecutor, "submit", _submitting_within)
 
-    @functools.wraps(start)
+
+def _starting_within(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+    """Return a method that starts a thread within the documents of the caller."""
+
     def start_within(self: threading.Thread) -> None:
         if visited():
             self.run = _within(self.run)  # type: ignore[method-assign]
         start(self)
 
-    @functools.wraps(submit)
-    def submit_within(self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        visits = _VISITS.get()
-        carried = _within(fn) if visited() else fn
-        _VISITS.set(())  # a thread that the pool starts now must not inherit them: it serves others later
-        try:
-            return submit(self, carried, *args, **kwargs)
-        finally:
-            _VISITS.set(visits)
+    return start_within
 
-    start_within._pc_carries = True  # type: ignore[attr-defined]
-    threading.Thread.start = start_within  # type: ignore[method-assign]
-    ThreadPoolExecutor.submit = submit_within  # type: ignore[method-assign,assignment]
+
+def _submitting_within(submit: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that submits a function to a thread pool, to run within the documents of the caller."""
+
+    def submit_within(self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        carried = _within(fn) if visited() else fn
+        with bound(_VISITS, ()):  # a thread that the pool starts now must not inherit them: it serves others later
+            return submit(self, carried, *args, **kwargs)
+
+    return submit_within
 
 
 def _within(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -184,12 +178,7 @@ def _within(function: Callable[..., Any]) -> Callable[..., Any]:
     visits, settings = tuple(Visit(visit.document) for visit in visited()), inherited_settings()
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        before = _VISITS.get()
-        _VISITS.set(visits)
-        try:
-            with settings():
-                return function(*args, **kwargs)
-        finally:
-            _VISITS.set(before)
+        with bound(_VISITS, visits), settings():
+            return function(*args, **kwargs)
 
     return run

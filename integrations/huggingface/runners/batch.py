@@ -237,7 +237,7 @@ class Batch:
         store, model, hit, cache = self.store, self.loop.model, prompt.hit, self.store.make_cache(self.room)
         size, at = store.block_size, min(hit.cached, end)
         if hit.moved:
-            compute_moved(model, store.storage, prompt, end, len(prompt.tokens) - end + self.room, cache, store.probed)
+            compute_moved(model, prompt, end, len(prompt.tokens) - end + self.room, cache, store.probed)
             self._publish(prompt, cache, end)
             return cache
         cuts = {end}
@@ -247,11 +247,11 @@ class Batch:
             step = min(self.loop.generation_config.prefill_chunk_size or CHUNK, CHUNK)
             cuts |= {cut for cut in range(at // step * step + step, end, step) if prompt.computable(cut)}
         if at:
-            read(cache, store.storage, prompt, at, len(prompt.tokens) - at + self.room)
+            read(cache, prompt, at, len(prompt.tokens) - at + self.room)
         for start, behind in hit.later:
             forward(model, prompt.tokens, at, start, cache, prompt.inputs(at, start))
             at = min(behind, end)
-            read_behind(cache, store.storage, prompt, start, at)
+            read_behind(cache, prompt, start, at)
         for cut in sorted(cut for cut in cuts if at < cut <= end):
             forward(model, prompt.tokens, at, cut, cache, prompt.inputs(at, cut))
             at = cut

@@ -321,9 +321,9 @@ def images_of(loop: Loop, store: PromptStore) -> RowImages | None:
     """
     if loop.images is None:
         return None
-    images = RowImages(loop.model, store.vision, loop.images, loop.input_ids, loop.model_kwargs, loop.repeats)
+    images = RowImages(loop, loop.images, store.vision)
     if store.vision.split is None:
-        store.vision.split = probe_images(loop.model, loop.input_ids, loop.mask, images)
+        store.vision.split = probe_images(loop, images)
     return images
 
 

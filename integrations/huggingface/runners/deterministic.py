@@ -96,14 +96,14 @@ class RowByRow(ModelInLoop):
         if cache is None:
             cache = store.make_cache(room)
             if cached:
-                read(cache, store.storage, prompt, cached, len(tokens) - cached + room)
+                read(cache, prompt, cached, len(tokens) - cached + room)
         at = cached
         for start, end in [*prompt.hit.later, (last, last)]:
             for begin in range(at, start, chunk):
                 self._forward(tokens, begin, begin + chunk, cache)
                 self._publish(prompt, cache, begin + chunk)
             if start < end:
-                read_behind(cache, store.storage, prompt, start, end)
+                read_behind(cache, prompt, start, end)
             at = end
         logits = self._forward(tokens, last, len(tokens), cache)
         if len(tokens) - last == chunk:

@@ -15,9 +15,10 @@ from ..prompts import Prompt
 from ..store.storage import ModelStorage, TensorSpec, block_index
 
 
-def read(cache: DynamicCache, storage: ModelStorage, prompt: Prompt, length: int, room: int) -> None:
+def read(cache: DynamicCache, prompt: Prompt, length: int, room: int) -> None:
     """Fill an empty cache of one row with a prompt's first `length` tokens and states, and `room` free columns."""
-    size, layers = storage.block_size, attention_layers(cache)
+    storage, layers = prompt.blocks.storage, attention_layers(cache)
+    size = storage.block_size
     for group, part in storage.kv:
         first = storage.groups[group].first_needed(length, size)
         blocks = block_index(prompt.blocks.read_from(group, first, length))
@@ -30,9 +31,10 @@ def read(cache: DynamicCache, storage: ModelStorage, prompt: Prompt, length: int
         put_states(cache, [prompt.hit.states])
 
 
-def read_behind(cache: DynamicCache, storage: ModelStorage, prompt: Prompt, start: int, end: int) -> None:
+def read_behind(cache: DynamicCache, prompt: Prompt, start: int, end: int) -> None:
     """Append a span of a prompt from blocks to a cache of one row."""
-    first, behind, layers = start // storage.block_size, -(-end // storage.block_size), attention_layers(cache)
+    storage, layers = prompt.blocks.storage, attention_layers(cache)
+    first, behind = start // storage.block_size, -(-end // storage.block_size)
     for group, part in storage.kv:
         blocks = block_index(prompt.blocks.tables[group][first:behind])
         for index, specs in part.specs.items():

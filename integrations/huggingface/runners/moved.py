@@ -19,7 +19,7 @@ from ..images import alike
 from ..layers import GrowingIndexedLayer, filled_layers, like, new_cache, state_layers
 from ..probe import LONG, TOKENS, Probed
 from ..prompts import Prompt
-from ..store.storage import ModelStorage, Rotation, Rotations
+from ..store.storage import Rotation, Rotations
 from ..support import changing_rope, eval_mode, harmless_tokens
 from .dispatch import MarkedCall, PagedPass, install, mark, no_mask
 from .layout import accepted, forward, read
@@ -114,12 +114,12 @@ def _rotation_of(rows: torch.Tensor, known: list[torch.Tensor]) -> Rotation | No
 def _candidates(width: int, known: list[torch.Tensor]) -> list[Rotation]:
     """Return the rotations that fit a row of this width. The first candidate rotates nothing."""
     fitting = [values for values in known if 2 * len(values) <= width]
-    rotations = [
-        Rotation(values, is_neox, first)
+    rotations: list[Rotation] = [
+        (values, is_neox, first)
         for values, is_neox in product(fitting, (True, False))
         for first in dict.fromkeys((0, width - 2 * len(values)))
     ]
-    return [Rotation(None), *rotations]
+    return [(None, True, 0), *rotations]
 
 
 def _explains(rotation: Rotation, rows: torch.Tensor) -> bool:
@@ -239,15 +239,7 @@ def _check_scattered(model: Any, probed: Probed, length: int) -> None:
     refuse_if(not same, 'reuse="anywhere": tokens computed at scattered positions get other values than in a row')
 
 
-def compute_moved(
-    model: Any,
-    storage: ModelStorage,
-    prompt: Prompt,
-    end: int,
-    room: int,
-    cache: DynamicCache,
-    probed: Probed,
-) -> None:
+def compute_moved(model: Any, prompt: Prompt, end: int, room: int, cache: DynamicCache, probed: Probed) -> None:
     """Fill an empty cache of one row with a prompt's first `end` tokens: read the cached ones, compute the others.
 
     `room` is the number of free columns that the cache keeps after these tokens.
@@ -257,7 +249,7 @@ def compute_moved(
     for start, behind in prompt.hit.moved:
         known[start:behind] = True
     known[prompt.hit.repaired] = False
-    read(cache, storage, prompt, end, room)
+    read(cache, prompt, end, room)
     positions = (~known[:end]).nonzero()[0]
     if positions.size:
         compute_scattered(model, prompt.tokens[:end], positions, cache, probed)

@@ -89,7 +89,7 @@ class PagedCache(PagedPass, Cache):  # type: ignore[misc]  # transformers is unt
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write keys and values `[1, num_kv_heads, num_tokens, head_dim]` to their slots and return them."""
         new = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
-        slot_mapping = self.batch.on(key_states.device, self.storage.group_of[layer_idx]).slot_mapping
+        slot_mapping, *_ = self.batch.on(key_states.device, self.storage.group_of[layer_idx])
         torch.ops.pc.reshape_and_cache(*new, *self.storage.caches(layer_idx), slot_mapping)
         self._written = (key_states, value_states, layer_idx)
         return mark(key_states, self), value_states
@@ -131,12 +131,15 @@ class PagedCache(PagedPass, Cache):  # type: ignore[misc]  # transformers is unt
         return out.unsqueeze(0)
 
 
-def run(model: Any, cache: PagedCache, tokens: torch.Tensor, positions: torch.Tensor, **keep: Any) -> Any:
-    """Return the model's output for a packed pass, tokens and positions `[1, num_tokens]`.
+def run(
+    model: Any, storage: ModelStorage, batch: Pass, tokens: torch.Tensor, positions: torch.Tensor, **keep: Any
+) -> Any:
+    """Return the model's output for a packed pass over blocks, tokens and positions `[1, num_tokens]`.
 
     Raises:
         UnsupportedError: A layer did not attend through its blocks.
     """
+    cache = PagedCache(storage, batch)
     output = model(
         input_ids=tokens,
         attention_mask=no_mask(tokens.shape[1], tokens.device),
@@ -146,7 +149,7 @@ def run(model: Any, cache: PagedCache, tokens: torch.Tensor, positions: torch.Te
         return_dict=True,
         **keep,
     )
-    attended, layers = cache.layers_attended, len(cache.storage.specs)
+    attended, layers = cache.layers_attended, len(storage.specs)
     refuse_if(not attended == layers > 0, f"{attended} of its {layers} caching layers attended through the cache")
     return output
 
@@ -163,7 +166,7 @@ def compute(
     inputs = [torch.from_numpy(array).to(device)[None] for array in (np.concatenate(tokens), positions)]
     last = torch.from_numpy(np.cumsum([length for *_, length in spans], dtype=np.int64) - 1).to(device)
     keep = {"logits_to_keep": last} if keeps_logits(model) else {}
-    logits: torch.Tensor = run(model, PagedCache(storage, pack(spans, storage.block_size)), *inputs, **keep).logits[0]
+    logits: torch.Tensor = run(model, storage, pack(spans, storage.block_size), *inputs, **keep).logits[0]
     return logits if keep else logits[last.to(logits.device)]
 
 
@@ -173,7 +176,7 @@ def decode(model: Any, storage: ModelStorage, batch: DecodeBatch) -> torch.Tenso
     All inputs are in the buffers of `batch`. Raise like `run`.
     """
     batch.begin()
-    logits: torch.Tensor = run(model, PagedCache(storage, batch), *batch.inputs(model.device)).logits[0]
+    logits: torch.Tensor = run(model, storage, batch, *batch.inputs(model.device)).logits[0]
     return logits
 
 
@@ -185,14 +188,13 @@ def layer_windows(config: Any) -> dict[int, int]:
     """
     text = config.get_text_config(decoder=True)
     other = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if other:
-        raise UnsupportedError(f"it has layers of {', '.join(sorted(other))}")
+    refuse_if(other, f"it has layers of {', '.join(sorted(other))}")
     windows = {}
     for index, layer in enumerate(DynamicCache(config=config).layers):
         if type(layer) is DynamicSlidingWindowLayer:
             windows[index] = layer.sliding_window
-        elif type(layer) is not DynamicLayer:
-            raise UnsupportedError(f"layer {index} keeps a {type(layer).__name__}")
+        else:
+            refuse_if(type(layer) is not DynamicLayer, f"layer {index} keeps a {type(layer).__name__}")
     return windows
 
 

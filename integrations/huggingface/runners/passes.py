@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,17 +17,12 @@ from ....triton_ops._core.runtime import KERNELS_ON_CPU
 ALIGNMENT = 16  # bytes; Triton compiles faster kernels for tensors that begin at multiples of it
 
 
-class Metadata(NamedTuple):
-    """The tensors of a pass that operators read for one group of layers, on one device.
+Metadata = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""The tensors of a pass that operators read for one group of layers, on one device, in the order of their arguments.
 
-    `slot_mapping [num_tokens]` is int64, and -1 in it writes nothing. The others are int32: `block_tables [num_seqs,
-    max_blocks]`, `seq_lens [num_seqs]` after the pass, and `query_start_loc [num_seqs + 1]`.
-    """
-
-    slot_mapping: torch.Tensor
-    block_tables: torch.Tensor
-    seq_lens: torch.Tensor
-    query_start_loc: torch.Tensor
+First comes `slot_mapping [num_tokens]` int64, in which -1 writes nothing. The others are int32: `block_tables
+[num_seqs, max_blocks]`, `seq_lens [num_seqs]` after the pass, and `query_start_loc [num_seqs + 1]`.
+"""
 
 
 class Pass:
@@ -98,7 +92,7 @@ class PackedBatch(Pass):
         if device not in self._on_device:
             self._on_device[device] = [t.to(device, non_blocking=True) for t in self._host]
         seq_lens, query_start_loc, *groups = self._on_device[device]
-        return Metadata(groups[2 * group], groups[2 * group + 1], seq_lens, query_start_loc)
+        return groups[2 * group], groups[2 * group + 1], seq_lens, query_start_loc
 
 
 class DecodeBatch(Pass):
@@ -193,7 +187,7 @@ class DecodeBatch(Pass):
     def on(self, device: torch.device, group: int = 0) -> Metadata:
         """Return the metadata of a group on `device`, at the same addresses in every step."""
         _, _, seq_lens, starts, *of_groups = self._buffers(device)
-        return Metadata(of_groups[group], of_groups[group + len(self._slots)], seq_lens, starts)
+        return of_groups[group], of_groups[group + len(self._slots)], seq_lens, starts
 
     def inputs(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens and positions on `device`, each `[1, num_rows]` int64."""

@@ -33,13 +33,8 @@ Specs = dict[int, tuple[TensorSpec, TensorSpec]]
 """By attention layer: the keys and the values that it stores per token, each of shape `(num_heads, width)`."""
 
 
-class Rotation(NamedTuple):
-    """The rotation that makes rows of a layer depend on their position, as arguments of `pc.move_slots`."""
-
-    inv_freq: torch.Tensor | None
-    is_neox: bool = True
-    first: int = 0
-
+Rotation = tuple[torch.Tensor | None, bool, int]
+"""The rotation that makes rows of a layer depend on their position: `inv_freq, is_neox, first` of `pc.move_slots`."""
 
 Rotations = tuple[Rotation, Rotation]
 """The rotations of a layer's keys and values. Latent attention stores its rotated part as values."""
@@ -187,7 +182,7 @@ class ModelStorage:
         self.copy(allocation.copies)
         for layer in self.specs:
             (keys, values), (of_keys, of_values) = self.caches(layer), rotations[layer]
-            together = of_values.inv_freq is None
+            together = of_values[0] is None  # values are not rotated
             move_slots(keys, values if together else None, sources, targets, deltas, *of_keys)
             if not together:
                 move_slots(values, None, sources, targets, deltas, *of_values)

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from .....cache import CacheManager
+from ....seam import check_fallback
 from ....tested import say_untested
 from ...api import ContinuousBatchingConfig, check_batching, check_layers, kept_manager, look, unshared
 from ...calls import Calls, ServedStats, UnsupportedError, refuse_if, unsupported_by
 from ...enable import ReplacedMethod, check_not_replaced, generating_model
 from ...identity import Identity, set_by_forward, without_row_settings
 from ...probe import probe
-from ...settings import CacheOptions, ScopedSetting, check_fallback, check_number, check_salt
+from ...settings import CacheOptions, ScopedSetting, check_number, check_salt
 from ...support import check_model
 from ...visits import apart, check_manager
 from ..packed import layer_windows, probe_packed

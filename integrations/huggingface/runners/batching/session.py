@@ -33,7 +33,7 @@ from ...api import (
 from ...calls import Calls, UnsupportedError
 from ...settings import ScopedSetting
 from ...support import rope_keys
-from ..packed import PagedCache, pack, run
+from ..packed import pack, run
 from .blocks import ScheduledBlocks
 
 MAX_BATCH_TOKENS = 8192  # tokens of a step by default: transformers' own default
@@ -120,13 +120,13 @@ class Processor(ContinuousBatchProcessor):  # type: ignore[misc]
         if not batch["input_ids"].shape[1]:  # only forks: sampling still needs a row
             batch["input_ids"] = batch["position_ids"] = batch["input_ids"].new_zeros(1, 1)
         storage = self.cache.storage
-        paged = PagedCache(storage, pack(spans, storage.block_size))
+        packed = pack(spans, storage.block_size)
 
         def forward(input_ids: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> Any:
             for group, pairs in copies:
                 storage.copy(pairs, group)
             keep = {name: kwargs[name] for name in ("logits_to_keep",) if name in kwargs}
-            return run(model, paged, input_ids.long(), position_ids.long(), **keep)
+            return run(model, storage, packed, input_ids.long(), position_ids.long(), **keep)
 
         self.model_runner.compute_batch(model_in_step(model, forward), batch)
         self.cache.look()
