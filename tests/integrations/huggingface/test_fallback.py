@@ -61,7 +61,7 @@ BEFORE = {
     "look": (blocks.RequestBlocks, "look"),
     "computed behind": (prompts.Prompt, "computable"),
     "layout": (batch, "lay_out"),
-    "reading": (layout, "_fill"),
+    "reading": (layout, "fill"),
     "layers": (layers.GrowingLayer, "update"),
     "inputs": (call.WatchedModel, "prepare_inputs_for_generation"),
     "hidden": (call.WatchedModel, "add_hidden"),
