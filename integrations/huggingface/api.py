@@ -493,17 +493,14 @@ def guard_managers(check: Callable[[Any], None]) -> None:
     """
     manager = seam.find_or_stand_in(CLASSES["ContinuousBatchingManager"])
 
-    def checking(method: Callable[..., Any]) -> Callable[..., Any]:
-        def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-            model = getattr(self, "model", None)  # in __init__ the manager has no model yet
-            check(model if model is not None else args[0] if args else kwargs.get("model"))
-            return method(self, *args, **kwargs)
-
-        return checked
+    def checked(method: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        model = getattr(self, "model", None)  # in __init__ the manager has no model yet
+        check(model if model is not None else args[0] if args else kwargs.get("model"))
+        return method(self, *args, **kwargs)
 
     for name in ("__init__", "start", "add_request"):
         if hasattr(manager, name):
-            seam.wrap_once(manager, name, checking)
+            seam.wrap_once(manager, name, checked)
 
 
 def kept_manager(model: Any) -> Any:

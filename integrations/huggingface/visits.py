@@ -147,30 +147,24 @@ def carry() -> None:
     Python does the same for all context variables if `thread_inherit_context` is set.
     """
     guard_managers(check_manager)
-    wrap_once(threading.Thread, "start", _starting_within)
-    wrap_once(ThreadPoolExecutor, "submit", _submitting_within)
+    wrap_once(threading.Thread, "start", _start_within)
+    wrap_once(ThreadPoolExecutor, "submit", _submit_within)
 
 
-def _starting_within(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
-    """Return a method that starts a thread within the documents of the caller."""
-
-    def start_within(self: threading.Thread) -> None:
-        if visited():
-            self.run = _within(self.run)  # type: ignore[method-assign]
-        start(self)
-
-    return start_within
+def _start_within(start: Callable[[threading.Thread], None], thread: threading.Thread) -> None:
+    """Start a thread within the documents of the caller."""
+    if visited():
+        thread.run = _within(thread.run)  # type: ignore[method-assign]
+    start(thread)
 
 
-def _submitting_within(submit: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that submits a function to a thread pool, to run within the documents of the caller."""
-
-    def submit_within(self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        carried = _within(fn) if visited() else fn
-        with bound(_VISITS, ()):  # a thread that the pool starts now must not inherit them: it serves others later
-            return submit(self, carried, *args, **kwargs)
-
-    return submit_within
+def _submit_within(
+    submit: Callable[..., Any], pool: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Submit a function to a thread pool, to run within the documents of the caller."""
+    carried = _within(fn) if visited() else fn
+    with bound(_VISITS, ()):  # a thread that the pool starts now must not inherit them: it serves others later
+        return submit(pool, carried, *args, **kwargs)
 
 
 def _within(function: Callable[..., Any]) -> Callable[..., Any]:
