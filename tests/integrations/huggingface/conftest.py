@@ -35,6 +35,8 @@ NEEDS = {
     "image": api.IMAGES,
     "assisted": api.ASSISTED,
     "prompt lookup": api.ASSISTED,
+    "test_drafts_that_are_rejected": api.ASSISTED,
+    "test_the_package_as_a_command": api.ASSISTED,  # it expects that no feature is lacking
     "test_prompts_are_computed_in_the_chunks": api.CHUNKS,
     "test_latent_rows": api.SPARSE,  # only these versions cache latent rows without expanding them
 }
