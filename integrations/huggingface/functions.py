@@ -65,7 +65,7 @@ _BY_COMPILE = frozenset({"__init__", "__setstate__", "___needs_generation_tag_pa
 
 
 class Held:
-    """What some functions and objects hold, such as a steering hook's coefficient, as it was when this object was made.
+    """The values that some functions and objects held when this object was made, such as a steering hook's coefficient.
 
     Args:
         roots: The functions and objects, by name.
@@ -79,12 +79,19 @@ class Held:
         self.kept = self._read(self._roots)
 
     def _read(self, roots: list[tuple[str, Any]]) -> dict[str, list[Any]]:
-        return dict(described(roots, self._known, self._left_out, light=True)) if roots else {}
+        found: dict[str, list[Any]] = {}  # several values may have one name, such as those of the keys 1 and "1"
+        for name, lines in described(roots, self._known, self._left_out, light=True) if roots else ():
+            found.setdefault(name, []).extend(lines)
+        return found
 
     def changed(self) -> list[str]:
         """Return the names of the values that are others now."""
         now, kept = self._read(self._roots), self.kept
-        return [n for n in {**kept, **now} if n not in now or n not in kept or not all(map(_same, now[n], kept[n]))]
+        return [
+            name
+            for name in {**kept, **now}
+            if len(now.get(name, ())) != len(kept.get(name, ())) or not all(map(_same, now[name], kept[name]))
+        ]
 
 
 def _same(one: Any, other: Any) -> bool:

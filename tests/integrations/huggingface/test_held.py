@@ -77,6 +77,11 @@ class Nested(Steering):
         return self.value.inner["value"]
 
 
+class ByNumber(Steering):
+    def factor(self) -> Any:
+        return self.value[1]
+
+
 class Coder(torch.nn.Module):
     """A module that only the hook holds, as a sparse autoencoder."""
 
@@ -215,6 +220,9 @@ CHANGES: dict[str, Callable[[Any], Callable[[], Any]]] = {
     "array": _hooked(lambda: InArray(np.full(3, 1.5)), lambda hook: hook.value.fill(3.0)),
     "in an object": _hooked(
         lambda: Nested(SimpleNamespace(inner={"value": 1.5})), lambda hook: hook.value.inner.update(value=3.0)
+    ),
+    "of two keys that read alike": _hooked(
+        lambda: ByNumber({1: 1.5, "1": 9.0}), lambda hook: hook.value.update({1: 3.0})
     ),
     "tensor in place": _hooked(lambda: Steering(torch.full((64,), 1.5)), lambda hook: hook.value.mul_(2)),
     "tensor replaced": _hooked(lambda: Steering(torch.full((64,), 1.5)), _set(torch.full((64,), 3.0))),
