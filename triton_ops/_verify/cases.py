@@ -173,25 +173,38 @@ def _attention(
     if cache_dtype is not None:
         arguments["k_scale"] = draw.uniform(1 if latent else kv_heads) * 0.05 + 0.02
         arguments |= {} if latent else {"v_scale": draw.uniform(1) * 0.05 + 0.02}
-    kept = dtype if cache_dtype is None else cache_dtype
-    if kept != INT8:  # it has no NaN
-        unused = ~_used_slots(tables, arguments | {"key_cache": keys, "value_cache": values}, tree or top_k > 0)
-        keys, values = (side.masked_fill(unused[..., None], NAN) for side in (keys, values))
-    keys, values = keys.to(kept), values.to(kept)
-    if head_major:
-        keys, values = (side.transpose(1, 2).contiguous().transpose(1, 2) for side in (keys, values))
+    unused = ~_used_slots(tables, arguments | {"key_cache": keys, "value_cache": values}, tree or top_k > 0)
+    keys, values = (_as_stored(side, unused, cache_dtype or dtype, head_major) for side in (keys, values))
     if latent:
         arguments |= {"cache": keys[:, :, 0], "value_dim": value_dim}
     else:
         arguments |= {"key_cache": keys, "value_cache": values}
+    plan = {"block_size": block_size, "num_kv_heads": kv_heads} if planned else None
+    return _with_results(arguments, dtype, operator.endswith("_with_lse"), plan)
+
+
+def _with_results(
+    arguments: dict[str, Any], dtype: torch.dtype, with_lse: bool, plan: dict[str, Any] | None
+) -> CaseCall:
+    """Return a call of an attention operator with its expected results.
+
+    `plan` has the arguments of the call's plan that are not arguments of the call; None: the call gets no plan.
+    """
     exact, lse = oracle.attention(arguments, torch.float64)
     rounded = oracle.attention(arguments, dtype)[0]
-    returned = (Near(exact, rounded), Near(lse, lse.float(), 1e-3))[: 2 if operator.endswith("_with_lse") else 1]
-    if not planned:
+    returned = (Near(exact, rounded), Near(lse, lse.float(), 1e-3))[: 2 if with_lse else 1]
+    if plan is None:
         return CaseCall(arguments, returned)
     names = inspect.signature(attention_plan).parameters
-    plan = {name: value for name, value in arguments.items() if name in names}
-    return CaseCall(arguments, returned, planned=plan | {"block_size": block_size, "num_kv_heads": kv_heads})
+    return CaseCall(arguments, returned, planned={name: arguments[name] for name in names if name in arguments} | plan)
+
+
+def _as_stored(side: torch.Tensor, unused: torch.Tensor, dtype: torch.dtype, head_major: bool) -> torch.Tensor:
+    """Return keys or values in the cache's dtype and memory layout, with NaN in unused slots if the dtype has NaN."""
+    if dtype != INT8:
+        side = side.masked_fill(unused[..., None], NAN)
+    side = side.to(dtype)
+    return side.transpose(1, 2).contiguous().transpose(1, 2) if head_major else side
 
 
 def _block_tables(draw: _Draw, sizes: tuple[int, int, int], block_size: int, shared: int, holes: float) -> torch.Tensor:
