@@ -2,7 +2,7 @@
 
 A registration looks like this:
 
-    @operator(check=_check, cpu=_cpu, build=_build, mutates=("cache",))
+    @operator(check=_check, run=_run, build=_build, mutates=("cache",))
     def scatter_blocks(source: torch.Tensor, cache: torch.Tensor, block_ids: torch.Tensor) -> None: ...
 
 This registers `torch.ops.pc.scatter_blocks` and replaces the function with one that calls the operator. The body of the
