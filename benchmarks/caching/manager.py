@@ -14,20 +14,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import logging
+import multiprocessing
 import os
 import random
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from time import thread_time_ns as clock
 from typing import Any
 
 from ..harness.conditions import version
 from ..harness.experiment import Experiment, option
-from ..harness.tables import read_rows
 from ..harness.timing import by_turns, frozen
 
 BLOCK, CONCURRENT, WARM = 16, 4, 12
@@ -126,29 +122,16 @@ def measure(given: argparse.Namespace, length: int) -> dict[str, Any]:
     row = {"peer": f"vllm {version('vllm')}", "hash": given.hash, "tokens": length, "block_size": BLOCK}
     row |= {"shared": 0.75, "requests": requests, "pc_us": round(got["pc"], 1), "peer_us": round(got["peer"], 1)}
     row |= {"pc_over_peer": round(got["pc"] / got["peer"], 4)}
-    return row | {"cores": os.cpu_count(), "processes": 1}
-
-
-def in_a_process(given: argparse.Namespace, length: int) -> dict[str, Any]:
-    """Return the row of a length, measured once in a new process."""
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "rows.csv"
-        command = [sys.executable, "-m", "benchmarks", "manager", "--hash", given.hash]
-        command += ["--lengths", str(length), "--requests", str(given.requests)]
-        subprocess.run([*command, "--processes", "1", "--output", str(output)], stdout=subprocess.DEVNULL, check=True)
-        return {**read_rows(output)[0]}
+    return row | {"cores": os.cpu_count(), "processes": given.processes}
 
 
 def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a row for each length: the median of several processes, by its ratio."""
+    context = multiprocessing.get_context("spawn")
     for length in given.lengths:
-        if given.processes == 1:
-            yield measure(given, length)
-            continue
-        found = sorted(
-            (in_a_process(given, length) for _ in range(given.processes)), key=lambda row: float(row["pc_over_peer"])
-        )
-        yield found[len(found) // 2] | {"processes": given.processes}
+        with context.Pool(1, maxtasksperchild=1) as pool:  # a new process for each
+            found = pool.starmap(measure, [(given, length)] * given.processes, chunksize=1)
+        yield sorted(found, key=lambda row: float(row["pc_over_peer"]))[len(found) // 2]
 
 
 main = Experiment(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pc.cache.replay import Trace, load_trace, replay
 
-from ..harness.experiment import option
+from ..harness.experiment import Experiment, option
 from ..harness.timing import by_turns, median, over
 
 
@@ -56,6 +56,10 @@ class Engine(NamedTuple):
     bases: Mapping[str, Way]
     at_once: int = 1
     largest: Callable[[Trace, int, int], int] = lambda trace, split, longest: 1
+
+    def experiment(self, file: str, help: str | None) -> Experiment:
+        """Return the benchmark of this engine, with the docstring of its module."""
+        return Experiment(file, self.rows, OPTIONS, help=help)
 
     def rows(self, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         """Yield a row for each capacity and way.

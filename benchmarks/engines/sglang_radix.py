@@ -10,9 +10,8 @@ Examples:
 
 from __future__ import annotations
 
-import argparse
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from time import process_time
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +21,8 @@ import torch
 
 from pc.cache.replay import Trace
 
-from ..harness.experiment import Experiment
 from ..harness.timing import frozen
-from .replay import OPTIONS, Engine, Run
+from .replay import Engine, Run
 
 PAGE = 16
 
@@ -182,12 +180,5 @@ def ways(policies: Sequence[str]) -> dict[tuple[str, str], dict[str, str]]:
     return {way: {"policy": way[0], "core": way[1]} for way in found}
 
 
-ENGINE = Engine(run, ways, {"rust": ("lru", "rust"), "python": ("lru", "python")}, 4)
-
-
-def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row for SGLang's lru on each core and for each of our policies."""
-    return ENGINE.rows(given)
-
-
-main = Experiment("sglang_radix.csv", rows, OPTIONS).main
+BASES = {"rust": ("lru", "rust"), "python": ("lru", "python")}
+main = Engine(run, ways, BASES, at_once=4).experiment("sglang_radix.csv", __doc__).main

@@ -10,9 +10,8 @@ Examples:
 
 from __future__ import annotations
 
-import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from time import process_time
 from typing import Any
 
@@ -22,9 +21,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from pc.cache.replay.traces import Trace, digests_of
 
-from ..harness.experiment import Experiment
 from ..harness.timing import frozen
-from .replay import OPTIONS, Engine, Run
+from .replay import Engine, Run
 
 
 def hashes_of(ids: np.ndarray, split: int) -> list[bytes]:
@@ -85,12 +83,4 @@ def ways(policies: Sequence[str]) -> dict[str | None, dict[str, str]]:
     return {None: {"policy": "vllm"}, **{name: {"policy": name} for name in policies or ("arc", "pc_default")}}
 
 
-ENGINE = Engine(run, ways, {"vllm": None})
-
-
-def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row for vLLM's lru and for each policy, at each capacity."""
-    return ENGINE.rows(given)
-
-
-main = Experiment("vllm_tier.csv", rows, OPTIONS).main
+main = Engine(run, ways, {"vllm": None}).experiment("vllm_tier.csv", __doc__).main

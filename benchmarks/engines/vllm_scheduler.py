@@ -10,11 +10,10 @@ Examples:
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -24,9 +23,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from pc.cache.replay import Trace
 
-from ..harness.experiment import Experiment
 from ..harness.timing import frozen
-from .replay import OPTIONS, Engine, Run
+from .replay import Engine, Run
 from .vllm_replay import hashes_of
 
 BLOCK_SIZE = 16
@@ -156,12 +154,5 @@ def ways(policies: Sequence[str]) -> dict[str | None, dict[str, str]]:
     return {None: {"policy": "vllm"}, **{name: {"policy": name} for name in policies or ("lru", "hazard")}}
 
 
-ENGINE = Engine(run, ways, {"vllm": None}, 16, largest_request)
-
-
-def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row for vLLM's own queue and for each policy."""
-    return ENGINE.rows(given)
-
-
-main = Experiment("vllm_scheduler.csv", rows, OPTIONS).main
+ENGINE = Engine(run, ways, {"vllm": None}, at_once=16, largest=largest_request)
+main = ENGINE.experiment("vllm_scheduler.csv", __doc__).main

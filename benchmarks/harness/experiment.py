@@ -31,13 +31,14 @@ class Experiment:
 
     Attributes:
         file: Name of the file of rows, below the CPU's results; or a function from the parsed options to the name.
-        rows: Generator from the parsed options to rows. The module's docstring is the help.
+        rows: Generator from the parsed options to rows. Its module's docstring is the help, unless `help` is given.
         options: `option(...)` by name, as `add_argument` takes the names.
         key: Columns that identify a row. A new row replaces the old row with the same values as soon as it is measured,
             and other rows stay. Without a key, all rows replace the file when the last one is measured.
         packages: Distributions whose versions the rows name.
         conditions: Whether rows get the conditions of the measurement as further columns; those of the option
             `--device` if there is one, else of the CPU.
+        help: Text of `--help`.
     """
 
     file: str | Callable[[argparse.Namespace], str]
@@ -46,10 +47,11 @@ class Experiment:
     key: Sequence[str] = ()
     packages: Sequence[str] = ()
     conditions: bool = True
+    help: str | None = None
 
     def parse(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
         """Return the options of a command line; `--output` is the path of the rows."""
-        said = sys.modules[self.rows.__module__].__doc__
+        said = self.help or sys.modules[self.rows.__module__].__doc__
         parser = argparse.ArgumentParser(description=said, formatter_class=argparse.RawDescriptionHelpFormatter)
         for name, given in self.options.items():
             parser.add_argument(name, **given)
