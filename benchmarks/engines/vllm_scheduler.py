@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import process_time
+from types import MappingProxyType
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -42,8 +43,32 @@ CONFIG = {
 }
 
 
-def make_scheduler(policy: str | None, num_blocks: int, at_once: int) -> Any:
-    """Return vLLM's scheduler, with a policy behind its block pool or with its own queue (None)."""
+def make_scheduler(
+    policy: str | None,
+    num_blocks: int,
+    at_once: int = 16,
+    kind: Any = None,
+    settings: Mapping[str, Any] = MappingProxyType({"pc_reuse": "gap"}),
+    budget: int = 8192,
+    asynchronous: bool = False,
+    groups: Sequence[Any] = (),
+    block_size: int = BLOCK_SIZE,
+    **options: Any,
+) -> Any:
+    """Return a scheduler of vLLM.
+
+    Args:
+        policy: The policy behind its block pool; None: vLLM's own queue.
+        num_blocks: Blocks of the pool.
+        at_once: Requests that run together.
+        kind: Class of the scheduler; None: `PolicyScheduler`, or vLLM's own without a policy.
+        settings: Further settings of ours.
+        budget: Tokens of a step.
+        asynchronous: Whether the scheduler runs a step ahead.
+        groups: Groups of layers; by default one with full attention.
+        block_size: Tokens of a block.
+        options: Fields of `VllmConfig`.
+    """
     import torch
     from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -55,26 +80,28 @@ def make_scheduler(policy: str | None, num_blocks: int, at_once: int) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
         model = ModelConfig(model=folder, skip_tokenizer_init=True, max_model_len=1 << 20, dtype="float32")
-    kind = Scheduler if policy is None else PolicyScheduler
+    kind = kind or (Scheduler if policy is None else PolicyScheduler)
     config = VllmConfig(
         model_config=model,
         scheduler_config=SchedulerConfig(
             scheduler_cls=kind,
             max_num_seqs=at_once,
-            max_num_batched_tokens=8192,
+            max_num_batched_tokens=budget,
             max_model_len=1 << 20,
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
-            async_scheduling=False,
+            async_scheduling=asynchronous,
         ),
-        cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
+        cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=True),
         device_config=DeviceConfig("cpu"),
-        additional_config={} if policy is None else {"pc_policy": policy, "pc_reuse": "gap"},
+        additional_config={} if policy is None else {"pc_policy": policy, **settings},
+        **options,
     )
     config.cache_config.num_gpu_blocks = num_blocks
-    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=64, dtype=torch.float32)
-    caches = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["a"], spec)])
-    return kind(config, caches, StructuredOutputManager(config), BLOCK_SIZE, BLOCK_SIZE)
+    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    layers = [*groups] or [KVCacheGroupSpec(["a"], spec)]
+    caches = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=layers)
+    return kind(config, caches, StructuredOutputManager(config), block_size, block_size)
 
 
 def make_requests(trace: Trace, split: int, longest: int) -> list[Any]:

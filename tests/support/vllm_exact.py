@@ -5,19 +5,17 @@ So wrong KV changes tokens. A worker's knowledge comes only from `SchedulerOutpu
 
 from __future__ import annotations
 
-import json
 import random
-import tempfile
 from collections import Counter, deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 from vllm_traffic import make_request
+
+from benchmarks.engines import vllm_scheduler
 
 BLOCK, PRIME = 16, (1 << 31) - 1
 RUNNERS = pytest.mark.parametrize("runner_v2", [False, True], ids=["v1", "v2"])
@@ -26,11 +24,6 @@ ENGINES = pytest.mark.parametrize(
     [{"runner_v2": v2, "asynchronous": asynchronous} for v2 in (False, True) for asynchronous in (False, True)],
     ids=["v1-sync", "v1-async", "v2-sync", "v2-async"],
 )
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 8,
-    "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1, "vocab_size": 1024,
-    "max_position_embeddings": 4096, "torch_dtype": "float32",
-}  # fmt: skip
 
 
 def row(token: int, position: int, before: int) -> int:
@@ -54,55 +47,31 @@ def make_scheduler(
     num_blocks: int,
     policy: str = "fifo",
     reuse: str = "",
-    asynchronous: bool = False,
     runner_v2: bool = False,
-    at_once: int = 16,
-    budget: int = 160,
     more: dict[str, Any] | None = None,
     cannot_move: str = "",
     stock: bool = False,
-    groups: Any = None,
-    block_size: int = BLOCK,
     **options: Any,
 ) -> Any:
-    """Return our scheduler, or vLLM's own with `stock`, for `groups` of layers: by default one of full attention.
+    """Return our scheduler, or vLLM's own with `stock`.
 
-    `more` has further options of ours, `options` are `VllmConfig`'s, and `cannot_move` is workers' reason to move no
-    KV.
+    `more` has further settings of ours, `options` are arguments of the benchmarks' scheduler, and `cannot_move` is
+    workers' reason to move no KV.
     """
-    from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-    from vllm.v1.structured_output import StructuredOutputManager
+    from vllm.config import ModelConfig, VllmConfig
 
     from pc.integrations.vllm.eviction import AsyncPolicyScheduler, PolicyScheduler
 
-    kind = AsyncPolicyScheduler if asynchronous else PolicyScheduler
-    ours = {"pc_policy": policy} | ({"pc_reuse": reuse} if reuse else {}) | (more or {})
+    kind = AsyncPolicyScheduler if options.get("asynchronous") else PolicyScheduler
     if stock:
-        kind, ours = kind.__mro__[[each.__module__.startswith("vllm.") for each in kind.__mro__].index(True)], {}
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
-        model = ModelConfig(model=folder, skip_tokenizer_init=True, max_model_len=4096, dtype="float32")
+        kind = next(each for each in kind.__mro__ if each.__module__.startswith("vllm."))
+    settings = ({"pc_reuse": reuse} if reuse else {}) | (more or {})
     # A scheduler runs no kernel, and vLLM for CPUs refuses runner V2 where triton has no backend for them.
     has_triton = mock.patch("vllm.config.vllm.HAS_TRITON", True)
-    with has_triton, mock.patch.object(VllmConfig, "use_v2_model_runner", runner_v2):
-        config = VllmConfig(
-            model_config=model,
-            scheduler_config=SchedulerConfig(
-                scheduler_cls=kind, max_num_seqs=at_once, max_num_batched_tokens=budget, max_model_len=4096,
-                enable_chunked_prefill=True, is_encoder_decoder=False, async_scheduling=asynchronous,
-            ),
-            cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=True),
-            device_config=DeviceConfig("cpu"),
-            additional_config=ours,
-            **options,
-        )  # fmt: skip
-        config.cache_config.num_gpu_blocks = num_blocks
-        config.model_config.pc_cannot_move = cannot_move
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-        groups = groups or [KVCacheGroupSpec(["a"], spec)]
-        caches = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
-        return kind(config, caches, StructuredOutputManager(config), block_size, block_size)
+    reason = mock.patch.object(ModelConfig, "pc_cannot_move", cannot_move, create=True)
+    with has_triton, reason, mock.patch.object(VllmConfig, "use_v2_model_runner", runner_v2):
+        given = {"kind": kind, "settings": settings, "budget": 160} | options
+        return vllm_scheduler.make_scheduler(None if stock else policy, num_blocks, **given)
 
 
 class ExactEngine:
