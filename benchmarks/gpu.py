@@ -118,28 +118,17 @@ def jobs(options: Options) -> list[Job]:
     ]
 
 
-class Log:
-    """The outcome of each job, in `run.csv`."""
-
-    def __init__(self, options: Options) -> None:
-        self._path, self._kind = options.folder / "run.csv", options.kind
-
-    def outcome(self, name: str) -> str:
-        """Return the outcome of a job; empty if there is none, or for other sources."""
-        rows = [row for row in read_rows(self._path) if row["job"] == name and not has_changed(row)]
-        return rows[0]["outcome"] if rows else ""
-
-    def put(self, name: str, outcome: str, seconds: float) -> None:
-        """Write the outcome of a job."""
-        row = {"job": name, "outcome": outcome, "seconds": f"{seconds:.0f}"} | conditions(self._kind)
-        write_rows(self._path, replaced(self._path, [row], ("job",)))
+def outcome_of(name: str, options: Options) -> str:
+    """Return the outcome of a job from `run.csv`; empty if there is none, or for other sources."""
+    rows = [row for row in read_rows(options.folder / "run.csv") if row["job"] == name and not has_changed(row)]
+    return rows[0]["outcome"] if rows else ""
 
 
 def run(chosen: list[Job], options: Options, seconds: float) -> list[str]:
     """Run the jobs that are not done while there is time, and return the names of those that are left or failed."""
-    log, end, left = Log(options), time.monotonic() + seconds, []
+    log, end, left = options.folder / "run.csv", time.monotonic() + seconds, []
     for job in chosen:
-        if log.outcome(job.name) == "ok":
+        if outcome_of(job.name, options) == "ok":
             print(f"done before: {job.name}")
             continue
         remaining, start = end - time.monotonic(), time.monotonic()
@@ -151,7 +140,8 @@ def run(chosen: list[Job], options: Options, seconds: float) -> list[str]:
         while code == DEVICE_LOST and end - time.monotonic() > seconds / 20:
             code = run_job(job, end - time.monotonic())
         outcome = {0: "ok", TIMEOUT: "timeout"}.get(code, f"exit code {code}")
-        log.put(job.name, outcome, time.monotonic() - start)
+        row = {"job": job.name, "outcome": outcome, "seconds": f"{time.monotonic() - start:.0f}"}
+        write_rows(log, replaced(log, [row | conditions(options.kind)], ("job",)))
         if code:
             print(f"== {job.name}: {outcome}; going on", flush=True)
             left.append(job.name)
@@ -276,7 +266,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = [job for job in jobs(options) if job.step == given.only or job.name.startswith(given.only)]
     if given.list:
         for job in chosen:
-            print(f"{job.step:10}{job.name}: {Log(options).outcome(job.name) or 'not yet'}")
+            print(f"{job.step:10}{job.name}: {outcome_of(job.name, options) or 'not yet'}")
         return 0
     left = run(chosen, options, given.seconds)
     print(f"results in {options.folder}; `python -m benchmarks render` writes the pages")

@@ -64,10 +64,9 @@ def test_every_other_kind_of_job_runs_dry(name: str, options: gpu.Options) -> No
 
 def test_what_is_done_runs_again_once_sources_change(options: gpu.Options, monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu.run([code_job("")], options, 60) == []
-    log = gpu.Log(options)
-    assert log.outcome("one") == "ok"
+    assert gpu.outcome_of("one", options) == "ok"
     monkeypatch.setattr(gpu, "has_changed", lambda *_: True)
-    assert log.outcome("one") == ""
+    assert gpu.outcome_of("one", options) == ""
 
 
 def test_what_fails_hangs_or_has_no_time_is_left_and_stops_nothing(options: gpu.Options) -> None:
@@ -75,7 +74,7 @@ def test_what_fails_hangs_or_has_no_time_is_left_and_stops_nothing(options: gpu.
     fails = [code_job("raise SystemExit(3)", "fails"), code_job("import os; os.abort()", "crashes")]
     assert gpu.run([*fails, code_job("", "works")], options, 60) == ["fails", "crashes"]
     assert gpu.run([hangs, code_job("", "late")], options, 0.3) == ["hangs", "late"]
-    outcomes = [gpu.Log(options).outcome(name) for name in ("fails", "crashes", "works", "hangs", "late")]
+    outcomes = [gpu.outcome_of(name, options) for name in ("fails", "crashes", "works", "hangs", "late")]
     assert outcomes == ["exit code 3", "exit code -6", "ok", "timeout", ""]
 
 

@@ -19,7 +19,7 @@ EXACT = {"Quest-like pages", "best blocks", *presses.SCORES}
 
 
 @pytest.fixture(scope="module")
-def readings() -> list[Any]:
+def reading() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -27,23 +27,23 @@ def readings() -> list[Any]:
     config = LlamaConfig(vocab_size=97, num_key_value_heads=2, initializer_range=0.15, **sizes)  # scores far apart
     model = LlamaForCausalLM(config).eval()
     llama = quality.Llama(model, num_blocks=48)
+    ids = torch.randint(97, (322,)).tolist()
     with torch.inference_mode():
-        readings = quality.prose(llama, torch.randint(97, (400,)).tolist(), 256, 33, 2)
-    quality.measure(readings, None, ())
-    return readings
+        reading = quality.Reading(llama, ids[:256], [(ids[256:289], 1), (ids[289:], 1)])
+    quality.measure(reading, None)
+    return reading
 
 
-def test_full_attention_is_that_of_the_model(readings: list[Any]) -> None:
-    reading = readings[1]
-    tokens = torch.tensor([*reading.prompt.tolist(), *reading.parts[0][0]])
+def test_full_attention_is_that_of_the_model(reading: Any) -> None:
+    tokens = torch.tensor([*reading.prompt.tolist(), *reading.parts[1][0]])
     expected = reading.llama.body(tokens[None]).last_hidden_state[0, -33:-1]
-    torch.testing.assert_close(reading.expected[0], reading.llama.head(expected).log_softmax(-1), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(reading.expected[1], reading.llama.head(expected).log_softmax(-1), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", WHOLE)
-def test_what_leaves_nothing_out_loses_nothing(name: str, readings: list[Any]) -> None:
-    found = quality.measure(readings, WHOLE[name], ())
+def test_what_leaves_nothing_out_loses_nothing(name: str, reading: Any) -> None:
+    found = quality.measure(reading, WHOLE[name])
     assert found["tokens"] == "64"
     divergence = float(found["kl"])
     if name in EXACT:
@@ -55,9 +55,9 @@ def test_what_leaves_nothing_out_loses_nothing(name: str, readings: list[Any]) -
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", sorted(EXACT))
-def test_what_leaves_out_most_loses_something(name: str, readings: list[Any]) -> None:
+def test_what_leaves_out_most_loses_something(name: str, reading: Any) -> None:
     (method,) = (m for m in quality.methods([0.15]) if m.name == name)
-    assert float(quality.measure(readings, method, ())["kl"]) > 1e-4
+    assert float(quality.measure(reading, method)["kl"]) > 1e-4
 
 
 @pytest.mark.quick

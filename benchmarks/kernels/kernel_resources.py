@@ -25,12 +25,10 @@ import torch
 import triton
 from triton.runtime import driver as drivers
 
-from pc.triton_ops._attention import constants, dense
+from pc.triton_ops._attention import dense
 from pc.triton_ops._attention.arguments import AttentionArgs
 from pc.triton_ops._attention.build import build_attention
-from pc.triton_ops._attention.constants import Architecture
 from pc.triton_ops._copy.launch import launch_move_rows
-from pc.triton_ops._core.cache import forget_choices
 from pc.triton_ops._core.operator import record_of
 from pc.triton_ops._core.runtime import load_kernels
 from pc.triton_ops._flash import append
@@ -38,9 +36,9 @@ from pc.triton_ops._flash import append
 from ..harness.experiment import Experiment, option
 from ..harness.tables import RESULTS, Row, read_rows
 from . import sass
-from .launches import TARGETS, Driver, Launch, digest, on_device, patched, recorded
+from .launches import TARGETS, Driver, Launch, digest, on_device, recorded_for
 
-load_kernels()  # `recorded` finds kernels by their class
+load_kernels()  # recorded launches find kernels by their class
 
 # `pc.triton_ops.join_prefix` is the function; the module of that name has the launch of its map.
 join_prefix = importlib.import_module("pc.triton_ops.join_prefix")
@@ -69,17 +67,6 @@ COLUMNS = (
 def key(row: Row) -> tuple[str, ...]:
     """Return the columns that identify a row."""
     return tuple(row[name] for name in KEY)
-
-
-@contextlib.contextmanager
-def chosen_for(arch: Architecture) -> Iterator[list[Launch]]:
-    """Let launchers record into the yielded list, as if on `arch`, instead of launching."""
-    forget_choices()
-    try:
-        with patched(constants.architecture, lambda device: arch), recorded() as launches:
-            yield launches
-    finally:
-        forget_choices()
 
 
 def attention_case(
@@ -354,7 +341,7 @@ def _amd(compiled: Any) -> dict[str, Any]:
 def launched(cases: Iterable[str], target: str) -> list[tuple[Row, Launch]]:
     """Return a row for each kernel that the cases launch, without its measurements, and the recorded launch."""
     found = []
-    with chosen_for(TARGETS[target].architecture) as launches:
+    with recorded_for(target) as launches:
         for case in cases:
             launches.clear()
             CASES[case]()

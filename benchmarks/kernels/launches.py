@@ -24,7 +24,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.language import constexpr
 
-from pc.triton_ops._attention.constants import Architecture
+from pc.triton_ops._attention.constants import Architecture, architecture
+from pc.triton_ops._core.cache import forget_choices
 from pc.triton_ops._core.checks import reads_values
 
 from ..harness.tables import ROOT
@@ -62,17 +63,23 @@ class Launch:
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[Launch]]:
-    """Record kernels into the yielded list instead of launching them."""
+def recorded_for(target: str) -> Iterator[list[Launch]]:
+    """Record the kernels for a target into the yielded list instead of launching them."""
     launches: list[Launch] = []
+    arch = TARGETS[target].architecture
 
     def record(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
         options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
         launches.append(Launch(kernel, dict(zip(kernel.arg_names, args, strict=False)) | kwargs, options, grid))
 
     unmade = "pc.triton_ops._attention.checks.check_plan"  # a plan that no kernel made is refused on the CPU
-    with mock.patch.object(triton.JITFunction, "run", record), mock.patch(unmade):
-        yield launches
+    forget_choices()
+    try:
+        run = mock.patch.object(triton.JITFunction, "run", record)
+        with run, mock.patch(unmade), patched(architecture, lambda device: arch):
+            yield launches
+    finally:
+        forget_choices()
 
 
 def on_device(name: str, *args: Any) -> Any:

@@ -163,9 +163,6 @@ def main() -> None:
     """Print the digest of every step on each target, with the constants of each triton version, as JSON."""
     import triton
 
-    from pc.triton_ops._attention.constants import architecture
-    from pc.triton_ops._core.cache import forget_choices
-
     from . import launches
 
     torch.set_num_threads(1)
@@ -173,15 +170,13 @@ def main() -> None:
     found = []
     for target, version in itertools.product(TARGETS, VERSIONS):
         triton.__version__ = version
-        triton.runtime.driver.set_active(launches.Driver(target))
-        architecture.cache_clear()
-        forget_choices()
-        for name, step in STEPS.items():
-            with launches.recorded() as recorded:
+        with launches.recorded_for(target) as recorded:
+            for name, step in STEPS.items():
+                recorded.clear()
                 if name not in drawn:
                     drawn[name] = Batch(step)
                 elif step.kept:
                     drawn[name].behind = behind_document(drawn[name])
                 ours(drawn[name])
-            found.append(((target, version, name), launches.digest(recorded)))
+                found.append(((target, version, name), launches.digest(recorded)))
     print(json.dumps(found))

@@ -165,7 +165,7 @@ def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     tokenizer = trained_tokenizer()
     for path in given.traces:
         trace, sessions, tenth = path.name.split(".")[0], sessions_of(path), 0
-        for name in dict.fromkeys(("untouched", *given.variants)):
+        for name in VARIANTS:
             requests = requests_of(tokenizer, sessions, name)
             if not requests:
                 continue  # the trace has nothing that this changes
@@ -174,8 +174,6 @@ def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 write_hashed(given.hashed / f"agents_{trace}.jsonl", requests)
                 break
             tenth = tenth or count(requests, "prefix", whole)[3] // 10
-            if name not in given.variants:
-                continue
             longest = max(-(-(len(prompt) + len(answer)) // BLOCK) for prompt, answer in requests)
             for cache, num_blocks in (("all", max(whole, 2 * longest)), ("10%", max(tenth, 2 * longest))):
                 for way in WAYS:
@@ -191,7 +189,6 @@ main = Experiment(
     rows,
     {
         "traces": option(nargs="+", type=Path),
-        "--variants": option(list(VARIANTS), choices=list(VARIANTS)),
         "--hashed": option(type=Path, help="write TRACE.jsonl for `pc replay` into this folder instead"),
     },
     ("trace", "variant", "cache", "way"),

@@ -218,23 +218,22 @@ def methods(budgets: Sequence[float]) -> Iterator[Method]:
 
 
 @torch.inference_mode()
-def measure(readings: Sequence[Reading], method: Method | None, right: Sequence[bool]) -> dict[str, str]:
-    """Return the columns of a row over all parts of all readings; without a method, full attention is measured."""
+def measure(reading: Reading, method: Method | None, right: Sequence[bool] = ()) -> dict[str, str]:
+    """Return the columns of a row over all parts of a reading; without a method, full attention is measured."""
     loss = divergence = tokens = same = 0.0
     answers = []
-    for reading in readings:
-        reading.llama.cache[:, :, : reading.blocks] = reading.exact
-        attend = method.begin(reading) if method else full
-        for number, found in enumerate(reading.log_probabilities(attend)):
-            part, first = reading.parts[number]
-            if not method:
-                reading.expected.append(found)
-            expected = reading.expected[number]
-            equal = found.argmax(-1) == expected.argmax(-1)
-            loss -= found.gather(1, torch.tensor(part[first:])[:, None]).double().sum().item()
-            divergence += (expected.exp() * (expected - found)).double().sum().item()
-            same, tokens = same + equal.sum().item(), tokens + len(equal)
-            answers.append(bool(equal.all()))
+    reading.llama.cache[:, :, : reading.blocks] = reading.exact
+    attend = method.begin(reading) if method else full
+    for number, found in enumerate(reading.log_probabilities(attend)):
+        part, first = reading.parts[number]
+        if not method:
+            reading.expected.append(found)
+        expected = reading.expected[number]
+        equal = found.argmax(-1) == expected.argmax(-1)
+        loss -= found.gather(1, torch.tensor(part[first:])[:, None]).double().sum().item()
+        divergence += (expected.exp() * (expected - found)).double().sum().item()
+        same, tokens = same + equal.sum().item(), tokens + len(equal)
+        answers.append(bool(equal.all()))
     return {
         "tokens": f"{tokens:.0f}",
         "perplexity": f"{math.exp(loss / tokens):.4f}",
@@ -245,14 +244,7 @@ def measure(readings: Sequence[Reading], method: Method | None, right: Sequence[
     }
 
 
-def prose(llama: Llama, ids: list[int], prompt: int, scored: int, segments: int) -> list[Reading]:
-    """Return prompts from places of a text that are far apart, each with the tokens behind it."""
-    starts = [(len(ids) - prompt - scored) * i // max(1, segments - 1) for i in range(segments)]
-    parts = [ids[start : start + prompt + scored] for start in starts]
-    return [Reading(llama, part[:prompt], [(part[prompt:], 1)]) for part in parts]
-
-
-def questions(llama: Llama, tokenizer: Any) -> tuple[list[Reading], list[bool]]:
+def questions(llama: Llama, tokenizer: Any) -> tuple[Reading, list[bool]]:
     """Return the demo's text with its questions and full attention's answers, and which answers are right."""
     from pc.demo import _models, _workloads
 
@@ -271,10 +263,12 @@ def questions(llama: Llama, tokenizer: Any) -> tuple[list[Reading], list[bool]]:
         right.append(answer in tokenizer.decode(said))
         parts.append((part + said, len(part)))
     reading.parts = parts
-    return [reading], right
+    return reading, right
 
 
 TEXTS = ("alice", "constitution", "questions")
+PROMPT, SCORED = 1792, 385
+"""Tokens of prose before those that count, and tokens behind them, of which the first does not count."""
 
 
 @torch.inference_mode()
@@ -282,22 +276,20 @@ def rows(given: argparse.Namespace) -> Iterator[dict[str, str]]:
     """Yield a row for each text and method."""
     from pc.demo._models import read_document
 
-    if given.prompt % BLOCK:
-        raise SystemExit(f"--prompt: got {given.prompt}, needs a multiple of {BLOCK}")
     llama, tokenizer = Llama(trained_model(), num_blocks=512), trained_tokenizer()
     chosen = [m for m in methods(given.budgets) if any(part in f"{m.kind} {m.name}" for part in given.methods)]
     text = {"alice": alice(), "constitution": read_document()}
     for name in given.texts:
-        right: list[bool] = []
         if name == "questions":
-            readings, right = questions(llama, tokenizer)
+            reading, right = questions(llama, tokenizer)
         else:
-            readings = prose(llama, tokenizer.encode(text[name]), given.prompt, given.scored, given.segments)
+            ids = tokenizer.encode(text[name])[: PROMPT + SCORED]
+            reading, right = Reading(llama, ids[:PROMPT], [(ids[PROMPT:], 1)]), []
         for method in (None, *chosen):
             row = {"text": name, "kind": method.kind if method else "full", "method": method.name if method else "full"}
             row |= {"budget": f"{method.budget:g}" if method else "1"}
-            row |= {"prompt_tokens": str(sum(len(reading.prompt) for reading in readings))}
-            yield row | measure(readings, method, right) | {"model": NAME, "dtype": "float32"}
+            row |= {"prompt_tokens": str(len(reading.prompt))}
+            yield row | measure(reading, method, right) | {"model": NAME, "dtype": "float32"}
 
 
 main = Experiment(
@@ -307,9 +299,6 @@ main = Experiment(
         "texts": option(TEXTS, choices=TEXTS),
         "--methods": option([""], "parts of kinds or names"),
         "--budgets": option([0.05, 0.1, 0.2, 0.5]),
-        "--prompt": option(1792, "tokens of prose before those that count"),
-        "--scored": option(385, "tokens behind it, of which the first does not count"),
-        "--segments": option(1, "of each text"),
     },
     ("text", "kind", "method", "budget"),
     ("transformers",),

@@ -3,7 +3,7 @@
 SmolLM2-135M-Instruct (`pc.demo.trained_model_folder`) answers the prompts of three workloads, one after another:
 
     order: six questions over the same five documents, each time in another order.
-    agent: an agent's loop of twenty turns that keeps the latest tool results (`--kept`).
+    agent: an agent's loop of twenty turns that keeps the latest tool results.
     edit: a long text, with another edit in its middle for each of five prompts.
 
 The reference is exact prefix caching with greedy answers of eight tokens. Every other way is forced to produce these
@@ -28,7 +28,8 @@ from ..harness.experiment import Experiment, option
 from ..harness.timing import TokenClock, over
 from .load import NAME, trained_model, trained_tokenizer
 
-ANSWER, TURNS = 8, 20
+ANSWER, TURNS, KEPT = 8, 20, 3
+"""Tokens of an answer, turns of an agent, and the tool results that it keeps besides the newest."""
 
 
 class Outcome(NamedTuple):
@@ -66,7 +67,7 @@ def cut(ids: list[int], count: int, end: int) -> list[list[int]]:
     return pieces
 
 
-def order(encode: Any, text: list[int], size: int, line: int, kept: int) -> Workload:
+def order(encode: Any, text: list[int], size: int, line: int) -> Workload:
     """Return six questions over five documents in changing order."""
     from pc.demo._workloads import QUESTIONS, WORKED
 
@@ -80,24 +81,24 @@ def order(encode: Any, text: list[int], size: int, line: int, kept: int) -> Work
     return Workload(prompt, len(orders))
 
 
-def agent(encode: Any, text: list[int], size: int, line: int, kept: int) -> Workload:
-    """Return twenty turns of a loop, in which the newest tool result and the latest `kept` others stay."""
-    long = size // (kept + 1) - 40
+def agent(encode: Any, text: list[int], size: int, line: int) -> Workload:
+    """Return twenty turns of a loop, in which the newest tool result and the latest others stay."""
+    long = size // (KEPT + 1) - 40
     results = [text[i * long % (len(text) - long) :][:long] for i in range(TURNS)]
 
     def prompt(turn: int, answers: Sequence[list[int]]) -> list[int]:
         ids = encode("You look things up in a law and note in a few words what each part is about.\n")
         for number in range(turn + 1):
             ids += encode(f"\nCall {number + 1}: read(part={number + 1})\nResult:\n")
-            ids += results[number] if turn - number <= kept else encode("(dropped)")
+            ids += results[number] if turn - number <= KEPT else encode("(dropped)")
             ids += encode(f"\nNote {number + 1}: this part is about")
             ids += answers[number] if number < turn else []
         return ids
 
-    return Workload(prompt, TURNS, kept + 1)
+    return Workload(prompt, TURNS, KEPT + 1)
 
 
-def edit(encode: Any, text: list[int], size: int, line: int, kept: int) -> Workload:
+def edit(encode: Any, text: list[int], size: int, line: int) -> Workload:
     """Return prompts of a text with a different sentence in its middle each time."""
     from pc.demo._workloads import QUESTIONS, WORKED
 
@@ -184,7 +185,7 @@ def rows(given: argparse.Namespace) -> Iterator[dict[str, str]]:
     document = read_document()
     text = encode(document[document.index("Article II\n") :])
     for name in given.workloads:
-        workload = MAKERS[name](encode, text, given.size, line_end(tokenizer), given.kept)
+        workload = MAKERS[name](encode, text, given.size, line_end(tokenizer))
         exact = run(model, workload, given.size)
         first = workload.skipped
         row = {"workload": name, "size": str(given.size)}
@@ -203,7 +204,6 @@ main = Experiment(
     {
         "workloads": option(list(MAKERS), choices=list(MAKERS)),
         "--size": option(2048, "tokens of text in a prompt, about"),
-        "--kept": option(3, "results that an agent keeps besides the newest"),
         "--shares": option([0, 0.05, 0.1, 0.2, 1], "shares of moved text that are computed again", type=float),
         "--plain": option(False, "the model's own generate too, on one prompt"),
     },

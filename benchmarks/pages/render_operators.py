@@ -20,6 +20,7 @@ from .markdown import (
     table,
     with_rows,
 )
+from .tables import beside
 
 HEADS = ("case", "pc", "of the roofline", "best rival", "rival / pc")
 SIDES = "lrrlr"
@@ -156,38 +157,28 @@ def _generate(page: Path, device: str) -> str:
 
 def render_work_summary(page: Path) -> str:
     """Render the counted work in a sentence."""
-    counted = _steps_counted()
-    times = sorted(int(theirs["instructions"]) / int(ours["instructions"]) for ours, theirs in counted)
-    targets = " and ".join(dict.fromkeys(ours["architecture"] for ours, _ in counted))
-    ours, theirs = counted[0]
+    rows = [row for row in work_rows() if row["vLLM Triton.case"]]
+    times = sorted(int(row["vLLM Triton.instructions"]) / int(row["pc.instructions"]) for row in rows)
+    targets = " and ".join(dict.fromkeys(row["architecture"] for row in rows))
     return (
-        f"{times[0]:.1f} to {times[-1]:.1f} times fewer warp instructions a step than vLLM {theirs['version']}'s "
-        f"Triton kernel on the same tensors, results compared ({targets}, triton {ours['triton']}); "
-        f"[rows]({link(page, RESULTS / 'work.csv')})."
+        f"{times[0]:.1f} to {times[-1]:.1f} times fewer warp instructions a step than vLLM "
+        f"{rows[0]['vLLM Triton.version']}'s Triton kernel on the same tensors, results compared ({targets}, triton "
+        f"{rows[0]['triton']}); [rows]({link(page, RESULTS / 'work.csv')})."
     )
 
 
 def render_work_compressed(page: Path) -> str:
     """Render decodes over half of a document or prompt beside those over all of it, by the newest triton."""
-    rows = [row for row in work_rows() if row["provider"] == OURS]
-    found = {(row["architecture"], row["case"]): row for row in rows}
-    lines = []
+    found, lines = {(row["architecture"], row["case"]): row for row in work_rows()}, []
     for (arch, case), row in found.items():
         name, is_half, how = case.partition(", ")
         if is_half and how in COMPRESSED and (arch, name) in found:
             dense = found[arch, name]
-            shares = [f"{int(row[c]) / int(dense[c]):.3f}" for c in ("instructions", "loaded_bytes")]
-            counts = [f"{int(each['instructions']):,}" for each in (row, dense)]
+            shares = [f"{int(row[c]) / int(dense[c]):.3f}" for c in ("pc.instructions", "pc.loaded_bytes")]
+            counts = [f"{int(each['pc.instructions']):,}" for each in (row, dense)]
             lines.append((COMPRESSED[how], name, arch, *counts, *shares))
-    heads = (
-        "half of",
-        "step",
-        "target",
-        "warp instructions",
-        "of the whole",
-        "half / whole",
-        "bytes read, half / whole",
-    )
+    counted = ("warp instructions", "of the whole", "half / whole", "bytes read, half / whole")
+    heads = ("half of", "step", "target", *counted)
     return with_rows(table(heads, "lllrrrr", lines), page, RESULTS / "work.csv")
 
 
@@ -196,16 +187,5 @@ COMPRESSED = {"half of a document kept": "a document", "packed into half of its 
 
 
 def work_rows() -> list[Row]:
-    """Return the rows of counted work for the newest triton."""
-    return newest_triton(read_rows(RESULTS / "work.csv"))
-
-
-def _steps_counted() -> list[tuple[Row, Row]]:
-    """Return our row and vLLM's of each step and target, for the newest triton."""
-    rows = work_rows()
-    found = {(row["architecture"], row["case"], row["provider"] == OURS): row for row in rows}
-    return [
-        (row, found[arch, case, False])
-        for (arch, case, own), row in found.items()
-        if own and (arch, case, False) in found
-    ]
+    """Return a line for each step and target, with each provider's counts, by the newest triton."""
+    return beside(newest_triton(read_rows(RESULTS / "work.csv")), "case architecture", "provider")

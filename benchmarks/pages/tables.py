@@ -110,7 +110,8 @@ class Table:
             return f"Not measured yet: {source.name}."
         found, columns = rows, list(self.columns)
         if self.beside:
-            found, columns = _beside(rows, *self.beside.split(" / "), columns)
+            same, column = self.beside.split(" / ")
+            found, columns = beside(rows, same, column), _for_each(rows, column, columns)
         found = [row for row in found if not self.needs or row[self.needs]]
         cells = [[fill(cell, row).replace("|", "\\|") for _, cell in columns] for row in found]
         used = [at for at in range(len(columns)) if any(line[at] for line in cells)]
@@ -129,20 +130,22 @@ class Table:
         return "\n".join(parts) if lines else conditions
 
 
-def _beside(
-    rows: list[Row], same: str, column: str, columns: list[tuple[str, str]]
-) -> tuple[list[Row], list[tuple[str, str]]]:
-    """Return one line for all rows that have the same values in some columns, and the table's columns.
+def beside(rows: list[Row], same: str, column: str) -> list[Row]:
+    """Return one line for all rows that have the same values in the columns `same`.
 
-    A line has its first row's columns, and those of each of its rows as "value.column". A head that begins with "*"
-    becomes a column for each value; in its cells, "*" is replaced by the value.
+    A line has its first row's columns, and those of each of its rows as "value.column".
     """
     lines: dict[tuple[str, ...], Row] = {}
-    values = {row[column]: row for row in rows}
-    empty = {f"{value}.{name}": "" for value in values for name in rows[0]}
+    empty = {f"{row[column]}.{name}": "" for row in rows for name in rows[0]}
     for row in rows:
         line = lines.setdefault(tuple(row[name] for name in same.split()), row | empty)
         line |= {f"{row[column]}.{name}": value for name, value in row.items()}
+    return list(lines.values())
+
+
+def _for_each(rows: list[Row], column: str, columns: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return a table's columns. A head that begins with "*" becomes a column for each value; "*" in its cell is it."""
+    values = {row[column]: row for row in rows}
     ordered = sorted(values, key=lambda value: (isinstance(number(value), str), number(value)))
     found = []
     for head, cell in columns:
@@ -150,7 +153,7 @@ def _beside(
             found += [(fill(head[1:], values[value]), cell.replace("*", value)) for value in ordered]
         else:
             found.append((head, cell))
-    return list(lines.values()), found
+    return found
 
 
 TABLES = {name: Table.of(section) for name, section in SECTIONS.items()}
