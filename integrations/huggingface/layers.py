@@ -46,10 +46,18 @@ address, and the bits of a row must not depend on what was cached.
 """
 
 
-def aligned(empty: Callable[[int], torch.Tensor], columns: int, first: int) -> torch.Tensor:
-    """Return a buffer for `columns` columns, beginning with column number `first`. `empty(n)` allocates n columns."""
-    before = first % ALIGNED
-    whole = empty(-(-(before + columns) // ALIGNED) * ALIGNED)
+def aligned(sizes: tuple[int, ...], columns: int, first: int, like: Any) -> torch.Tensor:
+    """Return a buffer `[batch, heads, columns, width]`, beginning with column number `first`.
+
+    Args:
+        sizes: The batch, the heads and the width.
+        columns: The number of columns.
+        first: The number of the first column.
+        like: A tensor or `TensorSpec` of the buffer's dtype and device.
+    """
+    (batch, heads, width), before = sizes, first % ALIGNED
+    shape = (batch, heads, -(-(before + columns) // ALIGNED) * ALIGNED, width)
+    whole = torch.empty(shape, dtype=like.dtype, device=like.device)
     # `.data`: a view would keep the whole tensor as another holder of the memory, and `_extend` counts holders.
     return whole[:, :, before : before + columns].data
 
@@ -64,6 +72,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
     values: Any
     room = 64  # spare tokens of a new buffer, or half of its content if that is more
     first = 0  # column of the first key in the buffer; layers with a window drop columns
+    new_buffer = staticmethod(aligned)
 
     def _extend(self, name: str, new: torch.Tensor) -> torch.Tensor:
         """Append `new [batch, heads, tokens, width]` to `keys` or `values` and return all tokens.
@@ -82,11 +91,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
         if own_buffer and (torch.is_grad_enabled() or own.get(f"_{name}_saved", False)):
             own_buffer = False  # a backward pass may need the buffer as it is, even if keys need no gradients
         if not own_buffer or batch != buffer.shape[0] or end > buffer.shape[2]:
-            buffer = aligned(
-                lambda columns: new.new_empty((batch, heads, columns, width)),
-                end + max(self.room, end // 2 if length else 0),
-                self.first,
-            )
+            room = max(self.room, end // 2 if length else 0)
+            buffer = self.new_buffer((batch, heads, width), end + room, self.first, new)
             if length:
                 buffer.narrow(2, 0, length).copy_(there)
             own[f"_{name}_buffer"] = buffer

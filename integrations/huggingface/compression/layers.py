@@ -17,8 +17,9 @@ from torch.nn.functional import pad
 from ....triton_ops import attention_plan, merge_attention, paged_attention_with_lse, sparse_gap_attention_with_lse
 from ....triton_ops._attention.cpu_masked import flash_kernel
 from ....triton_ops._core.runtime import KERNELS_ON_CPU
-from ..api import Cache, DynamicLayer, DynamicSlidingWindowLayer, length_behind_crop
+from ..api import Cache, DynamicSlidingWindowLayer, length_behind_crop
 from ..calls import refuse_if
+from ..layers import GrowingLayer
 from ..runners.dispatch import MarkedCall, PagedPass, mark
 from ..runners.passes import PackedBatch, needs_plan
 from .kept import BLOCK, Content, KeptLayer, WindowLayer
@@ -48,40 +49,41 @@ class Questions(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     def step(self, layer: OwnLayer, tokens: int) -> PackedBatch:
         """Return the metadata of the current pass over the call's own tokens. The first layer of a pass makes it."""
-        batch, room = layer.buffers[0].shape[:2]
-        key = (batch, room, layer.tokens, tokens)
+        (batch, _, room, _), length = layer._keys_buffer.shape, layer.keys.shape[2]
+        key = (batch, room, length, tokens)
         if self._key != key:
             tables = np.arange(batch * room // BLOCK, dtype=np.int32).reshape(batch, -1)
-            lens, queries = (np.full(batch, count, np.int32) for count in (layer.tokens, tokens))
+            lens, queries = (np.full(batch, count, np.int32) for count in (length, tokens))
             self._key, self._step = key, PackedBatch([(np.empty(0, np.int64), tables)], lens, queries)
         return self._step
 
 
-class OwnLayer(PagedPass, DynamicLayer):  # type: ignore[misc]
-    """A layer of a call over a document. It holds the call's own tokens.
+def in_blocks(sizes: tuple[int, ...], columns: int, first: int, like: Any) -> torch.Tensor:
+    """Return a buffer as `aligned` does, with the memory layout of blocks of `BLOCK` tokens."""
+    (batch, heads, width), room = sizes, -(-columns // BLOCK) * BLOCK
+    whole = torch.empty((batch, room, heads, width), dtype=like.dtype, device=like.device)
+    return whole.transpose(1, 2).data
 
-    Buffers are `[batch, room, num_kv_heads, head_dim]` and read as blocks. `update` marks the keys that it returns, so
-    that attention is computed here, over the document and over the own tokens.
 
-    Attributes:
-        first: The column of the first own token: the length of the document.
-        keys: Keys of the own tokens, `[batch, num_kv_heads, tokens, head_dim]`; None before the first update. `values`
-            likewise.
+class OwnLayer(PagedPass, GrowingLayer):
+    """A layer of a call over a document. It holds the call's own tokens, whose first column is the document's length.
+
+    `update` marks the keys that it returns, so that attention is computed here, over the document and over the own
+    tokens.
     """
 
-    is_sliding, is_compileable = False, False
+    new_buffer = staticmethod(in_blocks)
 
     def __init__(self, questions: Questions, document: KeptLayer) -> None:
         super().__init__()
-        self.questions, self.document, self.tokens, self.first = questions, document, 0, questions.length
-        self.buffers: tuple[torch.Tensor, ...] = ()  # until the first tokens
-        self.begin: tuple[Any, int] = (None, 0)  # the object that reads cached own tokens, and this layer's index in it
+        self.questions, self.document, self.first = questions, document, questions.length
         self._laid_out: tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnLayer:
         own = copy.copy(self)
-        own.questions, own.buffers = memo[id(self.questions)], tuple(buffer.clone() for buffer in self.buffers)
-        own._show()
+        own.questions = memo[id(self.questions)]
+        if self.is_initialized:
+            own.keys, own.values = self.keys.clone(), self.values.clone()
         return own
 
     @functools.cached_property
@@ -110,67 +112,24 @@ class OwnLayer(PagedPass, DynamicLayer):  # type: ignore[misc]
             self._laid_out = count, tables, lens, starts, plan
         return self._laid_out[1:]
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing, because the first update makes the buffers."""
-
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
         """Write new keys and values, and return them with a mark on the keys that names this layer."""
-        end = self.tokens + key_states.shape[2]
-        if not self.buffers or end > self.buffers[0].shape[1]:
-            room = -(-(end + max(64, end // 2)) // BLOCK) * BLOCK
-            before, self.buffers = self.buffers, tuple(_empty(new, room) for new in (key_states, value_states))
-            for old, buffer in zip(before, self.buffers, strict=False):
-                buffer[:, : self.tokens] = old[:, : self.tokens]
-            if self.tokens and not before:
-                source, index = self.begin
-                source.read(index, *self.buffers)
-        for new, buffer in zip((key_states, value_states), self.buffers, strict=True):
-            buffer[:, self.tokens : end] = new.transpose(1, 2)
-        self.tokens, self.is_initialized = end, True
+        super().update(key_states, value_states)
         self.caches(value_states)
-        self._show()
         return mark(key_states.view_as(key_states), self), value_states
 
-    def _show(self) -> None:
-        """Set `keys` and `values` to views of the own tokens."""
-        if self.buffers:
-            self.keys, self.values = (buffer[:, : self.tokens].transpose(1, 2) for buffer in self.buffers)
-
-    def get_seq_length(self, *_: Any) -> int:
+    def get_seq_length(self) -> int:
         """Return the number of tokens of the document and of the call."""
-        return self.questions.length + self.tokens
-
-    def get_mask_sizes(self, query_length: int, *_: Any) -> tuple[int, int]:
-        """See `CacheLayerMixin`."""
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        """Return -1: there is no maximum."""
-        return -1
-
-    get_max_cache_shape = get_max_length
+        return self.first + (self.keys.shape[2] if self.is_initialized else 0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last own tokens. Raise ValueError if there are fewer."""
-        left = length_behind_crop(self.get_seq_length(), tokens_to_remove) - self.questions.length
+        own = self.get_seq_length() - self.first
+        left = length_behind_crop(self.get_seq_length(), tokens_to_remove) - self.first
         if left < 0:
-            raise ValueError(
-                f"tokens_to_remove: got {tokens_to_remove}, needs at most {self.tokens}: a document's tokens stay"
-            )
-        self.tokens = left
-        self._show()
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep these rows, in this order."""
-        self.buffers = tuple(buffer[indices.to(buffer.device)] for buffer in self.buffers)
-        self._show()
-
-    reorder_cache = batch_select_indices
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row."""
-        self.buffers = tuple(buffer.repeat_interleave(repeats, 0) for buffer in self.buffers)
-        self._show()
+            raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, needs at most {own}: a document's tokens stay")
+        if self.is_initialized:
+            self.keys, self.values = self.keys[:, :, :left], self.values[:, :, :left]
 
     def attend(self, call: MarkedCall) -> torch.Tensor:
         """See `PagedPass`."""
@@ -181,7 +140,8 @@ class OwnLayer(PagedPass, DynamicLayer):  # type: ignore[misc]
         if tokens == 1 and not softcap and sinks is None and self.rows:
             return self._decode(query, scale)
         kv_heads, step = len(document.kept), self.questions.step(self, tokens)
-        own_keys, own_values = (buffer.view(-1, BLOCK, *buffer.shape[2:]) for buffer in self.buffers)
+        sides = (side.transpose(1, 2) for side in (self._keys_buffer, self._values_buffer))
+        own_keys, own_values = (side.view(-1, BLOCK, *side.shape[2:]) for side in sides)
         rows = query.transpose(1, 2).flatten(0, 1)
         batch_of_own = (own_keys, own_values, *step.on(query.device)[1:], scale)
         bounds: dict[str, Any] = {"max_query_len": tokens, "max_seq_len": step.max_seq_len}
@@ -202,8 +162,7 @@ class OwnLayer(PagedPass, DynamicLayer):  # type: ignore[misc]
         """Decode one token on a CPU with one call of PyTorch for each head, which is faster than the operators."""
         batch, heads, _, width = query.shape
         grouped = query.reshape(batch, len(self.rows), -1, width)
-        keys, values = (buffer[:, : self.tokens].transpose(1, 2) for buffer in self.buffers)
-        own, own_lse = flash_kernel(grouped, keys, values, False, scale)
+        own, own_lse = flash_kernel(grouped, self.keys, self.values, False, scale)
         of_heads = grouped.transpose(0, 1).reshape(len(self.rows), 1, 1, -1, width)
         read = [flash_kernel(q, k, v, False, scale) for q, (k, v) in zip(of_heads, self.rows, strict=True)]
         shape = (len(read), batch, -1)
@@ -211,12 +170,6 @@ class OwnLayer(PagedPass, DynamicLayer):  # type: ignore[misc]
         lse = torch.cat([part for _, part in read]).view(shape).transpose(0, 1)
         weight = torch.sigmoid(own_lse - lse)[..., None].to(out.dtype)
         return torch.lerp(out, own, weight).reshape(batch, 1, heads, width)
-
-
-def _empty(new: torch.Tensor, room: int) -> torch.Tensor:
-    """Return a buffer with `room` tokens for keys or values like `new`."""
-    batch, heads, _, width = new.shape
-    return new.new_empty(batch, room, heads, width)
 
 
 def _window(kept: WindowLayer, length: int, rows: int) -> Any:

@@ -155,22 +155,25 @@ class QuestionBatch(Batch):
         self.cache, self.start = Questions(self._content, self.size), len(self._content.tokens) + cached
         for prompt in self.prompts:
             prompt.hit = PromptHit(cached, prompt.hit.later)
-        for index, layer in enumerate(self.cache.layers) if cached else ():
-            layer.tokens, layer.begin = cached, (self, index)
+        if cached:
+            self._read(cached)
 
     def inputs(self) -> dict[str, Any]:
         """Return the arguments with which the loop begins."""
         inputs, places = {self.loop.cache_name: self.cache}, self.loop.model_kwargs.get("position_ids")
         return inputs if places is None else inputs | {"position_ids": _turned(places, self._content)}
 
-    def read(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Fill the cached tokens of a layer's buffers, `[batch, room, num_kv_heads, head_dim]`."""
+    def _read(self, cached: int) -> None:
+        """Fill the layers with the first `cached` tokens of each question."""
         ((_, part),) = self.store.storage.kv
-        for prompt in self.prompts:
-            cached = prompt.hit.cached
-            blocks = block_index(prompt.blocks.read_from(0, 0, cached))
-            for row in prompt.rows:
-                part.read(index, blocks, *(side[row, :cached].transpose(0, 1) for side in (keys, values)))
+        for index, layer in enumerate(self.cache.layers):
+            columns = self.length - layer.first + self.room
+            sides = [layer.new_buffer((self.size, *spec.shape), columns, 0, spec) for spec in part.specs[index]]
+            for prompt in self.prompts:
+                blocks = block_index(prompt.blocks.read_from(0, 0, cached))
+                for row in prompt.rows:
+                    part.read(index, blocks, *(side[row, :, :cached] for side in sides))
+            layer.adopt(*sides, layer.first + cached, layer.first)
 
 
 class QuestionRows(RowByRow):

@@ -101,13 +101,8 @@ def _buffers(
     specs: tuple[TensorSpec, TensorSpec], rows: int, columns: int, first: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return buffers for keys and values with `columns` columns, beginning with column number `first`."""
-
-    def buffer(spec: TensorSpec) -> torch.Tensor:
-        heads, width = spec.shape
-        options: dict[str, Any] = {"dtype": spec.dtype, "device": spec.device}
-        return aligned(lambda number: torch.empty(rows, heads, number, width, **options), columns, first)
-
-    return buffer(specs[0]), buffer(specs[1])
+    keys, values = (aligned((rows, *spec.shape), columns, first, spec) for spec in specs)
+    return keys, values
 
 
 def fill(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int, first: int = 0) -> None:
