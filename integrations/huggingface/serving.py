@@ -29,7 +29,7 @@ from .kernels import WrongKernelError, require_kernels
 from .loop import Loop, ask_for_cache, check_arguments, check_loop, check_mode, take_stop_strings
 from .runners.document import check_arguments_over_document
 from .runners.graphs import DecodeSteps, GraphReport
-from .settings import CacheOptions, ScopedSetting, check_returns, check_salt
+from .settings import CacheOptions, check_returns, check_salt, value_of, within
 from .store.kept import PromptStore
 from .store.tiers import load, save
 from .support import check_model, rope_keys
@@ -60,15 +60,14 @@ class PrefixCaching:
         self._lock = threading.RLock()
         self._calls = Calls(options.fallback)
         self.options = options
-        self.salt_setting = ScopedSetting(check_salt)
-        self.hint_setting = ScopedSetting(check_returns)
+        self.salt_setting, self.hint_setting = object(), object()
         self._steps = DecodeSteps(cuda_graphs is not False, self._warn_of_graphs)
         self._engine: Engine | None = None
         self._disabled = False
         self.documents = Documents(self)
         self.framework: Framework = look()
         """The version of transformers when the handle was made, and the features that it cannot serve."""
-        self._running = ScopedSetting(lambda value: None)  # whether this thread is inside a call of the model
+        self._running = object()  # the setting that is True while this thread is inside a call of the model
         self._changed: str | None = None  # what had changed when the cache was last emptied
         self._served_before = self._short_lives = 0
         self.unsupported: str | None = None
@@ -262,7 +261,8 @@ class PrefixCaching:
             other 0
             one 32
         """
-        return self.salt_setting.within(salt)
+        check_salt(salt)
+        return within(self.salt_setting, salt)
 
     def hint(self, returns: float | None) -> AbstractContextManager[None]:
         """Return a context that tells the eviction policy how likely this thread's conversations are to resume.
@@ -281,7 +281,8 @@ class PrefixCaching:
             >>> tokens.shape
             torch.Size([1, 44])
         """
-        return self.hint_setting.within(returns)
+        check_returns(returns)
+        return within(self.hint_setting, returns)
 
     def disable(self) -> None:
         """Restore the model's own `generate` and free the blocks. A second call does nothing.
@@ -404,7 +405,7 @@ class PrefixCaching:
                 raise
             failure = _without_frames(error)
         if failure is None:  # caching was disabled
-            with self._running.within(True):
+            with within(self._running, True):
                 return original(model, *args, **kwargs)
         restore()
         return self._fall_back(failure, functools.partial(original, model, *args, **kwargs))
@@ -439,7 +440,7 @@ class PrefixCaching:
         is_reason = isinstance(failure, UnsupportedError)
         if is_reason:
             self._calls.fall_back(failure)
-        with self._running.within(True):
+        with within(self._running, True):
             result = generate()
         if not is_reason:
             self._calls.fall_back(failure)
@@ -517,7 +518,7 @@ class PrefixCaching:
             before = self._identity
             if before.changed(model):
                 refuse_if(
-                    self._running.current,
+                    value_of(self._running),
                     "it runs inside a call of the same model, which has temporarily changed the model",
                 )
                 lived = self._calls.served - self._served_before
@@ -563,7 +564,7 @@ class PrefixCaching:
             failure = _without_frames(error)
         else:
             if bypasses:
-                with self._running.within(True):
+                with within(self._running, True):
                     result = loop.run()
                 reports = [RequestReport.of(loop.input_ids.shape[1], ()) for _ in loop.input_ids]
             self.last_requests = reports
@@ -584,7 +585,7 @@ class PrefixCaching:
             adapters = self._identity.adapter_keys()
         loop.unchanged = lambda: loop.hooks_unchanged() and unchanged()
         loop.adapters = self._row_adapters(loop)
-        loop.salt, loop.returns = self.salt_setting.current, self.hint_setting.current
+        loop.salt, loop.returns = value_of(self.salt_setting), value_of(self.hint_setting)
         lengths = [loop.input_ids.shape[1]] if loop.mask is None else loop.mask.sum(-1).tolist()
         keys = rope_keys(loop.model.config, lengths, loop.generation_config.max_length, engine.in_pieces(loop))
         if loop.model_kwargs.get("token_type_ids") is not None:  # equal tokens may have other KV
@@ -599,7 +600,7 @@ class PrefixCaching:
         def refuse() -> None:
             refuse_if(not loop.answered, REASON)
 
-        with self._running.within(True), watched_hooks(refuse) as loop.hooks_unchanged:
+        with within(self._running, True), watched_hooks(refuse) as loop.hooks_unchanged:
             yield
 
     def _row_adapters(self, loop: Loop) -> list[str] | None:

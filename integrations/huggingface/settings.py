@@ -84,32 +84,29 @@ def inherited_settings() -> Callable[[], AbstractContextManager[None]]:
     return functools.partial(bound, _VALUES, _VALUES.get())
 
 
-class ScopedSetting:
-    """A value that is seen by calls within a `with` block, in the same thread or asyncio task."""
+def value_of(setting: object) -> Any:
+    """Return the value of a setting for calls of this thread or asyncio task; None if it has none."""
+    return _VALUES.get().get(setting)
 
-    def __init__(self, check: Callable[[Any], None]) -> None:
-        self._check = check  # raises if a value is invalid
 
-    @property
-    def current(self) -> Any:
-        """The current value; None if none is set."""
-        return _VALUES.get().get(self)
+@contextmanager
+def within(setting: object, value: Any) -> Iterator[None]:
+    """Give a setting a value within a block, then the value before. Any object may stand for a setting.
 
-    @contextmanager
-    def within(self, value: Any) -> Iterator[None]:
-        """Set the value within a block, then restore the value before."""
-        self._check(value)
-        before = self.current
-        self._set(value)
-        try:
-            yield
-        finally:
-            self._set(before)
+    Calls of the same thread or asyncio task see the value.
+    """
+    before = value_of(setting)
+    _set(setting, value)
+    try:
+        yield
+    finally:
+        _set(setting, before)
 
-    def _set(self, value: Any) -> None:
-        """Set or, with None, remove the value for the current thread or task."""
-        others = {setting: other for setting, other in _VALUES.get().items() if setting is not self}
-        _VALUES.set(others if value is None else others | {self: value})
+
+def _set(setting: object, value: Any) -> None:
+    """Set or, with None, remove a setting's value for the current thread or task."""
+    others = {other: held for other, held in _VALUES.get().items() if other is not setting}
+    _VALUES.set(others if value is None else others | {setting: value})
 
 
 def check_salt(salt: Any) -> None:

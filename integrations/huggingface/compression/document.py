@@ -22,7 +22,7 @@ from ..hooks import REASON, watched_hooks
 from ..loop import Loop
 from ..runners.dispatch import install
 from ..runners.document import check_loop_over_document
-from ..settings import memory_budget
+from ..settings import memory_budget, value_of
 from ..store.tiers import replaced
 from ..support import evict
 from ..visits import Visit, apart, enter, leave, open_visits, visited
@@ -296,7 +296,7 @@ class Documents:
 
     def check_salt(self, name: str, content: Content) -> None:
         """Raise ValueError if a document's salt is not the current one. A document without a salt is open to all."""
-        if content.salt and content.salt != digest_of(content.key, self._handle.salt_setting.current):
+        if content.salt and content.salt != digest_of(content.key, value_of(self._handle.salt_setting)):
             raise ValueError(
                 f"{name}: got a document of another salt; use it within `with handle.salt(...)` with that salt"
             )
@@ -331,7 +331,7 @@ class Documents:
             raise ValueError(f"budget: got {budget}, needs more than 0 and at most 1")
         model, identity = self.current()
         press_text = press_key(press, float(budget))
-        salt, adapters = self._handle.salt_setting.current, identity[1:]
+        salt, adapters = value_of(self._handle.salt_setting), identity[1:]
         text = repr((press_text or os.urandom(16), adapters, salt))
         key = hashlib.sha256(tokens.numpy().tobytes() + text.encode()).digest()
         content = self._find(key, model)

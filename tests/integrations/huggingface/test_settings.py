@@ -13,7 +13,7 @@ from threads import in_threads
 from pc.cache import EvictionPolicy
 from pc.cache.policies import POLICIES
 from pc.integrations.huggingface import enable_prefix_caching
-from pc.integrations.huggingface.settings import ScopedSetting, check_returns, check_salt
+from pc.integrations.huggingface.settings import value_of, within
 
 
 def test_policy_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,15 +89,15 @@ def test_threads_begin_without_a_salt_and_asyncio_keeps_it() -> None:
 
 
 def test_settings_end_in_any_order() -> None:
-    salt, hint = ScopedSetting(check_salt), ScopedSetting(check_returns)
-    outer, within = salt.within("a"), hint.within(0.5)
+    salt, hint = object(), object()
+    outer, inner = within(salt, "a"), within(hint, 0.5)
     outer.__enter__()
-    within.__enter__()
+    inner.__enter__()
     outer.__exit__(None, None, None)
-    assert (salt.current, hint.current) == (None, 0.5)
-    within.__exit__(None, None, None)
-    assert hint.current is None
-    with salt.within("a"):
-        with pytest.raises(ZeroDivisionError), salt.within("b"):
+    assert (value_of(salt), value_of(hint)) == (None, 0.5)
+    inner.__exit__(None, None, None)
+    assert value_of(hint) is None
+    with within(salt, "a"):
+        with pytest.raises(ZeroDivisionError), within(salt, "b"):
             raise ZeroDivisionError
-        assert salt.current == "a"
+        assert value_of(salt) == "a"

@@ -18,7 +18,7 @@ from ...calls import Calls, ServedStats, UnsupportedError, refuse_if, unsupporte
 from ...enable import ReplacedMethod, check_not_replaced, generating_model
 from ...identity import Identity, set_by_forward, without_row_settings
 from ...probe import probe
-from ...settings import CacheOptions, ScopedSetting, check_number, check_salt
+from ...settings import CacheOptions, check_number, check_salt, within
 from ...support import check_model
 from ...visits import apart, check_manager
 from ..packed import layer_windows, probe_packed
@@ -116,7 +116,7 @@ class ContinuousBatching:
         self._model: weakref.ref[Any] = weakref.ref(model)
         self._num_blocks, self._policy = num_blocks, policy
         self._lock = threading.RLock()
-        self.salt_setting = ScopedSetting(check_salt)
+        self.salt_setting = object()
         self._epoch = 0
         self._disabled = False
         self._shared: Any = None
@@ -188,7 +188,8 @@ class ContinuousBatching:
         Raises:
             TypeError: `salt` is None or of another type.
         """
-        return self.salt_setting.within(salt)
+        check_salt(salt)
+        return within(self.salt_setting, salt)
 
     def reset(self) -> None:
         """Let later requests share nothing with earlier ones, whose blocks are evicted when room is needed."""

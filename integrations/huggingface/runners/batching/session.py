@@ -31,7 +31,7 @@ from ...api import (
     without_masks,
 )
 from ...calls import Calls, UnsupportedError
-from ...settings import ScopedSetting
+from ...settings import value_of
 from ...support import rope_keys
 from ..packed import pack, run
 from .blocks import ScheduledBlocks
@@ -70,17 +70,17 @@ class RequestQueue(queue.Queue):  # type: ignore[type-arg]
     def __init__(
         self,
         maxsize: int,
-        salt: ScopedSetting,
+        salt_setting: object,
         check: Callable[[Any], str | None],
         fail: Callable[[Any, Exception], None],
     ) -> None:
         super().__init__(maxsize)
         # `check` returns why a request cannot be served, or None; `fail` ends such a request.
-        self._salt, self._check, self._fail = salt, check, fail
+        self._salt_setting, self._check, self._fail = salt_setting, check, fail
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         """Give a request the salt of its thread and queue it."""
-        item.__class__, item.salt = SaltedState, self._salt.current
+        item.__class__, item.salt = SaltedState, value_of(self._salt_setting)
         super().put(item, block, timeout)
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
