@@ -400,11 +400,9 @@ def __getattr__(name):  # type: ignore[no-untyped-def]  # untyped, so that mypy 
     """Return the class or function of `PATHS` with this name, or an empty class if the installed vLLM lacks it."""
     if name == "logger":
         return make_logger()
-    if name not in PATHS and name not in BY_PLATFORM and name != "HookedScheduler":
+    if name not in PATHS and name not in BY_PLATFORM:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        if name == "HookedScheduler":
-            return _hooked_scheduler()
         found = seam.find(PATHS[name] if name in PATHS else BY_PLATFORM[name][0 if is_cpu() else 1])
     except Exception:
         return seam.stand_in(name)
@@ -641,47 +639,32 @@ token_ids: Callable[[Any], list[int]] = attrgetter("_all_token_ids")
 """Return a request's tokens so far as vLLM's own list, which must not be changed."""
 
 
-@functools.cache
-def _hooked_scheduler() -> Any:
-    """Return a scheduler class that calls plain methods where vLLM's scheduler calls private ones."""
-    base: Any = seam.find(PATHS["Scheduler"])
+def with_hooks(kind: Any) -> Any:
+    """Let a class derived from vLLM's scheduler have methods that are called at certain times, and return the class.
 
-    class HookedScheduler(base):
-        """vLLM's scheduler with methods that it calls at certain times. A subclass overrides some of them."""
+    - `before_end(request)`: a request has ended, and vLLM has not freed what it holds.
+    - `before_release(request)`: a request is preempted or has ended, and vLLM has not freed its blocks.
+    - `before_preemption(request)`: vLLM is about to preempt a request.
+    - `clip_chunk(allowed, request, num_computed_tokens, num_new_tokens)`: returns how many of the `allowed` tokens a
+      request may compute in a step. It is called if the attribute `clips` is set.
+    """
 
-        clips = False
-        """Whether `clip_chunk` is called."""
+    def call_before(name: str, hook: str) -> None:
+        def method(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+            getattr(self, hook)(request)
+            return getattr(super(kind, self), name)(request, *args, **kwargs)
 
-        def before_end(self, request: Any) -> None:
-            """Handle a request that has ended, before vLLM frees what it holds."""
+        setattr(kind, name, method)
 
-        def before_release(self, request: Any) -> None:
-            """Handle a request that is preempted or has ended, before vLLM frees its blocks."""
+    def reserve(self: Any, *args: Any, **kwargs: Any) -> Any:
+        allowed = super(kind, self)._reserve_prefill_lookahead(*args, **kwargs)
+        return self.clip_chunk(allowed, *args, **kwargs) if self.clips else allowed
 
-        def before_preemption(self, request: Any) -> None:
-            """Handle a request that vLLM is about to preempt."""
-
-        def clip_chunk(self, allowed: int, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-            """Return how many of the `allowed` tokens a request may compute in this step."""
-            return allowed
-
-        def _free_blocks(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-            self.before_end(request)
-            return super()._free_blocks(request, *args, **kwargs)
-
-        def _free_request_blocks(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-            self.before_release(request)
-            return super()._free_request_blocks(request, *args, **kwargs)
-
-        def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-            self.before_preemption(request)
-            return super()._preempt_request(request, *args, **kwargs)
-
-        def _reserve_prefill_lookahead(self, *args: Any, **kwargs: Any) -> Any:
-            allowed = super()._reserve_prefill_lookahead(*args, **kwargs)
-            return self.clip_chunk(allowed, *args, **kwargs) if self.clips else allowed
-
-    return HookedScheduler
+    call_before("_free_blocks", "before_end")
+    call_before("_free_request_blocks", "before_release")
+    call_before("_preempt_request", "before_preemption")
+    kind._reserve_prefill_lookahead = reserve
+    return kind
 
 
 def become_stock(scheduler: Any) -> None:

@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,27 +42,30 @@ FOLDER = "_PC_VLLM_COUNTS"
 """The environment variable that names the folder of one API process. Processes that a server starts inherit it."""
 
 
-class PolicyCounts:
-    """The counters of one scheduler, written to files that the server's process reads."""
+def policy_counts(vllm_config: Any) -> Callable[[Mapping[str, int]], None]:
+    """Return a function that publishes the counts of one scheduler, by name, in files that the server's process reads.
 
-    def __init__(self, vllm_config: Any) -> None:
-        model, parallel = vllm_config.model_config, vllm_config.parallel_config
-        name = getattr(model, "served_model_name", None) or getattr(model, "model", "")
-        name = name[0] if isinstance(name, list) else name
-        labels = [str(name), str(getattr(parallel, "data_parallel_index", 0))]
-        folder = (os.environ.get(SHARED_FOLDER) or os.environ.get(FOLDER)) if available("eviction.metrics") else None
-        kinds = (("counter", COUNTERS, "_total"), ("gauge_mostrecent", GAUGES, ""))
-        self._files = [_new_file(Path(folder), labels, *kind) for kind in kinds] if folder else []
-        self._written: Mapping[str, int] = {}
+    It is called with the counts since the start of the scheduler.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    name = getattr(model, "served_model_name", None) or getattr(model, "model", "")
+    name = name[0] if isinstance(name, list) else name
+    labels = [str(name), str(getattr(parallel, "data_parallel_index", 0))]
+    folder = (os.environ.get(SHARED_FOLDER) or os.environ.get(FOLDER)) if available("eviction.metrics") else None
+    kinds = (("counter", COUNTERS, "_total"), ("gauge_mostrecent", GAUGES, ""))
+    files = [_new_file(Path(folder), labels, *kind) for kind in kinds] if folder else []
+    written: Mapping[str, int] = {}
 
-    def set(self, counts: Mapping[str, int]) -> None:
-        """Publish the counts since the start of the scheduler, by name."""
-        if counts == self._written:
+    def publish(counts: Mapping[str, int]) -> None:
+        nonlocal written
+        if counts == written:
             return
-        now, self._written = time.time(), dict(counts)
-        for values, keys in self._files:
+        now, written = time.time(), dict(counts)
+        for values, keys in files:
             for name, key in keys.items():
                 values.write_value(key, counts.get(name, 0), now)
+
+    return publish
 
 
 def _new_file(folder: Path, labels: list[str], kind: str, known: Mapping[str, str], ending: str) -> Any:

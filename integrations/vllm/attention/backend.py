@@ -177,7 +177,7 @@ class PagedAttention(AttentionImpl):
         else:
             output[:count] = paged_attention(*tensors, self.scale, **options)
         if self.compressor is not None and self.compressor.by_head is not None:
-            self.compressor.by_head.attend(layer, query, kv_cache, step, output)
+            self.compressor.by_head(layer, query, kv_cache, step, output)
         return output
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,8 +46,8 @@ class Compressor:
         self._spans: list[tuple[str, int, int]] = []
         self._holes: list[tuple[int, int]] = []
         self._unseen: set[str] = set()
-        self.by_head: HeadRows | None = None
-        """The requests of the running step whose KV heads have their own block tables."""
+        self.by_head: Callable[..., None] | None = None
+        """The attention of the requests of the running step whose KV heads have their own block tables."""
 
     def begin_step(self, output: Any) -> None:
         """Pack the prompts that a step names, before the runner zeroes or copies blocks that packing frees."""
@@ -84,7 +85,7 @@ class Compressor:
         counts = [output.num_scheduled_tokens[name] for name in names] if self.tables else []
         rows = [row for row, name in enumerate(names) if name in self.tables] if self.tables else []
         tables = [self.tables[names[row]] for row in rows]
-        self.by_head = HeadRows.of(rows, counts, tables) if rows else None
+        self.by_head = attention_by_head(rows, counts, tables) if rows else None
 
     def close_holes(
         self, tables: torch.Tensor, seq_lens: torch.Tensor, longest: int
@@ -119,37 +120,25 @@ class Compressor:
                 self.saved.setdefault(name, {}).setdefault(layer, []).append(query[begin:end].clone())
 
 
-@dataclass
-class HeadRows:
-    """The requests of a step whose KV heads have their own block tables.
+def attention_by_head(rows: list[int], counts: list[int], tables: list[dict[str, torch.Tensor]]) -> Callable[..., None]:
+    """Return a function that computes attention again for requests whose KV heads have their own block tables.
 
-    Attributes:
+    Its arguments are a layer, the queries and the cache of the layer, the metadata of the step, and the output, whose
+    rows of these requests it replaces. Each head attends to its own pages.
+
+    Args:
         rows: The rows of the requests in the batch.
-        tokens: The rows of their queries in the query tensor.
-        starts: The start of each request's queries among `tokens`, `[requests + 1]`.
-        longest: The most queries of one request.
-        tables: For each request, the pages of its heads by layer.
+        counts: The number of queries of each request of the batch.
+        tables: For each of `rows`, the pages of its heads by layer.
     """
+    device = next(iter(tables[0].values())).device
+    ends = list(itertools.accumulate(counts))
+    tokens = torch.tensor([n for row in rows for n in range(ends[row] - counts[row], ends[row])], device=device)
+    lens = [counts[row] for row in rows]
+    starts = torch.tensor(list(itertools.accumulate(lens, initial=0)), dtype=torch.int32, device=device)
+    places = torch.tensor(rows, device=device)
 
-    rows: torch.Tensor
-    tokens: torch.Tensor
-    starts: torch.Tensor
-    longest: int
-    tables: list[dict[str, torch.Tensor]]
-
-    @classmethod
-    def of(cls, rows: list[int], counts: list[int], tables: list[dict[str, torch.Tensor]]) -> HeadRows:
-        """Return the requests in `rows` of a batch whose requests have `counts` queries each."""
-        device = next(iter(tables[0].values())).device
-        ends = list(itertools.accumulate(counts))
-        tokens = [token for row in rows for token in range(ends[row] - counts[row], ends[row])]
-        starts = list(itertools.accumulate((counts[row] for row in rows), initial=0))
-        at, of_query = torch.tensor(rows, device=device), torch.tensor(tokens, device=device)
-        first = torch.tensor(starts, dtype=torch.int32, device=device)
-        return cls(at, of_query, first, max(counts[row] for row in rows), tables)
-
-    def attend(self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, step: Any, output: torch.Tensor) -> None:
-        """Compute attention again for these requests, each head over its own pages, into their rows of `output`."""
+    def attend(layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, step: Any, output: torch.Tensor) -> None:
         impl, (_, heads, size, width) = layer.impl, kv_cache.shape
         unit, block, head = page_strides(kv_cache)
         num_pages = (kv_cache.shape[0] - 1) * block + (heads - 1) * head + 1
@@ -159,18 +148,20 @@ class HeadRows:
         if impl.kv_cache_dtype.startswith("fp8"):
             pages = pages.view(torch.float8_e4m3fn)
         keys, values = pages.split(width // 2, dim=-1)
-        blocks = step.block_tables[self.rows][:, None]
+        blocks = step.block_tables[places][:, None]
         table = blocks * block + torch.arange(heads, device=blocks.device)[:, None] * head
         table = table.masked_fill(blocks < 0, -1).int()
-        for row, own in enumerate(self.tables):
+        for row, own in enumerate(tables):
             of_heads = own[layer.layer_name]
             table[row, :, : of_heads.shape[1]] = of_heads
-        sequences = (table, step.seq_lens[self.rows], self.starts, None)
-        options = {"softcap": impl.softcap, "sinks": impl.sinks, "max_query_len": self.longest, **impl.scales(layer)}
+        sequences = (table, step.seq_lens[places], starts, None)
+        options = {"softcap": impl.softcap, "sinks": impl.sinks, "max_query_len": max(lens), **impl.scales(layer)}
         options |= {"max_seq_len": step.max_seq_len, "batch_invariant": step.batch_invariant}
-        output[self.tokens] = sparse_gap_attention(
-            query[self.tokens], keys, values, *sequences, impl.scale, **options
-        ).to(output.dtype)
+        output[tokens] = sparse_gap_attention(query[tokens], keys, values, *sequences, impl.scale, **options).to(
+            output.dtype
+        )
+
+    return attend
 
 
 def page_strides(kv_cache: torch.Tensor) -> tuple[int, int, int]:

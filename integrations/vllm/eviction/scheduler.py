@@ -8,12 +8,21 @@ from __future__ import annotations
 from typing import Any
 
 from ...hints import Hint, extra_args, read_or_warn
-from ..api import AsyncScheduler, BlockPool, HookedScheduler, available, become_stock, log_off, logger
+from ..api import (
+    AsyncScheduler,
+    BlockPool,
+    Scheduler,
+    available,
+    become_stock,
+    log_off,
+    logger,
+    with_hooks,
+)
 from ..compression.options import ASKED as COMPRESS
 from ..compression.options import read_options
 from ..compression.scheduler import Compression, why_no_compression
 from ..features import REUSE, announce, asked_of_scheduler, chosen_policy
-from ..metrics import COUNTERS, PolicyCounts
+from ..metrics import COUNTERS, policy_counts
 from ..reasons import can_serve
 from .chunks import make_chunks
 from .explaining import ASKED, Misses, why_not_explained
@@ -26,7 +35,8 @@ PEEKING = ("SimpleCPUOffloadConnector",)
 """Connectors of vLLM that walk through the queue of free blocks ahead of time."""
 
 
-class PolicyScheduler(HookedScheduler):
+@with_hooks
+class PolicyScheduler(Scheduler):
     """vLLM's scheduler with a policy of `pc.cache` (`scheduler_cls`, with `async_scheduling=False`).
 
     If the installed vLLM lacks what the policy needs, the scheduler becomes vLLM's own and logs why. Reuse after gaps,
@@ -55,7 +65,7 @@ class PolicyScheduler(HookedScheduler):
         self._hinted: dict[str, list[int]] = {}
         self.counts = dict.fromkeys(COUNTERS, 0)
         """Counts since the start, by the names that `..metrics` describes."""
-        self._exported = PolicyCounts(vllm_config)
+        self._export = policy_counts(vllm_config)
         self._reuse = asked_of_scheduler(vllm_config, "pc_reuse")
         self._reuse_asked: dict[str, str] = {}
         self.chunks = make_chunks(self, asked_of_scheduler(vllm_config, "pc_chunk"))
@@ -208,7 +218,7 @@ class PolicyScheduler(HookedScheduler):
         if stats is not None:
             queue = self.block_pool.free_block_queue
             of_queue = {"evicted_blocks": queue.num_evicted, "returned_blocks": queue.num_returned}
-            self._exported.set(self.counts | of_queue | {"kept_blocks": queue.num_kept})
+            self._export(self.counts | of_queue | {"kept_blocks": queue.num_kept})
         return stats
 
     def before_preemption(self, request: Any) -> None:

@@ -46,22 +46,22 @@ def values(registry, labels=LABELS):
 
 
 def test_counts_are_served_with_the_labels_of_vllms_own(served):
-    counts, zero = metrics.PolicyCounts(configuration()), dict.fromkeys((*metrics.COUNTERS, *metrics.GAUGES), 0)
+    counts, zero = metrics.policy_counts(configuration()), dict.fromkeys((*metrics.COUNTERS, *metrics.GAUGES), 0)
     assert values(served) == zero
     for kept in (5, 0):
-        counts.set({"evicted_blocks": 7 - kept, "hints": 1, "kept_blocks": kept})
+        counts({"evicted_blocks": 7 - kept, "hints": 1, "kept_blocks": kept})
         assert values(served) == zero | {"evicted_blocks": 7 - kept, "hints": 1, "kept_blocks": kept}
-    other = metrics.PolicyCounts(configuration(engine=1))
-    other.set({"evicted_blocks": 100})
+    other = metrics.policy_counts(configuration(engine=1))
+    other({"evicted_blocks": 100})
     assert values(served)["evicted_blocks"] == 7
     assert values(served, LABELS | {"engine": "1"}) == zero | {"evicted_blocks": 100}
 
 
 def test_an_engine_that_was_started_again_counts_on(served):
-    metrics.PolicyCounts(configuration()).set({"evicted_blocks": 7, "kept_blocks": 3})
-    again = metrics.PolicyCounts(configuration())
+    metrics.policy_counts(configuration())({"evicted_blocks": 7, "kept_blocks": 3})
+    again = metrics.policy_counts(configuration())
     assert values(served)["evicted_blocks"] == 7
-    again.set({"evicted_blocks": 2, "kept_blocks": 1})
+    again({"evicted_blocks": 2, "kept_blocks": 1})
     found = values(served)
     assert (found["evicted_blocks"], found["kept_blocks"]) == (9, 1)
     text = generate_latest(served).decode()
@@ -70,9 +70,9 @@ def test_an_engine_that_was_started_again_counts_on(served):
 
 def test_a_scheduler_of_another_process_is_served(served, tmp_path):
     code = (
-        "from types import SimpleNamespace as S; from pc.integrations.vllm.metrics import PolicyCounts; "
-        "PolicyCounts(S(model_config=S(served_model_name='model'), parallel_config=S(data_parallel_index=0)))"
-        ".set({'hints': 4}); import os; os._exit(0)"
+        "from types import SimpleNamespace as S; from pc.integrations.vllm.metrics import policy_counts; "
+        "policy_counts(S(model_config=S(served_model_name='model'), parallel_config=S(data_parallel_index=0)))"
+        "({'hints': 4}); import os; os._exit(0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert values(served)["hints"] == 4
@@ -80,7 +80,7 @@ def test_a_scheduler_of_another_process_is_served(served, tmp_path):
 
 def test_nothing_is_written_where_nobody_reads_it(monkeypatch, tmp_path):
     monkeypatch.delenv(metrics.FOLDER, raising=False)
-    metrics.PolicyCounts(configuration()).set({"evicted_blocks": 7})
+    metrics.policy_counts(configuration())({"evicted_blocks": 7})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -88,8 +88,8 @@ def test_several_api_processes_read_prometheus_own_files(tmp_path):
     """vLLM sets this variable if it serves /metrics from several processes."""
     code = (
         "from types import SimpleNamespace as S; from pc.integrations.vllm import metrics; metrics.export_counts(); "
-        "counts = metrics.PolicyCounts(S(model_config=S(served_model_name='model'), parallel_config=S())); "
-        "counts.set({'hints': 4, 'kept_blocks': 2}); counts.set({'hints': 6, 'kept_blocks': 1})"
+        "counts = metrics.policy_counts(S(model_config=S(served_model_name='model'), parallel_config=S())); "
+        "counts({'hints': 4, 'kept_blocks': 2}); counts({'hints': 6, 'kept_blocks': 1})"
     )
     environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
