@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from ...cache import CacheManager, OutOfBlocks
 from ...cache.observe.stats import CacheStats
@@ -235,11 +236,11 @@ class Calls:
         if new:
             warnings.warn(f"{self._feature}: {text}", UserWarning, stacklevel=callers_level())
 
-    def stats(self, manager: CacheManager | None) -> ServedStats:
-        """Return the manager's counts and those of the calls. Without a manager, its counts are zero."""
-        counts = CacheManager(1).stats() if manager is None else manager.stats()
+    def stats(self, store: Any) -> ServedStats:
+        """Return the counts of a `PromptStore` and those of the calls. Without a store, its counts are zero."""
+        counts = CacheManager(1).stats() if store is None else store.stats()
         of_cache = {f.name: getattr(counts, f.name) for f in fields(counts)}
-        if manager is None:
+        if store is None:
             of_cache |= {"num_blocks": 0, "free_blocks": 0}
         with self._lock:
             return ServedStats(

@@ -106,9 +106,7 @@ class PrefixCaching:
             (2, 80)
         """
         with self._lock:
-            if self._engine is not None:
-                self._engine.store.sweep()
-            return self._calls.stats(self.manager)
+            return self._calls.stats(self.store)
 
     def reset(self) -> None:
         """Forget every cached block. Running calls keep the blocks they have.

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ....cache import CacheManager
+from ....cache.observe.stats import CacheStats
 from ..api import DynamicCache
 from ..images import VisionOutputs
 from ..layers import GrowingLayer, attention_layers, like, new_cache, num_tokens, window_layers
@@ -47,6 +48,7 @@ class PromptStore:
         self.by_steps = scheduled or storage.chunk is not None
         # The next call ends requests without an owner. A finalizer cannot, because Python drops an interrupt in it.
         self.running: dict[weakref.ref[Any], list[str]] = {}  # by `PromptRequests` of a call: its request ids
+        self._cancelled = [0, 0, 0]  # requests, tokens and hits of cancelled searches
         self.options, self.probed = options, probed
         self.states = storage.states
         self.empty_cache = new_cache(model.config)  # the template of calls' caches
@@ -65,6 +67,24 @@ class PromptStore:
                 for request_id in request_ids:
                     free(self.manager, request_id)
                 self.running.pop(owner, None)  # another thread may have removed it too
+
+    def cancel(self, tokens: int, hits: int) -> None:
+        """Subtract a cancelled search for a prompt of `tokens`, which found `hits` of them, from the counts."""
+        with self._lock:
+            self._cancelled = [a + b for a, b in zip(self._cancelled, (1, tokens, hits), strict=True)]
+
+    def stats(self) -> CacheStats:
+        """Return the manager's counts without cancelled searches."""
+        self.sweep()
+        counts, (requests, tokens, hits) = self.manager.stats(), self._cancelled
+        by_cause = counts.hit_tokens_by_cause | {"prefix": counts.hit_tokens_by_cause["prefix"] - hits}
+        return replace(
+            counts,
+            total_requests=counts.total_requests - requests,
+            queried_tokens=counts.queried_tokens - tokens,
+            hit_tokens=counts.hit_tokens - hits,
+            hit_tokens_by_cause=by_cause,
+        )
 
     def make_cache(self, room: int) -> DynamicCache:
         """Return an empty cache for a call, whose buffers grow by at least `room` tokens at a time."""

@@ -7,67 +7,23 @@ requests stay published for every later session of the model.
 from __future__ import annotations
 
 import itertools
-import threading
-import weakref
 from collections.abc import Callable, Hashable
 from copy import copy
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from .....cache.allocation import Pairs
-from .....cache.observe.stats import CacheStats
 from ...admit import PromptRequests
-from ...probe import Probed
 from ...prompts import Prompt
-from ...settings import CacheOptions
 from ...store.kept import PromptStore
 from ..packed import PackedSpan
 
 NAME = "full_attention"  # the kind of layer that transformers sees, for blocks of all layers
 
 
-class SharedStore(PromptStore):
-    """The store and the counts that all sessions of one model share."""
-
-    def __init__(self, model: Any, options: CacheOptions, probed: Probed) -> None:
-        super().__init__(model, options, probed, scheduled=True)
-        self.unserved = [0, 0, 0]  # requests, tokens and hits of cancelled searches, to subtract
-        self._lock = threading.Lock()
-        self._sessions: weakref.WeakSet[ScheduledBlocks] = weakref.WeakSet()
-        self._numbers = itertools.count()
-
-    def join(self, session: ScheduledBlocks) -> int:
-        """Add a session and return its number."""
-        with self._lock:
-            self._sessions.add(session)
-            return next(self._numbers)
-
-    def take_back(self, prompt: int, hits: int) -> None:
-        """Subtract a cancelled prefix search from the counts."""
-        with self._lock:
-            self.unserved = [a + b for a, b in zip(self.unserved, (1, prompt, hits), strict=True)]
-
-    def first_holder(self) -> int:
-        """Return the lowest number of a session with requests; -1 if there is none."""
-        with self._lock:
-            return min((session.number for session in self._sessions if session.holds), default=-1)
-
-    def stats(self) -> CacheStats:
-        """Return the manager's counts without cancelled searches."""
-        self.sweep()
-        counts = self.manager.stats()
-        requests, tokens, hits = self.unserved
-        by_cause = counts.hit_tokens_by_cause | {"prefix": counts.hit_tokens_by_cause["prefix"] - hits}
-        return replace(
-            counts,
-            total_requests=counts.total_requests - requests,
-            queried_tokens=counts.queried_tokens - tokens,
-            hit_tokens=counts.hit_tokens - hits,
-            hit_tokens_by_cause=by_cause,
-        )
+_numbers = itertools.count()
 
 
 class ScheduledBlocks:
@@ -87,8 +43,8 @@ class ScheduledBlocks:
 
     def __init__(
         self,
-        shared: SharedStore,
-        keys: Callable[[SharedStore], tuple[str, ...]],
+        shared: PromptStore,
+        keys: Callable[[PromptStore], tuple[str, ...]],
         watch: Callable[[], Callable[[], bool]],
         sharing: bool,
         max_batch_tokens: int,
@@ -115,17 +71,12 @@ class ScheduledBlocks:
         self._deferred: set[str] = set()
         self._spans: list[PackedSpan] = []
         self._copies: list[tuple[int, Pairs]] = []
-        self.number = shared.join(self)  # if no session can continue, lower numbers go first
+        self.number = next(_numbers)  # the first word of its requests' ids
 
     @property
     def cache_allocators(self) -> dict[str, ScheduledBlocks]:
         """The allocators, by kind of layer. Not an attribute: a cycle would keep interrupted requests alive."""
         return {NAME: self}
-
-    @property
-    def holds(self) -> bool:
-        """Whether the session has requests."""
-        return bool(self._held)
 
     def look(self) -> None:
         """Stop publishing for running requests if the model has changed. Called before and after each pass."""
@@ -155,6 +106,11 @@ class ScheduledBlocks:
         tables = [prompt.blocks.tables for prompt in self._held.values()]
         mine = {(group, block) for own in tables for group, table in enumerate(own) for block in table.tolist()}
         return bool(self.manager.stats().held_blocks > sum(block >= 0 for _, block in mine))
+
+    def is_first(self) -> bool:
+        """Return whether this session has requests and none with a lower number has. It goes first if all are stuck."""
+        running = [ids for owner, ids in list(self.shared.running.items()) if owner() is not None]
+        return self.number == min((int(name.partition(" ")[0]) for ids in running for name in ids), default=-1)
 
     def let_go(self) -> None:
         """Free the blocks that waiting requests hold, because the session with the lowest number may need them."""
@@ -302,7 +258,7 @@ class ScheduledBlocks:
         prompt = self._held.get(request_id)
         if prompt is not None:
             if prompt.allocation is not None:
-                self.shared.take_back(len(prompt.tokens), prompt.allocation.num_cached_tokens)
+                self.shared.cancel(len(prompt.tokens), prompt.allocation.num_cached_tokens)
             self.free_blocks(request_id)
 
 

@@ -19,10 +19,11 @@ from ...enable import ReplacedMethod, check_not_replaced, generating_model
 from ...identity import Identity, set_by_forward, without_row_settings
 from ...probe import probe
 from ...settings import CacheOptions, check_number, check_salt, within
+from ...store.kept import PromptStore
 from ...support import check_model
 from ...visits import apart, check_manager
 from ..packed import layer_windows, probe_packed
-from .blocks import ScheduledBlocks, SharedStore
+from .blocks import ScheduledBlocks
 
 REPLACED = "init_continuous_batching"
 
@@ -152,7 +153,7 @@ class ContinuousBatching:
             raise UnsupportedError(f"{type(model).__name__}: {error.reason}", error.detail) from error
         if self._shared is None or (self._shared.storage.specs, self._shared.storage.windows) != (specs, windows):
             options = CacheOptions(self._num_blocks, self.block_size, self._policy)
-            self._shared = SharedStore(model, options, probed)
+            self._shared = PromptStore(model, options, probed, scheduled=True)
         self._identity = Identity(model, transient)
         self._epoch += 1
 
@@ -250,7 +251,7 @@ class ContinuousBatching:
 
     # The interface for sessions.
 
-    def shared(self, model: Any) -> SharedStore:
+    def shared(self, model: Any) -> PromptStore:
         """Return the blocks for the model in its current state. A changed model is probed again.
 
         Raises:
@@ -259,7 +260,7 @@ class ContinuousBatching:
         with self._lock:
             if not self._disabled and self._identity.changed(model):
                 self._set_up(model)
-            shared: SharedStore = self._shared
+            shared: PromptStore = self._shared
             return shared
 
     def blocks(self, model: Any, sharing: bool, max_batch_tokens: int) -> ScheduledBlocks:
@@ -271,7 +272,7 @@ class ContinuousBatching:
         model, epoch, unchanged = self._model(), self._epoch, self._identity.watch(self._model())
         return lambda: model is not None and self._epoch == epoch and unchanged()
 
-    def _keys(self, shared: SharedStore) -> tuple[str, ...]:
+    def _keys(self, shared: PromptStore) -> tuple[str, ...]:
         """Return the extra keys of a request that starts now: everything that its KV depends on besides its tokens.
 
         Raises:

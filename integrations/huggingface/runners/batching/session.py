@@ -151,7 +151,7 @@ class Processor(ContinuousBatchProcessor):  # type: ignore[misc]
             self._queue_again(active[-1])
             return True
         if blocks.others_hold():
-            if blocks.shared.first_holder() != blocks.number:
+            if not blocks.is_first():
                 if active:
                     self._queue_again(active[0])
                 blocks.let_go()

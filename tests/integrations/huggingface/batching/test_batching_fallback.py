@@ -23,7 +23,7 @@ ENABLING = {
     "check": (enable, "check_batching"),
     "probe": (enable, "probe_packed"),
     "windows": (enable, "layer_windows"),
-    "blocks": (enable, "SharedStore"),
+    "blocks": (enable, "PromptStore"),
     "identity": (enable, "Identity"),
 }
 BEGINNING = {

@@ -202,7 +202,7 @@ def test_a_session_that_waits_holds_nothing_for_requests_without_room(model: Any
             assert session.can_store_request_tokens(state, 33)
         session.waiting = {"waits": waiting}
         session.let_go()
-        assert session.holds
+        assert session._held
         assert session.can_store_request_tokens(active, 40)
         session.free_blocks("runs")
         assert_nothing_held(batching)
