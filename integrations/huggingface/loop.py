@@ -131,6 +131,11 @@ class Loop:
         """Whether the result has a row for each row of the cache."""
         return self.mode in (*BY_TOKEN, "assisted_generation")
 
+    @property
+    def has_types(self) -> bool:
+        """Whether a call without images has token types. Only the loop's own passes then hand them to the model."""
+        return self.images is None and self.model_kwargs.get("token_type_ids") is not None
+
     @functools.cached_property
     def repeats(self) -> int:
         """The number of rows in `input_ids` for each row of the caller."""

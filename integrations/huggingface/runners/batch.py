@@ -159,7 +159,7 @@ class Batch:
 
     def _may_split(self) -> bool:
         """Return whether rows can be prefilled separately, leaving the last one or two tokens for a joint pass."""
-        together = self.loop.adapters is not None or self.hidden is not None
+        together = self.loop.adapters is not None or self.hidden is not None or self.loop.has_types
         together = together or (self.store.probed.counts_padding and any(p.pad for p in self.prompts))
         return not together and all(p.computable(self._end(p)) for p in self.prompts)
 

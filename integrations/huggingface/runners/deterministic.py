@@ -177,6 +177,7 @@ def _check(loop: Loop, prompts: list[Prompt], counts_padding: bool) -> None:
     )
     refuse_if(loop.images is not None, f"{DETERMINISTIC} chunks of a prompt may cut an image")
     refuse_if(loop.adapters is not None, f"{DETERMINISTIC} adapter_names are not supported")
+    refuse_if(loop.has_types, f"{DETERMINISTIC} token types are not supported")
     refuse_if(loop.requested_outputs, f"{DETERMINISTIC} hidden states and attention weights are not supported")
     refuse_if(loop.continued is not None, f"{DETERMINISTIC} a returned cache cannot be continued")
     if any(not len(p.tokens) or p.pad + len(p.tokens) < loop.input_ids.shape[1] for p in prompts):

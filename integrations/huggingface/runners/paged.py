@@ -252,7 +252,7 @@ def run(loop: Loop, store: PromptStore, steps: DecodeSteps, calls: Calls) -> tup
 def follows(loop: Loop, has_windows: bool) -> bool:
     """Return whether packed passes support a loop. Contiguous copies serve the others."""
     mask = loop.mask
-    if loop.mode not in BY_TOKEN or loop.requested_outputs:
+    if loop.mode not in BY_TOKEN or loop.requested_outputs or loop.has_types:
         return False
     if loop.adapters is not None or loop.images is not None or loop.continued is not None:
         return False

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from generate_cases import NEW_TOKENS, plain, prompt
-from runner_cases import LFM2, Runner, build, cases, interrupted
+from generate_cases import BY_NAME, NEW_TOKENS, plain, prompt
+from runner_cases import LFM2, RUNNERS, Runner, build, cases, interrupted
 from threads import in_threads
 
 from pc.integrations.huggingface import api
@@ -73,6 +73,20 @@ def test_modes(runner: Runner, family: Any) -> None:
                     assert cached >= 64 or windows
                 caching.check(ids, max_new_tokens=8)  # reads what the mode has published
             assert caching.handle.stats().calls_handed_back == {}
+
+
+@pytest.mark.parametrize(
+    "runner", [r for r in RUNNERS if r.name in ("copies", "packed", "deterministic")], ids=lambda r: r.name
+)
+def test_token_types_reach_every_pass(runner: Runner) -> None:
+    """A type of 0 differs from no type: GPT-2 adds an embedding for it."""
+    with runner.enable(build(BY_NAME["gpt2"])) as caching, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # deterministic calls fall back
+        caching.check(SHARED)
+        for options in ({}, {}, {"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}):
+            for ids in (SHARED, torch.cat([SHARED, prompt(70, 1)])):
+                caching.check(ids, token_type_ids=torch.zeros_like(ids), **options)
+        assert caching.handle.stats().hit_tokens > 0 or runner.name == "deterministic"
 
 
 @cases("llama", without=("packed, captured",))
