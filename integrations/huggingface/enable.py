@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +11,7 @@ from ...cache.manager import REUSES
 from ...triton_ops._core.checks import check_share
 from ..seam import check_fallback
 from .api import GenerationMixin
+from .replaced import check_not_replaced, replace_method
 from .serving import PrefixCaching
 from .settings import CacheOptions, check_number
 
@@ -127,7 +124,7 @@ def enable_prefix_caching(
     handle = PrefixCaching(model, options, cuda_graphs)
     if cuda_graphs and handle.graphs.reason is not None:
         raise ValueError(f"cuda_graphs: got True, needs steps that can be captured, and {handle.graphs.reason}")
-    vars(model)["generate"] = ReplacedMethod(model, "generate", handle._serve)
+    replace_method(model, "generate", handle._serve)
     return handle
 
 
@@ -170,47 +167,3 @@ def generating_model(model: Any) -> Any:
         wrapped = vars(inner).get("_modules", {})
         inner = wrapped.get("_orig_mod") or wrapped.get("base_model") or wrapped.get("model")
     raise TypeError(f"model: got {type(model).__name__}, needs a transformers model with generate")
-
-
-class ReplacedMethod:
-    """A replacement for one method of one model. It holds no strong reference to the model."""
-
-    # The method `serve` of a handle runs the calls. In a copy of the model it is None, and the class's own method runs.
-
-    def __init__(self, model: Any, name: str, serve: Callable[..., Any] | None = None) -> None:
-        self._model = weakref.ref(model)
-        self._name, self._serve = name, serve
-        original = getattr(type(model), name)
-        functools.update_wrapper(self, original, updated=())
-        self.__signature__ = inspect.signature(original.__get__(model))
-
-    @property
-    def __self__(self) -> Any:
-        return self._model()
-
-    @property
-    def handle(self) -> Any:
-        """The handle whose method runs the calls; None if the class's own method runs them."""
-        return getattr(self._serve, "__self__", None)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """See the method of `GenerationMixin`."""
-        if self._serve is None:
-            model: Any = self._model()
-            return getattr(type(model), self._name)(model, *args, **kwargs)
-        return self._serve(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ReplacedMethod:
-        return ReplacedMethod(memo.get(id(self._model()), self._model()), self._name)
-
-    def __reduce__(self) -> Any:
-        return ReplacedMethod, (self._model(), self._name)
-
-
-def check_not_replaced(model: Any, name: str, feature: str) -> None:
-    """Raise ValueError if a model's method is already replaced."""
-    there = vars(model).get(name)
-    if isinstance(there, ReplacedMethod) and there.handle is not None and not getattr(there.handle, "disabled", False):
-        raise ValueError(f"model: {feature} is already enabled; call disable() on its handle first")
-    if there is not None and not isinstance(there, ReplacedMethod):
-        raise ValueError(f"model: its {name} was already replaced on this instance; undo that first")

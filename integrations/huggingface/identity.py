@@ -38,7 +38,9 @@ _INTERNAL = frozenset(vars(torch.nn.Module()))
 """Attributes of every torch module. Of these, only `_TABLES`, `_HOOKS` and the submodules' `training` are compared."""
 _TABLES = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-ATTACHED = frozenset({"generate", "init_continuous_batching", KEPT_MANAGER, RECORDING, "_is_torch_compile", *COMPILED})
+ATTACHED = frozenset(
+    {"generate", "init_continuous_batching", "__getstate__", KEPT_MANAGER, RECORDING, "_is_torch_compile", *COMPILED}
+)
 """Attributes of a model that this package, transformers or torch.compile adds. They do not change keys and values."""
 _ELSEWHERE = frozenset({"config", "generation_config", "peft_config", "name_or_path", "hf_device_map"})
 """Attributes that a fingerprint leaves out. It covers configs as a whole; the others do not affect keys and values."""

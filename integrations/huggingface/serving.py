@@ -27,6 +27,7 @@ from .identity import Identity, set_by_forward, without_row_settings
 from .images import encoded_by_model, take_images
 from .kernels import WrongKernelError, require_kernels
 from .loop import Loop, ask_for_cache, check_arguments, check_loop, check_mode, take_stop_strings
+from .replaced import restore_method
 from .runners.document import check_arguments_over_document
 from .runners.graphs import DecodeSteps, GraphReport
 from .settings import CacheOptions, check_returns, check_salt, value_of, within
@@ -640,7 +641,7 @@ class PrefixCaching:
         model = self.model
         handle = None if model is None else getattr(vars(model).get("generate"), "handle", None)
         if isinstance(handle, PrefixCaching) and handle.disabled:
-            del vars(model)["generate"]
+            restore_method(model, "generate")
 
     def _warn_of_graphs(self, reason: str) -> None:
         self._calls.warn("graphs", f"{reason}. Decode steps run without CUDA graphs.")

@@ -66,6 +66,10 @@ def test_copies_can_be_enabled(model: Any, handle: PrefixCaching) -> None:
         with enable_prefix_caching(other, num_blocks=64) as own:
             assert (cached(other, own), cached(other, own)) == (0, 39)
     assert handle.stats().total_requests == 0
+    shallow = copy.copy(model)
+    shallow.generation_config = copy.deepcopy(model.generation_config)
+    shallow.generation_config.max_new_tokens = 3
+    assert shallow.generate(prompt(40)).shape == (1, 43)
     assert "max_new_tokens" not in inspect.signature(model.generate).parameters
     assert "inputs" in inspect.signature(model.generate).parameters
 

@@ -15,9 +15,10 @@ from ....seam import check_fallback
 from ....tested import say_untested
 from ...api import ContinuousBatchingConfig, check_batching, check_layers, kept_manager, look, unshared
 from ...calls import Calls, ServedStats, UnsupportedError, refuse_if, unsupported_by
-from ...enable import ReplacedMethod, check_not_replaced, generating_model
+from ...enable import generating_model
 from ...identity import Identity, set_by_forward, without_row_settings
 from ...probe import probe
+from ...replaced import check_not_replaced, replace_method, restore_method
 from ...settings import CacheOptions, check_number, check_salt, within
 from ...store.kept import PromptStore
 from ...support import check_model
@@ -88,7 +89,7 @@ def enable_continuous_batching(
     if kept_manager(model) is not None:
         raise ValueError("model: keeps a manager of its own; call destroy_cached_continuous_batching_manager() first")
     handle = ContinuousBatching(model, num_blocks, block_size, policy, fallback)
-    vars(model)[REPLACED] = ReplacedMethod(model, REPLACED, handle.session)
+    replace_method(model, REPLACED, handle.session)
     return handle
 
 
@@ -210,7 +211,7 @@ class ContinuousBatching:
         kept = kept_manager(model)
         if getattr(kept, "_handle", None) is self:
             model.destroy_cached_continuous_batching_manager()
-        del vars(model)[REPLACED]
+        restore_method(model, REPLACED)
 
     def session(
         self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None

@@ -49,7 +49,7 @@ def test_disable_restores_the_model(model: Any) -> None:
 def test_copies(model: Any) -> None:
     want = alone(model, PROMPTS)
     with enable_continuous_batching(model, num_blocks=32) as batching:
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        for other in (copy.deepcopy(model), copy.copy(model), pickle.loads(pickle.dumps(model))):
             assert batched(other, PROMPTS, page_size=16, num_blocks=32, max_batch_tokens=64) == want
             with enable_continuous_batching(other, num_blocks=32) as own:
                 assert batched(other, PROMPTS) == want
