@@ -124,11 +124,11 @@ class PolicyTreeCore(UnifiedTreeCore):
         if path:
             last = [each for each in path if _locks(each) == 0]
             self.pages.hold(_pages(path), -1, -sum(len(each.pc_pages) for each in last))
-            if node in self._unreported:  # a brief lock, such as the scheduler's when it examines a request
+            if self.checkpointing:  # the request continues with a longer lock
+                self._unlocked |= {each.id: each for each in last}
+            elif node in self._unreported:  # a brief lock, such as the scheduler's when it examines a request
                 self._unreported.remove(node)
                 self._unlocked |= {each.id: each for each in last if not each.pc_waits}
-            elif self.checkpointing:  # the request continues with a longer lock
-                self._unlocked |= {each.id: each for each in last}
             elif last:
                 self._release(last)
         return result

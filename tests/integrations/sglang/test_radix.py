@@ -187,6 +187,28 @@ def test_a_hint_that_cannot_be_read_is_reported_and_ignored(caplog):
     assert "kv_hints of request 0 are ignored: priority: got str" in caplog.text
 
 
+def test_the_hit_of_each_request_is_reported():
+    """Of requests that share a prefix and run together, too."""
+    page, traffic, hits = sglang_radix.PAGE, Traffic("pc_lru", "pc", POOL, 0), []
+
+    def request(number):
+        own = np.arange(page) + 1000 * (1 + number)
+        return sglang_radix.Request(number, np.append(np.arange(8 * page), own), np.array([1]), 1 + number % 4)
+
+    first = request(4)
+    sglang_radix.admit(traffic.cache, first)
+    sglang_radix.compute(traffic.cache, first)
+    sglang_radix.finish(traffic.cache, first)
+    policy = traffic.cache.tree_core.pages.policy
+    policy.accessed = lambda ids, hit: hits.append(len(ids)) if hit else None
+    together = [request(number) for number in range(4)]
+    for each in together:
+        sglang_radix.admit(traffic.cache, each)
+    for each in together:
+        sglang_radix.compute(traffic.cache, each)
+    assert hits == [8] * 4
+
+
 def test_pages_that_are_held_otherwise_are_passed_over():
     """SGLang can pin a node without a request's lock."""
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
