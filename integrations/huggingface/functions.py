@@ -12,7 +12,7 @@ import functools
 import hashlib
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from operator import is_, itemgetter
 from types import (
@@ -64,34 +64,35 @@ _BY_COMPILE = frozenset({"__init__", "__setstate__", "___needs_generation_tag_pa
 """Attributes of `torch.nn.Module` that the first torch.compile of a process changes. No forward pass uses them."""
 
 
-class Held:
-    """The values that some functions and objects held when this object was made, such as a steering hook's coefficient.
+Held = dict[str, list[Any]]
+"""What functions and objects hold, such as a steering hook's coefficient. Several values may have one name."""
+
+
+def reader_of(roots: Mapping[str, Any], left_out: Collection[str], known: Collection[int]) -> Callable[[], Held]:
+    """Return a function that reads what some functions and objects hold now.
 
     Args:
         roots: The functions and objects, by name.
-        left_out: Names of values that are not compared, with all that they hold.
+        left_out: Names of values that are not read, with all that they hold.
         known: Ids of objects that are not searched.
     """
 
-    def __init__(self, roots: Mapping[str, Any], left_out: Collection[str], known: Collection[int]) -> None:
-        self._left_out, self._known = left_out, known
-        self._roots = [root for root in roots.items() if len(self._read([root])) > 1]
-        self.kept = self._read(self._roots)
-
-    def _read(self, roots: list[tuple[str, Any]]) -> dict[str, list[Any]]:
-        found: dict[str, list[Any]] = {}  # several values may have one name, such as those of the keys 1 and "1"
-        for name, lines in described(roots, self._known, self._left_out, light=True) if roots else ():
+    def read(roots: list[tuple[str, Any]]) -> Held:
+        found: Held = {}  # values of the keys 1 and "1" have one name
+        for name, lines in described(roots, known, left_out, light=True) if roots else ():
             found.setdefault(name, []).extend(lines)
         return found
 
-    def changed(self) -> list[str]:
-        """Return the names of the values that are others now."""
-        now, kept = self._read(self._roots), self.kept
-        return [
-            name
-            for name in {**kept, **now}
-            if len(now.get(name, ())) != len(kept.get(name, ())) or not all(map(_same, now[name], kept[name]))
-        ]
+    return functools.partial(read, [root for root in roots.items() if len(read([root])) > 1])
+
+
+def differing(kept: Held, now: Held) -> list[str]:
+    """Return the names of the values that are others now than those that were kept."""
+    return [
+        name
+        for name in {**kept, **now}
+        if len(now.get(name, ())) != len(kept.get(name, ())) or not all(map(_same, now[name], kept[name]))
+    ]
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -23,7 +23,7 @@ import torch
 
 from .api import COMPILED, KEPT_MANAGER, RECORDING, SILENT_ENTRIES, is_own_hook
 from .calls import refusing
-from .functions import PLAIN, Functions, Held, content_digest
+from .functions import PLAIN, Functions, Held, content_digest, differing, reader_of
 from .support import CHANGING_ROPE, inner_tensors, tensor_bytes
 
 SAMPLED = 16  # number of elements of each weight that are compared before a call
@@ -108,7 +108,8 @@ class Identity:
         self._kept = list(self._attributes(model))
         self._types = [type(model), *map(type, self._modules)]
         self._functions = Functions(model)
-        self._held = held_by(model, self._functions, transient)
+        self._read_held = held_reader(model, self._functions, transient)
+        self._held = self._read_held()
         self._numbers = self._tensor_numbers()
         self._content = self._samples.elements()
 
@@ -202,7 +203,7 @@ class Identity:
                 and [type(model), *map(type, self._modules)] == self._types
                 and self._tensor_numbers() == self._numbers
                 and not self._functions.changed()
-                and not self._held.changed()
+                and not differing(self._held, self._read_held())
             )
         except KeyError:  # an attribute was deleted
             return True
@@ -270,7 +271,7 @@ class Identity:
         versions = dict(zip(map(id, self._versioned), self._numbers, strict=False))
         found |= {f"{name}'s version": str(versions.get(id(t), 0)).encode() for name, t in self._tensors.items()}
         found |= {f"{name}'s elements": part for name, part in self._samples.by_name(self._content)}
-        found |= {name: repr(value).encode() for name, value in self._held.kept.items()}
+        found |= {name: repr(value).encode() for name, value in self._held.items()}
         return found | dict(self._functions.seen())
 
 
@@ -347,7 +348,8 @@ def set_by_forward(model: Any) -> Iterator[set[str]]:
     parameter has a higher version then.
     """
     found: set[str] = set()
-    held = held_by(model, Functions(model))
+    read_held = held_reader(model, Functions(model))
+    held = read_held()
     before = [(m, dict(vars(m)), _within(m)) for m in model.modules()]
     tensors = {name: (t, t._version) for name, t, _ in _model_tensors(model) if not t.is_inference()}
     yield found
@@ -359,11 +361,14 @@ def set_by_forward(model: Any) -> Iterator[set[str]]:
         old, version = tensors.get(name, (None, 0))
         if old is tensor and tensor._version != version:
             found.add(name)
-    found.update(held.changed())
+    found.update(differing(held, read_held()))
 
 
-def held_by(model: Any, functions: Functions, left_out: Collection[str] = ()) -> Held:
-    """Return what a model's hooks, functions and other objects hold, except modules, tensors and their containers."""
+def held_reader(model: Any, functions: Functions, left_out: Collection[str] = ()) -> Callable[[], Held]:
+    """Return a function that reads what a model's hooks, functions and other objects hold.
+
+    It leaves out modules, tensors and their containers.
+    """
     roots: dict[str, Any] = {}
     for label, module in model.named_modules():
         for name in _HOOKS:
@@ -375,7 +380,7 @@ def held_by(model: Any, functions: Functions, left_out: Collection[str] = ()) ->
     for f in functions.followed:
         name = f"{f.__module__}.{f.__qualname__}"
         roots[name if name not in roots else f"{name} {len(roots)}"] = f
-    return Held(roots, left_out, {id(module) for module in model.modules()})
+    return reader_of(roots, left_out, {id(module) for module in model.modules()})
 
 
 def changes_itself(module: torch.nn.Module) -> bool:

@@ -53,7 +53,7 @@ class PagedAttnBackend(AttentionBackend):
         if reasons:
             raise ValueError(f"pc's attention backend does not support: {'; '.join(reasons)}")
         self._layers: dict[int, tuple[Kind, dict[str, torch.Tensor]]] = {}  # kinds, and scales of float8 caches
-        kinds = {self._kind(layer) for layer in layers} or {Kind(False, 0)}
+        kinds = {self._kind(layer) for layer in layers} or {(False, 0)}
         num_kv_heads = max(runner.model_config.get_num_kv_heads(get_parallel().attn_tp_size), 1)
         self.builder = StepBuilder(runner, kinds, num_kv_heads, self.batch_invariant)
         self.forward_metadata: AttentionStep | None = None
@@ -165,8 +165,9 @@ class PagedAttnBackend(AttentionBackend):
             else:
                 self.pool.set_kv_buffer(layer, place, k, v)
         keys, values = self._caches(layer.layer_id)
+        windowed, window = kind
         query, scale = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim), float(layer.scaling)
-        tensors = (query, keys, values, step.tables[kind.in_window_pool], step.seq_lens, step.query_start_loc)
+        tensors = (query, keys, values, step.tables[windowed], step.seq_lens, step.query_start_loc)
         options: dict[str, Any] = {
             "softcap": float(layer.logit_cap or 0.0),
             "sinks": sinks,
@@ -178,9 +179,9 @@ class PagedAttnBackend(AttentionBackend):
         }
         if step.tree_mask is not None:
             options |= {"causal": step.causal, "tree_mask": step.tree_mask}
-            out = sparse_gap_attention(*tensors, step.depths, scale, kind.window, **options)
-        elif kind.window:
-            out = sliding_window_attention(*tensors, scale, kind.window, **options)
+            out = sparse_gap_attention(*tensors, step.depths, scale, window, **options)
+        elif window:
+            out = sliding_window_attention(*tensors, scale, window, **options)
         else:
             out = paged_attention(*tensors, scale, **options)
         return out.view(out.shape[0], -1)
@@ -200,7 +201,7 @@ class PagedAttnBackend(AttentionBackend):
         size = layer.sliding_window_size
         mapping = getattr(self.pool, "layers_mapping", None)
         in_window_pool = mapping is not None and hasattr(self.pool, "swa_kv_pool") and bool(mapping[layer.layer_id][1])
-        return Kind(in_window_pool, 0 if size is None or size < 0 else size + 1)
+        return in_window_pool, 0 if size is None or size < 0 else size + 1
 
     def _kind_and_scales(self, layer: Any) -> tuple[Kind, dict[str, torch.Tensor]]:
         """Return a layer's kind, and the scales of a float8 cache.

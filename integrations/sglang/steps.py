@@ -6,7 +6,7 @@ Nothing here waits for the device. In a captured graph the same functions fill t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,11 +18,12 @@ WORD = 32
 """Number of bits in a word of a tree mask."""
 
 
-class Kind(NamedTuple):
-    """A kind of layer. Layers of equal kind share a plan; layers with the same `in_window_pool` share a block table."""
+Kind = tuple[bool, int]
+"""A kind of layer: whether its keys are in SGLang's smaller pool for windowed layers, and its window.
 
-    in_window_pool: bool  # keys are in SGLang's smaller pool for windowed layers
-    window: int  # number of keys a query attends to, its own included; 0: all
+The window is the number of keys a query attends to, its own included; 0: all. Layers of equal kind share a plan. Layers
+whose keys are in one pool share a block table.
+"""
 
 
 @dataclass
@@ -33,7 +34,7 @@ class AttentionStep:
     query_start_loc: torch.Tensor  # `[num_seqs + 1]` int32
     max_query_len: int | None  # upper bounds; None if the host does not know them
     max_seq_len: int | None
-    tables: dict[bool, torch.Tensor]  # `[num_seqs, max_blocks]` int32, by `Kind.in_window_pool`
+    tables: dict[bool, torch.Tensor]  # `[num_seqs, max_blocks]` int32, by pool: True for the windowed layers'
     plans: dict[Kind, torch.Tensor] = field(default_factory=dict)
     window_slots: torch.Tensor | None = None  # `[num_tokens]`, slots in the windowed layers' pool
     tree_mask: torch.Tensor | None = None  # `[num_tokens, words]` int32
@@ -50,7 +51,7 @@ class StepBuilder:
         self.pool = runner.token_to_kv_pool
         self.num_kv_heads = num_kv_heads
         self.batch_invariant = batch_invariant
-        self.pools = sorted({kind.in_window_pool for kind in kinds} | {False})
+        self.pools = sorted({windowed for windowed, _ in kinds} | {False})
         # On a CPU the operators need no plan, unless they run kernels in the interpreter.
         planned = self.req_to_token.device.type != "cpu" or INTERPRET
         self.kinds = sorted(kinds) if planned else []
@@ -109,13 +110,14 @@ class StepBuilder:
 
     def _plan(self, step: AttentionStep, kind: Kind, out: torch.Tensor | None) -> torch.Tensor:
         """Return the attention plan of a step for a kind of layer, in `out` if that is a tensor."""
+        windowed, window = kind
         return attention_plan(
-            step.tables[kind.in_window_pool],
+            step.tables[windowed],
             step.seq_lens,
             step.query_start_loc,
             self.page_size,
             causal=step.causal,
-            window=kind.window,
+            window=window,
             query_positions=step.depths,
             num_kv_heads=self.num_kv_heads,
             batch_invariant=self.batch_invariant,

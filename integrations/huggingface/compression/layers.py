@@ -25,37 +25,16 @@ from ..runners.passes import PackedBatch, needs_plan
 from .kept import BLOCK, Content, KeptLayer, WindowLayer
 
 
-class Questions(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """The cache with which a call of generate asks questions about a document.
+def question_cache(content: Content, rows: int = 1) -> Any:
+    """Return the cache with which a call of generate asks questions about a document.
 
     It holds the document, which calls share, followed by the call's own tokens in `rows` rows.
     """
-
-    def __init__(self, content: Content, rows: int = 1) -> None:
-        self.length = len(content.tokens)
-        kept = content.layers.values()
-        super().__init__(
-            layers=[OwnLayer(self, x) if isinstance(x, KeptLayer) else _window(x, self.length, rows) for x in kept]
-        )
-        self._key: tuple[int, ...] = ()
-        self._step: PackedBatch
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Questions:
-        """Return a copy with copied own tokens and the same document."""
-        own: Questions = copy.copy(self)
-        memo[id(self)], own._key = own, ()
-        own.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
-        return own
-
-    def step(self, layer: OwnLayer, tokens: int) -> PackedBatch:
-        """Return the metadata of the current pass over the call's own tokens. The first layer of a pass makes it."""
-        (batch, _, room, _), length = layer._keys_buffer.shape, layer.keys.shape[2]
-        key = (batch, room, length, tokens)
-        if self._key != key:
-            tables = np.arange(batch * room // BLOCK, dtype=np.int32).reshape(batch, -1)
-            lens, queries = (np.full(batch, count, np.int32) for count in (length, tokens))
-            self._key, self._step = key, PackedBatch([(np.empty(0, np.int64), tables)], lens, queries)
-        return self._step
+    length, steps = len(content.tokens), dict[tuple[int, ...], PackedBatch]()
+    kept = content.layers.values()
+    return Cache(
+        layers=[OwnLayer(x, length, steps) if isinstance(x, KeptLayer) else _window(x, length, rows) for x in kept]
+    )
 
 
 def in_blocks(sizes: tuple[int, ...], columns: int, first: int, like: Any) -> torch.Tensor:
@@ -74,14 +53,14 @@ class OwnLayer(PagedPass, GrowingLayer):
 
     new_buffer = staticmethod(in_blocks)
 
-    def __init__(self, questions: Questions, document: KeptLayer) -> None:
+    def __init__(self, document: KeptLayer, first: int, steps: dict[tuple[int, ...], PackedBatch]) -> None:
         super().__init__()
-        self.questions, self.document, self.first = questions, document, questions.length
+        self.document, self.first = document, first
+        self._steps = steps  # the metadata of the latest pass by its sizes, which all layers share
         self._laid_out: tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnLayer:
         own = copy.copy(self)
-        own.questions = memo[id(self.questions)]
         if self.is_initialized:
             own.keys, own.values = self.keys.clone(), self.values.clone()
         return own
@@ -112,6 +91,17 @@ class OwnLayer(PagedPass, GrowingLayer):
             self._laid_out = count, tables, lens, starts, plan
         return self._laid_out[1:]
 
+    def _step(self, tokens: int) -> PackedBatch:
+        """Return the metadata of the current pass over the call's own tokens. The first layer of a pass makes it."""
+        (batch, _, room, _), length = self._keys_buffer.shape, self.keys.shape[2]
+        key = (batch, room, length, tokens)
+        if key not in self._steps:
+            tables = np.arange(batch * room // BLOCK, dtype=np.int32).reshape(batch, -1)
+            lens, queries = (np.full(batch, count, np.int32) for count in (length, tokens))
+            self._steps.clear()
+            self._steps[key] = PackedBatch([(np.empty(0, np.int64), tables)], lens, queries)
+        return self._steps[key]
+
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
         """Write new keys and values, and return them with a mark on the keys that names this layer."""
         super().update(key_states, value_states)
@@ -139,7 +129,7 @@ class OwnLayer(PagedPass, GrowingLayer):
         batch, heads, tokens, _ = query.shape
         if tokens == 1 and not softcap and sinks is None and self.rows:
             return self._decode(query, scale)
-        kv_heads, step = len(document.kept), self.questions.step(self, tokens)
+        kv_heads, step = len(document.kept), self._step(tokens)
         sides = (side.transpose(1, 2) for side in (self._keys_buffer, self._values_buffer))
         own_keys, own_values = (side.view(-1, BLOCK, *side.shape[2:]) for side in sides)
         rows = query.transpose(1, 2).flatten(0, 1)

@@ -17,7 +17,7 @@ from ..admit import PromptRequests
 from ..api import CACHE_NAMES, attention_implementation, drop_cache, positions
 from ..calls import Calls, RequestReport, UnsupportedError, refuse_if
 from ..compression.kept import Content
-from ..compression.layers import Questions
+from ..compression.layers import question_cache
 from ..loop import Loop
 from ..prompts import Prompt, PromptHit, prompts_of
 from ..store.kept import PromptStore
@@ -152,7 +152,7 @@ class QuestionBatch(Batch):
         """Make the cache, with the shortest hit of all questions in whole blocks."""
         size = self.store.block_size
         cached = min(prompt.hit.cached for prompt in self.prompts) // size * size
-        self.cache, self.start = Questions(self._content, self.size), len(self._content.tokens) + cached
+        self.cache, self.start = question_cache(self._content, self.size), len(self._content.tokens) + cached
         for prompt in self.prompts:
             prompt.hit = PromptHit(cached, prompt.hit.later)
         if cached:
@@ -187,7 +187,7 @@ class QuestionRows(RowByRow):
         self._content = content
 
     def _read(self, prompt: Prompt) -> tuple[Any, torch.Tensor]:
-        cache, first, end = Questions(self._content), len(self._content.tokens), len(prompt.tokens)
+        cache, first, end = question_cache(self._content), len(self._content.tokens), len(prompt.tokens)
         for begin in range(first, end, self._chunk):
             logits = self._forward(prompt.tokens, begin, min(begin + self._chunk, end), cache)
         return cache, logits

@@ -20,6 +20,7 @@ transformers = pytest.importorskip("transformers")
 from generate_cases import LLAMA, assert_same, both, plain, prompt  # noqa: E402
 
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
+from pc.integrations.huggingface.functions import differing  # noqa: E402
 from pc.integrations.huggingface.identity import Identity  # noqa: E402
 
 FACTOR = SimpleNamespace(value=1.5)
@@ -328,20 +329,20 @@ def test_a_value_that_changes_within_a_call(model: Any) -> None:
 def test_a_look_at_models_without_hooks_takes_no_time_and_at_others_little(model: Any) -> None:
     calls = list[str]()
 
-    def count(held: Any) -> int:
+    def count(identity: Identity) -> int:
         calls.clear()
         sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
         try:
-            assert not held.changed()
+            assert not differing(identity._held, identity._read_held())
         finally:
             sys.setprofile(None)
         return len(calls)
 
-    assert count(Identity(model)._held) < 4
+    assert count(Identity(model)) < 4
     hook = Steering(1.5)
     hook.seen = [1.5] * 100_000
     _mlp(model).register_forward_hook(hook)
-    assert 4 < count(Identity(model)._held) < 500
+    assert 4 < count(Identity(model)) < 500
 
 
 def test_what_a_hook_held_is_not_kept_in_memory() -> None:
