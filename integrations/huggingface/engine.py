@@ -62,7 +62,8 @@ class Engine:
         """Let evicted blocks go to host memory and to disk, if the options say so."""
         host_blocks = self._options.host_blocks
         if host_blocks or self._disk is not None:
-            self.store.evict_to(LowerTiers(self.store.storage, host_blocks, self._disk))
+            self.store.evicted = LowerTiers(self.store.storage, host_blocks, self._disk)
+            self.store.manager.on_evict = self.store.evicted.evicted
 
     def open_disk(self, disk: str | os.PathLike[str], fingerprint: str) -> None:
         """Open a directory for blocks of the model with this fingerprint, which get there once they are evicted.

@@ -64,7 +64,8 @@ class PrefixCaching:
         self.salt_setting, self.hint_setting = object(), object()
         self._steps = DecodeSteps(cuda_graphs is not False, self._warn_of_graphs)
         self._engine: Engine | None = None
-        self._disabled = False
+        self.disabled = False
+        """Whether caching was disabled."""
         self.documents = Documents(self)
         self.framework: Framework = look()
         """The version of transformers when the handle was made, and the features that it cannot serve."""
@@ -292,7 +293,7 @@ class PrefixCaching:
             False
         """
         with self._lock:
-            self._disabled = True
+            self.disabled = True
             self.documents.close()
             if self._engine is not None:
                 self._engine.close()
@@ -512,8 +513,8 @@ class PrefixCaching:
             UnsupportedError: A call of the same thread is running and has temporarily changed the model.
         """
         with self._lock:
-            if self._disabled or model.training:
-                return (None if self._disabled else self._engine), ()
+            if self.disabled or model.training:
+                return (None if self.disabled else self._engine), ()
             before = self._identity
             if before.changed(model):
                 refuse_if(
@@ -536,7 +537,7 @@ class PrefixCaching:
             ValueError: The model was deleted or is in training mode, caching is disabled, or a kernel is wrong.
         """
         model = self.model
-        if model is None or self._disabled:
+        if model is None or self.disabled:
             raise ValueError("handle: needs a model that was not deleted, with caching enabled")
         if model.training:
             raise ValueError("model: is in training mode; call model.eval()")
@@ -631,11 +632,6 @@ class PrefixCaching:
         """Return a hash of the model, whose state is current, that is equal in other processes with this model."""
         return self._identity.fingerprint(model)
 
-    @property
-    def disabled(self) -> bool:
-        """Whether caching was disabled."""
-        return self._disabled
-
     def _let_go(self) -> None:
         """Restore the model's own generate if caching is disabled. Callers check that no document is entered."""
         model = self.model
@@ -702,5 +698,5 @@ def _forget(handle: weakref.ref[PrefixCaching]) -> None:
     gone = handle()
     if gone is not None:
         gone.__dict__.pop("_identity", None)
-        gone._engine, gone._disabled = None, True
+        gone._engine, gone.disabled = None, True
         gone._steps.drop()

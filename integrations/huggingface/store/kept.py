@@ -121,10 +121,6 @@ class PromptStore:
             layer.adopt(layer._keys_buffer, layer._values_buffer, length, layer.first)
         return cache
 
-    def evict_to(self, evicted: LowerTiers) -> None:
-        """Make `evicted` the lower tiers, which get evicted blocks from now on."""
-        self.evicted, self.manager.on_evict = evicted, evicted.evicted
-
 
 @dataclass(frozen=True, eq=False)
 class CacheRecord:
