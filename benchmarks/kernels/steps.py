@@ -109,7 +109,7 @@ def behind_document(batch: Batch) -> Any:
     sides = [side.flatten(0, 1)[BLOCK:].transpose(0, 1)[None] for side in (batch.key, batch.value)]
     kept = (torch.linspace(0.5, 1.5, KV_HEADS) * batch.step.kept * length).round()
     layer = whole.keep(*(side[0, :, :length] for side in sides), batch.order < kept[:, None])
-    cache = layers.Questions(whole.Content({0: layer}, torch.arange(length), length, 0, b""))
+    cache = layers.question_cache(whole.Content({0: layer}, torch.arange(length), length, 0, b""))
 
     def behind(own: slice) -> Any:
         return getattr(cache.update(*(side[:, :, own] for side in sides), 0)[0], MARK)

@@ -31,11 +31,11 @@ QUESTION, WARM = 16, 4
 def measure(handle: Any, model: Any, ids: torch.Tensor, budget: float, steps: int) -> dict[str, str]:
     """Return the columns of a row, without times if `steps` is 0; `ids [1, tokens]` are the text, then the question."""
     from pc.integrations.huggingface.api import CACHE, result_cache
-    from pc.integrations.huggingface.compression.layers import Questions
+    from pc.integrations.huggingface.compression.layers import question_cache
 
     context = ids[:, :-QUESTION]
     document = handle.compress(context, budget=budget)
-    over = Questions(document.content)
+    over = question_cache(document.content)
     whole = result_cache(model(ids, use_cache=True, logits_to_keep=1))
     dense = sum(side[:, :, : context.shape[1]].nbytes for layer in whole.layers for side in (layer.keys, layer.values))
     row = {"tokens": str(context.shape[1]), "budget": f"{budget:g}", "held_bytes": str(document.nbytes)}
