@@ -82,10 +82,10 @@ def recorded_for(target: str) -> Iterator[list[Launch]]:
         forget_choices()
 
 
-def on_device(name: str, *args: Any) -> Any:
+def on_device(name: str, *args: Any, **kwargs: Any) -> Any:
     """Run an operator's kernel for device tensors, as the dispatcher does, on CPU tensors."""
     cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-    return getattr(torch.ops.pc, name).default.redispatch(cuda, *args)
+    return getattr(torch.ops.pc, name).default.redispatch(cuda, *args, **kwargs)
 
 
 @contextlib.contextmanager

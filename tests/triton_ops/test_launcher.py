@@ -10,26 +10,28 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from pc.triton_ops._attention import build, kernel_arguments
-from pc.triton_ops._attention.constants import Architecture
+pytest.importorskip("triton")
+
+from benchmarks.kernels.launches import TARGETS, Driver, on_device, patched
+from pc.triton_ops._attention.constants import architecture
 from pc.triton_ops._copy import launch as rows
 from pc.triton_ops._core.cache import forget_choices
-from pc.triton_ops._core.runtime import HAS_TRITON, INTERPRET
+from pc.triton_ops._core.runtime import INTERPRET
 
 needs_compiler = pytest.mark.skipif(
-    INTERPRET or not HAS_TRITON or torch.version.hip is not None, reason="compiles for CUDA, so not in the interpreter"
+    INTERPRET or torch.version.hip is not None, reason="compiles for CUDA, so not in the interpreter"
 )
 
 
-class _Driver:
-    """The part of a Triton driver that compiles for an H100 and records launches."""
+class _Driver(Driver):
+    """A driver that records launches, each as grid, kernel and arguments."""
 
     hooks: ClassVar[list[object]] = []
 
     def __init__(self):
+        super().__init__("sm_90")
         self.launches = []
         self.launcher_cls = lambda source, metadata: functools.partial(self._launch, source.fn)
-        self.utils = self
 
     def _launch(self, function, *arguments):
         # Grid, stream, handle, metadata and hooks come before the kernel's own arguments.
@@ -39,40 +41,19 @@ class _Driver:
     def load_binary(self, name, binary, shared, device):
         return None, binary, 128, 0, 1024
 
-    def get_device_properties(self, device):
-        return {"max_shared_mem": 232_448}
-
-    def get_current_target(self):
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 4242  # Triton caches kernels by device; this is no real one
-
-    def get_current_stream(self, device):
-        return 0
-
 
 @pytest.fixture
-def launches(monkeypatch):
-    """Return a list that gets the launches, each as grid, kernel and arguments."""
+def launches():
+    """Return a list that gets the launches."""
     from triton.runtime import driver
 
     fake, active = _Driver(), driver._active
-    for module in (build, kernel_arguments):
-        monkeypatch.setattr(module, "architecture", lambda device: Architecture("sm_90", 132, True))
     forget_choices()
     driver.set_active(fake)
-    yield fake.launches
+    with patched(architecture, lambda device: TARGETS["sm_90"].architecture):
+        yield fake.launches
     driver._active = active
     forget_choices()
-
-
-def on_device(name: str, *args: Any, **kwargs: Any) -> Any:
-    """Run an operator's kernel for device tensors, as the dispatcher does, on CPU tensors."""
-    cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-    return getattr(torch.ops.pc, name).default.redispatch(cuda, *args, **kwargs)
 
 
 def _same(one, other) -> bool:
