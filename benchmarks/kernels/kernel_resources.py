@@ -12,7 +12,6 @@ Usage:
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import importlib
 import re
@@ -29,6 +28,7 @@ from pc.triton_ops._attention import dense
 from pc.triton_ops._attention.arguments import AttentionArgs
 from pc.triton_ops._attention.build import build_attention
 from pc.triton_ops._copy.launch import launch_move_rows
+from pc.triton_ops._core.cache import runs_kernels
 from pc.triton_ops._core.operator import record_of
 from pc.triton_ops._core.runtime import load_kernels
 from pc.triton_ops._flash import append
@@ -36,7 +36,7 @@ from pc.triton_ops._flash import append
 from ..harness.experiment import Experiment, option
 from ..harness.tables import RESULTS, Row, read_rows
 from . import sass
-from .launches import TARGETS, Driver, Launch, digest, on_device, recorded_for
+from .launches import TARGETS, Driver, Launch, digest, on_device, patched, recorded_for
 
 load_kernels()  # recorded launches find kernels by their class
 
@@ -162,16 +162,10 @@ def join_case(positions: bool = False) -> None:
 
 def flash_case(rotary: bool = False) -> None:
     """Build tables of packed keys, or slots and angles of new keys, for FlashAttention's functions."""
-    lens, tables, angles = (
-        torch.zeros(8, dtype=torch.int32),
-        torch.zeros(8, 256, dtype=torch.int32),
-        torch.zeros(64, 64),
-    )
-    with contextlib.ExitStack() as stack:
-        for module in (append, dense):
-            stack.enter_context(mock.patch.object(module, "runs_kernels", return_value=True))
+    lens, tables = torch.zeros(8, dtype=torch.int32), torch.zeros(8, 256, dtype=torch.int32)
+    with patched(runs_kernels, lambda tensors: True):
         if rotary:
-            rotation = (angles, angles, lens)
+            rotation = (torch.zeros(64, 64), torch.zeros(64, 64), lens)
             append.build_append_places(1, 16, lens, tables, rotation)(lens, tables, rotation)
         else:
             dense.build_packed_tables(lens, 4096)(lens)

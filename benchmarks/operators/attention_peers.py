@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import sys
 import types
@@ -104,30 +103,14 @@ def run_flash_attn_4(call: AttentionCall) -> Run:
 
 
 def run_flash_attn_3(call: AttentionCall) -> Run:
-    """Prepare FlashAttention-3 over the block table: its own package, or the build in vLLM's wheel."""
-    is_own = importlib.util.find_spec("flash_attn_interface") is not None
-    refuse_beyond_dense(call, "FlashAttention-3", sinks=not is_own)
-    given, tensors = _varlen(call), (call.query, call.key_cache, call.value_cache)
-    if is_own:
-        from flash_attn_interface import flash_attn_with_kvcache
-
-        del given["max_seqlen_k"]
-        given |= {"cache_seqlens": given.pop("seqused_k"), "page_table": call.block_tables}
-        return lambda: flash_attn_with_kvcache(*tensors, **given)
+    """Prepare FlashAttention-3 over the block table: the build in vLLM's wheel."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-    given |= {"block_table": call.block_tables, "fa_version": 3}
+    refuse_beyond_dense(call, "FlashAttention-3", sinks=True)
+    given = _varlen(call) | {"block_table": call.block_tables, "fa_version": 3}
     if call.sinks is not None:
         given["s_aux"] = call.sinks.to(call.query.dtype)
-    return lambda: flash_attn_varlen_func(*tensors, **given)
-
-
-def flash_attn_3_version() -> str:
-    """Return the version of the package, or of the wheel that contains a build of it."""
-    try:
-        return version("flash-attn-3")
-    except ImportError:
-        return f"vLLM {vllm_version()}"
+    return lambda: flash_attn_varlen_func(call.query, call.key_cache, call.value_cache, **given)
 
 
 def run_vllm_triton(call: AttentionCall, **more: Any) -> Run:

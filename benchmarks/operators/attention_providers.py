@@ -20,7 +20,6 @@ from ..harness.conditions import version
 from ..harness.registry import OURS, Benchmark, Provider, UnsupportedError
 from .attention import AttentionCall, attention_case
 from .attention_peers import (
-    flash_attn_3_version,
     refuse_beyond_dense,
     run_flash_attn_3,
     run_flash_attn_4,
@@ -276,7 +275,7 @@ def attention_providers(op: str) -> tuple[Provider, ...]:
         Provider("FlexAttention, paged mask", _flex, torch_version, "cuda"),
         Provider("torch varlen_attn", _varlen, _varlen_version, "cuda"),
         Provider("FlashInfer", run_flashinfer, lambda: version("flashinfer-python"), "cuda"),
-        Provider("FlashAttention-3", run_flash_attn_3, flash_attn_3_version, "cuda"),
+        Provider("FlashAttention-3", run_flash_attn_3, lambda: f"vLLM {vllm_version()}", "cuda"),
         Provider("flash-attn-4", run_flash_attn_4, lambda: version("flash-attn-4"), "cuda"),
         Provider("vLLM unified_attention", run_vllm_triton, vllm_version, "cuda"),
     ]
