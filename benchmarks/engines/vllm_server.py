@@ -95,7 +95,8 @@ class Server:
         self.process.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of this machine that nothing listens to."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -113,17 +114,23 @@ def serving(model: str, options: Sequence[str] = (), variables: Mapping[str, str
     Raises:
         RuntimeError: The server ended, or did not answer within some minutes; the message has the end of its log.
     """
-    port = _free_port()
     own = {name: value for name, value in os.environ.items() if not name.startswith("PC_VLLM")}
     own |= ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | dict(variables or {})
     # The `vllm` command looks for a distribution of that name. CPU builds by other projects have another name.
-    module = "vllm.entrypoints.openai.api_server"
-    command = [sys.executable, "-m", module, "--model", model, "--host", "127.0.0.1", "--port", str(port), *options]
+    with started("vllm.entrypoints.openai.api_server", ["--model", model, *options], own) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def started(module: str, options: Sequence[str], variables: Mapping[str, str]) -> Iterator[Server]:
+    """Start the server of a Python module with these variables as its environment; otherwise as `serving`."""
+    port = free_port()
+    command = [sys.executable, "-m", module, "--host", "127.0.0.1", "--port", str(port), *options]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("wb") as file:
             process = subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, env=own, start_new_session=True, cwd=folder
+                command, stdout=file, stderr=subprocess.STDOUT, env=variables, start_new_session=True, cwd=folder
             )
         server = Server(process, port, log)
         try:
@@ -165,4 +172,4 @@ def _wait_until_it_answers(server: Server) -> None:
             server.get("/health")
             return
         time.sleep(0.5)
-    raise RuntimeError(f"vLLM's server does not answer:\n{server.log.read_text(errors='replace')[-4000:]}")
+    raise RuntimeError(f"the server does not answer:\n{server.log.read_text(errors='replace')[-4000:]}")

@@ -285,5 +285,5 @@ def test_threads_take_turns_at_the_buffer():
             found = tier.get_many(keys)
             wrong.extend(key for i, key in enumerate(keys) if not same(found[i], block(number * 10 + i)))
 
-    in_threads(4, work)
+    in_threads(work, *range(4))
     assert wrong == []

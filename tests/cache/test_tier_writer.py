@@ -183,7 +183,7 @@ def test_threads_that_put_get_and_discard(tmp_path):
                     wrong.append(mine)
 
     with TierWriter(tier) as writer:
-        in_threads(4, work)
+        in_threads(work, *range(4))
     assert wrong == []
     assert len(tier) == 80
     assert writer.nbytes == 0

@@ -14,11 +14,7 @@ from pathlib import Path
 
 import pytest
 
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+from benchmarks.engines.vllm_server import free_port
 
 
 def wait_for(port, process):

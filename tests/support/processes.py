@@ -28,10 +28,10 @@ def python(*arguments: str | Path, status: int = 0, cwd: Path | None = None, **e
     return done
 
 
-def in_threads(count: int, work: Callable[[int], Any]) -> None:
-    """Call `work` with each number below `count`, in that many threads, and raise an error that a call raised."""
-    with ThreadPoolExecutor(count) as pool:
-        list(pool.map(work, range(count)))
+def in_threads(work: Callable[[Any], Any], *arguments: Any) -> list[Any]:
+    """Call a function with each argument in a thread of its own, and return the results."""
+    with ThreadPoolExecutor(len(arguments)) as pool:
+        return list(pool.map(work, arguments))
 
 
 def exit_status_of_child(function: Callable[[], Any]) -> int:

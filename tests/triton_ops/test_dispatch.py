@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Case, attend, build, check
-from threads import in_threads
+from processes import in_threads
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -434,7 +434,7 @@ def test_requests_of_several_threads_with_preemption_and_resets_leave_the_state_
             m.free(name, [None, 0, np.float32(0.7)][i % 3])
 
     for _ in range(2):
-        in_threads(3, work)
+        in_threads(work, *range(3))
         assert m.stats().evictions > 100
         m.check()
         m.reset()

@@ -12,7 +12,7 @@ import torch
 import transformers
 from compression_cases import ASKED, CONTEXT, QUESTION, ask, assert_dense_logits, chosen_tokens
 from generate_cases import FAMILIES, LLAMA, Family, first_quick, plain, prompt
-from threads import in_threads
+from processes import in_threads
 
 from pc.integrations.huggingface import (
     CompressedDocument,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from generate_cases import CACHE, assert_same, both, cache_of, cached, enabled, first_quick, plain
 from image_cases import CASES, IMAGE, TowerRuns, VisionCase, text
-from threads import in_threads
+from processes import in_threads
 
 from pc.integrations.huggingface import enable_prefix_caching
 from pc.integrations.huggingface.images import VisionOutputs

@@ -15,7 +15,7 @@ import pytest
 import torch
 from generate_cases import plain, prompt
 from graph_double import TapeCapturer
-from threads import in_threads
+from processes import in_threads
 
 from pc.integrations.huggingface import UnsupportedError, enable_continuous_batching, enable_prefix_caching
 from pc.integrations.huggingface.runners import graphs

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from generate_cases import BY_NAME, NEW_TOKENS, plain, prompt
+from processes import in_threads
 from runner_cases import LFM2, RUNNERS, Runner, build, cases, interrupted
-from threads import in_threads
 
 from pc.integrations.huggingface import api
 

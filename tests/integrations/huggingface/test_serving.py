@@ -38,7 +38,7 @@ from generate_cases import (
     prompt,
     refused,
 )
-from threads import in_threads
+from processes import in_threads
 
 from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching
 from pc.integrations.huggingface import settings as settings_module

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from generate_cases import LLAMA, assert_same, enabled, left_padded, prompt
-from threads import in_threads
+from processes import in_threads
 
 from pc.cache import EvictionPolicy
 from pc.cache.policies import POLICIES

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import socket
-import subprocess
-import sys
-import time
 import urllib.request
 
 import pytest
@@ -19,6 +14,7 @@ import sglang_engine
 from vllm_models import save_model
 
 import pc
+from benchmarks.engines.vllm_server import started
 
 pytestmark = pytest.mark.slow
 
@@ -108,57 +104,26 @@ def test_a_trained_model(tmp_path):
     assert counts["layer"] == 30 * (counts["step EXTEND"] + counts["step DECODE"]) > 0
 
 
-def free_port():
-    with socket.socket() as each:
-        each.bind(("127.0.0.1", 0))
-        return each.getsockname()[1]
-
-
 def test_streaming_through_the_server(model, found, tmp_path):
     """`sglang serve` runs with the plugin chosen by SGLang's options, and logs what is active."""
-    port, log = free_port(), tmp_path / "server.log"
     options = {name: value for name, value in sglang_engine.OPTIONS.items() if name != "max_total_tokens"}
     options |= {"model_path": model, "attention_backend": "pc", "radix_eviction_policy": "pc_default"}
-    options |= {"host": "127.0.0.1", "port": port, "log_level": "info", "max_total_tokens": 1024}
-    command = [sys.executable, "-m", "sglang.launch_server"]
+    options |= {"log_level": "info", "max_total_tokens": 1024}
+    arguments = []
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
-        command += [flag] if value is True else [flag, str(value)]
-    with log.open("w") as file:
-        server = subprocess.Popen(
-            command, env=sglang_engine.environment(None, True), stdout=file, stderr=file, start_new_session=True
-        )
-    try:
-        wait_for(f"http://127.0.0.1:{port}/health", server, log)
+        arguments += [flag] if value is True else [flag, str(value)]
+    with started("sglang.launch_server", arguments, sglang_engine.environment(None, True)) as server:
         body = {"input_ids": sglang_engine.prompt(90, 30), "stream": True}
         body["sampling_params"] = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
         request = urllib.request.Request(
-            f"http://127.0.0.1:{port}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            f"{server.url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             lines = [line.decode().strip().removeprefix("data: ") for line in answer if line.strip()]
         assert lines[-1] == "[DONE]"
         assert len(lines) > 2, "the answer came in one piece"
         assert json.loads(lines[-2])["output_ids"] == found[0]["streams"][1]
-        said = log.read_text()
+        said = server.log.read_text()
         assert f"pc {pc.__version__}, sglang {sglang.__version__}: attention by PagedAttnBackend" in said
         assert f"sglang {sglang.__version__}: eviction by pc_default (Hazard)" in said
-    finally:
-        server.send_signal(signal.SIGTERM)
-        try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
-
-
-def wait_for(url, server, log):
-    for _ in range(240):
-        assert server.poll() is None, log.read_text()[-4000:]
-        try:
-            with urllib.request.urlopen(url, timeout=5) as answer:
-                if answer.status == 200:
-                    return
-        except OSError:
-            time.sleep(1)
-    raise AssertionError(log.read_text()[-4000:])
