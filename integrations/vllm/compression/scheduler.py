@@ -114,7 +114,7 @@ class Compression:
         self._peers: defaultdict[tuple[Any, ...], dict[str, PromptPlan]] = defaultdict(dict)
         self._packings: list[Packing] = []
         self._stalled: list[Any] = []
-        self._is_stuck = False
+        self._stuck_steps = 0  # the last steps, in which nothing ran and some requests waited for blocks
         config = self.scheduler.vllm_config
         self._captures = replays_whole_steps(config.compilation_config, config.device_config.device_type)
         coordinator = self._cache.coordinator
@@ -266,23 +266,25 @@ class Compression:
         return [*unknown, *lost, *(self._pool.get_new_blocks(num_free) if num_free else [])]
 
     def start_step(self) -> None:
-        """If all requests wait for blocks, preempt one after another until one of the others can be compressed.
+        """If no request can run because some wait for blocks, preempt one after another until one can be compressed.
 
         The youngest is preempted first; with priority scheduling, the youngest of the lowest priority. If the last
-        request cannot be compressed either, it stays exact.
+        request cannot be compressed either, it stays exact. A request that does not wait may be about to end, so it has
+        one more step.
         """
-        running, stalled, self._stalled = self.scheduler.running, self._stalled, []
-        if not self._is_stuck or len(stalled) < len(running):
+        running, waiting, self._stalled = self.scheduler.running, self._stalled, []
+        if not self._stuck_steps or (self._stuck_steps == 1 and any(each not in waiting for each in running)):
             return
         while len(running) > 1:
             is_ranked = self.scheduler.policy == SchedulingPolicy.PRIORITY
             victim = max(running, key=lambda each: (each.priority, each.arrival_time)) if is_ranked else running[-1]
             running.remove(victim)
             preempt(self.scheduler, victim)
-            if any(self._compress(each, self.plans[each.request_id]) for each in running):
+            if any(each in waiting and self._compress(each, self.plans[each.request_id]) for each in running):
                 return
         for each in running:
-            self.plans[each.request_id].stay_exact()
+            if each in waiting:
+                self.plans[each.request_id].stay_exact()
 
     def finish_step(self, output: Any) -> None:
         """Add to a step's output the prompts that workers pack before its forward pass, and the queries that they save.
@@ -297,7 +299,8 @@ class Compression:
             if plan.state == "waiting" and first < plan.tokens and rows > 0:
                 queries[name] = rows
         output.pc_packings, output.pc_queries, self._packings = self._packings, queries, []
-        self._is_stuck = bool(self._stalled) and not output.num_scheduled_tokens
+        is_stuck = bool(self._stalled) and not output.num_scheduled_tokens
+        self._stuck_steps = self._stuck_steps + 1 if is_stuck else 0
 
     def release(self, request: Any) -> None:
         """Record that a request holds no blocks any more, because it is preempted or has ended."""

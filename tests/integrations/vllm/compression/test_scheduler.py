@@ -124,6 +124,33 @@ def test_all_wait_for_blocks_in_a_full_pool(kind):
     assert preempted
 
 
+def test_a_prefill_that_is_held_back_beside_requests_that_wait_for_blocks():
+    """vLLM holds prefill back until decodes have run, and these wait for the blocks that the prefill will free."""
+    engine, tokens, other = CompressingEngine(1 + 12 + 13, budget=320), prompt(10 * BLOCK), prompt(13 * BLOCK, 1)
+    engine.scheduler.local_prefill_interval = 4
+    for name in "ab":
+        engine.add(name, tokens, 3, pc_compress=0.8)
+    engine.add("other", other, 3)
+    for _ in range(100):
+        if engine.scheduler.requests:
+            engine.step()
+    assert not engine.scheduler.requests
+    assert engine.said.pop("other") == following(other, 3)
+    assert engine.said == {name: expected(engine, name, tokens, 3) for name in "ab"}
+
+
+def test_a_request_that_waits_for_blocks_is_preempted():
+    """The running request is not one that waits, so there is nothing to compress in its place."""
+    engine, tokens = CompressingEngine(64, budget=320), prompt(10 * BLOCK)
+    engine.add("exact", tokens, 20)
+    waiting = engine.add("waiting", tokens[:-BLOCK], 3, pc_compress=0.5)
+    engine.step()
+    preempt(engine.scheduler, "waiting")
+    engine.scheduler.compression._stalled, engine.scheduler.compression._stuck_steps = [waiting], 1
+    engine.run()
+    assert engine.said["exact"] == following(tokens, 20)
+
+
 def test_an_answer_behind_a_compressed_prompt_is_never_published():
     """Else a later request would find KV that saw a part of the prompt."""
     engine, tokens = CompressingEngine(64), prompt(10 * BLOCK + 5)
