@@ -104,26 +104,40 @@ def make_scheduler(
     return kind(config, caches, StructuredOutputManager(config), block_size, block_size)
 
 
-def make_requests(trace: Trace, split: int, longest: int) -> list[Any]:
-    """Return requests whose full blocks have the trace's hashes; one more token follows, so that all can be hit."""
+def make_request(name: str, hashes: list[bytes], output: int, **params: Any) -> Any:
+    """Return a request whose full blocks have these hashes; one more token follows, so that all can be hit.
+
+    Args:
+        name: Name of the request.
+        hashes: Hashes of the prompt's blocks. Blocks of generated tokens get hashes that no other request has.
+        output: Tokens to generate.
+        params: Further sampling parameters of vLLM.
+    """
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
-    made = []
-    for number, (ids, output) in enumerate(zip(trace.requests, trace.outputs, strict=True)):
-        hashes = hashes_of(ids, split)
-        own = f"{number}-".encode().ljust(8, b"\0")
+    own = f"{name}-".encode().ljust(8, b"\0")
 
-        def hasher(request: Any, hashes: list[bytes] = hashes, own: bytes = own) -> list[bytes]:
-            """Return hashes that no other request has, for generated tokens."""
-            known, full = len(request.block_hashes), request.num_tokens // BLOCK_SIZE
-            fresh = [own + at.to_bytes(8, "little") for at in range(max(known, len(hashes)), full)]
-            return hashes[known:full] + fresh
+    def hasher(request: Any) -> list[bytes]:
+        known, full = len(request.block_hashes), request.num_tokens // BLOCK_SIZE
+        fresh = [own + at.to_bytes(8, "little") for at in range(max(known, len(hashes)), full)]
+        return hashes[known:full] + fresh
 
-        sampling = SamplingParams(max_tokens=max(1, min(output, longest)), ignore_eos=True)
-        tokens = [0] * (BLOCK_SIZE * len(hashes) + 1)
-        made.append(Request(str(number), tokens, sampling, None, block_hasher=hasher))
-    return made
+    sampling = SamplingParams(max_tokens=output, ignore_eos=True, **params)
+    return Request(name, [0] * (BLOCK_SIZE * len(hashes) + 1), sampling, None, block_hasher=hasher)
+
+
+def answer_to(scheduler: Any, output: Any) -> Any:
+    """Return a model's answer to a step: token 0 for each request whose tokens are then all computed."""
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    names = list(output.num_scheduled_tokens)
+    known = [scheduler.requests[name] for name in names]
+    return ModelRunnerOutput(
+        req_ids=names,
+        req_id_to_index={name: at for at, name in enumerate(names)},
+        sampled_token_ids=[[0] if each.num_computed_tokens >= each.num_tokens else [] for each in known],
+    )
 
 
 def largest_request(trace: Trace, split: int, longest: int) -> int:
@@ -145,13 +159,12 @@ def run(trace: Trace, policy: str | None, capacity: int, split: int = 1, at_once
         at_once: Requests that run together.
         longest: Tokens that a request generates at most.
     """
-    from vllm.v1.outputs import ModelRunnerOutput
-
     num_blocks, largest = capacity * split + 2 * at_once, largest_request(trace, split, longest)
     if largest >= num_blocks:  # one is vLLM's null block
         raise ValueError(f"capacity: got {num_blocks} blocks of vLLM, needs more than the {largest} of one request")
     scheduler = make_scheduler(policy, num_blocks, at_once)
-    waiting = make_requests(trace, split, longest)[::-1]
+    asked = enumerate(zip(trace.requests, trace.outputs, strict=True))
+    waiting = [make_request(str(n), hashes_of(ids, split), max(1, min(out, longest))) for n, (ids, out) in asked][::-1]
     hits, steps, seconds, running = 0, 0, 0.0, 0
     with frozen():
         while waiting or running:
@@ -162,13 +175,7 @@ def run(trace: Trace, policy: str | None, capacity: int, split: int = 1, at_once
             output = scheduler.schedule()
             seconds += process_time() - begun
             hits += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
-            names = list(output.num_scheduled_tokens)
-            known = [scheduler.requests[name] for name in names]
-            answer = ModelRunnerOutput(
-                req_ids=names,
-                req_id_to_index={name: at for at, name in enumerate(names)},
-                sampled_token_ids=[[0] if each.num_computed_tokens >= each.num_tokens else [] for each in known],
-            )
+            answer = answer_to(scheduler, output)
             begun = process_time()
             scheduler.update_from_output(output, answer)
             seconds += process_time() - begun

@@ -6,45 +6,31 @@ import importlib
 import random
 
 import pytest
-from vllm.sampling_params import SamplingParams
-from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
-from benchmarks.engines.vllm_scheduler import make_scheduler
+from benchmarks.engines import vllm_scheduler
 
-SIZE = 16
+SIZE = vllm_scheduler.BLOCK_SIZE
 
 
 def make_request(name, blocks, output=1, **params):
     """Return a named prompt of whole blocks, and one more token."""
     hashes = [str(each).encode().rjust(16) for each in blocks]
-
-    def hasher(request):
-        known = len(request.block_hashes)
-        own = [f"{name}.{n}".encode().rjust(16) for n in range(len(hashes), request.num_tokens // SIZE)]
-        return (hashes + own)[known : request.num_tokens // SIZE]
-
-    sampling = SamplingParams(max_tokens=output, ignore_eos=True, **params)
-    return Request(name, [0] * (SIZE * len(hashes) + 1), sampling, None, block_hasher=hasher)
+    return vllm_scheduler.make_request(name, hashes, output, **params)
 
 
 class Engine:
     """A scheduler, and a model that answers 0."""
 
     def __init__(self, policy, num_blocks, at_once=1):
-        self.scheduler = make_scheduler(policy, num_blocks + 1, at_once)
+        self.scheduler = vllm_scheduler.make_scheduler(policy, num_blocks + 1, at_once)
         self.cached = {}
 
     def step(self):
         output = self.scheduler.schedule()
         for new in output.scheduled_new_reqs:
             self.cached[new.req_id] = new.num_computed_tokens // SIZE
-        names = list(output.num_scheduled_tokens)
-        done = [(r := self.scheduler.requests[name]).num_computed_tokens >= r.num_tokens for name in names]
-        places = {name: at for at, name in enumerate(names)}
-        tokens = [[0] if whole else [] for whole in done]
-        answer = ModelRunnerOutput(req_ids=names, req_id_to_index=places, sampled_token_ids=tokens)
-        self.scheduler.update_from_output(output, answer)
+        self.scheduler.update_from_output(output, vllm_scheduler.answer_to(self.scheduler, output))
 
     def run(self, *requests):
         for request in requests:
