@@ -14,6 +14,7 @@ import torch
 import pc
 
 from ..harness.inputs import paged_batch
+from ..operators.attention import AttentionCall, AttentionCase
 
 # The targets and versions of triton for which work is counted.
 TARGETS = ("sm_80", "sm_90")
@@ -65,26 +66,36 @@ STEPS = {
 
 
 class Batch:
-    """Tensors of a step, its block table shuffled."""
+    """The call of a step on drawn tensors, its block table shuffled.
+
+    Attributes:
+        call: The call without holes.
+        order: For a compressed document, the rank of each token for each KV head.
+        behind: The layer behind a compressed document.
+    """
 
     def __init__(self, step: Step) -> None:
         generator = torch.Generator().manual_seed(0)
         q_lens = step.q_lens or (1,) * len(step.seq_lens)
+        heads, head_dim = ((step.latent, 1), LATENT_DIM) if step.latent else ((HEADS, KV_HEADS), HEAD_DIM)
         size = LATENT_BLOCK if step.latent else BLOCK
         blocks = [-(-length // size) for length in step.seq_lens]
-        shape = (sum(blocks) + 1, size, *((1, LATENT_DIM) if step.latent else (KV_HEADS, HEAD_DIM)))
-        self.key, self.value = (torch.randn(shape, generator=generator).bfloat16() for _ in range(2))
+        shape = (sum(blocks) + 1, size, heads[1], head_dim)
+        key, value = (torch.randn(shape, generator=generator).bfloat16() for _ in range(2))
         numbers = torch.randperm(sum(blocks), generator=generator) + 1
-        self.tables, self.lens, self.starts = paged_batch(step.seq_lens, q_lens, size, numbers)
-        heads = (step.latent, LATENT_DIM) if step.latent else (HEADS, HEAD_DIM)
-        self.query = torch.randn(sum(q_lens), *heads, generator=generator).bfloat16()
-        self.most, self.step, self.lists = max(q_lens), step, None
+        tables, lens, starts = paged_batch(step.seq_lens, q_lens, size, numbers)
+        query = torch.randn(sum(q_lens), heads[0], head_dim, generator=generator).bfloat16()
+        lists = None
         if step.packed:
-            self.tables, self.lens = _without_holes(self.tables, self.lens, round(step.packed * (blocks[0] - 1)))
+            tables, lens = _without_holes(tables, lens, round(step.packed * (blocks[0] - 1)))
         if step.top_k:
-            drawn = [torch.randperm(min(blocks), generator=generator) for _ in range(sum(q_lens) * shape[2])]
-            chosen = torch.stack(drawn)[:, : step.top_k].sort(1).values
-            self.lists = chosen.int().view(sum(q_lens), shape[2], step.top_k)
+            drawn = [torch.randperm(min(blocks), generator=generator) for _ in range(sum(q_lens) * heads[1])]
+            lists = torch.stack(drawn)[:, : step.top_k].sort(1).values.int().view(sum(q_lens), heads[1], step.top_k)
+        sizes = {"window": step.window, "num_sink_tokens": step.prefix, "scale": HEAD_DIM**-0.5}
+        sizes |= {"value_dim": LATENT_VALUE} if step.latent else {}
+        case = AttentionCase(tuple(lens.tolist()), q_lens, heads, head_dim, size, **sizes)
+        self.step = step
+        self.call = AttentionCall(case, query, key, value, tables, lens, starts, None, lists, None, None, None)
         self.order = torch.rand(KV_HEADS, step.seq_lens[0] - BLOCK, generator=generator).argsort(-1).argsort(-1)
         self.behind = behind_document(self) if step.kept else None
 
@@ -106,7 +117,9 @@ def behind_document(batch: Batch) -> Any:
     from pc.integrations.huggingface.runners.dispatch import MARK
 
     length = batch.order.shape[1]  # of the document; own tokens fill a block
-    sides = [side.flatten(0, 1)[BLOCK:].transpose(0, 1)[None] for side in (batch.key, batch.value)]
+    sides = [
+        side.flatten(0, 1)[BLOCK:].transpose(0, 1)[None] for side in (batch.call.key_cache, batch.call.value_cache)
+    ]
     kept = (torch.linspace(0.5, 1.5, KV_HEADS) * batch.step.kept * length).round()
     layer = whole.keep(*(side[0, :, :length] for side in sides), batch.order < kept[:, None])
     cache = layers.question_cache(whole.Content({0: layer}, torch.arange(length), length, 0, b""))
@@ -121,34 +134,28 @@ def behind_document(batch: Batch) -> Any:
 def _attend_behind(batch: Batch, behind: Any) -> torch.Tensor:
     from pc.integrations.huggingface.runners.dispatch import MarkedCall
 
-    call = MarkedCall(batch.query.transpose(0, 1)[None], batch.key, batch.value, HEAD_DIM**-0.5)
+    call = batch.call
+    call = MarkedCall(call.query.transpose(0, 1)[None], call.key_cache, call.value_cache, call.scale)
     out: torch.Tensor = behind.attend(call)
     return out.flatten(0, 1)
 
 
 def ours(batch: Batch) -> torch.Tensor:
     """Run the operator that serves a step."""
-    step, given = batch.step, {"max_query_len": batch.most, "max_seq_len": int(batch.lens.max())}
-    tensors = (batch.query, batch.key, batch.value)
-    rest, scale = (batch.lens, batch.starts), HEAD_DIM**-0.5
+    step, call = batch.step, batch.call
     if batch.behind is not None:
         return _attend_behind(batch, batch.behind)
-    if step.top_k and step.latent:
-        given["query_blocks"] = batch.lists
-        latent = (batch.query, batch.key, batch.tables, *rest, None, scale, LATENT_VALUE)
-        return pc.sparse_latent_attention(*latent, **given)
-    if step.top_k:
-        return pc.sparse_gap_attention(*tensors, batch.tables, *rest, None, scale, query_blocks=batch.lists, **given)
-    if step.latent:
-        return pc.latent_attention(batch.query, batch.key, batch.tables, *rest, scale, LATENT_VALUE, **given)
     if step.prefix:
-        holes = batch.tables.clone()
+        holes = call.block_tables.clone()
         holes[0, -(-step.prefix // BLOCK) : (step.seq_lens[0] - step.window) // BLOCK] = -1
-        sinks = {"window": step.window, "num_sink_tokens": step.prefix}
-        return pc.sparse_gap_attention(*tensors, holes, *rest, None, scale, **sinks, **given)
-    if step.window:
-        return pc.sliding_window_attention(*tensors, batch.tables, *rest, scale, step.window, **given)
-    return pc.paged_attention(*tensors, batch.tables, *rest, scale, **given)
+        call = dataclasses.replace(call, block_tables=holes)
+    op = "sliding_window_attention" if step.window else "paged_attention"
+    if step.prefix or step.top_k:
+        op = "sparse_latent_attention" if step.latent else "sparse_gap_attention"
+    elif step.latent:
+        op = "latent_attention"
+    out: torch.Tensor = getattr(pc, op)(**call.arguments(op))
+    return out
 
 
 @functools.cache

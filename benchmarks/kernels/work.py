@@ -13,6 +13,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import os
 import sys
@@ -28,9 +29,9 @@ from emulator.launch import Session
 from ..harness import tables
 from ..harness.conditions import commit
 from ..harness.experiment import Experiment, option
-from ..operators.attention import AttentionCall, AttentionCase
 from ..operators.attention_peers import run_vllm_latent, run_vllm_triton, vllm_version
-from .steps import HEAD_DIM, HEADS, KV_HEADS, LATENT_VALUE, STEPS, Batch, ours, sources
+from .launches import as_on_a_device
+from .steps import LATENT_VALUE, STEPS, Batch, ours, sources
 
 OURS, VLLM = "pc", "vLLM Triton"
 TABLE = tables.RESULTS / "work.csv"
@@ -46,23 +47,22 @@ def load_vllm(folder: Path) -> None:
 
 def theirs(batch: Batch) -> torch.Tensor:
     """Run vLLM's Triton kernel for a step."""
-    step, lengths = batch.step, (batch.tables, batch.lens)
+    step, call = batch.step, batch.call
     if step.latent:
-        found: torch.Tensor = run_vllm_latent(batch.query, batch.key, *lengths, LATENT_VALUE, HEAD_DIM**-0.5)()
-        return found
+        rows = (call.query, call.key_cache, call.block_tables, call.seq_lens)
+        return run_vllm_latent(*rows, LATENT_VALUE, call.scale)()  # type: ignore[no-any-return]
     more: dict[str, Any] = {}
     if step.prefix:
         more = {"rswa_prefix_lens": torch.full((1,), step.prefix, dtype=torch.int32), "rswa_window": step.window}
-    q_lens, window = step.q_lens or (1,) * len(step.seq_lens), 0 if step.prefix else step.window
-    case = AttentionCase(step.seq_lens, q_lens, (HEADS, KV_HEADS), HEAD_DIM, window=window)
-    call = AttentionCall(case, batch.query, batch.key, batch.value, *lengths, batch.starts, *[None] * 5)
+        call = dataclasses.replace(call, case=dataclasses.replace(call.case, window=0, num_sink_tokens=0))
     return run_vllm_triton(call, **more)()  # type: ignore[no-any-return]
 
 
 def counted(run: Callable[[Batch], torch.Tensor], batch: Batch) -> tuple[torch.Tensor, dict[str, str]]:
     """Return the result of a step and its work."""
     first = len(Session.launches)
-    out = run(batch)
+    with as_on_a_device():  # on CPU tensors, a given plan would be made again and compared
+        out = run(batch)
     launches = Session.launches[first:]
     work = {"instructions": sum(n.instructions for n in launches), "launches": len(launches)}
     work |= {"loaded_bytes": sum(n.loaded for n in launches), "stored_bytes": sum(n.stored for n in launches)}
