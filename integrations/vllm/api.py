@@ -232,8 +232,11 @@ NAMES: dict[str, dict[str, str]] = {
             "register_kv_caches(kv_caches) get_num_new_matched_tokens(request num_computed_tokens) "
             "update_state_after_alloc(request blocks num_external_tokens) build_connector_meta(scheduler_output) "
             "get_block_ids_with_load_errors start_load_kv(forward_context) wait_for_save request_finished(request "
-            "block_ids) _get_connector_metadata"
+            "block_ids) _get_connector_metadata bind_gpu_block_pool(gpu_block_pool) "
+            "update_connector_output(connector_output)"
         ),
+        "vllm.v1.core.block_pool": "BlockPool.evict_blocks(block_ids)",
+        "vllm.v1.outputs": "KVConnectorOutput.invalid_block_ids",
         "vllm.v1.core.sched.output": (
             "NewRequestData(req_id block_ids num_computed_tokens ...) CachedRequestData(req_ids resumed_req_ids "
             "new_block_ids num_computed_tokens ...) SchedulerOutput(finished_req_ids num_scheduled_tokens ...)"

@@ -37,11 +37,15 @@ class TransferPlan(KVConnectorMetadata):
 
 @dataclass
 class SavedRequest:
-    """A request: how many of its blocks are cached, in the tier or on the way there, and the range to load."""
+    """A request: how many of its blocks are cached, in the tier or on the way there, and the range to load.
+
+    From the block `doubtful_from` on, its KV may come from lost blocks that it shares.
+    """
 
     request: Any
     saved: int = 0
     load: tuple[int, int] | None = None
+    doubtful_from: int | None = None
 
 
 class Planner:
@@ -59,6 +63,8 @@ class Planner:
         self._produces, self._consumes = produces, consumes
         self._tables: dict[str, list[int]] = {}
         self._requests: dict[str, SavedRequest] = {}
+        self.doubtful: set[int] = set()
+        """Blocks of the last step whose KV may come from lost blocks, so that no other request may find them."""
 
     def find(self, request: Any, computed: int) -> int:
         """Return how many tokens after `computed` the tier has, in whole blocks and without the prompt's last token."""
@@ -82,6 +88,7 @@ class Planner:
     def plan(self, output: Any) -> TransferPlan:
         """Return the plan of a step that has been scheduled."""
         plan = TransferPlan(self._fingerprint)
+        self.doubtful = set()
         for name in output.finished_req_ids:
             self._requests.pop(name, None)
         for each in follow_tables(self._tables, output, 0):
@@ -102,11 +109,30 @@ class Planner:
             known.load = None
         else:
             known.saved = min(known.saved, step.begin // size)  # after a failed load, blocks are computed again
+        if known.doubtful_from is not None:
+            self.doubtful.update(step.blocks[known.doubtful_from :])
+            return
         # Blocks with tokens that vLLM does not know yet, such as drafts, have no hash.
         behind = min((step.begin + count) // size, len(hashes), len(step.blocks))
         if self._produces and behind > known.saved:
             plan.saves |= keyed(known.saved, behind)
             known.saved = behind
+
+    def lose(self, lost: set[int]) -> set[int]:
+        """Record that blocks could not be loaded. Return them and all blocks after them, whose KV is wrong.
+
+        Of several requests with a lost block, vLLM lets one compute it. The others continue at once and may read it
+        before, so nothing more of these requests is saved.
+        """
+        firsts = {
+            name: next(at for at, block in enumerate(table) if block in lost)
+            for name, table in self._tables.items()
+            if name in self._requests and not lost.isdisjoint(table)
+        }
+        if len(firsts) > 1:
+            for name, first in firsts.items():
+                self._requests[name].doubtful_from = first
+        return {block for name, first in firsts.items() for block in self._tables[name][first:]}
 
     def forget(self, name: str) -> None:
         """Forget a request that has ended."""
@@ -193,6 +219,7 @@ class TierConnector(KVConnectorBase_V1):
         self._tiers: list[Tier] = []
         self._store: BlockStore | None = None
         self._failed: set[int] = set()
+        self._pool: Any = None
         self._quiet = 0
         # Number of steps that may be scheduled before the scheduler knows of a failed load.
         self._unaware: int = vllm_config.max_concurrent_batches
@@ -239,7 +266,23 @@ class TierConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: Any) -> TransferPlan:
         """Return the blocks that the workers load and save around this step."""
-        return self._planner.plan(scheduler_output)
+        plan = self._planner.plan(scheduler_output)
+        self._hide(self._planner.doubtful)
+        return plan
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Remember vLLM's pool of blocks."""
+        self._pool = gpu_block_pool
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Let no request find blocks that could not be loaded, nor what was computed from them."""
+        if connector_output.invalid_block_ids:
+            self._hide(self._planner.lose(connector_output.invalid_block_ids))
+
+    def _hide(self, blocks: set[int]) -> None:
+        """Remove blocks from vLLM's own prefix cache; their requests keep them."""
+        if blocks:
+            self._pool.evict_blocks(blocks - {0})  # 0: vLLM's null block
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Let vLLM free a request's blocks: saved blocks were copied in the step that completed them."""

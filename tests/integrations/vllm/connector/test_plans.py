@@ -109,6 +109,30 @@ def test_blocks_whose_load_failed_are_saved_when_they_are_computed():
     assert plan.saves == {5: b"a1", 6: b"a2"}
 
 
+def test_blocks_computed_from_lost_ones_that_requests_share_are_not_saved():
+    """vLLM lets one request compute the lost blocks, and the others read them at once, perhaps too early."""
+    planner, made = Planner([Kept.fromkeys([b"a0", b"a1"])], SIZE, "f"), {}
+    for name, first in (("one", 0), ("two", 8)):
+        made[name] = request(name, 16, [b"a0", b"a1", name[:1].encode(), name.encode()])
+        planner.admit(made[name], planner.find(made[name], first))
+    planner.plan(step({"one": 4, "two": 4}, new=[("one", 8, [4, 5, 6]), ("two", 8, [4, 5, 7])]))
+    assert planner.lose({5}) == {5, 6, 7}
+    plan = planner.plan(step({"one": 8, "two": 4}, cached=[("one", 4, None), ("two", 12, [8])]))
+    assert (plan.saves, planner.doubtful) == ({}, {5, 6, 7, 8})
+    planner.admit(made["two"], planner.find(made["two"], 0))  # after a preemption
+    plan = planner.plan(step({"two": 8}, new=[("two", 8, [1, 2, 3, 9])]))
+    assert (plan.saves, planner.doubtful) == ({3: b"t", 9: b"two"}, set())
+
+
+def test_lost_blocks_of_one_request_are_found_by_no_other_and_saved_when_they_are_computed():
+    planner = Planner([Kept.fromkeys([b"a0", b"a1", b"a2"])], SIZE, "f")
+    asked = request("a", 14)
+    planner.admit(asked, planner.find(asked, 0))
+    planner.plan(step({"a": 2}, new=[("a", 12, [4, 5, 6, 7])]))
+    assert planner.lose({5, 6}) == {5, 6, 7}
+    assert planner.plan(step({"a": 10}, cached=[("a", 4, None)])).saves == {5: b"a1", 6: b"a2"}
+
+
 def test_a_resumed_request_has_other_blocks():
     tier = Kept()
     planner = Planner([tier], SIZE, "f")
