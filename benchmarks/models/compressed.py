@@ -21,7 +21,7 @@ import torch
 
 from ..harness.experiment import Experiment, option
 from ..harness.timing import by_turns
-from .load import NAME, alice, trained_model, trained_tokenizer
+from .load import NAME, alice, read_document, trained_model, trained_tokenizer
 
 QUESTION, WARM = 16, 4
 """Tokens of the question, and decodes before those that count."""
@@ -57,7 +57,6 @@ def measure(handle: Any, model: Any, ids: torch.Tensor, budget: float, steps: in
 
 def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a row for each length of the text."""
-    from pc.demo._models import read_document
     from pc.integrations.huggingface import enable_prefix_caching
 
     model, text = trained_model(), trained_tokenizer().encode(alice() + read_document())

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from pc.demo import trained_model_folder
+from pc.demo._models import read_document as read_document  # the Constitution of the United States
 from pc.demo._trained import NAME as NAME  # of the trained model, in rows
 
 from ..harness.tables import ROOT

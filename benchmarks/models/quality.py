@@ -27,7 +27,7 @@ from pc.integrations import presses
 from ..harness.experiment import Experiment, option
 from ..harness.inputs import paged_batch
 from ..harness.tables import ROOT
-from .load import NAME, alice, trained_model, trained_tokenizer
+from .load import NAME, alice, read_document, trained_model, trained_tokenizer
 
 sys.path.insert(0, str(ROOT / "examples"))
 from custom_model import BLOCK, Llama
@@ -246,9 +246,9 @@ def measure(reading: Reading, method: Method | None, right: Sequence[bool] = ())
 
 def questions(llama: Llama, tokenizer: Any) -> tuple[Reading, list[bool]]:
     """Return the demo's text with its questions and full attention's answers, and which answers are right."""
-    from pc.demo import _models, _workloads
+    from pc.demo import _workloads
 
-    prompts = list(_workloads.document_prompts(tokenizer, _workloads.excerpt(_models.read_document())))
+    prompts = list(_workloads.document_prompts(tokenizer, _workloads.excerpt(read_document())))
     shared = next(i for i, ids in enumerate(zip(*prompts, strict=False)) if len(set(ids)) > 1) // BLOCK * BLOCK
     reading, right = Reading(llama, prompts[0][:shared], ()), []
     end, parts = _workloads.line_end(tokenizer), []
@@ -274,8 +274,6 @@ PROMPT, SCORED = 1792, 385
 @torch.inference_mode()
 def rows(given: argparse.Namespace) -> Iterator[dict[str, str]]:
     """Yield a row for each text and method."""
-    from pc.demo._models import read_document
-
     llama, tokenizer = Llama(trained_model(), num_blocks=512), trained_tokenizer()
     chosen = [m for m in methods(given.budgets) if any(part in f"{m.kind} {m.name}" for part in given.methods)]
     text = {"alice": alice(), "constitution": read_document()}

@@ -27,7 +27,7 @@ import torch
 
 from ..harness.experiment import Experiment, option
 from ..harness.timing import TokenClock, by_turns, over
-from .load import random_llama, trained_model, trained_tokenizer
+from .load import random_llama, read_document, trained_model, trained_tokenizer
 
 SIZES: dict[str, dict[str, Any]] = {
     "25M": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "heads": (8, 4)},
@@ -49,13 +49,6 @@ def build_model(size: str) -> Any:
     model = trained_model()
     model.generation_config.eos_token_id = None
     return model
-
-
-def read_text() -> torch.Tensor:
-    """Return the token ids of the demo's document."""
-    from pc.demo._models import read_document
-
-    return torch.tensor(trained_tokenizer().encode(read_document()))
 
 
 def _peak(reset: bool = False) -> int:
@@ -149,7 +142,8 @@ def measure(size: str, length: int, rounds: int) -> Iterator[dict[str, Any]]:
 
     model = build_model(size)
     with enable_prefix_caching(model, num_blocks=(2 * rounds + 4) * (length + 600) // 16) as handle:
-        ways = Ways(model, length, read_text() if size == TRAINED else None)
+        text = torch.tensor(trained_tokenizer().encode(read_document())) if size == TRAINED else None
+        ways = Ways(model, length, text)
         for name in (PLAIN, PC):
             ways.ask(name, ways.tokens(8), 1)  # the first call of a process takes longer
         for names, warm in (((PLAIN, PC), False), (WARM, True)):

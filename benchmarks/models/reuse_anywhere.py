@@ -26,7 +26,7 @@ import torch
 
 from ..harness.experiment import Experiment, option
 from ..harness.timing import TokenClock, over
-from .load import NAME, trained_model, trained_tokenizer
+from .load import NAME, read_document, trained_model, trained_tokenizer
 
 ANSWER, TURNS, KEPT = 8, 20, 3
 """Tokens of an answer, turns of an agent, and the tool results that it keeps besides the newest."""
@@ -173,7 +173,6 @@ MAKERS = {"order": order, "agent": agent, "edit": edit}
 
 def rows(given: argparse.Namespace) -> Iterator[dict[str, str]]:
     """Yield a row for each workload and way."""
-    from pc.demo._models import read_document
     from pc.demo._workloads import line_end
 
     model, tokenizer = trained_model(), trained_tokenizer()
