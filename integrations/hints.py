@@ -94,7 +94,10 @@ def read_hint(request: Any) -> Hint | None:
             envelope = json.loads(envelope)
         except (ValueError, RecursionError) as error:
             raise TypeError(f"kv_hints: got a string that is not JSON ({error}), needs an envelope") from error
-    actions = [action for action in _get(envelope, "actions") or () if _is_retention(action)]
+    given = _get(envelope, "actions") or ()
+    if not isinstance(given, Sequence):
+        raise TypeError(f"kv_hints: got {type(given).__name__}, needs a list of actions")
+    actions = [action for action in given if _is_retention(action)]
     if not actions:
         return None
     ranges: list[HintRange] = []
