@@ -367,6 +367,7 @@ def test_cache_that_a_config_leaves_out_is_asked_for() -> None:
         assert handle.stats().calls_handed_back == {}
         with pytest.warns(UserWarning, match="use_cache=False asks for no cache"):
             assert_same(model, input_ids=prompt(40), use_cache=False)  # the caller's argument
+        assert_same(model, input_ids=prompt(40), cache_implementation="offloaded")  # which needs a GPU
 
 
 def test_failed_forward_leaves_nothing_findable(model: Any, handle: PrefixCaching) -> None:
