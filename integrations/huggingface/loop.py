@@ -205,9 +205,12 @@ def take_stop_strings(model: Any, arguments: dict[str, Any]) -> None:
 def ask_for_cache(model: Any, arguments: dict[str, Any]) -> None:
     """Set `use_cache` if the model's defaults disable the cache, as MPT's do, and the caller says nothing about it."""
     own = arguments.get("generation_config")
-    # With `cache_implementation` the call falls back, and generate must not make a cache that it would not have made.
-    names = ("use_cache", "cache_implementation")
-    if all(value is None for name in names for value in (arguments.get(name), getattr(own, name, None))):
+    # Then the call falls back, and generate must not make a cache that it would not have made. Without a cache each
+    # step returns the outputs of all tokens.
+    excluded = any(
+        arguments.get(name) or getattr(own, name, None) for name in ("cache_implementation", *BY_TOKEN_OUTPUTS)
+    )
+    if not excluded and arguments.get("use_cache") is None and getattr(own, "use_cache", None) is None:
         configs = (model.generation_config, model.config.get_text_config(decoder=True))
         if any(getattr(config, "use_cache", None) is False for config in configs):
             arguments["use_cache"] = True
