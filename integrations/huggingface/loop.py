@@ -203,17 +203,19 @@ def take_stop_strings(model: Any, arguments: dict[str, Any]) -> None:
 
 
 def ask_for_cache(model: Any, arguments: dict[str, Any]) -> None:
-    """Set `use_cache` if the model's defaults disable the cache, as MPT's do, and the caller says nothing about it."""
-    own = arguments.get("generation_config")
-    # Then the call falls back, and generate must not make a cache that it would not have made. Without a cache each
-    # step returns the outputs of all tokens.
-    excluded = any(
-        arguments.get(name) or getattr(own, name, None) for name in ("cache_implementation", *BY_TOKEN_OUTPUTS)
-    )
-    if not excluded and arguments.get("use_cache") is None and getattr(own, "use_cache", None) is None:
-        configs = (model.generation_config, model.config.get_text_config(decoder=True))
-        if any(getattr(config, "use_cache", None) is False for config in configs):
-            arguments["use_cache"] = True
+    """Set `use_cache` if the model's defaults disable the cache, as MPT's do, and the caller says nothing about it.
+
+    A call stays as it is if it wants another kind of cache, because then it falls back. It also stays as it is if it
+    wants the outputs of every step, because without a cache these have all tokens.
+    """
+    own, default = arguments.get("generation_config"), model.generation_config
+    if arguments.get("use_cache") is not None or getattr(own, "use_cache", None) is not None:
+        return
+    for name in ("cache_implementation", *BY_TOKEN_OUTPUTS):
+        if arguments.get(name) or getattr(own, name, None) or getattr(default, name, None):
+            return
+    if any(getattr(each, "use_cache", None) is False for each in (default, model.config.get_text_config(decoder=True))):
+        arguments["use_cache"] = True
 
 
 def check_mode(model: Any, arguments: dict[str, Any]) -> None:

@@ -369,10 +369,13 @@ def test_cache_that_a_config_leaves_out_is_asked_for() -> None:
             assert_same(model, input_ids=prompt(40), use_cache=False)  # the caller's argument
         assert_same(model, input_ids=prompt(40), cache_implementation="offloaded")  # which needs a GPU
         outputs = {"return_dict_in_generate": True, "output_hidden_states": True}
-        want, got = both(model, input_ids=prompt(40), **outputs)  # without a cache, of all tokens in each step
-        assert [[h.shape for h in step] for step in got.hidden_states] == [
-            [h.shape for h in s] for s in want.hidden_states
-        ]
+        for given in (outputs, {}):  # by the call, then by the model's own configuration
+            if not given:
+                model.generation_config.update(**outputs)
+            want, got = both(model, input_ids=prompt(40), **given)  # without a cache, of all tokens in each step
+            assert [[h.shape for h in step] for step in got.hidden_states] == [
+                [h.shape for h in s] for s in want.hidden_states
+            ]
 
 
 def test_failed_forward_leaves_nothing_findable(model: Any, handle: PrefixCaching) -> None:
