@@ -131,7 +131,7 @@ def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for length in given.lengths:
         with context.Pool(1, maxtasksperchild=1) as pool:  # a new process for each
             found = pool.starmap(measure, [(given, length)] * given.processes, chunksize=1)
-        yield sorted(found, key=lambda row: float(row["pc_over_peer"]))[len(found) // 2]
+        yield sorted(found, key=lambda row: row["pc_over_peer"])[len(found) // 2]
 
 
 main = Experiment(

@@ -91,7 +91,7 @@ def value_of(setting: object) -> Any:
 
 @contextmanager
 def within(setting: object, value: Any) -> Iterator[None]:
-    """Give a setting a value within a block, then the value before. Any object may stand for a setting.
+    """Give a setting a value within a block, then the value before. Any object can identify a setting.
 
     Calls of the same thread or asyncio task see the value.
     """
