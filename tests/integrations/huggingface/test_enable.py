@@ -7,13 +7,13 @@ import dataclasses
 import gc
 import inspect
 import pickle
-import sys
 import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from calls import calls_within
 from generate_cases import LLAMA, NEW_TOKENS, assert_same, cached, plain, prompt
 
 from pc.cache import CacheManager
@@ -148,12 +148,9 @@ def test_an_interrupt_that_leaves_gradients_off_is_mended(model: Any, monkeypatc
 
 
 def test_requests_of_an_interrupted_call_run_no_code_in_which_an_interrupt_would_be_swallowed(model: Any) -> None:
-    store, ran = PromptStore(model, CacheOptions(8, 4), probe(model)), []
-    requests = PromptRequests(store, ())
-    requests.admit(Prompt("a", np.arange(6), 0, [0]))
-    sys.setprofile(lambda frame, event, _: ran.append(frame.f_code.co_name) if event == "call" else None)
-    del requests
-    sys.setprofile(None)
-    assert ran == []
+    store = PromptStore(model, CacheOptions(8, 4), probe(model))
+    requests = [PromptRequests(store, ())]
+    requests[0].admit(Prompt("a", np.arange(6), 0, [0]))
+    assert calls_within(requests.clear) == []
     store.sweep()
     assert store.manager.stats().num_requests == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from calls import calls_within  # noqa: E402
 from generate_cases import LLAMA, assert_same, both, plain, prompt  # noqa: E402
 
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
@@ -327,15 +327,10 @@ def test_a_value_that_changes_within_a_call(model: Any) -> None:
 
 
 def test_a_look_at_models_without_hooks_takes_no_time_and_at_others_little(model: Any) -> None:
-    calls = list[str]()
-
     def count(identity: Identity) -> int:
-        calls.clear()
-        sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
-        try:
-            assert not differing(identity._held, identity._read_held())
-        finally:
-            sys.setprofile(None)
+        found = list[str]()
+        calls = calls_within(lambda: found.extend(differing(identity._held, identity._read_held())))
+        assert not found
         return len(calls)
 
     assert count(Identity(model)) < 4

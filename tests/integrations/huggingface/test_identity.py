@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from calls import calls_within
 from generate_cases import SMALL
 
 from pc.integrations.huggingface.identity import Identity, set_by_forward
@@ -145,10 +145,7 @@ def test_looking_at_many_layers_takes_little() -> None:
     """A look before each call reads thousands of attributes, so it must not call Python for each module."""
     config = transformers.LlamaConfig(**SMALL | {"num_hidden_layers": 48, "hidden_size": 16, "intermediate_size": 16})
     model = transformers.LlamaForCausalLM(config).eval()
-    identity, calls = Identity(model), list[str]()
-    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
-    try:
-        assert not identity.changed(model)
-    finally:
-        sys.setprofile(None)
+    identity = Identity(model)
+    calls = calls_within(lambda: identity.changed(model))
+    assert not identity.changed(model)
     assert 0 < len(calls) < len(list(model.modules())) / 2
