@@ -104,8 +104,12 @@ def test_shared_prompts_stay_exact():
 
 
 @ENGINES
-def test_all_wait_for_blocks_in_a_full_pool(kind):
-    """Requests that share their blocks, and among them fill the pool: the youngest is preempted, and all end."""
+@pytest.mark.parametrize("kept", [8, 7])
+def test_all_wait_for_blocks_in_a_full_pool(kind, kept):
+    """Requests that share their blocks, and among them fill the pool: the youngest is preempted, and all end.
+
+    A request that would keep all its eight blocks is not compressed.
+    """
     tokens = prompt(8 * BLOCK)
     engine = CompressingEngine(1 + 8 + 2 * 3, **kind)
     preempted = []
@@ -115,13 +119,14 @@ def test_all_wait_for_blocks_in_a_full_pool(kind):
         stock(request, *args, **kwargs),
     )
     for name in "abcd":
-        engine.add(name, tokens, 3, pc_compress=0.9)
+        engine.add(name, tokens, 3, pc_compress=kept / 8)
     for _ in range(200):
         if engine.scheduler.requests:
             engine.step()
     assert not engine.scheduler.requests
     assert engine.said == {name: expected(engine, name, tokens, 3) for name in "abcd"}
     assert preempted
+    assert [plan.is_compressed for plan in engine.plans.values()] == [True] * 4 * (kept < 8)
 
 
 def test_a_prefill_that_is_held_back_beside_requests_that_wait_for_blocks():
