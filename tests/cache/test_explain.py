@@ -489,8 +489,9 @@ def common(one, other):
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def test_every_claim_of_an_explanation_is_true():
-    for seed in range(40):
+@pytest.mark.parametrize("seeds", [range(15), pytest.param(range(15, 40), marks=pytest.mark.slow)])
+def test_every_claim_of_an_explanation_is_true(seeds):
+    for seed in seeds:
         walk = Walk(seed)
         for number in range(60):
             with contextlib.suppress(pc.OutOfBlocks):

@@ -48,8 +48,10 @@ def quickly():
         logging.getLogger("pc.cache").setLevel(logging.NOTSET)
 
 
-@pytest.mark.parametrize("seed", range(0, 120, 20))
-@pytest.mark.quick
+SEEDS = [*range(0, 60, 20), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(60, 120, 20))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_worlds_of_threads_a_tier_and_interrupts(seed):
     with quickly():
         for number in range(seed, seed + 20):

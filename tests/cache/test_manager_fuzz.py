@@ -23,7 +23,6 @@ from pc.cache.reuse.partial import PartialBlocks
 from pc.cache.state import ManagerState
 from pc.cache.tensors import rows, step, tensor_cache
 
-LENGTH = 250
 WAYS = {
     "runs": (),
     "runs, by several threads": ((rows, "_ALONE_BYTES", -1), (torch, "get_num_threads", lambda: 2)),
@@ -41,18 +40,18 @@ def _quiet():
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.quick
+@pytest.mark.parametrize("length", [120, pytest.param(250, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", GROUPS)
-def test_random_operations(case, monkeypatch):
+def test_random_operations(case, length, monkeypatch):
     for seed, way in enumerate(WAYS):
         model = Model(seed, case)
         with monkeypatch.context() as patch:
             for place in WAYS[way]:
                 patch.setattr(*place)
             try:
-                model.run(LENGTH)
+                model.run(length)
             except Exception as error:
-                raise AssertionError(f"Model({seed}, {case!r}).run({LENGTH}), {way}") from error
+                raise AssertionError(f"Model({seed}, {case!r}).run({length}), {way}") from error
 
 
 class KeptHashes(Request):

@@ -117,6 +117,12 @@ def _interruptible(code):
     return frozenset(found)
 
 
+@functools.cache
+def _is_of_manager(file):
+    """Return whether a file is of the manager's code; called with the file of each function that is entered."""
+    return os.path.realpath(file).startswith(FOLDER)
+
+
 class Interrupts:
     """Raises KeyboardInterrupt in this thread at places of the manager's code, while it is entered.
 
@@ -144,7 +150,7 @@ class Interrupts:
 
     def start(self, frame, event, argument):
         """Trace the manager's code, instructions included."""
-        if not os.path.realpath(frame.f_code.co_filename).startswith(FOLDER):
+        if not _is_of_manager(frame.f_code.co_filename):
             return None
         frame.f_trace_opcodes = True
         return self.trace

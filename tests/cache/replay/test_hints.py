@@ -40,19 +40,19 @@ def test_a_noisy_bit_is_right_as_often_as_it_says():
 
 
 def test_the_better_the_hint_the_more_is_hit():
-    trace = chats(400, np.random.default_rng(1))
-    rates = [replay(trace, "hazard", 125, hints=hints).hit_rate for hints in ("none", "0.8", "oracle")]
+    trace = chats(200, np.random.default_rng(1))
+    rates = [replay(trace, "hazard", 62, hints=hints).hit_rate for hints in ("none", "0.8", "oracle")]
     assert rates[0] < rates[1] < rates[2]
-    assert rates[2] <= replay(trace, "belady", 125).hit_rate
-    assert replay(trace, "lru", 125, hints="oracle").hit_rate == replay(trace, "lru", 125).hit_rate
+    assert rates[2] <= replay(trace, "belady", 62).hit_rate
+    assert replay(trace, "lru", 62, hints="oracle").hit_rate == replay(trace, "lru", 62).hit_rate
 
 
 def test_hints_of_the_callers_own():
-    trace = chats(400, np.random.default_rng(2))
+    trace = chats(200, np.random.default_rng(2))
     own = hints_of(trace, "oracle")
-    result = replay(trace, "hazard", 150, hints=own)
-    assert result.hit_rate == replay(trace, "hazard", 150, hints="oracle").hit_rate
-    assert result.hit_rate > replay(trace, "hazard", 150, hints=own[::-1]).hit_rate
+    result = replay(trace, "hazard", 75, hints=own)
+    assert result.hit_rate == replay(trace, "hazard", 75, hints="oracle").hit_rate
+    assert result.hit_rate > replay(trace, "hazard", 75, hints=own[::-1]).hit_rate
     assert result.hints == "given"
     with pytest.raises(ValueError, match=f"hints: got 1, needs one for each of the {len(own)} requests"):
-        replay(trace, "hazard", 150, hints=[1.0])
+        replay(trace, "hazard", 75, hints=[1.0])
