@@ -54,7 +54,21 @@ def identity(package: Path, backend: str = "cpu") -> str:
     return str(metadata["id"])
 
 
-def test_the_package_runs_where_there_is_no_pc(package: Path) -> None:
+BESIDE = """
+q, k, v = (torch.randn(1, 3, heads, 16) for heads in (2, 1, 1))
+print(torch.equal(pc.flash_attn.flash_attn_func(q, k, v), module.flash_attn_func(q, k, v)))
+names = [s.name for s in torch._C._jit_get_all_schemas() if s.name.endswith("::paged_attention")]
+print(sorted(names))
+print(hasattr(torch.ops.pc, "paged_attention"))
+"""
+
+
+def assert_beside(said: list[str], package: Path) -> None:
+    """Each package has its own namespace, so nothing is registered twice; both packages' kernels run."""
+    assert said == ["True", str(sorted(["pc::paged_attention", f"{identity(package)}::paged_attention"])), "True"]
+
+
+def test_the_package_runs_where_there_is_no_pc_and_beside_a_pc_imported_later(package: Path) -> None:
     said = run(
         """
 given = {*sys.modules}
@@ -73,29 +87,24 @@ roots = {name.partition(".")[0] for name in {*sys.modules} - before}
 print(sorted(roots - {*sys.stdlib_module_names} - {"torch", module.__name__}))
 ops = importlib.import_module(module.__name__ + "._ops")
 print(ops.add_op_namespace_prefix("paged_attention"), hasattr(ops.ops, "paged_attention"), hasattr(torch.ops.pc, "x"))
-""",
+for absent in ("pc", "einops", "transformers", "triton"): del sys.modules[absent]
+if numpy is None: del sys.modules["numpy"]
+import pc
+"""
+        + BESIDE,
         package,
     )
     assert said[0] == "True ['flash_attn_func', 'flash_attn_varlen_func', 'flash_attn_with_kvcache']"
-    assert said[1:] == ["[]", f"{identity(package)}::paged_attention True False"]
+    assert said[1:3] == ["[]", f"{identity(package)}::paged_attention True False"]
+    assert_beside(said[3:], package)
 
 
-@pytest.mark.parametrize("first", ["pc", pytest.param("package", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["pc", "package"])
 def test_operators_beside_those_of_pc(package: Path, first: str) -> None:
-    """Each package has its own namespace, so nothing is registered twice; both packages' kernels run."""
     order = ["import pc", "module = load(Path(sys.argv[1]))"]
-    said = run(
-        "\n".join(["import torch", *(order if first == "pc" else reversed(order))])
-        + """
-q, k, v = (torch.randn(1, 3, heads, 16) for heads in (2, 1, 1))
-print(torch.equal(pc.flash_attn.flash_attn_func(q, k, v), module.flash_attn_func(q, k, v)))
-names = [s.name for s in torch._C._jit_get_all_schemas() if s.name.endswith("::paged_attention")]
-print(sorted(names))
-print(hasattr(torch.ops.pc, "paged_attention"))
-""",
-        package,
-    )
-    assert said == ["True", str(sorted(["pc::paged_attention", f"{identity(package)}::paged_attention"])), "True"]
+    code = "\n".join(["import torch", *(order if first == "pc" else reversed(order))])
+    assert_beside(run(code + BESIDE, package), package)
 
 
 def test_the_folder_is_as_the_library_reads_it(package: Path) -> None:

@@ -136,11 +136,11 @@ class Driver:
 
 
 def run_on_cpu(*arguments: str) -> str:
-    """Return what `python -m benchmarks` prints in a new process, because `import pc` decides where kernels run."""
+    """Return what Python prints in a new process, because `import pc` decides where kernels run."""
     environment = {**os.environ, "PC_KERNELS_ON_CPU": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), *filter(None, sys.path)])
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "benchmarks", *arguments]
+    command = [sys.executable, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr}")

@@ -163,7 +163,7 @@ def sources() -> dict[tuple[str, str, str], str]:
     """Return the digest of what the tree launches now, by target, version of triton and step."""
     from .launches import run_on_cpu
 
-    return {tuple(key): value for key, value in json.loads(run_on_cpu("launches"))}
+    return {tuple(key): value for key, value in json.loads(run_on_cpu("-m", "benchmarks", "launches"))}
 
 
 def main() -> None:

@@ -11,19 +11,16 @@ import pc
 from benchmarks.harness.tables import RESULTS, read_rows
 from pc.triton_ops._core.runtime import HAS_TRITON, INTERPRET
 
-ROWS = read_rows(RESULTS / "life.csv")
 
-
+@pytest.mark.slow  # `test_numbers` has the first row
 @pytest.mark.skipif(not HAS_TRITON or torch.version.hip is not None, reason="chooses kernels for CUDA")
 @pytest.mark.skipif(INTERPRET, reason="compiles, in a process of its own")
-@pytest.mark.parametrize(
-    "row", [ROWS[0], *(pytest.param(row, marks=pytest.mark.slow) for row in ROWS[1:])], ids=lambda row: row["layer"]
-)
+@pytest.mark.parametrize("row", read_rows(RESULTS / "life.csv")[1:], ids=lambda row: row["layer"])
 def test_a_life_of_a_model_compiles_nothing_after_it(row, tmp_path):
     """Prefill, chunks, decodes at 1 to 128k tokens and mixes of them run for each kind of layer in the tree's rows."""
     from benchmarks.kernels.launches import run_on_cpu
 
-    run_on_cpu("life", row["layer"], "--output", str(tmp_path / "life.csv"))
+    run_on_cpu("-m", "benchmarks", "life", row["layer"], "--output", str(tmp_path / "life.csv"))
     (found,) = read_rows(tmp_path / "life.csv")
     assert found["missing"] == ""
     assert found["kernels"] == row["kernels"], "run: python -m benchmarks life"
