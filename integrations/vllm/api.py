@@ -232,11 +232,11 @@ NAMES: dict[str, dict[str, str]] = {
             "register_kv_caches(kv_caches) get_num_new_matched_tokens(request num_computed_tokens) "
             "update_state_after_alloc(request blocks num_external_tokens) build_connector_meta(scheduler_output) "
             "get_block_ids_with_load_errors start_load_kv(forward_context) wait_for_save request_finished(request "
-            "block_ids) _get_connector_metadata bind_gpu_block_pool(gpu_block_pool) "
+            "block_ids) _get_connector_metadata get_finished(finished_req_ids) "
             "update_connector_output(connector_output)"
         ),
-        "vllm.v1.core.block_pool": "BlockPool.evict_blocks(block_ids)",
-        "vllm.v1.outputs": "KVConnectorOutput.invalid_block_ids",
+        "vllm.v1.core.kv_cache_manager": "KVCacheBlocks.get_block_ids",
+        "vllm.v1.outputs": "KVConnectorOutput(finished_recving invalid_block_ids ...)",
         "vllm.v1.core.sched.output": (
             "NewRequestData(req_id block_ids num_computed_tokens ...) CachedRequestData(req_ids resumed_req_ids "
             "new_block_ids num_computed_tokens ...) SchedulerOutput(finished_req_ids num_scheduled_tokens ...)"
@@ -246,7 +246,7 @@ NAMES: dict[str, dict[str, str]] = {
         "vllm.distributed.parallel_state": "get_tensor_model_parallel_rank",
         "vllm.config": (
             "KVTransferConfig(kv_connector_extra_config kv_load_failure_policy) ModelConfig.is_hybrid "
-            "VllmConfig.max_concurrent_batches CacheConfig.prefix_match_unit"
+            "CacheConfig.prefix_match_unit"
         ),
         "vllm.v1.request:Request": "request_id num_tokens block_hashes skip_reading_prefix_cache",
     },

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,24 +28,24 @@ Keys = dict[int, bytes]
 
 @dataclass
 class TransferPlan(KVConnectorMetadata):
-    """The blocks that workers load before a step, and those that they save after it."""
+    """The blocks that workers load and save during a step."""
 
     fingerprint: str
-    loads: list[Keys] = field(default_factory=list)
+    loads: dict[str, Keys] = field(default_factory=dict)  # by request
     saves: Keys = field(default_factory=dict)
 
 
 @dataclass
 class SavedRequest:
-    """A request: how many of its blocks are cached, in the tier or on the way there, and the range to load.
+    """A request: how many of its blocks are cached, in the tier or on the way there.
 
-    From the block `doubtful_from` on, its KV may come from lost blocks that it shares.
+    While it waits for blocks from the tier, `loading` has their keys. If they could not be loaded, `failed` is True.
     """
 
     request: Any
     saved: int = 0
-    load: tuple[int, int] | None = None
-    doubtful_from: int | None = None
+    loading: Keys = field(default_factory=dict)
+    failed: bool = False
 
 
 class Planner:
@@ -54,6 +54,9 @@ class Planner:
     Keys are vLLM's own hashes of blocks, which cover all tokens before a block, adapters, media and salts. A block is
     saved once a step has completed it with known tokens, so never with rejected drafts. Each tensor-parallel rank has a
     tier, and a block counts as cached if all ranks have it.
+
+    A request waits until its blocks are loaded, and shares them only then. So a block that a tier has lost is in no
+    step before it is computed.
     """
 
     def __init__(
@@ -63,79 +66,73 @@ class Planner:
         self._produces, self._consumes = produces, consumes
         self._tables: dict[str, list[int]] = {}
         self._requests: dict[str, SavedRequest] = {}
-        self.doubtful: set[int] = set()
-        """Blocks of the last step whose KV may come from lost blocks, so that no other request may find them."""
+        self._loads: dict[str, Keys] = {}  # those of the next step
+        self._on_the_way: set[bytes] = set()
 
-    def find(self, request: Any, computed: int) -> int:
-        """Return how many tokens after `computed` the tier has, in whole blocks and without the prompt's last token."""
-        self._requests[request.request_id] = known = SavedRequest(request)
-        if not self._consumes or computed % self._size or request.skip_reading_prefix_cache:
+    def find(self, request: Any, computed: int) -> int | None:
+        """Return how many tokens after `computed` the tier has, in whole blocks and without the prompt's last token.
+
+        None if another request loads the next block: this one can share it later. A request whose load failed finds
+        nothing, so that it is computed.
+        """
+        known = self._requests.setdefault(request.request_id, SavedRequest(request))
+        if not self._consumes or computed % self._size or request.skip_reading_prefix_cache or known.failed:
             return 0
         known.saved, behind = computed // self._size, (request.num_tokens - 1) // self._size
         keys = [bytes(key) for key in request.block_hashes[known.saved : behind]]
+        if keys and keys[0] in self._on_the_way:
+            return None
         count = len(keys)
         for tier in self._tiers:
             there = tier.contains_many(keys[:count])
             count = there.index(False) if False in there else len(there)
         return count * self._size
 
-    def admit(self, request: Any, count: int) -> None:
-        """Record that a request is about to run with `count` tokens from the tier."""
+    def admit(self, request: Any, blocks: Sequence[int], count: int) -> None:
+        """Record that a request has got `blocks`, and that it waits for `count` tokens of them from the tier."""
         known = self._requests.setdefault(request.request_id, SavedRequest(request))
-        first, known.saved = known.saved, known.saved + count // self._size
-        known.load = (first, known.saved) if count else None
+        if count:
+            first, known.saved = known.saved, known.saved + count // self._size
+            known.loading = self._keyed(known, blocks, first, known.saved)
+            self._loads[request.request_id] = known.loading
+            self._on_the_way.update(known.loading.values())
+
+    def loaded(self, names: Collection[str], lost: Collection[int]) -> None:
+        """Record that requests wait no longer, and which blocks could not be loaded."""
+        for name in names:
+            known = self._requests.get(name)
+            if known is not None:
+                known.failed = not known.loading.keys().isdisjoint(lost)
+                self._on_the_way.difference_update(known.loading.values())
+                known.loading = {}
 
     def plan(self, output: Any) -> TransferPlan:
         """Return the plan of a step that has been scheduled."""
-        plan = TransferPlan(self._fingerprint)
-        self.doubtful = set()
+        plan, self._loads = TransferPlan(self._fingerprint, self._loads), {}
         for name in output.finished_req_ids:
-            self._requests.pop(name, None)
+            self.forget(name)
         for each in follow_tables(self._tables, output, 0):
             known = self._requests.get(each.request_id)
             if known is not None:
-                self._add(plan, known, each, output.num_scheduled_tokens[each.request_id])
+                self._save(plan, known, each, output.num_scheduled_tokens[each.request_id])
         return plan
 
-    def _add(self, plan: TransferPlan, known: SavedRequest, step: ScheduledRequest, count: int) -> None:
-        """Add one request's loads and saves of a step, in which it computes `count` tokens, to the plan."""
-        hashes, size = known.request.block_hashes, self._size
+    def _keyed(self, known: SavedRequest, blocks: Sequence[int], first: int, behind: int) -> Keys:
+        """Return the keys of a range of a request's blocks."""
+        return dict(zip(blocks[first:behind], map(bytes, known.request.block_hashes[first:behind]), strict=True))
 
-        def keyed(first: int, behind: int) -> Keys:
-            return dict(zip(step.blocks[first:behind], map(bytes, hashes[first:behind]), strict=True))
-
-        if known.load is not None:
-            plan.loads.append(keyed(*known.load))
-            known.load = None
-        else:
-            known.saved = min(known.saved, step.begin // size)  # after a failed load, blocks are computed again
-        if known.doubtful_from is not None:
-            self.doubtful.update(step.blocks[known.doubtful_from :])
-            return
+    def _save(self, plan: TransferPlan, known: SavedRequest, step: ScheduledRequest, count: int) -> None:
+        """Add to the plan the blocks that a request completes in a step in which it computes `count` tokens."""
+        known.saved = min(known.saved, step.begin // self._size)  # what could not be loaded is computed
         # Blocks with tokens that vLLM does not know yet, such as drafts, have no hash.
-        behind = min((step.begin + count) // size, len(hashes), len(step.blocks))
+        behind = min((step.begin + count) // self._size, len(known.request.block_hashes), len(step.blocks))
         if self._produces and behind > known.saved:
-            plan.saves |= keyed(known.saved, behind)
+            plan.saves |= self._keyed(known, step.blocks, known.saved, behind)
             known.saved = behind
-
-    def lose(self, lost: set[int]) -> set[int]:
-        """Record that blocks could not be loaded. Return them and all blocks after them, whose KV is wrong.
-
-        Of several requests with a lost block, vLLM lets one compute it. The others continue at once and may read it
-        before, so nothing more of these requests is saved.
-        """
-        firsts = {
-            name: next(at for at, block in enumerate(table) if block in lost)
-            for name, table in self._tables.items()
-            if name in self._requests and not lost.isdisjoint(table)
-        }
-        if len(firsts) > 1:
-            for name, first in firsts.items():
-                self._requests[name].doubtful_from = first
-        return {block for name, first in firsts.items() for block in self._tables[name][first:]}
 
     def forget(self, name: str) -> None:
         """Forget a request that has ended."""
+        self.loaded([name], ())
         self._requests.pop(name, None)
 
 
@@ -191,8 +188,8 @@ class BlockStore:
 class TierConnector(KVConnectorBase_V1):
     """A KV connector through which engines read blocks of other engines, from a directory or a Mooncake store.
 
-    Blocks are loaded before the step that needs them. A thread writes them after the step that completes them. A tier
-    may lose blocks at any time. A lost block is computed, whatever `kv_load_failure_policy` says.
+    A request waits for one step, in which its blocks are loaded. A thread writes blocks after the step that completes
+    them. A tier may lose blocks at any time. A lost block is computed, whatever `kv_load_failure_policy` says.
 
     `kv_connector_extra_config` of vLLM's KVTransferConfig has these options:
 
@@ -218,11 +215,8 @@ class TierConnector(KVConnectorBase_V1):
         self._tier: Tier | None = None
         self._tiers: list[Tier] = []
         self._store: BlockStore | None = None
-        self._failed: set[int] = set()
-        self._pool: Any = None
-        self._quiet = 0
-        # Number of steps that may be scheduled before the scheduler knows of a failed load.
-        self._unaware: int = vllm_config.max_concurrent_batches
+        self._received: set[str] = set()
+        self._lost: set[int] = set()
         if role is KVConnectorRole.SCHEDULER:
             transfer.kv_load_failure_policy = "recompute"
             fingerprint = describe(vllm_config, kv_cache_config, self._options)
@@ -257,32 +251,24 @@ class TierConnector(KVConnectorBase_V1):
     # The scheduler's half.
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens the tier has after those cached in the engine."""
-        return self._planner.find(request, num_computed_tokens), False
+        """Return how many tokens the tier has after those cached in the engine, and whether the request waits for them.
+
+        vLLM asks again later if the number is None.
+        """
+        count = self._planner.find(request, num_computed_tokens)
+        return count, bool(count)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Record the request and the tokens that it loads from the tier."""
-        self._planner.admit(request, num_external_tokens)
+        """Record the request, and let the next step load the tokens that it needs from the tier."""
+        self._planner.admit(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> TransferPlan:
-        """Return the blocks that the workers load and save around this step."""
-        plan = self._planner.plan(scheduler_output)
-        self._hide(self._planner.doubtful)
-        return plan
-
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Remember vLLM's pool of blocks."""
-        self._pool = gpu_block_pool
+        """Return the blocks that the workers load and save in this step."""
+        return self._planner.plan(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Let no request find blocks that could not be loaded, nor what was computed from them."""
-        if connector_output.invalid_block_ids:
-            self._hide(self._planner.lose(connector_output.invalid_block_ids))
-
-    def _hide(self, blocks: set[int]) -> None:
-        """Remove blocks from vLLM's own prefix cache; their requests keep them."""
-        if blocks:
-            self._pool.evict_blocks(blocks - {0})  # 0: vLLM's null block
+        """Record which requests have their blocks, and which blocks could not be loaded."""
+        self._planner.loaded(connector_output.finished_recving or (), connector_output.invalid_block_ids or ())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Let vLLM free a request's blocks: saved blocks were copied in the step that completed them."""
@@ -307,37 +293,39 @@ class TierConnector(KVConnectorBase_V1):
         return self._tier
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Fill this step's blocks from the tier, and collect lost blocks for `get_block_ids_with_load_errors`."""
+        """Fill the blocks of requests that wait for them, and collect the requests and the lost blocks."""
         plan = connector_metadata(self)
         if isinstance(plan, TransferPlan) and plan.loads:
             assert self._store is not None
             tier = self._open(plan)
-            lost = [block for wanted in plan.loads for block in self._store.load(tier, wanted)]
+            lost = [block for wanted in plan.loads.values() for block in self._store.load(tier, wanted)]
+            self._received.update(plan.loads)
             if lost:
                 logger.warning("%d blocks that a tier had a moment ago are gone; they are computed", len(lost))
-                self._failed.update(lost)
-                self._quiet = 1 + self._unaware
+                self._lost.update(lost)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: blocks are loaded before the forward pass."""
+        """Do nothing: no request of this step waits for blocks."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Do nothing: blocks are saved after the step."""
 
     def wait_for_save(self) -> None:
-        """Save completed blocks, except in steps that were scheduled before a failed load was known."""
-        if self._quiet:
-            self._quiet -= 1
-            return
+        """Save completed blocks."""
         plan = connector_metadata(self)
         if isinstance(plan, TransferPlan) and plan.saves:
             assert self._store is not None
             self._store.save(self._open(plan), plan.saves)
 
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str]]:
+        """Return the requests whose blocks were loaded in this step, as the second value."""
+        received, self._received = self._received, set()
+        return None, received
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that could not be loaded in this step."""
-        failed, self._failed = self._failed, set()
-        return failed
+        lost, self._lost = self._lost, set()
+        return lost
 
     def shutdown(self) -> None:
         """Wait until all blocks are written, and close the tiers."""

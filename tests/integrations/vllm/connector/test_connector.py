@@ -103,7 +103,7 @@ def test_blocks_that_are_lost_between_two_questions_are_computed(
     engine = {"async_scheduling": asynchronous}
     found = vllm_shared.answer(model_path("llama"), {"tier": tier, "prompts": asked, "engine": engine})
     assert found["tokens"] == expected["tokens"]
-    assert found["computed"] > expected["computed"] - 32 * left
+    assert found["computed"] == expected["computed"] - 32 * left
     right, kept = entries(shared[0]) | entries(folder), entries(copy)
     assert len(kept) > left
     for name, data in kept.items():  # other batches round differently

@@ -76,15 +76,23 @@ def test_who_reads_no_prefixes_and_who_only_produces_finds_nothing():
     assert Planner([tier], SIZE, "f", consumes=False).find(request("a", 12), 0) == 0
 
 
+def admitted(planner, asked, blocks):
+    """Look a request up, give it its first blocks, and return the plan of the step that loads what the tier has."""
+    planner.admit(asked, blocks, planner.find(asked, 0))
+    return planner.plan(step({}))
+
+
 def test_loads_and_saves_step_by_step():
     planner = Planner([Kept.fromkeys([b"a0", b"a1"])], SIZE, "f")
     asked = request("a", 15)
-    planner.admit(asked, planner.find(asked, 0))
+    plan = admitted(planner, asked, [5, 2])
+    assert (plan.loads, plan.saves) == ({"a": {5: b"a0", 2: b"a1"}}, {})
+    planner.loaded(["a"], ())
+    planner.admit(asked, [5, 2, 7, 1], 0)
     plan = planner.plan(step({"a": 3}, new=[("a", 8, [5, 2, 7, 1])]))
-    assert plan.loads == [{5: b"a0", 2: b"a1"}]
-    assert plan.saves == {}
+    assert (plan.loads, plan.saves) == ({}, {})
     plan = planner.plan(step({"a": 4}, cached=[("a", 11, None)]))
-    assert (plan.loads, plan.saves) == ([], {7: b"a2"})
+    assert (plan.loads, plan.saves) == ({}, {7: b"a2"})
     asked.block_hashes.append(b"a3")
     plan = planner.plan(step({"a": 1}, cached=[("a", 15, None)]))
     assert plan.saves == {1: b"a3"}
@@ -95,55 +103,48 @@ def test_drafts_are_not_saved():
     """The step computes 6 tokens, of which vLLM knows one. The block that they would fill has no hash."""
     planner = Planner([Kept()], SIZE, "f")
     asked = request("a", 7)
-    planner.admit(asked, planner.find(asked, 0))
+    planner.admit(asked, [0, 1, 2], planner.find(asked, 0))
     assert planner.plan(step({"a": 7}, new=[("a", 0, [0, 1, 2])])).saves == {0: b"a0"}
     assert planner.plan(step({"a": 6}, cached=[("a", 7, [3])])).saves == {}
 
 
-def test_blocks_whose_load_failed_are_saved_when_they_are_computed():
+def test_blocks_that_could_not_be_loaded_are_not_asked_for_again_and_saved_when_they_are_computed():
     planner = Planner([Kept.fromkeys([b"a0", b"a1", b"a2"])], SIZE, "f")
     asked = request("a", 14)
-    planner.admit(asked, planner.find(asked, 0))
-    planner.plan(step({"a": 2}, new=[("a", 12, [4, 5, 6, 7])]))
-    plan = planner.plan(step({"a": 10}, cached=[("a", 4, None)]))
-    assert plan.saves == {5: b"a1", 6: b"a2"}
+    admitted(planner, asked, [4, 5, 6])
+    planner.loaded(["a"], {5, 6})
+    assert planner.find(asked, 0) == 0
+    assert planner.plan(step({"a": 10}, new=[("a", 4, [4, 5, 6, 7])])).saves == {5: b"a1", 6: b"a2"}
 
 
-def test_blocks_computed_from_lost_ones_that_requests_share_are_not_saved():
-    """vLLM lets one request compute the lost blocks, and the others read them at once, perhaps too early."""
-    planner, made = Planner([Kept.fromkeys([b"a0", b"a1"])], SIZE, "f"), {}
-    for name, first in (("one", 0), ("two", 8)):
-        made[name] = request(name, 16, [b"a0", b"a1", name[:1].encode(), name.encode()])
-        planner.admit(made[name], planner.find(made[name], first))
-    planner.plan(step({"one": 4, "two": 4}, new=[("one", 8, [4, 5, 6]), ("two", 8, [4, 5, 7])]))
-    assert planner.lose({5}) == {5, 6, 7}
-    plan = planner.plan(step({"one": 8, "two": 4}, cached=[("one", 4, None), ("two", 12, [8])]))
-    assert (plan.saves, planner.doubtful) == ({}, {5, 6, 7, 8})
-    planner.admit(made["two"], planner.find(made["two"], 0))  # after a preemption
-    plan = planner.plan(step({"two": 8}, new=[("two", 8, [1, 2, 3, 9])]))
-    assert (plan.saves, planner.doubtful) == ({3: b"t", 9: b"two"}, set())
-
-
-def test_lost_blocks_of_one_request_are_found_by_no_other_and_saved_when_they_are_computed():
-    planner = Planner([Kept.fromkeys([b"a0", b"a1", b"a2"])], SIZE, "f")
-    asked = request("a", 14)
-    planner.admit(asked, planner.find(asked, 0))
-    planner.plan(step({"a": 2}, new=[("a", 12, [4, 5, 6, 7])]))
-    assert planner.lose({5, 6}) == {5, 6, 7}
-    assert planner.plan(step({"a": 10}, cached=[("a", 4, None)])).saves == {5: b"a1", 6: b"a2"}
+def test_a_request_waits_while_another_one_loads_the_same_block():
+    """It finds the block in the engine afterwards, and does not hold a copy of its own."""
+    planner, made = Planner([Kept.fromkeys([b"a0", b"a1", b"a2"])], SIZE, "f"), {}
+    for name, keys in {"one": [b"a0", b"a1"], "two": [b"a0", b"a1", b"a2"], "three": [b"b0"]}.items():
+        made[name] = request(name, 4 * len(keys) + 1, keys)
+    assert admitted(planner, made["one"], [4, 5]).loads == {"one": {4: b"a0", 5: b"a1"}}
+    assert planner.find(made["two"], 0) is None
+    assert planner.find(made["two"], 8) == 4
+    assert planner.find(made["three"], 0) == 0
+    planner.loaded(["one"], ())
+    assert planner.find(made["two"], 0) == 12
+    admitted(planner, made["two"], [7, 8, 9])
+    assert planner.find(made["one"], 0) is None
+    planner.forget("two")  # it was aborted
+    assert planner.find(made["one"], 0) == 8
 
 
 def test_a_resumed_request_has_other_blocks():
     tier = Kept()
     planner = Planner([tier], SIZE, "f")
     asked = request("a", 12)
-    planner.admit(asked, planner.find(asked, 0))
+    planner.admit(asked, [4, 5], planner.find(asked, 0))
     planner.plan(step({"a": 8}, new=[("a", 0, [4, 5])]))
     tier.update(dict.fromkeys([b"a0", b"a1"]))
-    planner.admit(asked, planner.find(asked, 0))
+    assert admitted(planner, asked, [9, 8]).loads == {"a": {9: b"a0", 8: b"a1"}}
+    planner.loaded(["a"], ())
     plan = planner.plan(step({"a": 4}, cached=[("a", 8, [9, 8, 1])], resumed=["a"]))
-    assert plan.loads == [{9: b"a0", 8: b"a1"}]
-    assert plan.saves == {1: b"a2"}
+    assert (plan.loads, plan.saves) == ({}, {1: b"a2"})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])

@@ -1,0 +1,107 @@
+"""Schedulers with a connector, over a made-up model and a tier that loses blocks: no answer may change."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import vllm_shared
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm_exact import BLOCK, ENGINES, ExactEngine, following, prompt, random_traffic
+
+from pc.integrations.vllm.connector import TierConnector
+
+
+class Losing(dict):
+    """A tier that engines share. It loses a share of the blocks that it has just reported."""
+
+    def __init__(self, share: float, rng: random.Random) -> None:
+        super().__init__()
+        self.share, self.rng, self.lost, self.given = share, rng, 0, 0
+
+    def contains_many(self, keys: list[bytes]) -> list[bool]:
+        return [key in self for key in keys]
+
+    def get_many(self, keys: list[bytes]) -> list[Any]:
+        for key in keys:
+            if self.rng.random() < self.share:
+                self.lost += self.pop(key, None) is not None
+        found = [self.get(key) for key in keys]
+        self.given += len(keys) - found.count(None)
+        return found
+
+
+class Rows:
+    """The blocks of an `ExactEngine` as the worker half of a connector reads and writes them."""
+
+    def __init__(self, engine: ExactEngine) -> None:
+        self.engine = engine
+
+    def load(self, tier: Losing, wanted: dict[int, bytes]) -> list[int]:
+        found = dict(zip(wanted, tier.get_many(list(wanted.values())), strict=True))
+        lost = next((at for at, rows in enumerate(found.values()) if rows is None), len(found))
+        for block, rows in list(found.items())[:lost]:
+            self.engine.kv[block * BLOCK : (block + 1) * BLOCK] = rows
+        return list(wanted)[lost:]
+
+    def save(self, tier: Losing, blocks: dict[int, bytes]) -> None:
+        for block, key in blocks.items():
+            rows = self.engine.kv[block * BLOCK : (block + 1) * BLOCK]
+            assert tier.setdefault(key, rows) == rows  # whatever any engine has saved under a key is the same
+
+
+class ConnectedEngine(ExactEngine):
+    """An engine with both halves of a connector. The worker's half runs after the forward pass, as in vLLM."""
+
+    def __init__(self, tier: Losing, num_blocks: int, **options: Any) -> None:
+        from vllm.config import KVTransferConfig
+
+        extra = {"tier": f"{__name__}:opened", "model": "made-up"}
+        opened.tier = tier
+        super().__init__(num_blocks, kv_transfer_config=KVTransferConfig(**vllm_shared.transfer(extra)), **options)
+        scheduler = self.scheduler
+        self.worker: Any = TierConnector(scheduler.vllm_config, KVConnectorRole.WORKER, scheduler.kv_cache_config)
+        self.worker._store, self.worker._tier = Rows(self), tier
+
+    def _execute(self, output: Any) -> Any:
+        from vllm.v1.outputs import KVConnectorOutput
+
+        self.worker.bind_connector_metadata(output.kv_connector_metadata)
+        assert not output.has_sync_kv_loads
+        result = super()._execute(output)
+        self.worker.start_load_kv(None)
+        self.worker.wait_for_save()
+        _, received = self.worker.get_finished(output.finished_req_ids)
+        lost = self.worker.get_block_ids_with_load_errors()
+        result.kv_connector_output = KVConnectorOutput(finished_recving=received, invalid_block_ids=lost)
+        return result
+
+
+def opened(layout: Any, options: Any) -> Losing:
+    """Return the tier of the test that runs."""
+    return opened.tier
+
+
+@ENGINES
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.2])
+def test_random_traffic_over_a_tier_that_loses_blocks(kind, share):
+    """Requests with common beginnings, aborts, preemptions and evictions, in two engines one after the other."""
+    rng = random.Random(str(share))
+    tier = Losing(share, rng)
+    roots = [prompt(rng.randrange(100, 400), at) for at in range(4)]
+
+    def ask(asked):
+        root = rng.choice(roots)
+        return (
+            root[: rng.randrange(20, len(root))] + prompt(rng.randrange(1, 60), rng.randrange(40)),
+            rng.randrange(1, 30),
+            {},
+        )
+
+    for _ in range(2):
+        engine = ConnectedEngine(tier, 70, **kind)
+        asked = random_traffic(engine, rng, ask)
+        assert engine.said == {name: following(*each) for name, each in asked.items()}
+    assert tier.given > 100
+    assert (tier.lost > 10) == (share > 0)
