@@ -667,15 +667,24 @@ def test_no_other_entry_of_a_model_leaves_a_document_out_in_silence(name: str, a
 
 
 # The same kind: forward passes compiled before, and managers made or kept before.
-def test_what_was_made_before_a_document_was_entered_does_not_leave_it_out() -> None:
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["layer", "model"])
+def test_what_was_made_before_a_document_was_entered_does_not_leave_it_out(whole: bool) -> None:
     model = changed_models.build(num_hidden_layers=1)
-    compiled = torch.compile(model, backend="eager")
+    compiled = torch.compile(model if whole else model.model.layers[0], backend="eager")
+
+    def forward() -> Any:
+        if whole:
+            return compiled(QUESTION).logits
+        hidden = model.model.embed_tokens(QUESTION)
+        places = model.model.rotary_emb(hidden, torch.arange(QUESTION.shape[1])[None])
+        return compiled(hidden, position_embeddings=places)
+
     with enabled(model) as handle, torch.no_grad():
         document = document_of(handle)
-        want = compiled(QUESTION).logits
+        want = forward()
         with document, pytest.raises(UnsupportedError, match="document"):
-            compiled(QUESTION)
-        assert torch.equal(compiled(QUESTION).logits, want)
+            forward()
+        assert torch.equal(forward(), want)
         assert document_of(handle).content is document.content  # the model counts as the same
 
 

@@ -186,7 +186,7 @@ def assert_usable(manager, place):
     assert listener.published == published_by(manager), f"listeners know something else after {place}"
 
 
-@pytest.mark.parametrize("stride", [99, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [47, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", ["lru", "default"])
 @pytest.mark.parametrize(("build", "name"), CASES, ids=lambda value: getattr(value, "__name__", value))
 def test_an_interrupt_leaves_everything_or_nothing(build, name, policy, stride):
@@ -265,7 +265,7 @@ def test_blocks_that_an_undone_verb_took_keep_their_place_in_their_text(meanwhil
 AGAIN = [(one_group, "allocate"), (with_a_tier, "append_each"), (several_groups, "commit"), (one_group, "preempt")]
 
 
-@pytest.mark.parametrize("stride", [126, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [61, pytest.param(7, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("build", "name"), AGAIN, ids=lambda value: getattr(value, "__name__", value))
 def test_further_interrupts_while_the_first_is_undone(build, name, stride):
     """This includes an interrupt before the undoing begins: the next caller finds a consistent manager."""

@@ -40,7 +40,7 @@ def _quiet():
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("length", [120, pytest.param(250, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("length", [175, pytest.param(250, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", GROUPS)
 def test_random_operations(case, length, monkeypatch):
     for seed, way in enumerate(WAYS):
