@@ -11,12 +11,28 @@ import pytest
 from processes import python
 
 import pc
+from pc.triton_ops._core.runtime import HAS_TRITON
 
 pytestmark = pytest.mark.quick  # each page, name and command
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"pc": "src/pc", "pc.triton_ops": "triton_ops", "pc.cache": "cache", "pc.integrations": "integrations"}
 LAYERS = ("triton_ops", "cache", "integrations")  # each may import the ones before it
+
+
+# Threads load the first kernel, and with it triton: one kernel for all, unless the interpreter was switched meanwhile.
+LOAD = "importlib.import_module('pc.triton_ops.kernels.attention')._attention_kernel"
+THREADS = f"""
+import importlib
+from concurrent.futures import ThreadPoolExecutor
+os.environ['TRITON_INTERPRET'] = '1'
+try: {LOAD}
+except RuntimeError as error: print(error)
+os.environ['TRITON_INTERPRET'] = '0'
+with ThreadPoolExecutor(8) as pool: found = [*pool.map(lambda _: {LOAD}, range(8))]
+print(len({{*map(id, found)}}), found[0].arg_names[0], type(found[0]).__name__)
+"""
+SWITCHED = "TRITON_INTERPRET: was 0 when pc was imported and is 1 now that its first kernel runs; set it before"
 
 
 def test_a_part_is_imported_when_it_is_used() -> None:
@@ -39,9 +55,18 @@ def test_a_part_is_imported_when_it_is_used() -> None:
         "import os\n"  # plugins that the environment asks for nothing
         "for name in ('PC_VLLM', 'PC_SGLANG'): os.environ.pop(name, None)\n"
         "pc.integrations.vllm.register(), pc.integrations.sglang.register()\n"
-        "print({'transformers', 'sglang', 'vllm'} & {*sys.modules})\n",
+        "print({'transformers', 'sglang', 'vllm'} & {*sys.modules})\n" + (THREADS if HAS_TRITON else ""),
+        TRITON_INTERPRET="0",
     )
-    assert done.stdout.splitlines() == ["[]", "['huggingface', 'sglang', 'vllm'] set()", "register False", "set()"]
+    said = ["[]", "['huggingface', 'sglang', 'vllm'] set()", "register False", "set()"]
+    assert done.stdout.splitlines() == said + ([SWITCHED, "1 query_ptr JITFunction"] if HAS_TRITON else [])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+def test_the_interpreter_is_chosen_when_pc_is_imported() -> None:
+    code = f"import importlib, os, pc.triton_ops\ndel os.environ['TRITON_INTERPRET']\nprint(type({LOAD}).__name__)"
+    assert python("-c", code, TRITON_INTERPRET="1").stdout == "InterpretedFunction\n"
 
 
 def test_works_without_other_packages_or_names_what_it_lacks() -> None:
