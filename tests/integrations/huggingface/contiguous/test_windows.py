@@ -91,15 +91,16 @@ def test_prompt_that_does_not_fit_is_served_and_not_kept() -> None:
         assert cached(model, handle, prompt(130), max_new_tokens=30) > 0  # as many tokens as had room
 
 
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "policy"), QUICK + OTHERS)
 def test_tiers_and_cached_blocks_behind_them_bring_prompts_back(
-    monkeypatch: pytest.MonkeyPatch, name: str, policy: Any
+    monkeypatch: pytest.MonkeyPatch, name: str, policy: Any, every: int
 ) -> None:
     monkeypatch.setattr(hazard.policy, "FIRST", 1)  # let the policy use its own order from the first eviction on
     model = BY_NAME[name].build()
     prompts = [prompt(150, seed) for seed in range(3)]
     wanted = [plain(model, input_ids=ids, max_new_tokens=2) for ids in prompts]
-    for blocks in range(8 if name == "mistral-window" else 10, 17):  # without windows a prompt needs 10
+    for blocks in range(8 if name == "mistral-window" else 10, 17, every):  # without windows a prompt needs 10
         windows = {} if name == "llama" else {"window_blocks": blocks}
         options: dict[str, Any] = {"num_blocks": blocks, "host_blocks": 64, "policy": policy, **windows}
         with enable_prefix_caching(model, **options) as handle:
