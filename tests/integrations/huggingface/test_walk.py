@@ -48,9 +48,10 @@ def test_each_option_of_generate_gives_the_same_cold_and_warm(document: bool) ->
     assert document or found.handle.stats().hit_tokens > 25 * len(OPTIONS)
 
 
-def test_options_of_generate_give_the_same_over_a_cache() -> None:
+@pytest.mark.parametrize("calls", [30, pytest.param(60, marks=pytest.mark.slow)])
+def test_options_of_generate_give_the_same_over_a_cache(calls: int) -> None:
     seed = int(os.environ.get("SEED") or datetime.date.today().strftime("%Y%m%d"))
-    found = walk(60, seed, KINDS["plain"])
+    found = walk(calls, seed, KINDS["plain"])
     assert found.differing == [], f"seed {seed}"
-    assert found.counts["same"] > 30
+    assert found.counts["same"] > calls // 2
     assert len(OPTIONS) >= 60
