@@ -20,6 +20,9 @@ import pc  # noqa: F401  registers torch.ops.pc
 from pc.triton_ops._core.runtime import HAS_TRITON, INTERPRET, KERNELS_ON_CPU
 
 HAS_GPU = torch.cuda.is_available()
+for _kind in (torch.cuda, torch.xpu, torch.mtia):
+    if not _kind.is_available():  # `torch.manual_seed` would keep a traceback for each, which takes milliseconds
+        _kind.manual_seed_all = lambda seed: None
 gc.disable()  # until all modules are imported
 
 
