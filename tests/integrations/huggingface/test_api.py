@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import runpy
@@ -198,35 +197,6 @@ print(sorted(handle.framework.disabled))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=300)
     assert "DynamicSlidingWindowLayer" in done.stdout, done.stderr
     assert "sparse attention" in done.stdout
-
-
-FOLDER = Path(api.__file__).parent
-PRIVATE = {name.path.rpartition(".")[2] for _, name in NAMES} | {n.rpartition(".")[2] for n in api.INTERFACES}
-PRIVATE = {name for name in PRIVATE if name.startswith("_") and not name.endswith("__")}
-PRIVATE |= {"_eos_token_tensor", "_attn_implementation", "_attn_implementation_internal", "_status"}
-PRIVATE |= {
-    "_use_prefix_sharing",
-    "_cached_continuous_batching_manager",
-    "_local_mapping",
-    "_global_mapping",
-    "_is_user_defined",
-}
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.py")), ids=lambda p: str(p.relative_to(FOLDER)))
-def test_no_other_file_names_what_is_private(path: Path) -> None:
-    if path.name == "api.py" and path.parent == FOLDER:
-        return
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom):
-            assert not (node.module or "").startswith("transformers"), f"line {node.lineno}"
-        if isinstance(node, ast.Import):
-            assert not any(alias.name.startswith("transformers.") for alias in node.names), f"line {node.lineno}"
-        names = [getattr(node, "attr", None), getattr(node, "value", None)]
-        if isinstance(node, ast.ClassDef):
-            names += [getattr(member, "name", None) for member in node.body]
-        assert not PRIVATE.intersection(n for n in names if isinstance(n, str)), f"line {node.lineno}"
 
 
 @pytest.mark.filterwarnings("error")

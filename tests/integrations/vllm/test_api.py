@@ -7,7 +7,6 @@ import functools
 import inspect
 import linecache
 import textwrap
-from pathlib import Path
 from unittest import mock
 
 import omni
@@ -18,7 +17,6 @@ from pc.integrations import seam
 from pc.integrations import vllm as adapter
 from pc.integrations.vllm import api, features
 
-OURS = Path(adapter.__file__).parent
 PARTS = ("eviction.gap", "eviction.anywhere", "eviction.chunks", "eviction.explain")
 NAMES = [(feature, name) for feature, table in api.NAMES.items() for name in seam.names(table)]
 EVICTION = [(feature, name) for feature, name in NAMES if feature.partition(".")[0] == "eviction"]
@@ -290,44 +288,6 @@ def test_a_part_needs_its_feature(part):
     whole = part.partition(".")[0]
     with replaced(next(seam.names(api.NAMES[whole])).path, AttributeError()):
         assert f"({whole}; written for" in api.why_not(part)
-
-
-# Only one file has vLLM's private names.
-
-
-def sources():
-    return [path for path in sorted(OURS.rglob("*.py")) if path.name != "api.py"]
-
-
-@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(OURS)))
-def test_no_other_file_imports_vllm_or_names_what_is_private(path):
-    private = {name.path.rpartition(".")[2] for _, name in NAMES if name.path.rpartition(".")[2].startswith("_")}
-    private |= {word for _, name in NAMES for word in name.parameters or ()}
-    private |= {word for table in api.ATTRIBUTES.values() for text in table.values() for word in text.split()}
-    private = {name for name in private if name.startswith("_") and not name.startswith("__")}
-    assert {"_block_hash", "_free_blocks", "_pool"} <= private
-    own = {"self", "cls", "torch.cpu"}
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            assert not any(name.name.startswith("vllm") for name in node.names), node.lineno
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level or not node.module.startswith("vllm"), node.lineno
-        elif isinstance(node, ast.FunctionDef):
-            assert node.name not in private, node.name
-        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-            assert ast.unparse(node.value) in own, ast.unparse(node)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            assert not node.value.startswith(("vllm.v1", "vllm_omni.")), node.value
-
-
-@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(OURS)))
-def test_what_other_files_import_from_the_seam_is_there(path):
-    known = {*vars(api), *api.PATHS, *api.BY_PLATFORM, "logger"}
-    tree = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-    imports = [node for node in tree if isinstance(node, ast.ImportFrom) and node.module == "api"]
-    names = {each.name for node in imports for each in node.names}
-    names |= {node.attr for node in tree if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "api"}
-    assert names <= known
 
 
 def test_names_by_platform_are_in_the_tables():
