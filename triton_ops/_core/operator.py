@@ -179,7 +179,7 @@ class _Signature:
         self.has_out = "out" in self.parameters
         self.result = hints["return"]
 
-    def schema(self, mutates: tuple[str, ...] = (), with_out: bool = False) -> str:
+    def schema(self, mutates: tuple[str, ...], with_out: bool = False) -> str:
         """Return the schema for torch.library: `(Tensor query, ...) -> Tensor`."""
         assert set(mutates) <= set(self.types), f"{mutates} must be parameters"
         arguments = []

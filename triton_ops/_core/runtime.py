@@ -6,8 +6,6 @@ import importlib.util
 import os
 import pkgutil
 
-__all__ = ["HAS_TRITON", "INTERPRET", "KERNELS_ON_CPU", "is_set", "load_kernels", "require_triton"]
-
 
 def is_set(name: str) -> bool:
     """Return whether an environment variable is set to a true value."""

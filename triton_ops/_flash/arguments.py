@@ -233,7 +233,7 @@ def shaped(found: Any, batched: tuple[int, int] | None, given_out: torch.Tensor 
     """Return out or (out, lse) in FlashAttention's shapes: the batch first unless packed, lse with its heads first."""
     out, lse = found if type(found) is tuple else (found, None)
     if batched is not None:
-        out = out if out.dim() == 4 else out.view(*batched, *out.shape[1:])
+        out = out.view(*batched, *out.shape[1:])
         lse = None if lse is None else lse.view(*batched, lse.shape[-1])
     if given_out is not None:
         out = given_out.copy_(out)

@@ -68,8 +68,8 @@ class _Draw:
     def __init__(self, name: str) -> None:
         self._generator = torch.Generator("cpu").manual_seed(zlib.crc32(name.encode()))
 
-    def normal(self, *shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
-        return torch.randn(*shape, generator=self._generator, device="cpu", dtype=F32).to(dtype)
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self._generator, device="cpu", dtype=F32)
 
     def uniform(self, *shape: int) -> torch.Tensor:
         return torch.rand(*shape, generator=self._generator, device="cpu", dtype=F32)
