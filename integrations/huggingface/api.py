@@ -19,6 +19,7 @@ import importlib
 import inspect
 import math
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -245,9 +246,10 @@ def result_cache(result: Any) -> Any:
 
 
 def drop_cache(result: Any) -> None:
-    """Set the cache in a result of generate to None, if the result has a field for it."""
-    if hasattr(result, CACHE):
+    """Remove the cache from a result of generate, if it has one."""
+    if getattr(result, CACHE, None) is not None:
         setattr(result, CACHE, None)
+        OrderedDict.__delitem__(result, CACHE)  # None leaves the entry, and a result refuses del
 
 
 def rename_cache(model: Any, arguments: dict[str, Any]) -> None:

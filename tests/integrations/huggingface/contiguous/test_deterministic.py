@@ -23,7 +23,7 @@ from bits_cases import (
     run_histories,
 )
 from cache_cases import drop
-from generate_cases import HYBRIDS, assert_nothing_held, left_padded, prompt
+from generate_cases import HYBRIDS, assert_nothing_held, cache_of, left_padded, prompt
 
 from pc.integrations.huggingface import (
     UnsupportedError,
@@ -165,6 +165,15 @@ def test_what_is_refused_falls_back(call: dict[str, Any], reason: str) -> None:
         warnings.simplefilter("ignore")
         model.generate(prompt(40), max_new_tokens=3, **call)
         assert [reason in said for said in handle.stats().calls_handed_back] == [True]
+
+
+def test_a_result_has_no_cache_under_any_name() -> None:
+    """An empty cache in the result would make the next forward pass compute wrong values."""
+    model = build("llama")
+    with enable(model):
+        result = model.generate(prompt(40), max_new_tokens=3, return_dict_in_generate=True)
+    assert cache_of(result) is None
+    assert list(result) == ["sequences"]
 
 
 def test_continuous_batching_is_refused() -> None:
