@@ -248,6 +248,11 @@ class TierConnector(KVConnectorBase_V1):
             )
         return None
 
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a block that is not saved is only a later miss, so vLLM keeps a preempted request's last tokens."""
+        return False
+
     # The scheduler's half.
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -99,8 +99,8 @@ def test_random_traffic_over_a_tier_that_loses_blocks(kind, share):
             {},
         )
 
-    for _ in range(2):
-        engine = ConnectedEngine(tier, 70, **kind)
+    for num_blocks in (70, 40):  # requests preempt each other in the second
+        engine = ConnectedEngine(tier, num_blocks, **kind)
         asked = random_traffic(engine, rng, ask)
         assert engine.said == {name: following(*each) for name, each in asked.items()}
     assert tier.given > 100
