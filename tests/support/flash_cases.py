@@ -188,7 +188,8 @@ def check_dense(case: Case, layout: str) -> None:
     if layout == "sliced":
         k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 13), value=float("nan"))[:, :seqlen_k] for x in (k, v))
     out, lse, _ = flash_attn.flash_attn_func(q, k, v, **options, return_attn_probs=True)
-    assert (out.dtype, lse.shape) == (case.dtype, (3, q.shape[2], seqlen_q))
+    shapes = ((*q.shape[:3], v.shape[3]), (3, q.shape[2], seqlen_q))
+    assert (out.dtype, out.shape, lse.shape) == (case.dtype, *shapes)
     check(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), sequences, case.dtype, **options)
     assert torch.equal(out, flash_attn.flash_attn_func(q, k, v, **options))
 
