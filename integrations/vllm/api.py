@@ -246,7 +246,7 @@ NAMES: dict[str, dict[str, str]] = {
         "vllm.distributed.parallel_state": "get_tensor_model_parallel_rank",
         "vllm.config": (
             "KVTransferConfig(kv_connector_extra_config kv_load_failure_policy) ModelConfig.is_hybrid "
-            "CacheConfig.prefix_match_unit"
+            "SchedulerConfig(max_num_batched_tokens ...) CacheConfig.prefix_match_unit"
         ),
         "vllm.v1.request:Request": "request_id num_tokens block_hashes skip_reading_prefix_cache",
     },

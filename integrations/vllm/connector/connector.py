@@ -60,10 +60,16 @@ class Planner:
     """
 
     def __init__(
-        self, tiers: Sequence[Tier], block_size: int, fingerprint: str, produces: bool = True, consumes: bool = True
+        self,
+        tiers: Sequence[Tier],
+        block_size: int,
+        fingerprint: str,
+        produces: bool = True,
+        consumes: bool = True,
+        max_tokens: int = 1 << 62,
     ) -> None:
         self._tiers, self._size, self._fingerprint = tiers, block_size, fingerprint
-        self._produces, self._consumes = produces, consumes
+        self._produces, self._consumes, self._max_tokens = produces, consumes, max_tokens
         self._tables: dict[str, list[int]] = {}
         self._requests: dict[str, SavedRequest] = {}
         self._loads: dict[str, Keys] = {}  # those of the next step
@@ -72,15 +78,17 @@ class Planner:
     def find(self, request: Any, computed: int) -> int | None:
         """Return how many tokens after `computed` the tier has, in whole blocks and without the prompt's last token.
 
-        None if another request loads the next block: this one can share it later. A request whose load failed finds
-        nothing, so that it is computed.
+        None if the request has to ask again in a later step: if another one loads the next block, which this one can
+        share then, or if this step already loads as many tokens as a step may compute. A request whose load failed
+        finds nothing, so that it is computed.
         """
         known = self._requests.setdefault(request.request_id, SavedRequest(request))
         if not self._consumes or computed % self._size or request.skip_reading_prefix_cache or known.failed:
             return 0
         known.saved, behind = computed // self._size, (request.num_tokens - 1) // self._size
         keys = [bytes(key) for key in request.block_hashes[known.saved : behind]]
-        if keys and keys[0] in self._on_the_way:
+        is_full = sum(map(len, self._loads.values())) * self._size >= self._max_tokens
+        if keys and (is_full or keys[0] in self._on_the_way):
             return None
         count = len(keys)
         for tier in self._tiers:
@@ -230,6 +238,7 @@ class TierConnector(KVConnectorBase_V1):
                 fingerprint,
                 produces=transfer.is_kv_producer,
                 consumes=transfer.is_kv_consumer,
+                max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             )
 
     @classmethod

@@ -134,6 +134,17 @@ def test_a_request_waits_while_another_one_loads_the_same_block():
     assert planner.find(made["one"], 0) == 8
 
 
+def test_a_step_loads_no_more_tokens_than_a_step_computes():
+    """The other running requests wait for the loads of a step."""
+    planner = Planner([Kept.fromkeys([b"a0", b"a1", b"b0", b"c0"])], SIZE, "f", max_tokens=12)
+    made = {name: request(name, 4 * count + 1) for name, count in {"a": 2, "b": 1, "c": 1}.items()}
+    planner.admit(made["b"], [4], planner.find(made["b"], 0))
+    planner.admit(made["a"], [5, 6], planner.find(made["a"], 0))
+    assert planner.find(made["c"], 0) is None
+    assert planner.plan(step({})).loads == {"b": {4: b"b0"}, "a": {5: b"a0", 6: b"a1"}}
+    assert planner.find(made["c"], 0) == 4
+
+
 def test_a_resumed_request_has_other_blocks():
     tier = Kept()
     planner = Planner([tier], SIZE, "f")
