@@ -90,29 +90,28 @@ class AttentionLaunch:
         query, starts = args.query, args.query_start_loc
         out, lse = self.new_results(query)
         plan = self.fill_plan(args) if args.plan is None else args.plan
-        cached = {} if args.plan is None else cached_with(plan)
         stream = None if query.is_cpu else current_stream()
         before, behind = kernel_tensors(args, out, self.convert_codes)
         no_parts = (self.nothing, self.nothing)
         decoded = tiled = None
         if self.decode is not None:
             if self.decode_parts is not None:
-                decoded = _parts(cached, "decode", stream, self.decode_parts, plan.device)
+                decoded = _parts(args.plan, "decode", stream, self.decode_parts, plan.device)
             self.decode((*before, out, lse, *(decoded or no_parts), *behind, plan), stream)
         if self.prefill is not None:
             if self.prefill_parts is not None:
-                tiled = _parts(cached, "prefill", stream, self.prefill_parts, plan.device)
+                tiled = _parts(args.plan, "prefill", stream, self.prefill_parts, plan.device)
             self.prefill((*before, out, lse, *(tiled or no_parts), *behind, plan), stream)
         if parts := decoded or tiled:
             self.merge((out, lse, *parts, *(tiled or parts), starts, plan, args.sinks), stream)
         return (out, lse) if self.with_lse else out
 
 
-def _parts(cached: dict[object, Any], name: str, stream: int | None, shape: PartsShape, device: torch.device) -> Result:
+def _parts(plan: torch.Tensor | None, name: str, stream: int | None, shape: PartsShape, device: torch.device) -> Result:
     """Return memory for partial results and their lse, cached with a given plan: the next layer overwrites it."""
     # Each stream has its own memory, because its layers may run at the same time. Memory of other shapes is kept,
     # because a captured graph may use it.
-    kind = (name, stream, shape)
+    cached, kind = {} if plan is None else cached_with(plan), (name, stream, shape)
     found: Result | None = cached.get(kind)
     if found is None:
         found = cached[kind] = (
