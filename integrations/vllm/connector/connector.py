@@ -78,19 +78,19 @@ class Planner:
     def find(self, request: Any, computed: int) -> int | None:
         """Return how many tokens after `computed` the tier has, in whole blocks and without the prompt's last token.
 
-        None if the request has to ask again in a later step: if another one loads the next block, which this one can
-        share then, or if this step already loads as many tokens as a step may compute. A request whose load failed
-        finds nothing, so that it is computed.
+        None if the request has to ask again in a later step. This is so if another request loads the next block, which
+        both can share then. It is also so if this step already loads as many tokens as a step may compute. A request
+        whose load failed finds nothing, so that it is computed.
         """
         known = self._requests.setdefault(request.request_id, SavedRequest(request))
         if not self._consumes or computed % self._size or request.skip_reading_prefix_cache or known.failed:
             return 0
         known.saved, behind = computed // self._size, (request.num_tokens - 1) // self._size
-        keys = [bytes(key) for key in request.block_hashes[known.saved : behind]]
+        hashes = request.block_hashes[known.saved : behind]
         is_full = sum(map(len, self._loads.values())) * self._size >= self._max_tokens
-        if keys and (is_full or keys[0] in self._on_the_way):
+        if hashes and (is_full or bytes(hashes[0]) in self._on_the_way):
             return None
-        count = len(keys)
+        keys, count = [*map(bytes, hashes)], len(hashes)
         for tier in self._tiers:
             there = tier.contains_many(keys[:count])
             count = there.index(False) if False in there else len(there)
@@ -223,7 +223,6 @@ class TierConnector(KVConnectorBase_V1):
         self._tier: Tier | None = None
         self._tiers: list[Tier] = []
         self._store: BlockStore | None = None
-        self._received: set[str] = set()
         self._lost: set[int] = set()
         if role is KVConnectorRole.SCHEDULER:
             transfer.kv_load_failure_policy = "recompute"
@@ -265,7 +264,7 @@ class TierConnector(KVConnectorBase_V1):
     # The scheduler's half.
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens the tier has after those cached in the engine, and whether the request waits for them.
+        """Return how many tokens the tier has after those in the engine, and whether the request waits for them.
 
         vLLM asks again later if the number is None.
         """
@@ -282,7 +281,7 @@ class TierConnector(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Record which requests have their blocks, and which blocks could not be loaded."""
-        self._planner.loaded(connector_output.finished_recving or (), connector_output.invalid_block_ids or ())
+        self._planner.loaded(connector_output.finished_recving or (), connector_output.invalid_block_ids)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Let vLLM free a request's blocks: saved blocks were copied in the step that completed them."""
@@ -307,13 +306,12 @@ class TierConnector(KVConnectorBase_V1):
         return self._tier
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Fill the blocks of requests that wait for them, and collect the requests and the lost blocks."""
+        """Fill the blocks of requests that wait for them, and collect the lost blocks."""
         plan = connector_metadata(self)
         if isinstance(plan, TransferPlan) and plan.loads:
             assert self._store is not None
             tier = self._open(plan)
             lost = [block for wanted in plan.loads.values() for block in self._store.load(tier, wanted)]
-            self._received.update(plan.loads)
             if lost:
                 logger.warning("%d blocks that a tier had a moment ago are gone; they are computed", len(lost))
                 self._lost.update(lost)
@@ -333,8 +331,8 @@ class TierConnector(KVConnectorBase_V1):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str]]:
         """Return the requests whose blocks were loaded in this step, as the second value."""
-        received, self._received = self._received, set()
-        return None, received
+        plan = connector_metadata(self)
+        return None, set(plan.loads) if isinstance(plan, TransferPlan) else set()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that could not be loaded in this step."""
