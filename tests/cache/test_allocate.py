@@ -64,9 +64,9 @@ def test_an_allocate_that_hits_takes_few_calls(cached):
     prefix = list(range(16 * cached))
     run(m, "a", prefix)
     run(m, "b", [*prefix[: 16 * 48], *range(5000, 5256)])
-    prompt, found = [*prefix, *range(9000, 10024 - len(prefix))], []
-    calls = calls_within(lambda: found.append(m.allocate("c", prompt)))
-    assert found[0].num_cached_tokens == min(16 * cached, 1023)
+    prompt = [*prefix, *range(9000, 10024 - len(prefix))]
+    allocation, calls = calls_within(lambda: m.allocate("c", prompt))
+    assert allocation.num_cached_tokens == min(16 * cached, 1023)
     assert len(calls) <= 31, calls
 
 

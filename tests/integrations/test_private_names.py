@@ -1,4 +1,4 @@
-"""Each adapter has one file, `api.py`, that imports its framework and names what is private there. None is needed."""
+"""Each adapter has one file, `api.py`, that imports its framework and names what is private there. No engine runs."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 
-def calls_within(function: Callable[[], Any]) -> list[str]:
-    """Call a function, and return the names of the Python functions that it calls, without numpy's own.
+def calls_within(function: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """Call a function. Return its result, and the names of the Python functions that it calls, without numpy's own.
 
     Garbage is collected before and not meanwhile: the objects of earlier tests may run Python code when they are
     collected.
@@ -24,8 +24,8 @@ def calls_within(function: Callable[[], Any]) -> list[str]:
     gc.disable()
     sys.setprofile(note)
     try:
-        function()
+        result = function()
     finally:
         sys.setprofile(None)
         gc.enable()
-    return calls
+    return result, calls

@@ -151,6 +151,6 @@ def test_requests_of_an_interrupted_call_run_no_code_in_which_an_interrupt_would
     store = PromptStore(model, CacheOptions(8, 4), probe(model))
     requests = [PromptRequests(store, ())]
     requests[0].admit(Prompt("a", np.arange(6), 0, [0]))
-    assert calls_within(requests.clear) == []
+    assert calls_within(requests.clear) == (None, [])
     store.sweep()
     assert store.manager.stats().num_requests == 0
