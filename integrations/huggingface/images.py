@@ -60,7 +60,8 @@ def take_images(model: Any, arguments: dict[str, Any]) -> Images | None:
     if type(token) is not int or model.main_input_name != "input_ids":
         raise UnsupportedError("its config names no placeholder token for images")
     refuse_if(arguments.get("assistant_model") is not None, "images with an assistant model")
-    refuse_if(arguments.get("position_ids") is not None, "position_ids of your own with images")
+    for name in ("position_ids", "inputs_embeds"):
+        refuse_if(arguments.get(name) is not None, f"{name} of your own with images")
     names = [name for name in inspect.signature(encoder).parameters if name != "kwargs"]
     given = {name: arguments[name] for name in names if arguments.get(name) is not None}
     refuse_if(main not in given, "its forward pass does not accept encoded images")

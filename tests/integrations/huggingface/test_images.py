@@ -219,6 +219,17 @@ def test_calls_that_fall_back_late_get_their_images(name: str) -> None:
         assert handle.stats().calls_served == 0
 
 
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}], ids=lambda o: next(iter(o))
+)
+def test_embeddings_with_an_image_go_to_the_model(options: dict[str, Any]) -> None:
+    case = BY_NAME["llava"]
+    model, call = case.build(), case.call([text(20, 0), 1, ASK])
+    call["inputs_embeds"] = model.get_input_embeddings()(call.pop("input_ids"))
+    with enable_prefix_caching(model), pytest.warns(UserWarning, match="inputs_embeds of your own with images"):
+        assert_same(model, **call, **FREE, **options)
+
+
 def test_tokens_that_stand_for_no_image() -> None:
     case = BY_NAME["llava"]
     model, call = case.build(), case.call([text(20, 0), 1, ASK])
