@@ -176,7 +176,7 @@ def test_a_wrapped_body_is_another(engine):
 def test_a_body_without_source_is_not_known(engine, monkeypatch):
     module = engine()
     written = {"made_engine:Pool.take": {"1.0": seam.digest(module.Pool.take)}}
-    exec("def take(self, count): pass", module.__dict__)
+    exec(compile("def take(self, count): pass", "<no file>", "exec"), module.__dict__)
     module.Pool.take = module.__dict__["take"]
     assert seam.changed(written) == ["made_engine:Pool.take: its source cannot be read (OSError)"]
     del module.Pool.take
