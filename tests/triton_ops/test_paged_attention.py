@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -28,6 +29,31 @@ def test_grid(dtype, head_dim, device):
     case = Case((70, 30), (1, 11) if turn % 2 else (9, 1), (2, 1), head_dim, block_size, dtype, seed=head_dim)
     batch = build(case).to(device)
     check(build(case), *attend(batch))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, F16])
+def test_a_negative_scale(dtype, device):
+    batch = dataclasses.replace(build(Case(lens=(70, 9), queries=(1, 9), dtype=dtype)), scale=-0.125)
+    check(batch, *attend(batch.to(device)))
+
+
+@pytest.mark.interpreter
+def test_threads_take_turns_in_the_interpreter(device):
+    """The interpreter has one place for the number of the running program."""
+    batch = build(Case(lens=(70, 9), queries=(1, 9))).to(device)
+    expected, found = pc.paged_attention(*batch.tensors, batch.scale), []
+
+    def run():
+        found.extend(pc.paged_attention(*batch.tensors, batch.scale) for _ in range(3))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 12
+    assert all(torch.equal(out, expected) for out in found)
 
 
 def test_export(device):

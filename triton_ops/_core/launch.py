@@ -8,12 +8,18 @@ the same kernel for every layer of every step knows that only addresses have cha
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 from typing import Any
 
 import torch
 
+from .runtime import INTERPRET
+
 Programs = tuple[int, int, int]
+# Triton's interpreter keeps the number of the running program in one place, so threads must take turns.
+_turn: Any = threading.Lock() if INTERPRET else contextlib.nullcontext()
 
 
 @functools.cache
@@ -137,7 +143,8 @@ class Launch:
 
     def _compile(self, programs: Programs, arguments: tuple[Any, ...]) -> None:
         """Launch through triton, which compiles the kernel, and keep the compiled kernel."""
-        compiled = self._kernel[programs](*arguments, **self.constants, **self.options)
+        with _turn:
+            compiled = self._kernel[programs](*arguments, **self.constants, **self.options)
         is_compiled = isinstance(compiled, _triton().compiler.CompiledKernel)
         # Not on ROCm, where triton also specializes for the size of a tensor's storage.
         if is_compiled and self._same_alignment and torch.version.hip is None:

@@ -34,5 +34,21 @@ def _mend_interpreter() -> None:
     interpreter._patch_lang_tensor = patch_tensor_for_numpy
 
 
+def _mend_negation() -> None:
+    """Let triton's interpreter flip the sign of bfloat16, which it stores as integers and negates as such."""
+    semantic: Any = importlib.import_module("triton.language.semantic").TritonSemantic
+    minus, bfloat16 = semantic.minus, triton.language.bfloat16
+
+    def minus_bits(self: Any, value: Any) -> Any:
+        if value.type.scalar != bfloat16:
+            return minus(self, value)
+        flipped = type(value.handle)(value.handle.data ^ 0x8000, value.handle.dtype)
+        return triton.language.tensor(flipped, value.type)
+
+    semantic.minus = minus_bits
+
+
+if INTERPRET:
+    _mend_negation()
 if INTERPRET and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
     _mend_interpreter()
