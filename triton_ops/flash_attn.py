@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ._attention.dense import arange_i32, build_blocks, build_packed_tables, full_i32, strided_block_table
+from ._attention.layout import PlanShape
 from ._core.cache import needs_dispatcher
 from ._core.checks import CACHE_LAYOUT, INT32, bad_argument, check_tensor, describe, lowest_entry, reads_values
 from ._flash.append import build_append
@@ -37,7 +38,7 @@ from ._flash.arguments import (
     shaped,
 )
 from ._flash.attend import build_attend, with_plan
-from ._flash.paged_kv import PagedKV, pack_used, without_leftpad
+from ._flash.paged_kv import PagedKV, check_used, pack_used, without_leftpad
 from .attention_plan import attention_plan
 
 __all__ = [
@@ -241,6 +242,7 @@ def flash_attn_varlen_func(
     same, unpack, given_out = cu_seqlens_k is cu_seqlens_q and seqused_q is None, None, out
     if seqused_q is not None:
         check_starts("cu_seqlens_q", cu_seqlens_q, q.device)
+    if seqused_q is not None and cu_seqlens_q.shape[0] > 1:
         cu_seqlens_q, pack, unpack = pack_used(q.shape[0], cu_seqlens_q, seqused_q)
         q, qv, scheduler_metadata, out = pack(q), None if qv is None else pack(qv), None, None
     needs_lse = with_lse or unpack is not None
@@ -281,6 +283,9 @@ def _build_packed(args: FlashArgs) -> Run:
 
     def keys_of(args: FlashArgs) -> PagedKV:
         tables, lens = args.block_table, args.seqused_k
+        if not paged:
+            begins = args.cu_seqlens_q if same else args.cu_seqlens_k
+            check_used("seqused_k", lens, "cu_seqlens_k", begins, args.k.shape[0])
         if tables_of is not None:
             own, differences = tables_of(args.cu_seqlens_q if same else args.cu_seqlens_k)
             tables, lens = own if tables is None else tables, differences if lens is None else lens
@@ -625,6 +630,6 @@ def get_scheduler_metadata(
     if reads_values(lens):  # operators that read values refuse fewer keys than queries; such a call makes its own plan
         lens = lens.masked_fill(lens < starts.diff(), 0)
     left, right = pair(window_size)
-    left = -1 if left >= tables.shape[1] * size else left
+    left = -1 if left >= PlanShape.of(tables, size).num_keys else left
     right = 0 if causal or max_seqlen_q <= 1 else right
     return attention_plan(tables, lens, starts, size, right == 0, left + 1, num_kv_heads=num_heads_kv)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -288,6 +289,8 @@ REFUSED: dict[str, list[tuple[Case, dict[str, Any], str]]] = {
         (SMALL, {"query_start_loc": lambda s: s + 1}, "query_start_loc: got"),
         (SMALL, {"query_start_loc": lambda s: s.flip(0)}, "query_start_loc: got"),
         (SMALL, {"softcap": -1.0}, "softcap: got -1.0"),
+        (SMALL, {"scale": math.nan}, "scale: got nan, needs a finite number"),
+        (SMALL, {"scale": math.inf}, "scale: got inf, needs a finite number"),
         (SMALL, {"alibi_slopes": torch.ones(3)}, "alibi_slopes: got"),
         (SMALL, {"sinks": int32(4)}, "sinks: got int32"),
         (SMALL, {"k_scale": torch.ones(1)}, "k_scale: got .*needs None"),
@@ -373,6 +376,7 @@ REFUSED: dict[str, list[tuple[Case, dict[str, Any], str]]] = {
         (SMALL_LATENT, {"k_scale": torch.ones(1)}, "k_scale: got .*needs None"),
         (SMALL_LATENT, {"cache": lambda c: c.to(INT8)}, "k_scale: got None"),
         (SMALL_LATENT, {"softcap": -1.0}, "softcap: got -1.0"),
+        (SMALL_LATENT, {"scale": -math.inf}, "scale: got -inf, needs a finite number"),
         (SMALL_LATENT, {"plan": int32(3)}, "plan: got 3 elements"),
         (SMALL_LATENT, {"max_query_len": 2}, "max_query_len: got 2, needs at least 5"),
         (SMALL_LATENT, {"block_tables": int32(2, 4, 8)}, "block_tables: got shape"),

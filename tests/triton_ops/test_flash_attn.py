@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
+import math
 from typing import Any
 
 import flash_cases
@@ -143,6 +144,29 @@ REFUSED: dict[Any, list[tuple[str, dict[str, Any]]]] = {
         ),
         ("s_aux: got 2 elements, needs 4", {"s_aux": torch.zeros(2)}),
         ("softcap: got -1.0", {"softcap": -1.0}),
+        ("softcap: got None, needs a number", {"softcap": None}),
+        ("softmax_scale: got 'x', needs a number", {"softmax_scale": "x"}),
+        ("scale: got nan, needs a finite number", {"softmax_scale": math.nan}),
+        ("window_size: got 5, needs two ints", {"window_size": 5}),
+        ("window_size: got (1,), needs two ints", {"window_size": (1,)}),
+        ("window_size: got 1.5, needs an int", {"window_size": (1.5, 2)}),
+        ("window_size: got None, needs an int", {"window_size": (None, None)}),
+        ("alibi_slopes: got list, needs a tensor", {"alibi_slopes": [0.5] * 4}),
+        ("s_aux: got float, needs a tensor", {"s_aux": 0.5}),
+        ("out: got int32 [2, 5, 4, 32] on cpu, needs float16", {"out": torch.full((2, 5, 4, 32), 7).int()}),
+        *(
+            (
+                f"{name}_descale: got float32 {shape} on cpu, needs [2, 2], [2], or one element",
+                {
+                    "q": Q.to(torch.float8_e4m3fn),
+                    "k": K.to(torch.float8_e4m3fn),
+                    "v": V.to(torch.float8_e4m3fn),
+                    f"{name}_descale": torch.rand(shape),
+                },
+            )
+            for name in "qkv"
+            for shape in ([3, 2], [2, 4])
+        ),
         ("out: got float32 [2, 5, 4]", {"out": torch.zeros(2, 5, 4)}),
         ("k: got float16", {"k": K.half()}),
         ("v: got float32 [2, 8, 2, 32]", {"v": V[:, :8]}),
@@ -159,7 +183,11 @@ REFUSED: dict[Any, list[tuple[str, dict[str, Any]]]] = {
         ("max_seqlen_q: got 2, needs at least 3", {"max_seqlen_q": 2}),
         ("max_seqlen_q: got -1", {"max_seqlen_q": -1}),
         ("max_seqlen_k: got -2", {"max_seqlen_k": -2}),
-        ("seqused_k: got values from 4 to 1000", {"seqused_k": ints(4, 1000)}),
+        ("seqused_k: got [4, 1000], needs 0 to the sequences' lengths, [4, 5]", {"seqused_k": ints(4, 1000)}),
+        ("seqused_k: got [4, 6], needs 0 to the sequences' lengths, [4, 5]", {"seqused_k": ints(4, 6)}),
+        ("seqused_q: got [3, 1], needs 0 to the sequences' lengths, [2, 3]", {"seqused_q": ints(3, 1)}),
+        ("seqused_q: got [-1, 1], needs 0 to", {"seqused_q": ints(-1, 1)}),
+        ("cu_seqlens_k: got [0, 4, 10], needs ascending from 0 to at most 9", {"cu_seqlens_k": starts(4, 6)}),
         ("cu_seqlens_q: got int32 [0]", {"cu_seqlens_q": ints()}),
         ("cu_seqlens_k: got int32 [0]", {"cu_seqlens_k": ints()}),
     ],
@@ -459,6 +487,26 @@ def test_empty_batches() -> None:
 
 @every_case_quick
 @pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window_size": (3, 2)}, {"window_size": (0, -1)}], ids=str)
+@pytest.mark.parametrize("used", [False, True])
+def test_a_step_of_padding_alone(mask: dict[str, Any], used: bool) -> None:
+    """A batch has no sequences, but graphs pad its queries and new keys."""
+    q, k, v = small()
+    lens, options = ints(), {**mask, "return_softmax_lse": True}
+    given = {"seqused_q": lens} if used else {}
+    for slopes in (None, torch.rand(4), torch.rand(0, 4)):
+        options |= {"alibi_slopes": slopes}
+        packed = flash_attn_varlen_func(q[0], k[0], v[0], starts(), starts(), 5, 9, **options, **given)
+        cached = flash_attn_with_kvcache(
+            q[0], k, v, k[0], v[0], cache_seqlens=lens, cu_seqlens_q=starts(), cu_seqlens_k_new=starts(),
+            block_table=torch.empty(0, 3, dtype=torch.int32), **options,
+        )  # fmt: skip
+        for out, lse in (packed, cached):
+            assert torch.equal(out, torch.zeros_like(q[0]))
+            assert torch.equal(lse, torch.full((4, 5), -math.inf))
+
+
+@every_case_quick
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window_size": (3, 2)}, {"window_size": (0, -1)}], ids=str)
 def test_no_queries(mask: dict[str, Any]) -> None:
     """There is no sequence, or no sequence has queries; also with an lse and slopes."""
     q, k, v = small()
@@ -611,6 +659,19 @@ def test_scheduler_metadata_of_fewer_keys_than_queries(new: int) -> None:
     wanted = flash_attn_with_kvcache(q, *caches, **given)
     plan = get_scheduler_metadata(3, 7, 16, 4, 2, 32, lens, page_size=16, max_seqlen_k_new=2 * new, causal=True)
     torch.testing.assert_close(flash_attn_with_kvcache(q, *caches, scheduler_metadata=plan, **given), wanted)
+
+
+@every_case_quick
+@pytest.mark.parametrize("left", [42, 43, 47, 48, 63, 64])
+def test_scheduler_metadata_with_a_window_near_the_longest_sequence(left: int) -> None:
+    """The plan and the call agree whether a window is a bound, also if max_seqlen_k ends inside a block."""
+    q, caches = torch.randn(2, 4, 32), torch.randn(2, 6, 16, 2, 32).unbind()
+    lens, tables = ints(43, 41), torch.tensor([[1, 2, 5], [4, 0, 3]], dtype=torch.int32)
+    given = {"seqused_k": lens, "block_table": tables, "causal": True, "window_size": (left, 0)}
+    wanted = flash_attn_varlen_func(q, *caches, starts(1, 1), None, 1, 43, **given)
+    plan = get_scheduler_metadata(2, 1, 43, 4, 2, 32, lens, page_size=16, causal=True, window_size=(left, 0))
+    found = flash_attn_varlen_func(q, *caches, starts(1, 1), None, 1, 43, **given, scheduler_metadata=plan)
+    torch.testing.assert_close(found, wanted)
 
 
 def test_metadata_of_a_dense_cache_serve_its_calls():

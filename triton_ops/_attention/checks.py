@@ -100,6 +100,8 @@ def check_attention(args: AttentionArgs) -> None:
     query = args.query
     check_tensor("query", query, "[num_tokens, num_heads, head_dim]", FLOATS, rows=True)
     num_tokens, num_heads, head_dim = query.shape
+    if not -math.inf < args.scale < math.inf:
+        raise bad_argument("scale", args.scale, "a finite number")
     limit = MAX_LATENT_DIM if args.is_latent else MAX_HEAD_DIM
     if not 1 <= head_dim <= limit:
         raise bad_argument("query", f"head_dim {head_dim}", f"1 to {limit}")

@@ -47,6 +47,11 @@ class PlanShape(NamedTuple):
         return cls(math.prod(rows), -(-max_blocks * block_size // TILE_KEYS))
 
     @property
+    def num_keys(self) -> int:
+        """Number of keys in all tiles of a row."""
+        return self.max_tiles * TILE_KEYS
+
+    @property
     def max_items(self) -> int:
         """Maximum number of items: one for each row, and as many splits as may pay off."""
         return self.num_rows + min(EXTRA_ITEMS, self.num_rows * (self.max_tiles // MIN_SPLIT_TILES))

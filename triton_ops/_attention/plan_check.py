@@ -37,7 +37,7 @@ def plan_on_host(args: Any) -> torch.Tensor:
     plan = torch.zeros(shape.size, dtype=torch.int32)
     # A plan serves blocks of any size. Entries after a sequence's end may hold anything.
     present = (tables >= 0).repeat_interleave(args.block_size, -1)
-    present = torch.nn.functional.pad(present, (0, shape.max_tiles * layout.TILE_KEYS - present.shape[-1]))
+    present = torch.nn.functional.pad(present, (0, shape.num_keys - present.shape[-1]))
     present &= torch.arange(present.shape[-1]) < lens.view(-1, *[1] * (tables.dim() - 1))
     checksum = 0
     for part in (present, lens, starts, starts if positions is None else positions[: int(starts[-1])]):

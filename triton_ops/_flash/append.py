@@ -150,6 +150,8 @@ def build_append(
     k, is_packed, cache_dtype = args.k, args.cu_seqlens_k_new is not None, keys.key_cache.dtype
     _check_new(k, args.v, args.cu_seqlens_k_new, keys, rotary)
     batch, count, total = keys.lens.shape[0], k.shape[-3], math.prod(k.shape[:-2])
+    if not batch:  # all tokens are padding
+        return lambda query, keys, args: (query, keys.lens)
     checks_values = reads_values(query) and not needs_dispatcher() and batch > 0
     is_code = k.dtype == torch.float8_e4m3fn
     is_scaled = cache_dtype in QUANTIZED_DTYPES and not is_code

@@ -10,6 +10,7 @@ import torch
 
 from .._core.cache import current_device, launch_finder, may_cache_tensors
 from .._core.checks import (
+    FLOATS,
     INT32,
     bad_argument,
     check_integer,
@@ -115,6 +116,7 @@ def flash_launch(name: str, build: Callable[[FlashArgs], Run], names: dict[str, 
             launch = build(args) if args.context is None else find(args)
             return launch(args)
         except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+            _refuse_others(args)
             shown = names if args.seqused_k is None else names | {"seq_lens": "seqused_k"}
             said = str(error)
             renamed = re.sub(r"\b\w+\b", lambda found: shown.get(found[0], found[0]), said)
@@ -123,6 +125,18 @@ def flash_launch(name: str, build: Callable[[FlashArgs], Run], names: dict[str, 
             raise type(error)(renamed) from None
 
     return run
+
+
+# The fields of `FlashArgs` that hold tensors.
+_TENSORS = FlashArgs._fields[FlashArgs._fields.index("q") : FlashArgs._fields.index("max_seqlen_q")]
+
+
+def _refuse_others(args: FlashArgs) -> None:
+    """Check that arguments that must be tensors are. Calls that succeed do not spend time on this."""
+    for name in _TENSORS:
+        value = getattr(args, name)
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise bad_argument(name, describe(value), "a tensor", TypeError) from None
 
 
 def options_of(
@@ -139,16 +153,27 @@ def options_of(
         raise bad_argument("dropout_p", dropout_p, "0, because only the forward pass is computed")
     if attention_chunk:
         attention_chunk = bound("attention_chunk", attention_chunk) or 0
-    scale = None if softmax_scale is None else float(softmax_scale)
-    return scale, bool(causal), pair(window_size), float(softcap), with_lse, attention_chunk
+    scale = None if softmax_scale is None else _number("softmax_scale", softmax_scale)
+    return scale, bool(causal), pair(window_size), _number("softcap", softcap), with_lse, attention_chunk
+
+
+def _number(name: str, value: Any) -> float:
+    """Return an option as a float, or raise an error that names it."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise bad_argument(name, repr(value), "a number", TypeError) from None
 
 
 def pair(window_size: Sequence[int] | None) -> tuple[int, int]:
     """Return a window's two sides, -1 for no bound."""
     if window_size is None or (type(window_size) is tuple and window_size == (-1, -1)):
         return -1, -1
-    left, right = window_size
-    return max(-1, int(left)), max(-1, int(right))
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise bad_argument("window_size", repr(window_size), "two ints, left and right", TypeError) from None
+    return max(-1, check_integer("window_size", left)), max(-1, check_integer("window_size", right))
 
 
 def bound(name: str, value: Any) -> int | None:
@@ -194,6 +219,8 @@ def check_tensors(layouts: dict[str, tuple[Any, str]], args: FlashArgs) -> None:
     for name, tensor in (("out", args.out), ("qv", args.qv)):
         if tensor is not None and (tensor.shape != shape or tensor.device != q.device):
             raise bad_argument(name, describe(tensor), f"{list(shape)} on {q.device}")
+    if args.out is not None and args.out.dtype not in FLOATS:
+        raise bad_argument("out", describe(args.out), "float16, bfloat16 or float32", TypeError)
 
 
 def check_partial(out_partial: Any, lse_partial: Any, out: torch.Tensor | None) -> None:

@@ -30,9 +30,12 @@ Scales = tuple[torch.Tensor | None, torch.Tensor | None]
 def _sides(keys: PagedKV, args: FlashArgs) -> tuple[int, int]:
     """Return the window's sides. A side without keys is 0, and a side that excludes no key is -1."""
     left, right = args.window_size
-    if known(left >= keys.longest):
+    # A plan was made for any keys that fit its tiles, so a window may end only where the plan's does.
+    is_planned = args.scheduler_metadata is not None
+    if known(left >= (PlanShape.of(keys.tables, keys.key_cache.shape[1]).num_keys if is_planned else keys.longest)):
         left = -1
-    if args.causal or known(keys.max_queries <= 1):  # no keys follow a single query
+    # No keys follow a single query. Without sequences, all queries are padding.
+    if args.causal or known(keys.max_queries <= 1) or known(keys.lens.shape[0] == 0):
         return left, 0
     return left, -1 if known(right >= keys.max_queries - 1) else right
 
@@ -217,7 +220,7 @@ def scale_of_heads(name: str, descale: torch.Tensor, batch: int) -> torch.Tensor
 
 def _of_query_heads(descale: torch.Tensor, num_heads: int, sequence: torch.Tensor | None) -> torch.Tensor:
     """Return a descale as a factor `[num_tokens or 1, num_heads, 1]` of queries or results."""
-    if descale.dim() == 2:
+    if descale.dim() == 2 and descale.numel() > 1:
         descale = descale[:1] if sequence is None else descale.index_select(0, sequence)
     descale = descale.reshape(-1, descale.shape[-1] if descale.dim() else 1).float()
     return descale.repeat_interleave(num_heads // descale.shape[1], 1).unsqueeze(2)
@@ -235,6 +238,12 @@ def _dequantized(
     scales: dict[str, Any] = {}
     factors: list[torch.Tensor] = []
     descales = {"q": args.query_scale, "k": args.k_descale, "v": args.v_descale}
+    for name, descale in descales.items():
+        if descale is not None and descale.numel() != 1:
+            kv_heads, shape = keys.key_cache.shape[2], descale.shape
+            if shape[-1] not in (1, kv_heads) or (descale.dim() != 1 and shape[:-1] != (batch,)):
+                needs = f"[{batch}, {kv_heads}], [{kv_heads}], or one element"
+                raise bad_argument(f"{name}_descale", describe(descale), needs)
     if batch > 1 and any(x is not None and x.dim() == 2 and x.stride(0) for x in descales.values()):
         sequence = sequence_of_token(keys.starts, query.shape[0])[1]
     if descales["q"] is not None:

@@ -14,7 +14,7 @@ import torch
 
 from .._attention.dense import arange_i32, as_blocks
 from .._core.cache import needs_dispatcher
-from .._core.checks import INT32, check_tensor, lowest_entry
+from .._core.checks import INT32, bad_argument, check_tensor, lowest_entry, reads_values
 from .arguments import known
 
 
@@ -94,6 +94,17 @@ def check_lens(keys: PagedKV) -> None:
         lowest_entry("seq_lens", keys.lens, keys.longest + 1, least=0)
 
 
+def check_used(name: str, used: torch.Tensor | None, starts_name: str, starts: torch.Tensor, count: int) -> None:
+    """Check, where values may be read, that sequences lie in `count` packed tokens and use no token of the next one."""
+    if needs_dispatcher() or not reads_values(starts):
+        return
+    lens = starts.diff()
+    if starts.min() < 0 or starts[-1] > count or (lens < 0).any():
+        raise bad_argument(starts_name, starts.tolist()[:16], f"ascending from 0 to at most {count}")
+    if used is not None and ((used < 0) | (used > lens)).any():
+        raise bad_argument(name, used.tolist()[:16], f"0 to the sequences' lengths, {lens.tolist()[:16]}")
+
+
 def with_holes(keys: PagedKV) -> PagedKV:
     """Return the keys with absent blocks before them, so that no sequence has more queries than keys."""
     check_lens(keys)
@@ -171,6 +182,7 @@ def pack_used(count: int, starts: torch.Tensor, used: torch.Tensor) -> tuple[tor
         function that puts out and lse back to the places of all queries; unused ones get 0 and -inf.
     """
     check_tensor("seqused_q", used, "[batch]", INT32, starts.device, (starts.shape[0] - 1,))
+    check_used("seqused_q", used, "cu_seqlens_q", starts, count)
     packed_starts = torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
     (token, new), (_, old) = sequence_of_token(packed_starts, count), sequence_of_token(starts, count)
     source = (token - packed_starts[new] + starts[new]).clamp_(0, max(0, count - 1))
