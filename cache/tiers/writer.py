@@ -64,9 +64,9 @@ class TierWriter(Tier):
         """Begin with an empty queue and no worker. In a child process, the parent writes what was queued."""
         self._queued: dict[bytes, dict[str, torch.Tensor]] = {}
         self._writing: dict[bytes, dict[str, torch.Tensor]] = {}
-        self._copying: set[bytes] = set()
         self.nbytes = 0
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # an interrupt inside `with self._changed` could leave the lock taken
+        self._changed = threading.Condition(self._lock)
         self._worker: threading.Thread | None = None
 
     def __len__(self) -> int:
@@ -85,38 +85,42 @@ class TierWriter(Tier):
         return {key for key, tensors in entries.items() if self._take(key, tensors)}
 
     def _take(self, key: bytes, tensors: Tensors) -> bool:
-        """Queue a copy of a block's tensors, and start the worker. Return False if the queue is full or closed."""
+        """Queue a copy of a block's tensors. Return False if the queue is full or closed, or no thread can be started."""
         size = sum(tensor.nbytes for tensor in tensors.values())
-        with self._changed:
-            if key in self._queued or key in self._writing or key in self._copying:
-                return True
-            if self._closed or self.nbytes + size > self.max_bytes:
-                self.refused += 1
-                return False
-            self.nbytes += size
-            self._copying.add(key)
         staged = None
-        try:
-            staged = host_copy(tensors)
-        finally:
-            with self._changed:
-                self._copying.discard(key)
-                if staged is None:
-                    self.nbytes -= size
-                else:
-                    self._queued[key] = staged
-                    if self._worker is None:
-                        self._worker = threading.Thread(target=self._work, name="pc-tier-writer", daemon=True)
-                        self._worker.start()
-                self._changed.notify_all()
+        while True:
+            with self._lock:
+                if key in self._queued or key in self._writing:
+                    return True
+                if self._closed or self.nbytes + size > self.max_bytes or not (staged is None or self._has_worker()):
+                    self.refused += 1
+                    return False
+                if staged is not None:
+                    self._queued[key], self.nbytes = staged, self.nbytes + size
+                    self._changed.notify_all()
+                    return True
+            staged = host_copy(tensors)  # without the lock
+
+    def _has_worker(self) -> bool:
+        """Start the worker, unless it runs. Return False if the system refuses a new thread."""
+        if self._worker is None:
+            try:
+                self._worker = threading.Thread(target=self._work, name="pc-tier-writer", daemon=True)
+                self._worker.start()
+            except BaseException as error:  # an interrupt too: `_work` ends if it is not the worker
+                self._worker = None
+                if not isinstance(error, RuntimeError):
+                    raise
+                _warn(f"no block is written in the background: {error}")
+                return False
         return True
 
     def _work(self) -> None:
         """Write queued blocks to the other tier until the queue is closed and empty. The worker's thread runs this."""
         while True:
-            with self._changed:
+            with self._lock:
                 while not self._queued:
-                    if self._closed and not self._copying:
+                    if self._closed or self._worker is not threading.current_thread():
                         return
                     self._changed.wait()
                 batch = {key: self._queued.pop(key) for key in list(self._queued)[:_BATCH]}
@@ -128,7 +132,7 @@ class TierWriter(Tier):
             except BaseException as raised:  # even SystemExit must not end the worker silently
                 error = raised
                 _warn(f"{len(batch)} blocks were not written: {type(error).__name__}: {error}")
-            with self._changed:
+            with self._lock:
                 self._writing = {}
                 self.nbytes -= sum(tensor.nbytes for tensors in batch.values() for tensor in tensors.values())
                 if error is None:
@@ -148,7 +152,7 @@ class TierWriter(Tier):
         """Return the tensors of several blocks; see `Tier.get_many`."""
         for key in keys:
             check_key(key)
-        with self._changed:
+        with self._lock:
             here = {key: self._queued.get(key) or self._writing.get(key) for key in keys}
         missing = [key for key in here if here[key] is None]
         found = dict(zip(missing, self.tier.get_many(missing) if missing else [], strict=True))
@@ -160,7 +164,7 @@ class TierWriter(Tier):
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         """Return whether each block is queued or in the other tier; see `Tier.contains_many`."""
-        with self._changed:
+        with self._lock:
             here = [key in self._queued or key in self._writing for key in keys]
         missing = [key for key, queued in zip(keys, here, strict=True) if not queued]
         there = iter(self.tier.contains_many(missing) if missing else [])
@@ -169,20 +173,21 @@ class TierWriter(Tier):
     def discard(self, key: bytes) -> None:
         """Remove a block from the queue and the other tier. Wait while it is being written."""
         check_key(key)
-        with self._changed:
-            while key in self._writing or key in self._copying:
+        with self._lock:
+            while key in self._writing:
                 self._changed.wait()
-            staged = self._queued.pop(key, None)
-            if staged is not None:
-                self.nbytes -= sum(tensor.nbytes for tensor in staged.values())
+            if key in self._queued:
+                size = sum(tensor.nbytes for tensor in self._queued[key].values())
+                del self._queued[key]
+                self.nbytes -= size
                 self._changed.notify_all()
         self.tier.discard(key)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait at most `timeout` seconds until all blocks are written; return whether they are."""
         end = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
-            while self._queued or self._writing or self._copying:
+        with self._lock:
+            while self._queued or self._writing:
                 left = None if end is None else end - time.monotonic()
                 if left is not None and left <= 0:
                     return False
@@ -194,7 +199,7 @@ class TierWriter(Tier):
 
         Blocks that are still queued are written later.
         """
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
         done = self.flush(timeout)
@@ -204,6 +209,6 @@ class TierWriter(Tier):
 
 
 def _warn(text: str) -> None:
-    # If warnings are errors, the worker has no caller that could handle them.
-    with contextlib.suppress(RuntimeWarning):
+    # If warnings are errors, or their display fails, the worker has no caller that could handle it.
+    with contextlib.suppress(Exception):
         warnings.warn(text, RuntimeWarning, stacklevel=3)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from pc.cache.tiers.writer import TierWriter
 
 KEYS = [bytes([i]) * 32 for i in range(200)]
 SIZE = 64
+_FILE = TierWriter.put_many.__code__.co_filename
+_SOURCE = Path(_FILE).read_text().splitlines()
 
 
 def block(value=1.0):
@@ -149,6 +153,87 @@ def test_a_copy_that_fails_leaves_the_queue_as_it_was(slow, monkeypatch):
     slow.leave.set()
     assert writer.put(KEYS[0], block())
     assert writer.close()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()], ids=repr)
+def test_a_worker_that_cannot_start_blocks_nobody(slow, monkeypatch, error):
+    """The block is refused. If it were queued, `flush` and `close` would wait forever."""
+    writer, start = TierWriter(slow), threading.Thread.start
+    slow.leave.set()
+
+    def fail(thread):
+        if isinstance(error, KeyboardInterrupt):
+            start(thread)  # the interrupt comes after the thread has started
+        raise error
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    if isinstance(error, RuntimeError):
+        with pytest.warns(RuntimeWarning, match="no block is written in the background: can't start new thread"):
+            assert not writer.put(KEYS[0], block())
+        assert writer.refused == 1
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            writer.put(KEYS[0], block())
+    monkeypatch.undo()
+    assert (len(writer), writer.nbytes) == (0, 0)
+    assert writer.flush(timeout=5)
+    assert writer.put(KEYS[1], block())
+    assert writer.flush(timeout=5)
+    assert sorted(slow.entries) == [KEYS[1]]
+    assert [thread.name for thread in threading.enumerate()].count("pc-tier-writer") == 1
+    assert writer.close(timeout=5)
+
+
+def test_a_warning_that_cannot_be_shown_does_not_end_the_worker(slow):
+    def fail(*args, **options):
+        raise ValueError("I/O operation on closed file")
+
+    slow.leave.set()
+    slow.error = OSError("full")
+    writer = TierWriter(slow)
+    for key in KEYS[:2]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = fail
+            assert writer.put(key, block())
+            assert writer.flush(timeout=5)
+    assert writer.failed == 2
+
+
+def test_an_interrupt_at_any_line_of_put_blocks_nobody(slow):
+    """Not at lines that only leave the lock, where an interrupt cannot come."""
+    slow.leave.set()
+    stopped = True
+    for number in range(1, 60):
+        writer, count = TierWriter(slow), 0
+
+        def trace(frame, event, arg, number=number):
+            nonlocal count
+            if frame.f_code.co_filename != _FILE:
+                return None
+            if event == "line" and not _SOURCE[frame.f_lineno - 1].lstrip().startswith("with "):
+                count += 1
+                if count == number:
+                    raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            writer.put(KEYS[0], block())
+        except KeyboardInterrupt:
+            pass
+        else:
+            stopped = False
+        finally:
+            sys.settrace(None)
+        assert writer.put(KEYS[1], block())
+        assert writer.flush(timeout=5)
+        assert writer.nbytes == 0
+        assert KEYS[1] in slow.entries
+        assert writer.close(timeout=5)
+        if not stopped:
+            break
+    assert number > 10
 
 
 def test_discarded_blocks_are_gone_from_queue_and_tier(slow):
