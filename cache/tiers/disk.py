@@ -42,7 +42,8 @@ class DiskTier(Tier):
         path: The directory, created if absent. The entries of a layout are in a folder in it.
         layout: Model and tensor shapes of the entries. None: the caller takes care that they match.
         capacity_bytes: Maximum bytes of this user's files with this layout; the least recently used are deleted. None:
-            no limit.
+            no limit. A process counts the files that were there at its start, and those that it has written or read
+            since. Several processes that write at once may therefore exceed the limit together, until one starts again.
 
     Raises:
         OSError: The directory is absent and cannot be created.
@@ -163,8 +164,9 @@ class DiskTier(Tier):
             with open(descriptor, "rb") as file:
                 data = file.read()
         except OSError:  # evicted by another process, or unreadable
-            with self._lock:
-                self.nbytes -= self._own.pop(key, 0)
+            if not os.path.lexists(path):  # a file that is only unreadable now counts on
+                with self._lock:
+                    self.nbytes -= self._own.pop(key, 0)
             return None
         try:
             tensors = unpack(data, key, self.layout)

@@ -8,11 +8,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
+from operator import index
 from typing import Any
 
 import numpy as np
 import torch
 
+from ..forks import repair_after_fork
 from .payload import largest_size, pack_into, unpack
 from .tier import Layout, Tensors, Tier, check_entries, check_key
 
@@ -29,7 +31,7 @@ class MooncakeTier(Tier):
     warns, and answers with misses for `retry_seconds` without calling the store, so that requests continue. The store
     evicts old values itself.
 
-    Thread-safe: threads take turns at the buffer.
+    Thread-safe: threads take turns at the buffer. After `os.fork()`, the child's tier is closed.
 
     Args:
         store: A `mooncake.store.MooncakeDistributedStore` that is set up (see `connect`), or an object with its methods
@@ -83,13 +85,19 @@ class MooncakeTier(Tier):
         self.failures = 0
         self._store = store
         self._owns_store = False
-        self._lock = threading.Lock()
         self._closed = False
+        self._lock = threading.Lock()
         self._left_alone_until = 0.0
         self._buffer = np.zeros((batch_blocks, -(-largest_size(layout) // 64) * 64), np.uint8)
         code = store.register_buffer(self._buffer.ctypes.data, self._buffer.nbytes)
         if code:
             raise ConnectionError(f"store: register_buffer of {self._buffer.nbytes} bytes gave {code}, needs 0")
+        repair_after_fork(self)
+
+    def _after_fork(self) -> None:
+        """Close the tier in a child process, which has neither the store's threads nor its connections."""
+        self._lock = threading.Lock()
+        self._closed = True
 
     @classmethod
     def connect(
@@ -229,7 +237,7 @@ class MooncakeTier(Tier):
         if self._closed or time.monotonic() < self._left_alone_until:
             return nothing
         try:
-            codes = list(call())
+            codes = [*map(index, call())]
             if len(codes) != count:
                 raise ConnectionError(f"it gave {len(codes)} answers for {count} keys")
         except Exception as error:

@@ -4,7 +4,7 @@
     key | description | data of each tensor, one after another
 
 The description is JSON, `[[name, dtype, [size, ...]], ...]`. The checksum is blake2b over everything after it. Integers
-are little-endian.
+are little-endian. Tensors have the byte order of the machine, and big-endian machines have other layout digests.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import struct
+import sys
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -42,7 +43,7 @@ def pack_into(target: memoryview, key: bytes, tensors: Tensors, layout: Layout |
     """Write a block's bytes to the start of writable memory; return their number."""
     description = _describe(tensors)
     at = _HEAD.size + len(key) + len(description)
-    digest = bytes(16) if layout is None else bytes.fromhex(layout.digest)
+    digest = _digest_of(layout)
     _HEAD.pack_into(target, 0, MAGIC, bytes(16), digest, len(key), len(description))
     target[_HEAD.size : at] = key + description
     for tensor in tensors.values():
@@ -69,7 +70,7 @@ def unpack(data: bytes | bytearray | memoryview, key: bytes, layout: Layout | No
         raise ValueError("the checksum is wrong")
     if bytes(view[_HEAD.size : _HEAD.size + key_length]) != key:
         raise ValueError("the block has another key")
-    if digest != (bytes(16) if layout is None else bytes.fromhex(layout.digest)):
+    if digest != _digest_of(layout):
         raise ValueError("the block has another layout")
     at = _HEAD.size + key_length + length
     tensors = {}
@@ -91,6 +92,13 @@ def host_copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         name: tensor.detach().to("cpu", copy=True).resolve_conj().resolve_neg().contiguous()
         for name, tensor in tensors.items()
     }
+
+
+def _digest_of(layout: Layout | None) -> bytes:
+    """Return what identifies a layout and the byte order of this machine."""
+    if layout is not None:
+        return bytes.fromhex(layout.digest)
+    return bytes(16) if sys.byteorder == "little" else sys.byteorder.encode().ljust(16)
 
 
 def _describe(tensors: Tensors) -> bytes:

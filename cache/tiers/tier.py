@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -117,6 +118,7 @@ class Layout:
                 raise ValueError(f"tensors: got {name} {list(shape)}, needs sizes of at least 0")
         object.__setattr__(self, "tensors", MappingProxyType(checked))
         text = repr((self.model, [(name, *checked[name]) for name in sorted(checked)]))
+        text += "" if sys.byteorder == "little" else sys.byteorder  # bytes of tensors are stored as they are in memory
         object.__setattr__(self, "digest", hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
 
     @classmethod

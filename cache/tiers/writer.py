@@ -85,7 +85,7 @@ class TierWriter(Tier):
         return {key for key, tensors in entries.items() if self._take(key, tensors)}
 
     def _take(self, key: bytes, tensors: Tensors) -> bool:
-        """Queue a copy of a block's tensors. Return False if the queue is full or closed, or no thread can be started."""
+        """Queue a copy of a block's tensors. Return False if the queue is full or closed, or no thread can start."""
         size = sum(tensor.nbytes for tensor in tensors.values())
         staged = None
         while True:

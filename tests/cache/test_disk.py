@@ -18,6 +18,7 @@ from memory_store import LAYOUT, block, same
 from processes import exit_status_of_child
 
 from pc.cache.tiers.disk import DiskTier
+from pc.cache.tiers.payload import pack
 from pc.cache.tiers.tier import Layout
 
 KEY = bytes(range(32))
@@ -251,6 +252,44 @@ def test_capacity_drops_what_was_used_longest_ago(tmp_path):
         DiskTier(tmp_path, LAYOUT, capacity_bytes=0)
     with pytest.raises(TypeError, match="layout: got str"):
         DiskTier(tmp_path, "model")
+
+
+def test_entries_that_cannot_be_read_for_a_while_count_on(tmp_path, monkeypatch):
+    """They are still on disk, so the capacity must include them."""
+    size = len(pack(KEY, block(), LAYOUT))
+    tier = DiskTier(tmp_path, LAYOUT, capacity_bytes=4 * size)
+    keys = [bytes([i]) * 32 for i in range(8)]
+    assert tier.put_many({key: block() for key in keys[:4]}) == set(keys[:4])
+
+    def fail(*args, **options):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "open", fail)
+    assert tier.get_many(keys[:4]) == [None] * 4
+    monkeypatch.undo()
+    assert (len(tier), tier.nbytes) == (4, 4 * size)
+    tier.put_many({key: block() for key in keys[4:]})
+    assert len(files(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, None], ids=["layout", "no layout"])
+def test_a_machine_with_another_byte_order_finds_nothing(tmp_path, monkeypatch, layout):
+    """Tensors are stored as they are in memory."""
+
+    def tier():
+        return DiskTier(tmp_path, layout and Layout(layout.model, layout.tensors))
+
+    assert tier().put(KEY, block())
+    monkeypatch.setattr(sys, "byteorder", "big")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert tier().get(KEY) is None
+    assert tier().put(OTHER, block())
+    assert same(tier().get(OTHER), block())
+    monkeypatch.undo()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert tier().get(OTHER) is None
 
 
 def test_a_directory_that_cannot_be_made_is_an_error(tmp_path):

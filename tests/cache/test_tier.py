@@ -7,7 +7,7 @@ import hashlib
 import pytest
 import torch
 from memory_store import LAYOUT, MemoryStore, block, same
-from processes import in_threads
+from processes import exit_status_of_child, in_threads
 
 from pc.cache.tiers.disk import DiskTier
 from pc.cache.tiers.memory import MemoryTier
@@ -228,6 +228,41 @@ def test_a_store_that_fails_is_a_miss_and_is_left_alone(failure):
     assert (store.calls, tier.failures) == (calls, 1)
     store.fail_with = None
     tier._left_alone_until = 0.0
+    assert same(tier.get(KEYS[0]), block())
+
+
+@pytest.mark.parametrize("answer", [None, [None, None], ["0", "0"], [0], [float("nan"), 0.0]], ids=repr)
+def test_an_answer_that_is_no_list_of_codes_is_a_failure_of_the_store(answer):
+    store = MemoryStore()
+    tier = MooncakeTier(store, LAYOUT, retry_seconds=0.0)
+    store.batch_is_exist = store.batch_put_from = store.batch_get_into = lambda *_: answer
+    store.remove = lambda key: answer
+    calls = [
+        lambda: tier.get_many(KEYS[:2]) == [None, None],
+        lambda: tier.put_many(dict.fromkeys(KEYS[:2], block())) == set(),
+        lambda: tier.contains_many(KEYS[:2]) == [False, False],
+        lambda: tier.discard(KEYS[0]) is None,
+    ]
+    for call in calls:
+        with pytest.warns(RuntimeWarning, match="the Mooncake store is not used"):
+            assert call()
+
+
+def test_a_child_process_leaves_the_store_of_its_parent_alone():
+    """It lacks the store's threads, and the thread that held the tier's lock."""
+    store = MemoryStore()
+    tier = MooncakeTier(store, LAYOUT)
+    tier.put(KEYS[0], block())
+
+    def use():
+        calls = store.calls
+        assert tier.get(KEYS[0]) is None
+        assert not tier.put(KEYS[1], block())
+        tier.close()
+        assert (store.calls, len(store.registered)) == (calls, 1)
+
+    with tier._lock:
+        assert exit_status_of_child(use) == 0
     assert same(tier.get(KEYS[0]), block())
 
 
