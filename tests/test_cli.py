@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import shutil
@@ -205,3 +206,26 @@ def test_a_file_without_prompts_is_refused_in_a_line(tmp_path: Path) -> None:
         said = explain(tmp_path / "requests.jsonl")
         assert "REQUESTS" in said
         assert what in " ".join(said.replace("│", " ").split())
+
+
+def test_token_ids_without_a_tokenizer_are_shown_as_numbers(tmp_path: Path) -> None:
+    """They are ids of some tokenizer and no bytes, even if all are below 256."""
+    for first in (0, 1000):
+        prompts = [[*range(first, first + 12)], [*range(first, first + 6), *[first + 50] * 9]]
+        (tmp_path / "requests.jsonl").write_text("\n".join(json.dumps({"token_ids": ids}) for ids in prompts))
+        said = explain(tmp_path / "requests.jsonl", "--block-size", "4")
+        assert f"token 6 is {first + 50}, but {first + 6} in the longest matching text" in said
+
+
+@pytest.mark.parametrize("damage", ["truncated", "damaged", "nested"])
+def test_a_file_of_prompts_that_cannot_be_read_is_refused(tmp_path: Path, damage: str) -> None:
+    lines = "".join(json.dumps({"token_ids": [*range(i, i + 40)]}) + "\n" for i in range(200))
+    path, data = tmp_path / "requests.jsonl.gz", gzip.compress(lines.encode())
+    if damage == "nested":
+        data = gzip.compress(b'{"prompt": ' + 100_000 * b"[")
+    elif damage == "damaged":
+        data = data[:60] + b"\xff" * 40 + data[100:]
+    path.write_bytes(data[:-20] if damage == "truncated" else data)
+    done = CliRunner().invoke(app, ["explain", str(path)], env={"COLUMNS": "120"})
+    assert done.exit_code == 2, done.output
+    assert "REQUESTS" in done.output

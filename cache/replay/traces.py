@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -112,7 +113,7 @@ def load_trace(path: str | Path, block_size: int | None = None) -> Trace:
                 if text.strip():
                     line = json.loads(text)
                     first = first or line
-                    rows += _rows(line, first, number - 1)
+                    rows += _checked(_rows(line, first, number - 1))
         except BAD_LINE as error:
             cause = f"lacks {error}" if isinstance(error, KeyError) else error
             raise ValueError(f"path: {path}, line {number}: {cause}") from None
@@ -140,6 +141,14 @@ def _rows(line: Any, first: dict[str, Any], number: int) -> list[Row]:
     raise ValueError(f"got the keys {sorted(first)}, needs hash_ids or requests")
 
 
+def _checked(rows: list[Row]) -> list[Row]:
+    """Return requests after a check of their times. NaN would leave requests in any order."""
+    for at, _, _ in rows:
+        if not math.isfinite(at):
+            raise ValueError(f"got the time {at}, needs a finite number")
+    return rows
+
+
 def _session(requests: Iterable[dict[str, Any]], start: float) -> Iterator[Row]:
     """Yield the requests of a session that starts at `start` seconds, and those of its sub-agents."""
     before: BlockIds = np.empty(0, np.int64)
@@ -156,6 +165,8 @@ def _session(requests: Iterable[dict[str, Any]], start: float) -> Iterator[Row]:
             if not 0 <= keep <= before.size:
                 raise ValueError(f"keep: got {keep}, needs 0 to {before.size}, the ids of the request before")
             before = np.concatenate([before[:keep], *runs])
+        if before.size and not 0 <= before.min() <= before.max() < 1 << 32:
+            raise ValueError(f"got ids from {before.min()} to {before.max()}, a session's need 0 to 2**32 - 1")
         yield at, before, int(request.get("out", 0))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -44,7 +45,7 @@ def run_explain(requests: Path, tokenizer: str | None, num_blocks: int, block_si
             raise typer.BadParameter(f"line {number}: {error}", param_hint="REQUESTS") from None
         manager.commit(number, len(tokens))
         manager.free(number)
-        if found.reason == "token":
+        if found.reason == "token" and (tokenizer or (isinstance(prompt, str) and max(found.there) < 256)):
             found = replace(found, texts=(decode(found.here), decode(found.there)))
         typer.echo(f"{number}: {found}")
         reason = found.reason or "as far as possible"
@@ -69,7 +70,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 if not isinstance(row, dict):
                     raise ValueError(f"line {number}: got {type(row).__name__}, needs a JSON object in each line")
                 yield number, row
-    except (OSError, ValueError) as error:
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         raise typer.BadParameter(f"{path}: {error}", param_hint="REQUESTS") from error
 
 

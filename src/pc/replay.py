@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import math
+import os
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,7 +46,7 @@ def run_replay(
     chosen_hints = _hints(hints, loaded)
     for option, path in (("--csv", csv_file), ("--plot", plot)):
         if path is not None:
-            _make_folder(option, path.parent)
+            _check_writable(option, path)
     loaded = _part(part, loaded)
     console.print(
         f"{loaded.name}: {len(loaded.requests)} requests, {loaded.num_blocks} blocks of {loaded.block_size} tokens, "
@@ -63,11 +63,20 @@ def run_replay(
         draw(plot, results)
 
 
-def _make_folder(option: str, folder: Path) -> None:
+def _check_writable(option: str, path: Path) -> None:
+    """Make the folder of a file, and check that the file can be written, so that no long replay is lost."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise typer.BadParameter(f"{folder}: {error.strerror}", param_hint=option) from error
+        raise typer.BadParameter(f"{path.parent}: {error.strerror}", param_hint=option) from error
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise typer.BadParameter(f"{path}: got a folder, or no right to write, needs a file", param_hint=option)
+    if option == "--plot":
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+        known = FigureCanvasAgg.get_supported_filetypes()
+        if path.suffix and path.suffix[1:] not in known:
+            raise typer.BadParameter(f"got {path.name}, needs a suffix of {', '.join(known)}", param_hint=option)
 
 
 def _names(policies: str, drawn: bool) -> list[str]:
@@ -100,12 +109,13 @@ def _shares(capacity: str, trace: Trace) -> list[float]:
     for text in capacity.split(","):
         try:
             value = text.strip()
-            share = float(value[:-1]) / 100 if value.endswith("%") else int(value) / trace.unique_blocks
-        except ValueError:
+            share = float(value[:-1]) / 100 if value.endswith("%") else int(value) / max(trace.unique_blocks, 1)
+        except (ValueError, OverflowError):
             share = 0.0
-        if not 0 < share < math.inf:  # nan is refused too
+        if not 0 < share * max(trace.unique_blocks, 1) < 1 << 30:  # nan is refused too
             raise typer.BadParameter(
-                f"got {text!r}, needs a share such as 3% or a number of blocks", param_hint="--capacity"
+                f"got {text!r}, needs a share such as 3% or a number of blocks, below 2**30 blocks",
+                param_hint="--capacity",
             )
         shares.append(share)
     return shares

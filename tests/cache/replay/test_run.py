@@ -135,8 +135,33 @@ def test_command_writes_csv_and_plot(tmp_path):
     assert {(r["policy"], r["hints"]) for r in rows} >= {("lru", "none"), ("default", "oracle"), ("belady", "none")}
     assert (tmp_path / "plot.png").stat().st_size > 10_000
     assert testing.CliRunner().invoke(app, ["replay", str(path), "--policies", "nonesuch"]).exit_code == 2
-    for capacity in ("0%", "nan%", "inf%", "some"):
+    for capacity in ("0%", "nan%", "inf%", "some", "1e300%", "1000000000000", "9" * 400):
         assert testing.CliRunner().invoke(app, ["replay", str(path), "--capacity", capacity]).exit_code == 2
+
+
+def test_a_trace_without_blocks_has_no_hits(tmp_path):
+    testing = pytest.importorskip("typer.testing")
+    from pc.__main__ import app
+
+    path = write(tmp_path / "a.jsonl", [{"timestamp": 0, "hash_ids": []}])
+    done = testing.CliRunner().invoke(app, ["replay", str(path), "--capacity", "5"])
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize(("option", "file"), [("--csv", "folder"), ("--plot", "folder"), ("--plot", "a.nonesuch")])
+def test_a_file_that_cannot_be_written_is_refused_before_the_replay(tmp_path, monkeypatch, option, file):
+    pytest.importorskip("matplotlib")
+    testing = pytest.importorskip("typer.testing")
+    import pc.replay
+    from pc.__main__ import app
+
+    monkeypatch.setattr(pc.replay, "compare", lambda *args: pytest.fail("the results would be lost"))
+    (tmp_path / "folder").mkdir()
+    path = write(tmp_path / "a.jsonl", [{"timestamp": 0, "hash_ids": [1]}])
+    done = testing.CliRunner().invoke(app, ["replay", str(path), option, str(tmp_path / file)])
+    assert done.exit_code == 2, done.output
+    assert option in done.output
+    assert not (tmp_path / "a.nonesuch").exists()
 
 
 @pytest.mark.parametrize(
@@ -152,6 +177,14 @@ def test_command_writes_csv_and_plot(tmp_path):
         ('{"id": "s", "block_size": 64, "requests": [{"t": 0, "keep": 3, "runs": []}]}\n', "line 1: keep: got 3"),
         ('{"id": "s", "block_size": 0, "requests": [{"t": 0, "keep": 0, "runs": [[1, 2]]}]}\n', "block_size: got 0"),
         ('{"id": "s", "requests": ' + 50_000 * '[{"requests": ' + "\n", "line 1: "),
+        ('{"timestamp": NaN, "hash_ids": [1]}\n', "line 1: got the time nan, needs a finite number"),
+        ('{"timestamp": 1e999, "hash_ids": [1]}\n', "line 1: got the time inf, needs a finite number"),
+        (
+            '{"requests": [{"hash_ids": [1]}]}\n{"requests": [{"hash_ids": [-1]}]}\n',
+            "ids from -1",
+        ),
+        ('{"id": "s", "requests": [{"hash_ids": [4294967296]}]}\n', "line 1: got ids from .*needs? 0 to 2\\*\\*32 - 1"),
+        ('{"id": "s", "requests": [{"keep": 0, "runs": [[4294967295, 2]]}]}\n', "line 1: got ids from"),
         ("", "holds no requests"),
         ("\n\n", "holds no requests"),
     ],
