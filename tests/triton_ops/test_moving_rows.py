@@ -86,6 +86,18 @@ def test_holes_and_strided_sources(holes, dtype, random_bits, holds, device):
 
 @each
 @pytest.mark.quick
+def test_any_strides_of_dimensions_of_size_one(op, holds, device):
+    """They may not be multiples of 16 bytes, although PyTorch says that the tensor is contiguous."""
+    index = [torch.zeros(1, dtype=torch.int64, device=device)] * len(op.index)
+    for dtype in (torch.uint8, torch.float32):
+        zeros, ones = torch.zeros(64, dtype=dtype, device=device), torch.ones(64, dtype=dtype, device=device)
+        for strides in ((33, 17, 7, 1), (16, 16, 16, 1)):
+            source = ones.as_strided((1,) * (4 - op.leading) + (16,), (19, 5, 3, 1)[op.leading - 1 :])
+            holds(op, zeros.clone().as_strided((1, 1, 1, 16), strides), index, source)
+
+
+@each
+@pytest.mark.quick
 @pytest.mark.parametrize("shape", [(6, 4, 0), (0, 4, 5), (6, 4, 5)])
 def test_nothing_to_move(op, shape, device):
     cache, count = torch.ones(shape, device=device), 3

@@ -61,6 +61,8 @@ def _widened(source: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, to
     for tensor in (source, rows):
         size = tensor.element_size()
         places |= tensor.shape[-1] * size | int(tensor.storage_offset()) * size | tensor.data_ptr()
+        for step in tensor.stride()[:-1]:  # a contiguous tensor has any stride where its size is 1
+            places |= step * size
     if places % 16 or not (source.is_contiguous() and rows.is_contiguous()) or rows.dim() < 2:
         return source, rows
     return source.view(torch.complex128), rows.view(torch.complex128)
