@@ -249,6 +249,13 @@ def padded_left(call: Call) -> None:
 
 
 @option
+def padded_alone(call: Call) -> None:
+    mask = torch.ones_like(call.ids)
+    mask[:, : call.rng.randrange(1, 3)] = 0
+    call.kwargs["attention_mask"] = mask
+
+
+@option
 def padded_right(call: Call) -> None:
     call.rows(2)
     mask = torch.ones_like(call.ids)

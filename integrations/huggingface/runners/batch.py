@@ -227,7 +227,9 @@ class Batch:
                 self.requests.readmit(prompt)
             caches[number] = self._compute(prompt, self._end(prompt))
         self.start = self.length - (1 if self.store.states is None else 2)
-        if len(self.prompts) == 1 and self.size == 1:
+        first = self.prompts[0]
+        # The columns of padding are in none of the prompts' own caches.
+        if self.size == 1 and not first.pad and self._end(first) == self.start:
             self.cache = caches[0]
         else:
             self.cache = self._lay_out(caches)

@@ -22,7 +22,7 @@ NOT_SERVED = {
 """Options whose calls fall back to the model's own generate."""
 REFUSED = {
     **{name: name for name in ("use_cache", "cache_implementation", "assistant_early_exit", "assistant_model")},
-    **dict.fromkeys(("padded_left", "padded_right", "mask_with_holes"), "attention_mask"),
+    **dict.fromkeys(("padded_left", "padded_alone", "padded_right", "mask_with_holes"), "attention_mask"),
     **{"cache_of_own": CACHE, "filled_cache": CACHE, "own_loop": "custom_generate", "embeddings": "inputs_embeds"},
     "positions_elsewhere": "position_ids",
 }

@@ -54,6 +54,50 @@ def test_blocks_behind_a_gap(name: str, gone: list[int], hit: int, whole: int, s
         assert_same(model, **left_padded(prompt(110), prompt(20, 1)))
 
 
+def padded_alone(ids: torch.Tensor, left: int, right: int = 0) -> dict[str, Any]:
+    """Return the arguments of a call with one row that has padding, and of which logits are returned."""
+    row = torch.nn.functional.pad(ids, (left, right))
+    outputs = {"return_dict_in_generate": True, "output_logits": True}
+    return {"input_ids": row, "attention_mask": (row != 0).long(), "pad_token_id": 0, "eos_token_id": None, **outputs}
+
+
+def assert_same_logits(model: Any, handle: Any, **call: Any) -> int:
+    """Check the logits of a call, and return how many tokens its first row read from the cache."""
+    want, got = both(model, **call)
+    for a, b in zip(want.logits, got.logits, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    assert handle.stats().calls_handed_back == {}
+    return int(handle.last_requests[0].cached_tokens)
+
+
+@pytest.mark.parametrize("name", first_quick(["qwen3-next", "jamba", "lfm2", "granite-4", "inkling"]))
+def test_a_single_padded_row_of_a_hybrid(name: str) -> None:
+    """A row that is computed before the loop lacks the columns of padding, also if it is alone in its batch."""
+    model = BY_NAME[name].build()
+    with enabled(model, num_blocks=64) as handle:
+        for reused in (0, 48):
+            assert assert_same_logits(model, handle, **padded_alone(prompt(60), 5)) == reused
+        assert assert_same_logits(model, handle, **padded_alone(prompt(60), 9)) == 48
+
+
+@pytest.mark.parametrize("name", first_quick(["mistral-window", "gemma3", "gpt-oss"]))
+def test_a_single_padded_row_of_a_model_with_windows(name: str, short_steps: None) -> None:
+    model = BY_NAME[name].build()
+    with enabled(model, num_blocks=64) as handle:
+        for left, right in ((40, 0), (5, 0), (40, 3)):
+            assert_same_logits(model, handle, **padded_alone(prompt(150, left + right), left, right))
+
+
+@pytest.mark.parametrize(("left", "right"), [(5, 0), (0, 5), (5, 3)])
+def test_a_single_padded_row_behind_a_gap(left: int, right: int) -> None:
+    model = BY_NAME["llama"].build()
+    with enabled(model, num_blocks=64, reuse="gap") as handle:
+        assert_same(model, input_ids=prompt(110))
+        pool = handle.manager.pools[0]
+        drop(pool, pool.table.find(words(handle, prompt(110)))[2:4])
+        assert assert_same_logits(model, handle, **padded_alone(prompt(110), left, right)) == 64
+
+
 @pytest.mark.parametrize("policy", [*POLICIES, MiddleFirst])
 def test_policies_leave_prefixes_and_gaps_come_from_others(policy: Any) -> None:
     model = BY_NAME["llama"].build()
