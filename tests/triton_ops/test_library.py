@@ -129,6 +129,25 @@ def test_a_missing_argument_is_named() -> None:
         pc.paged_attention(*batch.tensors)
 
 
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("inv_freq", lambda keys, ids, one: pc.rotate_keys(keys, ids, ids, ids, None)),
+        ("source_slots", lambda keys, ids, one: pc.move_slots(keys, None, None, ids, ids)),
+        ("block_tables", lambda keys, ids, one: pc.attention_plan(None, one, one.expand(2), 4)),
+        ("block_tables", lambda keys, ids, one: pc.paged_attention(keys[0], keys, keys, None, one, one, 1.0)),
+        ("cache", lambda keys, ids, one: pc.latent_attention(keys[0], None, one[None], one, one.expand(2), 1.0, 16)),
+    ],
+    ids=["rotate_keys", "move_slots", "attention_plan", "paged_attention", "latent_attention"],
+)
+@pytest.mark.quick
+def test_none_for_a_tensor_is_named(name: str, call: Any) -> None:
+    """The dispatcher takes None for any tensor, so keys without frequencies were copied without a rotation."""
+    ids = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(TypeError, match=f"^{name}: got None, needs a tensor"):
+        call(torch.zeros(2, 4, 1, 32), ids, ids.int())
+
+
 def test_lists_and_devices_are_named_too() -> None:
     cache, ids = torch.zeros(4, 2, 3), torch.tensor([0])
     with pytest.raises(TypeError, match=r"^caches: got ndarray in the list, needs a list of tensors$"):

@@ -115,6 +115,8 @@ class AttentionArgs(NamedTuple):
         if value_dim is None or self.value_cache is not None:
             return self
         layout = "[num_blocks, block_size, head_dim] or [num_blocks, block_size, 1, head_dim]"
+        if cache is None:
+            raise bad_argument("cache", "None", f"a tensor {layout}", TypeError)
         if cache.dim() not in (3, 4) or (cache.dim() == 4 and cache.shape[2] != 1):
             raise bad_argument("cache", f"shape {list(cache.shape)}", layout)
         if value_dim < 16 or value_dim % 16 or value_dim >= cache.shape[-1]:

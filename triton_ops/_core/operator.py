@@ -101,8 +101,12 @@ def operator(
         arguments: Takes the decorated function; returns the function that makes the named tuple.
         docs_from: Operators whose docstrings complete the function's own: see `inherited_doc`.
     """
+    required: list[str] = []
 
     def check_all(args: Any) -> None:
+        for name in required:  # torch's dispatcher takes None for any tensor
+            if getattr(args, name, args) is None:
+                raise bad_argument(name, "None", "a tensor", TypeError)
         check(args)
         for name in mutates:
             for tensor in _tensors([getattr(args, name)]):
@@ -116,6 +120,7 @@ def operator(
         if docs_from:
             fake.__doc__ = inherited_doc(fake, *docs_from)
         signature, bind, name = _Signature(fake), arguments(fake), fake.__name__
+        required.extend(name for name, hint in signature.types.items() if hint is torch.Tensor)
 
         def build_checked(args: Any) -> Callable[[Any], Any]:
             check_all(args)
