@@ -260,7 +260,7 @@ class BlockPool:
         return bool(
             isinstance(ids, np.ndarray)
             and ids.dtype == np.int32
-            and ids.size == count
+            and ids.shape == (count,)
             and ((ids >= 0) & (ids < self.num_blocks)).all()
             and np.unique(ids).size == ids.size
             and not self.ref_count[ids].any()

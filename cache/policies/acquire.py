@@ -43,7 +43,8 @@ def choose(policy: EvictionPolicy, count: int) -> Ids:
     """Ask a policy for `count` victims and check them. Engines with their own pool call this to evict blocks.
 
     Raises:
-        RuntimeError: The policy returned another number of blocks, a block twice, or a block that a request holds.
+        RuntimeError: The policy returned no array of blocks of its pool, another number of blocks, a block twice, or a
+            block that a request holds.
 
     Examples:
         >>> from pc.cache.policies import choose
@@ -55,10 +56,17 @@ def choose(policy: EvictionPolicy, count: int) -> Ids:
         [0]
     """
     ids, name = policy.victims(count), type(policy).__name__
+    if not (isinstance(ids, np.ndarray) and ids.dtype.kind in "iu" and ids.ndim == 1):
+        raise RuntimeError(f"{name}.victims: got {ids!r:.60}, needs a 1-D array of block numbers")
     if len(ids) != count:
         raise RuntimeError(f"{name}.victims: got {len(ids)}, needs {count} blocks")
-    if not type(policy).__module__.startswith("pc.cache.") and len(np.unique(ids)) != count:
-        raise RuntimeError(f"{name}.victims: got a block twice")
+    if not type(policy).__module__.startswith("pc.cache.") and count:
+        if not 0 <= ids.min() <= ids.max() < policy.pool.num_blocks:
+            raise RuntimeError(
+                f"{name}.victims: got blocks {ids.min()} to {ids.max()}, needs 0 to {policy.pool.num_blocks - 1}"
+            )
+        if len(np.unique(ids)) != count:
+            raise RuntimeError(f"{name}.victims: got a block twice")
     if policy.pool.ref_count[ids].any():
         raise RuntimeError(f"{name}.victims: got a block that is referenced")
     return ids

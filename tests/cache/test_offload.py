@@ -281,7 +281,7 @@ def test_a_policy_hook_that_raises_or_calls_back_costs_nothing(hook, calls_back,
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("answer", [[], [3, 3], [99, 100], [-1, 3], [0, 3]], ids=str)
+@pytest.mark.parametrize("answer", [[], [3, 3], [99, 100], [-1, 3], [0, 3], [[2, 3]], [[2], [3]]], ids=str)
 def test_victims_that_cannot_be_evicted_are_not(answer, caplog, cache_errors):
     import numpy as np
 
@@ -291,4 +291,5 @@ def test_victims_that_cannot_be_evicted_are_not(answer, caplog, cache_errors):
     a = manager.allocate("b", [9] * 8)
     assert sorted(a.block_ids.tolist()) == [2, 3], "what was used longest ago, the tail first"
     assert "returned invalid victims" in caplog.text
+    assert manager.stats().evictions == 2
     manager.check()

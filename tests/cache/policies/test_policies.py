@@ -11,7 +11,7 @@ from cache_cases import cached_of, serve
 import pc
 from pc.cache.hashing import BlockHasher
 from pc.cache.observe.check import check_pool
-from pc.cache.policies import LRU, POLICIES, make_policy
+from pc.cache.policies import LRU, POLICIES, choose, make_policy
 from pc.cache.pool import BlockPool
 
 
@@ -344,3 +344,29 @@ def test_a_block_costs_the_same_in_a_large_pool(name):
             times.append(time.thread_time_ns() - began)
         costs.append(min(times))
     assert costs[1] < 4 * costs[0]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (None, "got None, needs a 1-D array"),
+        ([0, 1], r"got \[0, 1\], needs a 1-D array"),
+        (np.zeros((2, 1), np.int32), "needs a 1-D array"),
+        (np.array([0.0, 1.0]), "needs a 1-D array"),
+        (np.array([0], np.int32), "got 1, needs 2 blocks"),
+        (np.array([-1, 0], np.int32), "got blocks -1 to 0, needs 0 to 7"),
+        (np.array([0, 8]), "got blocks 0 to 8, needs 0 to 7"),
+        (np.array([1, 1], np.int32), "got a block twice"),
+        (np.array([1, 3], np.int32), "got a block that is referenced"),
+    ],
+    ids=str,
+)
+def test_an_engine_gets_no_wrong_victims_of_a_policy(answer, told):
+    manager = pc.CacheManager(8, 4, type("Mine", (pc.EvictionPolicy,), {"victims": lambda self, count: answer}))
+    for request, num_tokens in (("a", 12), ("holds block 3", 4)):
+        manager.allocate(request, [len(request)] * num_tokens)
+        manager.commit(request, num_tokens)
+    manager.free("a")
+    with pytest.raises(RuntimeError, match=r"Mine\.victims: (got array.*, )?" + told):
+        choose(manager.pools[0].policy, 2)
