@@ -368,5 +368,5 @@ def test_an_engine_gets_no_wrong_victims_of_a_policy(answer, told):
         manager.allocate(request, [len(request)] * num_tokens)
         manager.commit(request, num_tokens)
     manager.free("a")
-    with pytest.raises(RuntimeError, match=r"Mine\.victims: (got array.*, )?" + told):
+    with pytest.raises(RuntimeError, match=r"(?s)Mine\.victims: .*" + told):
         choose(manager.pools[0].policy, 2)
