@@ -223,10 +223,13 @@ def _unlink(path: Path) -> None:
 def _open_file(path: Path) -> tuple[int, os.stat_result]:
     """Open a plain file for reading. Raise OSError for a link, a folder or a pipe."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"{path} is not a plain file")
+    except BaseException:
         os.close(descriptor)
-        raise OSError(f"{path} is not a plain file")
+        raise
     return descriptor, status
 
 

@@ -272,6 +272,24 @@ def test_entries_that_cannot_be_read_for_a_while_count_on(tmp_path, monkeypatch)
     assert len(files(tmp_path)) == 4
 
 
+def test_a_file_whose_status_cannot_be_read_is_closed(tmp_path, monkeypatch):
+    """On NFS, that happens to files that another machine has deleted."""
+    tier = DiskTier(tmp_path, LAYOUT)
+    tier.put(KEY, block())
+    opened = []
+
+    def fail(descriptor):
+        opened.append(descriptor)
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(os, "fstat", fail)
+    assert tier.get(KEY) is None
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.close(opened[0])
+    assert same(tier.get(KEY), block())
+
+
 @pytest.mark.parametrize("layout", [LAYOUT, None], ids=["layout", "no layout"])
 def test_a_machine_with_another_byte_order_finds_nothing(tmp_path, monkeypatch, layout):
     """Tensors are stored as they are in memory."""
