@@ -19,7 +19,16 @@ import torch
 from ._attention.dense import arange_i32, build_blocks, build_packed_tables, full_i32, strided_block_table
 from ._attention.layout import PlanShape
 from ._core.cache import needs_dispatcher
-from ._core.checks import CACHE_LAYOUT, INT32, bad_argument, check_tensor, describe, lowest_entry, reads_values
+from ._core.checks import (
+    CACHE_LAYOUT,
+    INT32,
+    bad_argument,
+    check_integer,
+    check_tensor,
+    describe,
+    lowest_entry,
+    reads_values,
+)
 from ._flash.append import build_append
 from ._flash.arguments import (
     FlashArgs,
@@ -106,7 +115,8 @@ def flash_attn_func(
         return_attn_probs: Whether to return (out, lse, an empty tensor), like FlashAttention 2 without dropout.
         s_aux: `[num_heads]`, a learned logit for each head that is added to the softmax's denominator (attention
             sinks).
-        q_descale: `[batch, num_kv_heads]`, factor of a quantized q; ignored for other dtypes.
+        q_descale: `[batch, num_kv_heads]`, `[num_kv_heads]` or one element, factor of a quantized q; ignored for other
+            dtypes.
         k_descale: The same for k.
         v_descale: The same for v.
         qv: `[batch, seqlen_q, num_heads, head_dim of v]`, a second part of the queries, for MLA. A score is then
@@ -118,7 +128,8 @@ def flash_attn_func(
         pack_gqa: No effect.
         sm_margin: No effect.
         return_softmax_lse: Whether to return (out, lse).
-        out: `[batch, seqlen_q, num_heads, head_dim of v]`, which is written to and returned.
+        out: `[batch, seqlen_q, num_heads, head_dim of v]`, float16, bfloat16 or float32, which is written to and
+            returned.
 
     Returns:
         out `[batch, seqlen_q, num_heads, head_dim of v]`. If asked for, also the lse `[batch, num_heads, seqlen_q]`
@@ -217,7 +228,8 @@ def flash_attn_varlen_func(
         max_seqlen_q: Upper bound for a sequence's queries. None: all queries. Reading a tensor synchronizes.
         max_seqlen_k: The same for keys.
         block_table: `[batch, max_blocks]` int32, block numbers of each sequence.
-        seqused_q: `[batch]` int32, number of first queries of each sequence that count. Others give 0 and lse -inf.
+        seqused_q: `[batch]` int32, number of first queries of each sequence that count, at most all of them. Others
+            give 0 and lse -inf.
         seqused_k: `[batch]` int32, number of keys of each sequence, instead of cu_seqlens_k's differences.
         scheduler_metadata: A plan of `get_scheduler_metadata`. A plan that does not fit is ignored.
         fa_version: No effect.
@@ -396,6 +408,8 @@ def flash_attn_with_kvcache(
         True
     """
     options = options_of(softmax_scale, causal, window_size, softcap, return_softmax_lse, attention_chunk)
+    if page_table is not None and block_table is not None:
+        raise bad_argument("page_table", describe(page_table), "None, since block_table is given")
     block_table = page_table if block_table is None else block_table
     if k is None and (rotary_cos is not None or rotary_sin is not None):
         raise bad_argument("rotary_cos", "a tensor without k", "None, or new keys and values")
@@ -620,9 +634,10 @@ def get_scheduler_metadata(
         >>> get_scheduler_metadata(2, 1, 64, 8, 2, 64, lens, page_size=16, causal=True).dtype
         torch.int32
     """
-    device = cache_seqlens.device
-    check_tensor("cache_seqlens", cache_seqlens, "[batch]", INT32, device, (batch_size,))
-    size = page_size or 16
+    check_tensor("cache_seqlens", cache_seqlens, "[batch]", INT32, sizes=(batch_size,))
+    device, size = cache_seqlens.device, 16 if page_size is None else check_integer("page_size", page_size, 1)
+    for name, number in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        bound(name, number)
     tables = strided_block_table(device, batch_size, -(-max_seqlen_k // size), 0, 1)
     lens = cache_seqlens + (max_seqlen_k_new if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())
     starts = arange_i32(device, batch_size + 1, max_seqlen_q) if cu_seqlens_q is None else cu_seqlens_q

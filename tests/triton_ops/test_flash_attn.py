@@ -219,6 +219,10 @@ REFUSED: dict[Any, list[tuple[str, dict[str, Any]]]] = {
         ),
         ("v: got None", {"k": K[:, :1]}),
         ("k: got None", {"v": V[:, :1]}),
+        (
+            "page_table: got int32 [2, 1] on cpu, needs None",
+            {"block_table": ints(0, 1).view(2, 1), "page_table": ints(1, 0).view(2, 1)},
+        ),
         ("cache_batch_idx: got values from 0 to 2, needs 0 to 1", {"cache_batch_idx": ints(0, 2)}),
         ("cache_batch_idx: got 3 elements, needs 2", {"cache_batch_idx": ints(0, 1, 0)}),
         ("cache_seqlens: got list", {"cache_seqlens": [5, 9]}),
@@ -626,6 +630,33 @@ def test_combine(dtype: torch.dtype) -> None:
     ):
         with pytest.raises(ValueError, match=f"^{said}: "):
             flash_attn_combine(*wrong)
+    for said, others in (
+        ("out_partial: got int32", (outs.int(), lses)),
+        ("lse_partial: got float16", (outs, lses.half())),
+        ("out: got int64", (outs, lses, q.long())),
+        ("out: got int, needs a tensor of float16 or bfloat16 or float32", (outs, lses, 3)),
+    ):
+        with pytest.raises(TypeError, match=f"^{said}"):
+            flash_attn_combine(*others)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("said", "change"),
+    [
+        ("cache_seqlens: got list, needs a tensor", {"cache_seqlens": [3, 4]}),
+        ("cache_seqlens: got 2 elements, needs 3", {"batch_size": 3}),
+        ("page_size: got 0, needs at least 1", {"page_size": 0}),
+        ("page_size: got -1, needs at least 1", {"page_size": -1}),
+        ("max_seqlen_q: got -1, needs at least 0", {"max_seqlen_q": -1}),
+        ("max_seqlen_k: got -5, needs at least 0", {"max_seqlen_k": -5}),
+        ("window_size: got 4, needs two ints", {"window_size": 4}),
+    ],
+)
+def test_wrong_metadata_are_refused_by_name(said: str, change: dict[str, Any]) -> None:
+    given = {"batch_size": 2, "max_seqlen_q": 1, "max_seqlen_k": 64, "num_heads_q": 4, "num_heads_kv": 2, "headdim": 32}
+    with pytest.raises((TypeError, ValueError), match=f"^{said}"):
+        get_scheduler_metadata(**{**given, "cache_seqlens": ints(3, 4), **change})
 
 
 @every_case_quick

@@ -223,11 +223,13 @@ def check_tensors(layouts: dict[str, tuple[Any, str]], args: FlashArgs) -> None:
         raise bad_argument("out", describe(args.out), "float16, bfloat16 or float32", TypeError)
 
 
-def check_partial(out_partial: Any, lse_partial: Any, out: torch.Tensor | None) -> None:
+def check_partial(out_partial: Any, lse_partial: Any, out: Any) -> None:
     """Check the arguments of `flash_attn_combine`."""
-    for name, tensor in (("out_partial", out_partial), ("lse_partial", lse_partial)):
-        if not isinstance(tensor, torch.Tensor):
-            raise bad_argument(name, describe(tensor), "a tensor", TypeError)
+    given = {"out_partial": (out_partial, FLOATS), "lse_partial": (lse_partial, (torch.float32,)), "out": (out, FLOATS)}
+    for name, (tensor, dtypes) in given.items():
+        if not (name == "out" and tensor is None) and getattr(tensor, "dtype", None) not in dtypes:
+            needs = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise bad_argument(name, describe(tensor), f"a tensor of {needs}", TypeError)
     if out_partial.dim() not in (4, 5) or not out_partial.shape[0]:
         raise bad_argument("out_partial", describe(out_partial), "[num_splits, batch, seqlen, num_heads, head_dim]")
     if lse_partial.shape != out_partial.shape[:-1] or lse_partial.device != out_partial.device:
