@@ -235,6 +235,7 @@ def check_loop(loop: Loop) -> None:
     if not str(getattr(prepare, "__module__", "")).startswith("transformers."):
         raise UnsupportedError("prepare_inputs_for_generation is overridden")
     refuse_if(model.training, "the model is in training mode; call model.eval()")
+    refuse_if(model.device.type == "meta", "some of its weights are on the meta device")
     if torch.is_autocast_enabled(model.device.type):
         raise UnsupportedError("autocast is on, which changes keys and values")
     refuse_if(not kwargs.get("use_cache", True), "use_cache=False asks for no cache")

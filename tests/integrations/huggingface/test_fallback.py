@@ -381,6 +381,16 @@ def test_raise_for_a_model_and_for_a_failure(model: Any, monkeypatch: pytest.Mon
             model.generate(prompt(40), max_new_tokens=2)
 
 
+def test_weights_that_are_offloaded_after_caching_was_enabled(model: Any) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        assert_same(model, input_ids=prompt(40))
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        with pytest.warns(UserWarning, match="meta device"):
+            assert_same(model, input_ids=prompt(40))
+        assert handle.stats().calls_handed_back == {"some of its weights are on the meta device": 1}
+
+
 def test_a_decoder_with_cross_attention() -> None:
     """Its forward pass puts our cache into another one, and a decode step once computed all tokens again behind it."""
     model = build_model("GPT2Config", "GPT2LMHeadModel", n_embd=64, n_layer=2, n_head=4, add_cross_attention=True)
