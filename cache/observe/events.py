@@ -19,6 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ...triton_ops._core.checks import check_integer
+from ..forks import repair_after_fork
 from ..keys import KeyAt
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class EventPublisher:
     """A publisher of events about blocks that enter or leave a manager's prefix cache.
 
     It needs the extra `events` (pyzmq, msgpack). Events are collected as they happen. Call `flush` once a step to send
-    them.
+    them. After `os.fork()`, the child's publisher is closed.
 
     Args:
         manager: The manager to watch.
@@ -82,7 +83,7 @@ class EventPublisher:
         self._pack = msgpack.packb
         self._topic = topic.encode()
         self._medium = medium
-        self._pending: list[dict[str, Any]] = []
+        self._pending: deque[dict[str, Any]] = deque()  # its methods are atomic
         self._sequence = 0
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_batches)
         self._lock = threading.Lock()
@@ -105,13 +106,21 @@ class EventPublisher:
             self._context.destroy(linger=0)
             raise
         self._manager = manager
+        repair_after_fork(self)
         manager.listeners.append(self)
+
+    def _after_fork(self) -> None:
+        """Close the publisher in a child process, which lacks the threads of the sockets."""
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._closing.set()
+        self._stop_listening()
 
     def stored(
         self, group: int, hashes: list[bytes], parent: bytes | None, token_ids: list[int], extra_keys: Any
     ) -> None:
         """Record that blocks of one sequence were published. Each is the parent of the next."""
-        self._add(
+        self._pending.append(
             {
                 "type": "BlockStored",
                 "block_hashes": hashes,
@@ -130,15 +139,12 @@ class EventPublisher:
 
     def removed(self, group: int, hashes: list[bytes]) -> None:
         """Record that blocks were evicted."""
-        self._add({"type": "BlockRemoved", "block_hashes": hashes, "medium": self._medium, "group_idx": group})
+        event = {"type": "BlockRemoved", "block_hashes": hashes, "medium": self._medium, "group_idx": group}
+        self._pending.append(event)
 
     def cleared(self) -> None:
         """Record that the manager was reset."""
-        self._add({"type": "AllBlocksCleared"})
-
-    def _add(self, event: dict[str, Any]) -> None:
-        with self._lock:
-            self._pending.append(event)
+        self._pending.append({"type": "AllBlocksCleared"})
 
     def flush(self) -> int | None:
         """Send the events since the last call as one batch.
@@ -147,9 +153,9 @@ class EventPublisher:
             The batch's sequence number; None if there were no events.
         """
         with self._lock:
-            if not self._pending:
+            events = [self._pending.popleft() for _ in range(len(self._pending))]
+            if not events or self._closing.is_set():
                 return None
-            events, self._pending = self._pending, []
             payload = self._packed(events)
             sequence = self._sequence
             self._sequence += 1
@@ -202,12 +208,15 @@ class EventPublisher:
             self.flush()
         finally:
             self._closing.set()
-            listeners = self._manager.listeners
-            listeners[:] = [listener for listener in listeners if listener is not self]
+            self._stop_listening()
             if self._replayer is not None:
                 self._replayer.join()
             self._publisher.close(linger=1000)
             self._context.term()
+
+    def _stop_listening(self) -> None:
+        listeners = self._manager.listeners
+        listeners[:] = [listener for listener in listeners if listener is not self]
 
 
 def _listed(extra_keys: Any) -> list[Any]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from cache_cases import run
+from processes import exit_status_of_child
 
 import pc
 
@@ -180,3 +183,30 @@ def test_managers_of_one_registry_are_told_apart():
     for collector in (named, last, again):
         collector.close()
     assert client.generate_latest(registry) == b""
+
+
+@pytest.mark.parametrize("lock", [False, True], ids=["free", "held by another thread"])
+def test_a_child_process_publishes_nothing_and_waits_for_nobody(lock):
+    """It lacks the threads of the sockets, and the thread that may hold the publisher's lock."""
+    pytest.importorskip("msgpack")
+    pytest.importorskip("zmq")
+    from pc.cache.observe.events import EventPublisher
+
+    m = pc.CacheManager(16, block_size=4)
+    publisher = EventPublisher(m, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
+
+    def use():
+        run(m, "b", [1] * 9)
+        assert publisher.flush() is None
+        publisher.close()
+        assert m.listeners == []
+
+    try:
+        run(m, "a", list(range(9)))
+        with publisher._lock if lock else contextlib.nullcontext():
+            assert exit_status_of_child(use) == 0
+        assert publisher.flush() == 0
+        run(m, "c", [2] * 9)
+        assert publisher.flush() == 1
+    finally:
+        publisher.close()
