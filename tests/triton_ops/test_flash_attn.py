@@ -217,6 +217,14 @@ REFUSED: dict[Any, list[tuple[str, dict[str, Any]]]] = {
                 **{"rotary_cos": ANGLES[:3], "rotary_sin": ANGLES[:3]},
             },
         ),
+        (
+            "rotary_seqlens: got [-2, 1], needs at least 0",
+            {**ONE, "rotary_cos": ANGLES, "rotary_sin": ANGLES, "cache_seqlens": 3, "rotary_seqlens": ints(-2, 1)},
+        ),
+        (
+            "block_table: got block 7, needs blocks below 2",
+            {**ONE, "cache_seqlens": 3, "block_table": ints(1, 7).view(2, 1)},
+        ),
         ("v: got None", {"k": K[:, :1]}),
         ("k: got None", {"v": V[:, :1]}),
         (

@@ -177,6 +177,9 @@ def build_append(
             slots, lens, angles = _append_places(total, starts, keys, rotary)
         else:
             slots, lens, angles = places_of(keys.lens, keys.tables, rotary)
+        num_blocks, block_size = keys.key_cache.shape[:2]
+        if checks_values and slots.numel() and int(slots.max()) >= num_blocks * block_size:
+            raise bad_argument("block_table", f"block {int(slots.max()) // block_size}", f"blocks below {num_blocks}")
         k, v = packed(args.k), packed(args.v)
         caches = (keys.key_cache, keys.value_cache, slots)
         if rotary is not None and angles is not None:
@@ -208,6 +211,8 @@ def _check_new_values(total: int, starts: torch.Tensor, keys: PagedKV, rotary: R
         raise bad_argument("cache_seqlens", longest, f"at most {keys.capacity - new}, with {new} new")
     if rotary is not None:
         cos, _, first = rotary
+        if bool(((first < 0) & (keys.lens >= 0)).any()):  # a sequence of length -1 is padding
+            raise bad_argument("rotary_seqlens", first.tolist()[:16], "at least 0")
         most = max(int((first + counts).max()), int(first.max()) + 1)
         if sees_ahead:
             most = max(most, int((first + keys.starts.diff()).max()))
