@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,9 @@ def _rows(line: Any, first: dict[str, Any], number: int) -> list[Row]:
         at = float(line["timestamp"]) * (1.0 if "chat_id" in first else 1e-3) if "timestamp" in line else float(number)
         return [(at, _ids(line["hash_ids"]), int(line.get("output_length", 0)))]
     if "requests" in first:
+        got, needs = (each.get("block_size") for each in (line, first))
+        if got != needs:
+            raise ValueError(f"block_size: got {got}, needs {needs} as in the first line")
         return [(at, ids + (number << 32), out) for at, ids, out in _session(line["requests"], SESSION_GAP * number)]
     raise ValueError(f"got the keys {sorted(first)}, needs hash_ids or requests")
 
@@ -160,7 +164,7 @@ def _session(requests: Iterable[dict[str, Any]], start: float) -> Iterator[Row]:
         if "hash_ids" in request:
             before = _ids(request["hash_ids"])
         else:
-            runs = [np.arange(first, first + count, dtype=np.int64) for first, count in request["runs"]]
+            runs = [np.arange(index(first), first + index(count), dtype=np.int64) for first, count in request["runs"]]
             keep = int(request["keep"])
             if not 0 <= keep <= before.size:
                 raise ValueError(f"keep: got {keep}, needs 0 to {before.size}, the ids of the request before")

@@ -185,6 +185,11 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_replay(tmp_path, mo
         ),
         ('{"id": "s", "requests": [{"hash_ids": [4294967296]}]}\n', "line 1: got ids from .*needs? 0 to 2\\*\\*32 - 1"),
         ('{"id": "s", "requests": [{"keep": 0, "runs": [[4294967295, 2]]}]}\n', "line 1: got ids from"),
+        ('{"requests": [{"keep": 0, "runs": [[1.5, 2]]}]}\n', "line 1: 'float' object cannot be interpreted"),
+        (
+            '{"block_size": 16, "requests": []}\n{"block_size": 64, "requests": []}\n',
+            "block_size: got 64, needs 16",
+        ),
         ("", "holds no requests"),
         ("\n\n", "holds no requests"),
     ],
