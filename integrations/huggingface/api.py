@@ -79,9 +79,7 @@ NAMES: dict[str, dict[str, str]] = {
         "transformers.cache_utils:DynamicLayer": "crop(tokens_to_remove)",
         "transformers.cache_utils:DynamicSlidingWindowLayer": "crop(tokens_to_remove) record_past",
     },
-    CHUNKS: {
-        "transformers.generation.configuration_utils:GenerationConfig": "_mask_length"
-    },  # chunked prefill starts after the cached tokens
+    CHUNKS: {"transformers.generation.configuration_utils:GenerationConfig": "_mask_length"},
     STATES: {
         "transformers.cache_utils:LinearAttentionCacheLayerMixin": (
             "__init__(number_of_states) conv_states recurrent_states has_previous_state"
@@ -109,6 +107,8 @@ NAMES: dict[str, dict[str, str]] = {
     },
 }
 """For each feature the names that the adapter uses. Without `CACHING` no model is served."""
+OLDEST_CHUNKS = (5, 21)
+"""The first release whose chunked prefill begins behind the cached tokens. Earlier ones computed them again."""
 
 # Continuous batching is checked when it is enabled, because its modules take long to import.
 BATCHING = "continuous batching"
@@ -204,6 +204,8 @@ def look() -> Framework:
     disabled = {
         feature: f"{'; '.join(found)}, in transformers {version}" for feature, found in reasons.items() if found
     }
+    if release(version)[:2] < OLDEST_CHUNKS:
+        disabled.setdefault(CHUNKS, f"5.21 or newer, in transformers {version}")
     _last = Framework(version, disabled)
     return _last
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import runpy
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,18 @@ def test_each_name_falls_back_with_a_reason(
             assert "needs another transformers" in str(handle.unsupported)
 
 
+@pytest.mark.filterwarnings("ignore:prefix caching")
+def test_a_release_whose_chunks_ignore_cached_tokens_serves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers before 5.21 computes the cached tokens again and appends them to the cache: other tokens."""
+    model, options, want = answered(api.CHUNKS)
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.20.2")
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        assert all(map(torch.equal, ask(model, **options), want))
+        (reason,) = handle.stats().calls_handed_back
+        assert reason.startswith("chunked prefill needs another transformers")
+        assert "5.20.2" in handle.framework.disabled[api.CHUNKS]
+
+
 BATCHING = [
     pytest.param(seam.Name(api.PACKAGE + path, tuple(parameters.split()), False), way, id=f"{path} {way}")
     for path, parameters in api.INTERFACES.items()
@@ -173,7 +186,6 @@ def test_each_name_of_continuous_batching(monkeypatch: pytest.MonkeyPatch, name:
 def test_a_release_without_a_class_can_be_imported(tmp_path: Path) -> None:
     """Without a class, the adapter is imported and says what is missing."""
     import subprocess
-    import sys
 
     script = """
 import warnings
