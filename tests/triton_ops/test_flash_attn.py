@@ -146,7 +146,7 @@ REFUSED: dict[Any, list[tuple[str, dict[str, Any]]]] = {
         ("softcap: got -1.0", {"softcap": -1.0}),
         ("softcap: got None, needs a number", {"softcap": None}),
         ("softmax_scale: got 'x', needs a number", {"softmax_scale": "x"}),
-        ("scale: got nan, needs a finite number", {"softmax_scale": math.nan}),
+        ("softmax_scale: got nan, needs a finite number", {"softmax_scale": math.nan}),
         ("window_size: got 5, needs two ints", {"window_size": 5}),
         ("window_size: got (1,), needs two ints", {"window_size": (1,)}),
         ("window_size: got 1.5, needs an int", {"window_size": (1.5, 2)}),

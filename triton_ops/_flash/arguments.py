@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
@@ -154,6 +155,8 @@ def options_of(
     if attention_chunk:
         attention_chunk = bound("attention_chunk", attention_chunk) or 0
     scale = None if softmax_scale is None else _number("softmax_scale", softmax_scale)
+    if scale is not None and not -math.inf < scale < math.inf:
+        raise bad_argument("softmax_scale", scale, "a finite number")
     return scale, bool(causal), pair(window_size), _number("softcap", softcap), with_lse, attention_chunk
 
 
