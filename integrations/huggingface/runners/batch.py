@@ -227,9 +227,8 @@ class Batch:
                 self.requests.readmit(prompt)
             caches[number] = self._compute(prompt, self._end(prompt))
         self.start = self.length - (1 if self.store.states is None else 2)
-        first = self.prompts[0]
-        # The columns of padding are in none of the prompts' own caches.
-        if self.size == 1 and not first.pad and self._end(first) == self.start:
+        # A prompt's own cache lacks the columns of padding.
+        if self.size == 1 and self._end(self.prompts[0]) == self.start:
             self.cache = caches[0]
         else:
             self.cache = self._lay_out(caches)
