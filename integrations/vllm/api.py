@@ -210,7 +210,9 @@ NAMES: dict[str, dict[str, str]] = {
         "vllm.v1.kv_cache_interface": "FullAttentionSpec KVCacheConfig(num_blocks kv_cache_groups ...)",
         "vllm.config": (
             "VllmConfig.__post_init__ VllmConfig.scheduler_config VllmConfig.parallel_config VllmConfig.model_config "
-            "VllmConfig.additional_config VllmConfig.speculative_config VllmConfig.kv_transfer_config"
+            "VllmConfig.additional_config VllmConfig.speculative_config VllmConfig.kv_transfer_config "
+            "VllmConfig.cache_config CacheConfig.kv_sharing_fast_prefill ParallelConfig.decode_context_parallel_size "
+            "ParallelConfig.prefill_context_parallel_size"
         ),
         "vllm.envs": "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",
         "vllm.platforms": "current_platform.is_cpu",

@@ -273,7 +273,8 @@ class HiddenStatesWorker(Base):
         ValueError: At start-up. An option is out of range, or no layer has full attention. Or `async_scheduling`
             is on with speculation, so the host does not know the positions of a step's tokens. Or there is a KV
             connector with a pooling model, or without `pc`'s scheduler. Or the model pools without chunked prefill or
-            under runner V2, or has a token-wise pooler without vLLM's AllPool.
+            under runner V2, or has a token-wise pooler without vLLM's AllPool. Or context parallelism or
+            `kv_sharing_fast_prefill` is on.
         UnsupportedVersionError: The model pools, and vLLM lacks the parts that are needed to add the rows of hits.
     """
 
@@ -364,7 +365,12 @@ def check_hidden_states(vllm_config: Any) -> None:
             raise ValueError(f"{name}: got {value!r}, needs 'cpu' or 'cuda'")
         if name.startswith("pc_hidden_states_") and name.endswith("bytes") and (type(value) is not int or value < 1):
             raise ValueError(f"{name}: got {value!r}, needs an integer of at least 1")
-    scheduler = vllm_config.scheduler_config
+    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name) > 1:
+            raise ValueError(f"{name}: got {getattr(parallel, name)}, needs 1 for hidden states")
+    if vllm_config.cache_config.kv_sharing_fast_prefill:
+        raise ValueError("kv_sharing_fast_prefill: got True, needs False: it leaves out layers of a prompt's tokens")
     if vllm_config.speculative_config is not None and scheduler.async_scheduling:
         raise ValueError("async_scheduling: got True with speculation, needs False for hidden states")
     connector = vllm_config.kv_transfer_config

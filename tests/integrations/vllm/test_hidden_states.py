@@ -394,7 +394,15 @@ def test_models_with_windows_alone_are_refused(model_path):
 
 
 def configuration(
-    speculation=None, asynchronous=False, connector=None, scheduler=None, runner="generate", chunks=True, **more
+    speculation=None,
+    asynchronous=False,
+    connector=None,
+    scheduler=None,
+    runner="generate",
+    chunks=True,
+    parallel=(),
+    fast_prefill=False,
+    **more,
 ):
     """Return a configuration of vLLM; `more` are our options."""
     return SimpleNamespace(
@@ -404,6 +412,10 @@ def configuration(
         ),
         kv_transfer_config=connector,
         model_config=SimpleNamespace(runner_type=runner),
+        parallel_config=SimpleNamespace(
+            **{"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, **dict(parallel)}
+        ),
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=fast_prefill),
         additional_config={f"pc_hidden_states_{name}": value for name, value in more.items()},
     )
 
@@ -428,6 +440,10 @@ REFUSED = [
         "got a connector, whose blocks have no rows to pool",
     ),
     ({"runner": "pooling", "chunks": False}, "enable_chunked_prefill: got False"),
+    # A rank has a part of each block's tokens, or of each prompt's. Fast prefill leaves out layers of a prompt's tokens.
+    ({"parallel": {"decode_context_parallel_size": 2}}, "decode_context_parallel_size: got 2, needs 1"),
+    ({"parallel": {"prefill_context_parallel_size": 4}}, "prefill_context_parallel_size: got 4, needs 1"),
+    ({"fast_prefill": True}, "kv_sharing_fast_prefill: got True, needs False"),
 ]
 
 
