@@ -440,7 +440,7 @@ REFUSED = [
         "got a connector, whose blocks have no rows to pool",
     ),
     ({"runner": "pooling", "chunks": False}, "enable_chunked_prefill: got False"),
-    # A rank has a part of each block's tokens, or of each prompt's. Fast prefill leaves out layers of a prompt's tokens.
+    # A rank has a part of the tokens. Fast prefill leaves out layers of a prompt's tokens.
     ({"parallel": {"decode_context_parallel_size": 2}}, "decode_context_parallel_size: got 2, needs 1"),
     ({"parallel": {"prefill_context_parallel_size": 4}}, "prefill_context_parallel_size: got 4, needs 1"),
     ({"fast_prefill": True}, "kv_sharing_fast_prefill: got True, needs False"),
