@@ -110,6 +110,7 @@ NAMES: dict[str, dict[str, str]] = {
             "_free_request_blocks(request ...) _preempt_request(request ...) make_stats"
         ),
         "vllm.v1.core.sched.async_scheduler": "AsyncScheduler",
+        "vllm.v1.core.sched.request_queue": "SchedulingPolicy.PRIORITY",
         "vllm.config": (
             "VllmConfig.__post_init__ SchedulerConfig(scheduler_cls async_scheduling ...) VllmConfig.scheduler_config "
             "VllmConfig.parallel_config VllmConfig.model_config VllmConfig.additional_config"
@@ -296,7 +297,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "runner.input_batch.block_table.0.block_table": "np",
     },
     "eviction": {
-        "scheduler": "kv_cache_manager waiting",
+        "scheduler": "kv_cache_manager waiting policy",
         "scheduler.kv_cache_manager": "block_pool coordinator allocate_slots",
         "scheduler.kv_cache_manager.coordinator.single_type_managers.0": "req_to_blocks block_size",
         "scheduler.kv_cache_manager.block_pool": (

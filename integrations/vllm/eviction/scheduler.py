@@ -12,6 +12,7 @@ from ..api import (
     AsyncScheduler,
     BlockPool,
     Scheduler,
+    SchedulingPolicy,
     available,
     become_stock,
     log_off,
@@ -222,8 +223,19 @@ class PolicyScheduler(Scheduler):
         return stats
 
     def before_preemption(self, request: Any) -> None:
-        """Forget which blocks have a request's hint, so that its hint is passed for all its blocks when it resumes."""
+        """Forget which blocks have a request's hint, so that its hint is passed for all its blocks when it resumes.
+
+        With priorities, vLLM may preempt a request that it has already scheduled in this step. The blocks of the step
+        have hashes, but their KV is never written, so the hashes are taken back.
+        """
         self._hinted.pop(request.request_id, None)
+        if self.policy != SchedulingPolicy.PRIORITY:
+            return
+        is_packed = self.compression is not None and request.request_id in self.compression.plans
+        computed = 0 if is_packed else request.num_computed_tokens
+        for manager in self.kv_cache_manager.coordinator.single_type_managers:
+            rest = manager.req_to_blocks.get(request.request_id, ())[computed // manager.block_size :]
+            self.block_pool.evict_blocks({block.block_id for block in rest if block.block_hash is not None})
 
     def before_release(self, request: Any) -> None:
         """Unpin the cached blocks that a request has not reached yet, and record that the request holds no blocks."""
