@@ -38,6 +38,7 @@ NEEDS = {
     "test_drafts_that_are_rejected": api.ASSISTED,
     "test_the_package_as_a_command": api.ASSISTED,  # it expects that no feature is lacking
     "test_prompts_are_computed_in_the_chunks": api.CHUNKS,
+    "prints_what_is_lacking": api.CHUNKS,
     "test_latent_rows": api.SPARSE,  # only these versions cache latent rows without expanding them
 }
 """For a part of a test's name: the feature that the test needs."""
