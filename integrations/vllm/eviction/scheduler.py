@@ -231,10 +231,9 @@ class PolicyScheduler(Scheduler):
         self._hinted.pop(request.request_id, None)
         if self.policy != SchedulingPolicy.PRIORITY:
             return
-        is_packed = self.compression is not None and request.request_id in self.compression.plans
-        computed = 0 if is_packed else request.num_computed_tokens
         for manager in self.kv_cache_manager.coordinator.single_type_managers:
-            rest = manager.req_to_blocks.get(request.request_id, ())[computed // manager.block_size :]
+            blocks = manager.req_to_blocks.get(request.request_id, ())
+            rest = blocks[request.num_computed_tokens // manager.block_size :]
             self.block_pool.evict_blocks({block.block_id for block in rest if block.block_hash is not None})
 
     def before_release(self, request: Any) -> None:
