@@ -37,5 +37,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     folder = Path(__file__).resolve().parent
-    sys.path[:0] = [str(folder), str(folder.parent / "integrations" / "vllm" / "compression")]
+    tests = folder.parent
+    sys.path[:0] = map(str, (folder, tests / "integrations" / "vllm" / "compression", tests.parent))
     main()
