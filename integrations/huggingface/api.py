@@ -28,7 +28,7 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from .. import seam
-from ..tested import TESTED, release
+from ..tested import TESTED, release, text_of
 from .calls import UnsupportedError, callers_level, refuse_if
 
 CACHING = "prefix caching"
@@ -205,7 +205,7 @@ def look() -> Framework:
         feature: f"{'; '.join(found)}, in transformers {version}" for feature, found in reasons.items() if found
     }
     if release(version)[:2] < OLDEST_CHUNKS:
-        disabled.setdefault(CHUNKS, f"5.21 or newer, in transformers {version}")
+        disabled.setdefault(CHUNKS, f"needs {text_of(OLDEST_CHUNKS)} or newer, got transformers {version}")
     _last = Framework(version, disabled)
     return _last
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import threading
 
 import numpy as np
 import pytest
 import torch
 from attention_cases import Case, attend, build, check, dense, plan_of
+from processes import in_threads
 
 import pc
 from pc.triton_ops._attention.plan import cached_with
@@ -42,16 +42,12 @@ def test_a_negative_scale(dtype, device):
 def test_threads_take_turns_in_the_interpreter(device):
     """The interpreter has one place for the number of the running program."""
     batch = build(Case(lens=(70, 9), queries=(1, 9))).to(device)
-    expected, found = pc.paged_attention(*batch.tensors, batch.scale), []
+    expected = pc.paged_attention(*batch.tensors, batch.scale)
 
-    def run():
-        found.extend(pc.paged_attention(*batch.tensors, batch.scale) for _ in range(3))
+    def run(_):
+        return [pc.paged_attention(*batch.tensors, batch.scale) for _ in range(3)]
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = [out for outs in in_threads(run, *range(4)) for out in outs]
     assert len(found) == 12
     assert all(torch.equal(out, expected) for out in found)
 
