@@ -43,8 +43,8 @@ def choose(policy: EvictionPolicy, count: int) -> Ids:
     """Ask a policy for `count` victims and check them. Engines with their own pool call this to evict blocks.
 
     Raises:
-        RuntimeError: The policy returned no array of blocks of its pool, another number of blocks, a block twice, or a
-            block that a request holds.
+        RuntimeError: The policy did not return an array of `count` different blocks of its pool, or a request holds one
+            of them.
 
     Examples:
         >>> from pc.cache.policies import choose

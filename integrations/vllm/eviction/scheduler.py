@@ -225,8 +225,8 @@ class PolicyScheduler(Scheduler):
     def before_preemption(self, request: Any) -> None:
         """Forget which blocks have a request's hint, so that its hint is passed for all its blocks when it resumes.
 
-        With priorities, vLLM may preempt a request that it has already scheduled in this step. The blocks of the step
-        have hashes, but their KV is never written, so the hashes are taken back.
+        With priorities, vLLM may preempt a request that it has already scheduled in this step. The KV of the step's
+        blocks is then never written, although they have hashes. This method removes these hashes.
         """
         self._hinted.pop(request.request_id, None)
         if self.policy != SchedulingPolicy.PRIORITY:
