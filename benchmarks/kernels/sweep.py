@@ -24,8 +24,8 @@ from pc.triton_ops._attention.constants import DECODE_REGISTERS, PROGRAMS, Tiles
 from pc.triton_ops._core.cache import forget_choices
 
 from ..harness.registry import Benchmark, Case, Provider
-from ..operators.attention import AttentionCall, attention_case
-from ..operators.attention_providers import attention_providers
+from ..operators.attention import AttentionCall, attention_case, uniform
+from ..operators.attention_providers import make_plan, ours
 
 # Heads as models of that head_dim have them: Llama 3, gpt-oss, Gemma 3. What serves most comes first.
 HEADS = {128: (32, 8), 64: (64, 8), 256: (8, 4)}
@@ -52,7 +52,6 @@ def _prepare(call: AttentionCall, kind: str, tiles: Tiles | None, programs: int 
     The launch is built here, since the operator remembers launches by their metadata.
     """
     arguments = call.arguments("paged_attention")
-    tensors = (arguments[name] for name in ("block_tables", "seq_lens", "query_start_loc"))
     with contextlib.ExitStack() as stack:
         stack.callback(forget_choices)
         if tiles is not None:
@@ -61,15 +60,14 @@ def _prepare(call: AttentionCall, kind: str, tiles: Tiles | None, programs: int 
             arch = architecture(call.query.device).name
             stack.enter_context(mock.patch.dict(PROGRAMS, {arch: (programs, "")}))
         forget_choices()
-        plan = pc.attention_plan(*tensors, call.case.block_size, num_kv_heads=call.case.heads[1])
-        args = AttentionArgs(**arguments, plan=plan, with_lse=False)
+        args = AttentionArgs(**arguments, plan=make_plan(call, arguments), with_lse=False)
         run = build.build_attention(args)
     return lambda: run(args)
 
 
 def _providers(kind: str) -> Iterator[Provider]:
     """Yield the operator with the constants in use, then each candidate; on a CPU two show that a sweep runs."""
-    yield attention_providers("paged_attention")[0]
+    yield ours("paged_attention")
     candidates: list[tuple[str, Tiles | None, int | None]] = [
         (
             f"{tiles.block_m}x{tiles.block_n}, {tiles.num_warps} warps, {tiles.num_stages} stages"
@@ -89,12 +87,10 @@ def _providers(kind: str) -> Iterator[Provider]:
 def _cases(kind: str) -> Iterator[Case]:
     for device, (head_dim, heads), block_size in itertools.product(("cpu", "cuda"), HEADS.items(), (16, 64)):
         length, batch = (4096, 8) if device == "cuda" else (128, 2)
-        batch, q_len = (batch, 1) if kind == "decode" else (1, length)
-        if device == "cpu":
-            heads = (heads[0] // heads[1], 1)
-        given = {"seq_lens": (length,) * batch, "q_lens": (q_len,) * batch, "heads": heads, "head_dim": head_dim}
+        lengths = uniform(batch, length) if kind == "decode" else uniform(1, length, length)
+        heads = heads if device == "cuda" else (heads[0] // heads[1], 1)
         name = f"{kind} head_dim {head_dim} block {block_size}"
-        yield attention_case(name, device, True, block_size=block_size, **given)
+        yield attention_case(name, device, True, **lengths, heads=heads, head_dim=head_dim, block_size=block_size)
 
 
 BENCHMARKS = tuple(

@@ -317,6 +317,11 @@ def attention_case(name: str, device: str, quick: bool = False, **conditions: An
     return Case(name, lambda where, rotate: attention_inputs(case, where, rotate), quick, device, columns)
 
 
+def uniform(batch: int, seq_len: int, q_len: int = 1, **more: Any) -> dict[str, Any]:
+    """Return the conditions of a batch of equal sequences, by default a decode, and `more`."""
+    return {"seq_lens": (seq_len,) * batch, "q_lens": (q_len,) * batch, **more}
+
+
 def variants(name: str, base: dict[str, Any], **changes: tuple[Any, ...]) -> list[tuple[str, dict[str, Any]]]:
     """Return conditions like `base` with another value of one attribute each."""
     fields = {field.name for field in dataclasses.fields(AttentionCase)}

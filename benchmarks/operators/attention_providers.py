@@ -36,19 +36,20 @@ def _pc(op: str, call: AttentionCall, planned: bool = True, batch_invariant: boo
     if batch_invariant:
         arguments["batch_invariant"] = True
     if planned:
-        arguments["plan"] = _plan(call, arguments)
-    function = getattr(pc, op)
-    return lambda: function(**arguments)
+        arguments["plan"] = make_plan(call, arguments)
+    return functools.partial(getattr(pc, op), **arguments)
 
 
-def _plan(call: AttentionCall, arguments: dict[str, Any]) -> torch.Tensor | None:
+def make_plan(call: AttentionCall, arguments: dict[str, Any]) -> torch.Tensor | None:
     """Return the step's plan, which all layers share; None for CPU tensors, where PyTorch uses none."""
     if call.query.device.type == "cpu":
         return None
     names = ("window", "num_sink_tokens", "query_positions", "num_shared_blocks", "batch_invariant")
     given = {name: arguments[name] for name in names if name in arguments}
     tensors = (arguments[name] for name in ("block_tables", "seq_lens", "query_start_loc"))
-    plan: torch.Tensor = pc.attention_plan(*tensors, call.case.block_size, num_kv_heads=call.case.heads[1], **given)
+    # The one KV head of latent rows counts as a head for every 32 query heads.
+    heads = max(1, call.case.heads[0] // 32) if call.case.value_dim else call.case.heads[1]
+    plan: torch.Tensor = pc.attention_plan(*tensors, call.case.block_size, num_kv_heads=heads, **given)
     return plan
 
 
@@ -132,7 +133,7 @@ def _compacted(call: AttentionCall) -> Run:
     tables = call.block_tables.cpu()
     kept = [row[row >= 0] for row in tables]
     arguments = _dense(call, kept, [int(case.present(i).sum()) for i in range(len(kept))])
-    return lambda: pc.paged_attention(**arguments)
+    return functools.partial(pc.paged_attention, **arguments)
 
 
 def _dense(call: AttentionCall, blocks: Sequence[torch.Tensor], lens: list[int]) -> dict[str, Any]:
@@ -143,7 +144,7 @@ def _dense(call: AttentionCall, blocks: Sequence[torch.Tensor], lens: list[int])
         "seq_lens": torch.tensor(lens, dtype=torch.int32, device=call.query.device),
         "max_seq_len": max(lens),
     }
-    return arguments | {"plan": _plan(call, arguments)}
+    return arguments | {"plan": make_plan(call, arguments)}
 
 
 def _compacted_heads(call: AttentionCall, copies: bool) -> Run:
@@ -266,11 +267,26 @@ def _varlen_version() -> str:
     return torch.__version__
 
 
+def ours(op: str, name: str = OURS, device: str | None = None, **options: bool) -> Provider:
+    """Return one of our attention operators, with options of `_pc`."""
+    return Provider(name, functools.partial(_pc, op, **options), lambda: pc.__version__, device)
+
+
 def attention_providers(op: str) -> tuple[Provider, ...]:
-    """Return ours and all rivals for one of the attention operators."""
+    """Return ours and all rivals for one of the attention operators over keys and values."""
     torch_version = lambda: torch.__version__  # noqa: E731
-    ours = lambda: pc.__version__  # noqa: E731
-    rivals = [
+    beside: list[Provider] = []
+    if op == "sparse_gap_attention":
+        copied = functools.partial(_compacted_heads, copies=False)
+        beside.append(Provider("compaction + pc.paged_attention", _compacted, lambda: pc.__version__))
+        beside.append(Provider("pc.paged_attention over a copy made before", copied, lambda: pc.__version__))
+    if op == "shared_prefix_attention":
+        beside.append(ours("paged_attention", "each alone: pc.paged_attention"))
+    return (
+        ours(op),
+        ours(op, "pc, planning in each call", "cuda", planned=False),
+        ours(op, "pc, batch-invariant", "cuda", batch_invariant=True),
+        *beside,
         Provider("torch SDPA over gathered KV", _sdpa, torch_version),
         Provider("FlexAttention, paged mask", _flex, torch_version, "cuda"),
         Provider("torch varlen_attn", _varlen, _varlen_version, "cuda"),
@@ -278,18 +294,6 @@ def attention_providers(op: str) -> tuple[Provider, ...]:
         Provider("FlashAttention-3", run_flash_attn_3, lambda: f"vLLM {vllm_version()}", "cuda"),
         Provider("flash-attn-4", run_flash_attn_4, lambda: version("flash-attn-4"), "cuda"),
         Provider("vLLM unified_attention", run_vllm_triton, vllm_version, "cuda"),
-    ]
-    if op == "sparse_gap_attention":
-        copied = functools.partial(_compacted_heads, copies=False)
-        rivals.insert(0, Provider("pc.paged_attention over a copy made before", copied, ours))
-        rivals.insert(0, Provider("compaction + pc.paged_attention", _compacted, ours))
-    if op == "shared_prefix_attention":
-        rivals.insert(0, Provider("each alone: pc.paged_attention", functools.partial(_pc, "paged_attention"), ours))
-    return (
-        Provider(OURS, functools.partial(_pc, op), ours),
-        Provider("pc, planning in each call", functools.partial(_pc, op, planned=False), ours, "cuda"),
-        Provider("pc, batch-invariant", functools.partial(_pc, op, batch_invariant=True), ours, "cuda"),
-        *rivals,
     )
 
 
@@ -298,6 +302,7 @@ def attention_benchmark(
     cpu: Iterable[tuple[str, dict[str, Any], bool]],
     cuda: Iterable[tuple[str, dict[str, Any]]],
     quick: Collection[str],
+    providers: tuple[Provider, ...] = (),
 ) -> Benchmark:
     """Return the benchmark of an attention operator; cases are arguments of `AttentionCase` by name.
 
@@ -306,7 +311,8 @@ def attention_benchmark(
         cpu: Cases, and whether each is a quick one.
         cuda: Cases.
         quick: Names of those that are.
+        providers: Ours and the rivals; by default those of `attention_providers`.
     """
     cases = [attention_case(name, "cpu", is_quick, **given) for name, given, is_quick in cpu]
     cases += [attention_case(name, "cuda", name in quick, **given) for name, given in cuda]
-    return Benchmark(op, tuple(cases), attention_providers(op))
+    return Benchmark(op, tuple(cases), providers or attention_providers(op))

@@ -15,56 +15,52 @@ import pc
 
 from ..harness.inputs import Inputs
 from ..harness.registry import OURS, Benchmark, Case, Provider, case
-from .attention import AttentionCall, AttentionCase, attention_inputs, variants
+from .attention import AttentionCall, AttentionCase, attention_inputs, uniform, variants
 from .attention_providers import attention_benchmark
 
 K = 1024
 
 
-def _uniform(batch: int, seq_len: int, q_len: int = 1) -> dict[str, Any]:
-    return {"seq_lens": (seq_len,) * batch, "q_lens": (q_len,) * batch}
-
-
 CPU = [
-    ("decode 1x4k", _uniform(1, 4 * K), True),
-    ("decode 8x1k", _uniform(8, K), True),
-    ("decode 1x32k", _uniform(1, 32 * K), False),
+    ("decode 1x4k", uniform(1, 4 * K), True),
+    ("decode 8x1k", uniform(8, K), True),
+    ("decode 1x32k", uniform(1, 32 * K), False),
     ("decode ragged 1x16k + 15x512", {"seq_lens": (16 * K, *(512,) * 15), "q_lens": (1,) * 16}, False),
-    ("prefill 1x512", _uniform(1, 512, 512), True),
-    ("prefill 1x4k", _uniform(1, 4 * K, 4 * K), False),
-    ("chunk 64 over 4k", _uniform(1, 4 * K + 64, 64), True),
+    ("prefill 1x512", uniform(1, 512, 512), True),
+    ("prefill 1x4k", uniform(1, 4 * K, 4 * K), False),
+    ("chunk 64 over 4k", uniform(1, 4 * K + 64, 64), True),
     ("mixed 8 decodes at 2k + prefill 512", {"seq_lens": (*(2 * K,) * 8, 512), "q_lens": (*(1,) * 8, 512)}, False),
 ]
 
-DECODE = _uniform(8, 4 * K)
-PREFILL = _uniform(1, 4 * K, 4 * K)
+DECODE = uniform(8, 4 * K)
+PREFILL = uniform(1, 4 * K, 4 * K)
 HEADS = ((64, 8), (32, 32), (8, 1), (28, 4))
 CUDA: list[tuple[str, dict[str, Any]]] = [
-    *((f"decode {b}x{s // K}k", _uniform(b, s)) for b, s in (
+    *((f"decode {b}x{s // K}k", uniform(b, s)) for b, s in (
         (1, K), (1, 4 * K), (1, 32 * K), (1, 128 * K), (8, 4 * K), (8, 16 * K), (8, 32 * K), (32, 4 * K),
         (64, 2 * K), (128, 2 * K),
     )),
     ("decode ragged 1x128k + 31x1k", {"seq_lens": (128 * K, *(K,) * 31), "q_lens": (1,) * 32}),
-    *((f"prefill 1x{s // K}k", _uniform(1, s, s)) for s in (2 * K, 4 * K, 8 * K, 16 * K)),
-    ("chunk 512 over 4k", _uniform(1, 4 * K + 512, 512)),
-    ("chunk 512 over 4k, batch 2", _uniform(2, 4 * K + 512, 512)),
-    ("chunk 2k over 32k", _uniform(1, 34 * K, 2 * K)),
+    *((f"prefill 1x{s // K}k", uniform(1, s, s)) for s in (2 * K, 4 * K, 8 * K, 16 * K)),
+    ("chunk 512 over 4k", uniform(1, 4 * K + 512, 512)),
+    ("chunk 512 over 4k, batch 2", uniform(2, 4 * K + 512, 512)),
+    ("chunk 2k over 32k", uniform(1, 34 * K, 2 * K)),
     ("mixed 128 decodes at 4k + prefill 2k", {"seq_lens": (*(4 * K,) * 128, 2 * K), "q_lens": (*(1,) * 128, 2 * K)}),
     *variants("decode 8x4k", DECODE, heads=HEADS, head_dim=(64, 256), block_size=(32, 64, 128), layout=("HND",)),
     *variants("prefill 1x4k", PREFILL, heads=HEADS, head_dim=(64, 256), block_size=(32, 64, 128), layout=("HND",)),
     ("decode 8x4k, heads 64/4, head_dim 64", {**DECODE, "heads": (64, 4), "head_dim": 64}),
     ("prefill 1x4k, heads 64/4, head_dim 64", {**PREFILL, "heads": (64, 4), "head_dim": 64}),
     *variants("decode 8x4k", DECODE, cache_dtype=("float8_e4m3fn", "int8"), dtype=("float16",)),
-    *variants("decode 1x4k", _uniform(1, 4 * K), cache_dtype=("float8_e4m3fn",)),
+    *variants("decode 1x4k", uniform(1, 4 * K), cache_dtype=("float8_e4m3fn",)),
     *variants("prefill 1x4k", PREFILL, cache_dtype=("float8_e4m3fn",)),
 ]  # fmt: skip
 QUICK = ("decode 1x4k", "decode 8x4k", "prefill 1x4k", "chunk 512 over 4k")
 
 WINDOW_CPU = [
-    ("decode 8x4k, window 128", {"seq_lens": (4 * K,) * 8, "q_lens": (1,) * 8, "window": 128}, True),
-    ("decode 1x32k, window 1k", {"seq_lens": (32 * K,), "q_lens": (1,), "window": K}, True),
-    ("prefill 1x4k, window 1k", {"seq_lens": (4 * K,), "q_lens": (4 * K,), "window": K}, False),
-    ("prefill 1x512, window 128", {"seq_lens": (512,), "q_lens": (512,), "window": 128}, True),
+    ("decode 8x4k, window 128", uniform(8, 4 * K, window=128), True),
+    ("decode 1x32k, window 1k", uniform(1, 32 * K, window=K), True),
+    ("prefill 1x4k, window 1k", uniform(1, 4 * K, 4 * K, window=K), False),
+    ("prefill 1x512, window 128", uniform(1, 512, 512, window=128), True),
 ]
 GPT_OSS = {"heads": (64, 8), "head_dim": 64, "window": 128, "sinks": True}
 GEMMA = {"heads": (8, 4), "head_dim": 256, "window": K}
@@ -79,24 +75,20 @@ WINDOW_CUDA = [
         ("window 4k with 4 sink tokens", STREAMING),
     )
     for kind, lengths in (
-        ("decode 8x32k", {"seq_lens": (32 * K,) * 8, "q_lens": (1,) * 8}),
-        ("decode 1x128k", {"seq_lens": (128 * K,), "q_lens": (1,)}),
-        ("prefill 1x8k", {"seq_lens": (8 * K,), "q_lens": (8 * K,)}),
+        ("decode 8x32k", uniform(8, 32 * K)),
+        ("decode 1x128k", uniform(1, 128 * K)),
+        ("prefill 1x8k", uniform(1, 8 * K, 8 * K)),
     )
 ]
 WINDOW_QUICK = [name for name, _ in WINDOW_CUDA if "gpt-oss" in name]
 
 
-def _shared(batch: int, shared: int, own: int) -> dict[str, Any]:
-    return {"seq_lens": (shared + own,) * batch, "q_lens": (1,) * batch, "shared": shared}
-
-
-SHARED_CPU = [("8x 2k shared + 128 own", _shared(8, 2 * K, 128), True)]
+SHARED_CPU = [("8x 2k shared + 128 own", uniform(8, 2 * K + 128, shared=2 * K), True)]
 SHARED_CUDA = [
-    ("32x 4k shared + 256 own", _shared(32, 4 * K, 256)),
-    ("8x 32k shared + 1k own", _shared(8, 32 * K, K)),
-    ("128x 2k shared + 512 own", _shared(128, 2 * K, 512)),
-    ("32x 512 shared + 4k own", _shared(32, 512, 4 * K)),
+    ("32x 4k shared + 256 own", uniform(32, 4 * K + 256, shared=4 * K)),
+    ("8x 32k shared + 1k own", uniform(8, 33 * K, shared=32 * K)),
+    ("128x 2k shared + 512 own", uniform(128, 2 * K + 512, shared=2 * K)),
+    ("32x 512 shared + 4k own", uniform(32, 512 + 4 * K, shared=512)),
 ]
 SHARED_QUICK = ("32x 4k shared + 256 own",)
 

@@ -5,23 +5,20 @@ The sparse ones are over the blocks that an indexer chose, 2,048 tokens as DeepS
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-import pc
-
 from ..harness.conditions import version
-from ..harness.registry import OURS, Benchmark, Case, Provider, UnsupportedError
-from .attention import AttentionCall, attention_case
+from ..harness.registry import Provider, UnsupportedError
+from .attention import AttentionCall, uniform
 from .attention_peers import run_vllm_latent, vllm_version
+from .attention_providers import attention_benchmark, ours
 
 K, HEAD_DIM, VALUE_DIM, BLOCK = 1024, 576, 512, 64
 SCALE = 192**-0.5
-COLUMNS = ("sequences", "seq_lens", "q_lens", "heads", "head_dim", "block_size", "live_tokens", "dtype")
 
 
 def _gathered(call: AttentionCall) -> torch.Tensor:
@@ -29,14 +26,6 @@ def _gathered(call: AttentionCall) -> torch.Tensor:
     blocks = call.block_tables.long()
     blocks = blocks if call.query_blocks is None else blocks.gather(1, call.query_blocks[:, 0].long())
     return call.key_cache[blocks].flatten(1, 3)
-
-
-def _pc(op: str, call: AttentionCall) -> Callable[[], torch.Tensor]:
-    given = call.arguments(op)
-    if op == "latent_attention":
-        tensors = (given[name] for name in ("block_tables", "seq_lens", "query_start_loc"))
-        given["plan"] = pc.attention_plan(*tensors, BLOCK, num_kv_heads=max(1, call.query.shape[1] // 32))
-    return functools.partial(getattr(pc, op), **given)
 
 
 def _sdpa(call: AttentionCall) -> Callable[[], torch.Tensor]:
@@ -77,53 +66,42 @@ def _vllm(call: AttentionCall) -> Callable[[], torch.Tensor]:
     return run_vllm_latent(call.query, call.key_cache, call.block_tables, call.seq_lens, VALUE_DIM, SCALE)
 
 
-def _case(
-    name: str, device: str, quick: bool, batch: int, seq_len: int, q_len: int, heads: int, top_k: int = 0
-) -> Case:
-    """Return a case; with `top_k`, each query has a list of that many blocks."""
-    sizes = {"seq_lens": (seq_len,) * batch, "q_lens": (q_len,) * batch, "heads": (heads, 1), "head_dim": HEAD_DIM}
-    sizes |= {"block_size": BLOCK, "value_dim": VALUE_DIM, "scale": SCALE}
+def latent(batch: int, seq_len: int, heads: int, q_len: int = 1, top_k: int = 0) -> dict[str, Any]:
+    """Return the conditions of a case; with `top_k`, each query has a list of that many blocks."""
+    sizes = {"heads": (heads, 1), "head_dim": HEAD_DIM, "block_size": BLOCK, "value_dim": VALUE_DIM, "scale": SCALE}
     sizes |= {"kept": top_k * BLOCK / seq_len, "lists": True} if top_k else {}
-    made = attention_case(name, device, quick, **sizes)
-    return dataclasses.replace(made, conditions={name: text for name in COLUMNS if (text := made.conditions[name])})
+    return uniform(batch, seq_len, q_len, **sizes)
 
 
 CPU = [
-    ("decode 1x4k, 16 heads", True, 1, 4 * K, 1, 16),
-    ("decode 8x1k, 16 heads", True, 8, K, 1, 16),
-    ("decode 1x4k, 128 heads", False, 1, 4 * K, 1, 128),
-    ("4 queries over 4k, 16 heads", False, 1, 4 * K, 4, 16),
+    ("decode 1x4k, 16 heads", latent(1, 4 * K, 16), True),
+    ("decode 8x1k, 16 heads", latent(8, K, 16), True),
+    ("decode 1x4k, 128 heads", latent(1, 4 * K, 128), False),
+    ("4 queries over 4k, 16 heads", latent(1, 4 * K, 16, 4), False),
 ]
 CUDA = [
-    (f"decode {b}x{s // K}k, {heads} heads", (b, s) == (32, 4 * K), b, s, 1, heads)
+    (f"decode {b}x{s // K}k, {heads} heads", latent(b, s, heads))
     for heads in (16, 64, 128)
     for b, s in ((1, 4 * K), (1, 32 * K), (8, 32 * K), (32, 4 * K), (64, 8 * K), (128, 4 * K))
 ]
-CUDA += [(f"{q} queries over 32x4k, {heads} heads", False, 32, 4 * K, q, heads) for heads in (16, 128) for q in (2, 4)]
-SPARSE = [
-    (f"decode {b}x{s // K}k, 2k of it, {heads} heads", s == 32 * K, b, s, 1, heads, 32)
+CUDA += [(f"{q} queries over 32x4k, {heads} heads", latent(32, 4 * K, heads, q)) for heads in (16, 128) for q in (2, 4)]
+QUICK = [name for name, _ in CUDA if name.startswith("decode 32x4k")]
+
+SPARSE_CPU = [("decode 1x8k, 2k of it, 16 heads", latent(1, 8 * K, 16, top_k=32), True)]
+SPARSE_CUDA = [
+    (f"decode {b}x{s // K}k, 2k of it, {heads} heads", latent(b, s, heads, top_k=32))
     for heads in (16, 128)
     for b, s in ((1, 32 * K), (8, 32 * K), (32, 8 * K))
 ]
+SPARSE_QUICK = [name for name, _ in SPARSE_CUDA if "x32k" in name]
+
 SDPA = Provider("torch SDPA over gathered rows", _sdpa, lambda: torch.__version__)
+FLASHINFER = Provider("FlashInfer", _flashinfer, lambda: version("flashinfer-python"), "cuda")
+VLLM = Provider("vLLM Triton MLA", _vllm, vllm_version, "cuda")
 
 BENCHMARKS = (
-    Benchmark(
-        "latent_attention",
-        (*(_case(n, "cpu", *rest) for n, *rest in CPU), *(_case(n, "cuda", *rest) for n, *rest in CUDA)),
-        (
-            Provider(OURS, functools.partial(_pc, "latent_attention"), lambda: pc.__version__),
-            SDPA,
-            Provider("FlashInfer", _flashinfer, lambda: version("flashinfer-python"), "cuda"),
-            Provider("vLLM Triton MLA", _vllm, vllm_version, "cuda"),
-        ),
-    ),
-    Benchmark(
-        "sparse_latent_attention",
-        (
-            _case("decode 1x8k, 2k of it, 16 heads", "cpu", True, 1, 8 * K, 1, 16, 32),
-            *(_case(n, "cuda", *rest) for n, *rest in SPARSE),
-        ),
-        (Provider(OURS, functools.partial(_pc, "sparse_latent_attention"), lambda: pc.__version__), SDPA),
+    attention_benchmark("latent_attention", CPU, CUDA, QUICK, (ours("latent_attention"), SDPA, FLASHINFER, VLLM)),
+    attention_benchmark(
+        "sparse_latent_attention", SPARSE_CPU, SPARSE_CUDA, SPARSE_QUICK, (ours("sparse_latent_attention"), SDPA)
     ),
 )
