@@ -125,9 +125,6 @@ def attention_case(
     build_attention(args)(args)
 
 
-latent_case = functools.partial(attention_case, head_dim=576, heads=(16, 1), block_size=64, latent=True)
-
-
 def written(cache_dtype: torch.dtype | None, head_dim: int = 128) -> tuple[Any, ...]:
     """Return caches of keys and of values, and their scales if they have codes."""
     cache = torch.zeros(8, 16, 8, head_dim, dtype=cache_dtype or torch.bfloat16)
@@ -192,60 +189,54 @@ def merge_case() -> None:
     on_device("merge_attention", out, lse, out, lse)
 
 
-_E4M3 = torch.float8_e4m3fn
+_E4M3, _PREFILL = torch.float8_e4m3fn, 512
+_LATENT: dict[str, Any] = {"latent": True, "head_dim": 576, "block_size": 64, "heads": (16, 1)}
+# Arguments of `attention_case`, for decodes and for prefills.
+STEPS: dict[str, dict[str, Any]] = {
+    "bf16 d64 g8": {"head_dim": 64, "heads": (64, 8)},
+    "bf16 d128 g4": {},
+    "bf16 d128 g4 block64": {"block_size": 64},
+    "bf16 d256 g8": {"head_dim": 256, "heads": (8, 1)},
+    "bf16 d192 values 128 g1": {"head_dim": 192, "value_dim": 128, "heads": (16, 16)},
+    "bf16 d512 g8": {"head_dim": 512, "heads": (8, 1)},
+    "bf16 latent g16": _LATENT,
+    "bf16 latent g128": _LATENT | {"heads": (128, 1)},
+    "bf16 d128 g4 window": {"window": 128},
+    "bf16 d128 g4 softcap alibi sinks": {"options": True},
+    "bf16 d128 g4 table per head": {"head_tables": True},
+    "bf16 d128 g4 lists": {"top_k": 64},
+    "bf16 d128 g4 e4m3": {"cache_dtype": _E4M3},
+    "bf16 d128 g4 int8": {"cache_dtype": torch.int8},
+    "fp32 d128 g4": {"dtype": torch.float32},
+    "fp32 d256 g4": {"dtype": torch.float32, "head_dim": 256},
+}
+# Arguments of `attention_case` for one kind of step.
+ATTENTION: dict[str, dict[str, Any]] = {
+    **{f"decode {name}": given for name, given in STEPS.items()},
+    **{f"prefill {name}": {**given, "q_len": _PREFILL} for name, given in STEPS.items()},
+    "decode bf16 d128 g4 block1": {"block_size": 1},
+    "decode bf16 d128 g1": {"heads": (32, 32)},
+    "decode bf16 d80 g1": {"head_dim": 80, "heads": (32, 32)},
+    "decode bf16 d128 g4 unaligned": {"offset": 1},
+    "decode bf16 latent g16 block16": _LATENT | {"block_size": 16},
+    "decode bf16 latent g16 e4m3": _LATENT | {"cache_dtype": _E4M3},
+    "decode bf16 latent g128 e4m3": _LATENT | {"heads": (128, 1), "cache_dtype": _E4M3},
+    "decode fp16 d128 g4 e4m3": {"dtype": torch.float16, "cache_dtype": _E4M3},
+    "decode bf16 d128 g16 lists block64": {"heads": (64, 4), "block_size": 64, "top_k": 16},
+    "verify bf16 d128 g4 q8": {"q_len": 8},
+    "verify bf16 d128 g4 tree of 6": {"q_len": 6, "tree": True, "positions": True},
+    "verify bf16 d128 g4 tree of 64": {"q_len": 64, "tree": True, "positions": True},
+    "verify bf16 d128 g4 lists tree of 6": {"q_len": 6, "tree": True, "positions": True, "top_k": 64},
+    "prefill bf16 d128 g4 block528": {"q_len": _PREFILL, "block_size": 528},
+    "prefill bf16 d96 g1": {"q_len": _PREFILL, "head_dim": 96, "heads": (32, 32)},
+    "prefill bf16 d128 g4 e4m3 lists": {"q_len": _PREFILL, "cache_dtype": _E4M3, "top_k": 64},
+    "prefill bf16 d256 g8 lists": {"q_len": _PREFILL, "head_dim": 256, "heads": (8, 1), "top_k": 64},
+    "prefill bf16 d128 g4 positions": {"q_len": _PREFILL, "positions": True},
+    "prefill bf16 d128 g4 positions window": {"q_len": _PREFILL, "positions": True, "window": 128},
+    "prefill bf16 d128 g4 invariant": {"q_len": _PREFILL, "batch_invariant": True},
+}
 CASES: dict[str, Callable[[], None]] = {
-    "decode bf16 d64 g8": lambda: attention_case(head_dim=64, heads=(64, 8)),
-    "decode bf16 d128 g4": attention_case,
-    "decode bf16 d128 g4 block64": lambda: attention_case(block_size=64),
-    "decode bf16 d128 g4 block1": lambda: attention_case(block_size=1),
-    "decode bf16 d128 g1": lambda: attention_case(heads=(32, 32)),
-    "decode bf16 d80 g1": lambda: attention_case(head_dim=80, heads=(32, 32)),
-    "decode bf16 d256 g8": lambda: attention_case(head_dim=256, heads=(8, 1)),
-    "decode bf16 d128 g4 unaligned": lambda: attention_case(offset=1),
-    "decode bf16 d192 values 128 g1": lambda: attention_case(head_dim=192, value_dim=128, heads=(16, 16)),
-    "decode bf16 d512 g8": lambda: attention_case(head_dim=512, heads=(8, 1)),
-    "decode bf16 latent g16": latent_case,
-    "decode bf16 latent g16 block16": lambda: latent_case(block_size=16),
-    "decode bf16 latent g16 e4m3": lambda: latent_case(cache_dtype=_E4M3),
-    "decode bf16 latent g128": lambda: latent_case(heads=(128, 1)),
-    "decode bf16 latent g128 e4m3": lambda: latent_case(heads=(128, 1), cache_dtype=_E4M3),
-    "decode bf16 d128 g4 window": lambda: attention_case(window=128),
-    "decode bf16 d128 g4 softcap alibi sinks": lambda: attention_case(options=True),
-    "decode fp32 d128 g4": lambda: attention_case(dtype=torch.float32),
-    "decode fp32 d256 g4": lambda: attention_case(dtype=torch.float32, head_dim=256),
-    "decode fp16 d128 g4 e4m3": lambda: attention_case(dtype=torch.float16, cache_dtype=_E4M3),
-    "decode bf16 d128 g4 e4m3": lambda: attention_case(cache_dtype=_E4M3),
-    "decode bf16 d128 g4 int8": lambda: attention_case(cache_dtype=torch.int8),
-    "decode bf16 d128 g4 table per head": lambda: attention_case(head_tables=True),
-    "verify bf16 d128 g4 q8": lambda: attention_case(q_len=8),
-    "verify bf16 d128 g4 tree of 6": lambda: attention_case(q_len=6, tree=True, positions=True),
-    "verify bf16 d128 g4 tree of 64": lambda: attention_case(q_len=64, tree=True, positions=True),
-    "decode bf16 d128 g4 lists": lambda: attention_case(top_k=64),
-    "verify bf16 d128 g4 lists tree of 6": lambda: attention_case(q_len=6, tree=True, positions=True, top_k=64),
-    "decode bf16 d128 g16 lists block64": lambda: attention_case(heads=(64, 4), block_size=64, top_k=16),
-    "prefill bf16 d128 g4 lists": lambda: attention_case(q_len=512, top_k=64),
-    "prefill bf16 d128 g4 e4m3 lists": lambda: attention_case(q_len=512, cache_dtype=_E4M3, top_k=64),
-    "prefill bf16 d256 g8 lists": lambda: attention_case(q_len=512, head_dim=256, heads=(8, 1), top_k=64),
-    "prefill bf16 d64 g8": lambda: attention_case(head_dim=64, heads=(64, 8), q_len=512),
-    "prefill bf16 d128 g4": lambda: attention_case(q_len=512),
-    "prefill bf16 d128 g4 block64": lambda: attention_case(q_len=512, block_size=64),
-    "prefill bf16 d128 g4 block528": lambda: attention_case(q_len=512, block_size=528),
-    "prefill bf16 d96 g1": lambda: attention_case(head_dim=96, heads=(32, 32), q_len=512),
-    "prefill bf16 d256 g8": lambda: attention_case(head_dim=256, heads=(8, 1), q_len=512),
-    "prefill bf16 d192 values 128 g1": lambda: attention_case(head_dim=192, value_dim=128, heads=(16, 16), q_len=512),
-    "prefill bf16 d512 g8": lambda: attention_case(head_dim=512, heads=(8, 1), q_len=512),
-    "prefill bf16 latent g16": lambda: latent_case(q_len=512),
-    "prefill bf16 latent g128": lambda: latent_case(heads=(128, 1), q_len=512),
-    "prefill bf16 d128 g4 window": lambda: attention_case(q_len=512, window=128),
-    "prefill bf16 d128 g4 softcap alibi sinks": lambda: attention_case(q_len=512, options=True),
-    "prefill bf16 d128 g4 table per head": lambda: attention_case(q_len=512, head_tables=True),
-    "prefill bf16 d128 g4 positions": lambda: attention_case(q_len=512, positions=True),
-    "prefill bf16 d128 g4 positions window": lambda: attention_case(q_len=512, positions=True, window=128),
-    "prefill bf16 d128 g4 invariant": lambda: attention_case(q_len=512, batch_invariant=True),
-    "prefill bf16 d128 g4 e4m3": lambda: attention_case(q_len=512, cache_dtype=_E4M3),
-    "prefill bf16 d128 g4 int8": lambda: attention_case(q_len=512, cache_dtype=torch.int8),
-    "prefill fp32 d128 g4": lambda: attention_case(dtype=torch.float32, q_len=512),
-    "prefill fp32 d256 g4": lambda: attention_case(dtype=torch.float32, head_dim=256, q_len=512),
+    **{name: functools.partial(attention_case, **given) for name, given in ATTENTION.items()},
     "write bf16 d128": write_case,
     "write bf16 d80": lambda: write_case(head_dim=80),
     "write bf16 d128 e4m3": lambda: write_case(_E4M3),
@@ -308,8 +299,8 @@ def _nvidia(compiled: Any, target: str, entry: Launch) -> dict[str, Any]:
                 found["per_kilobyte"] = round(work, 1)
     ptx = compiled.asm["ptx"]
     names = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}
-    loads = [int(n) for n in re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x([0-9a-f]+)", ptx)]
-    loads = [int(str(n), 16) for n in loads]
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x([0-9a-f]+)", ptx)
+    loads = [int(count, 16) for count in copies]
     widths = re.findall(r"ld\.global(?:\.\w+::\w+)*(?:\.L\d::\w+)*(?:\.v(\d))?\.[bfu](\d+)", ptx)
     loads += [int(vector or 1) * int(bits) // 8 for vector, bits in widths]
     return found | {
