@@ -129,12 +129,14 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
 """For each feature and object, attributes of objects that the engine makes."""
 
 _CORE = "sglang.srt.mem_cache.unified_cache.unified_tree_core:UnifiedTreeCore"
+_CACHE = "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache"
 BODIES: dict[str, dict[str, dict[str, str]]] = {
     "eviction": {
         f"{_CORE}.evict_device_start": {"0.5.23": "ddc56a68e641"},
         f"{_CORE}.evict_device_next_node": {"0.5.23": "74dd21d3d1e5"},
         f"{_CORE}.evict_device_end": {"0.5.23": "15f24b5a97a2"},
-        "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache._evict": {"0.5.23": "958a84f8997c"},
+        f"{_CACHE}._evict": {"0.5.23": "958a84f8997c"},
+        f"{_CACHE}._evict_components": {"0.5.23": "b10af967a54b"},
     },
 }
 """For each feature, the replaced methods and their callers, with the digests of their bodies by release."""

@@ -63,7 +63,8 @@ class PolicyTreeCore(UnifiedTreeCore):
         self._node_of = np.full(self._num_pages, -1)  # node id of each page
         self._unlocked: dict[int, Any] = {}  # nodes without a lock that the policy does not know as released
         self._unreported: list[Any] = []  # nodes that requests locked, not yet reported to the policy
-        self._leaves: list[Any] = []
+        self._leaves: list[Any] = []  # chosen leaves, deepest last
+        self._most = 0  # the number of tokens after which the current eviction ends
         self.root_node.pc_pages = np.zeros(0, np.int32)
         self.root_node.pc_waits = False  # whether the policy may evict the node: the last request has released it
 
@@ -166,8 +167,8 @@ class PolicyTreeCore(UnifiedTreeCore):
         return path[::-1]
 
     def evict_device_start(self, component_type: Any, request_cnt: int) -> None:
-        """Prepare an eviction of `asked` tokens. `request_cnt`, the number of all evictable tokens, is ignored."""
-        self._leaves = []
+        """Prepare an eviction of `asked` tokens. It ends by itself after `request_cnt`, which may be more."""
+        self._leaves, self._most = [], request_cnt
         for node in self._unreported:
             self._report_path(self._path(node))
         self._unreported = []
@@ -175,8 +176,10 @@ class PolicyTreeCore(UnifiedTreeCore):
             self._release([node])
 
     def evict_device_next_node(self, component_type: Any, tracker: dict[Any, int]) -> Any:
-        """Return the next leaf to evict, or None if there is none."""
+        """Return the next leaf to evict, or None if there is none or enough tokens have been evicted."""
         result = EvictDeviceNextNodeResult()
+        if tracker[ComponentType.FULL] >= self._most:
+            return result
         while not self._leaves and self.pages.num_waiting:
             left = max(self.asked - tracker[ComponentType.FULL], 1)
             self._choose(-(-left // self.page_size))

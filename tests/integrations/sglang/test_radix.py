@@ -61,6 +61,23 @@ def test_everything_can_be_evicted_and_the_tree_begins_anew():
         traffic.check()
 
 
+@pytest.mark.parametrize("policy", ["pc_lru", "pc_default"])
+def test_no_more_pages_are_evicted_than_were_asked_for(policy):
+    """`evict` names no room that the allocator needs, so only the number of tokens ends it."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    traffic = Traffic(policy, "pc", POOL, 0)
+    for blocks in conversations(0, 30).requests:
+        traffic.step(blocks.tolist())
+    while traffic.running:
+        traffic.end(traffic.running[0])
+    page, before = sglang_radix.PAGE, traffic.cache.full_evictable_size()
+    for asked, pages in ((1, 1), (page, 1), (page + 1, 2), (5 * page, 5)):
+        assert traffic.cache.evict(EvictParams(num_tokens=asked)).num_tokens_evicted == pages * page
+        traffic.check()
+    assert traffic.cache.full_evictable_size() == before - 9 * page
+
+
 @pytest.mark.parametrize("policy", ["lru", "default", "priority"])
 def test_hits_are_those_of_a_replay(policy):
     """With single requests, hits are those of a replay, except for SGLang's last tokens, which have their own pages."""
