@@ -116,7 +116,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
             "token_to_kv_pool device model_config is_draft_worker page_size req_to_token_pool use_mla_backend "
             "kv_cache_dtype"
         ),
-        "runner.model_config": "context_len is_encoder_decoder head_dim get_num_kv_heads",
+        "runner.model_config": "context_len is_encoder_decoder is_multimodal head_dim get_num_kv_heads",
         "runner.req_to_token_pool": "req_to_token",
     },
     "eviction": {

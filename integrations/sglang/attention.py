@@ -32,9 +32,9 @@ class PagedAttnBackend(AttentionBackend):
     Sliding windows may be in SGLang's pool for windows or in the common pool. Caches may be float8 e4m3 with the
     layers' scales. Decode and verification may run in graphs.
 
-    It refuses these by name: MLA, encoders and cross attention, bidirectional spans, ALiBi (SGLang passes no slopes),
-    local attention in chunks. It also refuses diffusion models, context parallelism, translated pools and other cache
-    dtypes.
+    It refuses these by name: MLA, encoders and cross attention, bidirectional spans, images whose tokens attend to each
+    other, ALiBi (SGLang passes no slopes), local attention in chunks. It also refuses diffusion models, context
+    parallelism, translated pools and other cache dtypes.
     """
 
     needs_cpu_seq_lens = False  # lengths on the host are used if present, but never copied from the device
@@ -52,7 +52,7 @@ class PagedAttnBackend(AttentionBackend):
         reasons = _refusals(runner) + sorted({reason for layer in layers for reason in _layer_refusals(layer)})
         if reasons:
             raise ValueError(f"pc's attention backend does not support: {'; '.join(reasons)}")
-        self._layers: dict[int, tuple[Kind, dict[str, torch.Tensor]]] = {}  # kinds, and scales of float8 caches
+        self._layers: dict[Any, tuple[Kind, dict[str, torch.Tensor]]] = {}  # kinds, and scales of float8 caches
         kinds = {self._kind(layer) for layer in layers} or {(False, 0)}
         num_kv_heads = max(runner.model_config.get_num_kv_heads(get_parallel().attn_tp_size), 1)
         self.builder = StepBuilder(runner, kinds, num_kv_heads, self.batch_invariant)
@@ -209,7 +209,7 @@ class PagedAttnBackend(AttentionBackend):
         Raises:
             NotImplementedError: The layer is not supported. It is checked at its first call.
         """
-        found = self._layers.get(layer.layer_id)
+        found = self._layers.get(layer)  # several layers may read the keys of one layer_id
         if found is None:
             reasons = _layer_refusals(layer)
             if reasons:
@@ -221,7 +221,7 @@ class PagedAttnBackend(AttentionBackend):
                     given = getattr(layer, name)
                     given = torch.ones(1) if given is None else torch.as_tensor(given, dtype=torch.float32).reshape(-1)
                     scales[name] = given.to(keys.device)
-            found = self._layers[layer.layer_id] = self._kind(layer), scales
+            found = self._layers[layer] = self._kind(layer), scales
         return found
 
     def _draft_masks(self, spec_info: Any, query_len: int, seq_lens: torch.Tensor) -> torch.Tensor:
@@ -271,6 +271,8 @@ def _refusals(runner: Any) -> list[str]:
         reasons.append("multi-head latent attention")
     if config.is_encoder_decoder:
         reasons.append("encoder-decoder models")
+    if config.is_multimodal and hasattr(getattr(runner, "model", None), "prepare_attn_masks"):
+        reasons.append("images whose tokens attend to each other (start the engine without --enable-multimodal)")
     if not 1 <= config.head_dim <= MAX_HEAD_DIM:
         reasons.append(f"head_dim {config.head_dim} (1 to {MAX_HEAD_DIM})")
     if runner.kv_cache_dtype not in CACHE_DTYPES:

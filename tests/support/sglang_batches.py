@@ -73,6 +73,7 @@ class Scene:
             context_len=CONTEXT,
             head_dim=DIM,
             is_encoder_decoder=False,
+            is_multimodal=False,
             attention_chunk_size=None,
             get_num_kv_heads=lambda tp: KV_HEADS,
         )

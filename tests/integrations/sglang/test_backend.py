@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("sglang", reason="sglang is not installed: make sglang")
 
-from sglang_batches import HEADS, Scene
+from sglang_batches import DIM, HEADS, Scene
 
 from pc.integrations.sglang.attention import PagedAttnBackend
 
@@ -275,6 +275,30 @@ def test_masks_that_come_after_the_step_was_prepared(one_rank):
 def test_engines_that_are_refused(one_rank, changes, message):
     with pytest.raises(ValueError, match=f"pc's attention backend does not support: .*{message}"):
         PagedAttnBackend(Scene().runner(**changes))
+
+
+def test_images_whose_tokens_attend_to_each_other_are_refused(one_rank):
+    """Gemma-3 sets such masks for SGLang's Triton backend alone; others would attend causally without a word."""
+    scene = Scene()
+    model = torch.nn.ModuleList(scene.layers)
+    model.prepare_attn_masks = None
+    PagedAttnBackend(scene.runner(model=model))  # SGLang serves Gemma-3 without images by default
+    with pytest.raises(ValueError, match=r"images whose tokens attend to each other .*--enable-multimodal"):
+        PagedAttnBackend(scene.runner(model=model, is_multimodal=True))
+
+
+def test_layers_that_share_keys_have_their_own_windows(one_rank):
+    """A layer may read the keys that another layer wrote, under that layer's number."""
+    scene = Scene()
+    backend = PagedAttnBackend(scene.runner())
+    batch = scene.batch("EXTEND", {1: 37})
+    backend.init_forward_metadata(batch)
+    run(scene, backend, batch)
+    reader = Scene(windows=(8,)).layers[0]
+    query = torch.randn(37, HEADS * DIM)
+    out = backend.forward(query, None, None, reader, batch, save_kv_cache=False)
+    scene.windows = (8,)
+    torch.testing.assert_close(out.double(), scene.expected(0, query), **TOLERANCE)
 
 
 def test_context_parallelism_is_refused(one_rank):
