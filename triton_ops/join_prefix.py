@@ -178,7 +178,8 @@ def join_prefix(
         block_tables: `[num_seqs, max_blocks]` int32 or int64. -1 marks an absent block, whose rows are zeros.
             Entries after a sequence's last block are not read.
         seq_lens: `[num_seqs]` int32 or int64, the tokens of each sequence including its new ones.
-        new: `[num_tokens, *features]`, the new rows of all sequences, with the cache's dtype.
+        new: `[num_tokens, *features]`, the new rows of all sequences, with the cache's dtype. A kernel may read pinned
+            memory after this call, so keep it until the current stream has passed the call.
         query_start_loc: `[num_seqs + 1]` int32 or int64, the first row of each sequence in `new`.
         num_rows: The rows of the result, at least the sum of seq_lens. Rows beyond the sum are zeros.
         new_positions: `[num_tokens]` int32 or int64, the position of each new row in its sequence, ascending within it,

@@ -23,6 +23,7 @@ def scatter_blocks(source: torch.Tensor, cache: torch.Tensor, block_ids: torch.T
 
     Args:
         source: `[n, block_size, *features]`, with the cache's dtype and any strides, on a device or in host memory.
+            A kernel may read pinned memory after this call, so keep it until the current stream has passed the call.
         cache: `[num_blocks, block_size, *features]`, any dtype and strides, on a device or in host memory. It is
             written to. If the index is on a device, host memory must be pinned.
         block_ids: `[n]` int32 or int64. -1 writes nothing.

@@ -24,6 +24,7 @@ def scatter_slots(source: torch.Tensor, cache: torch.Tensor, slot_mapping: torch
 
     Args:
         source: `[num_tokens, *features]`, with the cache's dtype and any strides, on a device or in host memory.
+            A kernel may read pinned memory after this call, so keep it until the current stream has passed the call.
         slot_mapping: `[num_tokens]` int64 or int32, block number * block_size + offset. -1 writes nothing.
 
     Examples:

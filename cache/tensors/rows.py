@@ -76,7 +76,7 @@ class RowStore:
         self.valid = valid
         self._device = device
         self._swapped: dict[int, tuple[Named, dict[str, Mask]]] = {}
-        self._written: torch.cuda.Event | None = None
+        self._pending: dict[torch.cuda.Stream, torch.cuda.Event] = {}  # accesses of devices to rows in host memory
 
     def require(self, names: Iterable[str]) -> None:
         """Raise KeyError for a name that is not cached."""
@@ -114,7 +114,7 @@ class RowStore:
         self.valid.mark(new, [slots.kept] if slots.runs is None else [slice(*span) for span in slots.spans])
 
     def on_host(self, new: Named) -> bool:
-        """Return whether plain copies can move all these rows. Wait for a device's pending writes to host memory."""
+        """Return whether plain copies can move all these rows. Wait for devices that access rows in host memory."""
         for name, tensor in new.items():
             if self.entries[name].flat is None or not tensor.is_cpu:
                 return False
@@ -128,9 +128,13 @@ class RowStore:
             if device.type == "cpu":
                 self._wait()
             scatter_slots_list(list(some.values()), [self.entries[name].rows for name in some], index)
-            if device.type == "cuda" and self._device.type == "cpu":
-                self._written = torch.cuda.Event()
-                self._written.record(torch.cuda.current_stream(device))
+            self._accessed_on(device)
+
+    def _accessed_on(self, device: torch.device) -> None:
+        """Let later accesses of the host wait for what a device was just told to do with rows in host memory."""
+        if device.type == "cuda" and self._device.type == "cpu":
+            stream = torch.cuda.current_stream(device)
+            self._pending[stream] = stream.record_event()
 
     def read(self, slots: StepSlots, names: Sequence[str]) -> Named:
         """Read rows; see `TensorCache.read`."""
@@ -151,7 +155,9 @@ class RowStore:
         self._wait()
         if not names:
             return []
-        return gather_slots_list([self.entries[name].rows for name in names], torch.from_numpy(slots), device)
+        rows = gather_slots_list([self.entries[name].rows for name in names], torch.from_numpy(slots), device)
+        self._accessed_on(rows[0].device)
+        return rows
 
     def by_copies(self, names: Sequence[str], ranges: Sequence[Range], new: Named) -> list[torch.Tensor] | None:
         """Join the cached rows and the new rows of some requests by copies in host memory.
@@ -181,7 +187,7 @@ class RowStore:
     ) -> list[torch.Tensor]:
         """Return the rows of whole requests: cached rows, and new rows at their positions or else at the ends."""
         self._wait()
-        return join_prefix_list(
+        joined = join_prefix_list(
             [self.entries[name].rows for name in new],
             torch.from_numpy(pad_tables(tables)),
             torch.tensor(lengths),
@@ -190,6 +196,8 @@ class RowStore:
             sum(lengths),
             None if positions is None else torch.from_numpy(np.require(positions, np.int64, ["C", "W"])),
         )
+        self._accessed_on(joined[0].device)
+        return joined
 
     def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy the rows of blocks to other blocks: (source, target) pairs, one after another."""
@@ -221,10 +229,9 @@ class RowStore:
             self.valid.loaded(block, bits)
 
     def _wait(self) -> None:
-        """Wait for a device's pending writes to host memory."""
-        if self._written is not None:
-            self._written.synchronize()
-            self._written = None
+        """Wait for the pending accesses of devices to rows in host memory."""
+        while self._pending:
+            self._pending.popitem()[1].synchronize()
 
 
 def pad_tables(tables: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]:

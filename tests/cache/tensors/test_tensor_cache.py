@@ -548,6 +548,28 @@ def test_a_step_that_fails_while_it_writes_leaves_no_rows(monkeypatch):
     assert tensors.stored("h").ravel()[:4].tolist() == [True, False, True, False]
 
 
+def test_host_rows_are_read_after_every_stream_that_accessed_them(monkeypatch):
+    passed, streams = [], []
+
+    class Stream:  # records events like a stream of a device, which this test needs not
+        def record_event(self):
+            number = len(streams)
+            return type("Event", (), {"synchronize": lambda event: passed.append(number)})()
+
+    tensors = pc.TensorCache(None, 16, BLOCK)
+    tensors.store(pc.Step({"h": torch.ones(8, 2)}, np.arange(8)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[-1])
+    one, other = Stream(), Stream()
+    for stream in (one, other, one):
+        streams.append(stream)
+        tensors._store._accessed_on(torch.device("cuda"))
+    assert not passed
+    tensors.load([0, 1], num_tokens=8)
+    assert sorted(passed) == [2, 3]  # the last access on each stream
+    tensors.load([0, 1], num_tokens=8)
+    assert len(passed) == 2
+
+
 @pytest.mark.gpu
 def test_pinned_rows_are_written_and_read_by_a_device():
     manager = pc.CacheManager(64, 16)
