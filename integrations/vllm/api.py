@@ -203,7 +203,7 @@ NAMES: dict[str, dict[str, str]] = {
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "execute_model(scheduler_output ...) input_batch",
         "vllm.v1.worker.gpu_worker:Worker": "initialize_from_config(kv_cache_config) compile_or_warm_up_model shutdown",
         "vllm.v1.core.sched.output": (
-            "NewRequestData(req_id prompt_token_ids sampling_params block_ids num_computed_tokens ...) "
+            "NewRequestData(req_id prompt_token_ids prompt_embeds sampling_params block_ids num_computed_tokens ...) "
             "NewRequestData.prompt_len CachedRequestData(req_ids resumed_req_ids new_block_ids num_computed_tokens "
             "...) SchedulerOutput(scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens finished_req_ids "
             "kv_cache_block_copies ...)"

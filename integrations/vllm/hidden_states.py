@@ -42,7 +42,7 @@ class FollowedPrompt:
     """The prompt of a request, and the results that the request asks for.
 
     Attributes:
-        tokens: The tokens of the prompt, int64. Without tokens for embeddings, and if nothing is asked.
+        tokens: The tokens of the prompt, int64. Without tokens if some are given as embeddings or if nothing is asked.
         length: The number of its positions.
         asked: Whether the request asks for hidden states.
         asked_logprobs: Whether the request asks for log-probabilities.
@@ -165,18 +165,21 @@ class PromptHiddenStates:
             # A session's next turn comes as a new request with a longer prompt, a resumed request with the same one.
             if each.data is not None and (followed is None or followed.length != each.data.prompt_len):
                 extra = extra_args(each.data)
-                asked = bool(extra.get(self._asked_for)), self._gives_logprobs(extra.get(ASKED_LOGPROBS))
-                tokens = torch.tensor((any(asked) and each.data.prompt_token_ids) or (), dtype=torch.int64)
+                has_tokens = each.data.prompt_embeds is None
+                asked_logprobs = self._gives_logprobs(extra.get(ASKED_LOGPROBS), has_tokens)
+                asked = bool(extra.get(self._asked_for)), asked_logprobs
+                ids = each.data.prompt_token_ids if any(asked) and has_tokens else ()
+                tokens = torch.tensor(ids, dtype=torch.int64)
                 self._followed[each.request_id] = FollowedPrompt(tokens, each.data.prompt_len, *asked)
         for copy in output.kv_cache_block_copies or ():
             self.rows.copy([(copy.src_block_id, copy.dst_block_id)])
         return positions
 
-    def _gives_logprobs(self, wanted: Any) -> bool:
+    def _gives_logprobs(self, wanted: Any, has_tokens: bool) -> bool:
         """Return whether to write log-probabilities for a request. Log once why they cannot be computed."""
         if not wanted or self.folder is None:
             return False
-        if reason := why_no_logprobs(self.runner):
+        if reason := why_no_logprobs(self.runner) or ("" if has_tokens else "prompts of embeddings"):
             logger.warning_once("%s: not written under %s", ASKED_LOGPROBS, reason)
         return not reason
 
@@ -236,10 +239,10 @@ class PromptHiddenStates:
     def prompt_logprobs(self) -> dict[str, torch.Tensor | None]:
         """Return the log-probabilities `[num_tokens - 1]` of the prompts that `take` would return; keep their rows.
 
-        They begin with the second token of a prompt.
+        They begin with the second token of a prompt. They are None for a prompt of embeddings.
         """
         return {
-            request: None if each.rows is None else self._logprobs(each.tokens, each.rows["hidden_states"])
+            request: self._logprobs(each.tokens, each.rows["hidden_states"]) if each.rows and len(each.tokens) else None
             for request, each in self.waiting.items()
         }
 
@@ -419,7 +422,7 @@ def take_prompt_logprobs(llm: Any) -> dict[str, torch.Tensor | None]:
     """Return the log-probabilities of the prompts' tokens, prefix hits included. Call before `take_hidden_states`.
 
     Returns:
-        By request id `[num_prompt_tokens - 1]`, float32; None as in `take_hidden_states`.
+        By request id `[num_prompt_tokens - 1]`, float32; None as in `take_hidden_states`, and for embeddings.
     """
     return _gather(llm, "pc_prompt_logprobs")
 

@@ -269,22 +269,23 @@ class Compression:
         """If no request can run because some wait for blocks, preempt one after another until one can be compressed.
 
         The youngest is preempted first; with priority scheduling, the youngest of the lowest priority. If the last
-        request cannot be compressed either, it stays exact. A request that does not wait may be about to end, so it has
-        one more step.
+        request cannot be compressed either, it stays exact, or waits if its answer has begun after a compressed prompt.
+        A request that does not wait may be about to end, so it has one more step.
         """
         running, waiting, self._stalled = self.scheduler.running, self._stalled, []
         if not self._stuck_steps or (self._stuck_steps == 1 and any(each not in waiting for each in running)):
             return
-        while len(running) > 1:
-            is_ranked = self.scheduler.policy == SchedulingPolicy.PRIORITY
-            victim = max(running, key=lambda each: (each.priority, each.arrival_time)) if is_ranked else running[-1]
-            running.remove(victim)
-            preempt(self.scheduler, victim)
-            if any(each in waiting and self._compress(each, self.plans[each.request_id]) for each in running):
-                return
-        for each in running:
-            if each in waiting:
-                self.plans[each.request_id].stay_exact()
+        while not any(each in waiting and self._compress(each, self.plans[each.request_id]) for each in running):
+            if len(running) > 1:
+                is_ranked = self.scheduler.policy == SchedulingPolicy.PRIORITY
+                victim = max(running, key=lambda each: (each.priority, each.arrival_time)) if is_ranked else running[-1]
+                running.remove(victim)
+                preempt(self.scheduler, victim)
+                continue
+            for each in running:
+                if each in waiting and self.plans[each.request_id].is_compressed is None:
+                    self.plans[each.request_id].stay_exact()
+            return
 
     def finish_step(self, output: Any) -> None:
         """Add to a step's output the prompts that workers pack before its forward pass, and the queries that they save.

@@ -213,7 +213,9 @@ class Jumps:
         table, name = self._manager.req_to_blocks[request.request_id], request.request_id
         assert len(table) == begin <= next(iter(pins))
         taken: list[Any] = []
-        for number in range(begin, self._num_reachable(request)):
+        pieces = self.pieces.get(name)  # a jump past the beginning of a piece would leave it behind
+        end = pieces[0].begin // self._size if pieces else self._num_reachable(request)
+        for number in range(begin, end):
             block = pins.pop(number, None)
             if block is None:  # another request may have filled it since
                 block = self._cached(request, number)

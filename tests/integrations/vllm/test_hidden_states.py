@@ -197,6 +197,33 @@ def test_log_probabilities_in_a_folder(tmp_path, monkeypatch, warnings):
     ]
 
 
+@pytest.mark.parametrize("mixed", [False, True], ids=["", "mixed"])
+def test_embeddings_have_no_log_probabilities(tmp_path, warnings, mixed):
+    """Not even where vLLM has made-up tokens in their places. A file has its other contents, and the log says why."""
+    steps, prompt = Steps(64, 0, False, 0), list(range(40))
+    kept = PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ROWS)
+    execute = steps.runner.execute_model
+
+    def as_embeddings(output):
+        for new in output.scheduled_new_reqs:
+            new.prompt_token_ids, new.prompt_embeds = prompt if mixed else None, torch.zeros(len(prompt), 2)
+        return execute(output)
+
+    steps.runner.execute_model = as_embeddings
+    steps.run("waits-a", prompt, 1, {ROWS: True})
+    assert kept.prompt_logprobs() == {"waits-a": None}
+    assert torch.equal(kept.take()["waits-a"]["hidden_states"], rows_of(prompt))
+    kept.folder = RowsFolder(tmp_path)
+    steps.run("both-a", prompt, 1, {ROWS: True, ASKED_LOGPROBS: 1})
+    steps.run("alone-a", prompt, 1, {ASKED_LOGPROBS: 1})
+    kept.folder.close()
+    assert [path.name for path in tmp_path.iterdir()] == [file_name("both")]
+    with safe_open(tmp_path / file_name("both"), "pt") as file:
+        assert sorted(file.keys()) == ["hidden_states", "token_ids"]
+        assert len(file.get_tensor("token_ids")) == 0
+    assert [line.partition(":")[2] for line in warnings] == [" not written under prompts of embeddings"]
+
+
 def test_prompts_without_rows_are_bounded_too():
     steps = Steps(64, 0, False, 0)
     kept = PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ROWS, waiting_bytes=50_000)

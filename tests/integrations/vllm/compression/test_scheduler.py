@@ -180,6 +180,23 @@ def test_preempted_requests_are_compressed_again():
     assert (counts["compressed_requests"], counts["recompressed_requests"]) == (2, 1)
 
 
+@pytest.mark.parametrize("count", range(1, 12))
+def test_a_compressed_request_is_compressed_again_when_others_end(count):
+    """It waits for blocks of a request that is about to end, so it needs no exact prompt to continue."""
+    engine, tokens = CompressingEngine(1 + 10 + 6, asynchronous=True), prompt(10 * BLOCK)
+    engine.add("one", tokens, 20, pc_compress=0.8)
+    run_until_compressed(engine, "one")
+    for _ in range(5):
+        engine.step()
+    preempt(engine.scheduler, "one")
+    engine.add("exact", tokens, count)
+    engine.run()
+    assert engine.said == {
+        "one": following_compressed(tokens, 20, len(tokens), 8),
+        "exact": following(tokens, count),
+    }
+
+
 REFUSED = {
     "budgets below 32 tokens": (3 * BLOCK, {"pc_compress": 0.3}),
     "hidden states of each token": (10 * BLOCK, {"pc_compress": 0.5, "pc_hidden_states": True}),

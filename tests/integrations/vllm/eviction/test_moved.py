@@ -173,6 +173,24 @@ def test_exact_gaps_come_first():
     assert engine.computed["again"] < 3 * BLOCK + LEAD + 8
 
 
+@ENGINES
+def test_blocks_that_others_fill_in_front_of_moved_text(kind):
+    """A request that waits to copy text does not jump past the beginning of that text, although it is cached now."""
+    engine, tokens = ExactEngine(200, **kind, reuse="anywhere"), prompt(20 * BLOCK)
+    request = run(engine, "first", tokens)
+    run(engine, "copy", prompt(7, 1) + tokens[4 * BLOCK : 10 * BLOCK])
+    pool, gap = engine.scheduler.block_pool, range(4, 10)
+    pool.evict_blocks({pool.get_cached_block(request.block_hashes[n], [0])[0].block_id for n in gap})
+    same = tokens[: 7 * BLOCK] + prompt(BLOCK, 2)
+    engine.add("moved", tokens)
+    engine.add("same", same, pc_reuse="prefix")
+    engine.run()
+    assert engine.said["same"] == following(same, 4)
+    assert len(engine.said["moved"]) == 4
+    assert engine.moved["moved"] == [*range(4 * BLOCK + LEAD, 10 * BLOCK - 7)]
+    assert not pinned_by(engine.scheduler.jumps)
+
+
 def test_what_workers_cannot_move_is_reported(warnings):
     engine, text = ExactEngine(200, cannot_move="a reason"), prompt(300)
     assert not any("text that moved" in line for line in warnings)
