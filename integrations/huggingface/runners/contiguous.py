@@ -339,6 +339,7 @@ def _batch(loop: Loop, requests: PromptRequests) -> Batch:
         alone = loop.by_token and store.states is None and images is None
         refuse_if(not (alone and read_cached) or loop.generation_config.prefill_chunk_size, OWN_CACHE)
         refuse_if(not continues(loop.continued, store, loop), OWN_CACHE)
+        hidden = None  # a continued cache gives hidden states of the new tokens only
     plain = hidden is None and images is None and loop.adapters is None and loop.continued is None
     requests.anywhere = read_cached and plain
     return Batch(requests, loop, images, hidden, read_cached)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from generate_cases import (
     BY_NAME,
+    CACHE,
     HYBRIDS,
     LLAMA,
     assert_nothing_held,
     assert_same,
     both,
+    cache_of,
     cached,
     count_computed,
     first_quick,
     left_padded,
+    plain,
     prompt,
     remembering,
 )
@@ -70,6 +74,20 @@ def test_next_round_has_those_of_the_answer() -> None:
         assert shown(model, handle, input_ids=torch.cat([result.sequences, prompt(9, 1)], 1)) == 64
         handle.reset()
         assert shown(model, handle, input_ids=prompt(40)) == 0
+
+
+def test_a_continued_cache_gives_those_of_the_new_tokens() -> None:
+    model, shares = LLAMA.build(), {}
+    with enable_prefix_caching(model, num_blocks=64, fallback="raise") as handle:
+        for name, generate in (("own", partial(plain, model)), ("ours", model.generate)):
+            first = generate(input_ids=prompt(40), max_new_tokens=4, **SHOWN)
+            ids = torch.cat([first.sequences, prompt(9, 1)], 1)
+            shares[name] = generate(input_ids=ids, max_new_tokens=4, **SHOWN, **{CACHE: cache_of(first)})
+        assert torch.equal(shares["ours"].sequences, shares["own"].sequences)
+        assert shares["own"].hidden_states[0][0].shape[1] == 10  # the last token of the answer, and the question
+        for ours, own in zip(shares["ours"].hidden_states, shares["own"].hidden_states, strict=True):
+            torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-5)
+        assert shown(model, handle, input_ids=ids) == 32
 
 
 def test_they_go_with_their_blocks() -> None:
