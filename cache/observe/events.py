@@ -98,6 +98,8 @@ class EventPublisher:
             self.endpoint: str = self._publisher.getsockopt_string(zmq.LAST_ENDPOINT)
             if replay_endpoint is not None:
                 router = self._context.socket(zmq.ROUTER)
+                # Above its limit a socket drops messages silently, so each client's queue has room for two replays.
+                router.setsockopt(zmq.SNDHWM, min(2 * (buffer_batches + 1), (1 << 31) - 1))
                 router.bind(replay_endpoint)
                 self.replay_endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
                 self._replayer = threading.Thread(target=self._serve_replay, args=(router,), daemon=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 
 import pytest
 from cache_cases import run
@@ -93,6 +94,34 @@ def test_every_key_is_published(keys, published):
         assert stored["hash_seed"] == str(2**64)
     finally:
         publisher.close()
+
+
+def test_a_slow_client_gets_a_whole_replay():
+    """Sockets drop messages above their limit without a word, and the client would wait for the end forever."""
+    pytest.importorskip("msgpack")
+    zmq = pytest.importorskip("zmq")
+    from pc.cache.observe.events import EventPublisher
+
+    count, m, context = 6_000, pc.CacheManager(2, block_size=4), zmq.Context()
+    publisher = EventPublisher(m, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
+    try:
+        for _ in range(count):
+            publisher.stored(0, [bytes(64)], None, [0] * 500, None)
+            publisher.flush()
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(publisher.replay_endpoint)
+        for _ in range(2):  # the second request finds the first answer unread
+            dealer.send_multipart([b"", bytes(8)])
+        assert dealer.poll(10_000)
+        time.sleep(0.3)  # nothing is read meanwhile
+        for _ in range(2):
+            for number in range(count + 1):
+                assert dealer.poll(10_000), f"message {number} did not come"
+                sequence = int.from_bytes(dealer.recv_multipart()[2], "big", signed=True)
+                assert sequence == (number if number < count else -1)
+    finally:
+        publisher.close()
+        context.destroy(linger=0)
 
 
 def test_an_event_that_cannot_be_packed_does_not_stop_the_others():
