@@ -29,14 +29,10 @@ Requests = Iterator[tuple[list[int], int]]
 """For each request its blocks, named by whole prefixes, and the number of tokens it generates."""
 
 
-class Ids:
-    """Fresh names of blocks."""
-
-    def __init__(self) -> None:
-        self._next = count()
-
-    def take(self, number: float) -> list[int]:
-        return list(islice(self._next, max(1, int(number))))
+def new_ids() -> Callable[[float], list[int]]:
+    """Return a function that gives so many fresh names of blocks, at least one."""
+    numbers = count()
+    return lambda number: list(islice(numbers, max(1, int(number))))
 
 
 def near(mean: float) -> Draw:
@@ -69,8 +65,8 @@ def sessions(
         arrival: Mean time until the next conversation, by its number.
         output: Tokens of a turn, by whether it is the last.
     """
-    ids = Ids()
-    shared = [ids.take(4) for _ in range(prompts)]
+    take = new_ids()
+    shared = [take(4) for _ in range(prompts)]
     waiting: list[tuple[float, int, list[int], int]] = []
     now = 0.0
     for number in count():
@@ -78,24 +74,24 @@ def sessions(
         waiting.sort(key=lambda each: each[:2])
         while waiting and waiting[0][0] <= now:
             at, chat, chain, left = waiting.pop(0)
-            yield [*chain, *ids.take(1)], int(output(rng, left == 1))
+            yield [*chain, *take(1)], int(output(rng, left == 1))
             if left > 1:
-                entry = (at + gap(rng), chat, [*chain, *ids.take(grow(rng))], left - 1)
+                entry = (at + gap(rng), chat, [*chain, *take(grow(rng))], left - 1)
                 waiting.append(entry)
                 waiting.sort(key=lambda each: each[:2])
         root = shared[min(int(rng.zipf(1.5)), prompts) - 1] if prompts else []
-        waiting.append((now, number, [*root, *ids.take(first(rng))], max(1, int(turns(rng)))))
+        waiting.append((now, number, [*root, *take(first(rng))], max(1, int(turns(rng)))))
 
 
 def documents(rng: Rng, choose: Callable[[int], int], size: float = 12, question: float = 2) -> Requests:
     """Yield questions about documents; `choose` returns the document from the number of the request."""
-    ids = Ids()
+    take = new_ids()
     known: dict[int, list[int]] = {}
     for number in count():
         which = choose(number)
         if which not in known:
-            known[which] = ids.take(near(size)(rng))
-        yield [*known[which], *ids.take(question)], int(300 * rng.random())
+            known[which] = take(near(size)(rng))
+        yield [*known[which], *take(question)], int(300 * rng.random())
 
 
 def turns_of(mean: float) -> Draw:
@@ -104,12 +100,12 @@ def turns_of(mean: float) -> Draw:
 
 def tree(rng: Rng) -> Requests:
     """Return searches that continue from any node of a tree, more often from deep ones."""
-    ids = Ids()
+    take = new_ids()
     while True:
-        nodes = [ids.take(8)]
+        nodes = [take(8)]
         for _ in range(int(near(40)(rng))):
             base = nodes[-min(len(nodes), int(rng.geometric(0.3)))]
-            nodes.append([*base, *ids.take(near(2)(rng))])
+            nodes.append([*base, *take(near(2)(rng))])
             yield nodes[-1], int(100 * rng.random())
 
 
@@ -192,8 +188,8 @@ def tools(
         rewritten: Probability that a turn replaces its context, after the system prompt or a third of it, by a summary.
         paused: Probability that the next turn comes only after a pause of 60.
     """
-    ids = Ids()
-    systems = [ids.take(16) for _ in range(6)]
+    take = new_ids()
+    systems = [take(16) for _ in range(6)]
     begun = count()
     tickets = count()
     waiting: list[tuple[float, int, list[list[int]], int]] = [(0.0, next(tickets), [], 0)]
@@ -202,20 +198,20 @@ def tools(
         if not left:
             heappush(waiting, (now + rng.exponential(arrival(next(begun))), next(tickets), [], 0))
             first = int(rng.zipf(1.6))
-            chains = [[*systems[(first + role) % len(systems)], *ids.take(near(6)(rng))] for role in range(roles)]
+            chains = [[*systems[(first + role) % len(systems)], *take(near(6)(rng))] for role in range(roles)]
             left = max(1, int(turns(rng)))
         longest = max(map(len, chains))
         role = int(rng.integers(roles))
-        grown = ids.take(longest - len(chains[role]) + near(3)(rng))
+        grown = take(longest - len(chains[role]) + near(3)(rng))
         chains = [[*chain, *grown] if at == role else chain for at, chain in enumerate(chains)]
-        yield [*chains[role], *ids.take(1)], int(20 + 150 * rng.random())
+        yield [*chains[role], *take(1)], int(20 + 150 * rng.random())
         wait = rng.gamma(2.0, 0.5)
         for _ in range(int(rng.poisson(helpers)) if left > 1 else 0):
             length = max(1, int(near(3)(rng)))
-            heappush(waiting, (now + wait, next(tickets), [[*chains[role], *ids.take(2)]] * roles, length))
+            heappush(waiting, (now + wait, next(tickets), [[*chains[role], *take(2)]] * roles, length))
             wait += length
         if rng.random() < rewritten:
-            chains = [[*chain[: max(16, len(chain) // 3)], *ids.take(len(chain) // 6)] for chain in chains]
+            chains = [[*chain[: max(16, len(chain) // 3)], *take(len(chain) // 6)] for chain in chains]
         if rng.random() < paused:
             wait += 60 * rng.random() + 30
         if left > 1:

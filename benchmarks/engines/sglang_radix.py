@@ -84,7 +84,7 @@ class Request:
 
 def admit(cache: Any, request: Request) -> int:
     """Lock a prompt's cached prefix, allocate pages for the rest, and return the number of cached tokens."""
-    from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
     # One token is always computed, for its logits.
@@ -96,38 +96,38 @@ def admit(cache: Any, request: Request) -> int:
     if hit:
         table[request.row, :hit] = cache.path_device_indices(found.last_device_node).to(torch.int32)
     request.kv.cache_protected_len = request.kv.cache_inserted_len = hit
-    grow(cache, request, hit, len(request.fill_ids), EvictParams)
+    grow(cache, request, hit)
     return hit
 
 
-def grow(cache: Any, request: Request, begin: int, end: int, evict_params: Any) -> None:
-    """Allocate pages for tokens `[begin, end)`; `begin` is the start of a page."""
+def grow(cache: Any, request: Request, begin: int) -> None:
+    """Allocate pages for the request's tokens from `begin` on, which is the start of a page."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
     allocator = cache.token_to_kv_pool_allocator
-    need = -(-end // PAGE) * PAGE - begin
+    need = -(-len(request.fill_ids) // PAGE) * PAGE - begin
     if need <= 0:
         return
     short = need - allocator.available_size()
     if short > 0:
-        cache.evict_for_alloc(evict_params(num_tokens=short))
+        cache.evict_for_alloc(EvictParams(num_tokens=short))
     slots = allocator.alloc(need)
     assert slots is not None, (need, allocator.available_size())
     cache.req_to_token_pool.req_to_token[request.row, begin : begin + need] = slots.to(torch.int32)
 
 
 def compute(cache: Any, request: Request) -> None:
-    """Insert a prompt that has been computed."""
+    """Insert the request's tokens, which have been computed, into the tree."""
     cache.checkpoint(request, up_to=len(request.fill_ids))
 
 
 def finish(cache: Any, request: Request) -> None:
     """Insert a finished request into the tree, and free the slots that the tree does not keep."""
-    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
     held = -(-len(request.fill_ids) // PAGE) * PAGE
     request.fill_ids = request.fill_ids + array("q", request.output_ids[:-1])
-    grow(cache, request, held, len(request.fill_ids), EvictParams)
+    grow(cache, request, held)
     request.done = True
-    cache.checkpoint(request, up_to=len(request.fill_ids))
+    compute(cache, request)
     slots = cache.req_to_token_pool.req_to_token[request.row]
     end = -(-len(request.fill_ids) // PAGE) * PAGE
     tail = slots[request.kv.cache_protected_len : end].to(torch.int64)

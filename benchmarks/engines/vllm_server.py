@@ -141,13 +141,11 @@ def started(module: str, options: Sequence[str], variables: Mapping[str, str]) -
 
 
 @contextlib.contextmanager
-def serving_all(
-    configurations: Mapping[str, tuple[Mapping[str, str], Sequence[str]]], **options: object
-) -> Iterator[dict[str, Server]]:
+def serving_all(variables: Mapping[str, Mapping[str, str]], **options: object) -> Iterator[dict[str, Server]]:
     """Start servers of the trained model side by side.
 
     Args:
-        configurations: By name, variables of the environment and further options of the command line.
+        variables: Variables of the environment, by the name of a server.
         options: Options of all servers' command lines, such as `max_num_seqs=4`.
 
     Raises:
@@ -158,9 +156,9 @@ def serving_all(
         common += [f"--{option.replace('_', '-')}", str(value)]
     with contextlib.ExitStack() as stack:
         servers = {}
-        for name, (variables, more) in configurations.items():
-            servers[name] = stack.enter_context(serving(str(trained_model_folder()), [*common, *more], variables))
-            if ("eviction (" in servers[name].log.read_text()) != ("PC_VLLM" in variables):
+        for name, given in variables.items():
+            servers[name] = stack.enter_context(serving(str(trained_model_folder()), common, given))
+            if ("eviction (" in servers[name].log.read_text()) != ("PC_VLLM" in given):
                 raise RuntimeError("PC_VLLM: the server's log does not name the features that were set")
         yield servers
 

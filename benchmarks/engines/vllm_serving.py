@@ -304,8 +304,7 @@ def make_row(work: Workload, name: str, rounds: Mapping[str, Sequence[Mapping[st
 def rows(given: argparse.Namespace) -> Iterator[dict[str, object]]:
     """Yield a row for each way, when all rounds are measured."""
     work = WORKLOADS[given.workload](given)
-    configurations = {name: (variables, ()) for name, variables in work.servers.items()}
-    with serving_all(configurations, dtype="float32", max_num_batched_tokens=512, **work.options) as servers:
+    with serving_all(work.servers, dtype="float32", max_num_batched_tokens=512, **work.options) as servers:
         for server in servers.values():
             stream(server, list(range(100, 700)), 2, {})  # the first request takes longer
         rounds = by_turns(lambda name: measure(servers[work.ways[name].server], work, name), work.ways, given.rounds)

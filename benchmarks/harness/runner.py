@@ -70,37 +70,29 @@ def run_case(
     inputs = case.build(device, 0 if tiny else ROTATE[case.device])
     ready: dict[str, list[Callable[[], Any]]] = {}
     facts: dict[str, Row] = {}
-    rows: list[Row] = []
+    notes: dict[str, str] = {}
     for provider in benchmark.providers:
+        name = provider.name
         if not takes_part(provider, case.device, only, without):
             continue
-        fact = {"case": case.name, "provider": provider.name}
-        if provider.name in lost:
-            rows.append(fact | {"mode": "", "note": f"loses the device: {lost[provider.name]}"})
+        facts[name] = {"case": case.name, "provider": name}
+        if name in lost:
+            notes[name] = f"loses the device: {lost[name]}"
             continue
         try:
-            fact["version"] = provider.version()
-        except ImportError:
-            continue
+            facts[name]["version"] = provider.version()
+            note(name)
+            ready[name], largest = _prepare(provider, inputs, device, seconds)
+            facts[name]["error"] = f"{largest:.3g}"
         except Exception as error:
-            rows.append(fact | {"mode": "", "note": f"fails: {_first_line(error)}"})
-            continue
-        note(provider.name)
-        try:
-            runs, error = _prepare(provider, inputs, device, seconds)
-        except WrongError as error:
-            if provider.name == OURS:
+            if isinstance(error, ImportError) and "version" not in facts[name]:
+                continue  # it is not installed
+            still_there(device, name, error)
+            if name == OURS and isinstance(error, WrongError):
                 raise WrongResultError(f"{benchmark.op}, {case.name}: {error}") from error
-            rows.append(fact | {"mode": "", "note": f"wrong: {error}"})
-        except UnsupportedError as error:
-            rows.append(fact | {"mode": "", "note": f"n/a: {error}"})
-        except Exception as error:
-            still_there(device, provider.name, error)
-            if provider.name == OURS:
+            if name == OURS and not isinstance(error, UnsupportedError):
                 raise
-            rows.append(fact | {"mode": "", "note": f"fails: {_first_line(error)}"})
-        else:
-            ready[provider.name], facts[provider.name] = runs, fact | {"error": f"{error:.3g}"}
+            notes[name] = _why_untimed(error)
     note("timing")
     modes = {"eager": timing.time_eager(ready, device, seconds)}
     if case.device == "cuda":
@@ -113,11 +105,18 @@ def run_case(
                 facts[name]["note"] = f"no CUDA graph: {_first_line(error)}"
         if graphs:
             modes["graph"] = timing.time_graphs(graphs, seconds)
+    rows = [facts[name] | {"mode": "", "note": text} for name, text in notes.items()]
     for mode, times in modes.items():
-        for name, taken in times.items():
-            rows.append(facts[name] | {"mode": mode} | _numbers(inputs, taken, ceilings))
+        rows += [facts[name] | {"mode": mode} | _numbers(inputs, taken, ceilings) for name, taken in times.items()]
     shared = case.conditions | conditions(case.device)
     return [row | shared for row in rows]
+
+
+def _why_untimed(error: Exception) -> str:
+    """Return the note of a provider that cannot do a case, or does it wrong."""
+    if isinstance(error, WrongError):
+        return f"wrong: {error}"
+    return f"n/a: {error}" if isinstance(error, UnsupportedError) else f"fails: {_first_line(error)}"
 
 
 def takes_part(provider: Provider, kind: str, only: str | None = None, without: str = "") -> bool:
