@@ -30,6 +30,7 @@ from .harness import runner
 from .harness.conditions import conditions, device_folder, has_changed
 from .harness.peers import add_peers
 from .harness.registry import OURS, ROOT, Benchmark, discover
+from .harness.runner import LOST
 from .harness.tables import Row, read_rows, replaced, write_rows
 from .kernels import sweep
 
@@ -48,7 +49,7 @@ DECISIVE = {"paged_attention": 24, "sparse_gap_attention": 8, "sliding_window_at
 """The number of an operator's cases that are measured early, from its first case on."""
 SWEPT = 2
 """The number of a sweep's cases that come before the rest: those of head_dim 128."""
-LOST, FAILS = "loses the device: ", "fails: "
+FAILS = "fails: "
 
 
 class Job(NamedTuple):
@@ -192,9 +193,8 @@ def bench(op: str, first: str | int, options: Options) -> int:
             rows = runner.run_case(benchmark, case, seconds, None, options.dry, without=options.without, lost=lost)
         except Exception as error:
             provider = error.provider if isinstance(error, runner.DeviceLostError) else OURS
-            lost |= {} if provider == OURS else {provider: str(error)}
             notes = {name: f"{LOST}{how}" for name, how in lost.items()}
-            notes |= {OURS: f"{FAILS}{error}"} if provider == OURS else {}
+            notes[provider] = f"{FAILS if provider == OURS else LOST}{error}"
             shared = {"case": case.name, "mode": ""} | case.conditions | conditions(options.kind)
             runner.save_rows(path, benchmark, [shared | {"provider": n, "note": v[:200]} for n, v in notes.items()])
             if isinstance(error, runner.DeviceLostError):

@@ -20,6 +20,7 @@ from .tables import Row, replaced, write_rows
 
 MEASURED = ("p20_us", "p50_us", "p80_us", "samples", "error", "bytes", "flops", "copy_gbs", "matmul_tflops", "roofline")
 KEY = ("case", "provider", "mode")
+LOST = "loses the device: "  # begins the note of a provider that made the device unusable
 # Inputs rotate over four times the last-level cache, so that each call finds its own cold.
 ROTATE = {"cpu": 128 << 20, "cuda": 256 << 20}
 
@@ -77,7 +78,7 @@ def run_case(
             continue
         facts[name] = {"case": case.name, "provider": name}
         if name in lost:
-            notes[name] = f"loses the device: {lost[name]}"
+            notes[name] = f"{LOST}{lost[name]}"
             continue
         try:
             facts[name]["version"] = provider.version()
@@ -196,7 +197,7 @@ def run_benchmarks(
     pattern: str = "",
     only: str | None = None,
     tiny: bool = False,
-    advance: Callable[[str, int], None] = lambda text, steps: None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[Benchmark, list[Row]]]:
     """Measure one case after another, and yield the rows of each.
 
@@ -207,16 +208,14 @@ def run_benchmarks(
         pattern: Part of the names of cases.
         only: Part of the names of rivals that take part; None: all.
         tiny: See `run_case`.
-        advance: Called with the current work and the number of cases that were finished since.
+        note: Called with the current work.
     """
     seconds = 0.02 if tiny else 1.0 if quick else 3.0
     for benchmark in benchmarks:
         for case in benchmark.of(kind, quick, pattern):
-            start = time.perf_counter()
             title = f"{benchmark.op}: {case.name}"
-            advance(title, 0)
-            rows = run_case(
-                benchmark, case, seconds, only, tiny, lambda name, title=title: advance(f"{title}, {name}", 0)
+            note(title)
+            yield (
+                benchmark,
+                run_case(benchmark, case, seconds, only, tiny, lambda name, title=title: note(f"{title}, {name}")),
             )
-            advance(f"{title} took {time.perf_counter() - start:.0f} s", 1)
-            yield benchmark, rows

@@ -98,11 +98,12 @@ def run_bench(
     with new_progress(console) as progress:
         task = progress.add_task("ceilings", total=total)
 
-        def advance(text: str, steps: int) -> None:
-            progress.update(task, description=text, advance=steps)
+        def note(text: str) -> None:
+            progress.update(task, description=text)
 
         try:
-            for benchmark, found in runner.run_benchmarks(benchmarks, kind, quick, case, provider, False, advance):
+            for benchmark, found in runner.run_benchmarks(benchmarks, kind, quick, case, provider, False, note):
+                progress.update(task, description="", advance=1)
                 runner.save_rows(runner.results_path(output, kind, benchmark.op), benchmark, found)
                 rows.setdefault(benchmark.op, []).extend(found)
         except runner.WrongResultError as error:
