@@ -186,9 +186,9 @@ class EncoderCache:
         output = output.detach()
         size = output.numel() * output.dtype.itemsize
         victims = self._victims(item, size)
-        if self.device is not None and self.device != output.device:
+        if self.device is not None:
             output = output.to(self.device)
-        elif output.untyped_storage().nbytes() != size:
+        if output.untyped_storage().nbytes() != size:
             output = output.clone(memory_format=torch.contiguous_format)  # a view would keep a whole batch alive
         for victim in victims:
             self.nbytes -= self._entries.pop(victim).nbytes

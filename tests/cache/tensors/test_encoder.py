@@ -123,6 +123,14 @@ def test_a_part_of_a_batch_does_not_keep_the_batch():
     assert kept.untyped_storage().nbytes() == 2 * ROW
 
 
+def test_a_part_of_a_batch_on_the_right_device_does_not_keep_the_batch(monkeypatch):
+    """`to("cuda")` returns a tensor on cuda:0 itself, although these devices are not equal."""
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device: self)
+    cache, batch = pc.EncoderCache(1 << 20, device="cpu:0"), torch.zeros(100, 8)
+    cache.put("a", pc.EncoderItem("x", 0, 2), batch[:2])
+    assert cache.output(pc.EncoderItem("x", 0, 2)).untyped_storage().nbytes() == cache.nbytes
+
+
 def test_an_image_that_ends_inside_a_block():
     """The first block is a prefix hit. The rest of the image comes from the encoder cache."""
     manager = pc.CacheManager(8, 4)
