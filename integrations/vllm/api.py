@@ -235,7 +235,7 @@ NAMES: dict[str, dict[str, str]] = {
             "register_kv_caches(kv_caches) get_num_new_matched_tokens(request num_computed_tokens) "
             "update_state_after_alloc(request blocks num_external_tokens) build_connector_meta(scheduler_output) "
             "get_block_ids_with_load_errors start_load_kv(forward_context) wait_for_save request_finished(request "
-            "block_ids) requires_kv_delivery _get_connector_metadata get_finished(finished_req_ids) "
+            "block_ids) reset_cache requires_kv_delivery _get_connector_metadata get_finished(finished_req_ids) "
             "update_connector_output(connector_output)"
         ),
         "vllm.v1.core.kv_cache_manager": "KVCacheBlocks.get_block_ids",

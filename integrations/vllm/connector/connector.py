@@ -143,6 +143,10 @@ class Planner:
         self.loaded([name], ())
         self._requests.pop(name, None)
 
+    def stop(self) -> None:
+        """Load and save nothing from now on."""
+        self._produces = self._consumes = False
+
 
 class BlockStore:
     """Access to a worker's blocks as rows of bytes: one row has a block of all layers, in any layout.
@@ -282,6 +286,12 @@ class TierConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: Any) -> None:
         """Record which requests have their blocks, and which blocks could not be loaded."""
         self._planner.loaded(connector_output.finished_recving or (), connector_output.invalid_block_ids)
+
+    def reset_cache(self) -> bool:
+        """Stop to load and save. vLLM asks for a reset after a change of weights, which the fingerprint lacks."""
+        logger.warning("TierConnector was reset: it loads and saves no blocks until the engine starts again")
+        self._planner.stop()
+        return True
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Let vLLM free a request's blocks: saved blocks were copied in the step that completed them."""

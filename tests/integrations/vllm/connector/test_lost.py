@@ -105,3 +105,25 @@ def test_random_traffic_over_a_tier_that_loses_blocks(kind, share):
         assert engine.said == {name: following(*each) for name, each in asked.items()}
     assert tier.given > 100
     assert (tier.lost > 10) == (share > 0)
+
+
+@ENGINES
+def test_nothing_is_read_or_saved_after_a_reset(kind, warnings):
+    """vLLM resets caches after a change of weights, and the tier may have KV of the old ones."""
+    tier, tokens = Losing(0.0, random.Random(0)), prompt(100)
+    engine = ConnectedEngine(tier, 70, **kind)
+    engine.add("before", tokens)
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache()
+    engine.add("loads", tokens)
+    engine.run()
+    given, saved = tier.given, dict(tier)
+    assert given == 6
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    for name, asked in {"again": tokens, "other": prompt(100, 1)}.items():
+        engine.add(name, asked)
+        engine.run()
+        assert engine.said[name] == following(asked, 4)
+        assert engine.computed[name] == 103
+    assert (tier.given, tier) == (given, saved)
+    assert sum("until the engine starts again" in line for line in warnings) == 1
