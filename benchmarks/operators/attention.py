@@ -155,22 +155,14 @@ class AttentionCall:
         return self.case.scale or self.case.head_dim**-0.5
 
     def arguments(self, op: str) -> dict[str, Any]:
-        """Return the arguments of `pc.<op>`."""
+        """Return the arguments of `pc.<op>`: those that its schema names."""
         case = self.case
-        names = ("query", "key_cache", "value_cache", "block_tables", "seq_lens", "query_start_loc", "scale")
-        given = {name: getattr(self, name) for name in (*names, "sinks", "k_scale", "v_scale")}
+        given = vars(self) | {"cache": self.key_cache[:, :, 0], "scale": self.scale, "value_dim": case.value_dim}
+        given |= {"window": case.window, "num_sink_tokens": case.num_sink_tokens}
         given |= {"max_query_len": max(case.q_lens), "max_seq_len": max(case.seq_lens)}
-        if op.startswith("sparse"):
-            given |= {"query_positions": self.query_positions, "query_blocks": self.query_blocks}
-        if op == "shared_prefix_attention":
-            given["num_shared_blocks"] = case.shared // case.block_size
-        if op in ("sparse_gap_attention", "sliding_window_attention"):
-            given |= {"window": case.window, "num_sink_tokens": case.num_sink_tokens}
-        if "latent" in op:
-            for name in ("key_cache", "value_cache", "sinks", "k_scale", "v_scale"):
-                del given[name]
-            given |= {"cache": self.key_cache[:, :, 0], "value_dim": case.value_dim}
-        return given
+        given["num_shared_blocks"] = case.shared // case.block_size
+        names = [argument.name for argument in getattr(torch.ops.pc, op).default._schema.arguments]
+        return {name: given[name] for name in names if name in given}
 
 
 def attention_inputs(

@@ -55,16 +55,20 @@ def _varlen(call: AttentionCall, unbounded: int | None = -1) -> dict[str, Any]:
     }
 
 
+def listed_blocks(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the blocks of all sequences in one list, and where those of each sequence begin, on the CPU."""
+    counts = [-(-length // call.case.block_size) for length in call.case.seq_lens]
+    blocks = torch.cat([row[:n] for row, n in zip(call.block_tables, counts, strict=True)])
+    return blocks, torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+
+
 def run_flashinfer(call: AttentionCall) -> Run:
     """Prepare FlashInfer; as in serving, its plan is made outside of the timing."""
     import flashinfer
 
     refuse_beyond_dense(call, "FlashInfer", FLOAT8)
     case, device = call.case, call.query.device
-    counts = [-(-length // case.block_size) for length in case.seq_lens]
-    tables = call.block_tables.cpu()
-    indices = torch.cat([row[:n] for row, n in zip(tables, counts, strict=True)]).to(device)
-    indptr = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    indices, indptr = listed_blocks(call)
     last = torch.tensor([(length - 1) % case.block_size + 1 for length in case.seq_lens], dtype=torch.int32)
     workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=device)  # its own: the plan lies in it
     common = {

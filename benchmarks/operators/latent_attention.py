@@ -5,7 +5,6 @@ The sparse ones are over the blocks that an indexer chose, 2,048 tokens as DeepS
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from ..harness.conditions import version
 from ..harness.registry import Provider, UnsupportedError
 from .attention import AttentionCall, uniform
-from .attention_peers import run_vllm_latent, vllm_version
+from .attention_peers import listed_blocks, run_vllm_latent, vllm_version
 from .attention_providers import attention_benchmark, ours
 
 K, HEAD_DIM, VALUE_DIM, BLOCK = 1024, 576, 512, 64
@@ -49,13 +48,10 @@ def _flashinfer(call: AttentionCall) -> Callable[[], torch.Tensor]:
 
     device, heads = call.query.device, call.query.shape[1]
     wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(torch.zeros(128 << 20, dtype=torch.uint8, device=device))
-    counts = [-(-length // BLOCK) for length in call.seq_lens.tolist()]
-    pages = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device)
+    blocks, begins = listed_blocks(call)
+    pages = (call.query_start_loc, begins.to(device), blocks, call.seq_lens)
     dtype, rest = call.query.dtype, HEAD_DIM - VALUE_DIM
-    wrapper.plan(
-        call.query_start_loc, pages, call.block_tables.flatten(), call.seq_lens, heads, VALUE_DIM, rest, BLOCK, True,
-        SCALE, dtype, dtype,
-    )  # fmt: skip
+    wrapper.plan(*pages, heads, VALUE_DIM, rest, BLOCK, True, SCALE, dtype, dtype)
     parts = [tensor.split([VALUE_DIM, rest], dim=2) for tensor in (call.query, call.key_cache[:, :, 0])]
     return lambda: wrapper.run(*parts[0], *parts[1])
 
