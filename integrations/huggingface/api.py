@@ -26,6 +26,9 @@ from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .. import seam
 from ..tested import TESTED, release, text_of
@@ -409,6 +412,15 @@ def holders_of(tensor: torch.Tensor) -> float:
 def global_hooks() -> tuple[Any, Any]:
     """Return torch's ordered dictionaries of the hooks that run before and after the forward passes of all modules."""
     return torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
+
+
+def intercepts_operations() -> bool:
+    """Return whether a mode of torch intercepts operations of this thread. A context that only sets a device does not.
+
+    Such modes are a `TorchFunctionMode` and a `TorchDispatchMode`.
+    """
+    others = [mode for mode in _get_current_function_mode_stack() if type(mode) is not DeviceContext]
+    return bool(others or _get_current_dispatch_mode_stack())
 
 
 # Attention

@@ -18,6 +18,7 @@ from .api import (
     StopStringCriteria,
     drop_cache,
     eos_tokens,
+    intercepts_operations,
     is_of_hub,
     need,
     prepared_config,
@@ -238,6 +239,7 @@ def check_loop(loop: Loop) -> None:
     refuse_if(model.device.type == "meta", "some of its weights are on the meta device")
     if torch.is_autocast_enabled(model.device.type):
         raise UnsupportedError("autocast is on, which changes keys and values")
+    refuse_if(intercepts_operations(), "a mode of torch intercepts operations and may change them")
     refuse_if(not kwargs.get("use_cache", True), "use_cache=False asks for no cache")
     if config.cache_implementation is not None:
         raise UnsupportedError(ANOTHER_CACHE, config.cache_implementation)

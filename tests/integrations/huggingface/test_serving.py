@@ -39,6 +39,8 @@ from generate_cases import (
     refused,
 )
 from processes import in_threads
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching
 from pc.integrations.huggingface import settings as settings_module
@@ -530,6 +532,33 @@ def test_autocast_goes_to_the_model(model: Any, handle: PrefixCaching) -> None:
         assert_same(model, input_ids=prompt(40))
     assert_same(model, input_ids=prompt(40))
     assert handle.last_requests[0].cached_tokens == 0
+
+
+class Louder(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        return found * 1.5 if function is torch.nn.functional.silu else found
+
+
+class Doubled(TorchDispatchMode):
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = operator(*args, **(kwargs or {}))
+        return found * 2 if operator is torch.ops.aten.silu.default else found
+
+
+@pytest.mark.parametrize("mode", [Louder, Doubled])
+def test_a_mode_that_changes_operations_goes_to_the_model(model: Any, handle: PrefixCaching, mode: Any) -> None:
+    scores = {"input_ids": prompt(40), "return_dict_in_generate": True, "output_logits": True}
+    usual = plain(model, **scores)
+    for context in (contextlib.nullcontext(), mode(), mode(), torch.device("cpu")):
+        with context, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            want, got = both(model, **scores)
+        torch.testing.assert_close(got.logits, want.logits, rtol=1e-4, atol=1e-5)
+        if isinstance(context, mode):
+            assert not torch.allclose(want.logits[0], usual.logits[0], rtol=1e-4, atol=1e-4)
+    assert handle.stats().calls_handed_back == {"a mode of torch intercepts operations and may change them": 2}
+    assert handle.last_requests[0].cached_tokens == 39
 
 
 def test_disable_restores_the_model(model: Any) -> None:
