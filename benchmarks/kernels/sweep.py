@@ -11,7 +11,6 @@ Examples:
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from unittest import mock
 import pc
 from pc.triton_ops._attention import build
 from pc.triton_ops._attention.arguments import AttentionArgs
-from pc.triton_ops._attention.constants import DECODE_REGISTERS, PROGRAMS, Tiles, architecture
+from pc.triton_ops._attention.constants import DECODE_REGISTERS, Tiles
 from pc.triton_ops._core.cache import forget_choices
 
 from ..harness.registry import Benchmark, Case, Provider
@@ -35,52 +34,42 @@ PREFILL_SHAPES = ((64, 32, 4), (64, 32, 8), (64, 64, 4), (64, 64, 8), (128, 32, 
 """Rows, keys and warps. Four warps spill with 128 rows, and 64 rows are few for 128 keys."""
 
 
-def _tiles(kind: str) -> Iterator[Tiles]:
-    """Yield the tiles that a sweep compares."""
+def _candidates(kind: str) -> Iterator[tuple[str, str, Tiles | int]]:
+    """Yield what a sweep compares: its name, the function of `build` that returns a constant, and another result."""
     if kind == "decode":
-        for keys, warps, stages in itertools.product((16, 32, 64), (2, 4), STAGES):
-            # With the register limit of the rules, because the compiler would spill without it.
-            yield Tiles(16, keys, warps, stages, True, max_registers=DECODE_REGISTERS[warps])
+        grid = itertools.product((16, 32, 64), (2, 4), STAGES)
+        # With the register limit of the rules, because the compiler would spill without it.
+        found = [Tiles(16, keys, warps, n, True, max_registers=DECODE_REGISTERS[warps]) for keys, warps, n in grid]
     else:
-        for shape, stages, loops in itertools.product(PREFILL_SHAPES, STAGES, (False, True)):
-            yield Tiles(*shape, stages, loops)
+        found = [Tiles(*each, n, loops) for each, n, loops in itertools.product(PREFILL_SHAPES, STAGES, (False, True))]
+    for tiles in found:
+        name = f"{tiles.block_m}x{tiles.block_n}, {tiles.num_warps} warps, {tiles.num_stages} stages"
+        yield f"{name}{', two loops' if tiles.two_loops else ''}", f"{kind}_tiles", tiles
+    for count in PROGRAM_COUNTS if kind == "decode" else ():
+        yield f"{count} programs a processor", "programs_per_processor", count
 
 
-def _prepare(call: AttentionCall, kind: str, tiles: Tiles | None, programs: int | None) -> Callable[[], object]:
-    """Return a call of paged attention with other constants; None: those in use.
+def _prepare(call: AttentionCall, rule: str, result: Tiles | int) -> Callable[[], object]:
+    """Return a call of paged attention for which a function of `build` returned another constant.
 
     The launch is built here, since the operator remembers launches by their metadata.
     """
     arguments = call.arguments("paged_attention")
-    with contextlib.ExitStack() as stack:
-        stack.callback(forget_choices)
-        if tiles is not None:
-            stack.enter_context(mock.patch.object(build, f"{kind}_tiles", return_value=tiles))
-        if programs is not None:
-            arch = architecture(call.query.device).name
-            stack.enter_context(mock.patch.dict(PROGRAMS, {arch: (programs, "")}))
+    try:
+        with mock.patch.object(build, rule, return_value=result):
+            forget_choices()
+            args = AttentionArgs(**arguments, plan=make_plan(call, arguments), with_lse=False)
+            run = build.build_attention(args)
+    finally:
         forget_choices()
-        args = AttentionArgs(**arguments, plan=make_plan(call, arguments), with_lse=False)
-        run = build.build_attention(args)
     return lambda: run(args)
 
 
 def _providers(kind: str) -> Iterator[Provider]:
     """Yield the operator with the constants in use, then each candidate; on a CPU two show that a sweep runs."""
     yield ours("paged_attention")
-    candidates: list[tuple[str, Tiles | None, int | None]] = [
-        (
-            f"{tiles.block_m}x{tiles.block_n}, {tiles.num_warps} warps, {tiles.num_stages} stages"
-            f"{', two loops' if tiles.two_loops else ''}",
-            tiles,
-            None,
-        )
-        for tiles in _tiles(kind)
-    ]
-    if kind == "decode":
-        candidates += [(f"{count} programs a processor", None, count) for count in PROGRAM_COUNTS]
-    for number, (name, tiles, programs) in enumerate(candidates):
-        prepare = functools.partial(_prepare, kind=kind, tiles=tiles, programs=programs)
+    for number, (name, rule, result) in enumerate(_candidates(kind)):
+        prepare = functools.partial(_prepare, rule=rule, result=result)
         yield Provider(name, prepare, lambda: pc.__version__, None if number < 2 else "cuda")
 
 
