@@ -95,7 +95,7 @@ class Batch:
         sizes |= {"value_dim": LATENT_VALUE} if step.latent else {}
         case = AttentionCase(tuple(lens.tolist()), q_lens, heads, head_dim, size, **sizes)
         self.step = step
-        self.call = AttentionCall(case, query, key, value, tables, lens, starts, None, lists, None, None, None)
+        self.call = AttentionCall(case, query, key, value, tables, lens, starts, query_blocks=lists)
         self.order = torch.rand(KV_HEADS, step.seq_lens[0] - BLOCK, generator=generator).argsort(-1).argsort(-1)
         self.behind = behind_document(self) if step.kept else None
 

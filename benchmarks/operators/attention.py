@@ -143,11 +143,11 @@ class AttentionCall:
     block_tables: torch.Tensor
     seq_lens: torch.Tensor
     query_start_loc: torch.Tensor
-    query_positions: torch.Tensor | None
-    query_blocks: torch.Tensor | None
-    sinks: torch.Tensor | None
-    k_scale: torch.Tensor | None
-    v_scale: torch.Tensor | None
+    query_positions: torch.Tensor | None = None
+    query_blocks: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
     @property
     def scale(self) -> float:
