@@ -207,12 +207,13 @@ def ask_for_cache(model: Any, arguments: dict[str, Any]) -> None:
     """Set `use_cache` if the model's defaults disable the cache, as MPT's do, and the caller says nothing about it.
 
     A call stays as it is if it wants another kind of cache, because then it falls back. It also stays as it is if it
-    wants the outputs of every step, because without a cache these have all tokens.
+    wants the outputs of every step, because without a cache these have all tokens. Early exits stay refused: MPT fails
+    with them, and transformers then leaves its config changed.
     """
     own, default = arguments.get("generation_config"), model.generation_config
     if arguments.get("use_cache") is not None or getattr(own, "use_cache", None) is not None:
         return
-    for name in ("cache_implementation", *BY_TOKEN_OUTPUTS):
+    for name in ("cache_implementation", "assistant_early_exit", *BY_TOKEN_OUTPUTS):
         if arguments.get(name) or getattr(own, name, None) or getattr(default, name, None):
             return
     if any(getattr(each, "use_cache", None) is False for each in (default, model.config.get_text_config(decoder=True))):
