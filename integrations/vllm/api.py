@@ -208,7 +208,9 @@ NAMES: dict[str, dict[str, str]] = {
             "...) SchedulerOutput(scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens finished_req_ids "
             "kv_cache_block_copies ...)"
         ),
-        "vllm.v1.kv_cache_interface": "FullAttentionSpec KVCacheConfig(num_blocks kv_cache_groups ...)",
+        "vllm.v1.kv_cache_interface": (
+            "FullAttentionSpec KVCacheSpec.prefix_replay_tokens KVCacheConfig(num_blocks kv_cache_groups ...)"
+        ),
         "vllm.config": (
             "VllmConfig.__post_init__ VllmConfig.scheduler_config VllmConfig.parallel_config VllmConfig.model_config "
             "VllmConfig.additional_config VllmConfig.speculative_config VllmConfig.kv_transfer_config "
@@ -328,7 +330,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "scheduler.kv_cache_config.kv_cache_groups.0": "kv_cache_spec",
         "worker.model_runner": "get_model device",
     },
-    "eviction.chunks": {"scheduler": "block_size has_mamba_layers max_num_scheduled_tokens"},
+    "eviction.chunks": {"scheduler": "block_size has_mamba_layers prefix_replay_tokens max_num_scheduled_tokens"},
     "eviction.explain": {
         "scheduler.kv_cache_config.kv_cache_groups.0": "kv_cache_spec",
         "scheduler.kv_cache_config.kv_cache_groups.0.kv_cache_spec": "block_size",

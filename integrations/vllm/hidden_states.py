@@ -82,7 +82,8 @@ class PromptHiddenStates:
         folder: A folder. Rows are written there and do not wait for `take`.
 
     Raises:
-        ValueError: No group of layers has full attention. Layers with a window free the blocks of a prefix.
+        ValueError: No group of layers has full attention. Layers with a window free the blocks of a prefix. Or a step
+            does not compute all layers of its tokens, as with DeepSeek-V4.1's `swa_bounded_replay`.
     """
 
     def __init__(
@@ -96,6 +97,11 @@ class PromptHiddenStates:
         folder: RowsFolder | None = None,
     ) -> None:
         self._group = full_attention_group(config.kv_cache_groups)
+        if any(group.kv_cache_spec.prefix_replay_tokens for group in config.kv_cache_groups):
+            raise ValueError(
+                "swa_bounded_replay: got a model that computes the window of a hit again, and some layers only for a "
+                "prompt's last window; needs --no-swa-bounded-replay for hidden states"
+            )
         size = config.kv_cache_groups[self._group].kv_cache_spec.block_size
         self.rows = TensorCache(None, config.num_blocks, size, device=device, max_bytes=max_bytes)
         self._tables: dict[str, list[int]] = {}

@@ -78,6 +78,7 @@ def why_no_chunks(scheduler: Any, chunk: int) -> str:
     media = scheduler.vllm_config.model_config.is_multimodal_model
     reasons = {
         "layers with states": scheduler.has_mamba_layers,
+        "windows that hits compute again": scheduler.prefix_replay_tokens,
         "images, sound or an encoder": media or scheduler.is_encoder_decoder,  # vLLM chooses their chunks
         f"steps of {budget} tokens, fewer than a chunk's {chunk}": budget < chunk,
     }

@@ -11,7 +11,7 @@ import pytest
 import torch
 import vllm_engine
 from safetensors import safe_open
-from vllm_steps import Steps, following, rows_of
+from vllm_steps import BLOCK, Steps, following, rows_of
 
 from pc.integrations.vllm import hidden_states
 from pc.integrations.vllm.hidden_files import RowsFolder, file_name
@@ -418,6 +418,17 @@ def test_models_with_windows_alone_are_refused(model_path):
     engine = vllm_engine.engine(model_path("mistral"), FEATURES)
     with pytest.raises(ValueError, match="no layers with full attention"), engine:
         pass
+
+
+def test_models_that_compute_the_window_of_a_hit_again_are_refused():
+    """Such tokens see less than before, and layers after the first leave out the rest of a prompt."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec, SlidingWindowMLASpec
+
+    shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    kinds = [MLAAttentionSpec(**shape), SlidingWindowMLASpec(sliding_window=8, bounded_replay=True, **shape)]
+    config = KVCacheConfig(8, [], [KVCacheGroupSpec([str(kind)], kind) for kind in kinds])
+    with pytest.raises(ValueError, match="swa_bounded_replay: got a model"):
+        PromptHiddenStates(SimpleNamespace(), config, ROWS)
 
 
 def configuration(

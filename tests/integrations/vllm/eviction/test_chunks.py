@@ -136,6 +136,7 @@ def test_engines_without_chunks_say_why(warnings):
         ({"vllm_config.speculative_config": object()}, "speculative decoding"),
         ({"connector": object()}, "a KV connector"),
         ({"has_mamba_layers": True}, "layers with states"),
+        ({"prefix_replay_tokens": 128}, "windows that hits compute again"),
         ({"vllm_config.model_config": SimpleNamespace(is_multimodal_model=True)}, "images, sound or an encoder"),
         ({"is_encoder_decoder": True}, "images, sound or an encoder"),
         (  # as vLLM sets it for these models
