@@ -35,9 +35,13 @@ def merge_pair(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, ls
     lse = torch.logaddexp(lse_a, lse_b)
     safe = lse.masked_fill(lse == -torch.inf, 0.0)
     # A form with the difference of the two results would overflow for 3e38 and -3e38.
-    weight_a, weight_b = ((part - safe).exp_()[..., None] for part in (lse_a, lse_b))
-    a, b = torch.where(weight_a > 0, out_a, 0.0).float(), torch.where(weight_b > 0, out_b, 0.0).float()
-    return a.mul_(weight_a).addcmul_(b, weight_b), lse
+    parts = []
+    for out, part in ((out_a, lse_a), (out_b, lse_b)):
+        weight = (part - safe).exp_()[..., None]
+        unread = weight == 0  # such rows may hold anything
+        parts.append((out.masked_fill(unread, 0.0) if unread.any() else out, weight))
+    (a, weight_a), (b, weight_b) = parts
+    return (a * weight_a).addcmul_(b, weight_b), lse
 
 
 def _cpu(args: Any) -> Result:

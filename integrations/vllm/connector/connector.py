@@ -288,7 +288,7 @@ class TierConnector(KVConnectorBase_V1):
         self._planner.loaded(connector_output.finished_recving or (), connector_output.invalid_block_ids)
 
     def reset_cache(self) -> bool:
-        """Stop to load and save. vLLM asks for a reset after a change of weights, which the fingerprint lacks."""
+        """Stop loading and saving. vLLM asks for a reset after a change of weights, which the fingerprint lacks."""
         logger.warning("TierConnector was reset: it loads and saves no blocks until the engine starts again")
         self._planner.stop()
         return True
