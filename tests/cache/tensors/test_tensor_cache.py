@@ -551,7 +551,7 @@ def test_a_step_that_fails_while_it_writes_leaves_no_rows(monkeypatch):
 def test_host_rows_are_read_after_every_stream_that_accessed_them(monkeypatch):
     passed, streams = [], []
 
-    class Stream:  # records events like a stream of a device, which this test needs not
+    class Stream:  # stands for a device's stream, so that the test needs no device
         def record_event(self):
             number = len(streams)
             return type("Event", (), {"synchronize": lambda event: passed.append(number)})()
