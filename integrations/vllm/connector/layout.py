@@ -50,7 +50,10 @@ def describe(vllm_config: Any, kv_cache_config: Any, options: Mapping[str, Any])
         "model": options.get("model") or digest_of_weights(model),
         "config": config,
         "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
+        "longest": model.max_model_len,  # decides the frequencies of LongRoPE and the scores of some models
+        "implementation": str(model.model_impl),  # may keep the features of keys in another order
+        "media": getattr(model.multimodal_config, "mm_processor_kwargs", None),  # no part of the hashes of media
+        "quantization": [str(model.quantization), str(model.quantization_config)],
         "load_format": str(vllm_config.load_config.load_format),
         "seed": model.seed,
         "cache": str(cache.cache_dtype),

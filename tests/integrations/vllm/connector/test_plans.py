@@ -9,10 +9,11 @@ import torch
 import vllm_shared
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from benchmarks.engines import vllm_scheduler
 from pc.cache.tiers.disk import DiskTier
 from pc.cache.tiers.tier import Layout
 from pc.integrations.vllm.connector.connector import BlockStore, Planner
-from pc.integrations.vllm.connector.layout import check_connector, digest_of_weights, layout_of, open_tier
+from pc.integrations.vllm.connector.layout import check_connector, describe, digest_of_weights, layout_of, open_tier
 
 SIZE = 4
 
@@ -257,6 +258,27 @@ def test_configurations_that_blocks_cannot_stand_for_are_refused(changes, messag
             check_connector(
                 configuration(), SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=s) for s in specs])
             )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_model_len": 4096},
+        {"model_impl": "transformers"},
+        {"quantization_config": {"ignore": ["lm_head"]}},
+        {"multimodal_config": SimpleNamespace(mm_processor_kwargs={"do_normalize": False})},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_settings_that_change_what_a_model_computes_change_the_fingerprint(changes):
+    """With LongRoPE, for example, max_model_len decides the frequencies of the keys."""
+    scheduler = vllm_scheduler.make_scheduler(None, 8)
+    config, caches = scheduler.vllm_config, scheduler.kv_cache_config
+    before = describe(config, caches, {"model": "x"})
+    assert describe(config, caches, {"model": "x"}) == before
+    for name, value in changes.items():
+        setattr(config.model_config, name, value)
+    assert describe(config, caches, {"model": "x"}) != before
 
 
 HYBRID = (
