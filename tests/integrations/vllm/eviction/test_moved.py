@@ -174,6 +174,23 @@ def test_exact_gaps_come_first():
 
 
 @ENGINES
+def test_moved_text_before_a_run_may_wait_for_tokens(kind):
+    """The moved text ends with a block. Then another request takes all tokens of two steps."""
+    engine, tokens, other = ExactEngine(200, **kind, reuse="anywhere"), prompt(40 * BLOCK + 5), prompt(10 * BLOCK, 1)
+    gaps = {run(engine, "first", tokens): range(8, 20), run(engine, "other", other): range(2, 3)}
+    run(engine, "copy", prompt(BLOCK, 2) + tokens[8 * BLOCK : 16 * BLOCK] + prompt(BLOCK, 3))
+    pool = engine.scheduler.block_pool
+    for request, gap in gaps.items():
+        pool.evict_blocks({pool.get_cached_block(request.block_hashes[n], [0])[0].block_id for n in gap})
+    engine.add("long", other + prompt(30 * BLOCK, 4))
+    engine.add("again", tokens)
+    engine.run()
+    assert engine.moved["again"] == [*range(8 * BLOCK + LEAD, 16 * BLOCK)]
+    assert engine.said["long"] == following(other + prompt(30 * BLOCK, 4), 4)
+    assert engine.scheduler.jumps.counts["jumped_tokens"] == (20 + 7) * BLOCK
+
+
+@ENGINES
 def test_blocks_that_others_fill_in_front_of_moved_text(kind):
     """A request that waits to copy text does not jump past the beginning of that text, although it is cached now."""
     engine, tokens = ExactEngine(200, **kind, reuse="anywhere"), prompt(20 * BLOCK)
