@@ -211,6 +211,10 @@ class Calls:
         """Warn once that an answer, though right, is not cached for later calls."""
         self.warn("unkept", f"an answer is not cached for later calls: {described(error)}")
 
+    def warn_of_no_cache(self, error: Exception) -> None:
+        """Warn once that a result, though right, has no cache."""
+        self.warn("no cache in a result", f"a result has no cache: {described(error)}")
+
     def warn_of_hidden(self, tokens: int, max_blocks: int, block_size: int) -> None:
         """Warn once that cached tokens were computed again because the call needs their hidden states."""
         self.warn(

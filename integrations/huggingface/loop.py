@@ -16,7 +16,6 @@ from .api import (
     DynamicCache,
     StoppingCriteriaList,
     StopStringCriteria,
-    drop_cache,
     eos_tokens,
     intercepts_operations,
     is_of_hub,
@@ -53,8 +52,8 @@ class RecordedCriteria(StoppingCriteriaList):  # type: ignore[misc]  # transform
     def of(cls, loop: Loop) -> RecordedCriteria:
         """Return the stopping criteria of a loop."""
         criteria, config = cls(loop.options["stopping_criteria"]), loop.generation_config
-        # After an eos a row gets padding, so its logits matter only to a caller that reads logits.
-        seen = loop.own_processors or config.output_scores or config.output_logits
+        # After an eos a row gets padding. Its logits and its KV matter only to a caller that reads them.
+        seen = loop.own_processors or config.output_scores or config.output_logits or config.return_dict_in_generate
         criteria._drops = not seen and any(hasattr(c, "eos_token_id") for c in criteria)
         return criteria
 
@@ -65,7 +64,7 @@ class RecordedCriteria(StoppingCriteriaList):  # type: ignore[misc]  # transform
         return done
 
     def dropped(self, num_rows: int) -> list[bool]:
-        """Return for each row whether no more passes are needed: the row has stopped, and nobody reads its logits."""
+        """Return for each row whether no more passes are needed: it has stopped, and nobody reads its logits or KV."""
         if not self._drops or self.finished is None:
             return [False] * num_rows
         finished: list[bool] = self.finished.tolist()
@@ -102,12 +101,6 @@ class Loop:
             **self.options | (options or {}),
             **self.model_kwargs | inputs,
         )
-
-    def run_over(self, model: Any, criteria: RecordedCriteria) -> Any:
-        """Run the loop with a `model` that keeps KV in blocks, and return the result without a cache."""
-        result = self.run(model, {"stopping_criteria": criteria})
-        drop_cache(result)  # the empty cache that transformers made
-        return result
 
     @functools.cached_property
     def mask(self) -> torch.Tensor | None:

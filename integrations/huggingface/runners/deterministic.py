@@ -26,6 +26,7 @@ from ..prompts import Prompt, PromptHit, prompts_of
 from ..store.kept import PromptStore
 from ..support import float32_precision, host_copy
 from .layout import forward, read, read_behind
+from .result import add_cache
 
 DETERMINISTIC = "with deterministic=True"
 
@@ -45,7 +46,12 @@ class RowByRow(ModelInLoop):
 
     def generate(self) -> Any:
         """Run the loop and return its result."""
-        return self._loop.run_over(self, self._criteria)
+        return self._loop.run(self, {"stopping_criteria": self._criteria})
+
+    def add_cache(self, result: Any, calls: Calls) -> None:
+        """Put a copy of all rows' KV into a dict result."""
+        if not isinstance(result, torch.Tensor):
+            add_cache(result, self._loop, self._store, calls, [self._caches[row] for row in sorted(self._caches)])
 
     def prefill(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> Any:
         """Return the logits of the last token of every prompt."""
@@ -163,6 +169,7 @@ def run(
         result = rows.generate()
     finally:
         requests.close()
+    rows.add_cache(result, calls)
     try:
         rows.keep()
     except Exception as error:

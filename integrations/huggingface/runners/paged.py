@@ -8,7 +8,7 @@ of any length one after another, without padding and without cached tokens.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from ..store.kept import PromptStore
 from ..support import host_copy
 from .graphs import DecodeSteps
 from .packed import compute
+from .result import add_cache
 
 
 class PackedRows(ModelInLoop):
@@ -38,7 +39,7 @@ class PackedRows(ModelInLoop):
         loop: The call.
         steps: Runs decode steps. Calls of all threads share its buffers, so each pass holds its lock.
         prompts: A prompt for each row.
-        warn: Gets the error if an answer continues without the cache.
+        calls: Warns, if an answer continues without the cache.
     """
 
     def __init__(
@@ -47,11 +48,12 @@ class PackedRows(ModelInLoop):
         loop: Loop,
         steps: DecodeSteps,
         prompts: Sequence[Prompt],
-        warn: Callable[[Exception], None],
+        calls: Calls,
     ) -> None:
         super().__init__(loop)
         self._requests: PromptRequests = weakref.proxy(requests)
-        self._steps, self.rows, self._warn = steps, prompts, warn
+        self._steps, self.rows, self._calls = steps, prompts, calls
+        self._answers: list[Sequence[int]] = []  # for each decode step of all rows, the tokens that it computed
         self.manager, self.storage = requests.manager, requests.store.storage
         self._criteria, storage = RecordedCriteria.of(loop), self.storage
         self._prefilled = self._native = False
@@ -65,9 +67,19 @@ class PackedRows(ModelInLoop):
     def generate(self) -> Any:
         """Run the loop and return its result."""
         try:
-            return self._loop.run_over(self, self._criteria)
+            result = self._loop.run(self, {"stopping_criteria": self._criteria})
+            if not (self._native or isinstance(result, torch.Tensor)):
+                self._add_cache(result)
         finally:
             self.close()
+        return result
+
+    def _add_cache(self, result: Any) -> None:
+        """Put a copy of all rows' KV into a dict result. A later call can continue it."""
+        answers = np.array(self._answers, np.int64).reshape(-1, len(self.rows)).T
+        computed = [np.concatenate([row.tokens, answer]) for row, answer in zip(self.rows, answers, strict=True)]
+        unchanged = computed if self._loop.by_token and self._requests.publishes() else None
+        add_cache(result, self._loop, self._requests.store, self._calls, [row.blocks for row in self.rows], unchanged)
 
     def prefill(self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: Any, **_: Any) -> Any:
         """Return the logits of the last token of every prompt."""
@@ -89,7 +101,7 @@ class PackedRows(ModelInLoop):
         except Exception as error:
             if not (self._loop.answered or isinstance(error, OutOfBlocks)):
                 raise
-            self._warn(error)
+            self._calls.warn_of_failure(error)
             return self._take_over(input_ids, model_kwargs)
         self._prefilled = True
         return CausalLMOutputWithPast(logits=logits[:, None])
@@ -101,7 +113,9 @@ class PackedRows(ModelInLoop):
                 self.finish(row)
         active = [index for index, row in enumerate(self.rows) if not row.blocks.closed]
         last = input_ids[:, -1].tolist()
-        logits = self.decode([last[index] for index in active])
+        tokens = [last[index] for index in active]
+        logits = self.decode(tokens)
+        self._answers.append(tokens)
         if len(active) == len(self.rows):
             return logits
         # A finished row's next token is padding whatever its logits are.
@@ -246,7 +260,7 @@ def run(loop: Loop, store: PromptStore, steps: DecodeSteps, calls: Calls) -> tup
     steps.prepare(loop.model, (id(store), loop.extra_keys))
     prompts = row_prompts(loop)
     requests = PromptRequests.of(store, loop)
-    return PackedRows(requests, loop, steps, prompts, calls.warn_of_failure).generate(), prompts
+    return PackedRows(requests, loop, steps, prompts, calls).generate(), prompts
 
 
 def follows(loop: Loop, has_windows: bool) -> bool:
@@ -258,8 +272,9 @@ def follows(loop: Loop, has_windows: bool) -> bool:
         return False
     if mask is None:
         return True
-    padded_right = not bool(mask[:, -1].all())
-    return not (padded_right or (has_windows and bool((mask.diff(dim=-1) < 0).any())))  # windows count masked columns
+    padded_right, holes = not bool(mask[:, -1].all()), bool((mask.diff(dim=-1) < 0).any())
+    # Windows count masked columns, and a result's cache has columns for them.
+    return not (padded_right or (holes and (has_windows or loop.generation_config.return_dict_in_generate)))
 
 
 def row_prompts(loop: Loop) -> list[Prompt]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import warnings
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from generate_cases import BY_NAME, NEW_TOKENS, plain, prompt
+from generate_cases import BY_NAME, CACHE, NEW_TOKENS, both, cache_of, left_padded, plain, prompt
 from processes import in_threads
 from runner_cases import LFM2, RUNNERS, Runner, build, cases, interrupted
 
 from pc.integrations.huggingface import api
+from pc.integrations.huggingface.runners import result as result_module
 
 SHARED = prompt(70)
 CALLS = [
@@ -111,6 +113,71 @@ def test_finished_rows_are_not_computed(runner: Runner, family: Any) -> None:
         options = {"eos_token_id": eos, "max_new_tokens": 30}
         assert caching.computed(*rows, **options) == 100 + sum(n - 1 for n in lengths)
         caching.check(*rows, **options)
+
+
+def assert_same_cache(got: Any, want: Any, mask: torch.Tensor) -> None:
+    """Compare the KV and states of two caches, but for columns that `mask [batch, columns]` leaves out."""
+    for own, other in zip(got.layers, want.layers, strict=True):
+        for side in ("keys", "values") if getattr(other, "keys", None) is not None else ():
+            expected = getattr(other, side)
+            found = getattr(own, side)[:, :, -expected.shape[2] :]  # a layer with a window may keep more
+            seen = mask[:, -expected.shape[2] :].bool()
+            for row in range(len(mask)):
+                torch.testing.assert_close(found[row][:, seen[row]], expected[row][:, seen[row]], rtol=1e-4, atol=1e-5)
+        for kind in ("conv_states", "recurrent_states"):
+            for index, expected in getattr(other, kind, {}).items():
+                torch.testing.assert_close(getattr(own, kind)[index], expected, rtol=1e-4, atol=1e-5)
+
+
+@cases("llama", "mistral-window", "gemma2", "lfm2", without=("documents", "batching"))
+def test_the_cache_of_a_result(runner: Runner, family: Any) -> None:
+    """It holds the KV of all tokens but the last, as that of the model's own generate, and can be continued."""
+    model, rows = build(family), (prompt(70), prompt(41, 1), prompt(3, 2))
+    eos = plain(model, **left_padded(*rows), eos_token_id=None)[1, 72].item()  # ends the second row early
+    options = {"return_dict_in_generate": True, "eos_token_id": eos}
+    calls: list[dict[str, Any]] = [
+        {"input_ids": SHARED},
+        {"input_ids": SHARED, "max_new_tokens": 1},
+        left_padded(*rows),
+        {"input_ids": SHARED, "num_return_sequences": 2, "do_sample": True},
+    ]
+    with runner.enable(model) as caching, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "prefix caching: falls back to the model's own generate: cache of your own")
+        for call in [*calls, *calls]:
+            want, got = both(model, **call, **options)
+            assert list(got) == list(want)
+            assert torch.equal(got.sequences, want.sequences)
+            mask = torch.ones_like(want.sequences)
+            if "attention_mask" in call:
+                mask[:, : call["attention_mask"].shape[1]] = call["attention_mask"]
+            assert_same_cache(cache_of(got), cache_of(want), mask[:, :-1])
+            assert cache_of(got).get_seq_length() == cache_of(want).get_seq_length()
+            longer = {"input_ids": torch.cat([want.sequences, prompt(5, 3).expand(len(mask), -1)], 1)}
+            longer["attention_mask"] = torch.nn.functional.pad(mask, (0, 5), value=1)
+            answers = [
+                generate(**longer, **{CACHE: cache_of(result)}, max_new_tokens=8)
+                for generate, result in ((functools.partial(plain, model), want), (model.generate, got))
+            ]
+            assert torch.equal(*answers)
+        stats = caching.handle.stats()
+        assert stats.hit_tokens > 0
+        # The model's own generate continues caches of several answers, of recurrent states and of deterministic calls.
+        served = runner.name != "deterministic" and family is not LFM2
+        assert stats.calls_handed_back == {f"{CACHE} of your own": 2 if served else 8}
+
+
+@cases("llama", without=("copies", "documents", "batching"))
+def test_no_memory_for_the_cache_of_a_result(runner: Runner, family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("on purpose")
+
+    monkeypatch.setattr(result_module, "lay_out", full)
+    with runner.enable(build(family)) as caching:
+        with pytest.warns(UserWarning, match="a result has no cache: OutOfMemoryError: on purpose"):
+            want, got = both(caching.model, input_ids=SHARED, return_dict_in_generate=True)
+        assert torch.equal(got.sequences, want.sequences)
+        assert list(got) == ["sequences"]  # an empty cache would make the next forward pass compute wrong values
+        assert cache_of(got) is None
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])

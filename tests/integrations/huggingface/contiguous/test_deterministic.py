@@ -167,11 +167,14 @@ def test_what_is_refused_falls_back(call: dict[str, Any], reason: str) -> None:
         assert [reason in said for said in handle.stats().calls_handed_back] == [True]
 
 
-def test_a_result_has_no_cache_under_any_name() -> None:
-    """An empty cache in the result would make the next forward pass compute wrong values."""
+@pytest.mark.parametrize("make", [enable, enable_prefix_caching], ids=["deterministic", "copies"])
+def test_a_result_over_a_document_has_no_cache_under_any_name(make: Any) -> None:
+    """The call's cache holds the document's own tensors. An empty one would make the next pass compute wrong values."""
     model = build("llama")
-    with enable(model):
-        result = model.generate(prompt(40), max_new_tokens=3, return_dict_in_generate=True)
+    with make(model) as handle, handle.compress(prompt(64), budget=0.5):
+        call = torch.cat([prompt(64), prompt(9, 1)], 1)
+        result = model.generate(call, max_new_tokens=3, return_dict_in_generate=True)
+        assert handle.stats().document_calls == 1
     assert cache_of(result) is None
     assert list(result) == ["sequences"]
 

@@ -30,6 +30,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching
 from pc.integrations.huggingface.admit import PromptRequests
+from pc.integrations.huggingface.calls import Calls
 from pc.integrations.huggingface.loop import Loop
 from pc.integrations.huggingface.probe import probe
 from pc.integrations.huggingface.prompts import Prompt, numbered
@@ -305,7 +306,7 @@ def test_merged_blocks_are_read_and_replaced_ones_given_back(model: Any, captura
     manager, admitted, config = store.manager, PromptRequests(store, ()), transformers.GenerationConfig()
     loop = Loop(model.generate, "sample", model, ids, config, {"stopping_criteria": []}, {}, False)
     rows = [Prompt(numbered(), ids[0].numpy(), 0, [0]) for _ in "ab"]
-    requests = PackedRows(admitted, loop, DecodeSteps(True, pytest.fail), rows, pytest.fail)
+    requests = PackedRows(admitted, loop, DecodeSteps(True, pytest.fail), rows, Calls())
     with torch.no_grad():
         requests.read_prompts()
         for token in range(10, 22):
