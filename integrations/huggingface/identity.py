@@ -24,7 +24,7 @@ import torch
 from .api import COMPILED, KEPT_MANAGER, RECORDING, SILENT_ENTRIES, is_own_hook
 from .calls import refusing
 from .functions import PLAIN, Functions, Held, content_digest, differing, reader_of
-from .support import CHANGING_ROPE, inner_tensors, tensor_bytes
+from .support import CHANGING_ROPE, attached_tensors, inner_tensors, tensor_bytes
 
 SAMPLED = 16  # number of elements of each weight that are compared before a call
 MANY = 1 << 14  # the same for weights whose version is useless, because each forward pass raises it
@@ -425,6 +425,8 @@ def _model_tensors(model: Any, left_out: Collection[str] = ()) -> Iterator[tuple
         if isinstance(value, torch.Tensor) and id(value) not in seen:
             seen.add(id(value))
             yield from ((n, t, plain) for n, t in inner_tensors(name, value))
+        elif type(value).__module__.partition(".")[0] == "bitsandbytes":  # the scales of an 8-bit weight
+            yield from ((n, t, plain) for n, t in attached_tensors(name, value))
 
 
 def _in_attributes(model: Any, left_out: Collection[str] = ()) -> Iterator[tuple[str, Any, bool]]:
@@ -458,9 +460,10 @@ class _Samples:
         other: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         names: dict[Any, list[tuple[str, int]]] = {}
         for name, tensor, count in tensors:
-            if not tensor.numel() or type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            if not tensor.numel() or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
                 continue
-            view, size = _sample(tensor.detach(), count), tensor.dtype.itemsize
+            with torch._C.DisableTorchFunctionSubclass():  # the view of a subclass is a plain tensor
+                view, size = _sample(tensor.detach(), count), tensor.dtype.itemsize
             key: Any = size if tensor.device.type == "cpu" and size in _INTEGERS else (tensor.device, tensor.dtype)
             if key == size:
                 # Not `Tensor.numpy`, which would make the weight's storage fixed in size; FSDP, for one, resizes it.

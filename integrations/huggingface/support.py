@@ -18,6 +18,9 @@ from .calls import UnsupportedError, refuse_if
 CHANGING_ROPE = ("dynamic", "longrope")
 """Rotary embeddings that change their buffers with the input length. `rope_keys` returns extra keys for them."""
 
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+"""Types of tensors that hold nothing but their elements."""
+
 
 def check_model(model: Any) -> None:
     """Raise an UnsupportedError with the reason if a model's KV cannot be cached by prefix."""
@@ -105,13 +108,27 @@ def is_compiled(model: Any) -> bool:
 
 
 def inner_tensors(label: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a tensor with its name or, for a tensor subclass, the tensors that it wraps."""
+    """Yield a tensor with its name or, for a tensor subclass, the tensors that it wraps.
+
+    bitsandbytes keeps the scales of a quantized weight in attributes of the weight, so these are yielded too.
+    """
     data = tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor
     if hasattr(type(data), "__tensor_flatten__"):
         for name in getattr(data, "__tensor_flatten__")()[0]:  # noqa: B009  torch.Tensor lacks the method
             yield from inner_tensors(f"{label}.{name}" if label else name, getattr(data, name))
     else:
         yield label, tensor
+        if type(tensor) not in PLAIN_TENSORS:
+            yield from attached_tensors(label, tensor)
+
+
+def attached_tensors(label: str, value: Any, depth: int = 3) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in attributes of a value, and in attributes of these, with their names."""
+    for name, held in getattr(value, "__dict__", {}).items():
+        if isinstance(held, torch.Tensor):
+            yield f"{label}.{name}", held
+        elif depth and not isinstance(held, type | torch.nn.Module):
+            yield from attached_tensors(f"{label}.{name}", held, depth - 1)
 
 
 def host_copy(tensor: torch.Tensor) -> np.ndarray:

@@ -94,6 +94,39 @@ def test_tensors_that_are_no_buffers(model: Any, put: Any, get: Any, write: Call
     assert identity.changed(model)
 
 
+State = type("MatmulLtState", (SimpleNamespace,), {"__module__": "bitsandbytes.autograd._functions"})
+
+
+class Int8Weight(torch.nn.Parameter):
+    """A weight as bitsandbytes quantizes it: the scales are attributes of the weight."""
+
+    def __new__(cls, codes: torch.Tensor, scales: torch.Tensor) -> Int8Weight:
+        made = torch.Tensor._make_subclass(cls, codes, False)
+        made.scales, made.state = scales, SimpleNamespace(scales=scales.clone())  # type: ignore[attr-defined]
+        return made  # type: ignore[return-value]
+
+
+QUANTIZED: dict[str, Callable[[Any], torch.Tensor]] = {
+    "codes": lambda layer: layer.weight.data,
+    "scales": lambda layer: layer.weight.scales.data,
+    "scales of an attribute": lambda layer: layer.weight.state.scales.data,
+    "scales of the layer": lambda layer: layer.state.SCB.data,
+}
+
+
+@pytest.mark.parametrize("part", QUANTIZED.values(), ids=QUANTIZED.keys())
+def test_weights_of_a_subclass(model: Any, part: Callable[[Any], torch.Tensor]) -> None:
+    layer = _layer(model).mlp.up_proj
+    layer.weight, layer.state = Int8Weight(torch.ones(96, 64, dtype=torch.int8), torch.ones(96)), State()
+    layer.state.SCB = torch.ones(96)
+    identity = Identity(model)
+    before = identity.fingerprint(model)
+    assert not identity.changed(model)
+    part(layer).mul_(2)
+    assert identity.changed(model)
+    assert identity.fingerprint(model) != before
+
+
 def test_host_weights_are_compared_during_a_call_beside_weights_on_a_device(model: Any) -> None:
     identity = Identity(model)
     identity._samples._other.append([SimpleNamespace(device=torch.device("cuda"))])  # type: ignore[list-item]
