@@ -247,8 +247,10 @@ class BlockPool:
         """Return the policy's victims; the least recently used blocks if the policy raises or returns invalid ones."""
         victims: Any = self._call("victims", count)
         if victims is not False:
-            if (self._trusted and victims.size == count) or self._all_evictable(victims, count):
+            if self._trusted and victims.size == count:
                 return victims
+            if self._all_evictable(victims, count):
+                return victims.copy()  # a policy may write to its own array later
             log.error("%s.victims(%d) returned invalid victims: %s", type(self.policy).__name__, count, victims)
         cached = (self.complete & (self.ref_count == 0)).nonzero()[0].astype(np.int32)
         order = np.lexsort((-self.prefix_length[cached], self.last_access[cached]))
@@ -268,9 +270,11 @@ class BlockPool:
         )
 
     def _call(self, hook: str, *args: Any) -> Any:
-        """Call a hook of the policy; return False if it raises."""
+        """Call a hook of the policy; return False if it raises. A user's policy gets copies and may write to them."""
         try:
             self.log.in_policy = True
+            if not self._trusted:
+                args = tuple(each.copy() if isinstance(each, np.ndarray) else each for each in args)
             return getattr(self.policy, hook)(*args)
         except Exception:
             log.exception("%s.%s raised; the manager continues", type(self.policy).__name__, hook)

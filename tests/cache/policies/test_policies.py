@@ -201,6 +201,36 @@ def test_a_policy_of_ones_own():
     m.reset()
 
 
+@pytest.mark.parametrize("hook", ["accessed", "hinted", "completed", "released", "victims"])
+def test_a_policy_may_write_to_the_arrays_that_it_gets_and_returns(hook):
+    """The blocks of requests stay in the order of their sequences."""
+
+    class Writes(MostRecent):
+        def victims(self, count):
+            self.chosen = super().victims(count)
+            return self.chosen
+
+    def write(policy, ids, *arguments):
+        getattr(super(Writes, policy), hook)(ids, *arguments)
+        ids[:] = ids[::-1].copy()
+
+    def overwrite(policy, ids, hit):
+        if not hit and hasattr(policy, "chosen"):
+            policy.chosen[:] = policy.chosen[::-1].copy()
+
+    setattr(Writes, "accessed" if hook == "victims" else hook, overwrite if hook == "victims" else write)
+    managers = [pc.CacheManager(6, 4, policy) for policy in (MostRecent, Writes)]
+    for number, tokens in enumerate([prompt(1, 6), prompt(2, 3), prompt(1, 6), prompt(3, 6), prompt(3, 6)]):
+        tables = []
+        for m in managers:
+            allocation = m.allocate(number, tokens, priority=1)
+            tables.append((allocation.block_ids.tolist(), m.block_table(number).tolist(), allocation.num_cached_tokens))
+            m.commit(number, len(tokens))
+            m.free(number)
+            m.check()
+        assert tables[0] == tables[1]
+
+
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_random_traffic_keeps_every_policy_consistent(name):
     """In a pool that is always full, each policy's victims are released blocks, and none is chosen twice."""
