@@ -6,7 +6,6 @@ the copy itself, so this code uses little of both.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -23,9 +22,9 @@ from ...triton_ops import (
     scatter_slots_list,
 )
 from ...triton_ops._copy.cpu import empty, scatter_rows
-from ..runs import Slots, find_runs, slot_runs
+from ..runs import Slots, slot_runs
 from ..table import Ids
-from .step import StepSlots, ascending
+from .step import StepSlots
 from .valid import Mask, ValidRows
 
 PLAIN = {
@@ -98,10 +97,7 @@ class RowStore:
 
     def write(self, slots: StepSlots, new: Named) -> None:
         """Write rows; see `TensorCache.write`."""
-        if slots.runs is not None:
-            self.valid.clear_spans(slots.spans)
-        else:
-            self.valid.clear(slots.kept)
+        self.valid.clear(slots.kept)
         if not new or slots.high < 0:
             return
         if self.on_host(new):
@@ -111,7 +107,7 @@ class RowStore:
                 write_rows(entry.rows, entry.flat, slots, tensor, entry.row_bytes)
         else:
             self._scatter(new, slots.index)
-        self.valid.mark(new, [slots.kept] if slots.runs is None else [slice(*span) for span in slots.spans])
+        self.valid.mark(new, slots.kept)
 
     def on_host(self, new: Named) -> bool:
         """Return whether plain copies can move all these rows. Wait for devices that access rows in host memory."""
@@ -139,14 +135,14 @@ class RowStore:
     def read(self, slots: StepSlots, names: Sequence[str]) -> Named:
         """Read rows; see `TensorCache.read`."""
         self.require(names)
-        if not self.valid.holds(names, slots.spans if slots.runs is not None else ascending(find_runs(slots.kept))):
+        if not self.valid.holds(names, slots.kept):
             raise MissingRowsError(f"{', '.join(names)}: a row of the step's slots is missing")
         self._wait()
         runs, entries = slots.runs, [self.entries[name] for name in names]
         if runs and slots.low >= 0 and all(entry.flat is not None for entry in entries):
             pieces = [(True, first, end) for _, first, end in runs]
             if all(worth_copies(len(runs), slots.count * entry.row_bytes) for entry in entries):
-                read = [join_pieces(e.flat, pieces, e.flat, slots.count, e.row_bytes) for e in entries]  # type: ignore[arg-type]
+                read = [join_pieces(e.flat, pieces, e.flat, slots.count) for e in entries]  # type: ignore[arg-type]
                 return dict(zip(names, read, strict=True))
         return dict(zip(names, gather_slots_list([e.rows for e in entries], slots.index), strict=True))
 
@@ -174,7 +170,7 @@ class RowStore:
             entry = self.entries[name]
             if entry.flat is None or not worth_copies(len(pieces), count * entry.row_bytes):
                 return None
-            joined.append(join_pieces(entry.flat, pieces, new.get(name, entry.flat), count, entry.row_bytes))
+            joined.append(join_pieces(entry.flat, pieces, new.get(name, entry.flat), count))
         return joined
 
     def join(
@@ -252,27 +248,16 @@ def _alone(num_bytes: int) -> bool:
     return num_bytes <= _ALONE_BYTES or torch.get_num_threads() == 1
 
 
-def _bare(rows: torch.Tensor) -> bool:
-    """Return whether the memory of a tensor holds exactly its values: no subclass, gaps or lazy negation."""
-    return type(rows) is torch.Tensor and rows.is_contiguous() and not rows.is_neg()
-
-
 def write_rows(rows: torch.Tensor, flat: torch.Tensor, slots: StepSlots, new: torch.Tensor, row_bytes: int) -> None:
     """Write new rows `[num_tokens, *features]` in host memory to their slots, of which there is at least one.
 
     `rows` are `[num_blocks, block_size, *features]`, contiguous, with the dtype of `new`. `flat` is the same memory
     with slots as first dimension.
     """
-    runs, num_bytes = slots.runs, slots.count * row_bytes
-    alone = _alone(num_bytes)
-    if runs is None or not (alone or worth_copies(len(runs), num_bytes)):
-        scatter_rows(new.detach(), rows, 2, slots.index, slots.low)
-    elif alone and _bare(new):
-        target, source = flat.data_ptr(), new.data_ptr()
-        for begin, first, end in runs:
-            ctypes.memmove(target + first * row_bytes, source + begin * row_bytes, (end - first) * row_bytes)
+    runs, new = slots.runs, new.detach()
+    if runs is None or not worth_copies(len(runs), slots.count * row_bytes):
+        scatter_rows(new, rows, 2, slots.index, slots.low)
     else:
-        new = new.detach()
         for begin, first, end in runs:
             flat[first:end].copy_(new[begin : begin + end - first])
 
@@ -284,31 +269,19 @@ def find_pieces(valid: ValidRows, names: Sequence[str], ranges: Iterable[Range])
     for table, length, begin, end in ranges:
         cached = length - (end - begin)
         if cached:
-            blocks = table[: -(-cached // size)].tolist()
-            runs = slot_runs(blocks, size, 0, cached)
-            if min(blocks) < 0 or not valid.holds(names, ascending(runs)):
+            blocks = table[: -(-cached // size)]
+            if not all(here.all() for here in valid.there(names, blocks, cached).values()):
                 return None
-            pieces += [(True, first, behind) for _, first, behind in runs]
+            pieces += [(True, first, behind) for _, first, behind in slot_runs(blocks, size, 0, cached)]
         if begin < end:
             pieces.append((False, begin, end))
     return pieces
 
 
-def join_pieces(
-    flat: torch.Tensor, pieces: Sequence[Piece], new: torch.Tensor, count: int, row_bytes: int
-) -> torch.Tensor:
+def join_pieces(flat: torch.Tensor, pieces: Sequence[Piece], new: torch.Tensor, count: int) -> torch.Tensor:
     """Return pieces of cached and new rows of one name, one after another in new memory. All are in host memory.
 
     `flat` is `[num_blocks * block_size, *features]`. `count`, the number of rows of all pieces, is at least one.
     """
-    shape = (count, *flat.shape[1:])
-    out = empty(shape, flat.dtype, flat.device)
-    if _bare(new) and _alone(count * row_bytes):
-        target, sources = out.data_ptr(), (new.data_ptr(), flat.data_ptr())
-        for cached, begin, end in pieces:
-            length = (end - begin) * row_bytes
-            ctypes.memmove(target, sources[cached] + begin * row_bytes, length)
-            target += length
-        return out
-    new = new.detach()
+    out, new = empty((count, *flat.shape[1:]), flat.dtype, flat.device), new.detach()
     return torch.cat([(flat if cached else new)[begin:end] for cached, begin, end in pieces], out=out)

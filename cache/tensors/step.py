@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,21 +16,11 @@ from ..runs import Run, Slots, Span, find_runs, slots_of_runs
 _FEW_RUNS, _SHORT = 8, 8  # with more runs than this, shorter runs are moved slot by slot
 
 
-def ascending(runs: Iterable[Run]) -> list[Span]:
-    """Return slots in ascending order, with adjacent runs joined. Blocks are often allocated in descending order."""
-    spans: list[Span] = []
-    for first, end in sorted([(first, end) for _, first, end in runs]):
-        begin = spans.pop()[0] if spans and spans[-1][1] == first else first
-        spans.append((begin, end))
-    return spans
-
-
 class StepSlots:
     """The slots of `count` tokens, as runs of the slots that are not negative.
 
     Attributes:
-        runs: The runs; None if they are too many and short, so that slots are handled one by one.
-        spans: The slots in ascending order; empty if `runs` is None.
+        runs: The runs; None if they are too many and short, so that rows are moved one by one.
         low: The lowest slot, which is negative if a token has none; 0 without tokens.
         high: The highest slot; -1 if no token has one.
     """
@@ -38,22 +28,11 @@ class StepSlots:
     def __init__(self, count: int, runs: list[Run], array: Slots | None = None) -> None:
         self.count = count
         self._runs = runs
-        self.runs: list[Run] | None = runs
-        self.spans: list[Span]
+        self.runs = runs if len(runs) <= max(_FEW_RUNS, count // _SHORT) else None
         if array is not None:
             self.array = array
-        if len(runs) == 1:  # a fast path, for a request that decodes
-            _, first, end = runs[0]
-            self.spans, self.low, self.high = [(first, end)], first if end - first >= count else -1, end - 1
-            return
-        if len(runs) > max(_FEW_RUNS, count // _SHORT):
-            self.runs = None
-        self.spans = ascending(runs) if self.runs is not None else []
-        if self.spans:
-            self.low, self.high = self.spans[0][0], self.spans[-1][1] - 1
-        else:
-            self.low = min([first for _, first, _ in runs], default=0)
-            self.high = max([end for _, _, end in runs], default=0) - 1
+        self.low = min([first for _, first, _ in runs], default=0)
+        self.high = max([end for _, _, end in runs], default=0) - 1
         if sum([end - first for _, first, end in runs]) < count:
             self.low = -1
 

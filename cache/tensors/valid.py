@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..pool import BlockPool
-from ..runs import Slots, Span
+from ..runs import Slots
 
 Mask = npt.NDArray[np.bool_]
 
@@ -62,43 +62,15 @@ class ValidRows:
         for bits in self._bits.values():
             bits[slots] = False
 
-    def clear_spans(self, spans: Iterable[Span]) -> None:
-        """Clear the flags of spans of slots like `clear`, without reading each slot."""
-        for first, end in spans:
-            if self._pool is not None:
-                seen, taken, size = self._seen, self._pool.taken_at, self.block_size
-                low, high = first // size, (end - 1) // size
-                if seen[high] != taken[high]:
-                    end = (high + 1) * size
-                if seen[low] != taken[low]:
-                    first = low * size
-                seen[low : high + 1] = taken[low : high + 1]
-            elif (end - 1) // self.block_size * self.block_size >= first:
-                end += -end % self.block_size
-            for bits in self._bits.values():
-                bits[first:end] = False
-
-    def mark(self, names: Iterable[str], parts: Sequence[Slots | slice]) -> None:
-        """Set the flags of slots (none negative), as arrays or slices, that were cleared and then written."""
+    def mark(self, names: Iterable[str], slots: Slots) -> None:
+        """Set the flags of slots (none negative) that were cleared and then written."""
         for name in names:
-            bits = self._bits[name]
-            for slots in parts:
-                bits[slots] = True
+            self._bits[name][slots] = True
 
-    def holds(self, names: Iterable[str], spans: Iterable[Span]) -> bool:
-        """Return whether every slot of some spans holds a row of every name.
-
-        Bytes are compared, which is faster than arrays.
-        """
-        for first, end in spans:
-            if self._pool is not None:
-                low, high = first // self.block_size, (end - 1) // self.block_size + 1
-                if self._seen[low:high].tobytes() != self._pool.taken_at[low:high].tobytes():
-                    return False
-            for name in names:
-                if 0 in self._bits[name][first:end].tobytes():
-                    return False
-        return True
+    def holds(self, names: Iterable[str], slots: Slots) -> bool:
+        """Return whether every one of the slots (none negative) holds a row of every name."""
+        current = bool(np.all(self._current(slots // self.block_size)))
+        return current and all(self._bits[name][slots].all() for name in names)
 
     def forget(self, blocks: Iterable[int] | Slots) -> None:
         """Clear all flags of blocks. Entries of -1 are ignored.

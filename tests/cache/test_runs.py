@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import pc
 from pc.cache.runs import slot_runs, slots_of_runs
-from pc.cache.tensors.step import ascending
 from pc.triton_ops._copy.runs import _find_long_runs, find_runs
 
 BLOCK = 4
@@ -55,10 +54,6 @@ def test_many_runs_give_their_slots(present):
     runs = slot_runs(blocks, BLOCK, 0, want.size)
     assert len(runs) > 300
     assert slots_of_runs(runs, want.size).tolist() == want.tolist()
-
-
-def test_runs_in_ascending_order_touch_nowhere():
-    assert ascending([(0, 32, 48), (16, 16, 32), (32, 0, 16), (48, 50, 60)]) == [(0, 48), (50, 60)]
 
 
 @pytest.mark.parametrize("written", [False, True])

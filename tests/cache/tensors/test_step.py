@@ -23,10 +23,9 @@ def test_slots_given_one_by_one(slots):
     found = StepSlots.of(np.array(slots, np.int64))
     assert found.array.tolist() == found.index.tolist() == slots
     assert (found.count, found.low, found.high) == (len(slots), min(slots, default=0), max(slots, default=-1))
+    assert found.kept.tolist() == [slot for slot in slots if slot >= 0]
     if found.runs is not None:
         assert slots_of(found.runs, len(slots)) == slots
-        kept = [slot for first, end in found.spans for slot in range(first, end)]
-        assert kept == sorted(slot for slot in slots if slot >= 0)
 
 
 def test_slots_without_long_runs_stay_slots():
