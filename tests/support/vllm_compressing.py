@@ -34,7 +34,10 @@ class CompressingEngine(ExactEngine):
     Attributes:
         plans: By request, its plan, also after the request has ended.
         saved: By request, the positions whose queries were saved.
+        replays: Whether steps of single tokens are replayed from a graph, which saves no queries.
     """
+
+    replays = False
 
     def __init__(self, num_blocks: int, **options: Any) -> None:
         super().__init__(num_blocks, **options)
@@ -66,6 +69,8 @@ class CompressingEngine(ExactEngine):
                     self.kv[packing.targets[at // BLOCK] * BLOCK + at % BLOCK] = each
             ids = packing.targets + [0] * (len(packing.sources) - len(packing.targets))
             self.tables[packing.request_id][: len(ids)] = ids
+        if self.replays and set(output.num_scheduled_tokens.values()) == {1}:
+            return
         for name, rows in getattr(output, "pc_queries", {}).items():
             end = self.begins[name] + output.num_scheduled_tokens[name]
             self.saved.setdefault(name, []).extend(range(end - rows, end))

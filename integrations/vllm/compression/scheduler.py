@@ -194,13 +194,19 @@ class Compression:
         """Return the number of tokens that a request may compute in this step, at most `num_new`.
 
         A chunk ends at the end of the compressed text. The prompt is compressed before the next chunk. While the
-        pool has too few blocks for the packed tokens, the request computes nothing.
+        pool has too few blocks for the packed tokens, the request computes nothing. Beside CUDA graphs of whole steps,
+        no chunk with queries that a press reads has a single token.
         """
         plan = self.plans[request.request_id]
         if plan.state != "waiting":
             return num_new  # it has packed blocks, or stays exact
-        if num_computed < plan.tokens:
-            return min(num_new, plan.tokens - num_computed)
+        left = plan.tokens - num_computed
+        if left > 0:
+            count = min(num_new, left)
+            if self._captures:  # a step of single tokens may replay a graph, which saves no queries
+                count -= left - count == 1
+                count *= count != 1 or left > QUERIES[plan.options.press]
+            return count
         if num_new and not self._compress(request, plan):
             self._stalled.append(request)
             return 0

@@ -52,6 +52,24 @@ def test_until(kind):
 
 
 @ENGINES
+def test_single_tokens_beside_cuda_graphs(kind, monkeypatch):
+    """A step of single tokens replays a graph, which saves no queries. So no chunk with queries has one token."""
+    monkeypatch.setattr("pc.integrations.vllm.compression.scheduler.replays_whole_steps", lambda *_: True)
+    engine, asked = CompressingEngine(400, **kind, budget=40), {}
+    engine.replays = True
+    engine.add("answers", *asked.setdefault("answers", (prompt(5), 300)))
+    for length in range(260, 300):  # 39 tokens of a step beside the answer, and 40 after it
+        asked[str(length)] = prompt(length, length), 2
+        engine.add(str(length), *asked[str(length)], pc_compress=0.3)
+        run_until_compressed(engine, str(length))
+        if length == 285:
+            engine.run()
+    engine.run()
+    assert engine.said == {name: expected(engine, name, *each) for name, each in asked.items()}
+    assert all(plan.is_compressed for plan in engine.plans.values())
+
+
+@ENGINES
 @pytest.mark.parametrize("seed", range(6))
 def test_random_traffic(kind, seed):
     """Compressed and exact requests with common beginnings, hits, preemptions, aborts, evictions, 16 at once."""
