@@ -116,6 +116,9 @@ def test_a_models_layers_are_warmed_up(tmp_path: Path, capfd: pytest.CaptureFixt
     assert run_warmup(str(tmp_path / "none"), "cpu", None, None, 16, 1, 1) == 1
     assert run_warmup(str(tmp_path), "cpu", None, "int4", 16, 1, 1) == 2
     assert "cache_dtype: got 'int4', needs one of" in capfd.readouterr().out
+    for dtype in ("int3", "float33", "float64"):
+        assert run_warmup(str(tmp_path), "cpu", dtype, None, 16, 1, 1) == 2
+        assert f"dtype: got '{dtype}', needs one of bfloat16, float16, float32" in capfd.readouterr().out
 
 
 def test_the_policies_it_offers_are_those_there_are() -> None:

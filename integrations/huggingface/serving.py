@@ -38,6 +38,8 @@ from .visits import apart
 
 logger = logging.getLogger("pc.integrations.huggingface")
 
+_NEEDS_TOKENS = "needs token ids [1, length] or [length], or arguments of generate with input_ids"
+
 
 class PrefixCaching:
     """The handle that `enable_prefix_caching` returns.
@@ -235,7 +237,13 @@ class PrefixCaching:
             inputs = tokenizer(inputs)["input_ids"]
         if not isinstance(inputs, Mapping):
             inputs = {"input_ids": inputs}
-        tokens = torch.as_tensor(inputs["input_ids"])
+        try:
+            tokens = torch.as_tensor(inputs["input_ids"])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            given = inputs.get("input_ids", inputs)
+            raise ValueError(f"inputs: got {type(given).__name__}, {_NEEDS_TOKENS}") from error
+        if tokens.is_floating_point() or tokens.dim() not in (1, 2):
+            raise ValueError(f"inputs: got {tokens.dtype} {list(tokens.shape)}, {_NEEDS_TOKENS}")
         length = {} if "max_length" in inputs or "generation_config" in inputs else {"max_new_tokens": 1}
         tokens = tokens[None] if tokens.dim() == 1 else tokens
         found = self._explain({**length, **inputs, "input_ids": tokens})

@@ -125,7 +125,9 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
 def warmup(
     model: Annotated[str, typer.Argument(help="Hub id or folder of a causal language model. Only its config is read.")],
     device: Device = None,
-    dtype: Annotated[str | None, _option("Dtype of queries. Default: the config's.", "bfloat16", "float16")] = None,
+    dtype: Annotated[
+        str | None, _option("Dtype of queries. Default: the config's.", "bfloat16", "float16", "float32")
+    ] = None,
     cache_dtype: Annotated[str | None, _option("Dtype of the cache, if it is quantized.", "float8", "int8")] = None,
     block_size: Annotated[int, typer.Option(min=1, help="Number of tokens in a block.")] = 16,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Number of devices that share the heads.")] = 1,

@@ -15,7 +15,10 @@ from .triton_ops._attention.constants import PROGRAMS, Tiles, architecture, deco
 from .triton_ops._core.runtime import HAS_TRITON, INTERPRET
 
 PACKAGES = ("torch", "triton", "numpy", "einops", "xxhash")
-VARIABLES = ("TRITON_INTERPRET", "PC_DEBUG", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "HF_HUB_OFFLINE")
+VARIABLES = (
+    "TRITON_INTERPRET", "PC_DEBUG", "PC_VLLM", "PC_SGLANG", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES",
+    "HF_HUB_OFFLINE",
+)  # fmt: skip
 
 Sections = dict[str, dict[str, str]]
 

@@ -12,6 +12,7 @@ from ._console import choose_device
 
 CACHE_DTYPES = {"float8": torch.float8_e4m3fn, "float8_e4m3fn": torch.float8_e4m3fn, "fp8": torch.float8_e4m3fn}
 CACHE_DTYPES |= {"int8": torch.int8}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def layer_kinds(config: Any, tensor_parallel: int = 1) -> list[dict[str, Any]]:
@@ -69,14 +70,15 @@ def run_warmup(
 
     from .integrations.huggingface.calls import UnsupportedError
 
-    if cache_dtype is not None and cache_dtype not in CACHE_DTYPES:
-        print(f"cache_dtype: got {cache_dtype!r}, needs one of {', '.join(CACHE_DTYPES)}")
-        return 2
+    for name, value, known in (("dtype", dtype, DTYPES), ("cache_dtype", cache_dtype, CACHE_DTYPES)):
+        if value is not None and value not in known:
+            print(f"{name}: got {value!r}, needs one of {', '.join(known)}")
+            return 2
     try:
         place = choose_device(device)
         config = AutoConfig.from_pretrained(model)
         own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
-        query_dtype = own if dtype is None else getattr(torch, dtype)
+        query_dtype = own if dtype is None else DTYPES[dtype]
         stored = None if cache_dtype is None else CACHE_DTYPES[cache_dtype]
         for kind in layer_kinds(config, tensor_parallel):
             begin = time.perf_counter()

@@ -140,10 +140,13 @@ class CompressedDocument:
             path: A file that `save` wrote.
 
         Raises:
+            TypeError: `handle` is no handle of `enable_prefix_caching`.
             ValueError: The document was computed by another model, other weights or adapters, or under another salt.
                 Or `save` did not write the file.
             OSError: The file cannot be read.
         """
+        if not hasattr(handle, "documents"):
+            raise TypeError(f"handle: got {type(handle).__name__}, needs the handle of enable_prefix_caching")
         documents: Documents = handle.documents
         model, identity = documents.current()
         try:

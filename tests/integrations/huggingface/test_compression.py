@@ -244,6 +244,8 @@ def test_files(model: Any, handle: PrefixCaching, tmp_path: Path) -> None:
     path = tmp_path / "document"
     document.save(path)
     assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(TypeError, match="handle: got PosixPath, needs the handle of enable_prefix_caching"):
+        CompressedDocument.load(path, handle)
     again = CompressedDocument.load(handle, path)
     assert (again.nbytes, again.kept, again.length) == (document.nbytes, document.kept, 200)
     assert torch.equal(ask(model, again).sequences, ask(model, document).sequences)

@@ -72,6 +72,10 @@ def test_what_is_no_prompt_that_is_served_is_refused() -> None:
     with enable_prefix_caching(model, num_blocks=64) as handle:
         with pytest.raises(TypeError, match="inputs: got a text, needs a tokenizer"):
             handle.explain("3 4 5")
+        chat = [{"role": "user", "content": "3 4 5"}]
+        for nothing in (chat, ["3 4", "5"], {}, {"attention_mask": tokens}, 3, [], 1.5, tokens[None], None):
+            with pytest.raises(ValueError, match=r"inputs: got .*, needs token ids \[1, length\] or \[length\]"):
+                handle.explain(nothing)
         with pytest.raises(ValueError, match="inputs: got 2 prompts, needs one"):
             handle.explain(torch.cat([tokens, tokens + 1]))
         with pytest.raises(ValueError, match="inputs: got a call that is not served"):

@@ -7,8 +7,10 @@ forward pass, the queue of new requests, and the handling of a step in which not
 from __future__ import annotations
 
 import copy
+import operator
 import queue
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -79,8 +81,11 @@ class RequestQueue(queue.Queue):  # type: ignore[type-arg]
         self._salt_setting, self._check, self._fail = salt_setting, check, fail
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        """Give a request the salt of its thread and queue it."""
+        """Give a request the salt of its thread, turn elements of a tensor or array into ints, and queue it."""
         item.__class__, item.salt = SaltedState, value_of(self._salt_setting)
+        with suppress(TypeError):  # the check refuses tokens that are no integers
+            item.initial_tokens = [operator.index(token) for token in item.initial_tokens]
+            item.remaining_prefill_tokens = item.initial_tokens[:]
         super().put(item, block, timeout)
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:

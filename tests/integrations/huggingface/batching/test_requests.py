@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from batching_cases import GEMMA3, LLAMA, alone, assert_nothing_held, batched, config, tokens
@@ -62,6 +63,20 @@ def test_one_bad_request(model: Any, batching: ContinuousBatching, bad: list[Any
         results = collect(manager, 3)
     assert message in results[ids[1]].error
     assert [results[i].generated_tokens for i in (ids[0], ids[2])] == alone(model, good)
+
+
+@pytest.mark.parametrize("array", [torch.tensor, np.array], ids=["tensor", "array"])
+def test_a_prompt_that_is_a_tensor_or_an_array(model: Any, batching: ContinuousBatching, array: Any) -> None:
+    """Transformers' own manager serves these too."""
+    prompt = tokens(20, 1)
+    with model.continuous_batching_context_manager(generation_config=config()) as manager:
+        ids = [manager.add_request(array(given)) for given in (prompt, [1.5, 2.0])]
+        results = collect(manager, 2)
+    good, bad = (results[i] for i in ids)
+    assert good.error is None
+    assert good.prompt_ids == prompt
+    assert [good.generated_tokens] == alone(model, [prompt])
+    assert bad.error == "input_ids: got tokens out of range, needs integers from 0 to 502"
 
 
 def test_a_request_id_in_use(model: Any, batching: ContinuousBatching) -> None:
