@@ -40,7 +40,9 @@ def check_not_replaced(model: Any, name: str, feature: str) -> None:
     """Raise ValueError if a model's method is already replaced."""
     there = vars(model).get(name)
     if isinstance(there, ReplacedMethod) and not getattr(there.handle, "disabled", False):
-        raise ValueError(f"model: {feature} is already enabled; call disable() on its handle first")
+        raise ValueError(
+            f"model: {feature} is already enabled; call disable() on its handle, model.{name}.handle, first"
+        )
     if there is not None and not isinstance(there, ReplacedMethod):
         raise ValueError(f"model: its {name} was already replaced on this instance; undo that first")
 

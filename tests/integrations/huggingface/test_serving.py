@@ -626,8 +626,11 @@ def test_global_random_state_is_left_alone(model: Any) -> None:
 
 
 def test_enabling_twice_and_what_is_no_model(model: Any, handle: PrefixCaching) -> None:
-    with pytest.raises(ValueError, match="already enabled"):
+    with pytest.raises(
+        ValueError, match=r"already enabled; call disable\(\) on its handle, model\.generate\.handle, first"
+    ):
         enable_prefix_caching(model)
+    assert model.generate.handle is handle
     with pytest.raises(TypeError, match="model: got Linear"):
         enable_prefix_caching(torch.nn.Linear(2, 2))
     with pytest.raises(TypeError, match="model: got str"):

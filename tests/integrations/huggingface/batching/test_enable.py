@@ -33,8 +33,9 @@ def test_disable_restores_the_model(model: Any) -> None:
     batching = enable_continuous_batching(model, num_blocks=32, block_size=8)
     assert isinstance(batching.stats(), CacheStats)
     assert "workload_hints" in inspect.signature(model.init_continuous_batching).parameters
-    with pytest.raises(ValueError, match="already enabled"):
+    with pytest.raises(ValueError, match=r"call disable\(\) on its handle, model\.init_continuous_batching\.handle,"):
         enable_continuous_batching(model)
+    assert model.init_continuous_batching.handle is batching
     batched(model, PROMPTS)
     for _ in range(2):
         batching.disable()
