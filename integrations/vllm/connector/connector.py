@@ -201,7 +201,8 @@ class TierConnector(KVConnectorBase_V1):
     """A KV connector through which engines read blocks of other engines, from a directory or a Mooncake store.
 
     A request waits for one step, in which its blocks are loaded. A thread writes blocks after the step that completes
-    them. A tier may lose blocks at any time. A lost block is computed, whatever `kv_load_failure_policy` says.
+    them. A tier may lose blocks at any time. A lost block is computed, whatever `kv_load_failure_policy` says. Within a
+    `MultiConnector`, set that to "recompute".
 
     `kv_connector_extra_config` of vLLM's KVTransferConfig has these options:
 

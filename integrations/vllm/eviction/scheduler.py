@@ -50,8 +50,11 @@ class PolicyScheduler(Scheduler):
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         transfer = vllm_config.kv_transfer_config
-        if transfer is not None and transfer.kv_connector in PEEKING:
-            raise ValueError(f"kv_connector: got {transfer.kv_connector}, which needs vLLM's own order of eviction")
+        if transfer is not None:
+            within = transfer.kv_connector_extra_config.get("connectors", ())  # of a MultiConnector
+            for name in (transfer.kv_connector, *(each.get("kv_connector") for each in within)):
+                if name in PEEKING:
+                    raise ValueError(f"kv_connector: got {name}, which needs vLLM's own order of eviction")
         super().__init__(vllm_config, *args, **kwargs)
         if not self._can_have_policy():
             become_stock(self)

@@ -59,11 +59,18 @@ def test_chosen_by_name(model_path, asynchronous):
     assert cached == [0]
 
 
-def test_the_connector_that_looks_ahead_is_refused():
+@pytest.mark.parametrize("within", [False, True], ids=["alone", "among others"])
+def test_the_connector_that_looks_ahead_is_refused(within):
     from types import SimpleNamespace
+
+    from vllm.config import KVTransferConfig
 
     from pc.integrations.vllm.eviction import PolicyScheduler
 
-    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector="SimpleCPUOffloadConnector"))
+    transfer = {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"}
+    if within:
+        others = [{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}, transfer]
+        transfer = transfer | {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": others}}
+    config = SimpleNamespace(kv_transfer_config=KVTransferConfig(**transfer))
     with pytest.raises(ValueError, match="kv_connector: got SimpleCPUOffloadConnector"):
         PolicyScheduler(config)
