@@ -6,6 +6,8 @@ Every runner admits its prompts here.
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 import weakref
 from collections.abc import Callable
 from copy import copy
@@ -59,8 +61,14 @@ class PromptRequests:
         self.stale = False  # whether the model has changed since the call started
         self._keys, self._salt, self._returns, self._unchanged = keys, salt, returns, unchanged
         self._request_ids: list[str] = []
+        self._made_in = os.getpid(), threading.get_ident()
         store.sweep()
         store.running[weakref.ref(self)] = self._request_ids
+
+    def lost(self) -> bool:
+        """Return whether this is a child process that another thread forked, which lacks the thread of the call."""
+        process, thread = self._made_in
+        return process != os.getpid() and thread != threading.main_thread().ident
 
     @classmethod
     def of(cls, store: PromptStore, loop: Loop) -> PromptRequests:

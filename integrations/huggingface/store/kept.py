@@ -61,9 +61,10 @@ class PromptStore:
         self.evicted = LowerTiers(storage, 0)  # blocks in host memory or on disk
 
     def sweep(self) -> None:
-        """End the requests of calls that were interrupted."""
+        """End the requests of calls that were interrupted, or whose thread a fork has left in the parent process."""
         for owner, request_ids in list(self.running.items()):
-            if owner() is None:
+            requests = owner()
+            if requests is None or requests.lost():
                 for request_id in request_ids:
                     free(self.manager, request_id)
                 self.running.pop(owner, None)  # another thread may have removed it too

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import signal
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from generate_cases import BY_NAME, CACHE, NEW_TOKENS, both, cache_of, left_padded, plain, prompt
-from processes import in_threads
+import transformers
+from generate_cases import BY_NAME, CACHE, NEW_TOKENS, assert_nothing_held, both, cache_of, left_padded, plain, prompt
+from processes import exit_status_of_child, in_threads
 from runner_cases import LFM2, RUNNERS, Runner, build, cases, interrupted
 
 from pc.integrations.huggingface import api
@@ -197,6 +199,41 @@ def test_answers_that_outgrow_the_blocks(runner: Runner, family: Any, options: d
     expected = pytest.warns(UserWarning, match="generated without the cache")
     with runner.enable(build(family), num_blocks=5) as caching, expected:
         caching.check(prompt(30), prompt(20, 1), **options, max_new_tokens=40)
+
+
+@cases("llama", without=("packed, captured", "documents", "batching"))
+def test_a_child_frees_the_blocks_of_calls_of_other_threads(runner: Runner, family: Any) -> None:
+    begun, done = threading.Event(), threading.Event()
+
+    class Waiting(transformers.generation.streamers.BaseStreamer):  # type: ignore[misc]
+        def put(self, value: torch.Tensor) -> None:
+            if value.numel() == 1:  # a token of the answer
+                begun.set()
+                done.wait(20)
+
+        def end(self) -> None:
+            pass
+
+    with runner.enable(build(family)) as caching:
+        call = functools.partial(caching.model.generate, SHARED, max_new_tokens=4)
+        want, other = (
+            plain(caching.model, input_ids=SHARED, max_new_tokens=4),
+            threading.Thread(target=call, kwargs={"streamer": Waiting()}),
+        )
+        other.start()
+
+        def child() -> None:
+            torch.set_num_threads(1)
+            assert torch.equal(call(), want)
+            assert_nothing_held(caching.handle)
+
+        try:
+            assert begun.wait(20)
+            assert exit_status_of_child(child) == 0
+            assert caching.handle.stats().held_blocks > 0  # the call in this process goes on
+        finally:
+            done.set()
+            other.join()
 
 
 TIERS: dict[str, dict[str, Any]] = {
