@@ -22,6 +22,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -394,6 +395,13 @@ def encode(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 def repeat_encoded(model: Any, input_ids: torch.Tensor, outputs: dict[str, Any], repeats: int) -> dict[str, Any]:
     """Return the encoders' outputs for a batch whose rows are repeated."""
     return model._expand_multimodal_outputs(input_ids, outputs, expand_size=repeats)  # type: ignore[no-any-return]
+
+
+def repeats_images_by_row(model: Any, token: int) -> bool:
+    """Return whether a repeated row with two images has both in each copy. GLM-4V gives a copy one image twice."""
+    outputs = SimpleNamespace(pooler_output=[torch.zeros(1, 1), torch.ones(1, 1)])
+    repeated = repeat_encoded(model, torch.full((1, 2), token), {"image": outputs}, 2)["image"].pooler_output
+    return [int(rows) for rows in repeated] == [0, 1, 0, 1]
 
 
 # Private names of torch

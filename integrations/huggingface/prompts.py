@@ -13,6 +13,7 @@ import torch
 from ...cache import KeyAt
 from ...cache.allocation import AnyAllocation
 from ...cache.runs import Span
+from .api import repeats_images_by_row
 from .calls import RequestReport, UnsupportedError, refuse_if
 from .images import Images, ImageSplit, RowsKey, VisionOutputs
 from .layers import States
@@ -79,6 +80,8 @@ class RowImages:
             self._fresh = outputs.encode(loop.model, unknown)
         own = loop.input_ids[::repeats]
         rows = self._segments(images, own == images.token, kwargs.get("attention_mask"), repeats)
+        if repeats > 1 and max(map(len, rows)) > 1 and not repeats_images_by_row(loop.model, images.token):
+            raise UnsupportedError("it repeats several images of a prompt in another order")
         self.items = [row for row in rows for _ in range(repeats)]
         self._check(loop.input_ids, kwargs.get("attention_mask"))
 

@@ -69,6 +69,18 @@ def _qwen(name: str, **text: Any) -> Any:
     return getattr(transformers, f"{name}ForConditionalGeneration")(config)
 
 
+def _glm() -> Any:
+    tower = {
+        "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
+        "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "image_size": 16,
+    }  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3], "partial_rotary_factor": 1.0}
+    config = transformers.Glm4vConfig(
+        vision_config=tower, text_config=TEXT | {"rope_parameters": rope}, image_token_id=IMAGE, video_token_id=291
+    )
+    return transformers.Glm4vForConditionalGeneration(config)
+
+
 DELTA = {
     "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16,
@@ -143,6 +155,8 @@ CASES = [
     VisionCase("qwen3-vl", lambda: _qwen("Qwen3VL"), 0, "mm_token_type_ids"),
     VisionCase("qwen3.5", lambda: _qwen("Qwen3_5", **DELTA), 0, "mm_token_type_ids"),
 ]
+
+GLM = VisionCase("glm4v", _glm, 0, "mm_token_type_ids")
 
 
 def text(length: int, seed: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from generate_cases import CACHE, assert_same, both, cache_of, cached, enabled, first_quick, plain
-from image_cases import CASES, IMAGE, TowerRuns, VisionCase, text
+from image_cases import CASES, GLM, IMAGE, TowerRuns, VisionCase, text
 from processes import in_threads
 
 from pc.integrations.huggingface import enable_prefix_caching
@@ -93,6 +93,17 @@ def test_modes(name: str, options: dict[str, Any]) -> None:
                 assert_same(model, **call, **options, max_new_tokens=8)
         assert handle.last_requests[0].cached_tokens
         assert handle.stats().calls_handed_back == {}
+
+
+def test_beams_of_several_images_that_transformers_repeats_one_by_one() -> None:
+    """GLM-4V gives each beam one image twice."""
+    model = GLM.build()
+    with enabled(model, num_blocks=200) as handle:
+        for images, reasons in ((1, {}), (2, {"it repeats several images of a prompt in another order": 1})):
+            call = GLM.call([text(20, 0), 1, *([text(4, 4), 2] if images == 2 else []), ASK])
+            assert_same(model, **call, **FREE)
+            assert_same(model, **call, **FREE, num_beams=2)
+            assert handle.stats().calls_handed_back == reasons
 
 
 @pytest.mark.parametrize("case", first_quick(CASES), ids=lambda c: c.name)
