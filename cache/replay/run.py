@@ -14,6 +14,7 @@ from time import process_time
 
 import numpy as np
 
+from ...triton_ops._core.checks import check_integer, check_share
 from ..hashing import BlockHasher
 from ..policies import EvictionPolicy, make_policy
 from ..pool import BlockPool
@@ -76,6 +77,11 @@ def replay(
         hints: "none"; a name for `hints_of`; or, for each request, the `returns` that `CacheManager.free` gets.
         hits_of_each: A list to which the number of hit blocks of each request is appended.
 
+    Raises:
+        TypeError: `capacity` is no int, or a hint is no number.
+        ValueError: `capacity` is below 1, the policy or the hints are unknown, there are not as many hints as requests,
+            or one is not between 0 and 1.
+
     Examples:
         >>> from pc.cache.replay import Trace, replay
         >>> requests = [np.array(ids) for ids in ([1, 2], [3], [1, 2], [4], [1, 2])]  # blocks of each prompt
@@ -83,10 +89,13 @@ def replay(
         >>> round(replay(trace, "lru", capacity=3).hit_rate, 2), round(replay(trace, "belady", 3).hit_rate, 2)
         (0.5, 0.5)
     """
+    capacity = check_integer("capacity", capacity, 1, 30)
     hint_name = hints if isinstance(hints, str) else "given"
     returns = None if hint_name == "none" else hints_of(trace, hints) if isinstance(hints, str) else hints
     if returns is not None and len(returns) != len(trace.requests):
         raise ValueError(f"hints: got {len(returns)}, needs one for each of the {len(trace.requests)} requests")
+    for hint in () if returns is None else returns:
+        check_share("returns", hint)
     name = policy if isinstance(policy, str) else type(policy).__name__.lower()
     made = ORACLES[policy](trace) if isinstance(policy, str) and policy in ORACLES else make_policy(policy)
     pool = BlockPool(capacity, BlockHasher("blake2b", trace.block_size, words=2), made)

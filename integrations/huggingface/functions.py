@@ -323,7 +323,7 @@ def content_digest(value: Any, known: Mapping[int, Any] = MappingProxyType({})) 
 
 
 def is_known(module: Any) -> bool:
-    """Return whether a module belongs to a package of which only the code of single functions is described."""
+    """Return whether a module, named by its path, belongs to a known package; see `content_digest`."""
     package = str(module).partition(".")[0]
     return package in _KNOWN or package in _LIBRARIES
 

@@ -55,10 +55,11 @@ def make_chunks(scheduler: Any, asked: str) -> FixedChunks | None:
 
     Args:
         scheduler: The scheduler.
-        asked: The number of tokens. "" means `CHUNK` if vLLM is batch-invariant, else none.
+        asked: The number of tokens; "0" means none. "" means `CHUNK`, rounded up to whole blocks, if vLLM is
+            batch-invariant, else none.
 
     Raises:
-        ValueError: `asked` is no multiple of the block size.
+        ValueError: `asked` is no number, or no multiple of the block size.
     """
     size: int = scheduler.block_size
     if asked and (not asked.isdecimal() or int(asked) % size):

@@ -62,6 +62,17 @@ def test_unknown_layout_is_refused(tmp_path):
         load_trace(write(tmp_path / "a.jsonl", [{"prompt": "x"}]))
 
 
+def test_what_no_cache_can_have_is_refused():
+    trace = trace_of([1, 2], [1, 3])
+    for capacity in (0, -1):
+        with pytest.raises(ValueError, match=f"capacity: got {capacity}, needs at least 1"):
+            replay(trace, "lru", capacity)
+    with pytest.raises(TypeError, match=r"capacity: got 3\.5, needs an int"):
+        replay(trace, "lru", 3.5)
+    with pytest.raises(ValueError, match="returns: got 2, needs 0 to 1"):
+        replay(trace, "default", 3, hints=[0.5, 2])
+
+
 def test_hits_by_hand():
     trace = trace_of([1, 2, 3], [1, 2, 4], [5, 6], [1, 2, 3])
     assert replay(trace, "lru", 100).hit_rate == 5 / 11
