@@ -63,6 +63,12 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             400 bytes for each block.
         host_blocks: Number of block-sized slots of host memory in each group for `preempt(mode="swap")`.
 
+    Raises:
+        TypeError: A number is not an int, or `policy`, `groups` or `seed` has the wrong type.
+        ValueError: A number is out of range, or `policy` or `hash_algorithm` is unknown. Or an instance of a policy or
+            `partial_reuse` is given with several groups, or `partial_reuse` with a window.
+        ImportError: `hash_algorithm` is "xxh3_128", and xxhash is not installed.
+
     Examples:
         The examples of the methods begin with `manager = pc.CacheManager(num_blocks=8, block_size=4)`.
 
@@ -227,10 +233,10 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
         Raises:
             OutOfBlocks: There are too few blocks.
-            ValueError: The request id is in use, a token id is out of range, `reuse` is unknown, or `num_tokens` is
-                below 0. Or "anywhere" is given with several groups or a window. Or segments are not ascending, or given
-                without "anywhere".
-            TypeError: `token_ids` or keys have the wrong type.
+            ValueError: The request id is in use, a token id or another number is out of range, or `reuse` is unknown.
+                Or "anywhere" is given with several groups or a window. Or segments are not ascending, or given without
+                "anywhere".
+            TypeError: `token_ids`, keys, segments or a number have the wrong type.
 
         Examples:
             >>> allocation = manager.allocate("a", [5, 6, 7, 8, 9], salt="tenant 1")
@@ -299,6 +305,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             KeyError: A request is unknown.
             ValueError: There are not as many tokens as requests, a request is given twice, or a token id is out of
                 range. Or a token is not the next one of a prompt that is allocated in part.
+            TypeError: `token_ids` has the wrong type.
 
         Examples:
             >>> allocations = [manager.allocate(request, range(6)) for request in ("a", "b")]
@@ -327,6 +334,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
         Raises:
             KeyError: The request is unknown.
+            TypeError: `num_tokens` is not an int.
             ValueError: `num_tokens` is negative, or more than the request has blocks for.
 
         Examples:
@@ -358,6 +366,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         Raises:
             OutOfBlocks: All states of the group are held.
             KeyError: The request is unknown.
+            TypeError: `num_tokens` is not an int.
             ValueError: The position is not a block boundary, or is past the request's end. Or the request already
                 holds a published state of that position. Or the group is not recurrent.
 
@@ -382,6 +391,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
         Raises:
             KeyError: The request is unknown.
+            TypeError: `num_tokens` is not an int.
             ValueError: The request has fewer tokens, or a sliding window would need blocks that were released. Or,
                 with a recurrent group, the request would end at a position without a state. It may end at 0, at the
                 committed position (the engine keeps that state), or where the request holds a published state.
@@ -505,6 +515,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
         Raises:
             KeyError: The request is unknown.
+            TypeError: `group` is not an int.
             IndexError: The group is unknown.
 
         Examples:

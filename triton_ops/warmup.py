@@ -70,7 +70,7 @@ def warmup(
             1: this process compiles all.
 
     Raises:
-        ValueError: workers is below 1.
+        ValueError: workers is below 1, or the operators refuse a layer of this kind.
 
     Examples:
         >>> pc.warmup(num_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu")

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ...triton_ops._core.checks import check_integer
 from ..runs import Span
 
 
@@ -26,6 +27,10 @@ class EncoderItem:
         start: Position of the item's first token.
         length: Number of its tokens, which is the number of rows of its encoder output.
 
+    Raises:
+        TypeError: `start` or `length` is not an int.
+        ValueError: `start` is below 0, or `length` below 1.
+
     Examples:
         >>> image = pc.EncoderItem("sha256 of the pixels", start=4, length=3)
         >>> image.end, image.overlaps([(0, 4)]), image.overlaps([(6, 9)])
@@ -37,8 +42,8 @@ class EncoderItem:
     length: int
 
     def __post_init__(self) -> None:
-        if self.start < 0 or self.length < 1:
-            raise ValueError(f"start, length: got {self.start}, {self.length}, needs at least 0 and 1")
+        check_integer("start", self.start, 0)
+        check_integer("length", self.length, 1)
 
     @property
     def end(self) -> int:
@@ -82,6 +87,9 @@ class EncoderCache:
         max_bytes: Budget of all outputs.
         policy: "lru", "fifo", "lfu", "largest", or a function from an `EncoderEntry` to its key.
         device: Device to keep outputs on. None: the device of their computation.
+
+    Raises:
+        ValueError: `max_bytes` is below 0, or `policy` is an unknown name.
 
     Examples:
         >>> cache = pc.EncoderCache(max_bytes=1 << 20)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ...triton_ops._copy.cpu import empty
-from ...triton_ops._core.checks import on_host
+from ...triton_ops._core.checks import check_integer, on_host
 from ..allocation import AnyAllocation
 from ..manager import CacheManager
 from ..runs import slot_runs, slots_of_runs
@@ -47,6 +47,10 @@ class TensorCache:
         exclude: Names that are never discovered, because their first dimension may equal the token count by
             coincidence, or because their rows are never read. `register` overrides it.
 
+    Raises:
+        TypeError: `num_blocks` or `block_size` is not an int.
+        ValueError: One of them is below 1 or differs from the manager's. Or the manager has no such group.
+
     Examples:
         >>> manager = pc.CacheManager(num_blocks=16, block_size=4)
         >>> cache = pc.TensorCache(manager, num_blocks=16, block_size=4)
@@ -71,8 +75,8 @@ class TensorCache:
         group: int = 0,
         exclude: Iterable[str] = ("logits",),
     ) -> None:
-        if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"num_blocks, block_size: got {num_blocks}, {block_size}, needs at least 1 each")
+        num_blocks = check_integer("num_blocks", num_blocks, 1)
+        block_size = check_integer("block_size", block_size, 1)
         pool = None
         if manager is not None:
             if not 0 <= group < len(manager.pools):

@@ -17,7 +17,10 @@ class MemoryTier(Tier):
     """The most recently used blocks, in host memory. Thread-safe.
 
     Args:
-        max_blocks: Maximum number of blocks. The least recently used are evicted.
+        max_blocks: Maximum number of blocks. The least recently used are evicted. 0: no block is kept.
+
+    Raises:
+        ValueError: `max_blocks` is below 0.
 
     Examples:
         >>> from pc.cache.tiers.memory import MemoryTier

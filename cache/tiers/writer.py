@@ -29,6 +29,10 @@ class TierWriter(Tier):
         tier: The tier to write to. Nothing else may write the same keys to it.
         max_bytes: Limit for tensors that are queued or being written.
 
+    Raises:
+        TypeError: `tier` is not a `Tier`.
+        ValueError: `max_bytes` is below 1.
+
     Attributes:
         written: Number of blocks that the other tier stored.
         nbytes: Bytes of tensors that are queued or being written.

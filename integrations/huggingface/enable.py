@@ -77,13 +77,14 @@ def enable_prefix_caching(
         manager it disables caching at the end of the block.
 
     Raises:
-        TypeError: `model` has no `generate` of transformers. Or `num_blocks`, `block_size` or `chunk` is not an
-            integer. Or `cuda_graphs` or `deterministic` is not a bool.
-        ValueError: Caching is already enabled for this model, or a number is out of range, or `fallback` is unknown.
-            `policy` is one instance, but the model has several groups of layers. `cuda_graphs` is True, but decode
-            steps cannot be captured. `disk` is empty, or `disk_bytes` is given without it. `recompute` is given without
-            "anywhere". `deterministic` is given with "anywhere", or with a `chunk` that is not a multiple of
-            `block_size`.
+        TypeError: `model` has no `generate` of transformers. Or a number of blocks, tokens or bytes is not an integer,
+            `recompute` is not a number, or `cuda_graphs` or `deterministic` is not a bool. Or `policy` or `disk` is of
+            another type.
+        ValueError: Caching is already enabled for this model, or a number is out of range. Or `policy`, `reuse` or
+            `fallback` is unknown. `policy` is one instance, but the model has several groups of layers. `cuda_graphs`
+            is True, but decode steps cannot be captured. `disk` is empty, or `disk_bytes` is given without it.
+            `recompute` is given without "anywhere". `deterministic` is given with "anywhere", or with a `chunk` that is
+            not a multiple of `block_size`.
         OSError: The directory cannot be made.
 
     Examples:

@@ -220,9 +220,7 @@ class Prompt:
     blocks: RequestBlocks = field(init=False)  # the blocks of its request
     branches: dict[int, RequestBlocks] = field(default_factory=dict)  # by row: forks for different answers
     hit: PromptHit = field(default_factory=PromptHit)
-    hidden: Sequence[
-        torch.Tensor
-    ] = ()  # for each layer, cached hidden states of the first tokens, if the caller wants any
+    hidden: Sequence[torch.Tensor] = ()  # by layer: cached hidden states of the first tokens, if the caller wants any
     owner: Any = None  # in continuous batching, its `PromptRequests`, which forks share
 
     @property

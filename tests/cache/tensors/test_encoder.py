@@ -93,7 +93,9 @@ WRONG = [
     (lambda cache: place(cache, WIDE, item("cat", 2, start=4)), ValueError, r"'cat': got rows \[3\], needs \[4\]"),
     (lambda cache: pc.EncoderCache(1, "best"), ValueError, "policy: got 'best', needs one of lru, fifo, lfu, largest"),
     (lambda cache: pc.EncoderCache(-1), ValueError, "max_bytes: got -1, needs at least 0"),
-    (lambda cache: item("cat", start=-1), ValueError, "start, length: got -1, 2, needs at least 0 and 1"),
+    (lambda cache: item("cat", start=-1), ValueError, "start: got -1, needs at least 0"),
+    (lambda cache: item("cat", 0), ValueError, "length: got 0, needs at least 1"),
+    (lambda cache: item("cat", start=1.0), TypeError, "start: got 1.0, needs an int"),
 ]
 
 

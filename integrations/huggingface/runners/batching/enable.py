@@ -60,9 +60,10 @@ def enable_continuous_batching(
         block.
 
     Raises:
-        UnsupportedError: The installed transformers has another version, or its continuous batching or the blocks
-            cannot run this model. Or `deterministic` is True.
-        TypeError: `model` has no `generate` of transformers, or `num_blocks` or `block_size` is not an integer.
+        UnsupportedError: The installed transformers is too old, or its functions have changed. Or its continuous
+            batching or the blocks cannot run this model. Or `deterministic` is True.
+        TypeError: `model` has no `generate` of transformers, or `num_blocks` or `block_size` is not an integer. Or
+            `policy` is neither a name nor a class of `EvictionPolicy`.
         ValueError: Continuous batching is already enabled for this model, or transformers keeps a manager of its own on
             the model. Or a number is out of range, or the policy or `fallback` is unknown.
 
