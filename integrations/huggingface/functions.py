@@ -8,11 +8,13 @@ lets other processes recognize the same functions.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from enum import Enum
 from itertools import chain, islice
 from operator import is_, itemgetter
 from types import (
@@ -50,6 +52,8 @@ _LIBRARIES = {"transformers", "accelerate", "peft", "bitsandbytes", "torchao", "
 The objects hold devices, addresses and state of a process. accelerate's hooks, for example, hold addresses of weights.
 """
 _NUMBERS = (bool, int, float)
+_SETTINGS = (*_NUMBERS, str, Enum, list, tuple, dict, torch.dtype)
+"""Types of values that count in a dataclass of such a library. Its other values may be state of a process."""
 PLAIN = (*_NUMBERS, complex, str, bytes, np.generic, torch.dtype, torch.device)
 
 
@@ -408,12 +412,20 @@ def _parts_of(value: Any, light: bool) -> tuple[list[Any], list[tuple[Any, Any]]
         members = [(name, member) for name, member in vars(value).items() if not _is_of_python(name, member)]
         own = [] if is_known(value.__module__) else [("bases", value.__bases__), *members]
         return [f"{value.__module__}.{value.__qualname__}".encode()], own
+    if isinstance(value, Enum):
+        return [f"{type(value).__module__}.{type(value).__qualname__}.{value.name}".encode()], []
+    if isinstance(value, torch.ScriptObject):  # holds packed weights, and its state is a copy of them
+        read = getattr(value, "__getstate__")  # noqa: B009  torch.ScriptObject does not declare it
+        return ([], []) if light else ([b"script object"], [("state", read())])
     kind, inner = type(value), [("function", function) for function in functions_of(value)]
     followed = not is_known(kind.__module__) and not hasattr(kind, "to_dict")  # configs are compared as a whole
     if followed or isinstance(value, torch.nn.Module | SimpleNamespace):
         slots = [n for base in kind.__mro__ for n, m in vars(base).items() if isinstance(m, MemberDescriptorType)]
         inner += [(kind.__name__, kind), *getattr(value, "__dict__", {}).items()]
         inner += [(name, getattr(value, name, None)) for name in slots]
+    elif dataclasses.is_dataclass(value) and not hasattr(kind, "to_dict"):
+        held = [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
+        inner += [(name, own) for name, own in held if isinstance(own, _SETTINGS) or dataclasses.is_dataclass(own)]
     return [f"{kind.__module__}.{kind.__qualname__}".encode()], inner
 
 

@@ -24,7 +24,7 @@ import torch
 from .api import COMPILED, KEPT_MANAGER, RECORDING, SILENT_ENTRIES, is_own_hook
 from .calls import refusing
 from .functions import PLAIN, Functions, Held, content_digest, differing, reader_of
-from .support import CHANGING_ROPE, attached_tensors, inner_tensors, tensor_bytes
+from .support import CHANGING_ROPE, attached_tensors, inner_tensors, tensor_bytes, wrappers_of
 
 SAMPLED = 16  # number of elements of each weight that are compared before a call
 MANY = 1 << 14  # the same for weights whose version is useless, because each forward pass raises it
@@ -232,6 +232,10 @@ class Identity:
                     f"{label} {type(module).__module__} {type(module).__qualname__}",
                     self._content_of(module, known),
                 ]
+        for name, value, _ in _in_attributes(model, self._left_out):
+            if isinstance(value, torch.Tensor) and (wrappers := wrappers_of(value)):
+                with refusing(f"{name} cannot be compared with that of another process"):
+                    lines.append(f"{name} {content_digest(wrappers, known)}")
         lines += self._functions.lines(known)
         digest = hashlib.sha256()
         for line in lines:

@@ -122,6 +122,15 @@ def inner_tensors(label: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch
             yield from attached_tensors(label, tensor)
 
 
+def wrappers_of(tensor: torch.Tensor) -> list[Any]:
+    """Return the types and settings of the tensor subclasses around the tensors of `inner_tensors`, with types."""
+    data = tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor
+    if not hasattr(type(data), "__tensor_flatten__"):
+        return []
+    names, settings = getattr(data, "__tensor_flatten__")()  # noqa: B009  torch.Tensor lacks the method
+    return [type(data), settings, *(wrappers_of(getattr(data, name)) for name in names)]
+
+
 def attached_tensors(label: str, value: Any, depth: int = 3) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in attributes of a value, and in attributes of these, with their names."""
     for name, held in getattr(value, "__dict__", {}).items():
@@ -144,6 +153,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the elements of a tensor as bytes; none for a tensor without memory (meta)."""
     if tensor.device.type == "meta":
         return memoryview(b"")
+    tensor = tensor.dequantize() if tensor.is_quantized else tensor
     dense = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
     # Not `Tensor.numpy`, which would make the storage of a user's tensor fixed in size.
     return np.from_dlpack(dense.cpu().contiguous().flatten().view(torch.uint8)).data

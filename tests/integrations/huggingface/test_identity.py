@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,6 +127,63 @@ def test_weights_of_a_subclass(model: Any, part: Callable[[Any], torch.Tensor]) 
     part(layer).mul_(2)
     assert identity.changed(model)
     assert identity.fingerprint(model) != before
+
+
+@dataclass
+class Kind:
+    """A setting of a layer, as optimum-quanto's `qtype` is."""
+
+    name: str
+
+
+Kind.__module__ = "optimum.quanto"
+
+
+class Scaled(torch.Tensor):
+    """A tensor subclass as torchao's: it wraps a tensor and holds settings of the layer."""
+
+    inner: torch.Tensor
+    kind: Any
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, kind: Any) -> Scaled:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+
+    def __init__(self, inner: torch.Tensor, kind: Any) -> None:
+        self.inner, self.kind = inner, kind
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["inner"], {"kind": self.kind}
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls(args[0].inner, args[0].kind) if "detach" in str(func) else NotImplemented
+
+
+def _packed(value: float) -> Any:
+    return torch.ops.quantized.linear_prepack_fp16(torch.full((96, 64), value), None)
+
+
+SETTINGS: dict[str, Callable[[int], Any]] = {
+    "of a tensor subclass": lambda n: Scaled(torch.ones(2), n),
+    "of a tensor subclass, in a dataclass": lambda n: Scaled(torch.ones(2), Kind(f"int{n}")),
+    "dataclass": lambda n: Kind(f"int{n}"),
+    "enumeration": lambda n: list(inspect._ParameterKind)[n],
+    "packed weights": lambda n: _packed(float(n)),
+    "quantized": lambda n: torch.quantize_per_tensor(torch.full((4,), 3.0), float(n), 0, torch.qint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor")
+@pytest.mark.parametrize("make", SETTINGS.values(), ids=SETTINGS.keys())
+def test_settings_of_quantized_layers_are_in_the_fingerprint(model: Any, make: Callable[[int], Any]) -> None:
+    found = []
+    for number in (1, 2, 1):
+        _layer(model).mlp.up_proj.setting = make(number)
+        identity = Identity(model)
+        assert not identity.changed(model)
+        found.append(identity.fingerprint(model))
+    assert found[0] == found[2] != found[1]
 
 
 def test_host_weights_are_compared_during_a_call_beside_weights_on_a_device(model: Any) -> None:
