@@ -33,7 +33,7 @@ from .runners.graphs import DecodeSteps, GraphReport
 from .settings import CacheOptions, check_returns, check_salt, value_of, within
 from .store.kept import PromptStore
 from .store.tiers import load, save
-from .support import check_model, rope_keys
+from .support import check_model, kept_deltas, rope_keys
 from .visits import apart
 
 logger = logging.getLogger("pc.integrations.huggingface")
@@ -329,7 +329,7 @@ class PrefixCaching:
         self._engine, self.unsupported = None, None
         self.documents.forget()
         self._steps.drop()
-        with apart(), without_row_settings(model), set_by_forward(model) as transient:
+        with kept_deltas(model), apart(), without_row_settings(model), set_by_forward(model) as transient:
             try:
                 with refusing("the probe of the model fails"):
                     check_model(model)
@@ -381,7 +381,7 @@ class PrefixCaching:
             prepared = self._prepared(model, arguments, note, [])
             if prepared is None:
                 raise ValueError(f"model: cannot be served, {self.unsupported or 'caching is disabled'}")
-            with torch.no_grad():
+            with kept_deltas(model), torch.no_grad():
                 original(model, **prepared)
         except UnsupportedError as error:
             raise ValueError(f"inputs: got a call that is not served, {error}") from error
@@ -608,7 +608,7 @@ class PrefixCaching:
         def refuse() -> None:
             refuse_if(not loop.answered, REASON)
 
-        with within(self._running, True), watched_hooks(refuse) as loop.hooks_unchanged:
+        with kept_deltas(loop.model), within(self._running, True), watched_hooks(refuse) as loop.hooks_unchanged:
             yield
 
     def _row_adapters(self, loop: Loop) -> list[str] | None:

@@ -175,6 +175,21 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
             m.training = True
 
 
+@contextmanager
+def kept_deltas(model: Any) -> Iterator[None]:
+    """Restore, after a `with` block, the `rope_deltas` of the last call that vision-language models keep.
+
+    A forward pass over a cache, by hand or of generate, derives positions from them.
+    """
+    holders = [vars(m) for m in {model, getattr(model, "base_model", model)} if "rope_deltas" in vars(m)]
+    kept = [own["rope_deltas"] for own in holders]
+    try:
+        yield
+    finally:
+        for own, deltas in zip(holders, kept, strict=True):
+            own["rope_deltas"] = deltas
+
+
 def evict(
     held: OrderedDict[Any, Any], most: int, size: Callable[[Any], int] = operator.attrgetter("nbytes")
 ) -> list[Any]:

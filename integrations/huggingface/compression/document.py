@@ -24,7 +24,7 @@ from ..runners.dispatch import install
 from ..runners.document import check_loop_over_document
 from ..settings import memory_budget, value_of
 from ..store.tiers import replaced
-from ..support import evict
+from ..support import evict, kept_deltas
 from ..visits import Visit, apart, enter, leave, open_visits, visited
 from .kept import Content, KeptLayer, digest_of, tokens_of
 from .presses import press_key
@@ -341,7 +341,7 @@ class Documents:
         if content is None:
             try:
                 check_compressible(model)
-                with apart(), watched_hooks(partial(refuse_if, True, REASON)):
+                with kept_deltas(model), apart(), watched_hooks(partial(refuse_if, True, REASON)):
                     content = read(model, tokens, press, float(budget), key)
                 digests = digest_of(key, adapters or None), digest_of(key, salt)
                 content = content._replace(adapters=digests[0], salt=digests[1])

@@ -122,6 +122,26 @@ def test_next_round_and_text_before_an_image(case: VisionCase) -> None:
             assert handle.last_requests[0].cached_tokens == 32
 
 
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3.5"])
+def test_positions_that_the_model_keeps_from_its_last_call(name: str) -> None:
+    """A forward pass over a returned cache, by hand, derives its positions from the model's `rope_deltas`."""
+    case = BY_NAME[name]
+    model, call = case.build(), case.call([text(20, 0), 1, ASK], [text(20, 0), AGAIN])
+    plain(model, **call, **FREE)
+    want = model.model.rope_deltas
+    assert want.unique().numel() == 2
+    with enabled(model, num_blocks=200) as handle:  # tests the model
+        assert model.model.rope_deltas is want
+        for _ in range(2):
+            model.generate(**call, **FREE)
+            assert torch.equal(model.model.rope_deltas, want)
+        assert handle.explain(case.call([text(60, 0)])).matched
+        assert torch.equal(model.model.rope_deltas, want)
+        if name == "qwen2.5-vl":  # recurrent states cannot be compressed
+            handle.compress(text(40, 2)[None])
+        assert torch.equal(model.model.rope_deltas, want)
+
+
 def test_hit_needs_no_features_that_were_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     case = BY_NAME["llava"]
     model = case.build()

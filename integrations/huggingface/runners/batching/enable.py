@@ -21,7 +21,7 @@ from ...probe import probe
 from ...replaced import check_not_replaced, replace_method, restore_method
 from ...settings import CacheOptions, check_number, check_salt, within
 from ...store.kept import PromptStore
-from ...support import check_model
+from ...support import check_model, kept_deltas
 from ...visits import apart, check_manager
 from ..packed import layer_windows, probe_packed
 from .blocks import ScheduledBlocks
@@ -146,7 +146,7 @@ class ContinuousBatching:
         num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
         try:
             _check(model)
-            with apart(), without_row_settings(model), set_by_forward(model) as transient:
+            with kept_deltas(model), apart(), without_row_settings(model), set_by_forward(model) as transient:
                 windows, probed = layer_windows(model.config), probe(model)
                 specs = probed.specs
                 refuse_if(len(specs) != num_layers, f"{len(specs)} of its {num_layers} layers cache keys and values")
