@@ -204,6 +204,7 @@ def test_a_file_without_prompts_is_refused_in_a_line(tmp_path: Path) -> None:
         ("[1]", "a JSON object in each line"),
         ('{"token_ids": [-1]}', "line 1"),
         ('{"prompt": "a"}\n\n{"prompt": "a"\n', "line 3, column 15: Expecting ',' delimiter"),
+        ("\n", "requests.jsonl holds no requests"),
     ):
         (tmp_path / "requests.jsonl").write_text(text)
         said = explain(tmp_path / "requests.jsonl")

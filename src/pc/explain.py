@@ -51,6 +51,8 @@ def run_explain(requests: Path, tokenizer: str | None, num_blocks: int, block_si
         reason = found.reason or "as far as possible"
         count[reason] += 1
         lost[reason] += len(tokens) - found.matched
+    if not count:
+        raise typer.BadParameter(f"{requests} holds no requests", param_hint="REQUESTS")
     typer.echo(f"\n{'reason':<16} {'requests':>8} {'tokens computed':>15}")
     for reason, number in count.most_common():
         typer.echo(f"{reason:<16} {number:>8} {lost[reason]:>15}")
