@@ -113,7 +113,8 @@ NAMES: dict[str, dict[str, str]] = {
         "vllm.v1.core.sched.request_queue": "SchedulingPolicy.PRIORITY",
         "vllm.config": (
             "VllmConfig.__post_init__ SchedulerConfig(scheduler_cls async_scheduling ...) VllmConfig.scheduler_config "
-            "VllmConfig.parallel_config VllmConfig.model_config VllmConfig.additional_config"
+            "VllmConfig.parallel_config VllmConfig.model_config VllmConfig.additional_config "
+            "VllmConfig.diffusion_config"
         ),
     },
     "eviction.steps": {
@@ -214,6 +215,7 @@ NAMES: dict[str, dict[str, str]] = {
         "vllm.config": (
             "VllmConfig.__post_init__ VllmConfig.scheduler_config VllmConfig.parallel_config VllmConfig.model_config "
             "VllmConfig.additional_config VllmConfig.speculative_config VllmConfig.kv_transfer_config "
+            "VllmConfig.diffusion_config "
             "VllmConfig.cache_config CacheConfig.kv_sharing_fast_prefill ParallelConfig.decode_context_parallel_size "
             "ParallelConfig.prefill_context_parallel_size"
         ),
@@ -251,6 +253,7 @@ NAMES: dict[str, dict[str, str]] = {
         "vllm.distributed.parallel_state": "get_tensor_model_parallel_rank",
         "vllm.config": (
             "KVTransferConfig(kv_connector_extra_config kv_load_failure_policy) ModelConfig.is_hybrid "
+            "VllmConfig.diffusion_config "
             "SchedulerConfig(max_num_batched_tokens ...) CacheConfig.prefix_match_unit"
         ),
         "vllm.v1.request:Request": "request_id num_tokens block_hashes skip_reading_prefix_cache",

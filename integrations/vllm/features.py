@@ -251,9 +251,12 @@ def _class_name(given: Any) -> str:
 def _complete(vllm_config: Any) -> None:
     """Set what the user has left open, check this package's options, and log what is in use."""
     scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
-    if "eviction" in _enabled and scheduler.scheduler_cls is None:
-        kind = "AsyncPolicyScheduler" if scheduler.async_scheduling else "PolicyScheduler"
-        scheduler.scheduler_cls = f"{__package__}.eviction.{kind}"
+    if "eviction" in _enabled:
+        if scheduler.scheduler_cls is None:
+            kind = "AsyncPolicyScheduler" if scheduler.async_scheduling else "PolicyScheduler"
+            scheduler.scheduler_cls = f"{__package__}.eviction.{kind}"
+        elif api.is_vllms(scheduler.scheduler_cls):  # vLLM itself chooses one for diffusion models
+            api.log_off("eviction", f"got the scheduler {scheduler.scheduler_cls}")
     if "hidden_states" in _enabled and parallel.worker_cls in api.VLLMS_WORKERS[1:]:
         parallel.worker_cls = f"{__package__}.hidden_states.HiddenStatesWorker"
     if vllm_config.model_config is not None:  # only an engine's configuration has a model

@@ -283,7 +283,7 @@ class HiddenStatesWorker(Base):
             is on with speculation, so the host does not know the positions of a step's tokens. Or there is a KV
             connector with a pooling model, or without `pc`'s scheduler. Or the model pools without chunked prefill or
             under runner V2, or has a token-wise pooler without vLLM's AllPool. Or context parallelism or
-            `kv_sharing_fast_prefill` is on.
+            `kv_sharing_fast_prefill` is on. Or it is a diffusion model.
         UnsupportedVersionError: The model pools, and vLLM lacks the parts that are needed to add the rows of hits.
     """
 
@@ -380,6 +380,10 @@ def check_hidden_states(vllm_config: Any) -> None:
             raise ValueError(f"{name}: got {getattr(parallel, name)}, needs 1 for hidden states")
     if vllm_config.cache_config.kv_sharing_fast_prefill:
         raise ValueError("kv_sharing_fast_prefill: got True, needs False: it leaves out layers of a prompt's tokens")
+    if vllm_config.diffusion_config is not None:
+        raise ValueError(
+            "model: got a diffusion model, which computes tokens several times; not served by hidden states"
+        )
     if vllm_config.speculative_config is not None and scheduler.async_scheduling:
         raise ValueError("async_scheduling: got True with speculation, needs False for hidden states")
     connector = vllm_config.kv_transfer_config

@@ -213,7 +213,7 @@ class TierConnector(KVConnectorBase_V1):
 
     Raises:
         ValueError: At start-up: an option is unknown, or the model has recurrent layers, several groups of layers,
-            pipeline or context parallelism, or adapters (LoRA).
+            pipeline or context parallelism, or adapters (LoRA), or is a diffusion model.
         UnsupportedVersionError: The installed vLLM lacks something that the connector needs.
     """
 

@@ -55,6 +55,8 @@ class PolicyScheduler(Scheduler):
             for name in (transfer.kv_connector, *(each.get("kv_connector") for each in within)):
                 if name in PEEKING:
                     raise ValueError(f"kv_connector: got {name}, which needs vLLM's own order of eviction")
+        if vllm_config.diffusion_config is not None:
+            raise ValueError("scheduler_cls: got one of pc for a diffusion model, needs vLLM's own")
         super().__init__(vllm_config, *args, **kwargs)
         if not self._can_have_policy():
             become_stock(self)

@@ -440,11 +440,13 @@ def configuration(
     chunks=True,
     parallel=(),
     fast_prefill=False,
+    diffusion=None,
     **more,
 ):
     """Return a configuration of vLLM; `more` are our options."""
     return SimpleNamespace(
         speculative_config=speculation,
+        diffusion_config=diffusion,
         scheduler_config=SimpleNamespace(
             async_scheduling=asynchronous, scheduler_cls=scheduler, enable_chunked_prefill=chunks
         ),
@@ -482,6 +484,7 @@ REFUSED = [
     ({"parallel": {"decode_context_parallel_size": 2}}, "decode_context_parallel_size: got 2, needs 1"),
     ({"parallel": {"prefill_context_parallel_size": 4}}, "prefill_context_parallel_size: got 4, needs 1"),
     ({"fast_prefill": True}, "kv_sharing_fast_prefill: got True, needs False"),
+    ({"diffusion": "some"}, "got a diffusion model"),
 ]
 
 

@@ -152,6 +152,18 @@ def test_one_line_says_what_is_in_use(monkeypatch, logged):
     assert "no feature is in use" in features.describe(configuration())
 
 
+def test_a_scheduler_that_vllm_chose_stays(monkeypatch, warnings):
+    """VLLM has its own scheduler for diffusion models."""
+    pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
+    monkeypatch.setattr(features, "_enabled", {"eviction"})
+    chosen = "vllm.v1.core.sched.diffusion_scheduler.DiffusionScheduler"
+    config = configuration(chosen)
+    config.model_config = None
+    features._complete(config)
+    assert config.scheduler_config.scheduler_cls == chosen
+    assert any(line.startswith("eviction is off") and line.endswith(f"got the scheduler {chosen}") for line in warnings)
+
+
 def test_attention_replaces_what_an_earlier_engine_chose():
     pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
     import torch

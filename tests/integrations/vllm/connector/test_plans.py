@@ -230,6 +230,7 @@ def configuration(**changes):
         parallel_config=SimpleNamespace(**{name: changes.get(name, value) for name, value in parallel.items()}),
         cache_config=SimpleNamespace(**{name: changes.get(name, value) for name, value in cache.items()}),
         lora_config=changes.get("lora_config"),
+        diffusion_config=changes.get("diffusion_config"),
     )
 
 
@@ -239,6 +240,7 @@ def configuration(**changes):
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: got 2, needs 1"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size: got 2, needs 1"),
         ({"lora_config": "some"}, "lora_config: got adapters"),
+        ({"diffusion_config": "some"}, "got a diffusion model"),
         ({"prefix_caching_hash_algo": "xxhash"}, "differ from process to process"),
         ({"prefix_match_unit": 8}, "prefix_match_unit: got 8"),
     ],

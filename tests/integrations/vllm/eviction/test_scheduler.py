@@ -59,6 +59,16 @@ def test_chosen_by_name(model_path, asynchronous):
     assert cached == [0]
 
 
+def test_diffusion_models_are_refused():
+    """They need vLLM's own scheduler, which knows the widths of their canvases."""
+    from types import SimpleNamespace
+
+    from pc.integrations.vllm.eviction import PolicyScheduler
+
+    with pytest.raises(ValueError, match="got one of pc for a diffusion model"):
+        PolicyScheduler(SimpleNamespace(kv_transfer_config=None, diffusion_config="some"))
+
+
 @pytest.mark.parametrize("within", [False, True], ids=["alone", "among others"])
 def test_the_connector_that_looks_ahead_is_refused(within):
     from types import SimpleNamespace
