@@ -36,7 +36,7 @@ from .api import registered
 from .runners.dispatch import Dispatch
 from .support import inner_tensors, tensor_bytes
 
-_KNOWN = {*sys.stdlib_module_names, "torch", "numpy", "pc"}
+_KNOWN = {*sys.stdlib_module_names, "torch", "numpy", "pc", "tqdm"}
 """Packages whose functions are compared, but whose code is not searched for further functions."""
 _OTHER = tuple(
     f"transformers.{name}"

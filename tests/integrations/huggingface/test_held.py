@@ -15,6 +15,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
+tqdm: Any = pytest.importorskip("tqdm").tqdm
 
 from calls import calls_within  # noqa: E402
 from generate_cases import LLAMA, assert_same, both, plain, prompt  # noqa: E402
@@ -294,6 +295,24 @@ def test_counts_of_decode_steps_are_no_change(model: Any) -> None:
         model.generate(answer, max_new_tokens=4)
         assert handle.last_requests[0].cached_tokens == 48
         assert counts["steps"] > 11
+
+
+def test_the_clock_of_a_progress_bar_is_no_change(model: Any) -> None:
+    """tqdm's class has a monitor, which notes the time every few seconds."""
+
+    def hook(module: Any, inputs: Any, output: Any) -> None:
+        list(tqdm([output], disable=True))
+
+    model.model.layers[0].register_forward_hook(hook)
+    tqdm.monitor = SimpleNamespace(woken=0.0, exit=lambda: None)
+    try:
+        identity = Identity(model)
+        before = identity.fingerprint(model)
+        tqdm.monitor.woken = 1.0
+        assert not identity.changed(model)
+        assert Identity(model).fingerprint(model) == before
+    finally:
+        tqdm.monitor = None
 
 
 def test_a_value_that_changes_before_each_call_is_named(model: Any) -> None:
