@@ -45,7 +45,7 @@ class TierManager(SecondaryTierManager):
     It has these options besides `type` and `module_path`:
 
     - `model` is a name for the weights, the adapters and the overrides of the model's config. Tokens, groups of layers,
-      dtype and ranks need not be in the name.
+      dtype, ranks and `max_model_len` need not be in the name.
     - `tier` and its options are those of `TierConnector`.
     - `threads` is the number of threads that read and write.
 
@@ -179,6 +179,7 @@ def chunk_layout(config: Any, model: str, size: int) -> Layout:
     said = {
         "groups": [(group.tokens_per_block, list(group.layer_names)) for group in config.groups],
         "dtype": config.model.dtype,
+        "longest": config.model.max_model_len,  # decides the frequencies of LongRoPE and the scores of some models
         "tokens": [config.cache.tokens_per_hash, config.cache.blocks_per_chunk],
         "ranks": [parallel.world_size, parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
         "copies": [config.replicated_layout, config.canonical_layout, config.kv_cache_layout],

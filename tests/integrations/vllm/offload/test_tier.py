@@ -34,7 +34,7 @@ def make_config(**changed):
     fields = dict.fromkeys(("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size"), 1)
     config = SimpleNamespace(
         groups=[SimpleNamespace(tokens_per_block=16, layer_names=("a", "b"))],
-        model=SimpleNamespace(name="model", dtype="bfloat16"),
+        model=SimpleNamespace(name="model", dtype="bfloat16", max_model_len=4096),
         cache=SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=2),
         parallel=SimpleNamespace(**fields),
         replicated_layout=False,
@@ -124,6 +124,7 @@ def test_a_job_that_ends_while_it_is_looked_at(make):
     "changed",
     [
         {"model__dtype": "float16"},
+        {"model__max_model_len": 8192},
         {"cache__tokens_per_hash": 32},
         {"cache__blocks_per_chunk": 4},
         {"parallel__tp_size": 2},
