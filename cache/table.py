@@ -16,7 +16,8 @@ Places = npt.NDArray[np.int64]
 """Slots of the table."""
 
 # numpy's C function, without the two Python calls of `np.count_nonzero`. `any` and `all` take several times as long.
-count_nonzero = np._core.multiarray.count_nonzero if hasattr(np, "_core") else np.count_nonzero
+_multiarray = getattr(getattr(np, "_core", None), "multiarray", None)  # numpy 1 has no such module
+count_nonzero = getattr(_multiarray, "count_nonzero", np.count_nonzero)
 
 # Up to this many blocks are handled one by one, because a round of vector operations costs as much.
 FEW = 24

@@ -3,6 +3,8 @@
 The environment is bare and the checkout a copy, so that nothing that is not in README helps. torch is pinned to a build
 for CPUs; pip resolves everything else, to the newest releases within the bounds of the extras.
 
+Then the oldest releases that we allow of small packages must serve too.
+
 Behind it a table shows the newest releases that exist, whatever our bounds say. It informs and fails nothing. A newer
 transformers is installed beside the environment and tried.
 
@@ -25,6 +27,8 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = "torch==2.13.0"
 TESTS = ["tests/integrations/huggingface", "tests/integrations/test_tested.py", "tests/test_demo.py"]
+OLDEST = ["tests/cache", "tests/test_cli.py", "tests/test_package.py", "tests/test_demo.py"]
+SMALL = ["numpy", "einops", "typer", "rich", "matplotlib", "gguf", "xxhash", "pyzmq", "msgpack", "prometheus_client"]
 TRIED = ["tests/integrations/huggingface/test_serving.py", "tests/integrations/huggingface/test_enable.py"]
 MADE_HERE = ("git clone", "python3 -m venv")
 """Commands of README that this script replaces by its own."""
@@ -93,6 +97,23 @@ def check_demo(folder: Path) -> None:
         raise SystemExit("newest: a later request of the demo reused nothing")
 
 
+def oldest() -> list[str]:
+    """Return the oldest releases that pyproject.toml allows of small packages, as `name==version`."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    bounds = [(name, set(re.findall(rf'"{name}>=([\d.]+)"', text))) for name in SMALL]
+    assert all(len(found) == 1 for _, found in bounds), bounds
+    return [f"{name}=={found.pop()}" for name, found in bounds]
+
+
+def try_oldest(environment: Environment) -> None:
+    """Install the oldest releases beside the environment, and run tests of the cache and of the commands with them."""
+    beside = environment.checkout.parent / "oldest"
+    environment.run(f"pip install hypothesis && pip install --target {beside} {' '.join(oldest())}")
+    workers, tests = os.environ.get("WORKERS", "2"), " ".join(OLDEST)
+    done = environment.run(f"python -m pytest -q -n {workers} -m 'not slow' {tests}", PYTHONPATH=str(beside))
+    print(f"  {done.stdout.strip().splitlines()[-1]}")
+
+
 def tested_versions() -> ModuleType:
     """Return the table of tested versions, without importing torch."""
     spec = importlib.util.spec_from_file_location("tested", ROOT / "integrations" / "tested.py")
@@ -141,6 +162,8 @@ def main(folder: str) -> None:
     environment.run("pip install pytest pytest-xdist")
     done = environment.run(f"python -m pytest -q -n {os.environ.get('WORKERS', '2')} -m 'not slow' {' '.join(TESTS)}")
     print(f"  {done.stdout.strip().splitlines()[-1]}")
+    if sys.version_info < (3, 13):  # numpy 1.26 has no builds for newer ones
+        try_oldest(environment)
     try:
         show_newest(environment)
     except Exception as error:
