@@ -113,7 +113,7 @@ class Engine:
             writer.close()
 
     def bypasses(self, loop: Loop) -> bool:
-        """Return whether a call bypasses the cache: it is short, fills no block and needs nothing from the cache."""
+        """Return whether a call bypasses the cache: it is at most a block long and needs nothing from the cache."""
         config = loop.generation_config
         return (
             self._options.chunk is None

@@ -209,7 +209,8 @@ class PrefixCaching:
     def explain(self, inputs: Any, tokenizer: Any = None) -> Explanation:
         """Explain how far a prompt is cached, why no further, and what other kinds of reuse would save.
 
-        Nothing is computed. Within `with handle.salt(...)` the prompt has that salt.
+        Nothing is computed. Within `with handle.salt(...)` the prompt has that salt. On a CPU, a call that is no longer
+        than one block, its answer included, reads nothing even if tokens are cached.
 
         Args:
             inputs: Token ids, `[1, length]` or `[length]`, or a mapping of arguments of `generate`, such as images and
