@@ -55,7 +55,8 @@ class Engine:
         self._proven_window = min(probed.window, LONG)
         self.store = store = PromptStore(model, self._options, probed)
         indexed = any(isinstance(layer, GrowingIndexedLayer) for layer in store.empty_cache.layers)
-        self._reach = index_reach(model.config) if indexed else None  # longest sequence of a sparse model
+        # The longest sequence of a sparse model; None for others.
+        self._reach = index_reach(model.config, "index_topk" if indexed else "keep_window_size")
         self._set_tiers()
 
     def _set_tiers(self) -> None:
@@ -205,7 +206,7 @@ class Engine:
         if self.store.states is not None and (loop.mode == "assisted_generation" or config.prefill_chunk_size):
             raise UnsupportedError("its recurrent states do not support assisted decoding or chunked prefill")
         if self._reach is not None and config.max_length > self._reach:
-            raise UnsupportedError("rounding may change which keys its indexer selects from a longer sequence")
+            raise UnsupportedError("rounding may change which keys its indexer or attention selects")
         if self._proven_window < self.store.probed.window < loop.input_ids.shape[1]:
             self._prove_window(loop.model)
         if loop.mask is not None and not self.store.probed.continues_padded:

@@ -268,12 +268,13 @@ def new_cache(config: Any) -> DynamicCache:
     return cache
 
 
-def index_reach(config: Any) -> int | None:
-    """Return the number of tokens up to which an indexer selects all; None if the config has none.
+def index_reach(config: Any, name: str = "index_topk") -> int | None:
+    """Return the number of tokens up to which attention selects all keys; None if it does not select by their scores.
 
-    With more tokens, rounding may change the indexer's choice.
+    With more tokens, rounding may change its choice. `name` is the setting's: Doge has no indexer, and names it
+    `keep_window_size`.
     """
-    reach = getattr(config.get_text_config(decoder=True), "index_topk", None)
+    reach = getattr(config.get_text_config(decoder=True), name, None)
     return reach if isinstance(reach, int) else None
 
 

@@ -10,6 +10,7 @@ import torch
 import transformers
 from generate_cases import (
     SPARSE,
+    Family,
     assert_same,
     both,
     cache_of,
@@ -72,3 +73,16 @@ def test_more_than_the_indexer_takes_falls_back(model: Any) -> None:
         assert ["its indexer" in str(w.message) for w in told] == [True]
         (reason,) = handle.stats().calls_handed_back
         assert "its indexer" in reason
+
+
+DOGE = Family("doge", "DogeConfig", "DogeForCausalLM", {"keep_window_size": 64})
+
+
+def test_attention_that_selects_keys_without_an_indexer() -> None:
+    model = DOGE.build()
+    with enabled(model, num_blocks=64) as handle:
+        for number, length in enumerate((40, 40, 52)):
+            assert cached(model, handle, prompt(length), max_new_tokens=12) == (0, 39, 40)[number]
+        with pytest.warns(UserWarning, match="its indexer or attention"):
+            assert_same(model, input_ids=prompt(53), max_new_tokens=12)
+        assert sum(handle.stats().calls_handed_back.values()) == 1
