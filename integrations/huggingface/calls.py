@@ -78,6 +78,9 @@ def unsupported_by(error: Exception) -> UnsupportedError:
 class ServedStats(CacheStats):
     """The counts of `CacheStats` and counts of calls of generate.
 
+    With windows, recurrent states or `deterministic=True`, a prompt may be looked up several times, for fewer tokens
+    each time. Each search counts, so `queried_tokens` and `hit_tokens` differ from the sums over `last_requests`.
+
     Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from pc.integrations.huggingface import enable_prefix_caching
