@@ -24,7 +24,15 @@ import torch
 from .api import COMPILED, KEPT_MANAGER, RECORDING, SILENT_ENTRIES, is_own_hook
 from .calls import refusing
 from .functions import PLAIN, Functions, Held, content_digest, differing, reader_of
-from .support import CHANGING_ROPE, attached_tensors, inner_tensors, tensor_bytes, wrappers_of
+from .support import (
+    CHANGING_ROPE,
+    PLAIN_TENSORS,
+    attached_tensors,
+    inner_tensors,
+    is_quantized_weight,
+    tensor_bytes,
+    wrappers_of,
+)
 
 SAMPLED = 16  # number of elements of each weight that are compared before a call
 MANY = 1 << 14  # the same for weights whose version is useless, because each forward pass raises it
@@ -464,7 +472,7 @@ class _Samples:
         other: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         names: dict[Any, list[tuple[str, int]]] = {}
         for name, tensor, count in tensors:
-            if not tensor.numel() or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            if not tensor.numel() or not (type(tensor) in PLAIN_TENSORS or is_quantized_weight(tensor)):
                 continue
             with torch._C.DisableTorchFunctionSubclass():  # the view of a subclass is a plain tensor
                 view, size = _sample(tensor.detach(), count), tensor.dtype.itemsize

@@ -22,6 +22,16 @@ PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 """Types of tensors that hold nothing but their elements."""
 
 
+def is_quantized_weight(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is of a subclass that holds its elements, such as bitsandbytes' weights.
+
+    Torch's own subclasses are not: FSDP's `FlatParameter` has attributes whose memory it frees.
+    """
+    kind = type(tensor)
+    own = kind in PLAIN_TENSORS or kind.__module__.partition(".")[0] == "torch"
+    return not own and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
 def check_model(model: Any) -> None:
     """Raise an UnsupportedError with the reason if a model's KV cannot be cached by prefix."""
     need(CACHING)
@@ -118,7 +128,7 @@ def inner_tensors(label: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch
             yield from inner_tensors(f"{label}.{name}" if label else name, getattr(data, name))
     else:
         yield label, tensor
-        if type(tensor) not in PLAIN_TENSORS:
+        if is_quantized_weight(tensor):
             yield from attached_tensors(label, tensor)
 
 

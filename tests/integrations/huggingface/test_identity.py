@@ -129,6 +129,18 @@ def test_weights_of_a_subclass(model: Any, part: Callable[[Any], torch.Tensor]) 
     assert identity.fingerprint(model) != before
 
 
+def test_memory_that_a_weight_of_torch_has_freed_is_not_read(model: Any) -> None:
+    """FSDP's FlatParameter keeps the gathered weight as an attribute, and frees its memory after a pass."""
+    kind = type("FlatParameter", (torch.nn.Parameter,), {"__module__": "torch.distributed.fsdp._flat_param"})
+    weight, gathered = torch.Tensor._make_subclass(kind, torch.ones(96, 64)), torch.ones(1 << 20)
+    weight._full_param_padded = gathered  # type: ignore[attr-defined]
+    _layer(model).mlp.up_proj.weight = weight
+    gathered.untyped_storage().resize_(0)
+    identity = Identity(model)
+    assert not identity.changed(model)
+    assert not any("_full_param_padded" in name for name in identity._tensors)
+
+
 @dataclass
 class Kind:
     """A setting of a layer, as optimum-quanto's `qtype` is."""
