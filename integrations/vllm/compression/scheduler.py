@@ -204,8 +204,10 @@ class Compression:
         if left > 0:
             count = min(num_new, left)
             if self._captures:  # a step of single tokens may replay a graph, which saves no queries
-                count -= left - count == 1
-                count *= count != 1 or left > QUERIES[plan.options.press]
+                if left - count == 1:
+                    count -= 1
+                if count == 1 and left <= QUERIES[plan.options.press]:
+                    count = 0
             return count
         if num_new and not self._compress(request, plan):
             self._stalled.append(request)
