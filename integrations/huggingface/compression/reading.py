@@ -18,6 +18,7 @@ from ....triton_ops import paged_attention
 from ...presses import kept_tokens
 from ..api import CACHE_NAMES, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, takes_cache
 from ..calls import UnsupportedError, refuse_if
+from ..layers import index_reach
 from ..runners.dispatch import MarkedCall, PagedPass, install, mark
 from ..runners.layout import inputs_of
 from ..support import changing_rope, check_model, is_compiled
@@ -29,6 +30,8 @@ def check_compressible(model: Any) -> None:
     check_model(model)
     refuse_if(changing_rope(model.config), "its rotary embeddings change with the length")
     refuse_if(is_compiled(model), "torch.compile runs its forward pass")
+    adds = index_reach(model.config, "keep_window_size") is not None  # Doge, in the mask that it makes for each layer
+    refuse_if(adds, "its attention adds values of its own to scores")
     if model.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise UnsupportedError(f"its weights are {model.dtype}, needs float32, float16 or bfloat16")
 

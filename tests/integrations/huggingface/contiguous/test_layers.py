@@ -86,3 +86,5 @@ def test_attention_that_selects_keys_without_an_indexer() -> None:
         with pytest.warns(UserWarning, match="its indexer or attention"):
             assert_same(model, input_ids=prompt(53), max_new_tokens=12)
         assert sum(handle.stats().calls_handed_back.values()) == 1
+        with pytest.raises(ValueError, match="adds values of its own to scores"):  # kernels for documents do not
+            handle.compress(prompt(40))
