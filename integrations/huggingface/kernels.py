@@ -35,12 +35,15 @@ def require_kernels(model: Any, block_size: int, use: str) -> None:
 def _shape(model: Any, block_size: int) -> Shape:
     """Return the attention layers of a model from its config, or usual sizes where the config does not say."""
     config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_attention_heads", None)
+    names = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "sliding_window")
+    try:
+        heads, kv_heads, head_dim, width, window = (getattr(config, name, None) for name in names)
+    except RuntimeError:  # layers differ, as in Gemma-4, and transformers refuses to name one value
+        return Shape(model.dtype, block_size=block_size)
     if not isinstance(heads, int) or heads < 1:
         return Shape(model.dtype, block_size=block_size)
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    window = getattr(config, "sliding_window", None)
+    kv_heads = kv_heads or heads
+    head_dim = head_dim or (width // heads if isinstance(width, int) else None)
     if not (isinstance(kv_heads, int) and isinstance(head_dim, int) and heads % kv_heads == 0):
         return Shape(model.dtype, block_size=block_size)
     windows = (window,) if isinstance(window, int) and window > 0 else ()

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from compression_cases import ASKED, CONTEXT, QUESTION, ask, assert_dense_logits, chosen_tokens
-from generate_cases import FAMILIES, LLAMA, Family, first_quick, plain, prompt
+from generate_cases import FAMILIES, LLAMA, NEW_TOKENS, Family, build_model, first_quick, plain, prompt
 from processes import in_threads
 
 from pc.integrations.huggingface import (
@@ -348,3 +348,20 @@ def test_refused_calls(model: Any, handle: PrefixCaching) -> None:
     handle.disable()
     with pytest.raises(ValueError, match="handle: needs a model that was not deleted"):
         handle.compress(CONTEXT)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Gemma4ForCausalLM"), reason="needs a transformers with Gemma-4")
+def test_layers_with_heads_of_different_widths() -> None:
+    """Transformers raises an error if code reads one width from such a config, as the check of kernels did."""
+    options = {
+        "num_hidden_layers": 2, "head_dim": 16, "global_head_dim": 32, "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 8, "num_kv_shared_layers": 0,
+    }  # fmt: skip
+    model = build_model("Gemma4TextConfig", "Gemma4ForCausalLM", **options)
+    question = torch.cat([prompt(40), prompt(9, 1)], 1)
+    want = plain(model, input_ids=question)
+    with enable_prefix_caching(model, num_blocks=64, reuse="anywhere") as handle:
+        assert handle.unsupported is None
+        with handle.compress(prompt(40), budget=1.0):
+            assert torch.equal(model.generate(question, max_new_tokens=NEW_TOKENS), want)
