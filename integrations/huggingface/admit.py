@@ -110,12 +110,7 @@ class PromptRequests:
             OutOfBlocks: The prompt does not fit.
         """
         store = self.store
-        limit = len(prompt.tokens)
-        if store.states is not None:  # recurrent layers need at least two tokens to compute
-            limit = max(limit - 1, 1)
-        if most is not None:
-            limit = min(limit, most + 1)
-        allocation, limit, cached, kv_hit = self._allocate(prompt, limit, anywhere=most is None)
+        allocation, limit, cached, kv_hit = self._allocate(prompt, self._limit(prompt, most), anywhere=most is None)
         whole = bool(cached == limit - 1 and (allocation.group_slot_mapping(0)[-1:] < 0).any())
         prompt.allocation, prompt.blocks = allocation, self.blocks(prompt)
         self._fill(prompt, limit, cached, whole)
@@ -139,6 +134,13 @@ class PromptRequests:
         repaired = allocation.recompute_moved(store.options.recompute)
         prompt.hit = PromptHit(cached, later, moved, repaired, states, max(cached, kv_hit))
 
+    def _limit(self, prompt: Prompt, most: int | None) -> int:
+        """Return the number of a prompt's tokens to look up for a hit of at most `most` tokens. None: of any length."""
+        limit = len(prompt.tokens)
+        if self.store.states is not None:  # recurrent layers need at least two tokens to compute
+            limit = max(limit - 1, 1)
+        return limit if most is None else min(limit, most + 1)
+
     def _allocate(self, prompt: Prompt, limit: int, anywhere: bool) -> tuple[Any, int, int, int]:
         """Start a request for up to `limit` tokens of a prompt, with a hit after which the model can continue.
 
@@ -161,6 +163,7 @@ class PromptRequests:
             if store.storage.any_prefix or prompt.readable(cached) == cached:
                 return allocation, limit, cached, kv_hit
             limit = prompt.readable(cached) + 1  # no states, or no blocks of windows, for this length
+            store.cancel(limit, allocation.num_cached_tokens)
             self.end(prompt.request_id)
 
     def _start(self, request_id: str, tokens: np.ndarray, options: dict[str, Any]) -> Any:
@@ -242,6 +245,8 @@ class PromptRequests:
 
     def readmit(self, prompt: Prompt, most: int | None = None) -> None:
         """End a prompt's request and admit it again, with the blocks that are cached now."""
+        assert prompt.allocation is not None
+        self.store.cancel(self._limit(prompt, most), prompt.allocation.num_cached_tokens)
         self.end(prompt.request_id)
         self.admit(prompt, most=most)
 

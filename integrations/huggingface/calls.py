@@ -78,8 +78,9 @@ def unsupported_by(error: Exception) -> UnsupportedError:
 class ServedStats(CacheStats):
     """The counts of `CacheStats` and counts of calls of generate.
 
-    With windows, recurrent states or `deterministic=True`, a prompt may be looked up several times, for fewer tokens
-    each time. Each search counts, so `queried_tokens` and `hit_tokens` differ from the sums over `last_requests`.
+    `hit_tokens` counts what was found for each prompt. A call may read less, as with `deterministic=True`, where it
+    reads whole chunks. `last_requests` says what was read. `queried_tokens` leaves out the last token of a prompt of a
+    model with recurrent states, which is always computed.
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM

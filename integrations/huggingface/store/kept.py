@@ -70,7 +70,7 @@ class PromptStore:
                 self.running.pop(owner, None)  # another thread may have removed it too
 
     def cancel(self, tokens: int, hits: int) -> None:
-        """Subtract a cancelled search for a prompt of `tokens`, which found `hits` of them, from the counts."""
+        """Subtract a search for `tokens`, which found `hits`, from the counts: it was cancelled, or made again."""
         with self._lock:
             self._cancelled = [a + b for a, b in zip(self._cancelled, (1, tokens, hits), strict=True)]
 

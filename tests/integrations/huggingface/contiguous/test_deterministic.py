@@ -167,6 +167,21 @@ def test_what_is_refused_falls_back(call: dict[str, Any], reason: str) -> None:
         assert [reason in said for said in handle.stats().calls_handed_back] == [True]
 
 
+@pytest.mark.parametrize("name", QUICK[1:])
+def test_a_prompt_that_is_looked_up_again_counts_once(name: str) -> None:
+    model, reports = build(name), []
+    with enable(model, num_blocks=64) as handle:
+        for number in range(6):
+            ids = torch.cat([prompt(60 + number % 3 * 7), prompt(5 + number, number)], 1)
+            model.generate(ids, max_new_tokens=2)
+            reports += handle.last_requests
+        stats = handle.stats()
+        assert stats.total_requests == 6
+        assert stats.hit_tokens == sum(report.cached_tokens for report in reports) > 100
+        always = 6 if name == "lfm2" else 0  # the last token of each prompt
+        assert stats.queried_tokens == sum(report.prompt_tokens for report in reports) - always
+
+
 @pytest.mark.parametrize("make", [enable, enable_prefix_caching], ids=["deterministic", "copies"])
 def test_a_result_over_a_document_has_no_cache_under_any_name(make: Any) -> None:
     """The call's cache holds the document's own tensors. An empty one would make the next pass compute wrong values."""
