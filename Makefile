@@ -127,7 +127,7 @@ hub: ## make the package for HuggingFace's kernels library, in build/hub
 wheel-test: setup ## build a wheel and use it in a clean environment, away from the checkout
 	$(BIN)/python tests/check_wheel.py $(VENV)-wheel
 
-newest: ## test what a user gets today: README's pip lines in a bare environment, the demo, the adapter's tests; list newer releases
+newest: ## test what a user gets today: README's pip lines in a bare environment, the demo, the adapter's tests, the oldest releases of small packages; list newer releases
 	WORKERS=$(WORKERS) OMP_NUM_THREADS=1 $(PYTHON) tests/check_newest.py $(VENV)-newest
 
 KERNEL_TRITONS := 3.6.0 3.9.0

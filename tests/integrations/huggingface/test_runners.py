@@ -216,10 +216,8 @@ def test_a_child_frees_the_blocks_of_calls_of_other_threads(runner: Runner, fami
 
     with runner.enable(build(family)) as caching:
         call = functools.partial(caching.model.generate, SHARED, max_new_tokens=4)
-        want, other = (
-            plain(caching.model, input_ids=SHARED, max_new_tokens=4),
-            threading.Thread(target=call, kwargs={"streamer": Waiting()}),
-        )
+        want = plain(caching.model, input_ids=SHARED, max_new_tokens=4)
+        other = threading.Thread(target=call, kwargs={"streamer": Waiting()})
         other.start()
 
         def child() -> None:
