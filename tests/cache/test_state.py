@@ -70,14 +70,3 @@ def test_groups_have_pools_of_their_own():
         m.append("b", [t])
         m.commit("b", t + 1)
     m.check()
-
-
-def test_lru_evicts_oldest_release_first_and_tail_first():
-    m = pc.CacheManager(4, block_size=4, policy="lru")
-    run(m, "a", list(range(8)))
-    run(m, "b", [9] * 8)
-    run(m, "c", [7] * 4)
-    assert m.allocate("d", list(range(8))).num_cached_tokens == 4
-    m.free("d")
-    assert m.allocate("e", [9] * 8).num_cached_tokens == 4
-    m.check()

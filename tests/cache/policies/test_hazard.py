@@ -299,40 +299,6 @@ def test_rates_learned_after_a_long_time_are_not_made_up_for_by_the_factors():
         assert (factor < 4) == stale
 
 
-def test_a_conversation_that_is_over_goes_first_and_takes_nothing_shared_along():
-    m = pc.CacheManager(12, block_size=4, policy="hazard")
-    shared = [1] * 8
-    serve(m, "old", [9] * 16)
-    serve(m, "other", shared + [2] * 8)
-    serve(m, "over", shared + [3] * 8, returns=0)
-    assert serve(m, "new", [4] * 16) == 0
-    assert cached_of(m, shared + [3] * 8) == 8
-    assert cached_of(m, shared + [2] * 8) == 16
-    assert cached_of(m, [9] * 16) >= 8
-    m.check()
-
-
-def test_the_end_of_a_conversation_covers_its_earlier_turns():
-    m = pc.CacheManager(12, block_size=4, policy="hazard")
-    serve(m, "old", [9] * 16)
-    for turn in (1, 2):
-        serve(m, turn, [1] * 8 * turn, returns=0 if turn == 2 else 1)
-    serve(m, "new", [4] * 32)
-    assert cached_of(m, [9] * 16) == 16
-    assert cached_of(m, [1] * 16) == 0
-
-
-def test_priority_heeds_the_end_of_a_conversation_too():
-    m = pc.CacheManager(12, block_size=4, policy="priority")
-    serve(m, "old", [9] * 16)
-    serve(m, "other", [1] * 8 + [2] * 8)
-    serve(m, "over", [1] * 8 + [3] * 8, returns=0)
-    serve(m, "new", [4] * 16)
-    assert cached_of(m, [1] * 8 + [3] * 8) == 8
-    assert serve(m, "again", [4] * 16) == 15
-    m.check()
-
-
 @pytest.mark.parametrize("returns", [-0.1, 1.1, float("nan"), float("inf")])
 def test_a_hint_that_is_no_probability_is_refused(returns):
     m = pc.CacheManager(4, block_size=4)

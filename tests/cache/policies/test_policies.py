@@ -11,7 +11,7 @@ from cache_cases import cached_of, serve
 import pc
 from pc.cache.hashing import BlockHasher
 from pc.cache.observe.check import check_pool
-from pc.cache.policies import LRU, POLICIES, choose, make_policy
+from pc.cache.policies import LRU, POLICIES, Priority, choose, make_policy
 from pc.cache.pool import BlockPool
 
 
@@ -79,76 +79,6 @@ def test_a_policy_may_be_given_by_name_class_or_instance():
         pc.CacheManager(4, policy=3)
 
 
-def test_fifo_does_not_care_about_use():
-    m = pc.CacheManager(4, block_size=4, policy="fifo")
-    serve(m, 1, prompt(1))
-    serve(m, 2, prompt(2))
-    assert serve(m, 3, prompt(1)) == 7
-    serve(m, 4, prompt(3, 1))
-    assert (cached_of(m, prompt(1)), cached_of(m, prompt(2))) == (4, 8)
-
-
-def test_fifo_gives_up_what_was_held_at_its_turn_first():
-    m = pc.CacheManager(4, block_size=4, policy="fifo")
-    m.allocate(1, prompt(1))
-    m.commit(1, 8)
-    serve(m, 2, prompt(2))
-    serve(m, 3, prompt(3, 1))
-    assert cached_of(m, prompt(1)) == 8
-    m.free(1)
-    serve(m, 4, prompt(4, 1))
-    assert (cached_of(m, prompt(1)), cached_of(m, prompt(3, 1))) == (4, 4)
-    m.check()
-
-
-def test_lfu_keeps_what_was_used_more_often():
-    m = pc.CacheManager(4, block_size=4, policy="lfu")
-    for i in range(3):
-        serve(m, i, prompt(1))
-    serve(m, 10, prompt(2))
-    serve(m, 11, prompt(3))
-    assert (cached_of(m, prompt(1)), cached_of(m, prompt(2))) == (8, 0)
-
-
-@pytest.mark.parametrize("name", ["s3fifo", "arc"])
-def test_a_scan_does_not_wash_out_what_is_used_again_and_again(name):
-    m = pc.CacheManager(40, block_size=4, policy=name)
-    for i in range(200):
-        serve(m, ("hot", i % 4, i), prompt(i % 4))
-        serve(m, ("cold", i), prompt(100 + i, 6))
-    assert sum(cached_of(m, prompt(i)) for i in range(4)) == 32
-    m.check()
-
-
-def test_segmented_is_a_deprecated_name_of_default():
-    assert "segmented" in POLICIES
-    assert "segmented" not in list(POLICIES)
-    with pytest.warns(DeprecationWarning, match="'segmented' is a deprecated name of 'default'"):
-        manager = pc.CacheManager(4, block_size=4, policy="segmented")
-    assert type(manager.pools[0].policy) is POLICIES["default"]
-    with pytest.raises(ValueError, match="policy: got 'segment', needs one of arc, default"):
-        pc.CacheManager(4, block_size=4, policy="segment")
-
-
-def test_priority_outlives_recency_until_its_time_is_over():
-    now = [0.0]
-    m = pc.CacheManager(4, block_size=4, policy=pc.cache.policies.Priority(now=lambda: now[0]))
-    serve(m, 1, prompt(1), priority=5, ttl=10.0)
-    serve(m, 2, prompt(2))
-    serve(m, 3, prompt(3))
-    assert (cached_of(m, prompt(1)), cached_of(m, prompt(2))) == (8, 0)
-    now[0] = 11.0
-    serve(m, 4, prompt(4))
-    assert (cached_of(m, prompt(1)), cached_of(m, prompt(3))) == (0, 8)
-
-
-def test_priority_pins_nothing():
-    m = pc.CacheManager(4, block_size=4, policy="priority")
-    serve(m, 1, prompt(1, 4), priority=9)
-    assert serve(m, 2, prompt(2, 4)) == 0
-    m.check()
-
-
 class MostRecent(pc.EvictionPolicy):
     """Evicts the block used last, as in the example of docs/policies.md."""
 
@@ -173,6 +103,141 @@ class MostRecent(pc.EvictionPolicy):
         self.waiting.clear()
 
 
+A, B, OLD, SHARED = [1] * 8, [2] * 8, [9] * 16, [3] * 8
+OTHER, OVER = SHARED + [4] * 8, SHARED + [5] * 8
+PROMPTS = {"A": A, "B": B, "A + B": A + B, "A + A": A + A, "OLD": OLD, "SHARED": SHARED, "OTHER": OTHER, "OVER": OVER}
+# Policies, requests (time, prompt, options), the time of another request, how many blocks it takes, and how many
+# blocks of each prompt are left.
+VICTIMS = {
+    "the oldest prompt loses its tail first": (
+        ["lru", "priority"],
+        [(0, A, {}), (1, B, {})],
+        *(2, 1, {"A": 1, "B": 2}),
+    ),
+    "the oldest prompt goes before a later one": (
+        ["lru", "priority"],
+        [(0, A, {}), (1, B, {})],
+        *(2, 3, {"A": 0, "B": 1}),
+    ),
+    "use does not count": (["fifo"], [(0, A, {}), (1, B, {}), (2, A, {})], 3, 1, {"A": 1, "B": 2}),
+    "a prompt that was used more often stays": (
+        ["lfu"],
+        [(0, A, {}), (1, A, {}), (2, A, {}), (3, B, {})],
+        *(4, 2, {"A": 2, "B": 0}),
+    ),
+    "a policy of one's own evicts the prompt that was used last": (
+        [MostRecent],
+        [(0, A, {}), (1, B, {})],
+        *(2, 2, {"A": 2, "B": 0}),
+    ),
+    "a priority outlives recency": (
+        ["priority"],
+        [(0, A, {"priority": 5, "ttl": 10}), (0, B, {})],
+        *(0, 2, {"A": 2, "B": 0}),
+    ),
+    "a priority that has expired is none": (
+        ["priority"],
+        [(0, A, {"priority": 5, "ttl": 10}), (0, B, {})],
+        *(11, 2, {"A": 0, "B": 2}),
+    ),
+    "a priority pins nothing": (["priority"], [(0, A + B, {"priority": 9})], 0, 4, {"A + B": 0}),
+    "an expired prompt loses its tail first": (
+        ["priority"],
+        [(0, A + B, {"priority": 1, "ttl": 10})],
+        *(11, 1, {"A + B": 3}),
+    ),
+    "a shorter hint of the same priority does not end a longer one": (
+        ["priority"],
+        [(0, A, {"priority": 1, "ttl": 100}), (1, A, {"priority": 1, "ttl": 10}), (2, B, {})],
+        *(50, 2, {"A": 2, "B": 0}),
+    ),
+    "a lower priority counts once a higher one has expired": (
+        ["priority"],
+        [(0, A, {"priority": 5, "ttl": 10}), (20, A, {"priority": 1}), (21, B, {})],
+        *(30, 2, {"A": 2, "B": 0}),
+    ),
+    "a conversation that may resume is not evicted first": (
+        ["priority"],
+        [(0, A, {}), (1, B, {"returns": 0.3})],
+        *(2, 2, {"A": 0, "B": 2}),
+    ),
+    "a conversation that is over goes first and takes no blocks along that others used": (
+        ["hazard", "priority"],
+        [(0, OLD, {}), (1, OTHER, {}), (2, OVER, {"returns": 0})],
+        *(3, 4, {"OVER": 2, "OTHER": 4, "OLD": 2}),
+    ),
+    "a conversation that is over goes before an expired prompt": (
+        ["priority"],
+        [(0, A, {"priority": 1, "ttl": 10}), (1, B, {"returns": 0})],
+        *(11, 2, {"A": 2, "B": 0}),
+    ),
+    "the end of a conversation does not end its priority": (
+        ["priority"],
+        [(0, A, {}), (1, B, {"priority": 1, "returns": 0})],
+        *(2, 2, {"A": 0, "B": 2}),
+    ),
+    "the end of a conversation covers its earlier turns": (
+        ["hazard"],
+        [(0, OLD, {}), (1, A, {"returns": 1}), (2, A + A, {"returns": 0})],
+        *(3, 4, {"OLD": 4, "A + A": 0}),
+    ),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("policy", "case"), [(policy, case) for case, row in VICTIMS.items() for policy in row[0]])
+def test_victims(policy, case):
+    """Requests run in a pool that they fill; then another one takes blocks, and is found after that."""
+    _, requests, time, count, kept = VICTIMS[case]
+    now = [0.0]
+    total = len({tuple(tokens[:end]) for _, tokens, _ in requests for end in range(4, len(tokens) + 1, 4)})
+    policy = Priority(now=lambda: now[0]) if policy == "priority" else policy
+    m = pc.CacheManager(total, block_size=4, policy=policy)
+    for number, (now[0], tokens, options) in enumerate(requests):
+        cached = cached_of(m, tokens)
+        assert serve(m, number, tokens, **options) == min(cached, len(tokens) - 1)
+    now[0] = time
+    new = [7] * 4 * count
+    assert serve(m, "new", new) == 0
+    assert {name: cached_of(m, PROMPTS[name]) // 4 for name in kept} == kept
+    assert serve(m, "again", new) == len(new) - 1
+    m.check()
+    m.reset()
+
+
+def test_fifo_gives_up_what_was_held_at_its_turn_first():
+    m = pc.CacheManager(4, block_size=4, policy="fifo")
+    m.allocate(1, prompt(1))
+    m.commit(1, 8)
+    serve(m, 2, prompt(2))
+    serve(m, 3, prompt(3, 1))
+    assert cached_of(m, prompt(1)) == 8
+    m.free(1)
+    serve(m, 4, prompt(4, 1))
+    assert (cached_of(m, prompt(1)), cached_of(m, prompt(3, 1))) == (4, 4)
+    m.check()
+
+
+@pytest.mark.parametrize("name", ["s3fifo", "arc"])
+def test_a_scan_does_not_wash_out_what_is_used_again_and_again(name):
+    m = pc.CacheManager(40, block_size=4, policy=name)
+    for i in range(200):
+        serve(m, ("hot", i % 4, i), prompt(i % 4))
+        serve(m, ("cold", i), prompt(100 + i, 6))
+    assert sum(cached_of(m, prompt(i)) for i in range(4)) == 32
+    m.check()
+
+
+def test_segmented_is_a_deprecated_name_of_default():
+    assert "segmented" in POLICIES
+    assert "segmented" not in list(POLICIES)
+    with pytest.warns(DeprecationWarning, match="'segmented' is a deprecated name of 'default'"):
+        manager = pc.CacheManager(4, block_size=4, policy="segmented")
+    assert type(manager.pools[0].policy) is POLICIES["default"]
+    with pytest.raises(ValueError, match="policy: got 'segment', needs one of arc, default"):
+        pc.CacheManager(4, block_size=4, policy="segment")
+
+
 def test_a_policy_is_notified_of_the_end_of_each_request():
     heard = []
 
@@ -189,16 +254,6 @@ def test_a_policy_is_notified_of_the_end_of_each_request():
     m.free("a", returns=0.25)
     serve(m, "b", prompt(2))
     assert heard == [0.25, 3, 0]
-
-
-def test_a_policy_of_ones_own():
-    m = pc.CacheManager(4, block_size=4, policy=MostRecent)
-    serve(m, 1, prompt(1))
-    serve(m, 2, prompt(2))
-    serve(m, 3, prompt(3))
-    assert (cached_of(m, prompt(1)), cached_of(m, prompt(2))) == (8, 0)
-    m.check()
-    m.reset()
 
 
 @pytest.mark.parametrize("hook", ["accessed", "hinted", "completed", "released", "victims"])
@@ -283,6 +338,14 @@ def test_finds_the_last_block_among_held_ones(policy: str) -> None:
     manager.allocate("last", [103] * 4)
     assert manager.stats().held_blocks == 20
     manager.check()
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_asked_for_more_than_was_released_a_policy_says_so(name):
+    m = pc.CacheManager(8, block_size=4, policy=name)
+    serve(m, 1, [1] * 16)
+    with pytest.raises((RuntimeError, IndexError)):
+        m.pools[0].policy.victims(5)
 
 
 def history(m):
