@@ -42,35 +42,6 @@ SERVED_ARGUMENTS = frozenset((
 """Arguments of the forward pass with which a call is served: generate makes them, or KV does not depend on them."""
 
 
-class RecordedCriteria(StoppingCriteriaList):  # type: ignore[misc]  # transformers is untyped here
-    """Stopping criteria that record which rows have stopped."""
-
-    finished: torch.Tensor | None = None
-    _drops = False
-
-    @classmethod
-    def of(cls, loop: Loop) -> RecordedCriteria:
-        """Return the stopping criteria of a loop."""
-        criteria, config = cls(loop.options["stopping_criteria"]), loop.generation_config
-        # After an eos a row gets padding. Its logits and its KV matter only to a caller that reads them.
-        seen = loop.own_processors or config.output_scores or config.output_logits or config.return_dict_in_generate
-        criteria._drops = not seen and any(hasattr(c, "eos_token_id") for c in criteria)
-        return criteria
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
-        """Return which rows stop now, as transformers' own list decides."""
-        done = super().__call__(input_ids, scores, **kwargs)
-        self.finished = done if self.finished is None else self.finished | done
-        return done
-
-    def dropped(self, num_rows: int) -> list[bool]:
-        """Return for each row whether no more passes are needed: it has stopped, and nobody reads its logits or KV."""
-        if not self._drops or self.finished is None:
-            return [False] * num_rows
-        finished: list[bool] = self.finished.tolist()
-        return finished
-
-
 @dataclass
 class Loop:
     """One call of generate, just before its decoding loop starts."""

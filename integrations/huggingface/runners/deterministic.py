@@ -9,7 +9,6 @@ reads them as part of its prompt, in chunks.
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,40 +17,32 @@ import torch
 
 from ....cache import OutOfBlocks
 from ..admit import PromptRequests
-from ..api import CausalLMOutputWithPast, DynamicCache, ModelInLoop, attention_implementation
+from ..api import CausalLMOutputWithPast, DynamicCache, attention_implementation
 from ..calls import Calls, refuse_if
 from ..layers import columns, mark_written, take_states
-from ..loop import BY_TOKEN, Loop, RecordedCriteria
+from ..loop import BY_TOKEN, Loop
 from ..prompts import Prompt, PromptHit, prompts_of
 from ..store.kept import PromptStore
 from ..support import float32_precision, host_copy
 from .layout import forward, read, read_behind
-from .result import add_cache
+from .rows import RowsInLoop
 
 DETERMINISTIC = "with deterministic=True"
 
 
-class RowByRow(ModelInLoop):
+class RowByRow(RowsInLoop):
     """The model of a loop. It computes each row of the batch in separate passes."""
 
-    def __init__(self, requests: PromptRequests, loop: Loop, prompts: list[Prompt]) -> None:
-        super().__init__(loop)
-        self._requests: PromptRequests = weakref.proxy(requests)
-        self._store, self._prompts = requests.store, prompts
+    def __init__(self, requests: PromptRequests, loop: Loop, prompts: list[Prompt], calls: Calls) -> None:
+        super().__init__(requests, loop, prompts, calls)
         self._chunk: int = requests.store.options.chunk or 0
-        self._criteria = RecordedCriteria.of(loop)
         self._pads = {row: prompt.pad for prompt in prompts for row in prompt.rows}
         self._caches: dict[int, DynamicCache] = {}  # by row, of prompts that are computed
         self._computed: dict[int, int] = {}  # by row: number of tokens in its cache
 
-    def generate(self) -> Any:
-        """Run the loop and return its result."""
-        return self._loop.run(self, {"stopping_criteria": self._criteria})
-
-    def add_cache(self, result: Any, calls: Calls) -> None:
+    def add_cache(self, result: Any) -> None:
         """Put a copy of all rows' KV into a dict result."""
-        if not isinstance(result, torch.Tensor):
-            add_cache(result, self._loop, self._store, calls, [self._caches[row] for row in sorted(self._caches)])
+        self.put_cache(result, caches=self._caches)
 
     def prefill(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> Any:
         """Return the logits of the last token of every prompt."""
@@ -71,7 +62,7 @@ class RowByRow(ModelInLoop):
                 if not finished[row]:
                     logits[row] = self._decode(row, tokens[self._pads[row] :])
         else:
-            for prompt in self._prompts:
+            for prompt in self.prompts:
                 own, found = self._read(prompt)
                 for row in prompt.rows:
                     self._computed[row] = len(prompt.tokens)
@@ -145,7 +136,7 @@ class RowByRow(ModelInLoop):
     def keep(self) -> None:
         """Keep the cache of a single row for later calls, which crop it to whole chunks of the prompt."""
         if self._caches and self._alone and self._requests.publishes():
-            cache, prompt = self._caches[0], self._prompts[0]
+            cache, prompt = self._caches[0], self.prompts[0]
             if columns(cache) == {self._computed[0]}:
                 self._store.keep_cache(cache, prompt.tokens, self._loop)
             else:
@@ -164,12 +155,11 @@ def run(
     _check(loop, prompts, store.probed.counts_padding)
     loop.extra_keys = (*loop.extra_keys, *conditions(loop.model))
     requests = PromptRequests.of(store, loop)
-    rows = make(requests, loop, prompts)
+    rows = make(requests, loop, prompts, calls)
     try:
         result = rows.generate()
     finally:
         requests.close()
-    rows.add_cache(result, calls)
     try:
         rows.keep()
     except Exception as error:

@@ -200,7 +200,7 @@ class QuestionRows(RowByRow):
         logits: torch.Tensor = forward(model, tokens, start, end, cache, given).logits
         return logits[:, -1:]
 
-    def add_cache(self, result: Any, calls: Calls) -> None:
+    def add_cache(self, result: Any) -> None:
         """Give the result no cache, because the cache holds the document's own tensors."""
         drop_cache(result)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,7 @@ def lay_out(
     cache: DynamicCache,
     storage: ModelStorage,
     prompts: Sequence[Prompt],
-    caches: dict[int, DynamicCache],
+    caches: Mapping[int, DynamicCache],
     start: int,
     capacity: int,
     unwritten: int,

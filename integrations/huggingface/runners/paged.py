@@ -7,7 +7,6 @@ of any length one after another, without padding and without cached tokens.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,19 +15,19 @@ import torch
 
 from ....cache import OutOfBlocks
 from ..admit import PromptRequests
-from ..api import CausalLMOutputWithPast, ModelInLoop
+from ..api import CausalLMOutputWithPast
 from ..calls import Calls
-from ..loop import BY_TOKEN, Loop, RecordedCriteria
+from ..loop import BY_TOKEN, Loop
 from ..prompts import Prompt, numbered
 from ..store.blocks import RequestBlocks
 from ..store.kept import PromptStore
 from ..support import host_copy
 from .graphs import DecodeSteps
 from .packed import compute
-from .result import add_cache
+from .rows import RowsInLoop
 
 
-class PackedRows(ModelInLoop):
+class PackedRows(RowsInLoop):
     """The model of a loop, with packed passes in place of its forward passes.
 
     If it runs out of blocks, or fails after the first token, it frees all blocks. The model's own forward pass then
@@ -37,25 +36,19 @@ class PackedRows(ModelInLoop):
     Args:
         requests: Admits the prompts. The caller must hold the only strong reference.
         loop: The call.
-        steps: Runs decode steps. Calls of all threads share its buffers, so each pass holds its lock.
         prompts: A prompt for each row.
         calls: Warns, if an answer continues without the cache.
+        steps: Runs decode steps. Calls of all threads share its buffers, so each pass holds its lock.
     """
 
     def __init__(
-        self,
-        requests: PromptRequests,
-        loop: Loop,
-        steps: DecodeSteps,
-        prompts: Sequence[Prompt],
-        calls: Calls,
+        self, requests: PromptRequests, loop: Loop, prompts: Sequence[Prompt], calls: Calls, steps: DecodeSteps
     ) -> None:
-        super().__init__(loop)
-        self._requests: PromptRequests = weakref.proxy(requests)
-        self._steps, self.rows, self._calls = steps, prompts, calls
+        super().__init__(requests, loop, prompts, calls)
+        self._steps = steps
         self._answers: list[Sequence[int]] = []  # for each decode step of all rows, the tokens that it computed
         self.manager, self.storage = requests.manager, requests.store.storage
-        self._criteria, storage = RecordedCriteria.of(loop), self.storage
+        storage = self.storage
         self._prefilled = self._native = False
         for prompt in prompts:
             prompt.blocks = requests.blocks(prompt)
@@ -65,21 +58,20 @@ class PackedRows(ModelInLoop):
         self._chunk = min(bound for bound in bounds if bound)
 
     def generate(self) -> Any:
-        """Run the loop and return its result."""
+        """Run the loop, free the blocks, and return the result."""
         try:
-            result = self._loop.run(self, {"stopping_criteria": self._criteria})
-            if not (self._native or isinstance(result, torch.Tensor)):
-                self._add_cache(result)
+            return super().generate()
         finally:
             self.close()
-        return result
 
-    def _add_cache(self, result: Any) -> None:
+    def add_cache(self, result: Any) -> None:
         """Put a copy of all rows' KV into a dict result. A later call can continue it."""
-        answers = np.array(self._answers, np.int64).reshape(-1, len(self.rows)).T
-        computed = [np.concatenate([row.tokens, answer]) for row, answer in zip(self.rows, answers, strict=True)]
+        if self._native:
+            return
+        answers = np.array(self._answers, np.int64).reshape(-1, len(self.prompts)).T
+        computed = [np.concatenate([row.tokens, answer]) for row, answer in zip(self.prompts, answers, strict=True)]
         unchanged = computed if self._loop.by_token and self._requests.publishes() else None
-        add_cache(result, self._loop, self._requests.store, self._calls, [row.blocks for row in self.rows], unchanged)
+        self.put_cache(result, blocks=[row.blocks for row in self.prompts], computed=unchanged)
 
     def prefill(self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: Any, **_: Any) -> Any:
         """Return the logits of the last token of every prompt."""
@@ -108,18 +100,18 @@ class PackedRows(ModelInLoop):
 
     def _decode(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Compute the last token of each row that still runs, and return logits of all rows."""
-        for row, dropped in zip(self.rows, self._criteria.dropped(len(self.rows)), strict=True):
+        for row, dropped in zip(self.prompts, self._criteria.dropped(len(self.prompts)), strict=True):
             if dropped:
                 self.finish(row)
-        active = [index for index, row in enumerate(self.rows) if not row.blocks.closed]
+        active = [index for index, row in enumerate(self.prompts) if not row.blocks.closed]
         last = input_ids[:, -1].tolist()
         tokens = [last[index] for index in active]
         logits = self.decode(tokens)
         self._answers.append(tokens)
-        if len(active) == len(self.rows):
+        if len(active) == len(self.prompts):
             return logits
         # A finished row's next token is padding whatever its logits are.
-        every = logits.new_zeros(len(self.rows), logits.shape[-1])
+        every = logits.new_zeros(len(self.prompts), logits.shape[-1])
         every[active] = logits
         return every
 
@@ -141,16 +133,16 @@ class PackedRows(ModelInLoop):
             OutOfBlocks: A prompt does not fit, even alone.
         """
         logits: dict[int, torch.Tensor] = {}
-        waiting = list(range(len(self.rows)))
+        waiting = list(range(len(self.prompts)))
         while waiting:
             admitted: list[int] = []
             for index in waiting:
-                if self._admit(self.rows[index], alone=not admitted):
+                if self._admit(self.prompts[index], alone=not admitted):
                     admitted.append(index)
-            computed = self._compute([self.rows[index] for index in admitted])
+            computed = self._compute([self.prompts[index] for index in admitted])
             logits.update(zip(admitted, computed, strict=True))
             waiting = [index for index in waiting if index not in logits]
-        return torch.stack([logits[index] for index in range(len(self.rows))])
+        return torch.stack([logits[index] for index in range(len(self.prompts))])
 
     def decode(self, tokens: Sequence[int]) -> torch.Tensor:
         """Append a token to each active row, compute it, and return `[num_active, vocabulary]` logits.
@@ -182,7 +174,7 @@ class PackedRows(ModelInLoop):
 
     def active(self) -> list[Prompt]:
         """Return the rows that hold blocks."""
-        return [row for row in self.rows if not row.blocks.closed]
+        return [row for row in self.prompts if not row.blocks.closed]
 
     def finish(self, row: Prompt) -> None:
         """Free a row's blocks. Complete blocks stay published until they are evicted."""
@@ -192,7 +184,7 @@ class PackedRows(ModelInLoop):
 
     def close(self) -> None:
         """Free every row's blocks."""
-        for row in self.rows:
+        for row in self.prompts:
             row.blocks.closed = True
         if self._requests.stale:
             self._steps.drop()  # steps captured during this call may hold the changed model
@@ -260,7 +252,7 @@ def run(loop: Loop, store: PromptStore, steps: DecodeSteps, calls: Calls) -> tup
     steps.prepare(loop.model, (id(store), loop.extra_keys))
     prompts = row_prompts(loop)
     requests = PromptRequests.of(store, loop)
-    return PackedRows(requests, loop, steps, prompts, calls).generate(), prompts
+    return PackedRows(requests, loop, prompts, calls, steps).generate(), prompts
 
 
 def follows(loop: Loop, has_windows: bool) -> bool:

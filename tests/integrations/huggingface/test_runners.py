@@ -17,7 +17,7 @@ from processes import exit_status_of_child, in_threads
 from runner_cases import LFM2, RUNNERS, Runner, build, cases, interrupted
 
 from pc.integrations.huggingface import api
-from pc.integrations.huggingface.runners import result as result_module
+from pc.integrations.huggingface.runners import rows as rows_module
 
 SHARED = prompt(70)
 CALLS = [
@@ -173,7 +173,7 @@ def test_no_memory_for_the_cache_of_a_result(runner: Runner, family: Any, monkey
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("on purpose")
 
-    monkeypatch.setattr(result_module, "lay_out", full)
+    monkeypatch.setattr(rows_module, "lay_out", full)
     with runner.enable(build(family)) as caching:
         with pytest.warns(UserWarning, match="a result has no cache: OutOfMemoryError: on purpose"):
             want, got = both(caching.model, input_ids=SHARED, return_dict_in_generate=True)

@@ -306,18 +306,18 @@ def test_merged_blocks_are_read_and_replaced_ones_given_back(model: Any, captura
     manager, admitted, config = store.manager, PromptRequests(store, ()), transformers.GenerationConfig()
     loop = Loop(model.generate, "sample", model, ids, config, {"stopping_criteria": []}, {}, False)
     rows = [Prompt(numbered(), ids[0].numpy(), 0, [0]) for _ in "ab"]
-    requests = PackedRows(admitted, loop, DecodeSteps(True, pytest.fail), rows, Calls())
+    requests = PackedRows(admitted, loop, rows, Calls(), DecodeSteps(True, pytest.fail))
     with torch.no_grad():
         requests.read_prompts()
         for token in range(10, 22):
             requests.decode([token, token])
-            tables = [set(row.blocks.tables[0].tolist()) for row in requests.rows]
-            for row in requests.rows:
+            tables = [set(row.blocks.tables[0].tolist()) for row in requests.prompts]
+            for row in requests.prompts:
                 table = manager.block_table(row.request_id).tolist()
                 assert row.blocks.tables[0].tolist() == table
             merged, held = len(tables[0] & tables[1]), len(tables[0] | tables[1])
-            retired = sum(row.blocks.unsettled for row in requests.rows)
-            assert merged == requests.rows[0].blocks.length // 8
+            retired = sum(row.blocks.unsettled for row in requests.prompts)
+            assert merged == requests.prompts[0].blocks.length // 8
             assert manager.stats().held_blocks == held + retired
     requests.close()
     manager.check()
