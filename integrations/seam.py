@@ -357,7 +357,7 @@ def check_features(
     """
     check_fallback(fallback)
     for name in names:
-        if name not in features:
+        if name not in [*features]:  # by ==: an argument without a hash is no feature either
             raise ValueError(f"{variable}: got {name!r}, needs some of {', '.join(features)}")
 
     def reason(name: str) -> str:

@@ -123,7 +123,7 @@ def enable(*names: str, fallback: str = "raise") -> None:
         ...     print(str(error).partition(",")[0])
         PC_SGLANG: got 'attentoin'
     """
-    new = [name for name in names if name not in _enabled]
+    new = [name for name in names if name not in [*_enabled]]
     served = []
     for name, reason in check_features(VARIABLE, FEATURES, new, fallback, check_version).items():
         if reason:

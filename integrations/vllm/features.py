@@ -115,11 +115,16 @@ def enable(*names: str, fallback: str = "warn") -> None:
         ...     print(str(error).partition(",")[0])
         PC_VLLM: got 'attentoin'
     """
-    for name in names:
-        off = set(NEEDS.get(name, ())) - set(names) - _enabled
-        if name in FEATURES and off:
-            raise ValueError(f"{VARIABLE}: got {name} without {', '.join(sorted(off))}, which it needs")
-    reasons = check_features(VARIABLE, FEATURES, names, fallback, check_version)
+    for name, needs in NEEDS.items():
+        off = [need for need in needs if need not in (*names, *_enabled)]
+        if name in names and off:
+            raise ValueError(f"{VARIABLE}: got {name} without {', '.join(off)}, which it needs")
+
+    def check_new(name: str) -> None:
+        if name not in _enabled:  # an enabled feature may have replaced what the check compares
+            check_version(name)
+
+    reasons = check_features(VARIABLE, FEATURES, names, fallback, check_new)
     for name in reasons:
         for need in NEEDS.get(name, ()):
             if reasons.get(need) and need not in _enabled:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,17 @@ def test_a_name_that_is_no_feature(monkeypatch, plugin, names):
     with pytest.raises(ValueError, match=rf"{variable}: got '.*', needs some of attention, {[*plugin.FEATURES][1]}"):
         plugin.register()
     assert asked == [], "a feature was looked at before all names were"
+
+
+@each
+@pytest.mark.parametrize("names", [["eviction"], {"eviction": True}, None, 3], ids=str)
+def test_an_argument_that_is_no_name(monkeypatch, plugin, names):
+    asked, variable = [], plugin.features.VARIABLE
+    monkeypatch.setattr(plugin.features, "check_version", asked.append)
+    monkeypatch.setattr(plugin.features, "_enabled", {"attention"})
+    with pytest.raises(ValueError, match=f"{variable}: got {re.escape(repr(names))}, needs some of attention, "):
+        plugin.features.enable("attention", names)
+    assert asked == []
 
 
 def test_a_method_is_wrapped_once_and_keeps_its_signature():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import types
@@ -25,6 +26,17 @@ def use_omni():
         package.__path__ = [str(FOLDER.joinpath(*name.split(".")))]
         sys.modules[name] = package
     sys.modules["vllm_omni"].__version__ = VERSION
+
+
+def restore_later(monkeypatch):
+    """Restore at the end of a test the names that PC_VLLM=omni replaces, and return vLLM-Omni's modules with them."""
+    parts = ("", ".manager", ".runner_mixin", ".group_view")
+    modules = [importlib.import_module(f"vllm_omni.core.prefix_cache{part}") for part in parts]
+    for module in modules:
+        for name in ("OmniPrefixCacheManager", "check_prefix_cache_kv_groups", "get_prefix_cache_group_view"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, getattr(module, name))
+    return modules
 
 
 class Requests:

@@ -48,10 +48,12 @@ def test_without_vllm_the_error_says_what_to_install(monkeypatch):
 
 
 @pytest.mark.parametrize("feature", list(api.NAMES))
-def test_the_installed_version_is_served(feature):
+def test_the_installed_version_is_served(monkeypatch, feature):
     pytest.importorskip("vllm", reason="vllm is not installed: make vllm")
     if api.PACKAGES.get(feature) == "vllm-omni":
         omni.use_omni()
+        omni.restore_later(monkeypatch)
+    monkeypatch.setattr(features, "_enabled", set())
     installed = tuple(map(int, sys.modules["vllm"].__version__.split(".")[:2]))
     if installed < api.SINCE.get(feature, installed):
         with pytest.raises(adapter.UnsupportedVersionError, match=r"vllm: got .*, needs 0\.33"):
@@ -60,7 +62,7 @@ def test_the_installed_version_is_served(feature):
     api.check_version(feature)
     if feature in adapter.FEATURES:  # vLLM's own options name a connector
         adapter.enable(*features.NEEDS.get(feature, ()), feature)
-        adapter.enable(feature)
+        adapter.enable(feature, fallback="raise")  # again
 
 
 @pytest.mark.parametrize(

@@ -73,21 +73,13 @@ def test_what_has_windows_alone_is_refused():
 
 def test_runners_make_ours(monkeypatch):
     """Runners make our manager through vLLM-Omni's own code, for two groups."""
-    import importlib
-
     from vllm.distributed import parallel_state
 
-    names = ("", ".manager", ".runner_mixin", ".group_view")
-    modules = [importlib.import_module(f"vllm_omni.core.prefix_cache{name}") for name in names]
-    for module in modules:
-        for name in ("OmniPrefixCacheManager", "check_prefix_cache_kv_groups", "get_prefix_cache_group_view"):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, getattr(module, name))
+    _, _, mixin, group_view = omni.restore_later(monkeypatch)
     monkeypatch.setattr(parallel_state, "get_pp_group", lambda: SimpleNamespace(is_last_rank=True))
     from pc.integrations.vllm import enable
 
     enable("omni")
-    group_view, mixin = modules[3], modules[2]
     config = SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=specs((16, True), (8, False)))
     runner = type("Runner", (mixin.PrefixCacheRunnerMixin,), {})()
     runner.is_pooling_model = False
