@@ -135,7 +135,8 @@ NAMES: dict[str, dict[str, str]] = {
         "vllm.v1.engine.core:EngineCore": "_initialize_kv_caches(vllm_config) model_executor",
         "vllm.v1.worker.gpu_model_runner": "GPUModelRunner._update_states(scheduler_output)",
         "vllm.v1.worker.gpu.model_runner": (
-            "GPUModelRunner.update_requests(scheduler_output) GPUModelRunner.prepare_inputs(scheduler_output ...)"
+            "GPUModelRunner.update_requests(scheduler_output) GPUModelRunner.prepare_inputs(scheduler_output ...) "
+            "GPUModelRunner.prepare_dummy_attn"
         ),
     },
     "eviction.gap": {
@@ -811,12 +812,14 @@ def call_around_update(
     Args:
         runner: vLLM's model runner.
         after: Called with the batch's request ids in their order and the step's `SchedulerOutput`, before the forward
-            pass. By then vLLM has zeroed and copied the blocks that the step names.
+            pass. By then vLLM has zeroed and copied the blocks that the step names. Before a dummy batch, which runner
+            V2 computes if only other data-parallel ranks have requests, it is called with [] and None.
         before: Called with the same output, before blocks are zeroed or copied.
     """
     is_v2 = hasattr(runner, "update_requests")
     name = "update_requests" if is_v2 else "_update_states"
     vllms, prepare = getattr(runner, name), getattr(runner, "prepare_inputs", None)
+    prepare_dummy = getattr(runner, "prepare_dummy_attn", None)
 
     def update(output: Any, *args: Any, **kwargs: Any) -> Any:
         if before is not None:
@@ -831,9 +834,13 @@ def call_around_update(
         after(batch.req_ids, output)
         return batch
 
+    def prepare_dummy_attn(*args: Any, **kwargs: Any) -> Any:
+        after([], None)
+        return prepare_dummy(*args, **kwargs)  # type: ignore[misc]
+
     setattr(runner, name, update)
     if is_v2:
-        runner.prepare_inputs = prepare_inputs
+        runner.prepare_inputs, runner.prepare_dummy_attn = prepare_inputs, prepare_dummy_attn
 
 
 def check_sampling_params(check: Callable[[Any], None]) -> None:

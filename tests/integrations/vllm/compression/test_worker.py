@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import pc
+from pc.integrations.vllm.api import call_around_update
 from pc.integrations.vllm.compression.scheduler import Packing
 from pc.integrations.vllm.compression.worker import Compressor, pack, page_strides
 
@@ -55,6 +56,25 @@ def test_attention_is_the_same(names, padding):
         used = closed[row, : -(-int(own[row]) // SIZE)]
         assert (used >= 0).all()
         assert len(used) == case[0] + case[2]
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+def test_a_dummy_batch_has_no_holes(by_head):
+    """Runner V2 computes one between the steps of an engine if another data-parallel rank has requests."""
+    names = ["compressed", "packed more"]
+    table = torch.zeros(1, 4, dtype=torch.int32)
+    steps = {"update_requests": lambda output: None, "prepare_inputs": lambda output: SimpleNamespace(req_ids=names)}
+    runner = SimpleNamespace(**steps, prepare_dummy_attn=lambda *given: given)
+    compressor = Compressor(runner, {}, SIZE)
+    call_around_update(runner, compressor.follow)
+    compressor.holes = {name: REQUESTS[name][:2] for name in names}
+    compressor.tables = {name: {"layer": table} for name in names} if by_head else {}
+    runner.prepare_inputs(SimpleNamespace(num_scheduled_tokens=dict.fromkeys(names, 1)))
+    assert (compressor.by_head is not None) == by_head
+    assert runner.prepare_dummy_attn("batch", True) == ("batch", True)
+    assert compressor.by_head is None
+    lens = torch.ones(1, dtype=torch.int32)
+    assert compressor.close_holes(table, lens, 1) == (table, lens, 1)
 
 
 def cache_in(layout, blocks):
