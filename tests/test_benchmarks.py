@@ -6,6 +6,8 @@ import csv
 import dataclasses
 import importlib
 import json
+import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from processes import python
 
 import pc
+from benchmarks.__main__ import NAMES
 from benchmarks.harness import experiment, peers, registry, runner, tables, timing
 from benchmarks.operators import attention, attention_providers
 from pc.bench import run_bench
@@ -239,15 +242,36 @@ def test_an_experiment_replaces_rows_by_key(
 
 def test_an_experiment_names_its_file_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     options = {"--fast": experiment.option(False), "--size": experiment.option(2, "of it"), "--at": experiment.option()}
+    options |= {"texts": experiment.option(["a", "b"], choices=["a", "b", "c"])}
     made = experiment.Experiment(lambda given: f"{given.size}.csv", _measure, options)
     given = made.parse(["--size", "3"])
-    assert (given.fast, given.size, given.at) == (False, 3, None)
+    assert (given.fast, given.size, given.at, given.texts) == (False, 3, None, ["a", "b"])
+    assert made.parse(["c"]).texts == ["c"]
+    with pytest.raises(SystemExit):
+        made.parse(["d"])
+    assert "argument {a,b,c}: got 'd', needs one of a, b, c" in capsys.readouterr().err
     assert given.output == tables.RESULTS / "cpu" / "3.csv"
     with pytest.raises(SystemExit):
         made.parse(["--help"])
     assert (__doc__ or "-") in capsys.readouterr().out
     with pytest.raises(SystemExit):
         made.parse(["--size", "x"])
+
+
+def test_the_examples_of_benchmarks_are_accepted() -> None:
+    found = 0
+    for name, (path, _) in NAMES.items():
+        if name == "work":
+            continue  # its module needs the emulator
+        module = importlib.import_module(f"benchmarks.{path}")
+        examples = (module.__doc__ or "").partition("Examples:")[2]
+        for line in re.findall(rf"-m benchmarks {name}\b(.*)", examples):
+            said = re.sub(r" {3,}\(.*", "", line).replace("...", "")  # a remark may follow
+            for arguments in (re.sub(r"\[.*?\]", "", said), re.sub(r"[\[\]]", "", said)):  # `[...]` may be left out
+                if hasattr(module.main, "__self__"):
+                    assert module.main.__self__.parse(shlex.split(arguments))
+                    found += 1
+    assert found > 20
 
 
 def test_rounds_go_forwards_and_backwards() -> None:

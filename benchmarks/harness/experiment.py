@@ -13,7 +13,7 @@ from .conditions import conditions, use_threads
 from .tables import RESULTS, replaced, write_rows
 
 
-def option(default: Any = None, help: str = "", **more: Any) -> dict[str, Any]:
+def option(default: Any = None, help: str = "", choices: Sequence[str] = (), **more: Any) -> dict[str, Any]:
     """Return the arguments of argparse's `add_argument`; the default gives the type and the number of values."""
     given: dict[str, Any] = {"default": default, "help": help}
     if default is False:
@@ -22,7 +22,20 @@ def option(default: Any = None, help: str = "", **more: Any) -> dict[str, Any]:
         given |= {"nargs": "*", "type": type(default[0]) if default else str}
     elif default is not None:
         given["type"] = type(default)
+    if choices:  # not argparse's own `choices`, which refuse the default of a positional argument with several values
+        given |= {"type": _one_of(choices), "metavar": f"{{{','.join(choices)}}}"}
     return given | more
+
+
+def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
+    """Return a function that checks a value of an option."""
+
+    def check(value: str) -> str:
+        if value not in choices:
+            raise argparse.ArgumentTypeError(f"got {value!r}, needs one of {', '.join(choices)}")
+        return value
+
+    return check
 
 
 @dataclass(frozen=True)
