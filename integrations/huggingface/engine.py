@@ -209,6 +209,8 @@ class Engine:
             raise UnsupportedError("rounding may change which keys its indexer or attention selects")
         if self._proven_window < self.store.probed.window < loop.input_ids.shape[1]:
             self._prove_window(loop.model)
+        typed = loop.model_kwargs.get("token_type_ids") is not None
+        refuse_if(typed and not self.store.probed.continues_typed, "token types could change a token's KV")
         if loop.mask is not None and not self.store.probed.continues_padded:
             raise UnsupportedError("it computes other values when it continues from a cached prefix after padding")
 

@@ -144,7 +144,8 @@ class VisionOutputs:
         self._joined: Callable[[torch.Tensor], Any] | None = None  # returns rows in the form of the tower's output
         self._apart: bool | None = None
         self._lock = threading.Lock()
-        self.split: ImageSplit | None = None  # None until the first prompt with images
+        # By the positions and types that a call has, which may decide how tokens of an image attend.
+        self.splits: dict[tuple[str, ...], ImageSplit] = {}
 
     def length(self, unit: bytes) -> int | None:
         """Return the number of tokens of the unit with this digest; None if it was never encoded."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .api import DynamicCache, cache_argument, positions
+from .api import DynamicCache, cache_argument, positions, takes
 from .calls import UnsupportedError, refuse_if, refusing
 from .images import ImageSplit, alike
 from .layers import (
@@ -44,6 +44,7 @@ class Probed:
     windows: dict[int, int]  # by layer, of those with a window
     counts_padding: bool  # whether a token's KV depends on the number of masked columns before it
     continues_padded: bool  # whether a row with masked columns before it can continue from a cached prefix
+    continues_typed: bool  # whether a row with zeros as `token_type_ids` can do so; PaliGemma 2 then attends both ways
     # Only for reuse="anywhere", from `probe_moved`. `by_operator`: whether `pc.sparse_gap_attention` computes attention
     # of tokens at scattered positions. Otherwise the model computes it, with a mask.
     rotations: Mapping[int, Rotations] = field(default_factory=dict)  # by layer
@@ -73,9 +74,10 @@ def probe(model: Any) -> Probed:
         if 0 < window <= LONG:
             probe_window(model, window)
         counts_padding, continues = _behind_padding(model, whole) if specs else (False, True)
+        typed = not takes(model.forward, "token_type_ids") or _continues_typed(model)
         with contextlib.suppress(Exception):  # a hook may count passes of one token, see `set_by_forward`
             forward(model, harmless_tokens(model, 1), 0, 1, new_cache(model.config))
-    return Probed(specs, states, windows, counts_padding, continues)
+    return Probed(specs, states, windows, counts_padding, continues, typed)
 
 
 @torch.no_grad()
@@ -126,22 +128,38 @@ def probe_images(loop: Loop, images: RowImages) -> ImageSplit | None:
         return "read" if not state_layers(whole) and same(within, computed=False) else "never"
 
 
-def _in_parts(model: Any, length: int, cut: int) -> DynamicCache:
+def _continues_typed(model: Any) -> bool:
+    try:
+        _in_parts(model, TOKENS, CUT, typed=True)
+    except UnsupportedError:
+        return False
+    return True
+
+
+def _in_parts(model: Any, length: int, cut: int, typed: bool = False) -> DynamicCache:
     """Compute a row at once and in two parts, compare the caches, and return that of the whole row.
+
+    If `typed`, its `token_type_ids` are zeros.
 
     Raises:
         UnsupportedError: The two caches differ, or the model fails.
     """
     tokens = harmless_tokens(model, length)
+
+    def given(end: int) -> dict[str, Any] | None:
+        ids = torch.from_numpy(tokens[:end])[None].to(model.device)
+        own = accepted(model, position_ids=positions(model, ids, torch.ones_like(ids)))
+        return own | {"token_type_ids": torch.zeros_like(ids)} if typed else None
+
     with refusing("its forward pass fails with a restored cache"):
         whole, first = new_cache(model.config), new_cache(model.config)
-        outputs = forward(model, tokens, 0, length, whole)
+        outputs = forward(model, tokens, 0, length, whole, given(length))
         want = outputs.logits[0, -1]
         wrapped = any(hasattr(value, "self_attention_cache") for value in outputs.values())
         refuse_if(wrapped, "it keeps its state in a cache for cross-attention")
-        forward(model, tokens, 0, cut, first)
+        forward(model, tokens, 0, cut, first, given(cut))
         parts = _restored(model, first)
-        got = forward(model, tokens, cut, length, parts).logits[0, -1]
+        got = forward(model, tokens, cut, length, parts, given(length)).logits[0, -1]
         same = _close(whole, parts) and alike(want, got)
     refuse_if(not same, "it computes other values when it continues from a cached prefix")
     return whole

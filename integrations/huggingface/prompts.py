@@ -61,7 +61,7 @@ class Item:
 
 
 class RowImages:
-    """The images of one call. `items` has a list for each row.
+    """The images of one call. `items` has a list for each row, and `names` are the positions and types of the call.
 
     Each row of the caller appears `repeats` times in the loop's `input_ids [batch, length]`.
 
@@ -74,6 +74,7 @@ class RowImages:
         kwargs, repeats = loop.model_kwargs, loop.repeats
         self._model, self._outputs, self._units = loop.model, outputs, images.inputs
         self._inputs = {n: kwargs[n] for n in ("position_ids", *TYPES) if kwargs.get(n) is not None}
+        self.names = tuple(self._inputs)
         self._fresh: dict[bytes, torch.Tensor] = {}
         unknown = {unit: inputs for unit, inputs in images.inputs.items() if outputs.length(unit) is None}
         if unknown:
@@ -142,7 +143,7 @@ class RowImages:
     @property
     def split(self) -> ImageSplit:
         """Whether a prompt may be cut inside an image, for computing it and for reading cached tokens."""
-        return self._outputs.split or "never"
+        return self._outputs.splits.get(self.names, "never")
 
     def inputs(self, row: int, start: int, end: int) -> dict[str, torch.Tensor]:
         """Return the positions and types of some columns of one row, as a batch of one row."""

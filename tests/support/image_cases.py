@@ -51,6 +51,15 @@ def _llava() -> Any:
     return transformers.LlavaForConditionalGeneration(config)
 
 
+def _paligemma() -> Any:
+    text = TEXT | {"model_type": "gemma2", "num_hidden_layers": 3}
+    tower = TOWER | {"model_type": "siglip_vision_model", "image_size": 16}
+    config = transformers.PaliGemmaConfig(
+        text_config=text, vision_config=tower, image_token_index=IMAGE, projection_dim=64
+    )
+    return transformers.PaliGemmaForConditionalGeneration(config)
+
+
 def _qwen(name: str, **text: Any) -> Any:
     tower = {
         "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
@@ -156,6 +165,7 @@ CASES = [
     VisionCase("qwen3.5", lambda: _qwen("Qwen3_5", **DELTA), 0, "mm_token_type_ids"),
 ]
 
+PALIGEMMA = VisionCase("paligemma2", _paligemma, 16, "token_type_ids", oldest=GEMMA)
 GLM = VisionCase("glm4v", _glm, 0, "mm_token_type_ids")
 
 

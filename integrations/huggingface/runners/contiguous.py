@@ -322,8 +322,9 @@ def images_of(loop: Loop, store: PromptStore) -> RowImages | None:
     if loop.images is None:
         return None
     images = RowImages(loop, loop.images, store.vision)
-    if store.vision.split is None:
-        store.vision.split = probe_images(loop, images)
+    known = store.vision.splits
+    if images.names not in known and (split := probe_images(loop, images)) is not None:
+        known[images.names] = split
     return images
 
 

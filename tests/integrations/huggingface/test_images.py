@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from generate_cases import CACHE, assert_same, both, cache_of, cached, enabled, first_quick, plain
-from image_cases import CASES, GLM, IMAGE, TowerRuns, VisionCase, text
+from image_cases import CASES, GLM, IMAGE, PALIGEMMA, TowerRuns, VisionCase, text
 from processes import in_threads
 
 from pc.integrations.huggingface import enable_prefix_caching
@@ -104,6 +104,38 @@ def test_beams_of_several_images_that_transformers_repeats_one_by_one() -> None:
             assert_same(model, **call, **FREE)
             assert_same(model, **call, **FREE, num_beams=2)
             assert handle.stats().calls_handed_back == reasons
+
+
+def assert_same_logits(model: Any, call: dict[str, Any]) -> None:
+    options = {"max_new_tokens": 3, "return_dict_in_generate": True, "output_logits": True}
+    want, got = both(model, **call, **(FREE | options))
+    torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), rtol=1e-4, atol=1e-4)
+
+
+def test_types_decide_how_an_image_attends() -> None:
+    """Without token types, Gemma 3 attends causally within images, and then adjacent images do not see each other."""
+    case = BY_NAME["gemma3"]
+    model = case.build()
+    first, *others = (case.call([text(30, 0), 1, image, ASK]) for image in (1, 1, 2, 1))
+    with enabled(model, num_blocks=200) as handle:
+        assert_same_logits(model, {name: value for name, value in first.items() if name != "token_type_ids"})
+        for call in others:
+            assert_same_logits(model, call)
+        assert handle.stats().calls_handed_back == {}
+
+
+def test_zeros_as_types_make_tokens_see_later_ones() -> None:
+    """PaliGemma's processor gives zeros. PaliGemma 2 attends causally only without them."""
+    model = PALIGEMMA.build()
+    with enabled(model, num_blocks=200) as handle:
+        for images in ([], [1]):
+            for typed in (False, True):
+                for end in (ASK, AGAIN, ASK):
+                    call = PALIGEMMA.call([*images, text(60, 0), end])
+                    types = {"token_type_ids": torch.zeros_like(call["input_ids"])} if typed else {}
+                    assert_same_logits(model, {n: v for n, v in call.items() if n != "token_type_ids"} | types)
+        assert handle.stats().calls_handed_back == {"token types could change a token's KV": 6}
+        assert handle.stats().hit_tokens > 0
 
 
 @pytest.mark.parametrize("case", first_quick(CASES), ids=lambda c: c.name)
