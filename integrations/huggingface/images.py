@@ -88,7 +88,8 @@ def _apart(given: dict[str, Any], main: str) -> Iterator[dict[str, Any]]:
         patches = grid.prod(-1).tolist()
     else:
         patches = [1] * len(pixels)
-    if any(len(t) != len(patches) for name, t in tensors.items() if name != main):
+    others = [value for name, value in given.items() if name != main]
+    if any(map(_counts, others)) or any(len(t) != len(patches) for name, t in tensors.items() if name != main):
         yield given
         return
     end = 0
@@ -96,6 +97,13 @@ def _apart(given: dict[str, Any], main: str) -> Iterator[dict[str, Any]]:
         start, end = end, end + count
         own = {n: t[start:end] if n == main else t[number : number + 1] for n, t in tensors.items()}
         yield given | own
+
+
+def _counts(value: Any) -> bool:
+    """Return whether an argument of the tower may say how many tiles each image has, if the numbers are not all 1."""
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 1 and bool((value != 1).any())
+    return isinstance(value, list | tuple)
 
 
 def _digest(inputs: dict[str, Any]) -> bytes:

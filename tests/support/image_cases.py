@@ -60,6 +60,14 @@ def _paligemma() -> Any:
     return transformers.PaliGemmaForConditionalGeneration(config)
 
 
+def _step() -> Any:
+    text = TEXT | {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "share_expert_dim": 32}
+    text |= {"num_sliding_attention_heads": 4, "layer_types": ["full_attention"] * 2, "sliding_window": 20}
+    tower = TOWER | {"image_size": 64}
+    config = transformers.Step3p7Config(text_config=text, vision_config=tower, image_token_id=IMAGE)
+    return transformers.Step3p7ForConditionalGeneration(config)
+
+
 def _qwen(name: str, **text: Any) -> Any:
     tower = {
         "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
@@ -166,6 +174,7 @@ CASES = [
 ]
 
 PALIGEMMA = VisionCase("paligemma2", _paligemma, 16, "token_type_ids", oldest=GEMMA)
+STEP = VisionCase("step3p7", _step, 64, oldest=(5, 24))
 GLM = VisionCase("glm4v", _glm, 0, "mm_token_type_ids")
 
 

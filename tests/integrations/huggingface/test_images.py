@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from generate_cases import CACHE, assert_same, both, cache_of, cached, enabled, first_quick, plain
-from image_cases import CASES, GLM, IMAGE, PALIGEMMA, TowerRuns, VisionCase, text
+from image_cases import CASES, GLM, IMAGE, PALIGEMMA, STEP, TowerRuns, VisionCase, text
 from processes import in_threads
 
 from pc.integrations.huggingface import enable_prefix_caching
@@ -135,6 +136,23 @@ def test_zeros_as_types_make_tokens_see_later_ones() -> None:
                     types = {"token_type_ids": torch.zeros_like(call["input_ids"])} if typed else {}
                     assert_same_logits(model, {n: v for n, v in call.items() if n != "token_type_ids"} | types)
         assert handle.stats().calls_handed_back == {"token types could change a token's KV": 6}
+        assert handle.stats().hit_tokens > 0
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, list])
+def test_as_many_local_patches_as_images(kind: Callable[[list[int]], Any]) -> None:
+    """An image of Step 3.7 consists of a view of all and of any number of patches."""
+    model = STEP.build()
+    with enabled(model, num_blocks=200) as handle:
+        for counts in ([1, 1], [2, 0], [1, 0, 2]):
+            for patches in ((4, 5, 6), (4, 7, 6), (4, 5, 6)):
+                row: list[Any] = [text(20, 0)]
+                for image, count in enumerate(counts, 1):
+                    row += [image, torch.full((16 * count,), IMAGE), text(5, image)]
+                call = STEP.call(row) | {"num_local_patches": kind(counts)}
+                call["pixel_values_local"] = torch.cat([STEP.image(patch) for patch in patches[: sum(counts)]])
+                assert_same_logits(model, call)
+        assert handle.stats().calls_handed_back == {}
         assert handle.stats().hit_tokens > 0
 
 
