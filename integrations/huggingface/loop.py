@@ -24,6 +24,7 @@ from .api import (
 )
 from .calls import UnsupportedError, refuse_if
 from .images import Images
+from .support import check_processes
 
 BY_TOKEN = ("greedy_search", "sample")
 BY_TOKEN_OUTPUTS = ("output_attentions", "output_hidden_states")
@@ -147,8 +148,7 @@ def check_arguments(arguments: dict[str, Any]) -> None:
         raise UnsupportedError(ANOTHER_CACHE, "paged")
     given = [arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None]
     refuse_if(not all(getattr(cache, CONTINUED, None) is not None for cache in given), OWN_CACHE)
-    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
-    refuse_if(initialized and torch.distributed.get_world_size() > 1, "several processes generate together")
+    check_processes()
 
 
 def take_stop_strings(model: Any, arguments: dict[str, Any]) -> None:

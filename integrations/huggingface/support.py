@@ -36,10 +36,20 @@ def check_model(model: Any) -> None:
     """Raise an UnsupportedError with the reason if a model's KV cannot be cached by prefix."""
     need(CACHING)
     config = model.config
+    check_processes()
     refuse_if(has_own_generate(model), "it has a generate of its own")
     refuse_if(getattr(config, "is_encoder_decoder", False), "it is an encoder-decoder model")
     refuse_if(not keeps_dynamic_cache(model), "its state is not kept in a transformers cache")
     refuse_if(any(p.device.type == "meta" for p in model.parameters()), "some of its weights are on the meta device")
+
+
+def check_processes() -> None:
+    """Raise an UnsupportedError if several processes may compute forward passes together.
+
+    They must compute equal passes, but their caches may differ. A probe in one process would wait for the others.
+    """
+    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    refuse_if(initialized and torch.distributed.get_world_size() > 1, "several processes generate together")
 
 
 def rope_keys(config: Any, prompt_lens: list[int], max_length: int, in_pieces: bool = False) -> tuple[str, ...]:
@@ -124,8 +134,8 @@ def inner_tensors(label: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch
     """
     data = tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor
     if hasattr(type(data), "__tensor_flatten__"):
-        for name in getattr(data, "__tensor_flatten__")()[0]:  # noqa: B009  torch.Tensor lacks the method
-            yield from inner_tensors(f"{label}.{name}" if label else name, getattr(data, name))
+        for name, inner in _flattened(data)[0]:
+            yield from inner_tensors(f"{label}.{name}" if label else name, inner)
     else:
         yield label, tensor
         if is_quantized_weight(tensor):
@@ -137,8 +147,15 @@ def wrappers_of(tensor: torch.Tensor) -> list[Any]:
     data = tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor
     if not hasattr(type(data), "__tensor_flatten__"):
         return []
-    names, settings = getattr(data, "__tensor_flatten__")()  # noqa: B009  torch.Tensor lacks the method
-    return [type(data), settings, *(wrappers_of(getattr(data, name)) for name in names)]
+    inner, settings = _flattened(data)
+    return [type(data), settings, *(wrappers_of(tensor) for _, tensor in inner)]
+
+
+def _flattened(tensor: torch.Tensor) -> tuple[list[tuple[str, torch.Tensor]], Any]:
+    """Return the tensors that a tensor subclass wraps, with their names, and its settings."""
+    names, settings = getattr(tensor, "__tensor_flatten__")()  # noqa: B009  torch.Tensor lacks the method
+    inner = [(name, getattr(tensor, name)) for name in names]
+    return [(name, value) for name, value in inner if isinstance(value, torch.Tensor)], settings  # DTensor has a mesh
 
 
 def attached_tensors(label: str, value: Any, depth: int = 3) -> Iterator[tuple[str, torch.Tensor]]:

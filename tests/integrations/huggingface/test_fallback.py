@@ -29,7 +29,12 @@ from generate_cases import (
     prompt,
     refused,
 )
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pc.integrations.huggingface import (
     UnsupportedError,
@@ -485,3 +490,44 @@ def test_a_hook_on_all_modules_that_only_looks(model: Any) -> None:
         with torch.inference_mode():
             assert_same(model, input_ids=prompt(40))
         assert handle.stats().calls_handed_back == {"a hook on all modules is registered, in inference mode": 1}
+
+
+def _sharded(model: Any, kind: str) -> Any:
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    for layer in model.model.layers:
+        if kind == "FSDP 2":
+            fully_shard(layer, mesh=mesh)
+        else:
+            plan = {"up_proj": ColwiseParallel(), "gate_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+            parallelize_module(layer.mlp, mesh, plan)  # type: ignore[arg-type]
+    return model
+
+
+@pytest.mark.parametrize("kind", ["FSDP 2", "tensor parallelism"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_weights_spread_over_processes(kind: str, processes: int, tmp_path: Any) -> None:
+    """In two processes nothing is computed before the call, because one process would wait for the other."""
+    store = distributed.HashStore() if processes == 1 else FakeStore()
+    backend = "gloo" if processes == 1 else "fake"  # the other process is there in name only
+    distributed.init_process_group(backend, store=store, rank=0, world_size=processes)
+    try:
+        model, whole = _sharded(BY_NAME["llama"].build(), kind), BY_NAME["llama"].build()
+        if processes == 1:
+            with enabled(model, num_blocks=64, disk=tmp_path) as handle:
+                for factor in (1.5, 1.0):
+                    for expected in (0, 39):
+                        want = plain(whole, input_ids=prompt(40))
+                        assert torch.equal(model.generate(prompt(40), max_new_tokens=NEW_TOKENS), want)
+                        assert handle.last_requests[0].cached_tokens == expected
+                    with torch.no_grad():
+                        for one in (model, whole):
+                            one.model.layers[0].mlp.up_proj.weight.mul_(factor)
+            return
+        passes: list[Any] = []
+        model.model.register_forward_hook(lambda *_: passes.append(1))
+        with enable_prefix_caching(model) as handle:
+            assert not passes
+            model.generate(prompt(40), max_new_tokens=2)
+            assert handle.stats().calls_handed_back == {"several processes generate together": 1}
+    finally:
+        distributed.destroy_process_group()
