@@ -12,8 +12,9 @@ import pytest
 import torch
 import transformers
 from calls import calls_within
-from generate_cases import SMALL
+from generate_cases import SMALL, cached
 
+from pc.integrations.huggingface import PrefixCaching
 from pc.integrations.huggingface.identity import Identity, set_by_forward
 
 
@@ -30,6 +31,27 @@ def _layer(model: Any) -> Any:
     return model.model.layers[0]
 
 
+class Adapted(torch.nn.Module):
+    """A linear layer with two adapters, and the attributes that name the active adapter in PEFT's layers."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.deltas = {name: torch.randn_like(base.weight) for name in "ab"}
+        self.active_adapters, self.disable_adapters, self.scaling = ["a"], False, {"a": 1.0, "b": 1.0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.base(x)
+        if not self.disable_adapters:
+            for name in self.active_adapters:
+                y = y + self.scaling[name] * torch.nn.functional.linear(x, self.deltas[name])
+        return y
+
+
+def _adapt(model: Any) -> None:
+    _layer(model).self_attn.k_proj = Adapted(_layer(model).self_attn.k_proj)
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "buffer in place": lambda m: m.model.rotary_emb.inv_freq.mul_(0.9),
     "buffer through data": lambda m: m.model.rotary_emb.inv_freq.data.mul_(0.9),
@@ -43,22 +65,42 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "layers swapped": lambda m: m.model.layers.insert(0, m.model.layers.pop(1)),
     "layer dropped": lambda m: m.model.layers.pop(1),
     "hook": lambda m: _layer(m).register_forward_hook(lambda *a: None),
+    "hook with keywords": lambda m: _layer(m).self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, kwargs | {"hidden_states": kwargs["hidden_states"].flip(-1)}),
+        with_kwargs=True,
+    ),
     "forward": lambda m: setattr(_layer(m).mlp, "forward", lambda x: x),
     "config": lambda m: setattr(m.config, "rms_norm_eps", 0.1),
     "within the config": lambda m: m.config.rope_parameters.update(rope_theta=3.0),
-    "weight": lambda m: _layer(m).mlp.up_proj.weight.data.neg_(),
+    "weight through data": lambda m: _layer(m).self_attn.k_proj.weight.data.neg_(),
+    "weight in place": lambda m: _layer(m).self_attn.k_proj.weight.detach().add_(0.3),
     "weight replaced": lambda m: setattr(_layer(m).mlp.up_proj.weight, "data", torch.zeros(96, 64)),
+    "adapter": _adapt,
     "one submodule in training": lambda m: _layer(m).mlp.train(),
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_changes_are_noticed(model: Any, change: Callable[[Any], Any]) -> None:
+def test_keys_and_values_from_before_a_change_are_not_read(
+    model: Any, handle: PrefixCaching, change: Callable[[Any], Any]
+) -> None:
+    assert (cached(model, handle), cached(model, handle)) == (0, 39)
     with torch.no_grad():
-        identity = Identity(model)
-        assert not identity.changed(model)
         change(model)
-        assert identity.changed(model)
+    assert (cached(model, handle), cached(model, handle)) == (0, 39)
+
+
+def test_adapters_have_blocks_of_their_own(model: Any, handle: PrefixCaching) -> None:
+    _adapt(model)
+    layer = _layer(model).self_attn.k_proj
+    assert cached(model, handle) == 0
+    before = dict(vars(layer))
+    for change in ({"active_adapters": ["b"]}, {"disable_adapters": True}, {"scaling": {"a": 3.0, "b": 1.0}}):
+        vars(layer).update(change)
+        assert cached(model, handle) == 0, change
+        vars(layer).update(before)
+    assert cached(model, handle) == 39, "the first adapter's are still there"
 
 
 PLAIN: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
