@@ -184,9 +184,15 @@ def change_class(model: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
     return lambda: setattr(kind, "forward", lambda self, x: own(self, x) * 3), lambda: setattr(kind, "forward", own)
 
 
+def change_held_value(model: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    held = {"factor": 1.5}
+    model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * held["factor"])
+    return lambda: held.update(factor=3.0), lambda: held.update(factor=1.5)
+
+
 # NVIDIA/NeMo-RL#4018, radixark/miles#2783, peft#2523: a change during a call, which ends before the next call.
 @pytest.mark.parametrize("back_within", [False, True])
-@pytest.mark.parametrize("change", [change_hook, change_setting, change_weight, change_class])
+@pytest.mark.parametrize("change", [change_hook, change_setting, change_weight, change_class, change_held_value])
 def test_what_is_computed_by_a_model_changed_in_a_call_is_not_published(
     model: Any, handle: Any, change: Any, back_within: bool
 ) -> None:

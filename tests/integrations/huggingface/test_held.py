@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 tqdm: Any = pytest.importorskip("tqdm").tqdm
 
 from calls import calls_within  # noqa: E402
-from generate_cases import LLAMA, assert_same, both, plain, prompt  # noqa: E402
+from generate_cases import LLAMA, assert_same, plain, prompt  # noqa: E402
 
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
 from pc.integrations.huggingface.functions import differing  # noqa: E402
@@ -325,24 +325,6 @@ def test_a_value_that_changes_before_each_call_is_named(model: Any) -> None:
             assert_same(model, input_ids=prompt(40), max_new_tokens=4)
         assert f"because {name} changed" in str(told[-1].message)
         assert handle.explain(prompt(41, 1)).there == name
-
-
-def test_a_value_that_changes_within_a_call(model: Any) -> None:
-    """What is computed with the other value is not cached, even if the first is back before the next call."""
-    hook = Steering(1.5)
-    _mlp(model).register_forward_hook(hook)
-
-    def change(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        hook.value = 1.5 if input_ids.shape[1] >= 59 else 3.0
-        return scores
-
-    with enable_prefix_caching(model, num_blocks=64) as handle:
-        answer = model.generate(prompt(40), max_new_tokens=20, logits_processor=[change], eos_token_id=None)
-        assert hook.value == 1.5
-        options = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_logits": True}
-        want, got = both(model, input_ids=answer, **options)
-        assert handle.last_requests[0].cached_tokens <= 40
-        torch.testing.assert_close(got.logits, want.logits)
 
 
 def test_a_look_at_models_without_hooks_takes_no_time_and_at_others_little(model: Any) -> None:
