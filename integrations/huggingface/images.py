@@ -83,13 +83,18 @@ def _apart(given: dict[str, Any], main: str) -> Iterator[dict[str, Any]]:
     if not isinstance(pixels, torch.Tensor) or not pixels.numel() or any(not t.dim() for t in tensors.values()):
         yield given
         return
+    padded = not bool(pixels.flatten(1).any(1).all())  # the tower may leave out zeros
     grid = next((t for name, t in tensors.items() if "grid" in name and t.dim() == 2), None)
     if grid is not None and int(grid.prod(-1).sum()) == len(pixels):
         patches = grid.prod(-1).tolist()
     else:
         patches = [1] * len(pixels)
     others = [value for name, value in given.items() if name != main]
-    if any(map(_counts, others)) or any(len(t) != len(patches) for name, t in tensors.items() if name != main):
+    if (
+        padded
+        or any(map(_counts, others))
+        or any(len(t) != len(patches) for name, t in tensors.items() if name != main)
+    ):
         yield given
         return
     end = 0

@@ -68,6 +68,14 @@ def _step() -> Any:
     return transformers.Step3p7ForConditionalGeneration(config)
 
 
+def _idefics() -> Any:
+    text = TEXT | {"model_type": "llama"}
+    config = transformers.Idefics3Config(
+        text_config=text, vision_config=TOWER | {"image_size": 16}, image_token_id=IMAGE, scale_factor=1
+    )
+    return transformers.Idefics3ForConditionalGeneration(config)
+
+
 def _qwen(name: str, **text: Any) -> Any:
     tower = {
         "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
@@ -175,6 +183,7 @@ CASES = [
 
 PALIGEMMA = VisionCase("paligemma2", _paligemma, 16, "token_type_ids", oldest=GEMMA)
 STEP = VisionCase("step3p7", _step, 64, oldest=(5, 24))
+IDEFICS = VisionCase("idefics3", _idefics, 16, oldest=GEMMA)
 GLM = VisionCase("glm4v", _glm, 0, "mm_token_type_ids")
 
 

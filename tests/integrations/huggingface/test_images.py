@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from generate_cases import CACHE, assert_same, both, cache_of, cached, enabled, first_quick, plain
-from image_cases import CASES, GLM, IMAGE, PALIGEMMA, STEP, TowerRuns, VisionCase, text
+from image_cases import CASES, GLM, IDEFICS, IMAGE, PALIGEMMA, STEP, TowerRuns, VisionCase, text
 from processes import in_threads
 
 from pc.integrations.huggingface import enable_prefix_caching
@@ -154,6 +154,20 @@ def test_as_many_local_patches_as_images(kind: Callable[[list[int]], Any]) -> No
                 assert_same_logits(model, call)
         assert handle.stats().calls_handed_back == {}
         assert handle.stats().hit_tokens > 0
+
+
+def test_rows_with_fewer_images_than_others() -> None:
+    """The processor of Idefics 3 fills them up with images of zeros, which the vision tower leaves out."""
+    model = IDEFICS.build()
+    rows: list[Any] = [[text(20, 0), 1, ASK, 2], [text(30, 2), 4], [text(60, 1)]]
+    with enabled(model, num_blocks=200) as handle:
+        for count in (2, 3, 2, 3):
+            call = IDEFICS.call(*rows[:count])
+            pixels = torch.zeros(count, 2, *call["pixel_values"].shape[1:])
+            pixels[0], pixels[1, 0] = call["pixel_values"][:2], call["pixel_values"][2]
+            assert_same_logits(model, call | {"pixel_values": pixels})
+        assert handle.stats().calls_handed_back == {}
+        assert min(report.cached_tokens for report in handle.last_requests) > 20
 
 
 @pytest.mark.parametrize("case", first_quick(CASES), ids=lambda c: c.name)
