@@ -313,7 +313,7 @@ class TierConnector(KVConnectorBase_V1):
         """Return this worker's tier, opened at its first use."""
         if self._tier is None:
             layout = layout_of(plan.fingerprint, get_tensor_model_parallel_rank(), self._bytes)
-            self._tier = TierWriter(open_tier(self._options, layout), self._options.get("writer_bytes", 1 << 30))
+            self._tier = TierWriter(open_tier(self._options, layout), self._options.get("writer_bytes") or 1 << 30)
         return self._tier
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -25,6 +25,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     ),
 }
 """The options of `kv_connector_extra_config` for each tier."""
+LEAST = {"writer_bytes": 1, "capacity_bytes": 1, "segment_bytes": 0, "transfer_bytes": 0, "batch_blocks": 1}
+"""The smallest value of each option that must be an integer."""
 
 
 def block_bytes(kv_cache_config: Any) -> int:
@@ -126,10 +128,11 @@ def open_tier(options: Mapping[str, Any], layout: Layout, gives: bool = True) ->
         module, _, name = kind.partition(":")
         make: Callable[[Layout, Mapping[str, Any]], Tier] = getattr(importlib.import_module(module), name)
         return make(layout, options)
-    if kind not in OPTIONS:
+    if str(kind) not in OPTIONS:
         raise ValueError(f"tier: got {kind!r}, needs {', '.join(map(repr, OPTIONS))} or 'module:function'")
     check_options(options)
-    given = {name: options[name] for name in OPTIONS[kind] if name in options}
+    given = {name: options[name] for name in OPTIONS[str(kind)] if options.get(name) is not None}
+    given |= {name: int(given[name]) for name in LEAST.keys() & given.keys()}  # JSON has 1e12 as a float
     if kind == "disk":
         from ....cache.tiers.disk import DiskTier
 
@@ -142,13 +145,18 @@ def open_tier(options: Mapping[str, Any], layout: Layout, gives: bool = True) ->
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Check the options of a tier of this package.
+    """Check the options of a tier, those of another package's tier only where this package reads them.
 
     Raises:
-        ValueError: An option is unknown or missing.
+        ValueError: An option is unknown, missing or out of range.
     """
     kind = options.get("tier")
     known = OPTIONS.get(str(kind))
+    for name in LEAST.keys() & {"writer_bytes", *(known or ())}:
+        value = options.get(name)
+        if value is not None and (type(value) not in (int, float) or value % 1 or value < LEAST[name]):
+            needs = f"needs an integer of at least {LEAST[name]}"
+            raise ValueError(f"kv_connector_extra_config: {name}: got {value!r}, {needs}")
     if known is None:
         return
     common = ("tier", "model", "writer_bytes")
@@ -156,7 +164,7 @@ def check_options(options: Mapping[str, Any]) -> None:
         if name not in (*common, *known):
             raise ValueError(f"kv_connector_extra_config: got {name!r}, needs some of {', '.join((*common, *known))}")
     for name in {"disk": ("path",), "mooncake": ("metadata_server", "master")}[str(kind)]:
-        if name not in options:
+        if options.get(name) is None:
             raise ValueError(f"kv_connector_extra_config: got no {name!r}, needs it for the tier {kind!r}")
 
 

@@ -13,7 +13,14 @@ from benchmarks.engines import vllm_scheduler
 from pc.cache.tiers.disk import DiskTier
 from pc.cache.tiers.tier import Layout
 from pc.integrations.vllm.connector.connector import BlockStore, Planner
-from pc.integrations.vllm.connector.layout import check_connector, describe, digest_of_weights, layout_of, open_tier
+from pc.integrations.vllm.connector.layout import (
+    check_connector,
+    check_options,
+    describe,
+    digest_of_weights,
+    layout_of,
+    open_tier,
+)
 
 SIZE = 4
 
@@ -216,11 +223,31 @@ def test_other_weights_have_another_digest(tmp_path):
         ({"tier": "mooncake", "master": "x"}, "got no 'metadata_server'"),
         ({}, "tier: got None, needs 'disk', 'mooncake' or"),
         ({"tier": "redis"}, "tier: got 'redis'"),
+        ({"tier": ["disk"]}, r"tier: got \['disk'\], needs 'disk', 'mooncake' or"),
+        ({"tier": "disk", "path": None}, "got no 'path'"),
+        ({"tier": "disk", "path": "x", "capacity_bytes": "1e9"}, "capacity_bytes: got '1e9', needs an integer"),
+        ({"tier": "disk", "path": "x", "capacity_bytes": 0}, "capacity_bytes: got 0, needs an integer of at least 1"),
+        ({"tier": "mooncake", "batch_blocks": 0}, "batch_blocks: got 0, needs an integer of at least 1"),
+        ({"tier": "mooncake", "segment_bytes": -1}, "segment_bytes: got -1, needs an integer of at least 0"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         open_tier(options, Layout("m", {"kv": ((4,), torch.uint8)}))
+
+
+@pytest.mark.parametrize("tier", [{"tier": "disk", "path": "x"}, {"tier": "module:function", "capacity_bytes": "any"}])
+@pytest.mark.parametrize("value", ["1000", 0, 1.5, True])
+def test_options_that_only_a_worker_reads_are_refused_at_the_start(tier, value):
+    for served in (None, 1, 1e9):
+        check_options(tier | {"writer_bytes": served})
+    with pytest.raises(ValueError, match=f"writer_bytes: got {value!r}, needs an integer of at least 1"):
+        check_options(tier | {"writer_bytes": value})
+
+
+def test_a_float_without_a_fraction_is_an_integer(tmp_path):
+    tier = open_tier({"tier": "disk", "path": str(tmp_path), "capacity_bytes": 1e9}, Layout("m", {}))
+    assert repr(tier.capacity_bytes) == "1000000000"
 
 
 def configuration(**changes):
