@@ -7,7 +7,7 @@ import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -32,13 +32,19 @@ class Images:
     """The images of a call.
 
     A unit is one input of the vision tower: an image or a tile, or all images of a call if they cannot be separated.
-    Its digest is a hash of its bytes and of all options of the tower.
+    Its digest is a hash of its bytes, of all options of the tower and of the active adapters.
     """
 
     units: list[bytes]  # digests, in the order of their tokens in the batch
     inputs: dict[bytes, dict[str, Any]]  # by digest: arguments of the tower for this unit alone
     token: int  # id of the placeholder token of images
     given: dict[str, Any]  # arguments of the tower as the caller passed them
+
+    def under(self, adapters: tuple[str, ...]) -> Images:
+        """Return the images with other digests for each state of PEFT's adapters, which may be in the tower too."""
+        own = {unit: hashlib.sha256(unit + repr(adapters).encode()).digest() for unit in self.inputs}
+        inputs = {own[unit]: inputs for unit, inputs in self.inputs.items()}
+        return replace(self, units=[own[unit] for unit in self.units], inputs=inputs)
 
 
 def take_images(model: Any, arguments: dict[str, Any]) -> Images | None:

@@ -73,6 +73,7 @@ class RowImages:
     def __init__(self, loop: Loop, images: Images, outputs: VisionOutputs) -> None:
         kwargs, repeats = loop.model_kwargs, loop.repeats
         self._model, self._outputs, self._units = loop.model, outputs, images.inputs
+        self._unchanged = loop.unchanged
         self._inputs = {n: kwargs[n] for n in ("position_ids", *TYPES) if kwargs.get(n) is not None}
         self.names = tuple(self._inputs)
         self._fresh: dict[bytes, torch.Tensor] = {}
@@ -158,7 +159,8 @@ class RowImages:
         if units:
             self._fresh |= self._outputs.encode(self._model, units)
         found = {(unit, first, count): self._fresh[unit][first : first + count] for unit, first, count in lacking}
-        self._outputs.put(found)
+        if self._unchanged():
+            self._outputs.put(found)
         rows = []
         for item in items:
             whole: Any = found.get(item.rows, kept[item.rows])

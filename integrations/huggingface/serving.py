@@ -594,6 +594,9 @@ class PrefixCaching:
             adapters = self._identity.adapter_keys()
         loop.unchanged = lambda: loop.hooks_unchanged() and unchanged()
         loop.adapters = self._row_adapters(loop)
+        if loop.images is not None:
+            refuse_if(loop.adapters, "images with adapter_names")
+            loop.images = loop.images.under(adapters)
         loop.salt, loop.returns = value_of(self.salt_setting), value_of(self.hint_setting)
         lengths = [loop.input_ids.shape[1]] if loop.mask is None else loop.mask.sum(-1).tolist()
         keys = rope_keys(loop.model.config, lengths, loop.generation_config.max_length, engine.in_pieces(loop))

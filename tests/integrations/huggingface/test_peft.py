@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from generate_cases import LLAMA, enabled, left_padded, prompt
+from image_cases import CASES, text
 from torch.nn.modules.module import register_module_forward_hook
 
 from pc.integrations.huggingface import enable_prefix_caching
@@ -51,6 +52,36 @@ def test_adapters_share_nothing(model: Any) -> None:
                 assert torch.equal(expected, got)
                 assert handle.last_requests[0].cached_tokens == cached
         assert handle.stats().calls_handed_back == {}
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3"])
+def test_adapters_of_the_vision_tower(name: str) -> None:
+    case = next(case for case in CASES if case.name == name)
+    torch.manual_seed(2)
+    model = peft.get_peft_model(case.build(), peft.LoraConfig(r=4, **LORA), adapter_name="first").eval()
+    model.add_adapter("second", peft.LoraConfig(r=2, **LORA))
+    model.eval()
+    one, two = (case.call(*[[text(20, 0), image, text(30, 1)] for image in images]) for images in ([1], [1, 2]))
+    options = {**FREE, "max_new_tokens": 3, "return_dict_in_generate": True, "output_logits": True}
+
+    def logits() -> Iterator[torch.Tensor]:
+        for adapter in ("first", "second", "first"):
+            model.set_adapter(adapter)
+            yield torch.stack(model.generate(**one, **options).logits)
+        with model.disable_adapter():
+            yield torch.stack(model.generate(**one, **options).logits)
+        for names in (["first", "second"], ["second", "first"]):
+            yield torch.stack(model.generate(**two, **options, adapter_names=names).logits)
+
+    want = list(logits())
+    assert not torch.allclose(want[0], want[1], atol=0.1)
+    with enabled(model.base_model.model, num_blocks=64) as handle:
+        for _ in range(2):
+            for expected, got in zip(want, logits(), strict=True):
+                torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+        assert handle.stats().calls_served == 8
+        assert handle.stats().calls_handed_back == {"images with adapter_names": 4}
+        assert handle.stats().hit_tokens > 0
 
 
 def test_adapters_that_are_switched_within_a_forward_pass(model: Any) -> None:
