@@ -92,7 +92,7 @@ def visited() -> list[Visit]:
     """Return the blocks that the caller is in, the innermost last.
 
     Threads and tasks that inherited a block remain in it after the block has ended. The exception is a block that was
-    ended by another thread or task than the one that entered it: nobody remains in that block.
+    ended by another thread or task than the one that entered it: no thread or task remains in that block.
     """
     visits = _VISITS.get()
     here = _here() if visits else None

@@ -43,7 +43,7 @@ class RecordedCriteria(StoppingCriteriaList):  # type: ignore[misc]  # transform
         return done
 
     def dropped(self, num_rows: int) -> list[bool]:
-        """Return for each row whether no more passes are needed: it has stopped, and nobody reads its logits or KV."""
+        """Return for each row whether no more passes are needed: it has stopped, and its logits and KV are not read."""
         if not self._drops or self.finished is None:
             return [False] * num_rows
         finished: list[bool] = self.finished.tolist()
