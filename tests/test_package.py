@@ -63,6 +63,13 @@ def test_a_part_is_imported_when_it_is_used() -> None:
 
 
 @pytest.mark.slow
+def test_operators_run_without_docstrings() -> None:
+    """`python -OO` removes docstrings, from which those of variants of an operator are made, so the import failed."""
+    code = "import torch, pc; print(pc.gather_blocks(torch.ones(1, 2), torch.tensor([0])), pc.paged_attention.__doc__)"
+    assert python("-OO", "-c", code).stdout == "tensor([[1., 1.]]) None\n"
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 def test_the_interpreter_is_chosen_when_pc_is_imported() -> None:
     code = f"import importlib, os, pc.triton_ops\ndel os.environ['TRITON_INTERPRET']\nprint(type({LOAD}).__name__)"

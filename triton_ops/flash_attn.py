@@ -436,8 +436,8 @@ def flash_attn_with_kvcache(
 
 def _build_cached(args: FlashArgs) -> Run:
     """Return a function that runs calls of `flash_attn_with_kvcache` of this kind."""
-    q, k, device = args.q, args.k, args.q.device
     batch = _check_cached(args)
+    q, k, device = args.q, args.k, args.q.device
     batched = (batch, q.shape[1]) if args.cu_seqlens_q is None else None
     max_queries = q.shape[0 if batched is None else 1] if args.max_seqlen_q is None else args.max_seqlen_q
     checks_values = reads_values(q) and not needs_dispatcher() and batch > 0

@@ -70,13 +70,14 @@ def warmup(
             1: this process compiles all.
 
     Raises:
-        ValueError: workers is below 1, or the operators refuse a layer of this kind.
+        ValueError: workers or a size is below 1, or the operators refuse a layer of this kind.
 
     Examples:
         >>> pc.warmup(num_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu")
     """
     layer = _Layer(**locals())
-    check_integer("workers", workers, 1)
+    for name in ("num_heads", "num_kv_heads", "head_dim", "block_size", "workers"):
+        check_integer(name, getattr(layer, name), 1)
     if workers > 1:
         _compile_in_processes(layer)
     _run_regimes(layer)

@@ -229,6 +229,7 @@ REFUSED: dict[Any, list[tuple[str, dict[str, Any]]]] = {
             "block_table: got block 7, needs blocks below 2",
             {**ONE, "cache_seqlens": 3, "block_table": ints(1, 7).view(2, 1)},
         ),
+        ("q: got None, needs a tensor", {"q": None}),
         ("v: got None", {"k": K[:, :1]}),
         ("k: got None", {"v": V[:, :1]}),
         (

@@ -48,8 +48,12 @@ def test_processes_take_a_share_each(monkeypatch):
     )
     pc.warmup(4, 2, 32, dtype=torch.float32, cache_dtype=torch.int8, window=8, device="cpu", workers=2)
     assert [process.returncode for process in started] == [0, 0]
-    with pytest.raises(ValueError, match="workers: got 0, needs at least 1"):
-        pc.warmup(4, 2, 32, device="cpu", workers=0)
+
+
+@pytest.mark.parametrize("name", ["num_heads", "num_kv_heads", "head_dim", "block_size", "workers"])
+def test_sizes_below_one_are_refused(name):
+    with pytest.raises(ValueError, match=f"^{name}: got 0, needs at least 1"):
+        pc.warmup(**{"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "device": "cpu", name: 0})
 
 
 @pytest.mark.gpu

@@ -64,7 +64,8 @@ def _doc_with_lse(function: Callable[..., object]) -> str:
     name, sections = function.__name__, doc_sections(function.__doc__)
     sections[""] = f"`{name}`, and the log-sum-exp of each row's scores for `merge_attention`."
     sections["Returns"] = f"    out, as `{name}` returns it, {_LSE}"
-    sections["Examples"] = re.sub(rf"\bout = pc\.{name}\(", f"out, lse = pc.{name}_with_lse(", sections["Examples"])
+    examples = sections.get("Examples", "")  # python -OO removes docstrings
+    sections["Examples"] = re.sub(rf"\bout = pc\.{name}\(", f"out, lse = pc.{name}_with_lse(", examples)
     return joined_sections(sections)
 
 

@@ -27,6 +27,7 @@ import collections
 import functools
 import inspect
 import re
+import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -117,7 +118,7 @@ def operator(
         return run
 
     def decorate(fake: Callable[P, R]) -> Callable[P, R]:
-        if docs_from:
+        if docs_from and sys.flags.optimize < 2:  # python -OO removes docstrings
             fake.__doc__ = inherited_doc(fake, *docs_from)
         signature, bind, name = _Signature(fake), arguments(fake), fake.__name__
         required.extend(name for name, hint in signature.types.items() if hint is torch.Tensor)
