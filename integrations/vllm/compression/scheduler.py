@@ -195,11 +195,17 @@ class Compression:
 
         A chunk ends at the end of the compressed text. The prompt is compressed before the next chunk. While the
         pool has too few blocks for the packed tokens, the request computes nothing. Beside CUDA graphs of whole steps,
-        no chunk with queries that a press reads has a single token.
+        no chunk with queries that a press reads has a single token. An answer that has begun after a compressed prompt
+        is resumed only if the pool has room for the packed blocks and all tokens after them, because requests that
+        share the prompt's exact blocks may keep them.
         """
         plan = self.plans[request.request_id]
         if plan.state != "waiting":
             return num_new  # it has packed blocks, or stays exact
+        if request.num_computed_tokens == 0 and plan.is_compressed and self._packed_peer(plan) is None:
+            own = plan.keep + math.ceil(request.num_tokens / self._size) - plan.whole
+            if own > self._pool.get_num_free_blocks():
+                return 0
         left = plan.tokens - num_computed
         if left > 0:
             count = min(num_new, left)
@@ -277,23 +283,24 @@ class Compression:
         """If no request can run because some wait for blocks, preempt one after another until one can be compressed.
 
         The youngest is preempted first; with priority scheduling, the youngest of the lowest priority. If the last
-        request cannot be compressed either, it stays exact, or waits if its answer has begun after a compressed prompt.
+        request cannot be compressed either, it stays exact. If its answer has begun after a compressed prompt, it is
+        preempted too: a session that waits for input may hold the blocks, and needs more to go on.
         A request that does not wait may be about to end, so it has one more step.
         """
         running, waiting, self._stalled = self.scheduler.running, self._stalled, []
         if not self._stuck_steps or (self._stuck_steps == 1 and any(each not in waiting for each in running)):
             return
-        while not any(each in waiting and self._compress(each, self.plans[each.request_id]) for each in running):
-            if len(running) > 1:
-                is_ranked = self.scheduler.policy == SchedulingPolicy.PRIORITY
-                victim = max(running, key=lambda each: (each.priority, each.arrival_time)) if is_ranked else running[-1]
-                running.remove(victim)
-                preempt(self.scheduler, victim)
-                continue
-            for each in running:
-                if each in waiting and self.plans[each.request_id].is_compressed is None:
-                    self.plans[each.request_id].stay_exact()
-            return
+        while running and not any(
+            each in waiting and self._compress(each, self.plans[each.request_id]) for each in running
+        ):
+            if len(running) == 1 and not (running[0] in waiting and self.plans[running[0].request_id].is_compressed):
+                if running[0] in waiting:
+                    self.plans[running[0].request_id].stay_exact()
+                return
+            is_ranked = self.scheduler.policy == SchedulingPolicy.PRIORITY
+            victim = max(running, key=lambda each: (each.priority, each.arrival_time)) if is_ranked else running[-1]
+            running.remove(victim)
+            preempt(self.scheduler, victim)
 
     def finish_step(self, output: Any) -> None:
         """Add to a step's output the prompts that workers pack before its forward pass, and the queries that they save.

@@ -9,6 +9,7 @@ import random
 import pytest
 from vllm_compressing import CompressingEngine, following_compressed
 from vllm_exact import BLOCK, ENGINES, following, preempt, prompt, random_traffic
+from vllm_traffic import make_request
 
 
 def expected(engine, name, tokens, count):
@@ -213,6 +214,46 @@ def test_a_compressed_request_is_compressed_again_when_others_end(count):
         "one": following_compressed(tokens, 20, len(tokens), 8),
         "exact": following(tokens, count),
     }
+
+
+@ENGINES
+@pytest.mark.parametrize("turn", [6, 8, 9, 10])
+def test_a_compressed_request_leaves_blocks_to_a_session(kind, turn):
+    """A session has the prompt's exact blocks, and another session needs blocks for its next input.
+
+    The compressed request can never be packed beside them. It waits without blocks of its own until a session ends.
+    """
+    engine, tokens, input_ = CompressingEngine(30, **kind), prompt(10 * BLOCK + 3), prompt(2 * BLOCK, 9)
+
+    def session(name, tokens):
+        request = make_request(name, tokens, BLOCK, None, 2, ignore_eos=True)
+        request.resumable = True
+        engine.said.setdefault(name, [])
+        engine.scheduler.add_request(request)
+
+    engine.add("one", tokens, 30, pc_compress=0.5)
+    for _ in range(8):
+        engine.step()
+    session("same", tokens)
+    session("other", prompt(turn * BLOCK + 3, 7))
+    for _ in range(8):
+        engine.step()
+    preempt(engine.scheduler, "one")
+    session("other", prompt((13 - turn) * BLOCK + 1, 8))
+    for _ in range(20):
+        engine.step()
+    assert engine.plans["one"].state == "waiting"
+    session("other", input_)
+    engine.add("exact", prompt(BLOCK), 2)
+    for _ in range(20):
+        engine.step()
+    other = engine.scheduler.requests["other"]
+    assert other.num_prompt_tokens == other.num_computed_tokens - 1 == 15 * BLOCK + 4 + 2
+    assert engine.said["exact"] == following(prompt(BLOCK), 2)
+    engine.abort("other")
+    for _ in range(60):
+        engine.step()
+    assert engine.said["one"] == following_compressed(tokens, 30, len(tokens), 5)
 
 
 REFUSED = {
