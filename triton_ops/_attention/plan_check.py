@@ -54,8 +54,9 @@ def check_plan(args: AttentionArgs) -> None:
     is_on_host, given, names = on_host(args.block_tables), args.plan.cpu(), _header(args)
     end = 1 + len(names)
     if given[1:end].tolist() != [*names.values()]:
-        needs = f"{[*names.values()]} ({', '.join(names).lower()} of this call)"
-        raise bad_argument("plan", f"{given[1:end].tolist()}", needs)
+        options = ("causal", "window", "num_sink_tokens", "num_shared_blocks", "batch_invariant")
+        needs = ", ".join([f"{name}={getattr(args, name)}" for name in options])
+        raise bad_argument("plan", "a plan for other options", f"{needs} and query_positions as in this call")
     expected = plan_on_host(args) if is_on_host else build_plan(args, names["decode_queries"], 1)(args).cpu()
     mine, theirs = (p[end] if is_on_host else plan_views(p, shape)[0][:, COMPARED] for p in (given, expected))
     if not torch.equal(mine, theirs):
