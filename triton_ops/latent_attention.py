@@ -54,7 +54,7 @@ def latent_attention(
         scale: The factor of q.row, as in the model before absorption. In DeepSeek's models it is (128 + 64) ** -0.5,
             times the factor of the rotary embedding.
         value_dim: The number of a row's columns that are its value, a multiple of 16 below head_dim.
-        k_scale: One float. A quantized row is read as stored * k_scale, as key and as value.
+        k_scale: A tensor of one number. A quantized row is read as stored * k_scale, as key and as value.
 
     Returns:
         `[num_tokens, num_heads, value_dim]`, contiguous, with the query's dtype, before the up-projection of values.

@@ -56,7 +56,7 @@ def paged_attention(
         softcap: If positive, a score becomes softcap * tanh(score / softcap).
         alibi_slopes: `[num_heads]`. A score gets slope * (t - p) added.
         sinks: `[num_heads]`, a learned logit for each head, which is added to the softmax's denominator.
-        k_scale: One float, or one for each KV head. A quantized key is read as stored * k_scale.
+        k_scale: A tensor of one number, or of one for each KV head. A quantized key is read as stored * k_scale.
         v_scale: The same for values.
         max_query_len: An upper bound of q_len. None: taken from shapes.
         max_seq_len: An upper bound of seq_lens. None: taken from shapes.

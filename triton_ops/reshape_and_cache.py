@@ -130,8 +130,8 @@ def reshape_and_cache(
         value_cache: The cache of values, with the layout and dtype of key_cache and value's head_dim. It may be the
             same tensor only if value and key are.
         slot_mapping: `[num_tokens]` int64, block number * block_size + offset. -1 writes nothing.
-        k_scale: One float, or one for each KV head. The cache stores key / k_scale, rounded to nearest and saturated.
-            NaN stays NaN in float8_e4m3fn. int8 stores 0 for it, and debug mode raises ValueError.
+        k_scale: A tensor of one number, or of one for each KV head. The cache stores key / k_scale, rounded to nearest
+            and saturated. NaN stays NaN in float8_e4m3fn. int8 stores 0 for it, and debug mode raises ValueError.
         v_scale: The same for values.
 
     Raises:

@@ -320,7 +320,7 @@ class PrefixCaching:
         model = self.model
         engine, adapters = (None, ()) if model is None else self._current(model)
         if engine is None:
-            raise ValueError("model: needs one that is served, to save or load its blocks")
+            raise ValueError(f"model: cannot be served, {self.unsupported or 'caching is disabled'}")
         return move(self._fingerprint(model), engine.store, adapters, path)
 
     def _set_up(self, model: Any) -> None:

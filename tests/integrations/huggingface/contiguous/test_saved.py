@@ -93,7 +93,7 @@ def test_files_of_another_kind(saved: Path, tmp_path: Path) -> None:
             handle.load(tmp_path / "absent")
         with pytest.raises(OSError, match="absent"):
             handle.save(tmp_path / "absent" / "file")
-    with pytest.raises(ValueError, match="needs one that is served"):
+    with pytest.raises(ValueError, match="cannot be served, caching is disabled"):
         handle.save(tmp_path / "late")
 
 
