@@ -236,7 +236,7 @@ def _first_calls(names: list[str], options: Options) -> Iterator[Callable[[], ob
     for case in benchmark.of(options.kind, False):
         for provider in benchmark.providers if case.name in names[1:] else ():
             if runner.takes_part(provider, options.kind, without=options.without):
-                # Inputs are made for one call at a time. The inputs of all cases, in each process, would fill a GPU.
+                # Each call gets its inputs when it runs. The inputs of all cases, in each process, would fill a GPU.
                 yield lambda case=case, provider=provider: provider.prepare(case.build(device, 0).calls[0])()
 
 

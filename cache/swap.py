@@ -1,8 +1,8 @@
 """Preempting and resuming requests, and keeping a part of their KV in host memory.
 
-Only KV that a later query reads is kept: all blocks of full attention, the last blocks and the sinks of a window, and
-a recurrent state at the end of a block. All groups of layers must resume at the same position. It is the greatest
-position for which each group still has the blocks that it needs.
+Only KV that a later query reads is kept. That is all blocks of full attention, the last blocks and the sinks of a
+window, and a recurrent state at the end of a block. All groups of layers must resume at the same position. It is the
+greatest position for which each group still has the blocks that it needs.
 """
 
 from __future__ import annotations

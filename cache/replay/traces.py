@@ -75,8 +75,8 @@ def load_trace(path: str | Path, block_size: int | None = None) -> Trace:
       milliseconds and blocks have 512 tokens. In Qwen-Bailian's traces, which have `chat_id`, times are seconds and
       blocks have 16 tokens.
     - A session in each line, with `id`, `block_size` and `requests`. Ids are local to the session. A request has all
-      ids (`hash_ids`), or it continues the request before: `keep` is the number of leading ids that both share, and
-      `runs` of [start, count] give the others. Sub-agents are nested. Session k starts at k * 60 s.
+      ids (`hash_ids`), or it continues the request before. Then `keep` is the number of leading ids that both share,
+      and `runs` of [start, count] give the others. Sub-agents are nested. Session k starts at k * 60 s.
 
     If an id of the first layout follows different blocks, ids identify only a block's own tokens. They are then
     replaced by ids of the whole prefix.

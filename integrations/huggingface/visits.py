@@ -91,8 +91,8 @@ def leave(visit: Visit) -> None:
 def visited() -> list[Visit]:
     """Return the blocks that the caller is in, the innermost last.
 
-    Threads and tasks that inherited a block remain in it after the block has ended. The exception is a block that was
-    ended by another thread or task than the one that entered it: no thread or task remains in that block.
+    Threads and tasks that inherited a block remain in it after the block has ended. No thread or task
+    remains in a block that another thread or task ended than the one that entered it.
     """
     visits = _VISITS.get()
     here = _here() if visits else None

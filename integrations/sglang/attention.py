@@ -32,8 +32,8 @@ class PagedAttnBackend(AttentionBackend):
     Sliding windows may be in SGLang's pool for windows or in the common pool. Caches may be float8 e4m3 with the
     layers' scales. Decode and verification may run in graphs.
 
-    It refuses these by name: MLA, encoders and cross attention, bidirectional spans, images whose tokens attend to each
-    other, ALiBi (SGLang passes no slopes), local attention in chunks. It also refuses diffusion models, context
+    It refuses these by name: MLA, encoders and cross attention, ALiBi (SGLang passes no slopes) and local attention in
+    chunks. It also refuses bidirectional spans, images whose tokens attend to each other, diffusion models, context
     parallelism, translated pools and other cache dtypes.
     """
 

@@ -167,7 +167,7 @@ class PolicyTreeCore(UnifiedTreeCore):
         return path[::-1]
 
     def evict_device_start(self, component_type: Any, request_cnt: int) -> None:
-        """Prepare an eviction of `asked` tokens. It ends by itself after `request_cnt`, which may be more."""
+        """Prepare an eviction of `self.asked` tokens. It stops at `request_cnt` tokens, which may be more."""
         self._leaves, self._most = [], request_cnt
         for node in self._unreported:
             self._report_path(self._path(node))

@@ -16,8 +16,8 @@ To use another name of vLLM:
 1. Add it to `NAMES`, or to `ATTRIBUTES`, under the feature that needs it. `python -m pc.integrations.vllm.api` checks
    the tables against the installed vLLM.
 2. Other files can then import the classes and functions that the tables name, as in `from ..api import Scheduler`. A
-   name that the installed vLLM lacks is imported as an empty class, so that a module can be imported before its feature
-   is refused.
+   name that the installed vLLM lacks is imported as an empty class. So a module can be imported before its feature is
+   refused.
 3. Write a plain function here for each name with an underscore and for each change of a method of vLLM.
 4. Add a body that you copy or imitate to `BODIES`. The same command prints its digest.
 

@@ -1,8 +1,8 @@
 """Tile sizes and launch options, by architecture, head_dim, dtype and regime.
 
 For sm_90, three rules were measured on an H100: `PROGRAMS`, decodes of 16 rows, and prefills with `two_tiles`. All
-other rules were chosen without a GPU. They are based on registers, shared memory and spills of compiled kernels, which
-`make kernels` writes to a table, and on published sweeps of other projects. For example, BLOCK_M 128 with 8 warps
+other rules were chosen without a GPU. They are based on published sweeps of other projects, and on registers, shared
+memory and spills of compiled kernels. `make kernels` writes these to a table. For example, BLOCK_M 128 with 8 warps
 reaches wgmma without a spill, and 4 warps spill. To measure other tiles on a GPU, run `make gpu ARGS="--only sweep"`.
 """
 
@@ -169,9 +169,9 @@ def prefill_tiles(
 ) -> Tiles:
     """Return the tiles for sequences with more than DECODE_QUERIES queries.
 
-    `spare_registers`: the kernel needs registers for more than a product and a mask, such as score modifiers, trees or
-    windows of queries whose positions are far apart. `two_tiles`: the kernel finds keys with few registers, so each
-    step of its loop may read two tiles of keys.
+    `spare_registers`: the kernel needs registers for more than a product and a mask. Examples are score modifiers,
+    trees, and windows of queries whose positions are far apart. `two_tiles`: the kernel finds keys with few registers,
+    so each step of its loop may read two tiles of keys.
     """
     wide = head_dim > 128
     if arch == "interpreter":

@@ -109,8 +109,8 @@ def cached_with(plan: torch.Tensor) -> dict[object, Any]:
 def refresh_cached(plan: torch.Tensor, args: Any) -> None:
     """Refresh or drop the entries cached with a plan, after a call of `attention_plan` refreshed the plan.
 
-    An entry that was made from the plan's batch has a method `fill`, which brings the entry up to date with a batch of
-    the same shapes. If its `is_captured` is set, a captured graph may read its tensors, so they are filled in place.
+    An entry that was made from the plan's batch has a method `fill`. The method updates the entry for a batch of the
+    same shapes. If its `is_captured` is set, a captured graph may read its tensors, so they are filled in place.
     Other such entries are dropped.
     """
     cached = cached_with(plan)

@@ -29,10 +29,10 @@ class ShadowGuard:
     """A guard that simulates lru and decides whether lru or the learned order is in force.
 
     At first lru is in force, because nothing can be learned before blocks are used again. The learned order takes over
-    once requests have used as many blocks of earlier ones as a mean request has, and it would have hit at least what
-    lru hit. Lru takes over again when the pool has lost too many hits. A small slack is excused, and CREDIT hits for
-    each hit that the learned order is ahead of lru. While lru is in force, a shadow cache simulates the learned order,
-    whose lead may then excuse the pool's loss.
+    when two things are true: requests have used as many blocks of earlier ones as a mean request has, and the learned
+    order would have hit at least what lru hit. Lru takes over again when the pool has lost too many hits. A small slack
+    is excused, and CREDIT hits for each hit that the learned order is ahead of lru. While lru is in force, a shadow
+    cache simulates the learned order, whose lead may then excuse the pool's loss.
 
     Simulating lru needs no second cache: lru would hold the most recently used blocks, including evicted ones, up to
     the capacity.

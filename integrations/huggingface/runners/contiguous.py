@@ -212,8 +212,8 @@ class WatchedModel(ModelInLoop):
     def intact(self, sequences: torch.Tensor) -> bool:
         """Return whether answers may be kept.
 
-        The cache must be whole, the model unchanged since the call began, and the cache computed from `sequences`,
-        because logits processors and stopping criteria may write to a loop's tokens.
+        The cache must be whole, and the model unchanged since the call began. The cache must have been computed from
+        `sequences`, because logits processors and stopping criteria may write to a loop's tokens.
 
         If the cache lacks columns of `sequences [batch, length]`, set `storage.evicts`, so that later calls fall back.
         """

@@ -152,8 +152,7 @@ class DecodeSteps:
     def prepare(self, model: Any, state: object) -> None:
         """Decide whether the steps of a call are captured, and drop graphs that are no longer valid.
 
-        `state` stands for what steps depend on and `baked_in` does not cover: weights and adapters.
-        Call this before a call's steps.
+        `state` identifies the weights and adapters, which `baked_in` does not cover. Call this before a call's steps.
         """
         if not self._wanted:
             return

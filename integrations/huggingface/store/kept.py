@@ -88,7 +88,7 @@ class PromptStore:
         )
 
     def make_cache(self, room: int) -> DynamicCache:
-        """Return an empty cache for a call, whose buffers grow by at least `room` tokens at a time."""
+        """Return an empty cache for a call, whose buffers grow by at least `room` tokens."""
         cache = like(self.empty_cache)
         for layer in attention_layers(cache).values():
             if isinstance(layer, GrowingLayer):

@@ -123,8 +123,8 @@ class Compressor:
 def attention_by_head(rows: list[int], counts: list[int], tables: list[dict[str, torch.Tensor]]) -> Callable[..., None]:
     """Return a function that computes attention again for requests whose KV heads have their own block tables.
 
-    Its arguments are a layer, the queries and the cache of the layer, the metadata of the step, and the output, whose
-    rows of these requests it replaces. Each head attends to its own pages.
+    Its arguments are a layer, the queries and the cache of the layer, the metadata of the step, and the output. It
+    replaces the rows of these requests in the output. Each head attends to its own pages.
 
     Args:
         rows: The rows of the requests in the batch.

@@ -58,8 +58,8 @@ def why_not_explained(scheduler: Any) -> str:
 def find_blocks(pool: Any, group: int, names: Mapping[bytes, bytes], digests: Words) -> Ids:
     """Return the blocks of one of vLLM's groups that hold an explained prompt, -1 where they are not cached.
 
-    `names` maps our hashes of the prompt to vLLM's own. vLLM's hashes of other texts are unknown, so blocks of other
-    texts are reported as cached, with number 0.
+    `names` maps our hashes of the prompt to vLLM's own. The hashes that vLLM has of other texts are unknown, so blocks
+    of other texts are reported as cached, with number 0.
     """
     known = [names.get(digest) for digest in split_digests(digests)]
     found = [name and pool.get_cached_block(name, [group]) for name in known]
