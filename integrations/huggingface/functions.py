@@ -110,10 +110,8 @@ class Functions:
         self._spaces: dict[int, tuple[str, Any, dict[str, None]]] = {}  # by id of a namespace: label, namespace, names
         self._found: dict[int, FunctionType] = {}
         self._registered: list[tuple[dict[str, Any], str]] = []  # tables of functions, and a name in each
-        config = model.config
-        self._settings = {
-            v for c in (config, *vars(config).values()) for v in vars_of(c).values() if isinstance(v, str)
-        }
+        configs = [c for c in (model.config, *vars(model.config).values()) if hasattr(c, "to_dict")]
+        self._settings = {v for config in configs for v in vars(config).values() if isinstance(v, str)}
         for kind in {type(m): None for m in model.modules()}:
             self._add_class(kind)
         functional = torch.nn.functional  # torch's own modules look up all its names
@@ -262,11 +260,6 @@ def _names_of(values: Any) -> list[str]:
     """Return the names in a class, without those that Python and torch.compile add or change on first use."""
     left_out = _left_out(values)
     return [name for name in values if name not in left_out]
-
-
-def vars_of(value: Any) -> dict[str, Any]:
-    """Return the entries of a config; {} for other values."""
-    return vars(value) if hasattr(value, "to_dict") else {}
 
 
 def _original(value: Any) -> Any:

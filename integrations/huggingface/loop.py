@@ -74,6 +74,11 @@ class Loop:
             **self.model_kwargs | inputs,
         )
 
+    def stream_prompt(self) -> None:
+        """Give the prompt to the caller's streamer, if there is one, as generate does before it runs its own loop."""
+        if "streamer" in self.options:
+            self.options["streamer"].put(self.input_ids.cpu())
+
     @functools.cached_property
     def mask(self) -> torch.Tensor | None:
         """The attention mask `[batch, length]`; None if it masks no token."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from .api import DynamicCache, cache_argument, positions, takes
 from .calls import UnsupportedError, refuse_if, refusing
+from .identity import without_row_settings
 from .images import ImageSplit, alike
 from .layers import (
     GrowingWindowLayer,
@@ -29,7 +30,8 @@ from .loop import Loop
 from .prompts import RowImages, clear_of, prompts_of, runs
 from .runners.layout import accepted, fill, forward
 from .store.storage import Rotations, Specs, TensorSpec
-from .support import eval_mode, harmless_tokens
+from .support import harmless_tokens, kept_deltas
+from .visits import apart
 
 TOKENS, CUT, PAD = 29, 16, 3  # tokens of the probe, tokens of its first part, columns of padding
 LONG = 256  # longer windows are not probed at once, but when a prompt first exceeds the window
@@ -56,38 +58,52 @@ class Probed:
         return max(self.windows.values(), default=0)
 
 
-@torch.no_grad()
+@contextlib.contextmanager
+def own_passes(model: Any) -> Iterator[None]:
+    """Let this thread run forward passes of its own within a block: without gradients, documents and rows' settings.
+
+    The model is in eval mode within the block. If it is already, submodules in training mode are left as they are:
+    calls are served with them, so they must pass the probe.
+    """
+    training = [m for m in model.modules() if m.training] if model.training else []
+    with torch.no_grad(), kept_deltas(model), apart(), without_row_settings(model):
+        try:
+            if training:
+                model.eval()
+            yield
+        finally:
+            for m in training:
+                m.training = True
+
+
 def probe(model: Any) -> Probed:
-    """Compute a short row at once, in two parts, and after padding, and compare the results.
+    """Compute a short row at once, in two parts, and after padding, and compare the results, within `own_passes`.
 
     Raises:
         UnsupportedError: The model fails, or the results differ.
     """
     # Logits alone are not enough: untrained models hardly use their states, so wrong states hardly change the logits.
     install_scan(model)
-    with eval_mode(model):
-        whole = _in_parts(model, TOKENS, CUT)
-        specs, states = _specs(whole), take_states(whole, 0)
-        refuse_if(not specs and not states, "it fills no transformers cache")
-        windows = {i: x.sliding_window for i, x in enumerate(whole.layers) if isinstance(x, GrowingWindowLayer)}
-        window = max(windows.values(), default=0)
-        if 0 < window <= LONG:
-            probe_window(model, window)
-        counts_padding, continues = _behind_padding(model, whole) if specs else (False, True)
-        typed = not takes(model.forward, "token_type_ids") or _continues_typed(model)
-        with contextlib.suppress(Exception):  # a hook may count passes of one token, see `set_by_forward`
-            forward(model, harmless_tokens(model, 1), 0, 1, new_cache(model.config))
+    whole = _in_parts(model, TOKENS, CUT)
+    specs, states = _specs(whole), take_states(whole, 0)
+    refuse_if(not specs and not states, "it fills no transformers cache")
+    windows = {i: x.sliding_window for i, x in enumerate(whole.layers) if isinstance(x, GrowingWindowLayer)}
+    window = max(windows.values(), default=0)
+    if 0 < window <= LONG:
+        probe_window(model, window)
+    counts_padding, continues = _behind_padding(model, whole) if specs else (False, True)
+    typed = not takes(model.forward, "token_type_ids") or _continues_typed(model)
+    with contextlib.suppress(Exception):  # a hook may count passes of one token, see `set_by_forward`
+        forward(model, harmless_tokens(model, 1), 0, 1, new_cache(model.config))
     return Probed(specs, states, windows, counts_padding, continues, typed)
 
 
-@torch.no_grad()
 def probe_window(model: Any, window: int) -> None:
     """Raise UnsupportedError if a prompt longer than the window needs more tokens than the cache keeps."""
-    with eval_mode(model):
+    with own_passes(model):
         _in_parts(model, window + TOKENS, window + CUT)
 
 
-@torch.no_grad()
 def probe_images(loop: Loop, images: RowImages) -> ImageSplit | None:
     """Return whether a row may be cut inside images, probed at its first image; None if that image allows no probe.
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ...cache import CacheManager, Explanation
+from ...triton_ops._core.checks import check_share
 from ..tested import say_untested
 from .api import Framework, look, loop_of, rename_cache
 from .api import check_mode as check_options
@@ -23,14 +24,15 @@ from .calls import Calls, RequestReport, ServedStats, UnsupportedError, refuse_i
 from .compression.document import CompressedDocument, Documents
 from .engine import Engine
 from .hooks import REASON, watched_hooks
-from .identity import Identity, set_by_forward, without_row_settings
+from .identity import Identity, set_by_forward
 from .images import encoded_by_model, take_images
 from .kernels import WrongKernelError, require_kernels
 from .loop import Loop, ask_for_cache, check_arguments, check_loop, check_mode, take_stop_strings
+from .probe import own_passes
 from .replaced import restore_method
 from .runners.document import check_arguments_over_document
 from .runners.graphs import DecodeSteps, GraphReport
-from .settings import CacheOptions, check_returns, check_salt, value_of, within
+from .settings import CacheOptions, check_salt, value_of, within
 from .store.kept import PromptStore
 from .store.tiers import load, save
 from .support import check_model, kept_deltas, rope_keys
@@ -290,7 +292,8 @@ class PrefixCaching:
             >>> tokens.shape
             torch.Size([1, 44])
         """
-        check_returns(returns)
+        if returns is not None:
+            check_share("returns", returns)
         return within(self.hint_setting, returns)
 
     def disable(self) -> None:
@@ -330,7 +333,7 @@ class PrefixCaching:
         self._engine, self.unsupported = None, None
         self.documents.forget()
         self._steps.drop()
-        with kept_deltas(model), apart(), without_row_settings(model), set_by_forward(model) as transient:
+        with own_passes(model), set_by_forward(model) as transient:
             try:
                 with refusing("the probe of the model fails"):
                     check_model(model)
@@ -379,7 +382,7 @@ class PrefixCaching:
         rename_cache(model, arguments)
         arguments = _arguments(original, model, (), arguments)
         try:
-            prepared = self._prepared(model, arguments, note, [])
+            prepared = self._prepared(model, arguments, note)
             if prepared is None:
                 raise ValueError(f"model: cannot be served, {self.unsupported or 'caching is disabled'}")
             with kept_deltas(model), torch.no_grad():
@@ -402,9 +405,15 @@ class PrefixCaching:
             return self._ask(document, model, _arguments(original, model, args, kwargs))
         self.documents.look_elsewhere(kwargs.get("inputs", kwargs.get("input_ids", args[0] if args else None)))
         restore = random_state(model.device)
-        begun: list[Loop] = []  # the loop once it runs: from then on `_run` handles failures
+        begun = False
+
+        def run(engine: Engine, loop: Loop) -> Any:
+            nonlocal begun
+            begun = True  # from now on `_run` handles failures
+            return self._run(engine, loop)
+
         try:
-            prepared = self._prepared(model, _arguments(original, model, args, kwargs), self._run, begun)
+            prepared = self._prepared(model, _arguments(original, model, args, kwargs), run)
             if prepared is not None:
                 return original(model, **prepared)
             refuse_if(self.unsupported, str(self.unsupported))
@@ -428,6 +437,7 @@ class PrefixCaching:
         check_arguments_over_document(arguments)
 
         def answer(_: Engine, loop: Loop) -> Any:
+            loop.stream_prompt()
             check_loop(loop)
             engine = self._identified(loop)
             content = self.documents.check(document, loop)
@@ -436,7 +446,7 @@ class PrefixCaching:
             self._calls.serve(over_document=True)
             return result
 
-        prepared = self._prepared(model, arguments, answer, [])
+        prepared = self._prepared(model, arguments, answer)
         if prepared is None:
             raise UnsupportedError(f"document: cannot be served, {self.unsupported or 'caching is disabled'}")
         return type(model).generate(model, **prepared)
@@ -462,15 +472,11 @@ class PrefixCaching:
         return model, type(model).generate
 
     def _prepared(
-        self,
-        model: Any,
-        arguments: dict[str, Any],
-        run: Callable[[Engine, Loop], Any],
-        begun: list[Loop],
+        self, model: Any, arguments: dict[str, Any], run: Callable[[Engine, Loop], Any]
     ) -> dict[str, Any] | None:
         """Return arguments of generate with a decoding loop that calls `run`; None if the model has no engine.
 
-        `arguments` are changed. `begun` gets the loop before it runs.
+        `arguments` are changed. `run` must stream the prompt, unless nothing is generated.
 
         Raises:
             UnsupportedError: The call cannot be served.
@@ -503,11 +509,7 @@ class PrefixCaching:
             options |= {name: value for name, value in extra.items() if name in known}
             own = arguments.get("logits_processor") is not None
             prepared = (generation_config, options, model_kwargs, own, images)
-            loop = Loop(function, str(mode.value), model, input_ids, *prepared)
-            begun.append(loop)
-            if given["streamer"] is not None:
-                given["streamer"].put(input_ids.cpu())
-            return run(engine, loop)
+            return run(engine, Loop(function, str(mode.value), model, input_ids, *prepared))
 
         decode.__signature__ = _DECODING  # type: ignore[attr-defined]  # generate inspects it three times in each call
         # generate must not stream the prompt itself: a call that falls back before the loop would stream it twice.
@@ -558,6 +560,7 @@ class PrefixCaching:
 
     def _run(self, engine: Engine, loop: Loop) -> Any:
         """Run a loop over the cache. If it fails before the first token, run it again as generate would have run it."""
+        loop.stream_prompt()
         restore, state = random_state(loop.model.device), loop.continued_state()
         bypasses = False
         try:

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...triton_ops._core.checks import check_share
-
 MAX_CPU_BYTES = 4 << 30  # the largest default size of a cache on a CPU
 
 
@@ -113,9 +111,3 @@ def check_salt(salt: Any) -> None:
     """Raise TypeError unless a salt is str, bytes or int."""
     if isinstance(salt, bool) or not isinstance(salt, str | bytes | int):
         raise TypeError(f"salt: got {type(salt).__name__}, needs str, bytes or int")
-
-
-def check_returns(returns: Any) -> None:
-    """Raise TypeError or ValueError unless a value is a probability or None."""
-    if returns is not None:
-        check_share("returns", returns)

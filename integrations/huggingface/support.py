@@ -187,22 +187,6 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 @contextmanager
-def eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Put a model in eval mode within a block, then restore the mode of each submodule.
-
-    A model in eval mode is left as it is. Its calls are served, so a submodule in training mode must pass the probe.
-    """
-    training = [m for m in model.modules() if m.training] if model.training else []
-    if training:
-        model.eval()
-    try:
-        yield
-    finally:
-        for m in training:
-            m.training = True
-
-
-@contextmanager
 def kept_deltas(model: Any) -> Iterator[None]:
     """Restore, after a `with` block, the `rope_deltas` of the last call that vision-language models keep.
 

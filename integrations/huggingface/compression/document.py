@@ -20,12 +20,13 @@ from ...presses import SCORES
 from ..calls import UnsupportedError, callers_level, refuse_if
 from ..hooks import REASON, watched_hooks
 from ..loop import Loop
+from ..probe import own_passes
 from ..runners.dispatch import install
 from ..runners.document import check_loop_over_document
 from ..settings import memory_budget, value_of
 from ..store.tiers import replaced
-from ..support import evict, kept_deltas
-from ..visits import Visit, apart, enter, leave, open_visits, visited
+from ..support import evict
+from ..visits import Visit, enter, leave, open_visits, visited
 from .kept import Content, KeptLayer, digest_of, tokens_of
 from .presses import press_key
 from .reading import check_compressible, read
@@ -320,7 +321,6 @@ class Documents:
         check_loop_over_document(loop, content)
         return content
 
-    @torch.no_grad()
     def compress(self, context_ids: Any, press: Any, budget: float) -> CompressedDocument:
         """Return a compressed document: see `PrefixCaching.compress`."""
         tokens = _tokens_of(context_ids)
@@ -341,7 +341,7 @@ class Documents:
         if content is None:
             try:
                 check_compressible(model)
-                with kept_deltas(model), apart(), watched_hooks(partial(refuse_if, True, REASON)):
+                with own_passes(model), watched_hooks(partial(refuse_if, True, REASON)):
                     content = read(model, tokens, press, float(budget), key)
                 digests = digest_of(key, adapters or None), digest_of(key, salt)
                 content = content._replace(adapters=digests[0], salt=digests[1])

@@ -34,7 +34,7 @@ class WatchedModel(ModelInLoop):
         self.batch, self.store = batch, batch.store
         self._warn, self._keeps = warn, True
         self._chunked, self._first = bool(batch.loop.generation_config.prefill_chunk_size), True
-        self._due = self._published = self._whole = False
+        self._published = self._whole = False
         self._computed = self._kept = 0
         self._decode_states: dict[int, tuple[int, States]] = {}
         self._passes: list[tuple[int, torch.Tensor]] = []  # for `_answers`: first column and tokens of each pass
@@ -74,7 +74,7 @@ class WatchedModel(ModelInLoop):
         inputs = prepare(input_ids, next_sequence_length=behind or next_sequence_length, **kwargs)
         if batch.cache is not None and all(value is not batch.cache for value in inputs.values()):
             refuse_if(batch.over_document, "the model does not use its cache in a call over a compressed document")
-            self._due, self._published = False, True  # the model computes all tokens, without the cache
+            self._published = True  # the model computes all tokens, without the cache
             batch.read_nothing(None)
             if batch.images is not None:
                 kwargs["mm_encoder_outputs"] = batch.features()
@@ -124,13 +124,11 @@ class WatchedModel(ModelInLoop):
     def _count(self, tokens: int) -> None:
         """Count the tokens that a forward pass has computed for each row.
 
-        Once the prompts are complete, mark them as due. In other passes, save the states of rows that end a block.
+        Save the states of rows that end a block, except after the pass that completes the prompts.
         """
         self._computed += tokens
         batch, store = self.batch, self.store
-        if not self._published and batch.start + self._computed >= batch.length:
-            self._due = True  # published before the next pass: the caller waits for this token
-        elif store.states is not None and batch.cache is not None:
+        if not self._due and store.states is not None and batch.cache is not None:
             for prompt in batch.prompts:  # a later call can continue where a row's last token ends a block
                 length = batch.start + self._computed - prompt.pad
                 for row in prompt.rows if length % store.block_size == 0 else ():
@@ -152,11 +150,16 @@ class WatchedModel(ModelInLoop):
         self._passes = [(length, found)]
         return found[:, : self._filled() - length]
 
+    @property
+    def _due(self) -> bool:
+        """Whether the prompts are computed, and not published yet. The caller waits for the first token before that."""
+        return not self._published and self.batch.start + self._computed >= self.batch.length
+
     def publish(self) -> None:
-        """Publish the prompts if they are computed and not published yet. Called before each pass and at the end."""
+        """Publish the prompts if they are due. Called before each pass and at the end."""
         if not self._due:
             return
-        self._due, self._published = False, True
+        self._published = True
         self.batch.publish()
         self._kept = self._computed
         self._release()

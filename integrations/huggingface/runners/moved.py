@@ -20,7 +20,7 @@ from ..layers import GrowingIndexedLayer, filled_layers, like, new_cache, state_
 from ..probe import LONG, TOKENS, Probed
 from ..prompts import Prompt
 from ..store.storage import Rotation, Rotations
-from ..support import changing_rope, eval_mode, harmless_tokens
+from ..support import changing_rope, harmless_tokens
 from .dispatch import MarkedCall, PagedPass, install, mark, no_mask
 from .layout import accepted, forward, read
 
@@ -28,9 +28,10 @@ CHUNK = 1024  # scattered tokens of one pass; each has a row of the mask, as lon
 AGAIN = (3, 4, 5, 10, 17)  # positions that the probe computes again, besides the last nine
 
 
-@torch.no_grad()
 def probe_moved(model: Any, probed: Probed) -> Probed:
     """Return `probed` with the rotations of a model's keys, and the way to compute its tokens at scattered positions.
+
+    It must run within `own_passes`.
 
     Raises:
         UnsupportedError: No rotation explains its keys, or tokens computed at scattered positions differ.
@@ -41,15 +42,14 @@ def probe_moved(model: Any, probed: Probed) -> Probed:
     refuse_if(
         "chunked_attention" in (getattr(config, "layer_types", None) or ()), 'reuse="anywhere": it attends in chunks'
     )
-    with eval_mode(model):
-        with refusing('reuse="anywhere": its forward pass fails with given positions'):
-            probed = replace(probed, rotations=_rotations(model))
-        length = TOKENS + (probed.window if 0 < probed.window <= LONG else 0)
-        # In PyTorch the operator takes two to three times as long as attention under a mask.
-        if (model.device.type != "cpu" or KERNELS_ON_CPU) and _operator_serves(model, probed, length):
-            return replace(probed, by_operator=True)
-        with refusing('reuse="anywhere": its forward pass fails with a mask for each query'):
-            _check_scattered(model, probed, length)
+    with refusing('reuse="anywhere": its forward pass fails with given positions'):
+        probed = replace(probed, rotations=_rotations(model))
+    length = TOKENS + (probed.window if 0 < probed.window <= LONG else 0)
+    # In PyTorch the operator takes two to three times as long as attention under a mask.
+    if (model.device.type != "cpu" or KERNELS_ON_CPU) and _operator_serves(model, probed, length):
+        return replace(probed, by_operator=True)
+    with refusing('reuse="anywhere": its forward pass fails with a mask for each query'):
+        _check_scattered(model, probed, length)
     return probed
 
 

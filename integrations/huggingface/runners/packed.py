@@ -30,7 +30,7 @@ from ..kernels import require_kernels
 from ..settings import CacheOptions
 from ..store.blocks import RequestBlocks
 from ..store.storage import ModelStorage, Specs, model_storage
-from ..support import eval_mode, harmless_tokens
+from ..support import harmless_tokens
 from .dispatch import MarkedCall, PagedPass, install, mark, no_mask
 from .passes import DecodeBatch, PackedBatch, Pass
 
@@ -198,12 +198,11 @@ def layer_windows(config: Any) -> dict[int, int]:
     return windows
 
 
-@torch.no_grad()
 def probe_packed(model: Any, block_size: int, specs: Specs) -> None:
     """Compute two short sequences over blocks and compare their logits with the model's own.
 
     The comparison finds properties that no attribute shows. Examples are attention outside the interface, keys that
-    change after they are cached, and positions that the model counts itself.
+    change after they are cached, and positions that the model counts itself. It must run within `own_passes`.
 
     Args:
         model: A model on its device.
@@ -238,21 +237,20 @@ def probe_packed(model: Any, block_size: int, specs: Specs) -> None:
         compute(model, storage, spans, [tokens[row][start:end] for row, start, end in pieces])
 
     cut, tolerance = block_size + 1, 1e-3 if model.dtype == torch.float32 else 5e-2
-    with eval_mode(model):
-        with refusing("its forward pass fails with a paged cache"):
-            forward((0, 0, cut), (1, 0, 2))
-            forward((1, 2, lens[1] - 1), (0, cut, lens[0] - 1))
-            last = np.array(lens) - 1
-            slots = np.array([table[n // block_size] for table, n in zip(tables, last, strict=True)], np.int64)
-            step = DecodeBatch(4, max(counts), pinned=False, groups=groups)
-            slots = slots * block_size + last % block_size
-            step.write([tables] * groups, last, [row[-1] for row in tokens], [slots] * groups)
-            got = decode(model, storage, step)[:2].float()
-        for row, logits in zip(tokens, got, strict=True):
-            ids = torch.from_numpy(row).to(model.device)[None]
-            want = model(input_ids=ids, use_cache=False, return_dict=True).logits[0, -1].float()
-            difference = (logits - want).abs().max().item()
-            if not difference <= want.abs().max().item() * tolerance:  # NaN fails too
-                raise UnsupportedError(
-                    f"its logits over a paged cache differ by {difference:.2g}, more than rounding explains"
-                )
+    with refusing("its forward pass fails with a paged cache"):
+        forward((0, 0, cut), (1, 0, 2))
+        forward((1, 2, lens[1] - 1), (0, cut, lens[0] - 1))
+        last = np.array(lens) - 1
+        slots = np.array([table[n // block_size] for table, n in zip(tables, last, strict=True)], np.int64)
+        step = DecodeBatch(4, max(counts), pinned=False, groups=groups)
+        slots = slots * block_size + last % block_size
+        step.write([tables] * groups, last, [row[-1] for row in tokens], [slots] * groups)
+        got = decode(model, storage, step)[:2].float()
+    for row, logits in zip(tokens, got, strict=True):
+        ids = torch.from_numpy(row).to(model.device)[None]
+        want = model(input_ids=ids, use_cache=False, return_dict=True).logits[0, -1].float()
+        difference = (logits - want).abs().max().item()
+        if not difference <= want.abs().max().item() * tolerance:  # NaN fails too
+            raise UnsupportedError(
+                f"its logits over a paged cache differ by {difference:.2g}, more than rounding explains"
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +40,8 @@ def test_a_prompt_is_explained_under_the_keys_of_its_call() -> None:
             assert (found.matched, found.reason, found.position) == (37, "token", 37)  # part of a block is copied
             assert (found.here[0], found.there[0]) == (int(changed[0, 37]), int(tokens[0, 37]))
             assert handle.explain(changed[0]) == handle.explain({"input_ids": changed}) == found
+            streamer = SimpleNamespace(put=computed.append, end=lambda: computed.append(None))
+            assert handle.explain({"input_ids": changed, "streamer": streamer}) == found
             text = Words().decode(changed[0].tolist())
             shown = handle.explain(text, Words())
             assert shown.texts == (Words().decode(found.here), Words().decode(found.there))

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from generate_cases import LLAMA, enabled, left_padded, prompt
+from generate_cases import LLAMA, Family, enabled, left_padded, prompt
 from image_cases import CASES, text
 from torch.nn.modules.module import register_module_forward_hook
 
 from pc.integrations.huggingface import enable_prefix_caching
+from pc.integrations.huggingface.probe import LONG
 
 peft = pytest.importorskip("peft")
 
@@ -29,7 +30,11 @@ def quiet() -> Iterator[None]:
 
 @pytest.fixture
 def model() -> Any:
-    inner = LLAMA.build()
+    return adapted(LLAMA)
+
+
+def adapted(family: Family) -> Any:
+    inner = family.build()
     torch.manual_seed(2)
     model = peft.get_peft_model(inner, peft.LoraConfig(r=4, **LORA), adapter_name="first").eval()
     model.add_adapter("second", peft.LoraConfig(r=2, **LORA))
@@ -124,6 +129,15 @@ def test_adapters_by_row(model: Any) -> None:
         # One adapter for all, given by name, is still computed in another way than the active one.
         assert torch.equal(model.generate(input_ids=prompt(60), **FREE), want[0][:1, -72:])
         assert handle.last_requests[0].cached_tokens == 59  # calls' hooks did not empty the cache
+        assert handle.stats().calls_handed_back == {}
+
+
+def test_a_long_window_is_probed_without_the_adapters_of_rows() -> None:
+    model = adapted(Family("long-window", "MistralConfig", "MistralForCausalLM", {"sliding_window": LONG + 4}))
+    batch = torch.cat([prompt(LONG + 44), prompt(LONG + 44, 1)])
+    want = model.generate(input_ids=batch, **FREE, adapter_names=["first", "second"])
+    with enabled(model) as handle:
+        assert torch.equal(model.generate(input_ids=batch, **FREE, adapter_names=["first", "second"]), want)
         assert handle.stats().calls_handed_back == {}
 
 

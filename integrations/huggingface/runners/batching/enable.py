@@ -16,13 +16,13 @@ from ....tested import say_untested
 from ...api import ContinuousBatchingConfig, check_batching, check_layers, kept_manager, look, unshared
 from ...calls import Calls, ServedStats, UnsupportedError, refuse_if, unsupported_by
 from ...enable import generating_model
-from ...identity import Identity, set_by_forward, without_row_settings
-from ...probe import probe
+from ...identity import Identity, set_by_forward
+from ...probe import own_passes, probe
 from ...replaced import check_not_replaced, replace_method, restore_method
 from ...settings import CacheOptions, check_number, check_salt, within
 from ...store.kept import PromptStore
-from ...support import check_model, kept_deltas
-from ...visits import apart, check_manager
+from ...support import check_model
+from ...visits import check_manager
 from ..packed import layer_windows, probe_packed
 from .blocks import ScheduledBlocks
 
@@ -146,7 +146,7 @@ class ContinuousBatching:
         num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
         try:
             _check(model)
-            with kept_deltas(model), apart(), without_row_settings(model), set_by_forward(model) as transient:
+            with own_passes(model), set_by_forward(model) as transient:
                 windows, probed = layer_windows(model.config), probe(model)
                 specs = probed.specs
                 refuse_if(len(specs) != num_layers, f"{len(specs)} of its {num_layers} layers cache keys and values")
