@@ -120,48 +120,42 @@ OLDEST_BATCHING = (5, 19)
 PACKAGE = "transformers.generation.continuous_batching."
 
 _CONFIGS = "generation_config continuous_batching_config workload_hints"
-INTERFACES = {
-    "continuous_api:ContinuousMixin.init_continuous_batching": f"self {_CONFIGS}",
-    "continuous_api:ContinuousBatchingManager.__init__": f"self model {_CONFIGS}",
-    "continuous_api:ContinuousBatchingManager.switch_to_cb_friendly_attn": "self model auto_switch_to_flash",
-    "continuous_api:ContinuousBatchingManager.start": "self",
-    "continuous_api:ContinuousBatchingManager._create_batch_processor": "self",
-    "continuous_api:ContinuousBatchProcessor.__init__": (
-        "self cache config generation_config continuous_batching_config logit_processor input_queue cancel_queue "
-        "output_router background_thread_status model_device model_dtype scheduler distributed_helper"
+_MODULES = {
+    "cache": "PagedAttentionCache",
+    "continuous_api:ContinuousMixin": f"init_continuous_batching({_CONFIGS})",
+    "continuous_api:ContinuousBatchingManager": (
+        f"__init__(model {_CONFIGS}) switch_to_cb_friendly_attn(model auto_switch_to_flash) start() "
+        "_create_batch_processor()"
     ),
-    "continuous_api:ContinuousBatchProcessor.prepare_next_batch": "self",
-    "continuous_api:ContinuousBatchProcessor._generation_step": "self model",
-    "continuous_api:ContinuousBatchProcessor._handle_request_error": "self error state",
-    "continuous_api:OutputRouter.fail_and_deliver": "self state error",
-    "initialization:update_cb_config_after_cache_creation": "cb_config num_blocks max_batch_tokens",
-    "input_outputs:ContinuousBatchingIOs.get_model_kwargs": "self use_padding",
-    "input_outputs:ContinuousBatchingIOs.retrieve_device_outputs": "self",
-    "model_runner:ModelRunner.compute_batch": "self model batch_data",
-    "offloading_manager:OffloadingManager.offload_requests": "self",
-    "requests:RequestState.current_len": "self",
-    "requests:RequestState.create_equivalent_initial_request": "self",
-    "scheduler:Scheduler.__init__": "self cache safety_margin max_requests_per_batch",
-    "scheduler:Scheduler.add_waiting_request": "self state",
-    "scheduler:Scheduler.finish_request": "self request_id",
+    "continuous_api:ContinuousBatchProcessor": (
+        "__init__(cache config generation_config continuous_batching_config logit_processor input_queue cancel_queue "
+        "output_router background_thread_status model_device model_dtype scheduler distributed_helper) "
+        "prepare_next_batch() _generation_step(model) _handle_request_error(error state)"
+    ),
+    "continuous_api:OutputRouter": "fail_and_deliver(state error)",
+    "initialization": "update_cb_config_after_cache_creation(cb_config num_blocks max_batch_tokens)",
+    "input_outputs:ContinuousBatchingIOs": "get_model_kwargs(use_padding) retrieve_device_outputs()",
+    "model_runner:ModelRunner": "compute_batch(model batch_data)",
+    "offloading_manager:OffloadingManager": "offload_requests()",
+    "requests:RequestState": "current_len() create_equivalent_initial_request()",
+    "scheduler:Scheduler": (
+        "__init__(cache safety_margin max_requests_per_batch) add_waiting_request(state) finish_request(request_id)"
+    ),
 }
-"""The functions and methods of `PACKAGE` that continuous batching uses, each with all its parameters."""
+BATCHING_NAMES = {PACKAGE + holder: members for holder, members in _MODULES.items()}
+"""The names that continuous batching uses."""
 
 UNUSED = frozenset({"update", "fill_block_table", "get_cache_for_block_table", "get_block_table_key"})
 """Methods through which attention reads transformers' own paged cache. Here attention reads blocks instead."""
 
-CLASSES = seam.paths(NAMES.values()) | {
-    "ContinuousBatchProcessor": f"{PACKAGE}continuous_api:ContinuousBatchProcessor",
+CLASSES = seam.paths([*NAMES.values(), BATCHING_NAMES]) | {
     "ContinuousBatchingConfig": "transformers.generation.configuration_utils:ContinuousBatchingConfig",
-    "ContinuousBatchingManager": f"{PACKAGE}continuous_api:ContinuousBatchingManager",
     "DummyLayer": "transformers.cache_utils:DummyLayer",
     "LinearAttentionAndSlidingWindowAttentionLayer": (
         "transformers.cache_utils:LinearAttentionAndSlidingWindowAttentionLayer"
     ),
-    "RequestState": f"{PACKAGE}requests:RequestState",
-    "update_cb_config_after_cache_creation": f"{PACKAGE}initialization:update_cb_config_after_cache_creation",
 }
-"""Names that other files may import from here, and their paths in transformers: those of `NAMES`, and some more."""
+"""Names that other files may import from here, and their paths in transformers: those of the tables, and some more."""
 
 
 def __getattr__(name):  # type: ignore[no-untyped-def]  # untyped, so that mypy accepts imported names as classes
@@ -482,27 +476,14 @@ def check_batching(cache: type) -> None:
     Args:
         cache: The class that replaces transformers' `PagedAttentionCache`. It must have every method of that class.
     """
-    supported = f"transformers {TESTED['transformers']._replace(oldest=OLDEST_BATCHING)}"
-    version = str(importlib.import_module("transformers").__version__)
-    refuse_if(release(version)[:2] < OLDEST_BATCHING, f"continuous batching needs {supported}, got {version}")
-    where = f"by continuous batching over blocks, written for {supported}, in {version}"
-    for name, parameters in INTERFACES.items():
-        found = list(inspect.signature(_find(name, where)).parameters)
-        if found != parameters.split():
-            raise UnsupportedError(f"{PACKAGE}{name} takes ({', '.join(found)}), not what is needed {where}")
-    theirs = _find("cache:PagedAttentionCache", where)
-    for name, method in inspect.getmembers(theirs, inspect.isfunction):
+    supported = TESTED["transformers"]._replace(oldest=OLDEST_BATCHING)
+    reason = seam.why_not(BATCHING, "transformers", supported, [BATCHING_NAMES], {}, {}, {})
+    refuse_if(reason, reason)
+    for name, method in inspect.getmembers(seam.find(CLASSES["PagedAttentionCache"]), inspect.isfunction):
         if not name.startswith("_") and name not in UNUSED:
             ours, takes = getattr(cache, name, None), list(inspect.signature(method).parameters)
-            if ours is None or list(inspect.signature(ours).parameters) != takes:
-                raise UnsupportedError(f"PagedAttentionCache.{name}({', '.join(takes)}) is not known {where}")
-
-
-def _find(name: str, where: str) -> Any:
-    try:
-        return seam.find(PACKAGE + name)
-    except Exception as error:
-        raise UnsupportedError(f"{PACKAGE}{name} is not there, needed {where}") from error
+            known = ours is not None and list(inspect.signature(ours).parameters) == takes
+            refuse_if(not known, f"PagedAttentionCache.{name}({', '.join(takes)}) is not known, {BATCHING} needs it")
 
 
 def check_layers(config: Any) -> None:

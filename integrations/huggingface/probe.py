@@ -163,9 +163,11 @@ def _in_parts(model: Any, length: int, cut: int, typed: bool = False) -> Dynamic
     tokens = harmless_tokens(model, length)
 
     def given(end: int) -> dict[str, Any] | None:
+        if not typed:
+            return None
         ids = torch.from_numpy(tokens[:end])[None].to(model.device)
         own = accepted(model, position_ids=positions(model, ids, torch.ones_like(ids)))
-        return own | {"token_type_ids": torch.zeros_like(ids)} if typed else None
+        return own | {"token_type_ids": torch.zeros_like(ids)}
 
     with refusing("its forward pass fails with a restored cache"):
         whole, first = new_cache(model.config), new_cache(model.config)

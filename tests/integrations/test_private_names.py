@@ -43,10 +43,11 @@ def private_names(adapter: str) -> set[str]:
     SGLang's adapter has none, because it overrides methods of SGLang.
     """
     api: Any = importlib.import_module(f"pc.integrations.{adapter}.api")
-    names = [name for table in api.NAMES.values() for name in seam.names(table)]
+    tables = [*api.NAMES.values(), *([api.BATCHING_NAMES] if adapter == "huggingface" else [])]
+    names = [name for table in tables for name in seam.names(table)]
     found = {name.path.rpartition(".")[2] for name in names}
     if adapter == "huggingface":
-        found |= {name.rpartition(".")[2] for name in api.INTERFACES} | FURTHER
+        found |= FURTHER
     else:
         found |= {word for name in names for word in name.parameters or ()}
         found |= {word for table in api.ATTRIBUTES.values() for text in table.values() for word in text.split()}

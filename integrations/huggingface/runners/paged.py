@@ -48,14 +48,13 @@ class PackedRows(RowsInLoop):
         self._steps = steps
         self._answers: list[Sequence[int]] = []  # for each decode step of all rows, the tokens that it computed
         self.manager, self.storage = requests.manager, requests.store.storage
-        storage = self.storage
         self._prefilled = self._native = False
         for prompt in prompts:
             prompt.blocks = requests.blocks(prompt)
             prompt.blocks.closed = True  # until it is admitted
         chunk = loop.generation_config.prefill_chunk_size
-        bounds = [chunk, storage.chunk and storage.chunk * storage.block_size, max(len(p.tokens) for p in prompts)]
-        self._chunk = min(bound for bound in bounds if bound)
+        blocks = (self.storage.chunk or 0) * self.storage.block_size
+        self._chunk = min(bound for bound in (chunk, blocks, max(len(p.tokens) for p in prompts)) if bound)
 
     def generate(self) -> Any:
         """Run the loop, free the blocks, and return the result."""
