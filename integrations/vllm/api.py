@@ -252,6 +252,7 @@ NAMES: dict[str, dict[str, str]] = {
         "vllm.v1.kv_cache_interface": "AttentionSpec.unpadded_page_size_bytes",
         "vllm.v1.attention.backends.registry": "AttentionBackendEnum",
         "vllm.distributed.parallel_state": "get_tensor_model_parallel_rank",
+        "vllm.v1.worker.gpu_worker": "Worker.reload_weights Worker.update_weights(update_info)",
         "vllm.config": (
             "KVTransferConfig(kv_connector_extra_config kv_load_failure_policy) ModelConfig.is_hybrid "
             "VllmConfig.diffusion_config "
@@ -868,6 +869,22 @@ def pool_prefix_hits(decide: Callable[[Any], bool]) -> None:
         verify(self, model_config, *args, **kwargs)
 
     wrap_once(seam.find("vllm.pooling_params:PoolingParams"), "verify", decide_and_verify)
+
+
+_weight_changes = [0]
+
+
+def weight_changes() -> int:
+    """Return how often workers of this process have changed the weights of their models, from the first call on."""
+
+    def count_and_change(change: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        _weight_changes[0] += 1  # before the change, which may fail when it is half done
+        return change(*args, **kwargs)
+
+    worker = seam.find("vllm.v1.worker.gpu_worker:Worker")
+    for name in ("reload_weights", "update_weights"):
+        wrap_once(worker, name, count_and_change)
+    return _weight_changes[0]
 
 
 def connector_metadata(connector: Any) -> Any:

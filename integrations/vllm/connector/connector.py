@@ -18,6 +18,7 @@ from ..api import (
     connector_metadata,
     get_tensor_model_parallel_rank,
     logger,
+    weight_changes,
 )
 from ..scheduler_output import ScheduledRequest, follow_tables
 from .layout import block_bytes, check_connector, check_options, describe, layout_of, open_tier
@@ -229,6 +230,7 @@ class TierConnector(KVConnectorBase_V1):
         self._tiers: list[Tier] = []
         self._store: BlockStore | None = None
         self._lost: set[int] = set()
+        self._weight_changes = weight_changes()
         if role is KVConnectorRole.SCHEDULER:
             transfer.kv_load_failure_policy = "recompute"
             fingerprint = describe(vllm_config, kv_cache_config, self._options)
@@ -316,10 +318,22 @@ class TierConnector(KVConnectorBase_V1):
             self._tier = TierWriter(open_tier(self._options, layout), self._options.get("writer_bytes") or 1 << 30)
         return self._tier
 
+    def _has_other_weights(self) -> bool:
+        """Return whether the weights have changed since the start. The fingerprint describes the first ones."""
+        changed = weight_changes() != self._weight_changes
+        if changed:
+            logger.warning_once(
+                "TierConnector: the weights have changed, so it loads and saves no blocks until the engine starts again"
+            )
+        return changed
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Fill the blocks of requests that wait for them, and collect the lost blocks."""
         plan = connector_metadata(self)
         if isinstance(plan, TransferPlan) and plan.loads:
+            if self._has_other_weights():
+                self._lost.update(block for wanted in plan.loads.values() for block in wanted)
+                return
             assert self._store is not None
             tier = self._open(plan)
             lost = [block for wanted in plan.loads.values() for block in self._store.load(tier, wanted)]
@@ -336,7 +350,7 @@ class TierConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         """Save completed blocks."""
         plan = connector_metadata(self)
-        if isinstance(plan, TransferPlan) and plan.saves:
+        if isinstance(plan, TransferPlan) and plan.saves and not self._has_other_weights():
             assert self._store is not None
             self._store.save(self._open(plan), plan.saves)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import vllm_shared
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.worker.gpu_worker import Worker
 from vllm_exact import BLOCK, ENGINES, ExactEngine, following, prompt, random_traffic
 
 from pc.integrations.vllm.connector import TierConnector
@@ -107,9 +109,21 @@ def test_random_traffic_over_a_tier_that_loses_blocks(kind, share):
     assert (tier.lost > 10) == (share > 0)
 
 
+def change(engine: ExactEngine, way: str) -> None:
+    """Change the weights in one of vLLM's ways, here none of them, or reset the connector's cache."""
+    runner = SimpleNamespace(reload_weights=lambda: None)
+    worker = SimpleNamespace(vllm_config=engine.scheduler.vllm_config, model_runner=runner, _weight_update_active=True)
+    worker._check_weight_transfer_engine = lambda: None
+    worker.weight_transfer_engine = SimpleNamespace(update_weights=lambda info: None)
+    assert engine.scheduler.reset_prefix_cache(reset_connector=way == "reset_connector")
+    if way != "reset_connector":
+        getattr(Worker, way)(worker, *[{}] * (way == "update_weights"))
+
+
 @ENGINES
-def test_nothing_is_read_or_saved_after_a_reset(kind, warnings):
-    """vLLM resets caches after a change of weights, and the tier may have KV of the old ones."""
+@pytest.mark.parametrize("way", ["reset_connector", "reload_weights", "update_weights"])
+def test_nothing_is_read_or_saved_after_a_change_of_weights(kind, way, warnings):
+    """The tier may have KV of the old weights, and other engines still use them."""
     tier, tokens = Losing(0.0, random.Random(0)), prompt(100)
     engine = ConnectedEngine(tier, 70, **kind)
     engine.add("before", tokens)
@@ -119,7 +133,7 @@ def test_nothing_is_read_or_saved_after_a_reset(kind, warnings):
     engine.run()
     given, saved = tier.given, dict(tier)
     assert given == 6
-    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    change(engine, way)
     for name, asked in {"again": tokens, "other": prompt(100, 1)}.items():
         engine.add(name, asked)
         engine.run()
