@@ -82,7 +82,7 @@ class PromptRequests:
     def publishes(self) -> bool:
         """Return whether the model is unchanged since the call started, so that the call may publish blocks.
 
-        Once False, it stays False. Callers must ask before each forward pass.
+        Once False, it stays False. Callers must ask before each forward pass, or during the replay of a graph.
         """
         self.stale = self.stale or not self._unchanged()
         return not self.stale

@@ -174,10 +174,13 @@ class DecodeSteps:
         positions: np.ndarray,
         tokens: Sequence[int],
         slots: Sequence[np.ndarray],
+        check: Callable[[], object],
     ) -> torch.Tensor:
         """Run one step and return its logits, `[len(positions), vocabulary]`, which no later step overwrites.
 
-        For each group, `tables` has the block table of each row, and `slots` the slots of the new tokens.
+        For each group, `tables` has the block table of each row, and `slots` the slots of the new tokens. `check`
+        compares the model with what it was. It runs before an eager step, whose code may change the model, and during
+        a replay, so that the device does not wait for it.
         """
         count, width = len(positions), _power_of_two(max(map(len, tables[0])), MIN_WIDTH)
         if self.reason is None and count <= MAX_ROWS:
@@ -186,26 +189,31 @@ class DecodeSteps:
                 self._batches[key] = _buffers(model, storage, *key)
             batch = self._batches[key]
             batch.write(tables, positions, tokens, slots)
-            return self._step(model, storage, batch)[:count].clone()
+            return self._step(model, storage, batch, check)[:count].clone()
         if self._eager is None or (self._eager.num_rows, self._eager.width) != (count, width):
             self._eager = _buffers(model, storage, count, width)
         self._eager.write(tables, positions, tokens, slots)
         self._eager_steps += 1
+        check()
         return decode(model, storage, self._eager)
 
-    def _step(self, model: Any, storage: ModelStorage, batch: DecodeBatch) -> torch.Tensor:
+    def _step(self, model: Any, storage: ModelStorage, batch: DecodeBatch, check: Callable[[], object]) -> torch.Tensor:
         """Replay the graph of a batch's buffers, or run an eager step before its capture, and return the logits."""
         step = functools.partial(decode, model, storage, batch)
         if self._capturer is None:
             self._capturer = CAPTURERS[model.device.type](model.device)
-        if batch not in self._graphs and self._warmed[batch] == WARM_STEPS:
-            try:
-                self._graphs[batch] = self._capturer.capture(step)
-            except Exception as error:
-                self._fail(f"{type(error).__name__}: {error}")
+        if batch not in self._graphs:
+            check()
+            if self._warmed[batch] == WARM_STEPS:
+                try:
+                    self._graphs[batch] = self._capturer.capture(step)
+                except Exception as error:
+                    self._fail(f"{type(error).__name__}: {error}")
         if batch in self._graphs:
             self._replays += 1
-            return self._graphs[batch]()
+            result = self._graphs[batch]()
+            check()
+            return result
         self._eager_steps += 1
         if self.reason is not None:
             return step()  # a failed capture wrote at most the same KV to the same slots

@@ -150,7 +150,6 @@ class PackedRows(RowsInLoop):
             OutOfBlocks: There is no room; no row was changed.
         """
         rows, size = [row.blocks for row in self.active()], self.manager.block_size
-        self._requests.publishes()
         step = self.manager.append_each([row.request_id for row in rows], np.array(tokens, np.int64))
         slots, copies = ([part] if len(self.manager.groups) == 1 else part for part in step)
         for group, (own, pairs) in enumerate(zip(slots, copies, strict=True)):
@@ -164,7 +163,8 @@ class PackedRows(RowsInLoop):
         tables = list(zip(*(row.tables for row in rows), strict=True))
         positions = np.array([row.length for row in rows], np.int64)
         with self._steps.lock:
-            logits = self._steps.run(self._model, self.storage, tables, positions, tokens, slots)
+            check = self._requests.publishes
+            logits = self._steps.run(self._model, self.storage, tables, positions, tokens, slots, check)
         for row in rows:
             row.length += 1
             if row.unsettled or row.length % size == 0:  # else nothing to publish or merge

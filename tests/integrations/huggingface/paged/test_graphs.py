@@ -105,6 +105,25 @@ def test_logits_stay_what_they_were(model: Any, capturable: pytest.MonkeyPatch) 
     assert all(torch.equal(a, b) for a, b in given)
 
 
+def test_the_model_is_compared_before_a_step_runs_its_code_and_during_a_replay(
+    model: Any, capturable: pytest.MonkeyPatch
+) -> None:
+    """A device waits for the host before each replay. So the comparison comes after the replay has begun."""
+    told: list[str] = []
+
+    def telling(name: str, function: Any) -> Any:
+        return lambda *args: (told.append(name), function(*args))[1]
+
+    capture = TapeCapturer.capture
+    capturable.setattr(TapeCapturer, "capture", lambda self, step: telling("replay", capture(self, step)))
+    capturable.setattr(graphs_module, "decode", telling("step", graphs_module.decode))
+    capturable.setattr(PromptRequests, "publishes", telling("check", PromptRequests.publishes))
+    with enable_prefix_caching(model, block_size=64):  # no block fills, so no commit checks
+        model.generate(prompt(20), max_new_tokens=9, eos_token_id=None)
+    decoding = " ".join(told[told.index("step") - 1 :])
+    assert decoding == "check step " * 4 + "replay check " * 4 + "replay check"
+
+
 def test_failed_capture_is_told_once_and_harmless(model: Any, capturable: pytest.MonkeyPatch) -> None:
     capturable.setitem(graphs_module.CAPTURERS, "cpu", FailingCapturer)
     capturable.setattr(FailingCapturer, "attempts", 0)
