@@ -19,6 +19,7 @@ from .api import AllPool, available, callers_request_id, check_version, logger, 
 from .api import PlatformWorker as Base
 from .features import HIDDEN_STATES_OPTIONS, additional_config, announce, has_policy
 from .hidden_files import MAX_BYTES, MAX_SECONDS, RowsFolder
+from .reasons import refuse_diffusion
 from .scheduler_output import follow_tables, full_attention_group, slots_of
 
 ASKED = "pc_hidden_states"
@@ -380,10 +381,7 @@ def check_hidden_states(vllm_config: Any) -> None:
             raise ValueError(f"{name}: got {getattr(parallel, name)}, needs 1 for hidden states")
     if vllm_config.cache_config.kv_sharing_fast_prefill:
         raise ValueError("kv_sharing_fast_prefill: got True, needs False: it leaves out layers of a prompt's tokens")
-    if vllm_config.diffusion_config is not None:
-        raise ValueError(
-            "model: got a diffusion model, which computes tokens several times; not served by hidden states"
-        )
+    refuse_diffusion(vllm_config, "hidden states")
     if vllm_config.speculative_config is not None and scheduler.async_scheduling:
         raise ValueError("async_scheduling: got True with speculation, needs False for hidden states")
     connector = vllm_config.kv_transfer_config

@@ -46,6 +46,12 @@ def asks_for_rows(request: Any) -> bool:
     return bool(extra.get("pc_hidden_states") or extra.get("pc_prompt_logprobs"))
 
 
+def refuse_diffusion(vllm_config: Any, feature: str) -> None:
+    """Raise ValueError if the model of an engine is a diffusion model."""
+    if vllm_config.diffusion_config is not None:
+        raise ValueError(f"model: got a diffusion model, which computes tokens several times; not served by {feature}")
+
+
 def first_reason(reasons: dict[str, Any]) -> str:
     """Return the first reason that applies, or ""."""
     return next((reason for reason, holds in reasons.items() if holds), "")

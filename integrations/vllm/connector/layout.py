@@ -14,6 +14,7 @@ import torch
 
 from ....cache.tiers.tier import Layout, Tier
 from ..api import AttentionSpec, registered_attention
+from ..reasons import refuse_diffusion
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 SAMPLES, SAMPLE_BYTES = 64, 4096
@@ -178,10 +179,7 @@ def check_connector(vllm_config: Any, kv_cache_config: Any) -> None:
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
     if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, AttentionSpec):
         raise ValueError(f"kv_cache_groups: got {', '.join(kinds)}, needs one group of attention layers")
-    if vllm_config.diffusion_config is not None:
-        raise ValueError(
-            "model: got a diffusion model, which computes tokens several times; not served by TierConnector"
-        )
+    refuse_diffusion(vllm_config, "TierConnector")
     parallel = vllm_config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name) != 1:
