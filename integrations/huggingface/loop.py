@@ -16,7 +16,6 @@ from .api import (
     DynamicCache,
     StoppingCriteriaList,
     StopStringCriteria,
-    eos_tokens,
     intercepts_operations,
     is_of_hub,
     need,
@@ -138,11 +137,6 @@ class Loop:
         for layer, attributes in state:
             vars(layer).clear()
             vars(layer).update(attributes)
-
-    @property
-    def eos(self) -> list[int]:
-        """The end-of-sequence tokens."""
-        return eos_tokens(self.generation_config)
 
 
 def check_arguments(arguments: dict[str, Any]) -> None:

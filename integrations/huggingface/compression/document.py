@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -17,7 +16,7 @@ import torch
 from ....cache.tiers.disk import DiskTier
 from ....cache.tiers.payload import pack, unpack
 from ...presses import SCORES
-from ..calls import UnsupportedError, callers_level, refuse_if
+from ..calls import UnsupportedError, refuse_if
 from ..hooks import REASON, watched_hooks
 from ..loop import Loop
 from ..probe import own_passes
@@ -185,7 +184,6 @@ class Documents:
         self._host: OrderedDict[bytes, Content] = OrderedDict()
         self._disk: DiskTier | None = None
         self._lock = threading.Lock()
-        self._warned = False
         self._epoch = object()
 
     def enter(self, document: CompressedDocument) -> None:
@@ -257,14 +255,11 @@ class Documents:
                     "document: was entered in another asyncio task or context of this thread, so this call would not "
                     "read it; enter it where generate is called, or leave it first"
                 )
-            if not self._warned:
-                self._warned = True
-                warnings.warn(
-                    "a prompt begins with the text of a compressed document that another thread has entered, and is "
-                    "answered by full attention; enter the document in this thread for it to be read",
-                    UserWarning,
-                    stacklevel=callers_level(),
-                )
+            self._handle._calls.warn(
+                "a document of another thread",
+                "a prompt begins with the text of a compressed document that another thread has entered, and is "
+                "answered by full attention; enter the document in this thread for it to be read",
+            )
 
     def forget(self) -> None:
         """Invalidate all documents, because the model has changed."""

@@ -12,7 +12,7 @@ import torch
 
 from ....cache import FullAttention, OutOfBlocks
 from ..admit import PromptRequests
-from ..api import ModelInLoop, result_cache
+from ..api import ModelInLoop, eos_tokens, result_cache
 from ..calls import Calls, UnsupportedError, refuse_if
 from ..layers import States, columns, from_states, mark_written, num_tokens, take_states
 from ..loop import BY_TOKEN, CONTINUED, OWN_CACHE, Loop
@@ -33,8 +33,7 @@ class WatchedModel(ModelInLoop):
         super().__init__(batch.loop)
         self.batch, self.store = batch, batch.store
         self._warn, self._keeps = warn, True
-        self._chunked, self._first = bool(batch.loop.generation_config.prefill_chunk_size), True
-        self._published = self._whole = False
+        self._first, self._published, self._whole = True, False, False
         self._computed = self._kept = 0
         self._decode_states: dict[int, tuple[int, States]] = {}
         self._passes: list[tuple[int, torch.Tensor]] = []  # for `_answers`: first column and tokens of each pass
@@ -57,7 +56,7 @@ class WatchedModel(ModelInLoop):
 
         If the method cuts the prompt into chunks, it omits cached tokens itself.
         """
-        self._first = not self._chunked
+        self._first = not self._loop.generation_config.prefill_chunk_size
         return super().prefill(*args, **kwargs)
 
     def prepare_inputs_for_generation(
@@ -243,7 +242,8 @@ class WatchedModel(ModelInLoop):
         The caller has checked that they are `intact`. `last`: the answers are complete.
         """
         batch = self.batch
-        generated, eos = host_copy(sequences[:, batch.length : self._filled()]), self._loop.eos
+        generated = host_copy(sequences[:, batch.length : self._filled()])
+        eos = eos_tokens(self._loop.generation_config)
         for prompt in batch.prompts:
             for row in prompt.rows if self._answers_are_kept(prompt) else ():
                 self._keep_answer(prompt, row, _up_to_eos(generated[row], eos), last)

@@ -177,10 +177,10 @@ def _check(loop: Loop, prompts: list[Prompt], counts_padding: bool) -> None:
     refuse_if(loop.has_types, f"{DETERMINISTIC} token types are not supported")
     refuse_if(loop.requested_outputs, f"{DETERMINISTIC} hidden states and attention weights are not supported")
     refuse_if(loop.continued is not None, f"{DETERMINISTIC} a returned cache cannot be continued")
-    if any(not len(p.tokens) or p.pad + len(p.tokens) < loop.input_ids.shape[1] for p in prompts):
-        refuse_if(True, f"{DETERMINISTIC} every row needs tokens, and padding only on the left")
-    if counts_padding and any(p.pad for p in prompts):
-        refuse_if(True, f"{DETERMINISTIC} padding is not computed, but this model counts it")
+    odd = any(not len(p.tokens) or p.pad + len(p.tokens) < loop.input_ids.shape[1] for p in prompts)
+    refuse_if(odd, f"{DETERMINISTIC} every row needs tokens, and padding only on the left")
+    counted = counts_padding and any(p.pad for p in prompts)
+    refuse_if(counted, f"{DETERMINISTIC} padding is not computed, but this model counts it")
 
 
 def conditions(model: Any) -> tuple[str | bytes, ...]:

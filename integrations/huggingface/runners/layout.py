@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..api import DynamicCache, cache_argument, keeps_logits, positions
+from ..api import DynamicCache, cache_argument, keeps_logits, positions, takes
 from ..layers import GrowingLayer, aligned, attention_layers, from_states, put_states, take_states
 from ..prompts import Prompt
 from ..store.storage import ModelStorage, TensorSpec, block_index
@@ -115,8 +114,7 @@ def fill(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int, firs
 
 def accepted(model: Any, **inputs: Any) -> dict[str, Any]:
     """Return the inputs that a model's forward accepts."""
-    known = inspect.signature(model.forward).parameters
-    return {name: value for name, value in inputs.items() if name in known}
+    return {name: value for name, value in inputs.items() if takes(model.forward, name)}
 
 
 def inputs_of(

@@ -165,6 +165,11 @@ def test_kept_by_text_press_and_salt(model: Any, handle: PrefixCaching) -> None:
     with pytest.raises(ValueError, match="document: was computed by other weights"):
         ask(model, first)
     assert not same(handle.compress(CONTEXT))
+    with handle.compress(CONTEXT):  # the changed model is probed within the block, by passes that read no document
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.weight.mul_(1.01)
+        with pytest.raises(ValueError, match="document: was computed by other weights"):
+            model.generate(QUESTION, **ASKED)
 
 
 def test_what_is_kept_is_bounded(model: Any, handle: PrefixCaching, monkeypatch: pytest.MonkeyPatch) -> None:
