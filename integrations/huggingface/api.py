@@ -9,7 +9,7 @@ the installed transformers has what `NAMES` declares for it; see `pc.integration
   lacks is imported as an empty class, so that importing a module does not fail before its feature is refused.
 
 To use another name of transformers, add it to `NAMES` under the feature that needs it, and add a plain function here.
-`python -m pc.integrations.huggingface.api` checks the tables against the installed transformers.
+`python -m pc.integrations.huggingface` checks `NAMES` against the installed transformers.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def result_cache(result: Any) -> Any:
 
 def drop_cache(result: Any) -> None:
     """Remove the cache from a result of generate, if it has one."""
-    if getattr(result, CACHE, None) is not None:
+    if result_cache(result) is not None:
         setattr(result, CACHE, None)
         OrderedDict.__delitem__(result, CACHE)  # None leaves the entry, and a result refuses del
 

@@ -324,7 +324,7 @@ class PrefixCaching:
         engine, adapters = (None, ()) if model is None else self._current(model)
         if engine is None:
             raise ValueError(f"model: cannot be served, {self.unsupported or 'caching is disabled'}")
-        return move(self._fingerprint(model), engine.store, adapters, path)
+        return move(self._identity.fingerprint(model), engine.store, adapters, path)
 
     def _set_up(self, model: Any) -> None:
         """Probe the model in its current state and make an empty cache for it, if it can be served."""
@@ -642,10 +642,6 @@ class PrefixCaching:
     def store(self) -> PromptStore | None:
         """The store of the cache; None if the model cannot be served."""
         return None if self._engine is None else self._engine.store
-
-    def _fingerprint(self, model: Any) -> str:
-        """Return a hash of the model, whose state is current, that is equal in other processes with this model."""
-        return self._identity.fingerprint(model)
 
     def _let_go(self) -> None:
         """Restore the model's own generate if caching is disabled. Callers check that no document is entered."""

@@ -350,7 +350,7 @@ class Documents:
         """Return a document from the device, host memory or disk, put on the device; None if it is in none of them."""
         options = self._options
         if options.disk is not None and self._disk is None:
-            folder = Path(options.disk) / f"documents-{self._handle._fingerprint(model)[:32]}"
+            folder = Path(options.disk) / f"documents-{self._handle._identity.fingerprint(model)[:32]}"
             self._disk = DiskTier(folder, None, options.disk_bytes)
         with self._lock:
             content = self._contents.get(key)
@@ -413,4 +413,4 @@ def _tokens_of(context_ids: Any) -> torch.Tensor:
 def _file_key(documents: Documents) -> bytes:
     """Return the key under which files are packed: the fingerprint of the model."""
     model, _ = documents.current()
-    return bytes.fromhex(documents._handle._fingerprint(model))
+    return bytes.fromhex(documents._handle._identity.fingerprint(model))
