@@ -95,6 +95,8 @@ def read_hint(request: Any) -> Hint | None:
         except (ValueError, RecursionError) as error:
             raise TypeError(f"kv_hints: got a string that is not JSON ({error}), needs an envelope") from error
     given = _get(envelope, "actions") or ()
+    if isinstance(envelope, Mapping) and envelope and "actions" not in envelope:
+        raise ValueError(f"kv_hints: got {', '.join(map(str, envelope)):.100}, needs what retention_hints() returns")
     if not isinstance(given, Sequence):
         raise TypeError(f"kv_hints: got {type(given).__name__}, needs a list of actions")
     actions = [action for action in given if _is_retention(action)]

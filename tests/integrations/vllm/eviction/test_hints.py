@@ -114,6 +114,11 @@ def test_an_unknown_word_is_refused():
     assert len(str(raised.value)) < 200, "a client fills the log"
 
 
+def test_a_payload_without_its_envelope_is_refused():
+    with pytest.raises(ValueError, match=r"kv_hints: got returns, needs what retention_hints\(\) returns"):
+        read_hint(carrying({"returns": 0.9}))
+
+
 PROMPT = list(range(3, 163))
 
 
