@@ -46,6 +46,13 @@ _NEEDS_TOKENS = "needs token ids [1, length] or [length], or arguments of genera
 class PrefixCaching:
     """The handle that `enable_prefix_caching` returns.
 
+    Attributes:
+        last_requests: A report for each row of the last call, in the order of the batch; empty if the call fell back.
+        unsupported: The reason why the model cannot be served; None if it can.
+        disabled: Whether caching was disabled.
+        framework: The version of transformers when the handle was made, and the features that it cannot serve.
+        untested: The installed versions that are not among the tested ones, as text; None if all are tested.
+
     Examples:
         The examples of its methods continue this one.
 
@@ -69,23 +76,18 @@ class PrefixCaching:
         self._steps = DecodeSteps(cuda_graphs is not False, self._warn_of_graphs)
         self._engine: Engine | None = None
         self.disabled = False
-        """Whether caching was disabled."""
         self.documents = Documents(self)
         self.framework: Framework = look()
-        """The version of transformers when the handle was made, and the features that it cannot serve."""
         self._running = object()  # the setting that is True while this thread is inside a call of the model
         self._changed: str | None = None  # what had changed when the cache was last emptied
         self._served_before = self._short_lives = 0
         self.unsupported: str | None = None
-        """The reason why the model cannot be served; None if it can."""
         self.last_requests: list[RequestReport] = []
-        """A report for each row of the last call, in the order of the batch; empty if the call fell back."""
         # A wrong policy is reported before the model is probed.
         CacheManager(1, options.block_size, policy=options.policy)
         with self._lock:
             self._set_up(model)
         self.untested = say_untested("transformers", "torch")
-        """The installed versions that are not among the tested ones, as text; None if all are tested."""
         weakref.finalize(model, _forget, weakref.ref(self)).atexit = False
 
     def __enter__(self) -> PrefixCaching:
