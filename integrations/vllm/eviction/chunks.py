@@ -43,8 +43,13 @@ class FixedChunks:
         return found
 
     def publish(self, request: Any, num_computed_tokens: int) -> None:
-        """Publish whole chunks of a prompt only. The bits of a shorter last chunk and of an answer may differ."""
-        self._publish(request, min(num_computed_tokens, self._down(request.num_prompt_tokens)))
+        """Publish whole chunks of a prompt only. The bits of a shorter last chunk and of an answer may differ.
+
+        Of a session, only the first prompt counts: later ones include answers.
+        """
+        if not hasattr(request, "pc_first_prompt"):
+            request.pc_first_prompt = request.num_prompt_tokens
+        self._publish(request, min(num_computed_tokens, self._down(request.pc_first_prompt)))
 
     def _down(self, tokens: int) -> int:
         return tokens - tokens % self.chunk

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import vllm_engine
 from vllm_exact import BLOCK, ExactEngine, following, lose, preempt
+from vllm_traffic import make_request
 
 from pc.integrations.vllm.eviction.chunks import why_no_chunks
 
@@ -88,6 +89,25 @@ def test_only_whole_chunks_of_prompts_are_found_again():
         engine.run()
         assert engine.parts[name][0][0] == begin, name
         assert engine.said[name] == following(more, 4)
+
+
+def test_later_turns_of_a_session_are_not_found_again():
+    """Their prompts include answers, whose tokens were computed alone, and do not begin with a chunk."""
+    engine, (tokens,) = Watched(90), texts(1, 1)
+    tokens, more = (tokens * 9)[: CHUNK + 40], tokens[:CHUNK]
+    for part in (tokens, more):
+        request = make_request("session", list(part), BLOCK, None, 50, ignore_eos=True)
+        request.resumable = True
+        engine.said.setdefault("session", [])
+        engine.scheduler.add_request(request)
+        for _ in range(60):
+            engine.step()
+    longer = tokens + engine.said["session"][:49] + more + [1]
+    engine.add("longer", longer)
+    for _ in range(60):
+        engine.step()
+    assert engine.parts["longer"][0] == (CHUNK, CHUNK)
+    assert engine.said["longer"] == following(longer, 4)
 
 
 def test_a_chunk_waits_for_a_step_with_room():
