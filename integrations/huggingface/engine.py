@@ -135,15 +135,14 @@ class Engine:
 
     def _prove_window(self, model: Any) -> None:
         """Probe the model beyond its window, once. Raise UnsupportedError if the probe failed."""
-        if self._window_problem is None:
-            try:
-                probe_window(model, self.store.probed.window)
-            except UnsupportedError as error:
-                self._window_problem = error
-            else:
-                self._proven_window = self.store.probed.window
         if self._window_problem is not None:
             raise self._window_problem
+        try:
+            probe_window(model, self.store.probed.window)
+        except UnsupportedError as error:
+            self._window_problem = error
+            raise
+        self._proven_window = self.store.probed.window
 
     def run(self, loop: Loop, content: Content | None = None) -> tuple[Any, list[RequestReport]]:
         """Run a loop over the cache and return its result and a report for each row.

@@ -144,12 +144,12 @@ class PackedRows(RowsInLoop):
         return torch.stack([logits[index] for index in range(len(self.prompts))])
 
     def decode(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Append a token to each active row, compute it, and return `[num_active, vocabulary]` logits.
+        """Append a token to each row that holds blocks, compute it, and return `[num_tokens, vocabulary]` logits.
 
         Raises:
             OutOfBlocks: There is no room; no row was changed.
         """
-        rows, size = [row.blocks for row in self.active()], self.manager.block_size
+        rows, size = [row.blocks for row in self.prompts if not row.blocks.closed], self.manager.block_size
         step = self.manager.append_each([row.request_id for row in rows], np.array(tokens, np.int64))
         slots, copies = ([part] if len(self.manager.groups) == 1 else part for part in step)
         for group, (own, pairs) in enumerate(zip(slots, copies, strict=True)):
@@ -170,10 +170,6 @@ class PackedRows(RowsInLoop):
             if row.unsettled or row.length % size == 0:  # else nothing to publish or merge
                 self._commit(row)
         return logits
-
-    def active(self) -> list[Prompt]:
-        """Return the rows that hold blocks."""
-        return [row for row in self.prompts if not row.blocks.closed]
 
     def finish(self, row: Prompt) -> None:
         """Free a row's blocks. Complete blocks stay published until they are evicted."""
