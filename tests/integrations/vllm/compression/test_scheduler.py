@@ -244,12 +244,10 @@ def test_a_compressed_request_leaves_blocks_to_a_session(kind, turn):
         engine.step()
     assert engine.plans["one"].state == "waiting"
     session("other", input_)
-    engine.add("exact", prompt(BLOCK), 2)
     for _ in range(20):
         engine.step()
     other = engine.scheduler.requests["other"]
     assert other.num_prompt_tokens == other.num_computed_tokens - 1 == 15 * BLOCK + 4 + 2
-    assert engine.said["exact"] == following(prompt(BLOCK), 2)
     engine.abort("other")
     for _ in range(60):
         engine.step()
