@@ -39,7 +39,8 @@ def main(arguments: list[str]) -> int:
     if name not in NAMES:
         wanted = name in ("", "-h", "--help")
         lines = [f"  {name:16} {what}" for name, (_, what) in NAMES.items()]
-        print("usage: python -m benchmarks NAME ...", *lines, sep="\n", file=sys.stdout if wanted else sys.stderr)
+        said = "usage: python -m benchmarks NAME ..." if wanted else f"NAME: got {name!r}, needs one of these"
+        print(said, *lines, sep="\n", file=sys.stdout if wanted else sys.stderr)
         return 0 if wanted else 2
     sys.argv = [f"python -m benchmarks {name}", *arguments[1:]]
     return int(importlib.import_module(f"benchmarks.{NAMES[name][0]}").main() or 0)
