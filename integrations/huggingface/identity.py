@@ -55,6 +55,8 @@ _ELSEWHERE = frozenset({"config", "generation_config", "peft_config", "name_or_p
 _COMPARED = (torch.Tensor, torch.nn.Module, dict, list, tuple, *PLAIN, type(None))
 """Types of attributes that an `Identity` compares itself."""
 _SIMPLE = (bool, int, float, str, dict, list, tuple, set, frozenset, type(None))
+_MOVED = "the dtype or device of a tensor"
+"""Among the names of `set_by_forward` if another thread has changed it meanwhile, as `model.to` does."""
 ROW_HOOKS = ("adapter_names", "alora_offsets")
 """Names of the settings that PEFT gives its layers for each row, through hooks that it adds for one call."""
 
@@ -69,6 +71,7 @@ class Identity:
     """
 
     def __init__(self, model: Any, transient: Collection[str] = ()) -> None:
+        self._moved = _MOVED in transient
         named = {id(m): name for name, m in model.named_modules()}
         self._modules = [m for m in model.modules() if m is not model]
         self._module_names = [named[id(m)] for m in self._modules]
@@ -202,7 +205,7 @@ class Identity:
     def _restructured(self, model: Any) -> bool:
         """Return whether anything but the sampled elements of tensors and the active adapters has changed."""
         try:
-            return not (
+            return self._moved or not (
                 not any(self._empty)
                 and len(vars(model).keys() - self._left_out) == len(self._root_names)
                 and self._lengths() == self._kept_lengths
@@ -357,13 +360,15 @@ def set_by_forward(model: Any) -> Iterator[set[str]]:
     """Yield a set that gets the names of the attributes and tensors that forward passes in the `with` block change.
 
     PEFT's LoRA on parameters, for example, replaces a parameter during each pass and restores it afterwards. The
-    parameter has a higher version then.
+    parameter has a higher version then. If another thread moves the model meanwhile, it counts as changed at once,
+    because what was probed is neither the old model nor the new one.
     """
     found: set[str] = set()
     read_held = held_reader(model, Functions(model))
     held = read_held()
     before = [(m, dict(vars(m)), _within(m)) for m in model.modules()]
     tensors = {name: (t, t._version) for name, t, _ in _model_tensors(model) if not t.is_inference()}
+    places = {name: (t.dtype, t.device) for name, (t, _) in tensors.items()}
     yield found
     for module, attributes, within in before:
         found |= {name for name, value in vars(module).items() if attributes.get(name, found) is not value}
@@ -373,6 +378,8 @@ def set_by_forward(model: Any) -> Iterator[set[str]]:
         old, version = tensors.get(name, (None, 0))
         if old is tensor and tensor._version != version:
             found.add(name)
+        if places.get(name, (tensor.dtype, tensor.device)) != (tensor.dtype, tensor.device):
+            found.add(_MOVED)
     found.update(differing(held, read_held()))
 
 

@@ -41,8 +41,9 @@ from processes import in_threads
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching
+from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching, engine
 from pc.integrations.huggingface import settings as settings_module
+from pc.integrations.huggingface.probe import probe
 
 
 def test_conversation_reuses_what_was_generated(model: Any, handle: PrefixCaching) -> None:
@@ -413,6 +414,27 @@ def test_changed_dtype_is_looked_at_anew(model: Any, handle: PrefixCaching) -> N
         assert bool(handle.last_requests) == served
         if dtype != torch.bfloat16:
             assert torch.equal(got, plain(model, input_ids=prompt(64)))
+
+
+@pytest.mark.parametrize("layers", [0, 1], ids=["after the probe", "during the probe"])
+def test_model_that_another_thread_moves_meanwhile_is_probed_again(
+    model: Any, monkeypatch: pytest.MonkeyPatch, layers: int
+) -> None:
+    def probe_moved(model: Any) -> Any:
+        model.model.layers[:layers].to(torch.float64)
+        try:
+            return probe(model)
+        finally:
+            model.to(torch.float64)
+
+    with monkeypatch.context() as patched, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patched.setattr(engine, "probe", probe_moved)
+        handle = enable_prefix_caching(model, num_blocks=64)
+    for _ in range(2):
+        assert_same(model, input_ids=prompt(40))
+    assert handle.last_requests[0].cached_tokens >= 32
+    assert handle.store.probed.specs[0][0].dtype == torch.float64
 
 
 def test_training_mode_goes_to_the_model_and_survives_enabling(model: Any) -> None:
