@@ -194,5 +194,11 @@ def check_connector(vllm_config: Any, kv_cache_config: Any) -> None:
             f"prefix_caching_hash_algo: got {cache.prefix_caching_hash_algo}, whose hashes differ from process to "
             "process; needs sha256, or PYTHONHASHSEED set"
         )
+    media = vllm_config.model_config.multimodal_config
+    if getattr(media, "mm_processor_cache_gb", None) == 0 and not cache.enable_prefix_caching:
+        raise ValueError(
+            "mm_processor_cache_gb: got 0 without prefix caching, so vLLM numbers media from 1 in each engine, "
+            "and hashes of blocks do not tell them apart; needs more than 0, or enable_prefix_caching"
+        )
     if cache.prefix_match_unit not in (None, groups[0].kv_cache_spec.block_size):
         raise ValueError(f"prefix_match_unit: got {cache.prefix_match_unit}, needs the block size")

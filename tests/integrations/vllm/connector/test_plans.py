@@ -252,12 +252,13 @@ def test_a_float_without_a_fraction_is_an_integer(tmp_path):
 
 def configuration(**changes):
     parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
-    cache = {"prefix_caching_hash_algo": "sha256", "prefix_match_unit": None}
+    cache = {"prefix_caching_hash_algo": "sha256", "prefix_match_unit": None, "enable_prefix_caching": True}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**{name: changes.get(name, value) for name, value in parallel.items()}),
         cache_config=SimpleNamespace(**{name: changes.get(name, value) for name, value in cache.items()}),
         lora_config=changes.get("lora_config"),
         diffusion_config=changes.get("diffusion_config"),
+        model_config=SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=changes.get("media", 0))),
     )
 
 
@@ -270,6 +271,7 @@ def configuration(**changes):
         ({"diffusion_config": "some"}, "got a diffusion model"),
         ({"prefix_caching_hash_algo": "xxhash"}, "differ from process to process"),
         ({"prefix_match_unit": 8}, "prefix_match_unit: got 8"),
+        ({"enable_prefix_caching": False}, "mm_processor_cache_gb: got 0 without prefix caching"),
     ],
 )
 def test_configurations_that_blocks_cannot_stand_for_are_refused(changes, message, monkeypatch):
@@ -279,6 +281,7 @@ def test_configurations_that_blocks_cannot_stand_for_are_refused(changes, messag
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
     one = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
     check_connector(configuration(), one)
+    check_connector(configuration(enable_prefix_caching=False, media=4), one)
     with pytest.raises(ValueError, match=message):
         check_connector(configuration(**changes), one)
     state = MambaSpec(block_size=16, shapes=((1,),), dtypes=(torch.float32,))
