@@ -221,8 +221,8 @@ class VisionOutputs:
                     inputs[name] = torch.cat([unit[name] for unit in units])
         output = encode(model, inputs)["image"]
         pooled: Any = getattr(output, "pooler_output", None)
-        deep = getattr(output, "deepstack_features", None) or ()
-        parts = [pooled, *deep]
+        deep = getattr(output, "deepstack_features", None)
+        parts = [pooled, *(deep or ())]
         refuse_if(
             not all(_are_features(part) for part in parts),
             "the output of its vision tower does not have one row for each token",
@@ -230,7 +230,8 @@ class VisionOutputs:
         if len(units) > 1 and any(len(part) != len(units) for part in parts):
             return None
         widths = tuple(int(part[0].shape[-1]) for part in parts)
-        self._joined = _joining(type(output), widths, [not isinstance(part, torch.Tensor) for part in parts])
+        in_lists = [not isinstance(part, torch.Tensor) for part in parts]
+        self._joined = _joining(type(output), widths, in_lists, deep is not None)
         groups = [[image] for image in range(len(units))] if len(units) > 1 else [list(range(len(pooled)))]
         flat = [[torch.cat([part[i].flatten(0, -2) for i in group]) for part in parts] for group in groups]
         if any(len({len(rows) for rows in each}) != 1 for each in flat):
@@ -242,13 +243,18 @@ class VisionOutputs:
         return {} if not rows or self._joined is None else {"image": self._joined(torch.cat(rows))}
 
 
-def _joining(output_type: Any, widths: Sequence[int], in_lists: Sequence[bool]) -> Callable[[torch.Tensor], Any]:
-    """Return a function that returns rows as an output of a vision tower, whose parts have these widths."""
+def _joining(
+    output_type: Any, widths: Sequence[int], in_lists: Sequence[bool], has_deep: bool
+) -> Callable[[torch.Tensor], Any]:
+    """Return a function that returns rows as an output of a vision tower, whose parts have these widths.
+
+    With `has_deep`, the output has a list of deep features, which may be empty.
+    """
 
     def joined(rows: torch.Tensor) -> Any:
         parts = zip(rows.split(list(widths), -1), in_lists, strict=True)
         packed = [[part] if in_list else part[None] for part, in_list in parts]
-        deep = {"deepstack_features": packed[1:]} if len(packed) > 1 else {}
+        deep = {"deepstack_features": packed[1:]} if has_deep else {}
         return output_type(pooler_output=packed[0], **deep)
 
     return joined

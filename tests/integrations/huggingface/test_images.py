@@ -249,6 +249,16 @@ def test_first_image_leaves_cached_text() -> None:
         assert handle.last_requests[0].cached_tokens == 16
 
 
+def test_tower_with_an_empty_list_of_deep_features() -> None:
+    case = BY_NAME["qwen3-vl"]
+    model = case.build()
+    model.base_model.visual.deepstack_visual_indexes = []
+    with enable_prefix_caching(model) as handle:
+        for _ in range(2):
+            assert_same(model, **case.call([text(20, 0), 1, ASK]), **FREE)
+        assert handle.last_requests[0].cached_tokens >= 32
+
+
 def test_grid_is_part_of_an_image() -> None:
     case = BY_NAME["qwen2.5-vl"]
     model, call = case.build(), case.call([1, ASK])
