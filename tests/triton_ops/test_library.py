@@ -109,6 +109,7 @@ def _attention(**change: object) -> torch.Tensor:
         ({"softcap": None}, "softcap: got None, needs a float"),
         ({"scale": "1"}, "scale: got '1', needs a float"),
         ({"causal": _one(1, 2)}, "causal: got int32 [2] on cpu, needs a bool"),
+        ({"causal": None}, "causal: got None, needs a bool"),
         ({"sinks": 3}, "sinks: got 3, needs a tensor or None"),
         ({"max_seq_len": 3.5}, "max_seq_len: got 3.5, needs an int or None"),
         ({"windw": 3}, "pc.paged_attention: got an unexpected keyword argument 'windw'"),

@@ -409,9 +409,13 @@ def _tensors(arguments: Iterable[Any]) -> list[torch.Tensor]:
 
 def _public(function: Callable[P, R], call: Callable[P, R], signature: _Signature) -> Callable[P, R]:
     """Return the public function: it calls the operator and states in a line what is wrong with an argument's type."""
+    bools = [(place, name) for place, (name, hint) in enumerate(signature.types.items()) if hint is bool]
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        for place, name in bools:  # the dispatcher takes None for False
+            if (args[place] if place < len(args) else kwargs.get(name, False)) is None:
+                raise bad_argument(name, None, "a bool", TypeError) from None
         try:
             return call(*args, **kwargs)
         except (RuntimeError, TypeError) as error:
