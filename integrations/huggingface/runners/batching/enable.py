@@ -8,8 +8,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-
 from .....cache import CacheManager
 from ....seam import check_fallback
 from ....tested import say_untested
@@ -299,5 +297,3 @@ def _check(model: Any) -> None:
             "issue 48305"
         ) from error
     check_model(model)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        raise UnsupportedError("several processes generate together")

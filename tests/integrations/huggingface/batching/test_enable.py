@@ -14,6 +14,7 @@ import torch
 import transformers
 from batching_cases import LLAMA, alone, batched, tokens
 from generate_cases import SMALL
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers.generation.continuous_batching import cache, continuous_api
 
 from pc.cache import CacheStats
@@ -106,6 +107,22 @@ def test_layers_with_a_state_are_refused() -> None:
     )  # fmt: skip
     with pytest.raises(UnsupportedError, match=r"Invalid layer type: linear_attention.*issue 48305"):
         enable_continuous_batching(transformers.Qwen3NextForCausalLM(config).eval())
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_several_processes_are_refused(model: Any, processes: int) -> None:
+    backend, store = ("gloo", torch.distributed.HashStore()) if processes == 1 else ("fake", FakeStore())
+    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=processes)
+    try:
+        if processes == 1:
+            with enable_continuous_batching(model, num_blocks=32) as batching:
+                assert batched(model, PROMPTS) == alone(model, PROMPTS)
+                assert batching.stats().calls_served == 1
+            return
+        with pytest.raises(UnsupportedError, match="several processes generate together"):
+            enable_continuous_batching(model)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_kept_manager_of_transformers_is_refused(model: Any) -> None:
