@@ -204,6 +204,13 @@ class Calls:
         """Warn once that no block was free for an answer."""
         self.warn("out of blocks", f"an answer is generated without the cache: {error}; give a larger num_blocks")
 
+    def warn_of_full(self, prompts: Iterable[Any]) -> None:
+        """Warn once if there was no room for blocks of a `Prompt` or of one of its answers."""
+        every = (blocks for prompt in prompts for blocks in (prompt.blocks, *prompt.branches.values()))
+        full = next((blocks.full for blocks in every if blocks.full is not None), None)
+        if full is not None:
+            self.warn_of_out_of_blocks(full)
+
     def warn_of_failure(self, error: Exception) -> None:
         """Warn once that an answer continues without the cache."""
         if isinstance(error, OutOfBlocks):

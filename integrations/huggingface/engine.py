@@ -216,10 +216,7 @@ class Engine:
 
 def _reports(prompts: list[Prompt], calls: Calls) -> list[RequestReport]:
     """Return a report for each row. `calls` counts repaired tokens, and warns if there were too few blocks."""
-    every = (blocks for prompt in prompts for blocks in (prompt.blocks, *prompt.branches.values()))
-    full = next((blocks.full for blocks in every if blocks.full is not None), None)
-    if full is not None:
-        calls.warn_of_out_of_blocks(full)
+    calls.warn_of_full(prompts)
     calls.repair(sum(len(prompt.hit.repaired) for prompt in prompts))
     reports = {row: prompt.hit.report(len(prompt.tokens)) for prompt in prompts for row in prompt.rows}
     return [reports[row] for row in range(len(reports))]

@@ -102,9 +102,7 @@ def run(loop: Loop, store: PromptStore, content: Content, calls: Calls) -> tuple
         batch = QuestionBatch(requests, loop, content)
         result, read = WatchedModel(batch, calls.warn_of_unkept).generate(), batch.start
         drop_cache(result)  # the cache holds the document's own tensors
-        full = next((p.blocks.full for p in batch.prompts if p.blocks.full is not None), None)
-        if full is not None:
-            calls.warn_of_out_of_blocks(full)
+        calls.warn_of_full(batch.prompts)
     size = loop.input_ids.shape[1]
     return result, [RequestReport.of(size, [(0, read)]) for _ in range(len(loop.input_ids) // loop.repeats)]
 

@@ -93,6 +93,15 @@ def test_batches_beams_and_samples(model: Any, handle: PrefixCaching) -> None:
         assert torch.equal(ask(model, whole, rows, **options).sequences, expected.sequences)
 
 
+@pytest.mark.parametrize(("rows", "num_blocks"), [(1, 2), (2, 3)], ids=["an answer", "several answers"])
+def test_answers_that_outgrow_the_blocks_are_told(model: Any, rows: int, num_blocks: int) -> None:
+    options = {"max_new_tokens": 50, "do_sample": rows > 1, "num_return_sequences": rows, "eos_token_id": None}
+    with enable_prefix_caching(model, num_blocks=num_blocks) as handle:
+        document = handle.compress(CONTEXT, budget=0.4)
+        with pytest.warns(UserWarning, match="give a larger num_blocks"):
+            ask(model, document, **options)
+
+
 def test_only_calls_within_it_read_it(model: Any, handle: PrefixCaching) -> None:
     document, other = handle.compress(CONTEXT, budget=0.2), handle.compress(CONTEXT, "knorm", budget=0.2)
     expected = plain(model, input_ids=QUESTION, **ASKED).sequences
