@@ -70,7 +70,8 @@ class PolicyTreeCore(UnifiedTreeCore):
 
     def set_hicache_enabled(self) -> None:
         """Raise NotImplementedError: the policy could not follow pages that leave the device."""
-        raise NotImplementedError(f"{PREFIX}{self.policy_name}: a hierarchical cache is not supported")
+        reason = "a host pool (hierarchical cache, retraction backup in host_pool) is not supported"
+        raise NotImplementedError(f"{PREFIX}{self.policy_name}: {reason}")
 
     def _add_new_node(self, parent: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
         """Add a node to SGLang's tree and its pages to the policy's view. No request holds the node yet."""
@@ -233,12 +234,20 @@ class PolicyTreeCore(UnifiedTreeCore):
             node.pc_waits = False
         self._leaves = leaves
 
-    def pass_hints(self, req: Any, finished: bool) -> None:
-        """Pass a request's hints to the policy, and at its end the number of tokens that it generated."""
+    def pass_hints(self, req: Any, finished: bool, num_ranks: int) -> None:
+        """Pass a request's hints to the policy, and at its end the number of tokens that it generated.
+
+        With more than one rank, ranges with a `ttl` are ignored. Ranks read their own clocks, so they would choose
+        different victims.
+        """
         hint, _ = read_or_warn(req, req.rid, logger)
         if hint is not None:
             ids = _pages(self._path(self.node_by_id(req.last_node)))
-            for each in hint.ranges:
+            ranges = [each for each in hint.ranges if each.ttl is None or num_ranks == 1]
+            if len(ranges) < len(hint.ranges):
+                reason = f"ttl: got {num_ranks} ranks, needs 1"
+                logger.warning("ranges in kv_hints of request %s are ignored: %s", req.rid, reason)
+            for each in ranges:
                 end = None if each.end is None else -(-each.end // self.page_size)
                 kept = ids[each.start // self.page_size : end]
                 if len(kept):
@@ -265,7 +274,7 @@ class PolicyRadixCache(UnifiedRadixCache):
         finally:
             core.checkpointing = False
         if req.last_node is not None:
-            core.pass_hints(req, req.finished())
+            core.pass_hints(req, req.finished(), self.tp_world_size * self.pp_size)
 
     def _evict(self, params: Any, *args: Any, **kwargs: Any) -> Any:
         self.tree_core.asked = params.num_tokens
