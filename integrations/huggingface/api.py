@@ -145,6 +145,12 @@ _MODULES = {
 BATCHING_NAMES = {PACKAGE + holder: members for holder, members in _MODULES.items()}
 """The names that continuous batching uses."""
 
+REPLACED = (
+    *("init_continuous_batching", "switch_to_cb_friendly_attn", "start", "_create_batch_processor"),
+    *("prepare_next_batch", "_generation_step", "offload_requests", "create_equivalent_initial_request"),
+)
+"""Methods among them that this package replaces. Transformers may call these with every parameter that they take."""
+
 UNUSED = frozenset({"update", "fill_block_table", "get_cache_for_block_table", "get_block_table_key"})
 """Methods through which attention reads transformers' own paged cache. Here attention reads blocks instead."""
 
@@ -479,6 +485,10 @@ def check_batching(cache: type) -> None:
     supported = TESTED["transformers"]._replace(oldest=OLDEST_BATCHING)
     reason = seam.why_not(BATCHING, "transformers", supported, [BATCHING_NAMES], {}, {}, {})
     refuse_if(reason, reason)
+    for path, listed, _ in seam.names(BATCHING_NAMES):
+        if path.rpartition(".")[2] in REPLACED:
+            takes = [each for each in inspect.signature(seam.find(path)).parameters if each != "self"]
+            refuse_if(takes != [*(listed or ())], f"{path}({', '.join(takes)}) is not known, {BATCHING} replaces it")
     for name, method in inspect.getmembers(seam.find(CLASSES["PagedAttentionCache"]), inspect.isfunction):
         if not name.startswith("_") and name not in UNUSED:
             ours, takes = getattr(cache, name, None), list(inspect.signature(method).parameters)

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers.generation.continuous_batching import cache, continuous_api
 
 from pc.cache import CacheStats
-from pc.integrations import tested
+from pc.integrations import seam, tested
 from pc.integrations.huggingface import UnsupportedError, api, enable_continuous_batching
 
 PROMPTS = [tokens(40, 1), tokens(9, 2)]
@@ -146,6 +146,18 @@ def test_newer_versions_are_tried(model: Any, monkeypatch: pytest.MonkeyPatch, v
         assert handle.untested == f"transformers {version} is newer than 5.24, the newest that was tested"
 
 
+def _with_one_more(method: Any) -> Any:
+    """Return a method that also takes `optional`."""
+    signature = inspect.signature(method)
+    more = inspect.Parameter("optional", inspect.Parameter.KEYWORD_ONLY, default=None)
+
+    def newer(*args: Any, optional: Any = None, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    newer.__signature__ = signature.replace(parameters=[*signature.parameters.values(), more])  # type: ignore[attr-defined]
+    return newer
+
+
 def test_other_interfaces_are_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def prepare_next_batch(self: Any, more: int) -> bool:
         return False
@@ -161,6 +173,13 @@ def test_other_interfaces_are_refused(model: Any, monkeypatch: pytest.MonkeyPatc
         patch.setattr(cache.PagedAttentionCache, "new_method", new_method, raising=False)
         with pytest.raises(UnsupportedError, match=r"PagedAttentionCache.new_method\(self\) is not known"):
             enable_continuous_batching(model)
+    for name in api.REPLACED:  # transformers may give a new parameter to a method that is replaced here
+        holder = next(n.path.rpartition(".")[0] for n in seam.names(api.BATCHING_NAMES) if n.path.endswith(f".{name}"))
+        method = getattr(seam.find(holder), name)
+        with monkeypatch.context() as patch:
+            patch.setattr(seam.find(holder), name, _with_one_more(method))
+            with pytest.raises(UnsupportedError, match=rf"{name}\(.*optional\) is not known"):
+                enable_continuous_batching(model)
     with monkeypatch.context() as patch:
         patch.setitem(api.BATCHING_NAMES, f"{api.PACKAGE}scheduler:Scheduler", "gone()")
         with pytest.raises(UnsupportedError, match=r"Scheduler.gone: not there"):
