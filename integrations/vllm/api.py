@@ -252,7 +252,7 @@ NAMES: dict[str, dict[str, str]] = {
         "vllm.v1.kv_cache_interface": "AttentionSpec.unpadded_page_size_bytes",
         "vllm.v1.attention.backends.registry": "AttentionBackendEnum",
         "vllm.distributed.parallel_state": "get_tensor_model_parallel_rank",
-        "vllm.v1.worker.gpu_worker": "Worker.reload_weights Worker.update_weights(update_info)",
+        "vllm.v1.worker.gpu_worker": "Worker.reload_weights Worker.update_weights(update_info) Worker.reset_weights",
         "vllm.config": (
             "KVTransferConfig(kv_connector_extra_config kv_load_failure_policy) ModelConfig.is_hybrid "
             "VllmConfig.diffusion_config "
@@ -882,7 +882,7 @@ def weight_changes() -> int:
         return change(*args, **kwargs)
 
     worker = seam.find("vllm.v1.worker.gpu_worker:Worker")
-    for name in ("reload_weights", "update_weights"):
+    for name in ("reload_weights", "update_weights", "reset_weights"):
         wrap_once(worker, name, count_and_change)
     return _weight_changes[0]
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import vllm_shared
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.worker.gpu_worker import Worker
@@ -111,7 +112,7 @@ def test_random_traffic_over_a_tier_that_loses_blocks(kind, share):
 
 def change(engine: ExactEngine, way: str) -> None:
     """Change the weights in one of vLLM's ways, here none of them, or reset the connector's cache."""
-    runner = SimpleNamespace(reload_weights=lambda: None)
+    runner = SimpleNamespace(reload_weights=lambda: None, get_model=lambda: torch.nn.Linear(1, 1))
     worker = SimpleNamespace(vllm_config=engine.scheduler.vllm_config, model_runner=runner, _weight_update_active=True)
     worker._check_weight_transfer_engine = lambda: None
     worker.weight_transfer_engine = SimpleNamespace(update_weights=lambda info: None)
@@ -121,7 +122,7 @@ def change(engine: ExactEngine, way: str) -> None:
 
 
 @ENGINES
-@pytest.mark.parametrize("way", ["reset_connector", "reload_weights", "update_weights"])
+@pytest.mark.parametrize("way", ["reset_connector", "reload_weights", "update_weights", "reset_weights"])
 def test_nothing_is_read_or_saved_after_a_change_of_weights(kind, way, warnings):
     """The tier may have KV of the old weights, and other engines still use them."""
     tier, tokens = Losing(0.0, random.Random(0)), prompt(100)
