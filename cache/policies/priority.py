@@ -55,7 +55,7 @@ class Priority(QueuedPolicy):
         self._order: list[int] = []  # heap of the priorities that have a queue
         self._ends: list[tuple[float, int, Ids]] = []  # heap of hints that expire: time, ticket, blocks
         self._places = self._end_places = 0  # upper bounds of the places in all queues, and in `_ends`
-        self._gone = False
+        self._over = self._gone = False  # the ending request will not return; neither will the next released blocks
         self._priority.fill(0)
         self._until.fill(0)
 
@@ -86,7 +86,10 @@ class Priority(QueuedPolicy):
                 self._end_places = sum(ids.size for _, _, ids in self._ends)
 
     def returning(self, probability: float) -> None:
-        self._gone = probability == 0
+        self._over = probability == 0
+
+    def finished(self, output_tokens: int) -> None:
+        self._gone, self._over = self._over, False
 
     def released(self, ids: Ids) -> None:
         if self._gone:  # blocks that no other request used are evicted first

@@ -205,6 +205,21 @@ def test_victims(policy, case):
     m.reset()
 
 
+@pytest.mark.parametrize("policy", ["hazard", "priority"])
+def test_a_conversation_that_is_over_takes_no_blocks_of_the_next_request_along(policy):
+    """All blocks of the request that ended are still held, so the next release is another request's."""
+    m = pc.CacheManager(3, block_size=4, policy=policy)
+    serve(m, "old", [5] * 4)
+    for request, token in (("over", 1), ("same", 1), ("next", 2)):
+        m.allocate(request, [token] * 4)
+        m.commit(request, 4)
+    m.free("over", returns=0)
+    m.free("next")
+    serve(m, "new", [7] * 4)
+    assert (cached_of(m, [5] * 4), cached_of(m, [2] * 4)) == (0, 4)
+    m.check()
+
+
 def test_fifo_gives_up_what_was_held_at_its_turn_first():
     m = pc.CacheManager(4, block_size=4, policy="fifo")
     m.allocate(1, prompt(1))
