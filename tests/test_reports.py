@@ -96,14 +96,14 @@ import torch, changed_models, pc.integrations.huggingface as hf
 from generate_cases import prompt
 model = changed_models.build()
 handle = hf.enable_prefix_caching(model, num_blocks=64)
-document, name = handle.compress(prompt(50)), handle._fingerprint(model)
+document, name = handle.compress(prompt(50)), handle._identity.fingerprint(model)
 model.generate(prompt(60), max_new_tokens=2)
 for _ in range(2):
     with torch.no_grad():
         torch.compile(model, backend="eager")(prompt(60))
     model.generate(prompt(60), max_new_tokens=2)
     assert handle.last_requests[0].cached_tokens == 48, handle.last_requests
-assert handle._fingerprint(model) == name
+assert handle._identity.fingerprint(model) == name
 with document:
     model.generate(prompt(60), max_new_tokens=2)
 """
