@@ -84,7 +84,7 @@ NAMES: dict[str, dict[str, str]] = {
     "eviction": {
         "sglang.srt.mem_cache.registry": "create_unified_radix_cache(ctx cache_class)",
         "sglang.srt.mem_cache.cache_init_params": (
-            "CacheInitParams(eviction_policy eviction_policy_config tree_core_backend ...)"
+            "CacheInitParams(eviction_policy eviction_policy_config tree_core_backend pp_size attn_cp_size ...)"
         ),
         "sglang.srt.runtime_context": "get_memory()",
         "sglang.srt.mem_cache.unified_cache.tree_core_registry": "register_tree_core_backend(name factory)",
@@ -104,7 +104,7 @@ NAMES: dict[str, dict[str, str]] = {
         ),
         "sglang.srt.mem_cache.radix_cache:RadixKey": "raw_token_ids() __len__() extra_key cache_salt",
         "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache": (
-            "__init__(params) checkpoint_into_tree(req up_to ...) _evict(params) tree_core"
+            "__init__(params) checkpoint_into_tree(req up_to ...) _evict(params) tree_core tp_world_size"
         ),
     },
 }

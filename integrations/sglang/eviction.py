@@ -234,19 +234,18 @@ class PolicyTreeCore(UnifiedTreeCore):
             node.pc_waits = False
         self._leaves = leaves
 
-    def pass_hints(self, req: Any, finished: bool, num_ranks: int) -> None:
+    def pass_hints(self, req: Any, finished: bool, several_ranks: bool) -> None:
         """Pass a request's hints to the policy, and at its end the number of tokens that it generated.
 
-        With more than one rank, ranges with a `ttl` are ignored. Ranks read their own clocks, so they would choose
+        With several ranks, ranges with a `ttl` are ignored. Ranks read their own clocks, so they would choose
         different victims.
         """
         hint, _ = read_or_warn(req, req.rid, logger)
         if hint is not None:
             ids = _pages(self._path(self.node_by_id(req.last_node)))
-            ranges = [each for each in hint.ranges if each.ttl is None or num_ranks == 1]
+            ranges = [each for each in hint.ranges if each.ttl is None or not several_ranks]
             if len(ranges) < len(hint.ranges):
-                reason = f"ttl: got {num_ranks} ranks, needs 1"
-                logger.warning("ranges in kv_hints of request %s are ignored: %s", req.rid, reason)
+                logger.warning("ranges in kv_hints of request %s are ignored: ttl needs an engine of one rank", req.rid)
             for each in ranges:
                 end = None if each.end is None else -(-each.end // self.page_size)
                 kept = ids[each.start // self.page_size : end]
@@ -261,6 +260,8 @@ class PolicyRadixCache(UnifiedRadixCache):
 
     def __init__(self, params: Any) -> None:
         super().__init__(dataclasses.replace(params, tree_core_backend=CORE))
+        # With attention-DP, the ranks of context parallelism are in no group of tensor parallelism.
+        self.num_ranks = self.tp_world_size * params.pp_size * params.attn_cp_size
         announce(f"eviction by {params.eviction_policy} ({type(self.tree_core.pages.policy).__name__})")
 
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
@@ -274,7 +275,7 @@ class PolicyRadixCache(UnifiedRadixCache):
         finally:
             core.checkpointing = False
         if req.last_node is not None:
-            core.pass_hints(req, req.finished(), self.tp_world_size * self.pp_size)
+            core.pass_hints(req, req.finished(), self.num_ranks > 1)
 
     def _evict(self, params: Any, *args: Any, **kwargs: Any) -> Any:
         self.tree_core.asked = params.num_tokens

@@ -210,18 +210,21 @@ def test_a_hint_that_expires_is_ignored_with_several_ranks(caplog):
     for ranks, kept in ((1, 10), (2, 0)):
         traffic = Traffic("pc_priority", "pc", 32, 0, at_once=1)
         traffic.rand = SimpleNamespace(random=lambda: 0.5, randrange=lambda n: 0, randint=lambda a, b: 1)
-        traffic.cache.tp_world_size = ranks
+        traffic.cache.num_ranks = ranks
         first = sglang_radix.Request(0, np.append(np.arange(10 * page), 1 << 30), np.array([1]), 1)
         first.kv_hints = retention_hints(priority=5, ttl=3600)
         sglang_radix.admit(traffic.cache, first)
         with caplog.at_level("WARNING", "sglang.pc"):
             sglang_radix.compute(traffic.cache, first)
-        assert ("ranges in kv_hints of request 0 are ignored: ttl: got 2 ranks, needs 1" in caplog.text) == (ranks > 1)
+        assert ("request 0 are ignored: ttl needs an engine of one rank" in caplog.text) == (ranks > 1)
         sglang_radix.finish(traffic.cache, first)
         for begin in (100, 200, 300):
             traffic.step(list(range(begin, begin + 18)))
         traffic.step(list(range(10)))
         assert traffic.hits[-1] == kept * page
+    for field in ("pp_size", "attn_cp_size"):
+        params = dataclasses.replace(context("pc_priority").params, **{field: 2})
+        assert type(traffic.cache)(params).num_ranks == 2
 
 
 def test_the_hit_of_each_request_is_reported():
