@@ -181,10 +181,11 @@ class PolicyTreeCore(UnifiedTreeCore):
         result = EvictDeviceNextNodeResult()
         if tracker[ComponentType.FULL] >= self._most:
             return result
-        while not self._leaves and self.pages.num_waiting:
-            left = max(self.asked - tracker[ComponentType.FULL], 1)
-            self._choose(-(-left // self.page_size))
-        while self._leaves:
+        while self._leaves or self.pages.num_waiting:
+            if not self._leaves:
+                left = max(self.asked - tracker[ComponentType.FULL], 1)
+                self._choose(-(-left // self.page_size))
+                continue
             node = self._leaves.pop()
             if self._is_device_leaf(node):
                 result.node_id, result.made_progress = node.id, True

@@ -263,7 +263,8 @@ def test_pages_that_are_held_otherwise_are_passed_over():
     key = RadixKey(sglang_radix.Request(9, np.arange(8 * page), np.array([1]), 1).fill_ids, None)
     pinned = cache.match_prefix(MatchPrefixParams(key=key)).last_device_node
     cache.tree_core.inc_full_pin(pinned)
-    assert cache.evict(EvictParams(num_tokens=1 << 20)).num_tokens_evicted == 8 * page
+    assert cache.evict(EvictParams(num_tokens=page)).num_tokens_evicted == page
+    assert cache.evict(EvictParams(num_tokens=1 << 20)).num_tokens_evicted == 7 * page
     cache.tree_core.dec_full_pin(pinned)
     assert cache.evict(EvictParams(num_tokens=1 << 20)).num_tokens_evicted == 8 * page
     traffic.check()
