@@ -195,14 +195,15 @@ class Compression:
 
         A chunk ends at the end of the compressed text. The prompt is compressed before the next chunk. While the
         pool has too few blocks for the packed tokens, the request computes nothing. Beside CUDA graphs of whole steps,
-        no chunk with queries that a press reads has a single token. An answer that has begun after a compressed prompt
-        is resumed only if the pool has room for the packed blocks and all tokens after them, because requests that
-        share the prompt's exact blocks may keep them.
+        no chunk with queries that a press reads has a single token. While no request runs, an answer that has begun
+        after a compressed prompt is resumed only if the pool has room for the packed blocks and all tokens after them,
+        because sessions that share the prompt's exact blocks may keep them.
         """
         plan = self.plans[request.request_id]
         if plan.state != "waiting":
             return num_new  # it has packed blocks, or stays exact
-        if request.num_computed_tokens == 0 and plan.is_compressed and self._packed_peer(plan) is None:
+        resumes_alone = request.num_computed_tokens == 0 and not self.scheduler.running  # else others would overtake it
+        if resumes_alone and plan.is_compressed and self._packed_peer(plan) is None:
             own = plan.keep + math.ceil(request.num_tokens / self._size) - plan.whole
             if own > self._pool.get_num_free_blocks():
                 return 0

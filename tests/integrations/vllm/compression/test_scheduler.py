@@ -254,6 +254,27 @@ def test_a_compressed_request_leaves_blocks_to_a_session(kind, turn):
     assert engine.said["one"] == following_compressed(tokens, 30, len(tokens), 5)
 
 
+@ENGINES
+def test_no_request_overtakes_a_preempted_one(kind):
+    """Short requests that fit beside those that run wait behind it, or it would wait as long as they come."""
+    engine, overtook = CompressingEngine(28, **kind), 0
+    for number in (100, 101):
+        engine.add(f"long {number}", prompt(3 * BLOCK + 3, number), 150)
+        for _ in range(3):
+            engine.step()
+    engine.add("one", prompt(16 * BLOCK + 3), 60, pc_compress=0.5)
+    requests, number = engine.scheduler.requests, 102
+    for step in range(160):
+        while "one" in requests and step > 30 and len(requests) < 13:
+            engine.add(f"short {number}", prompt(3 * BLOCK + 3, number), 12 + 5 * (number % 5))
+            number += 1
+        running = {each.request_id for each in engine.scheduler.running}
+        engine.step()
+        now = {each.request_id for each in engine.scheduler.running}
+        overtook += bool("one" in requests and requests["one"].num_preemptions and "one" not in now and now - running)
+    assert overtook == 0
+
+
 REFUSED = {
     "budgets below 32 tokens": (3 * BLOCK, {"pc_compress": 0.3}),
     "hidden states of each token": (10 * BLOCK, {"pc_compress": 0.5, "pc_hidden_states": True}),
