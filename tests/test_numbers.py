@@ -110,6 +110,9 @@ def test_rows_say_whether_what_they_measure_has_changed() -> None:
     assert markdown.commits(operator, [row | of_cache]) == "commit abc"
     assert markdown.commits(Path("results/cpu/manager.csv"), [row | of_cache]) != "commit abc"
     assert markdown.commits(Path("results/cpu/reuse.csv"), [row | of_cache]) != "commit abc"
+    of_vllm = {"sources": re.sub("integrations/vllm:[0-9a-f]+", "integrations/vllm:0", now["sources"])}
+    assert markdown.commits(Path("results/cpu/reuse.csv"), [row | of_vllm]) == "commit abc"
+    assert markdown.commits(Path("results/cpu/vllm_serving.csv"), [row | of_vllm]) != "commit abc"
 
 
 def test_times_carry_their_commit() -> None:

@@ -18,8 +18,9 @@ import torch
 
 from .tables import ROOT
 
-FOLDERS = ("triton_ops", "cache", "integrations")
-SOURCES = (*FOLDERS, "src", "benchmarks/*.py")
+ADAPTERS = ("huggingface", "vllm", "sglang")
+FOLDERS = ("triton_ops", "cache", "integrations", *(f"integrations/{adapter}" for adapter in ADAPTERS))
+SOURCES = ("triton_ops", "cache", "integrations", "src", "benchmarks/*.py")
 
 
 def version(package: str) -> str:
@@ -58,10 +59,10 @@ def _code(path: Path) -> str:
 
 @functools.cache
 def sources() -> str:
-    """Return a digest of the code in each folder of the package: "triton_ops:1f0c cache:77ab integrations:e01d"."""
+    """Return a digest of the code in each folder, with those of adapters apart: "cache:77ab integrations/vllm:e01d"."""
     found = []
     for folder in FOLDERS:
-        codes = sorted(map(_code, (ROOT / folder).rglob("*.py")))
+        codes = sorted(map(_code, (ROOT / folder).glob("*.py" if folder == "integrations" else "**/*.py")))
         found.append(f"{folder}:{hashlib.sha256(''.join(codes).encode()).hexdigest()[:8]}")
     return " ".join(found)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ..harness.conditions import FOLDERS, has_changed
+from ..harness.conditions import ADAPTERS, has_changed
 from ..harness.registry import ROOT, operators
 from ..harness.tables import RESULTS, Row
 
 CHARTS = ROOT / "docs" / "images"
 OF_CACHE = ("agents", "manager", "traffic")
-"""Files of rows that measure the cache alone; operators measure theirs, and others the package."""
+"""Files of rows that measure the cache alone."""
 
 
 def devices() -> list[str]:
@@ -59,10 +59,19 @@ def all_of(rows: Iterable[Row], column: str) -> str:
     return ", ".join(sorted({row[column] for row in rows}))
 
 
+def folders_of(name: str) -> Sequence[str]:
+    """Return the folders with the code that a file of rows measures, by its name."""
+    if name in operators():
+        return ("triton_ops",)
+    if name in OF_CACHE:
+        return ("cache",)
+    adapter = next((adapter for adapter in ADAPTERS if name.startswith(f"{adapter}_")), "huggingface")
+    return ("triton_ops", "cache", "integrations", f"integrations/{adapter}")
+
+
 def commits(source: Path, rows: Sequence[Row]) -> str:
     """Return the commits of rows, and whether what they measure has changed since."""
-    name = source.stem
-    folders = ("triton_ops",) if name in operators() else ("cache",) if name in OF_CACHE else FOLDERS
+    folders = folders_of(source.stem)
     changed = " (the measured code has changed since)" if any(has_changed(row, folders) for row in rows) else ""
     return f"commit {all_of(rows, 'commit')}{changed}"
 
