@@ -230,4 +230,9 @@ def test_the_package_as_a_command_prints_what_is_lacking(
     assert status == 1
     assert said.startswith(f"{feature}: {name.path}")
     monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setitem(api.BATCHING_NAMES, f"{api.PACKAGE}scheduler:Scheduler", "gone()")
+        status, said = printed()
+        assert status == 1
+        assert said.startswith(f"{api.BATCHING}: {api.PACKAGE}scheduler:Scheduler.gone: not there")
     api.look()
