@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ...cache.policies import DEPRECATED, POLICIES
+from ...cache.policies import POLICIES
 from ..seam import check_features, features_in_environment
 from . import api
 from .api import available, check_version
@@ -150,7 +150,7 @@ def enable_by_environment() -> None:
         if variable.startswith(f"{VARIABLE}_") and variable not in SCHEDULER_OPTIONS.values():
             needs = ", ".join([VARIABLE, *SCHEDULER_OPTIONS.values()])
             raise ValueError(f"{variable}: got an unknown variable, needs some of {needs}")
-    for name, known in (("PC_VLLM_POLICY", [*sorted(POLICIES), *DEPRECATED]), ("PC_VLLM_REUSE", REUSE)):
+    for name, known in (("PC_VLLM_POLICY", POLICIES), ("PC_VLLM_REUSE", REUSE)):
         value = os.environ.get(name)
         if value and value not in known:
             raise ValueError(f"{name}: got {value!r}, needs one of {', '.join(known)}")
