@@ -113,7 +113,7 @@ JUDGES = {
     "flash-attn-2": _FLASH,
     "flash-attn-3": replace(_FLASH, files=("hopper/test_flash_attn.py",), rules=(_REPEATS, _SCHEMAS)),
     "flashinfer": Judge(
-        package="flashinfer-python==0.7.2.post1",
+        package="flashinfer-python==0.7.4",
         ours="flashinfer_references.py",
         keep=("flashinfer/trace/",),
     ),
