@@ -504,7 +504,7 @@ class PrefixCaching:
         ) -> Any:
             mode = generation_config.get_generation_mode(given["assistant_model"])
             function = loop_of(model, mode)
-            known = _signature(function).parameters
+            known = {*_signature(function).parameters, "streamer"}  # even a loop of beams that sample gets it
             extra = {n: v for n, v in (given | {"inputs_tensor": inputs_tensor}).items() if v is not None}
             check_options(model, mode, generation_config, extra)
             options = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}

@@ -276,6 +276,7 @@ STREAMED: dict[str, dict[str, Any]] = {
     "served": {},
     "an error of the streamer": {"streamer": Recorder(fails=True)},
     "a failure before the loop": {"num_beams": 2},  # an error of the caller
+    "a loop that does not stream": {"num_beams": 2, "do_sample": True},
     "a call that falls back": {"use_cache": False},
     "a loop of the hub": {"penalty_alpha": 0.6, "top_k": 4},
     "paged": {"cache_implementation": "paged"},
