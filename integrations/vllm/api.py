@@ -255,7 +255,7 @@ NAMES: dict[str, dict[str, str]] = {
         "vllm.v1.worker.gpu_worker": "Worker.reload_weights Worker.update_weights(update_info) Worker.reset_weights",
         "vllm.config": (
             "KVTransferConfig(kv_connector_extra_config kv_load_failure_policy) ModelConfig.is_hybrid "
-            "VllmConfig.diffusion_config "
+            "ModelConfig.runner_type ModelConfig.is_prefix_caching_supported VllmConfig.diffusion_config "
             "SchedulerConfig(max_num_batched_tokens ...) CacheConfig.prefix_match_unit"
         ),
         "vllm.v1.request:Request": "request_id num_tokens block_hashes skip_reading_prefix_cache",

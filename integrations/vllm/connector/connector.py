@@ -214,8 +214,8 @@ class TierConnector(KVConnectorBase_V1):
 
     Raises:
         ValueError: At start-up: an option is unknown, or the model has recurrent layers, several groups of layers,
-            pipeline or context parallelism, or adapters (LoRA), or is a diffusion model. Or vLLM does not hash media,
-            as with neither prefix caching nor a cache of processed media.
+            pipeline or context parallelism, or adapters (LoRA), or is a diffusion model, or its pooler serves no prefix
+            hits. Or vLLM does not hash media, as with neither prefix caching nor a cache of processed media.
         UnsupportedVersionError: The installed vLLM lacks something that the connector needs.
     """
 

@@ -194,7 +194,13 @@ def check_connector(vllm_config: Any, kv_cache_config: Any) -> None:
             f"prefix_caching_hash_algo: got {cache.prefix_caching_hash_algo}, whose hashes differ from process to "
             "process; needs sha256, or PYTHONHASHSEED set"
         )
-    media = vllm_config.model_config.multimodal_config
+    model = vllm_config.model_config
+    if model.runner_type == "pooling" and not model.is_prefix_caching_supported:
+        raise ValueError(
+            "pooler_config: got a pooler that needs the rows of all tokens, as MEAN and CLS; needs one that serves "
+            "prefix hits, as LAST: loaded blocks have no rows"
+        )
+    media = model.multimodal_config
     if getattr(media, "mm_processor_cache_gb", None) == 0 and not cache.enable_prefix_caching:
         raise ValueError(
             "mm_processor_cache_gb: got 0 without prefix caching, so vLLM numbers media from 1 in each engine, "

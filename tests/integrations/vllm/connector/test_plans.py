@@ -258,7 +258,11 @@ def configuration(**changes):
         cache_config=SimpleNamespace(**{name: changes.get(name, value) for name, value in cache.items()}),
         lora_config=changes.get("lora_config"),
         diffusion_config=changes.get("diffusion_config"),
-        model_config=SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=changes.get("media", 0))),
+        model_config=SimpleNamespace(
+            multimodal_config=SimpleNamespace(mm_processor_cache_gb=changes.get("media", 0)),
+            runner_type=changes.get("runner_type", "generate"),
+            is_prefix_caching_supported=changes.get("served", False),
+        ),
     )
 
 
@@ -271,6 +275,7 @@ def configuration(**changes):
         ({"diffusion_config": "some"}, "got a diffusion model"),
         ({"prefix_caching_hash_algo": "xxhash"}, "differ from process to process"),
         ({"prefix_match_unit": 8}, "prefix_match_unit: got 8"),
+        ({"runner_type": "pooling"}, "pooler_config: got a pooler that needs the rows of all tokens"),
         ({"enable_prefix_caching": False}, "mm_processor_cache_gb: got 0 without prefix caching"),
     ],
 )
@@ -282,6 +287,7 @@ def test_configurations_that_blocks_cannot_stand_for_are_refused(changes, messag
     one = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
     check_connector(configuration(), one)
     check_connector(configuration(enable_prefix_caching=False, media=4), one)
+    check_connector(configuration(runner_type="pooling", served=True), one)
     with pytest.raises(ValueError, match=message):
         check_connector(configuration(**changes), one)
     state = MambaSpec(block_size=16, shapes=((1,),), dtypes=(torch.float32,))
