@@ -163,6 +163,12 @@ def _nan_filled_empty():
     torch.use_deterministic_algorithms(deterministic)
 
 
+@pytest.fixture
+def plain_empty(_nan_filled_empty):
+    """Leave `torch.empty` and its speed as they are, for tests of benchmarks."""
+    torch.use_deterministic_algorithms(False)
+
+
 class _Errors(logging.Handler):
     """Collects the messages that are logged as errors."""
 

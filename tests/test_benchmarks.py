@@ -25,14 +25,10 @@ from benchmarks.harness import experiment, peers, registry, runner, tables, timi
 from benchmarks.operators import attention, attention_providers
 from pc.bench import run_bench
 
+pytestmark = pytest.mark.usefixtures("plain_empty")
 CPU = torch.device("cpu")
 MEASURED = [op for op in registry.operators() if op != "rotate_keys"]  # it launches the kernel of move_slots
 SMALL = {"heads": (4, 2), "head_dim": 16, "block_size": 8}
-
-
-@pytest.fixture(autouse=True)
-def _plain_empty(_nan_filled_empty):
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("op", MEASURED)

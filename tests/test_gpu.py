@@ -17,10 +17,7 @@ from processes import python
 from benchmarks import gpu
 from benchmarks.harness import registry, runner, tables
 
-
-@pytest.fixture(autouse=True)
-def _plain_empty(_nan_filled_empty):
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("plain_empty")
 
 
 @pytest.fixture

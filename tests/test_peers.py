@@ -19,6 +19,7 @@ from benchmarks.operators import attention
 from benchmarks.operators import attention_peers as peers
 from benchmarks.operators import attention_providers as providers
 
+pytestmark = pytest.mark.usefixtures("plain_empty")
 ROOT = Path(__file__).parent.parent
 SMALL = {"heads": (4, 2), "head_dim": 32, "block_size": 16, "dtype": "float16"}
 CASES = {
@@ -33,11 +34,6 @@ CASES = {
     "decode, float8": {"seq_lens": (33,), "q_lens": (1,), "cache_dtype": "float8_e4m3fn"},
     "holes": {"seq_lens": (64, 64), "q_lens": (1, 1), "live": ((0, 16), (48, 64))},
 }
-
-
-@pytest.fixture(autouse=True)
-def _plain_empty(_nan_filled_empty):
-    torch.use_deterministic_algorithms(False)
 
 
 def attend(q, keys, values, tables, lens, starts, scale, window_left, **options):
