@@ -46,17 +46,13 @@ def test_churn_matches_a_dict(spread, one_by_one):
         expected = [model.get(a, -1) for a in asked]
         assert table.find(queries).tolist() == expected, step
         assert table.leading(queries).tolist() == expected[: expected.index(-1)]
+        assert table.find(queries[:0]).size == 0
         table.check()
         gone = [k for k in model if rng.random() < 0.5]
         ids = np.array([model.pop(k) for k in gone], np.int32)
         table.remove(ids)
         free += ids.tolist()
         assert not table.contains(ids).any()
-
-
-def test_empty_query():
-    table = HashTable(np.zeros((1, 4), np.uint64))
-    assert table.find(np.zeros((0, 4), np.uint64)).size == 0
 
 
 @pytest.mark.parametrize("count", [3, 30], ids=["few", "many"])
