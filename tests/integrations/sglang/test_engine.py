@@ -70,6 +70,16 @@ def test_without_names_that_ours_build_on_sglangs_own_code_answers(model, found,
         assert f"{feature} is off, and SGLang's own code runs in its place: {name}: not there" in log
 
 
+def test_two_ranks(model, found, tmp_path, monkeypatch):
+    """Each rank keeps its own tree and evicts for itself, and all must choose the same pages."""
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")  # a core for each rank
+    cases = ["prefix_hits", "full_cache", "evicted"]
+    ours, counts = sglang_engine.answers(model, tmp_path, ours=True, tp_size=2, cases=cases)
+    assert ours == {case: found[0][case] for case in cases}
+    assert counts["eviction"] > 0
+    assert counts["retraction"] > 0
+
+
 def test_a_model_with_windows(tmp_path):
     """Gemma-3 has windowed layers beside full ones, whose keys SGLang keeps in separate pools."""
     gemma = save_model("gemma3", tmp_path)
