@@ -8,6 +8,8 @@ lets other processes recognize the same functions.
 
 from __future__ import annotations
 
+import contextlib
+import copyreg
 import dataclasses
 import functools
 import hashlib
@@ -54,8 +56,15 @@ The objects hold devices, addresses and state of a process. accelerate's hooks, 
 _NUMBERS = (bool, int, float)
 _SETTINGS = (*_NUMBERS, str, Enum, list, tuple, dict, torch.dtype)
 """Types of values that count in a dataclass of such a library. Its other values may be state of a process."""
-PLAIN = (*_NUMBERS, complex, str, bytes, np.generic, torch.dtype, torch.device)
-
+_OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.default))
+PLAIN = (
+    *(*_NUMBERS, complex, str, bytes, np.generic, torch.dtype, torch.device, torch.layout, torch.memory_format),
+    *_OPERATORS,
+)
+_REDUCED = {
+    *("array", "builtins", "collections", "datetime", "decimal", "fractions", "functools", "numpy", "operator", "re"),
+}
+"""Modules whose objects are described by what pickle keeps of them: slices, deques, functions in C and others."""
 
 LONG = 64
 """The most entries of a container that are compared before each call."""
@@ -392,10 +401,10 @@ def _parts_of(value: Any, light: bool) -> tuple[list[Any], list[tuple[Any, Any]]
         return [b"partial"], [(name, own) for name, own in inner if not isinstance(own, unchangeable)]
     if isinstance(value, MethodType):
         return [b"method"], [("function", value.__func__), ("self", value.__self__)]
-    if isinstance(value, list | tuple | set | frozenset | dict):
+    if isinstance(value, list | tuple | set | frozenset | dict | MappingProxyType):
         most = LONG if light else None
         line = f"{type(value).__name__} {len(value)}".encode()
-        if isinstance(value, dict):
+        if isinstance(value, dict | MappingProxyType):
             items = list(islice(value.items(), most))
             keys = [("key", key) for key, _ in items if not isinstance(key, str | int)]
             return [line], keys + [(k if isinstance(k, str | int) else n, v) for n, (k, v) in enumerate(items)]
@@ -419,7 +428,17 @@ def _parts_of(value: Any, light: bool) -> tuple[list[Any], list[tuple[Any, Any]]
     elif dataclasses.is_dataclass(value) and not hasattr(kind, "to_dict"):
         held = [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
         inner += [(name, own) for name, own in held if isinstance(own, _SETTINGS) or dataclasses.is_dataclass(own)]
+    if any(base.__module__ in _REDUCED for base in kind.__mro__[:-1]):
+        inner += _reduced(value, LONG if light else None)
     return [f"{kind.__module__}.{kind.__qualname__}".encode()], inner
+
+
+def _reduced(value: Any, most: int | None) -> Iterator[tuple[str, Any]]:
+    """Yield what pickle keeps of an object, up to `most` entries; nothing of an object without it, such as a lock."""
+    with contextlib.suppress(Exception):
+        reduced = copyreg.dispatch_table.get(type(value), lambda each: each.__reduce_ex__(2))(value)
+        for n, part in enumerate([reduced] if isinstance(reduced, str) else reduced[1:]):
+            yield f"part {n}", list(islice(part, most)) if isinstance(part, Iterator) else part
 
 
 def _globals_of(function: FunctionType) -> Iterator[tuple[str, Any]]:

@@ -425,6 +425,7 @@ def _public(function: Callable[P, R], call: Callable[P, R], signature: _Signatur
                 raise
             raise refusal from None
 
+    run.__annotations__ = function.__annotations__  # which `functools.wraps` loses from Python 3.14 on
     return run
 
 

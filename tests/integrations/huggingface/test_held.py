@@ -6,8 +6,9 @@ import functools
 import gc
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,18 @@ class Steering:
 
     def method(self, module: Any, inputs: Any, output: Any) -> Any:
         return self(module, inputs, output)
+
+
+class Applied(Steering):
+    def factor(self) -> Any:
+        return self.value(torch.ones(64))
+
+
+class Chosen(Steering):
+    def factor(self) -> Any:
+        factors = torch.ones(64)
+        factors[self.value] = 3.0
+        return factors
 
 
 class Slotted:
@@ -219,6 +232,11 @@ CHANGES: dict[str, Callable[[Any], Callable[[], Any]]] = {
     ),
     "in a list": _hooked(lambda: Listed([1.5]), lambda hook: hook.value.insert(0, 3.0)),
     "in a tuple": _hooked(lambda: Listed((1.5,)), _set((3.0,))),
+    "in a deque": _hooked(lambda: Listed(deque([1.5])), lambda hook: hook.value.appendleft(3.0)),
+    "in a view of a dict": _hooked(lambda: Listed(MappingProxyType({0: 1.5})), _set(MappingProxyType({0: 3.0}))),
+    "slice": _hooked(lambda: Chosen(slice(0, 8)), _set(slice(8, 16))),
+    "function in C": _hooked(lambda: Applied(torch.tanh), _set(torch.sigmoid)),
+    "operator": _hooked(lambda: Applied(torch.ops.aten.tanh.default), _set(torch.ops.aten.sigmoid.default)),
     "array": _hooked(lambda: InArray(np.full(3, 1.5)), lambda hook: hook.value.fill(3.0)),
     "in an object": _hooked(
         lambda: Nested(SimpleNamespace(inner={"value": 1.5})), lambda hook: hook.value.inner.update(value=3.0)

@@ -165,6 +165,7 @@ STEERED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "name with an underscore": _held("_vector", lambda v: v, lambda v: v),
     "in a tuple in a dict": _held("plain", lambda v: {"of": (v,)}, lambda held: held["of"][0]),
     "number in a dict": _held("plain", lambda v: {"scale": float(v[0])}, lambda held: held["scale"]),
+    "slice": _held("cut", lambda v: slice(0, int(60 * v[0])), lambda held: (torch.arange(64) < held.stop).float()),
     "array": _held("vector", lambda v: v.numpy(), torch.from_numpy),
     "arrays in a list": _held("vector", lambda v: [v.numpy()], lambda held: torch.from_numpy(held[0])),
     "sparse": _held("vector", lambda v: v.to_sparse(), lambda v: v.to_dense()),
