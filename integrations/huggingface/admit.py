@@ -125,8 +125,11 @@ class PromptRequests:
             states = store.states.states_of(store.states.content(int(table[cached // store.block_size - 1])))
         cached = prompt.readable(cached)
         if store.evicted.used and read_cached and not (whole or later or allocation.moved) and most is None:
+            found = cached
             cached, states = self._bring_back(prompt, cached, states)
             cached = prompt.readable(cached)
+            prompt.from_tiers = max(cached - found, 0)
+            store.count_hits(prompt.from_tiers)
         if not read_cached:
             prompt.hit = PromptHit()
             return
@@ -246,7 +249,8 @@ class PromptRequests:
     def readmit(self, prompt: Prompt, most: int | None = None) -> None:
         """End a prompt's request and admit it again, with the blocks that are cached now."""
         assert prompt.allocation is not None
-        self.store.cancel(self._limit(prompt, most), prompt.allocation.num_cached_tokens)
+        self.store.cancel(self._limit(prompt, most), prompt.allocation.num_cached_tokens + prompt.from_tiers)
+        prompt.from_tiers = 0
         self.end(prompt.request_id)
         self.admit(prompt, most=most)
 

@@ -223,6 +223,7 @@ class Prompt:
     blocks: RequestBlocks = field(init=False)  # the blocks of its request
     branches: dict[int, RequestBlocks] = field(default_factory=dict)  # by row: forks for different answers
     hit: PromptHit = field(default_factory=PromptHit)
+    from_tiers: int = 0  # tokens of the hit that were copied from lower tiers
     hidden: Sequence[torch.Tensor] = ()  # by layer: cached hidden states of the first tokens, if the caller wants any
     owner: Any = None  # in continuous batching, its `PromptRequests`, which forks share
 

@@ -57,6 +57,9 @@ def test_model_that_changes_leaves_its_blocks(tmp_path: Path, change: Any) -> No
             assert cached(model, handle, prompt(64, seed)) == 0
     with enable_prefix_caching(model := LLAMA.build(), disk=tmp_path) as handle:
         assert cached(model, handle, prompt(64)) == 63
+        assert handle.stats().hit_tokens_by_cause == {"prefix": 63, "gap": 0, "partial": 0}
+        assert cached(model, handle, prompt(64)) == 63
+        assert handle.stats().hit_tokens == 2 * 63
 
 
 def test_damaged_files_and_a_full_directory(tmp_path: Path) -> None:
