@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from itertools import chain, islice
-from operator import is_, itemgetter
+from operator import is_, itemgetter, methodcaller
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -436,7 +436,8 @@ def _parts_of(value: Any, light: bool) -> tuple[list[Any], list[tuple[Any, Any]]
 def _reduced(value: Any, most: int | None) -> Iterator[tuple[str, Any]]:
     """Yield what pickle keeps of an object, up to `most` entries; nothing of an object without it, such as a lock."""
     with contextlib.suppress(Exception):
-        reduced = copyreg.dispatch_table.get(type(value), lambda each: each.__reduce_ex__(2))(value)
+        reduce: Callable[[Any], Any] = copyreg.dispatch_table.get(type(value), methodcaller("__reduce_ex__", 2))
+        reduced = reduce(value)
         for n, part in enumerate([reduced] if isinstance(reduced, str) else reduced[1:]):
             yield f"part {n}", list(islice(part, most)) if isinstance(part, Iterator) else part
 
