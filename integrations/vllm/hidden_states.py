@@ -19,7 +19,7 @@ from .api import AllPool, available, callers_request_id, check_version, logger, 
 from .api import PlatformWorker as Base
 from .features import HIDDEN_STATES_OPTIONS, additional_config, announce, has_policy
 from .hidden_files import MAX_BYTES, MAX_SECONDS, RowsFolder
-from .reasons import refuse_diffusion
+from .reasons import first_reason, refuse_diffusion
 from .scheduler_output import follow_tables, full_attention_group, slots_of
 
 ASKED = "pc_hidden_states"
@@ -184,9 +184,10 @@ class PromptHiddenStates:
 
     def _gives_logprobs(self, wanted: Any, has_tokens: bool) -> bool:
         """Return whether to write log-probabilities for a request. Log once why they cannot be computed."""
-        if not wanted or self.folder is None:
+        if not wanted:
             return False
-        if reason := why_no_logprobs(self.runner) or ("" if has_tokens else "prompts of embeddings"):
+        own = {"an engine without pc_hidden_states_dir": self.folder is None, "prompts of embeddings": not has_tokens}
+        if reason := first_reason(own) or why_no_logprobs(self.runner):
             logger.warning_once("%s: not written under %s", ASKED_LOGPROBS, reason)
         return not reason
 
@@ -254,14 +255,18 @@ class PromptHiddenStates:
         }
 
     def _logprobs(self, prompt: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute the log-probability of each token but the first, piece by piece, since logits are large."""
+        """Compute the log-probability of each token but the first, piece by piece, since logits are large.
+
+        It is -inf for a token without a logit: in some models, tokens of images are beyond the vocabulary.
+        """
         if len(prompt) < 2:
             return torch.empty(0)
         device, piece = self.runner.device, max(1, LOGITS // self.runner.model_config.get_vocab_size())
         parts = []
         for rows, tokens in zip(hidden[:-1].split(piece), prompt[1:].split(piece), strict=True):
-            logits = self.runner.model.compute_logits(rows.to(device)).float()
-            parts.append(logits.log_softmax(-1).gather(1, tokens.to(device)[:, None])[:, 0].cpu())
+            found = self.runner.model.compute_logits(rows.to(device)).float().log_softmax(-1)
+            of_tokens = found.gather(1, tokens.clamp(max=found.shape[1] - 1).to(device)[:, None])[:, 0].cpu()
+            parts.append(of_tokens.masked_fill(tokens >= found.shape[1], -torch.inf))
         return torch.cat(parts)
 
 
@@ -430,7 +435,8 @@ def take_prompt_logprobs(llm: Any) -> dict[str, torch.Tensor | None]:
     """Return the log-probabilities of the prompts' tokens, prefix hits included. Call before `take_hidden_states`.
 
     Returns:
-        By request id `[num_prompt_tokens - 1]`, float32; None as in `take_hidden_states`, and for embeddings.
+        By request id `[num_prompt_tokens - 1]`, float32; -inf for a token without a logit. None as in
+        `take_hidden_states`, and for embeddings.
     """
     return _gather(llm, "pc_prompt_logprobs")
 

@@ -22,9 +22,9 @@ from ..api import (
 from ..compression.options import ASKED as COMPRESS
 from ..compression.options import read_options
 from ..compression.scheduler import Compression, why_no_compression
-from ..features import REUSE, announce, asked_of_scheduler, chosen_policy
+from ..features import REUSE, announce, asked_of_scheduler, chosen_policy, keeps_rows
 from ..metrics import COUNTERS, policy_counts
-from ..reasons import can_serve
+from ..reasons import asks_for_rows, can_serve
 from .chunks import make_chunks
 from .explaining import ASKED, Misses, why_not_explained
 from .jumps import Jumps, why_no_jumps
@@ -115,6 +115,8 @@ class PolicyScheduler(Scheduler):
     def add_request(self, request: Any) -> None:
         """Add a request, and read its hint and options. An invalid hint is logged and ignored."""
         extra = extra_args(request)
+        if asks_for_rows(request) and not keeps_rows(self.vllm_config):
+            logger.warning_once("pc_hidden_states and pc_prompt_logprobs have no effect without PC_VLLM=hidden_states")
         if extra.get(COMPRESS) is not None:
             self._will_compress(request)
         if extra.get(ASKED):

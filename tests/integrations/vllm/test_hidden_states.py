@@ -10,8 +10,10 @@ from unittest import mock
 import pytest
 import torch
 import vllm_engine
+import vllm_exact
 from safetensors import safe_open
 from vllm_steps import BLOCK, Steps, following, rows_of
+from vllm_traffic import make_request
 
 from pc.integrations.vllm import hidden_states
 from pc.integrations.vllm.hidden_files import RowsFolder, file_name
@@ -162,7 +164,10 @@ def test_a_prompt_of_embeddings(tmp_path):
 
 
 def test_log_probabilities_in_a_folder(tmp_path, monkeypatch, warnings):
-    """They are written alone or beside the rows, after hits too, in pieces; not if no rank has all logits."""
+    """They are written alone or beside the rows, after hits too, in pieces; not if no rank has all logits.
+
+    Tokens without logits, such as those of images in some models, are infinitely improbable.
+    """
     monkeypatch.setattr(hidden_states, "LOGITS", 7 * 50)
     steps = Steps(64, 0, False, 0)
     weights, pieces = torch.randn(50, 1, generator=torch.Generator().manual_seed(0)), []
@@ -175,9 +180,11 @@ def test_log_probabilities_in_a_folder(tmp_path, monkeypatch, warnings):
     steps.runner.model_config = SimpleNamespace(get_vocab_size=lambda: 50)
     folder = RowsFolder(tmp_path)
     PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ROWS, folder=folder)
-    wanted = {"both": {ROWS: True, ASKED_LOGPROBS: 1}, "alone": {ASKED_LOGPROBS: 1}, "short": {ASKED_LOGPROBS: 1}}
+    alone = {ASKED_LOGPROBS: 1}
+    wanted = {"both": {ROWS: True, ASKED_LOGPROBS: 1}, "alone": alone, "short": alone, "images": alone}
     refused = ("split", "adapters")
     prompts = {name: list(range(1 if name == "short" else 40)) for name in (*wanted, *refused)}
+    prompts["images"][20:22] = 50, 60
     for name, asked in (wanted | {each: {ASKED_LOGPROBS: 1} for each in refused}).items():
         steps.runner.parallel_config = SimpleNamespace(tensor_parallel_size=1 + (name == "split"))
         steps.runner.lora_config = SimpleNamespace() if name == "adapters" else None
@@ -185,15 +192,35 @@ def test_log_probabilities_in_a_folder(tmp_path, monkeypatch, warnings):
     folder.close()
     assert steps.counts["hits"] > 0
     assert max(pieces) == 7
-    for name, prompt in list(prompts.items())[:3]:
+    for name in wanted:
+        prompt = prompts[name]
         with safe_open(tmp_path / file_name(name), "pt") as file:
-            expected = compute_logits(rows_of(prompt)[:-1]).log_softmax(-1)[range(len(prompt) - 1), prompt[1:]]
+            of_all = torch.full((len(prompt) - 1, 61), -torch.inf)
+            of_all[:, :50] = compute_logits(rows_of(prompt)[:-1]).log_softmax(-1)
+            expected = of_all[range(len(prompt) - 1), prompt[1:]]
             torch.testing.assert_close(file.get_tensor("prompt_logprobs"), expected)
             assert ("hidden_states" in file.keys()) == (name == "both")  # noqa: SIM118  no mapping
     assert not any((tmp_path / file_name(name)).exists() for name in refused)
     assert [line.partition(":")[2].partition(":")[0] for line in warnings] == [
         " not written under tensor parallelism",
         " not written under LoRA",
+    ]
+
+
+def test_rows_that_no_worker_keeps_or_writes_are_reported(warnings):
+    """The scheduler warns if no worker keeps rows, and the worker if it has no folder for log-probabilities."""
+    for keeps in (True, False):
+        scheduler = vllm_exact.make_scheduler(8)
+        scheduler.vllm_config.parallel_config.worker_cls = "HiddenStatesWorker" if keeps else "auto"
+        for asked in ({ASKED: False}, {ASKED: True}, {ASKED_LOGPROBS: 1}):
+            scheduler.add_request(make_request(f"{asked}", [*range(40)], 16, extra_args=asked))
+        assert len(warnings) == (not keeps)
+    steps = Steps(64)
+    PromptHiddenStates(steps.runner, steps.scheduler.kv_cache_config, ROWS)
+    steps.run("a", [*range(40)], 1, {ASKED_LOGPROBS: 1})
+    assert [line.partition("without")[2] for line in warnings] == [
+        " PC_VLLM=hidden_states",
+        " pc_hidden_states_dir",
     ]
 
 
