@@ -27,6 +27,7 @@ from .runners.packed import probe_packed
 from .settings import CacheOptions
 from .store.kept import PromptStore
 from .store.tiers import LowerTiers, disk_writers
+from .support import padding_token
 
 LOOPS = (*BY_TOKEN, "beam_search", "beam_sample", "assisted_generation")
 
@@ -210,8 +211,9 @@ class Engine:
             self._prove_window(loop.model)
         typed = loop.model_kwargs.get("token_type_ids") is not None
         refuse_if(typed and not self.store.probed.continues_typed, "token types could change a token's KV")
-        if loop.mask is not None and not self.store.probed.continues_padded:
-            raise UnsupportedError("it computes other values when it continues from a cached prefix after padding")
+        if not self.store.probed.continues_padded:
+            pads = loop.mask is not None or padding_token(loop.model) in loop.input_ids
+            refuse_if(pads, "it computes other values when it continues from a cached prefix after padding")
 
 
 def _reports(prompts: list[Prompt], calls: Calls) -> list[RequestReport]:

@@ -30,7 +30,7 @@ from .loop import Loop
 from .prompts import RowImages, clear_of, prompts_of, runs
 from .runners.layout import accepted, fill, forward
 from .store.storage import Rotations, Specs, TensorSpec
-from .support import harmless_tokens, kept_deltas
+from .support import harmless_tokens, kept_deltas, padding_token
 from .visits import apart
 
 TOKENS, CUT, PAD = 29, 16, 3  # tokens of the probe, tokens of its first part, columns of padding
@@ -228,11 +228,10 @@ def _close(whole: DynamicCache, parts: DynamicCache, skipped: int = 0) -> bool:
 
 def _behind_padding(model: Any, whole: DynamicCache) -> tuple[bool, bool]:
     """Return whether masked columns before a row change its KV, and whether such a row continues from a prefix."""
-    tokens = harmless_tokens(model, TOKENS)
-    ids = torch.from_numpy(np.concatenate([np.full(PAD, tokens[0]), tokens]))[None].to(model.device)
-    ids = torch.cat(
-        [ids, ids.roll(1, 1)]
-    )  # in the second row no column is masked: models may ignore columns that all rows mask
+    tokens, pad = harmless_tokens(model, TOKENS), padding_token(model)
+    ids = torch.from_numpy(np.concatenate([np.full(PAD, tokens[0] if pad < 0 else pad), tokens]))[None]
+    # In the second row no column is masked: models may ignore columns that all rows mask.
+    ids = torch.cat([ids, ids.roll(1, 1)]).to(model.device)
     mask = torch.ones_like(ids)
     mask[0, :PAD] = 0
 

@@ -229,3 +229,10 @@ def harmless_tokens(model: Any, count: int) -> np.ndarray:
     candidates = (np.arange(count + 4 * len(special) + 64, dtype=np.int64) * 7919 + 13) % config.vocab_size
     chosen: np.ndarray = candidates[~np.isin(candidates, list(special))][:count]
     return chosen
+
+
+def padding_token(model: Any) -> int:
+    """Return the id of the model's padding token, which some models leave out when they count positions; -1 if none."""
+    config = model.config.get_text_config(decoder=True)
+    pad = getattr(config, "pad_token_id", None)
+    return pad if isinstance(pad, int) and 0 <= pad < config.vocab_size else -1

@@ -409,6 +409,23 @@ def test_a_decoder_with_cross_attention() -> None:
         }
 
 
+def test_positions_that_leave_out_padding_tokens() -> None:
+    """In a pass over a cache such positions count the padding tokens before it, so a prompt with some cannot be cut."""
+    sizes = {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
+    model = build_model("TrOCRConfig", "TrOCRForCausalLM", use_learned_position_embeddings=False, **sizes)
+    inside = prompt(60)
+    inside[0, 20] = model.config.pad_token_id
+    with enabled(model, num_blocks=64) as handle, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for given in (left_padded(prompt(60), prompt(45, 1)), {"input_ids": inside, "attention_mask": inside * 0 + 1}):
+            for _ in range(2):
+                want, got = both(model, **given, return_dict_in_generate=True, output_logits=True)
+                torch.testing.assert_close(got.logits, want.logits)
+        reason = "it computes other values when it continues from a cached prefix after padding"
+        assert handle.stats().calls_handed_back == {reason: 4}
+        assert [cached(model, handle, prompt(60)) for _ in range(2)] == [0, 59]
+
+
 def _double(module: Any, inputs: Any, output: Any, *_: Any) -> Any:
     return output * 2 if isinstance(module, torch.nn.Embedding) else None
 
