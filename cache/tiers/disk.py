@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from ...triton_ops._core.checks import check_integer
 from ..forks import repair_after_fork
 from .payload import pack, unpack
 from .tier import Layout, Tensors, Tier, check_entries, check_key
@@ -48,7 +49,7 @@ class DiskTier(Tier):
     Raises:
         OSError: The directory is absent and cannot be created.
         ValueError: The path is empty, or the capacity is below 1.
-        TypeError: `layout` is not a Layout.
+        TypeError: `layout` is not a Layout, or the capacity is not an int.
 
     Attributes:
         directory: Folder of the entries of this layout.
@@ -70,13 +71,12 @@ class DiskTier(Tier):
     def __init__(self, path: str | Path, layout: Layout | None = None, capacity_bytes: int | None = None) -> None:
         if layout is not None and not isinstance(layout, Layout):
             raise TypeError(f"layout: got {type(layout).__name__}, needs a pc.cache.tiers.tier.Layout or None")
-        if capacity_bytes is not None and capacity_bytes < 1:
-            raise ValueError(f"capacity_bytes: got {capacity_bytes}, needs at least 1 or None")
+        capacity = None if capacity_bytes is None else check_integer("capacity_bytes", capacity_bytes, 1)
         if not os.fspath(path):
             raise ValueError("path: got '', needs a directory")
         self.layout = layout
         self.directory = Path(path) if layout is None else Path(path) / layout.digest
-        self.capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity
         self.nbytes = 0
         self._failure: int | None = None  # errno of the last write, if it failed
         self._after_fork()

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
+from ...triton_ops._core.checks import check_integer
 from ..forks import repair_after_fork
 from .payload import host_copy
 from .tier import Tensors, Tier, check_entries, check_key
@@ -20,6 +21,7 @@ class MemoryTier(Tier):
         max_blocks: Maximum number of blocks. The least recently used are evicted. 0: no block is kept.
 
     Raises:
+        TypeError: `max_blocks` is not an int.
         ValueError: `max_blocks` is below 0.
 
     Examples:
@@ -32,9 +34,7 @@ class MemoryTier(Tier):
     """
 
     def __init__(self, max_blocks: int) -> None:
-        if max_blocks < 0:
-            raise ValueError(f"max_blocks: got {max_blocks}, needs at least 0")
-        self.max_blocks = max_blocks
+        self.max_blocks = check_integer("max_blocks", max_blocks, 0)
         self._blocks: OrderedDict[bytes, dict[str, torch.Tensor]] = OrderedDict()
         self._after_fork()
         repair_after_fork(self)
@@ -47,7 +47,7 @@ class MemoryTier(Tier):
         return len(self._blocks)
 
     def __contains__(self, key: object, /) -> bool:
-        return key in self._blocks
+        return isinstance(key, bytes) and key in self._blocks
 
     def keys(self) -> list[bytes]:
         """Return the keys of all blocks, the least recently used first."""

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from operator import index
 from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 import torch
+
+from ...triton_ops._core.checks import check_integer
 
 MAX_KEY_BYTES = 64
 
@@ -113,9 +114,7 @@ class Layout:
             shape, dtype = row
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"tensors: got {name} of {dtype!r}, needs a dtype")
-            checked[name] = tuple(index(size) for size in shape), dtype
-            if min(checked[name][0], default=0) < 0:
-                raise ValueError(f"tensors: got {name} {list(shape)}, needs sizes of at least 0")
+            checked[name] = tuple(check_integer(f"tensors[{name!r}]", size, 0) for size in shape), dtype
         object.__setattr__(self, "tensors", MappingProxyType(checked))
         text = repr((self.model, [(name, *checked[name]) for name in sorted(checked)]))
         text += "" if sys.byteorder == "little" else sys.byteorder  # bytes of tensors are stored as they are in memory
@@ -153,7 +152,7 @@ def check_entries(entries: Mapping[bytes, Tensors], layout: Layout | None) -> No
         if not isinstance(tensors, Mapping):
             raise TypeError(f"tensors: got {type(tensors).__name__}, needs a mapping by name")
         for name, tensor in tensors.items():
-            if not isinstance(name, str) or not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+            if not isinstance(name, str) or not isinstance(tensor, torch.Tensor) or not _is_dense(tensor):
                 raise TypeError(f"tensors: got {type(tensor).__name__} under {name!r}, needs dense tensors by name")
         if layout is None:
             continue
@@ -164,3 +163,9 @@ def check_entries(entries: Mapping[bytes, Tensors], layout: Layout | None) -> No
             if tuple(tensor.shape) != shape or tensor.dtype != dtype:
                 got = f"{list(tensor.shape)} {tensor.dtype}"
                 raise ValueError(f"tensors: got {name} {got}, needs {list(shape)} {dtype} of the layout")
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is its elements in memory, unlike a DTensor, a fake tensor or one of torch's qint8."""
+    plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return plain and tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ...triton_ops._core.checks import check_integer
 from ..forks import repair_after_fork
 from .payload import host_copy
 from .tier import Tensors, Tier, check_entries, check_key
@@ -30,7 +31,7 @@ class TierWriter(Tier):
         max_bytes: Limit for tensors that are queued or being written.
 
     Raises:
-        TypeError: `tier` is not a `Tier`.
+        TypeError: `tier` is not a `Tier`, or `max_bytes` is not an int.
         ValueError: `max_bytes` is below 1.
 
     Attributes:
@@ -54,10 +55,8 @@ class TierWriter(Tier):
     def __init__(self, tier: Tier, max_bytes: int = 1 << 30) -> None:
         if not isinstance(tier, Tier):
             raise TypeError(f"tier: got {type(tier).__name__}, needs the methods of pc.cache.tiers.tier.Tier")
-        if max_bytes < 1:
-            raise ValueError(f"max_bytes: got {max_bytes}, needs at least 1")
         self.tier = tier
-        self.max_bytes = max_bytes
+        self.max_bytes = check_integer("max_bytes", max_bytes, 1)
         self.written = self.refused = self.failed = 0
         self.last_error: BaseException | None = None
         self._closed = False
@@ -157,7 +156,7 @@ class TierWriter(Tier):
         for key in keys:
             check_key(key)
         with self._lock:
-            here = {key: self._queued.get(key) or self._writing.get(key) for key in keys}
+            here = {key: self._queued.get(key, self._writing.get(key)) for key in keys}
         missing = [key for key in here if here[key] is None]
         found = dict(zip(missing, self.tier.get_many(missing) if missing else [], strict=True))
         tensors = {key: found[key] if rows is None else host_copy(rows) for key, rows in here.items()}

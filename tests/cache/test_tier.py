@@ -8,6 +8,7 @@ import pytest
 import torch
 from memory_store import LAYOUT, MemoryStore, block, same
 from processes import exit_status_of_child, in_threads
+from torch.testing._internal.two_tensor import TwoTensor
 
 from pc.cache.tiers.disk import DiskTier
 from pc.cache.tiers.memory import MemoryTier
@@ -90,14 +91,34 @@ def test_invalid_keys_are_refused(tier, key, error):
     assert KEYS[0] not in tier
 
 
+@pytest.mark.parametrize("size", [2.5, True, "9"])
+def test_a_size_that_is_no_integer_is_refused_by_name(tmp_path, size):
+    for name, make in (
+        ("max_blocks", MemoryTier),
+        ("max_bytes", lambda size: TierWriter(MemoryTier(1), size)),
+        ("capacity_bytes", lambda size: DiskTier(tmp_path, LAYOUT, size)),
+        (r"tensors\['a'\]", lambda size: Layout("m", {"a": ([size], torch.int8)})),
+    ):
+        with pytest.raises(TypeError, match=f"{name}: got {size!r}, needs an int"):
+            make(size)
+
+
 @pytest.mark.parametrize("key", [bytearray(b"key"), [b"key"]])
 def test_a_key_that_cannot_be_hashed_is_refused_by_name(tier, key):
     with pytest.raises(TypeError, match=f"key: got {type(key).__name__}, needs bytes"):
         tier.put(key, block())
+    assert key not in tier
 
 
 @pytest.mark.parametrize(
-    "tensors", [[torch.ones(1)], {"key": [1]}, {1: torch.ones(1)}, {"key": torch.eye(2).to_sparse()}]
+    "tensors",
+    [
+        *([torch.ones(1)], {"key": [1]}, {1: torch.ones(1)}, {"key": torch.eye(2).to_sparse()}),
+        *(
+            {"key": TwoTensor(torch.ones(1), torch.ones(1))},
+            {"key": torch.ones(1, device="meta")},
+        ),  # no memory of theirs
+    ],
 )
 def test_invalid_tensors_are_refused(tier, tensors):
     with pytest.raises(TypeError, match="tensors: got"):
@@ -161,7 +182,7 @@ def test_layouts_are_equal_in_every_process():
     for bad, error in ((5, TypeError), ({"a": torch.ones(1)}, TypeError), ({"a": ([1.5], torch.int8)}, TypeError)):
         with pytest.raises(error):
             Layout("m", bad)
-    with pytest.raises(ValueError, match="needs sizes of at least 0"):
+    with pytest.raises(ValueError, match=r"tensors\['a'\]: got -1, needs at least 0"):
         Layout("m", {"a": ([-1], torch.int8)})
     with pytest.raises(TypeError, match="model: got int"):
         Layout(1, {})

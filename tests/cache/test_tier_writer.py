@@ -72,6 +72,9 @@ def test_queued_blocks_are_found_before_they_are_written(slow):
     assert slow.writing.wait(10)
     assert writer.put(KEYS[3], block(3))
     assert writer.put(KEYS[0], block(0))
+    assert writer.put(KEYS[9], {})
+    assert writer.get(KEYS[9]) == {}
+    writer.discard(KEYS[9])
     assert slow.entries == {}
     assert len(writer) == 4
     assert writer.contains_many(KEYS[:5]) == [True] * 4 + [False]
