@@ -15,11 +15,12 @@ from pc.cache.tiers.writer import TierWriter
 
 BLOCK = 4
 LAYOUTS = [Layout(f"model@1, group {group}", {"kv": ((BLOCK,), torch.float64)}) for group in range(2)]
-GROUPS = {
-    "full": [pc.FullAttention()],
-    "full and window": [pc.FullAttention(), pc.SlidingWindow(6)],
-    "full and window with sinks": [pc.FullAttention(), pc.SlidingWindow(5, num_sink_tokens=3)],
-    "window": [pc.SlidingWindow(5)],
+MANAGERS = {
+    "full": {"groups": [pc.FullAttention()]},
+    "parts of blocks": {"groups": [pc.FullAttention()], "partial_reuse": True},
+    "full and window": {"groups": [pc.FullAttention(), pc.SlidingWindow(6)]},
+    "full and window with sinks": {"groups": [pc.FullAttention(), pc.SlidingWindow(5, num_sink_tokens=3)]},
+    "window": {"groups": [pc.SlidingWindow(5)]},
 }
 
 
@@ -35,9 +36,9 @@ def rows_of(tokens):
 class Engine:
     """The part of an engine that the loop needs. Its KV is `rows_of` the tokens."""
 
-    def __init__(self, groups, tiers, num_blocks=8, policy="lru"):
-        self.manager = pc.CacheManager(num_blocks, BLOCK, policy=policy, groups=groups)
-        self.caches = [torch.full((num_blocks, BLOCK), float("nan"), dtype=torch.float64) for _ in groups]
+    def __init__(self, options, tiers, num_blocks=8, policy="lru"):
+        self.manager = pc.CacheManager(num_blocks, BLOCK, policy=policy, **options)
+        self.caches = [torch.full((num_blocks, BLOCK), float("nan"), dtype=torch.float64) for _ in options["groups"]]
         self.tiers = tiers
         self.loaded = self.computed = 0
         self.manager.on_evict = self.save
@@ -50,17 +51,20 @@ class Engine:
         return [self.manager.block_table(request, group) for group in range(len(self.caches))]
 
     def load(self, request, allocation):
-        start = -(-allocation.num_cached_tokens // BLOCK)
+        start = allocation.num_cached_tokens // BLOCK
         hashes = self.manager.block_hashes(request)[start:]
         found = [tier.get_many(hashes) for tier in self.tiers]
         count = next((i for i, row in enumerate(zip(*found, strict=True)) if None in row), len(hashes))
         for cache, table, rows in zip(self.caches, self.tables(request), found, strict=True):
             for number, tensors in zip(table[start : start + count].tolist(), rows[:count], strict=True):
                 cache[number] = tensors["kv"]
-        return (start + count) * BLOCK if count else allocation.num_cached_tokens
+        return max(allocation.num_cached_tokens, (start + count) * BLOCK)
 
     def serve(self, request, tokens):
         allocation = self.manager.allocate(request, tokens)
+        for group, cache in enumerate(self.caches):
+            for source, target in allocation.group_copies(group):
+                cache[target] = cache[source]
         done = min(self.load(request, allocation), len(tokens) - 1)
         self.loaded += done - allocation.num_cached_tokens
         self.manager.commit(request, done)
@@ -98,11 +102,11 @@ def tiers_of(kind, path, store):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", ["disk", "writer", "mooncake"])
-@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-def test_evicted_blocks_come_back(tmp_path, groups, kind):
+@pytest.mark.parametrize("options", MANAGERS.values(), ids=MANAGERS)
+def test_evicted_blocks_come_back(tmp_path, options, kind):
     store = {}
-    tiers = tiers_of(kind, tmp_path, store)[: len(groups)]
-    engine = Engine(groups, tiers)
+    tiers = tiers_of(kind, tmp_path, store)[: len(options["groups"])]
+    engine = Engine(options, tiers)
     prompt, other = list(range(18)), [99] * 30
     engine.serve("a", prompt)
     engine.serve("b", other)
@@ -112,18 +116,18 @@ def test_evicted_blocks_come_back(tmp_path, groups, kind):
     for tier in tiers:
         if kind == "writer":
             assert tier.close()
-    again = Engine(groups, tiers_of(kind, tmp_path, store)[: len(groups)])  # another process
+    again = Engine(options, tiers_of(kind, tmp_path, store)[: len(options["groups"])])  # another process
     again.serve("a", prompt)
     assert (again.loaded, again.computed) == (16, 2)
     assert computed > 20
 
 
-@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("options", MANAGERS.values(), ids=MANAGERS)
 @pytest.mark.parametrize("policy", ["lru", "default"])
-def test_random_prompts_find_their_own_content(tmp_path, groups, policy):
+def test_random_prompts_find_their_own_content(tmp_path, options, policy):
     random = np.random.default_rng(0)
-    engine = Engine(groups, [TierWriter(DiskTier(tmp_path, layout), 40 * BLOCK * 8) for layout in LAYOUTS], 10, policy)
-    engine.tiers = engine.tiers[: len(groups)]
+    engine = Engine(options, [TierWriter(DiskTier(tmp_path, layout), 40 * BLOCK * 8) for layout in LAYOUTS], 10, policy)
+    engine.tiers = engine.tiers[: len(options["groups"])]
     for number in range(120):
         engine.serve(number, random.integers(0, 2, int(random.integers(1, 36))).tolist())
         if number % 3 == 0:  # otherwise the disk's speed decides what the queue takes
