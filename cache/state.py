@@ -308,7 +308,9 @@ class ManagerState:
         return min(order, key=lambda row: row[:2])[2] if order else None
 
     def check_new(self, name: str, request_id: Hashable) -> None:
-        """Raise ValueError if an id is in use."""
+        """Raise ValueError if an id is in use, TypeError if it cannot be hashed."""
+        if type(request_id).__hash__ is None:
+            raise TypeError(f"{name}: got {type(request_id).__name__}, needs a hashable")
         if request_id in self.running or request_id in self.preempted:
             raise ValueError(f"{name}: got {request_id!r}, which is in use, needs a new one")
 

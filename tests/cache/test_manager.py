@@ -38,6 +38,7 @@ def anywhere(**options):
 REFUSED = {
     "plain": [
         (lambda m: m.allocate("a", [1]), ValueError, "request_id"),
+        (lambda m: m.allocate(["b"], [1]), TypeError, "^request_id: got list, needs a hashable"),
         *((call, KeyError, "request_id") for call in UNKNOWN),
         (lambda m: m.commit("a", 11), ValueError, "num_tokens"),
         (lambda m: m.rollback("a", 11), ValueError, "num_tokens"),
