@@ -234,18 +234,18 @@ def _as_array(text: Request) -> Tokens:
 def _known(source: Source, hasher: BlockHasher, prompt: Request) -> Iterator[tuple[Request, Hashable]]:
     """Yield the texts of a source as in `Known`: remembered texts, oldest first, and texts of running requests."""
     size = source.hasher.block_size
-    text_before = {digest: (prompt.tokens, i * size) for i, digest in enumerate(split_digests(prompt.digests), 1)}
+    needed = {before for (_, before, *_), _ in source.texts}
+    text_before = {digest: (prompt.tokens, i) for i, digest in enumerate(split_digests(prompt.digests), 1)}
     for (keys, before, tokens, committed), request_id in source.texts:
         if before is not None:
-            if before not in text_before:
+            if (earlier := text_before.get(before)) is None:
                 continue  # the request that computed the earlier text is forgotten
-            earlier, length = text_before[before]
-            tokens = earlier[:length] + tokens
+            tokens = earlier[0][: earlier[1] * size] + tokens
         moved = approximate_from(keys)
         if moved is not None:  # KV from there on is approximate; the same text has other hashes in an exact prompt
             keys, tokens, committed = keys._replace(placed=()), tokens[:moved], min(committed, moved)
         digests = hasher.hash_blocks(tokens, keys)
-        text_before.update({digest: (tokens, i * size) for i, digest in enumerate(split_digests(digests), 1)})
+        text_before.update({key: (tokens, i) for i, key in enumerate(split_digests(digests), 1) if key in needed})
         yield Request(tokens, None, digests, keys, committed=committed), request_id
 
 
