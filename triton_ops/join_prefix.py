@@ -39,21 +39,22 @@ _ROWS_A_PROGRAM = 128
 def _check(args: Any) -> None:
     """Check the metadata of a call, and the values where they may be read."""
     caches, news, seq_lens = tensors_of(args, "cache"), tensors_of(args, "new"), args.seq_lens
-    check_caches("cache", caches)
+    cache_name, new_name = ("caches", "news") if hasattr(args, "caches") else ("cache", "new")
+    check_caches(cache_name, caches)
     check_tensor("seq_lens", seq_lens, "[num_seqs]", INDEX_DTYPES)
     device, num_seqs = seq_lens.device, seq_lens.shape[0]
     check_tensor("block_tables", args.block_tables, "[num_seqs, max_blocks]", INDEX_DTYPES, device, (num_seqs,))
     check_tensor("query_start_loc", args.query_start_loc, "[num_seqs + 1]", INDEX_DTYPES, device, (num_seqs + 1,))
     if not news or not isinstance(news[0], torch.Tensor) or not news[0].dim():
-        raise bad_argument("new", describe(news[0]) if news else "an empty list", "[num_tokens, *features]")
+        raise bad_argument(new_name, describe(news[0]) if news else "an empty list", "[num_tokens, *features]")
     num_tokens = news[0].shape[0]
-    check_rows("new", news, caches, num_tokens, 2)
+    check_rows(new_name, news, caches, num_tokens, 2)
     if args.num_rows < 0:
         raise bad_argument("num_rows", args.num_rows, "at least 0")
     if args.new_positions is not None:
         check_tensor("new_positions", args.new_positions, "[num_tokens]", INDEX_DTYPES, device, (num_tokens,))
-    check_reachable("cache", caches[0], seq_lens, "seq_lens")
-    check_reachable("new", news[0], seq_lens, "seq_lens")
+    check_reachable(cache_name, caches[0], seq_lens, "seq_lens")
+    check_reachable(new_name, news[0], seq_lens, "seq_lens")
     if reads_values(seq_lens):
         _check_values(args, caches[0], num_tokens)
 

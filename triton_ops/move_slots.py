@@ -23,6 +23,7 @@ from ._core.checks import (
     CACHE_LAYOUT,
     FLOATS,
     INDEX_DTYPES,
+    VALUE_LAYOUT,
     bad_argument,
     check_tensor,
     describe,
@@ -60,7 +61,7 @@ def _check(args: Any) -> None:
     check_moved_keys(args, "source_slots", "target_slots", "deltas")
     if args.value_cache is not None:
         sizes, device = args.key_cache.shape[:3], args.key_cache.device
-        check_tensor("value_cache", args.value_cache, CACHE_LAYOUT, _DTYPES, device, sizes, rows=True)
+        check_tensor("value_cache", args.value_cache, VALUE_LAYOUT, _DTYPES, device, sizes, rows=True)
         if is_same_memory(args.key_cache, args.value_cache):
             raise bad_argument("value_cache", "the memory of key_cache", "its own, or None to move keys alone")
 

@@ -60,8 +60,8 @@ def sparse_gap_attention(
             in any order: seq_len - q_len plus the depth of the token in its tree, 0 for a root.
         tree_mask: `[num_tokens, words]` int32. Bit b of word w of a query's row says whether it attends to the key at
             position seq_len - q_len + 32 * w + b of its sequence. These are this call's own tokens, and only the mask
-            decides about them. Keys before them follow the rule above. Ancestors of a token must come before it, and
-            its own bit must be set.
+            decides about them. Keys before them follow the rule above. Ancestors of a token must come before it.
+            Without its own bit, a token does not attend to itself.
         query_blocks: `[num_tokens, num_kv_heads, top_k]` int32, the logical blocks that a query attends to, ascending,
             then -1. The rule above and tree_mask also apply. A call with query_blocks needs no plan.
 

@@ -277,6 +277,7 @@ REFUSED: dict[str, list[tuple[Case, dict[str, Any], str]]] = {
         (SMALL, {"key_cache": lambda k: k.to(INT8)}, "value_cache: got float32"),
         (SMALL, {"value_cache": lambda v: v[:-1]}, "value_cache: got shape"),
         (SMALL, {"value_cache": lambda v: v[0]}, "value_cache"),
+        (SMALL, {"key_cache": lambda k: k[:-1]}, r"value_cache: got shape .*, needs \[.*, head_dim\] like key_cache"),
         (SMALL, {"block_tables": lambda t: t.long()}, "block_tables: got int64"),
         (SMALL, {"block_tables": lambda t: t[:1]}, "seq_lens: got 2 elements, needs 1"),
         (SMALL, {"block_tables": turned}, "block_tables: got strides"),

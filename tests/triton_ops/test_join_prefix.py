@@ -153,6 +153,22 @@ def test_bad_arguments_are_named(name, change, message):
     check_refused(pc.join_prefix, given, {name: change}, message)
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("caches", lambda x: x[:0], "caches: got an empty list"),
+        ("caches", lambda x: [x[0], x[0][1:]], "caches: got shapes"),
+        ("news", lambda x: x[:0], "news: got an empty list"),
+        ("news", lambda x: x * 2, "news: got 2 tensors, needs 1, one per cache"),
+    ],
+)
+def test_bad_lists_are_named(name, change, message):
+    given = {"caches": [torch.zeros(8, 4, 3)], "block_tables": torch.tensor([[1]]), "seq_lens": torch.tensor([2])}
+    given |= {"news": [torch.ones(2, 3)], "query_start_loc": torch.tensor([0, 2]), "num_rows": 2}
+    pc.join_prefix_list(**given)
+    check_refused(pc.join_prefix_list, given, {name: change}, message)
+
+
 @pytest.mark.gpu
 def test_pinned_cache_and_a_captured_graph():
     first, second = inputs(CASES[1], (64,), torch.float32, "cuda"), inputs(CASES[1], (64,), torch.float32, "cuda", True)

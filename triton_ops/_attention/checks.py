@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._core.checks import CACHE_LAYOUT, FLOATS, INT32, bad_argument, check_tensor, describe
+from .._core.checks import CACHE_LAYOUT, FLOATS, INT32, VALUE_LAYOUT, bad_argument, check_tensor, describe
 from .._core.quantize import QUANTIZED_DTYPES
 from .arguments import NOT_NEGATIVE, AttentionArgs
 from .layout import PlanShape
@@ -33,7 +33,7 @@ def check_cache(args: Any, like: torch.Tensor, num_kv_heads: int | None = None, 
     key_cache, value_cache = args.key_cache, args.value_cache
     _check_blocks("key_cache", key_cache, like, num_kv_heads)
     sizes = key_cache.shape[:3] if value_dim is None else (*key_cache.shape[:3], value_dim)
-    check_tensor("value_cache", value_cache, CACHE_LAYOUT, (key_cache.dtype,), like.device, sizes, rows=True)
+    check_tensor("value_cache", value_cache, VALUE_LAYOUT, (key_cache.dtype,), like.device, sizes, rows=True)
     if not 1 <= value_cache.shape[3] <= MAX_HEAD_DIM:
         raise bad_argument("value_cache", f"head_dim {value_cache.shape[3]}", f"1 to {MAX_HEAD_DIM}")
     _check_scales(key_cache, like.device, k_scale=args.k_scale, v_scale=args.v_scale)

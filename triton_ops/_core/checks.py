@@ -17,6 +17,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 INT32 = (torch.int32,)
 INDEX_DTYPES = (torch.int32, torch.int64)
 CACHE_LAYOUT = "[num_blocks, block_size, num_kv_heads, head_dim]"
+VALUE_LAYOUT = f"{CACHE_LAYOUT} like key_cache"
 
 _debug = is_set("PC_DEBUG")
 
@@ -162,7 +163,7 @@ def _check_sizes(name: str, tensor: torch.Tensor, layout: str, sizes: Sequence[i
         raise bad_argument(name, f"{tensor.shape[0]} elements", f"{sizes[0]} ({layout})")
     dimensions = layout.partition("]")[0].removeprefix("[").split(", ")
     needs = [dimension if size is None else str(size) for dimension, size in itertools.zip_longest(dimensions, sizes)]
-    raise bad_argument(name, f"shape {list(tensor.shape)}", f"[{', '.join(needs)}]")
+    raise bad_argument(name, f"shape {list(tensor.shape)}", f"[{', '.join(needs)}]{layout.partition(']')[2]}")
 
 
 def refuse_grad(operator: object, names: Iterable[str], values: Iterable[object]) -> None:
