@@ -328,7 +328,8 @@ class TensorCache:
         """Apply `copies` and `loads` of an allocation to the rows, and forget the rows that its step will replace.
 
         Call it before the allocation's step is computed if it has copies (a shared or partly reused block) or loads
-        (rows that were swapped out). Other allocations do not need it, because `store` does the same for them.
+        (rows that were swapped out). Other allocations do not need it, because `store` does the same for them. After
+        `append_each`, call `copy` with its `copies` instead.
 
         Examples:
             >>> manager.fork("a", "c")
