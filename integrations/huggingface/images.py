@@ -7,7 +7,7 @@ import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -250,12 +250,14 @@ def _joining(
 
     With `has_deep`, the output has a list of deep features, which may be empty.
     """
+    # timm's output must have a `last_hidden_state`, which no forward pass reads.
+    required = {field.name: None for field in fields(output_type) if field.default is MISSING}
 
     def joined(rows: torch.Tensor) -> Any:
         parts = zip(rows.split(list(widths), -1), in_lists, strict=True)
         packed = [[part] if in_list else part[None] for part, in_list in parts]
         deep = {"deepstack_features": packed[1:]} if has_deep else {}
-        return output_type(pooler_output=packed[0], **deep)
+        return output_type(**required, pooler_output=packed[0], **deep)
 
     return joined
 

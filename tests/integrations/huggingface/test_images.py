@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from generate_cases import CACHE, assert_same, both, cache_of, cached, enabled, first_quick, plain
 from image_cases import CASES, GLM, IDEFICS, IMAGE, PALIGEMMA, STEP, TowerRuns, VisionCase, text
 from processes import in_threads
+from transformers.models.timm_wrapper.modeling_timm_wrapper import TimmWrapperModelOutput
 
 from pc.integrations.huggingface import enable_prefix_caching
 from pc.integrations.huggingface.images import VisionOutputs
@@ -254,6 +256,24 @@ def test_tower_with_an_empty_list_of_deep_features() -> None:
     model = case.build()
     model.base_model.visual.deepstack_visual_indexes = []
     with enable_prefix_caching(model) as handle:
+        for _ in range(2):
+            assert_same(model, **case.call([text(20, 0), 1, ASK]), **FREE)
+        assert handle.last_requests[0].cached_tokens >= 32
+
+
+def test_output_of_a_tower_with_a_required_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The towers of Gemma 3n and PerceptionLM come from timm. Their outputs cannot be made without hidden states."""
+    case = BY_NAME["llava"]
+    model = case.build()
+    encode = model.model.get_image_features
+
+    @functools.wraps(encode)
+    def of_timm(*args: Any, **kwargs: Any) -> Any:
+        pooled = encode(*args, **kwargs).pooler_output
+        return TimmWrapperModelOutput(last_hidden_state=pooled[0], pooler_output=pooled)
+
+    monkeypatch.setattr(model.model, "get_image_features", of_timm)
+    with enabled(model, num_blocks=200) as handle:
         for _ in range(2):
             assert_same(model, **case.call([text(20, 0), 1, ASK]), **FREE)
         assert handle.last_requests[0].cached_tokens >= 32
