@@ -169,10 +169,11 @@ def _in_parts(model: Any, length: int, cut: int, typed: bool = False) -> Dynamic
         own = accepted(model, position_ids=positions(model, ids, torch.ones_like(ids)))
         return own | {"token_type_ids": torch.zeros_like(ids)}
 
-    with refusing("its forward pass fails with a restored cache"):
+    with refusing("its forward pass fails"):
         whole, first = new_cache(model.config), new_cache(model.config)
         outputs = forward(model, tokens, 0, length, whole, given(length))
         want = outputs.logits[0, -1]
+    with refusing("its forward pass fails with a restored cache"):
         wrapped = any(hasattr(value, "self_attention_cache") for value in outputs.values())
         refuse_if(wrapped, "it keeps its state in a cache for cross-attention")
         forward(model, tokens, 0, cut, first, given(cut))

@@ -397,6 +397,16 @@ def test_weights_that_are_offloaded_after_caching_was_enabled(model: Any) -> Non
         assert handle.stats().calls_handed_back == {"some of its weights are on the meta device": 1}
 
 
+def test_a_model_that_always_fails(model: Any) -> None:
+    """As Llama 4 with images in transformers 5.24; the reason once blamed a restored cache."""
+    model.forward = fail
+    handle, told = told_of(lambda: enable_prefix_caching(model))
+    with handle, pytest.raises(KeyError, match="on purpose"):
+        model.generate(prompt(40))
+    assert handle.unsupported == "LlamaForCausalLM: its forward pass fails (KeyError: 'on purpose')"
+    assert len(told) == 1
+
+
 def test_a_decoder_with_cross_attention() -> None:
     """Its forward pass puts our cache into another one, and a decode step once computed all tokens again behind it."""
     model = build_model("GPT2Config", "GPT2LMHeadModel", n_embd=64, n_layer=2, n_head=4, add_cross_attention=True)
