@@ -61,7 +61,8 @@ def paged_attention(
         max_query_len: An upper bound of q_len. None: taken from shapes.
         max_seq_len: An upper bound of seq_lens. None: taken from shapes.
         plan: The plan of `attention_plan` for the same batch. None: the operator builds one.
-        batch_invariant: Whether a row's bits must not depend on the rest of the batch or on chunking.
+        batch_invariant: Whether a row's bits must not depend on the rest of the batch or on chunking. No effect on CPU
+            tensors.
 
     Returns:
         `[num_tokens, num_heads, head_dim]` with the values' head_dim, contiguous, with the query's dtype. Rows that
