@@ -221,8 +221,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             priority: Policies that use priorities keep blocks with a priority above 0 longer. The priority
                 also holds for the blocks of the answer.
             ttl: Seconds for which the priority holds. None: until evicted.
-            num_tokens: Allocate blocks for only this many tokens of the prompt, or for the cached tokens if these are
-                more. `append` allocates blocks for the next tokens. None: for all.
+            num_tokens: Allocate blocks for only this many tokens of the prompt, or for the cached prefix if it is
+                longer. `append` allocates blocks for the next tokens, which are all computed. None: for all.
             segments: With "anywhere", the spans (start, end) of tokens in which to look for text, ascending. A span is
                 a document or a tool result, for example. A match never crosses the end of a span. None: the whole
                 prompt.
