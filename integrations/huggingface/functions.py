@@ -11,10 +11,13 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import dataclasses
+import dis
 import functools
 import hashlib
+import random
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from itertools import chain, islice
@@ -97,6 +100,65 @@ def reader_of(roots: Mapping[str, Any], left_out: Collection[str], known: Collec
         return found
 
     return functools.partial(read, [root for root in roots.items() if len(read([root])) > 1])
+
+
+@contextlib.contextmanager
+def restored(roots: Mapping[str, Any], known: Collection[int]) -> Iterator[None]:
+    """Put back, after the `with` block, what some functions and objects hold; see `reader_of`.
+
+    Iterators, and tensors and arrays of more than `MOST` elements, stay as the block leaves them.
+    """
+    reached: dict[int, Any] = {}
+    for _ in described(roots.items(), known, light=True, seen=reached):
+        pass
+    restores = list[Callable[[], Any]]()
+    for value in reached.values():
+        with contextlib.suppress(Exception):  # an object may fail at whatever is done to it
+            restores += _restores(value)
+    try:
+        yield
+    finally:
+        for restore in restores:
+            with contextlib.suppress(Exception):
+                restore()
+
+
+def _restores(value: Any) -> Iterator[Callable[[], Any]]:
+    """Yield functions that put back what a value holds now, if it is no longer the same."""
+    if isinstance(value, torch.Tensor):
+        if type(value) is torch.Tensor and value.numel() <= MOST and not value.is_inference():
+            version, copy = value._version, value.detach().clone()
+            yield lambda: value._version == version or value.detach().copy_(copy)
+    elif isinstance(value, np.ndarray):
+        if value.size <= MOST and value.flags.writeable:
+            yield functools.partial(np.copyto, value, value.copy())
+    elif isinstance(value, FunctionType):
+        space = value.__globals__
+        if not is_known(space.get("__name__")):
+            written = {i.argval for i in dis.get_instructions(value.__code__) if i.opname == "STORE_GLOBAL"}
+            yield functools.partial(space.update, {name: space[name] for name in written & space.keys()})
+            for cell in value.__closure__ or ():
+                with contextlib.suppress(ValueError):  # not assigned yet
+                    yield functools.partial(setattr, cell, "cell_contents", cell.cell_contents)
+    elif isinstance(value, random.Random):
+        yield functools.partial(value.setstate, value.getstate())
+    elif isinstance(value, torch.Generator):
+        yield functools.partial(value.set_state, value.get_state())
+    elif isinstance(value, list | deque | set | dict):
+        yield functools.partial(_refill, value, value.copy())
+    elif not isinstance(value, type) and not is_known(type(value).__module__) and hasattr(value, "__dict__"):
+        yield functools.partial(_refill, vars(value), vars(value).copy())
+
+
+def _refill(held: Any, before: Any) -> None:
+    """Put the entries of a copy back into a container, unless they are the same."""
+    if _entries(held) != _entries(before):
+        held.clear()
+        (held.update if isinstance(held, dict | set) else held.extend)(before)
+
+
+def _entries(held: Any) -> list[int]:
+    return list(map(id, chain.from_iterable(held.items()) if isinstance(held, dict) else held))
 
 
 def differing(kept: Held, now: Held) -> list[str]:
@@ -335,7 +397,11 @@ def is_known(module: Any) -> bool:
 
 
 def described(
-    roots: Iterable[tuple[str, Any]], known: Collection[int], left_out: Collection[str] = (), light: bool = False
+    roots: Iterable[tuple[str, Any]],
+    known: Collection[int],
+    left_out: Collection[str] = (),
+    light: bool = False,
+    seen: dict[int, Any] | None = None,
 ) -> Iterator[tuple[str, list[Any]]]:
     """Yield the name of each value within some values, and bytes that differ for different values.
 
@@ -345,8 +411,9 @@ def described(
         left_out: Names of values that yield nothing.
         light: Whether to describe tensors by object and version, code by object, and only the first entries of
             containers. Then nothing is yielded for functions of known packages and objects that fail when looked at.
+        seen: Gets each object that was looked at, by its id.
     """
-    seen: dict[int, Any] = {}
+    seen = {} if seen is None else seen
     waiting: list[tuple[Any, Any]] = [*roots][::-1]  # not recursion, because functions that call each other may be many
     while waiting and not (light and len(seen) > MOST):
         name, value = waiting.pop()

@@ -23,7 +23,7 @@ import torch
 
 from .api import COMPILED, KEPT_MANAGER, RECORDING, SILENT_ENTRIES, is_own_hook
 from .calls import refusing
-from .functions import PLAIN, Functions, Held, content_digest, differing, reader_of
+from .functions import PLAIN, Functions, Held, content_digest, differing, reader_of, restored
 from .support import (
     CHANGING_ROPE,
     PLAIN_TENSORS,
@@ -388,6 +388,18 @@ def held_reader(model: Any, functions: Functions, left_out: Collection[str] = ()
 
     It leaves out modules, tensors and their containers.
     """
+    return reader_of(_holders(model, functions), left_out, {id(module) for module in model.modules()})
+
+
+@contextmanager
+def restored_holders(model: Any) -> Iterator[None]:
+    """Put back, after a `with` block, what a model's hooks, functions and other objects hold, such as counts."""
+    with restored(_holders(model, Functions(model)), {id(module) for module in model.modules()}):
+        yield
+
+
+def _holders(model: Any, functions: Functions) -> dict[str, Any]:
+    """Return a model's hooks, functions and other objects, by name, without modules, tensors and their containers."""
     roots: dict[str, Any] = {}
     for label, module in model.named_modules():
         for name in _HOOKS:
@@ -399,7 +411,7 @@ def held_reader(model: Any, functions: Functions, left_out: Collection[str] = ()
     for f in functions.followed:
         name = f"{f.__module__}.{f.__qualname__}"
         roots[name if name not in roots else f"{name} {len(roots)}"] = f
-    return reader_of(roots, left_out, {id(module) for module in model.modules()})
+    return roots
 
 
 def changes_itself(module: torch.nn.Module) -> bool:

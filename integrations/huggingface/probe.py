@@ -12,7 +12,7 @@ import torch
 
 from .api import DynamicCache, cache_argument, positions, takes
 from .calls import UnsupportedError, refuse_if, refusing
-from .identity import without_row_settings
+from .identity import restored_holders, without_row_settings
 from .images import ImageSplit, alike
 from .layers import (
     GrowingWindowLayer,
@@ -62,11 +62,12 @@ class Probed:
 def own_passes(model: Any) -> Iterator[None]:
     """Let this thread run forward passes of its own within a block: without gradients, documents and rows' settings.
 
+    Hooks that count or record passes hold afterwards what they held before, so a call finds them as the user left them.
     The model is in eval mode within the block. If it is already, submodules in training mode are left as they are:
     calls are served with them, so they must pass the probe.
     """
     training = [m for m in model.modules() if m.training] if model.training else []
-    with torch.no_grad(), kept_deltas(model), apart(), without_row_settings(model):
+    with torch.no_grad(), kept_deltas(model), apart(), without_row_settings(model), restored_holders(model):
         try:
             if training:
                 model.eval()

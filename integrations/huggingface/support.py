@@ -37,6 +37,7 @@ def check_model(model: Any) -> None:
     need(CACHING)
     config = model.config
     check_processes()
+    refuse_if(any("__nnsight__" in vars(m) for m in model.modules()), "nnsight counts its forward passes")
     refuse_if(has_own_generate(model), "it has a generate of its own")
     refuse_if(getattr(config, "is_encoder_decoder", False), "it is an encoder-decoder model")
     refuse_if(not keeps_dynamic_cache(model), "its state is not kept in a transformers cache")

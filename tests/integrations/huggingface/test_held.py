@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import random
 import warnings
 import weakref
 from collections import deque
@@ -263,6 +265,69 @@ CHANGES: dict[str, Callable[[Any], Callable[[], Any]]] = {
 }
 
 
+def _by_list() -> Any:
+    seen: list[Any] = []
+    return lambda *values: seen.append(0) or (values[2] * 9 if len(seen) == 3 else None)
+
+
+def _by_attribute() -> Any:
+    own = SimpleNamespace(count=0)
+
+    def hook(module: Any, inputs: Any, output: Any) -> Any:
+        own.count += 1
+        return output * 9 if own.count == 3 else None
+
+    return hook
+
+
+def _by_closure() -> Any:
+    count = 0
+
+    def hook(module: Any, inputs: Any, output: Any) -> Any:
+        nonlocal count
+        count += 1
+        return output * 9 if count == 3 else None
+
+    return hook
+
+
+def _in_global() -> Any:
+    global COUNT
+    COUNT = 0
+
+    def hook(module: Any, inputs: Any, output: Any) -> Any:
+        global COUNT
+        COUNT += 1
+        return output * 9 if COUNT == 3 else None
+
+    return hook
+
+
+def _in_place(count: Any) -> Any:
+    def hook(module: Any, inputs: Any, output: Any) -> Any:
+        count[0] += 1
+        return output * 9 if count[0] == 3 else None
+
+    return hook
+
+
+def _by_chance(draw: Callable[[], Any]) -> Any:
+    return lambda module, inputs, output: output * (1.0 + draw())
+
+
+COUNT = 0
+COUNTING: dict[str, Callable[[], Any]] = {
+    "list": _by_list,
+    "attribute": _by_attribute,
+    "closure": _by_closure,
+    "global": _in_global,
+    "tensor": lambda: _in_place(torch.zeros(1)),
+    "array": lambda: _in_place(np.zeros(1)),
+    "random": lambda: _by_chance(functools.partial(random.Random.random, random.Random(3))),
+    "generator": lambda: _by_chance(functools.partial(torch.rand, 1, generator=torch.Generator().manual_seed(3))),
+}
+
+
 @pytest.fixture(autouse=True)
 def _own_globals(monkeypatch: pytest.MonkeyPatch) -> None:
     FACTOR.value, VALUES["of"] = 1.5, [1.5]
@@ -313,6 +378,34 @@ def test_counts_of_decode_steps_are_no_change(model: Any) -> None:
         model.generate(answer, max_new_tokens=4)
         assert handle.last_requests[0].cached_tokens == 48
         assert counts["steps"] > 11
+
+
+@pytest.mark.parametrize("name", ["list", "attribute", "closure", "global", "tensor", "array", "random", "generator"])
+@pytest.mark.parametrize("is_new", [True, False], ids=["added later", "there before"])
+def test_hooks_that_count_see_the_passes_of_calls_alone(model: Any, name: str, is_new: bool) -> None:
+    """Interventions at one step are often hooks that count passes. The test of a model must not count as steps."""
+    ids, options = prompt(40), {"max_new_tokens": 6, "return_dict_in_generate": True, "output_logits": True}
+    with _mlp(model).register_forward_hook(COUNTING[name]()):
+        want = [model.generate(input_ids=ids, **options).logits for _ in range(2)]
+    with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True):
+        if is_new:
+            stack.enter_context(enable_prefix_caching(model, num_blocks=64))
+        stack.enter_context(_mlp(model).register_forward_hook(COUNTING[name]()))
+        if not is_new:
+            stack.enter_context(enable_prefix_caching(model, num_blocks=64))
+        got = [model.generate(input_ids=ids, **options).logits for _ in range(2)]
+    torch.testing.assert_close(got, want)
+
+
+def test_a_model_that_nnsight_wraps_runs_no_passes_of_ours(model: Any) -> None:
+    """nnsight puts an object of this name into each module, and runs a user's code at the passes of one call."""
+    passes: list[bool] = []
+    vars(_mlp(model))["__nnsight__"] = SimpleNamespace()
+    _mlp(model).register_forward_hook(lambda *_: passes.append(True))
+    with pytest.warns(UserWarning, match="nnsight counts its forward passes"):
+        enable_prefix_caching(model, num_blocks=64)
+    assert not passes
+    assert_same(model, input_ids=prompt(40), max_new_tokens=4)
 
 
 def test_the_clock_of_a_progress_bar_is_no_change(model: Any) -> None:
