@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,10 +14,11 @@ from .admit import extra_keys
 from .api import ASSISTED, CHUNKS, need
 from .calls import Calls, RequestReport, UnsupportedError, refuse_if, refusing
 from .compression.kept import Content
+from .identity import acting_hooks
 from .kernels import WrongKernelError
 from .layers import GrowingIndexedLayer, index_reach
 from .loop import BY_TOKEN, Loop
-from .probe import LONG, Probed, probe, probe_window
+from .probe import LONG, TOKENS, Probed, probe, probe_hooks, probe_window
 from .prompts import Prompt, prompts_of
 from .runners import contiguous, deterministic, document, paged
 from .runners.batch import FORWARD_COST
@@ -52,8 +54,9 @@ class Engine:
 
     def _make(self, model: Any, probed: Probed) -> None:
         """Make an empty store for the model, with its lower tiers."""
-        self._window_problem: UnsupportedError | None = None
+        self._problem: UnsupportedError | None = None  # of a longer probe
         self._proven_window = min(probed.window, LONG)
+        self._proven_length = TOKENS if acting_hooks(model) else sys.maxsize
         self.store = store = PromptStore(model, self._options, probed)
         indexed = any(isinstance(layer, GrowingIndexedLayer) for layer in store.empty_cache.layers)
         # The longest sequence of a sparse model; None for others.
@@ -134,16 +137,27 @@ class Engine:
         by_options = options.chunk is not None or options.reuse != "prefix" or store.storage.chunk is not None
         return by_options or store.states is not None or bool(loop.generation_config.prefill_chunk_size)
 
-    def _prove_window(self, model: Any) -> None:
-        """Probe the model beyond its window, once. Raise UnsupportedError if the probe failed."""
-        if self._window_problem is not None:
-            raise self._window_problem
+    def _prove(self, loop: Loop) -> None:
+        """Probe the model with longer rows if this loop has the first ones beyond its window, or beyond proven passes.
+
+        Raises:
+            UnsupportedError: Such a probe failed, now or before.
+        """
+        length, window = loop.input_ids.shape[1], self.store.probed.window
+        beyond = self._proven_window < window < length
+        if not beyond and length <= self._proven_length:
+            return
+        if self._problem is not None:
+            raise self._problem
         try:
-            probe_window(model, self.store.probed.window)
+            if beyond:
+                probe_window(loop.model, window)
+                self._proven_window = window
+            if length > self._proven_length:
+                self._proven_length = probe_hooks(loop.model, length)
         except UnsupportedError as error:
-            self._window_problem = error
+            self._problem = error
             raise
-        self._proven_window = self.store.probed.window
 
     def run(self, loop: Loop, content: Content | None = None) -> tuple[Any, list[RequestReport]]:
         """Run a loop over the cache and return its result and a report for each row.
@@ -155,6 +169,7 @@ class Engine:
         """
         calls = self._calls
         if content is None and self._steps is not None and self._packs(loop):
+            self._prove(loop)
             result, prompts = paged.run(loop, self.store, self._steps, calls)
             return result, _reports(prompts, calls)
         self.check(loop)
@@ -207,8 +222,7 @@ class Engine:
             raise UnsupportedError("its recurrent states do not support assisted decoding or chunked prefill")
         if self._reach is not None and config.max_length > self._reach:
             raise UnsupportedError("rounding may change which keys its indexer or attention selects")
-        if self._proven_window < self.store.probed.window < loop.input_ids.shape[1]:
-            self._prove_window(loop.model)
+        self._prove(loop)
         typed = loop.model_kwargs.get("token_type_ids") is not None
         refuse_if(typed and not self.store.probed.continues_typed, "token types could change a token's KV")
         if not self.store.probed.continues_padded:

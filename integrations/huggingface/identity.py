@@ -23,7 +23,7 @@ import torch
 
 from .api import COMPILED, KEPT_MANAGER, RECORDING, SILENT_ENTRIES, is_own_hook
 from .calls import refusing
-from .functions import PLAIN, Functions, Held, content_digest, differing, reader_of, restored
+from .functions import PLAIN, Functions, Held, content_digest, differing, functions_of, is_known, reader_of, restored
 from .support import (
     CHANGING_ROPE,
     PLAIN_TENSORS,
@@ -398,13 +398,28 @@ def restored_holders(model: Any) -> Iterator[None]:
         yield
 
 
-def _holders(model: Any, functions: Functions) -> dict[str, Any]:
-    """Return a model's hooks, functions and other objects, by name, without modules, tensors and their containers."""
-    roots: dict[str, Any] = {}
+def _hooks_of(model: Any) -> dict[str, Any]:
+    """Return the hooks of a model's modules that may compute something, by name."""
+    found: dict[str, Any] = {}
     for label, module in model.named_modules():
         for name in _HOOKS:
             hooks = [hook for hook in vars(module)[name].values() if not is_harmless(hook)]
-            roots |= {f"{_joined(label, name)}.{n}, {_name_of(hook)}": hook for n, hook in enumerate(hooks)}
+            found |= {f"{_joined(label, name)}.{n}, {_name_of(hook)}": hook for n, hook in enumerate(hooks)}
+    return found
+
+
+def acting_hooks(model: Any) -> bool:
+    """Return whether a model has hooks whose code is of no known package, so that they may compute anything."""
+    return not all(is_known(f.__module__) for f in chain.from_iterable(map(_code_of, _hooks_of(model).values())))
+
+
+def _code_of(hook: Any) -> list[Any]:
+    return [*functions_of(hook)] or [type(hook)]
+
+
+def _holders(model: Any, functions: Functions) -> dict[str, Any]:
+    """Return a model's hooks, functions and other objects, by name, without modules, tensors and their containers."""
+    roots = _hooks_of(model)
     for name, value, _ in _in_attributes(model):
         if not isinstance(value, _COMPARED) and not _is_of_framework(name.rpartition(".")[2], value):
             roots[name] = value

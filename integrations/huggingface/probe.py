@@ -30,7 +30,7 @@ from .loop import Loop
 from .prompts import RowImages, clear_of, prompts_of, runs
 from .runners.layout import accepted, fill, forward
 from .store.storage import Rotations, Specs, TensorSpec
-from .support import harmless_tokens, kept_deltas, padding_token
+from .support import changing_rope, harmless_tokens, kept_deltas, padding_token
 from .visits import apart
 
 TOKENS, CUT, PAD = 29, 16, 3  # tokens of the probe, tokens of its first part, columns of padding
@@ -103,6 +103,29 @@ def probe_window(model: Any, window: int) -> None:
     """Raise UnsupportedError if a prompt longer than the window needs more tokens than the cache keeps."""
     with own_passes(model):
         _in_parts(model, window + TOKENS, window + CUT)
+
+
+def probe_hooks(model: Any, length: int) -> int:
+    """Compute a row in two halves, as `probe` does, because a hook may look at positions within a forward pass.
+
+    A hook that changes `output[:, 200:]`, for example, shows that only in passes of more than 200 tokens.
+
+    Args:
+        model: The model.
+        length: Number of tokens of a prompt.
+
+    Returns:
+        The number of tokens of the row: twice `length`, so that few rows are needed, if the model takes that many.
+
+    Raises:
+        UnsupportedError: The halves differ from the whole row.
+    """
+    config = model.config.get_text_config(decoder=True)
+    most = length if changing_rope(config) else getattr(config, "max_position_embeddings", None) or length
+    length = max(length, min(2 * length, most))
+    with own_passes(model):
+        _in_parts(model, length, length // 2)
+    return length
 
 
 def probe_images(loop: Loop, images: RowImages) -> ImageSplit | None:

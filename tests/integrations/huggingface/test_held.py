@@ -397,6 +397,35 @@ def test_hooks_that_count_see_the_passes_of_calls_alone(model: Any, name: str, i
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("part", [slice(40, None), slice(40, 50)])
+def test_a_hook_that_looks_at_positions_of_a_long_pass_is_not_served(model: Any, part: slice) -> None:
+    """Libraries for steering vectors have such options. The first test of a model is shorter than its prompts."""
+
+    def add(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        output = output.clone()
+        output[:, part] += 3
+        return output
+
+    ids, options = prompt(100), {"max_new_tokens": 2, "return_dict_in_generate": True, "output_logits": True}
+    _mlp(model).register_forward_hook(add)
+    want = [model.generate(ids[:, :end], **options).logits for end in (30, 52, 100)]
+    with enable_prefix_caching(model, num_blocks=64) as handle, warnings.catch_warnings(record=True):
+        got = [model.generate(ids[:, :end], **options).logits for end in (30, 52, 100)]
+        torch.testing.assert_close(got, want)
+        (reason,) = handle.stats().calls_handed_back
+        assert "computes other values" in reason
+
+
+def test_a_hook_that_treats_all_tokens_alike_is_served_at_any_length(model: Any) -> None:
+    with enable_prefix_caching(model, num_blocks=256) as handle:
+        _mlp(model).register_forward_hook(lambda module, inputs, output: output * 1.5)
+        most = model.config.max_position_embeddings
+        for length in (20, 40, 200, most - 4):
+            for _ in range(2):
+                assert_same(model, input_ids=prompt(length), max_new_tokens=4)
+            assert handle.last_requests[0].cached_tokens == (length - 1) // 16 * 16
+
+
 def test_a_model_that_nnsight_wraps_runs_no_passes_of_ours(model: Any) -> None:
     """nnsight puts an object of this name into each module, and runs a user's code at the passes of one call."""
     passes: list[bool] = []
