@@ -154,7 +154,7 @@ class Engine:
                 probe_window(loop.model, window)
                 self._proven_window = window
             if length > self._proven_length:
-                self._proven_length = probe_hooks(loop.model, length)
+                self._proven_length = probe_hooks(loop.model, length, self._reach)
         except UnsupportedError as error:
             self._problem = error
             raise

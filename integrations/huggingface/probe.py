@@ -105,7 +105,7 @@ def probe_window(model: Any, window: int) -> None:
         _in_parts(model, window + TOKENS, window + CUT)
 
 
-def probe_hooks(model: Any, length: int) -> int:
+def probe_hooks(model: Any, length: int, reach: int | None) -> int:
     """Compute a row in two halves, as `probe` does, because a hook may look at positions within a forward pass.
 
     A hook that changes `output[:, 200:]`, for example, shows that only in passes of more than 200 tokens.
@@ -113,6 +113,7 @@ def probe_hooks(model: Any, length: int) -> int:
     Args:
         model: The model.
         length: Number of tokens of a prompt.
+        reach: Number of tokens beyond which the model selects keys, so that its parts may differ; None if it does not.
 
     Returns:
         The number of tokens of the row: twice `length`, so that few rows are needed, if the model takes that many.
@@ -122,7 +123,7 @@ def probe_hooks(model: Any, length: int) -> int:
     """
     config = model.config.get_text_config(decoder=True)
     most = length if changing_rope(config) else getattr(config, "max_position_embeddings", None) or length
-    length = max(length, min(2 * length, most))
+    length = max(length, min(2 * length, most, reach or most))
     with own_passes(model):
         _in_parts(model, length, length // 2)
     return length
