@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from itertools import chain, islice
 from operator import is_, itemgetter, methodcaller
+from pathlib import PurePath
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -62,7 +63,7 @@ _SETTINGS = (*_NUMBERS, str, Enum, list, tuple, dict, torch.dtype)
 _OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.default))
 PLAIN = (
     *(*_NUMBERS, complex, str, bytes, np.generic, torch.dtype, torch.device, torch.layout, torch.memory_format),
-    *_OPERATORS,
+    *(*_OPERATORS, PurePath),
 )
 _REDUCED = {
     *("array", "builtins", "collections", "datetime", "decimal", "fractions", "functools", "numpy", "operator", "re"),
@@ -442,7 +443,8 @@ def _parts_of(value: Any, light: bool) -> tuple[list[Any], list[tuple[Any, Any]]
         for name, tensor in inner_tensors("", value):
             lines += [f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), tensor_bytes(tensor)]
         return lines, []
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray | memoryview):
+        value = np.asarray(value)
         step = value.size // LONG + 1 if light else 1
         content = value.tolist() if value.dtype.hasobject else value.flat[::step].tobytes()
         return [f"{value.dtype} {value.shape}".encode()], [("elements", content)]
@@ -466,6 +468,8 @@ def _parts_of(value: Any, light: bool) -> tuple[list[Any], list[tuple[Any, Any]]
         inner = [("function", value.func), *((str(name), own) for name, own in arguments)]
         unchangeable = (*PLAIN, BuiltinFunctionType) if light else ()
         return [b"partial"], [(name, own) for name, own in inner if not isinstance(own, unchangeable)]
+    if isinstance(value, weakref.ref):
+        return [b"weak reference"], [("referent", value())]
     if isinstance(value, MethodType):
         return [b"method"], [("function", value.__func__), ("self", value.__self__)]
     if isinstance(value, list | tuple | set | frozenset | dict | MappingProxyType):

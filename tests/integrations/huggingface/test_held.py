@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
+from pathlib import PurePath
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -81,7 +82,15 @@ class Listed(Steering):
 
 class Named(Steering):
     def factor(self) -> Any:
-        return {"strong": 3.0, "weak": 1.5}[self.value]
+        return {"strong": 3.0, "weak": 1.5}[str(self.value)]
+
+
+class Weak(Steering):
+    def factor(self) -> Any:
+        return self.value().value
+
+
+OWNER = Steering(1.5)
 
 
 class InArray(Steering):
@@ -240,6 +249,9 @@ CHANGES: dict[str, Callable[[Any], Callable[[], Any]]] = {
     "function in C": _hooked(lambda: Applied(torch.tanh), _set(torch.sigmoid)),
     "operator": _hooked(lambda: Applied(torch.ops.aten.tanh.default), _set(torch.ops.aten.sigmoid.default)),
     "array": _hooked(lambda: InArray(np.full(3, 1.5)), lambda hook: hook.value.fill(3.0)),
+    "memory": _hooked(lambda: InArray(memoryview(bytearray(b"12"))), lambda hook: hook.value.__setitem__(0, 99)),
+    "weak reference": _hooked(lambda: Weak(weakref.ref(OWNER)), lambda hook: _set(3.0)(OWNER)),
+    "path": _hooked(lambda: Named(PurePath("weak")), _set(PurePath("strong"))),
     "in an object": _hooked(
         lambda: Nested(SimpleNamespace(inner={"value": 1.5})), lambda hook: hook.value.inner.update(value=3.0)
     ),
@@ -330,7 +342,8 @@ COUNTING: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture(autouse=True)
 def _own_globals(monkeypatch: pytest.MonkeyPatch) -> None:
-    FACTOR.value, VALUES["of"] = 1.5, [1.5]
+    FACTOR.value = OWNER.value = 1.5
+    VALUES["of"] = [1.5]
     kind = transformers.models.llama.modeling_llama.LlamaRMSNorm
     monkeypatch.setattr(kind, "forward", kind.forward)  # a case replaces it
 
