@@ -35,6 +35,7 @@ from ._flash.arguments import (
     Run,
     bound,
     call_context,
+    check_heads,
     check_partial,
     check_starts,
     check_tensors,
@@ -519,6 +520,11 @@ def _check_cached(args: FlashArgs) -> int:
             check_tensor(name, getattr(args, name), "[batch]", INT32, q.device, (batch,))
     if args.k is not None and args.cu_seqlens_k_new is not None:
         check_tensor("cu_seqlens_k_new", args.cu_seqlens_k_new, "[batch + 1]", INT32, q.device, (batch + 1,))
+    num_kv_heads, head_dim = args.k_cache.shape[-2:]
+    if q.shape[-1] != head_dim or q.shape[-2] % num_kv_heads:
+        needs = f"head_dim {head_dim} and a multiple of {num_kv_heads} heads, as k_cache has"
+        raise bad_argument("q", f"shape {list(q.shape)}", needs)
+    check_heads(args, batch)
     return batch
 
 

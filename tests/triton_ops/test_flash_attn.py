@@ -229,6 +229,18 @@ REFUSED: dict[Any, list[tuple[str, dict[str, Any]]]] = {
             "block_table: got block 7, needs blocks below 2",
             {**ONE, "cache_seqlens": 3, "block_table": ints(1, 7).view(2, 1)},
         ),
+        *(
+            (said, {**ONE, "cache_seqlens": 3, "block_table": ints(0, 1).view(2, 1), **changes})
+            for said, changes in (
+                ("q: got shape [2, 1, 3, 32], needs head_dim 32 and a multiple of 2 heads", {"q": Q[:, :1, :3]}),
+                ("q: got shape [2, 1, 4, 31], needs head_dim 32", {"q": Q[:, :1, :, :31]}),
+                ("softcap: got -1.0", {"softcap": -1.0}),
+                ("alibi_slopes: got 3 elements, needs 4", {"alibi_slopes": torch.rand(3)}),
+                ("alibi_slopes: got float32 [3, 4]", {"alibi_slopes": torch.rand(3, 4)}),
+                ("alibi_slopes: got shape [], needs [num_heads]", {"alibi_slopes": torch.tensor(1.0)}),
+                ("s_aux: got 2 elements, needs 4", {"s_aux": torch.zeros(2)}),
+            )
+        ),
         ("q: got None, needs a tensor", {"q": None}),
         ("v: got None", {"k": K[:, :1]}),
         ("k: got None", {"v": V[:, :1]}),

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from .._attention.arguments import NOT_NEGATIVE
 from .._core.cache import current_device, launch_finder, may_cache_tensors
 from .._core.checks import (
     FLOATS,
@@ -157,7 +158,10 @@ def options_of(
     scale = None if softmax_scale is None else _number("softmax_scale", softmax_scale)
     if scale is not None and not -math.inf < scale < math.inf:
         raise bad_argument("softmax_scale", scale, "a finite number")
-    return scale, bool(causal), pair(window_size), _number("softcap", softcap), with_lse, attention_chunk
+    cap = _number("softcap", softcap)
+    if not 0 <= cap < math.inf:
+        raise bad_argument("softcap", cap, NOT_NEGATIVE["softcap"])
+    return scale, bool(causal), pair(window_size), cap, with_lse, attention_chunk
 
 
 def _number(name: str, value: Any) -> float:
@@ -224,6 +228,18 @@ def check_tensors(layouts: dict[str, tuple[Any, str]], args: FlashArgs) -> None:
             raise bad_argument(name, describe(tensor), f"{list(shape)} on {q.device}")
     if args.out is not None and args.out.dtype not in FLOATS:
         raise bad_argument("out", describe(args.out), "float16, bfloat16 or float32", TypeError)
+
+
+def check_heads(args: FlashArgs, batch: int) -> None:
+    """Check the metadata of alibi_slopes and s_aux."""
+    num_heads, slopes = args.q.shape[-2], args.alibi_slopes
+    for name, per_head in (("alibi_slopes", slopes), ("s_aux", args.s_aux)):
+        if per_head is slopes is not None and slopes.dim() == 2:
+            if slopes.shape != (batch, num_heads):
+                needs = f"[{num_heads}], or [{batch}, {num_heads}], slopes of each sequence"
+                raise bad_argument(name, describe(slopes), needs)
+        elif per_head is not None:
+            check_tensor(name, per_head, "[num_heads]", FLOATS, args.q.device, (num_heads,), rows=True)
 
 
 def check_partial(out_partial: Any, lse_partial: Any, out: Any) -> None:
