@@ -207,6 +207,7 @@ def check_loop(loop: Loop) -> None:
     refuse_if(not kwargs.get("use_cache", True), "use_cache=False asks for no cache")
     if config.cache_implementation is not None:
         raise UnsupportedError(ANOTHER_CACHE, config.cache_implementation)
+    refuse_if(isinstance(config.max_length, float), "max_length is a float")
     refuse_if(type(kwargs.get(loop.cache_name)) is not DynamicCache, "its state is not kept in a transformers cache")
     encoded = kwargs.get("mm_encoder_outputs")
     given = [k for k, v in kwargs.items() if v is not None and not (v is encoded and not any((v or {}).values()))]

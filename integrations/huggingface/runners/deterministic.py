@@ -177,6 +177,11 @@ def _check(loop: Loop, prompts: list[Prompt], counts_padding: bool) -> None:
     refuse_if(loop.has_types, f"{DETERMINISTIC} token types are not supported")
     refuse_if(loop.requested_outputs, f"{DETERMINISTIC} hidden states and attention weights are not supported")
     refuse_if(loop.continued is not None, f"{DETERMINISTIC} a returned cache cannot be continued")
+    # Chunks are not the caller's, and only last logits are computed; for wrong values generate has its own errors.
+    chunk, kept = loop.generation_config.prefill_chunk_size, loop.model_kwargs.get("logits_to_keep")
+    positive = chunk is None or (isinstance(chunk, int) and chunk > 0)
+    refuse_if(not positive, f"{DETERMINISTIC} prefill_chunk_size must be a positive integer")
+    refuse_if(isinstance(kept, torch.Tensor), f"{DETERMINISTIC} logits_to_keep must not be a tensor")
     odd = any(not len(p.tokens) or p.pad + len(p.tokens) < loop.input_ids.shape[1] for p in prompts)
     refuse_if(odd, f"{DETERMINISTIC} every row needs tokens, and padding only on the left")
     counted = counts_padding and any(p.pad for p in prompts)

@@ -348,13 +348,16 @@ def test_the_log_says_where_it_failed(
     assert "in fail" in caplog.text
 
 
-TOO_LONG = {"input_ids": prompt(100)}, "the prompt needs more blocks than there are"
+NAMED: dict[str, tuple[dict[str, Any], str]] = {
+    "blocks": ({"input_ids": prompt(100)}, "the prompt needs more blocks than there are"),
+    "max_length": ({"max_length": 60.0, "max_new_tokens": None}, "max_length is a float"),
+}
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("case", [*REFUSED, "blocks"])
+@pytest.mark.parametrize("case", [*REFUSED, *NAMED])
 def test_raise_names_the_reason(model: Any, case: str) -> None:
-    options, reason = TOO_LONG if case == "blocks" else refused(case)
+    options, reason = NAMED[case] if case in NAMED else refused(case)
     computed: list[int] = []
     model.register_forward_pre_hook(lambda *_: computed.append(1))
     with enable_prefix_caching(model, num_blocks=4, fallback="raise") as handle:

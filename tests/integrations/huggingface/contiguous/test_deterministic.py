@@ -167,6 +167,18 @@ def test_what_is_refused_falls_back(call: dict[str, Any], reason: str) -> None:
         assert [reason in said for said in handle.stats().calls_handed_back] == [True]
 
 
+@pytest.mark.parametrize(
+    "call", [{"prefill_chunk_size": 0}, {"prefill_chunk_size": 8.0}, {"logits_to_keep": torch.tensor([40])}], ids=str
+)
+def test_errors_of_generate_come_out(call: dict[str, Any]) -> None:
+    model = build("llama")
+    with pytest.raises(Exception) as want:  # noqa: PT011
+        model.generate(prompt(40), max_new_tokens=3, **call)
+    with enable(model), pytest.warns(UserWarning, match="falls back"), pytest.raises(type(want.value)) as got:
+        model.generate(prompt(40), max_new_tokens=3, **call)
+    assert str(got.value) == str(want.value)
+
+
 @pytest.mark.parametrize("name", QUICK[1:])
 def test_a_prompt_that_is_looked_up_again_counts_once(name: str) -> None:
     model, reports = build(name), []
