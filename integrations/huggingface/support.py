@@ -228,8 +228,7 @@ def harmless_tokens(model: Any, count: int) -> np.ndarray:
             if name.endswith(("token_id", "token_index", "token_ids")):
                 special |= {v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int)}
     candidates = (np.arange(count + 4 * len(special) + 64, dtype=np.int64) * 7919 + 13) % config.vocab_size
-    chosen: np.ndarray = candidates[~np.isin(candidates, list(special))][:count]
-    return chosen
+    return np.resize(candidates[~np.isin(candidates, list(special))], count)
 
 
 def padding_token(model: Any) -> int:

@@ -27,6 +27,7 @@ from generate_cases import LLAMA, assert_same, plain, prompt  # noqa: E402
 from pc.integrations.huggingface import enable_prefix_caching  # noqa: E402
 from pc.integrations.huggingface.functions import differing  # noqa: E402
 from pc.integrations.huggingface.identity import Identity  # noqa: E402
+from pc.integrations.huggingface.support import harmless_tokens  # noqa: E402
 
 FACTOR = SimpleNamespace(value=1.5)
 VALUES = {"of": [1.5]}
@@ -437,6 +438,8 @@ def test_a_hook_that_treats_all_tokens_alike_is_served_at_any_length(model: Any)
             for _ in range(2):
                 assert_same(model, input_ids=prompt(length), max_new_tokens=4)
             assert handle.last_requests[0].cached_tokens == (length - 1) // 16 * 16
+    model.config.eos_token_id = [*range(20)]
+    assert len(harmless_tokens(model, 10_000)) == 10_000  # of a longer test, in which each token comes again
 
 
 def test_a_model_that_nnsight_wraps_runs_no_passes_of_ours(model: Any) -> None:
