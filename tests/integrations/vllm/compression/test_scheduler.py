@@ -290,6 +290,8 @@ def test_what_is_refused_stays_exact(warnings, reason):
     engine = CompressingEngine(64, more={"pc_chunk": str(2 * BLOCK)} if reason == "fixed chunks" else None)
     if reason.startswith("an engine"):
         del engine.scheduler.vllm_config.model_config.pc_cannot_compress
+    if reason.startswith("hidden states"):
+        engine.scheduler.vllm_config.parallel_config.worker_cls = "HiddenStatesWorker"
     for name in ("one", "two"):
         engine.add(name, prompt(length), 4, **extra)
     engine.run()
