@@ -220,9 +220,10 @@ class VisionOutputs:
                         return None
                     inputs[name] = torch.cat([unit[name] for unit in units])
         output = encode(model, inputs)["image"]
-        pooled: Any = getattr(output, "pooler_output", None)
-        deep = getattr(output, "deepstack_features", None)
-        parts = [pooled, *(deep or ())]
+        deep: Any = getattr(output, "deepstack_features", None)
+        # Granite 4 names the layer of each of its deep features, and has no others.
+        layers = [part[0] for part in deep or () if isinstance(part[0], int)]
+        parts = [part[1] for part in deep] if layers else [getattr(output, "pooler_output", None), *(deep or ())]
         refuse_if(
             not all(_are_features(part) for part in parts),
             "the output of its vision tower does not have one row for each token",
@@ -231,8 +232,8 @@ class VisionOutputs:
             return None
         widths = tuple(int(part[0].shape[-1]) for part in parts)
         in_lists = [not isinstance(part, torch.Tensor) for part in parts]
-        self._joined = _joining(type(output), widths, in_lists, deep is not None)
-        groups = [[image] for image in range(len(units))] if len(units) > 1 else [list(range(len(pooled)))]
+        self._joined = _joining(type(output), widths, in_lists, deep is not None, layers)
+        groups = [[image] for image in range(len(units))] if len(units) > 1 else [list(range(len(parts[0])))]
         flat = [[torch.cat([part[i].flatten(0, -2) for i in group]) for part in parts] for group in groups]
         if any(len({len(rows) for rows in each}) != 1 for each in flat):
             raise UnsupportedError("the output of its vision tower does not have one row for each token")
@@ -244,11 +245,12 @@ class VisionOutputs:
 
 
 def _joining(
-    output_type: Any, widths: Sequence[int], in_lists: Sequence[bool], has_deep: bool
+    output_type: Any, widths: Sequence[int], in_lists: Sequence[bool], has_deep: bool, layers: Sequence[int]
 ) -> Callable[[torch.Tensor], Any]:
     """Return a function that returns rows as an output of a vision tower, whose parts have these widths.
 
-    With `has_deep`, the output has a list of deep features, which may be empty.
+    With `has_deep`, the output has a list of deep features, which may be empty. With `layers`, all parts are deep
+    features, each with the number of its layer.
     """
     # timm's output must have a `last_hidden_state`, which no forward pass reads.
     required = {field.name: None for field in fields(output_type) if field.default is MISSING}
@@ -256,6 +258,8 @@ def _joining(
     def joined(rows: torch.Tensor) -> Any:
         parts = zip(rows.split(list(widths), -1), in_lists, strict=True)
         packed = [[part] if in_list else part[None] for part, in_list in parts]
+        if layers:
+            return output_type(**required, deepstack_features=list(zip(layers, packed, strict=True)))
         deep = {"deepstack_features": packed[1:]} if has_deep else {}
         return output_type(**required, pooler_output=packed[0], **deep)
 

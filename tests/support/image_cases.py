@@ -68,6 +68,16 @@ def _step() -> Any:
     return transformers.Step3p7ForConditionalGeneration(config)
 
 
+def _granite() -> Any:
+    tower = TOWER | {"model_type": "siglip_vision_model", "hidden_size": 64, "image_size": 16}
+    config = transformers.Granite4VisionConfig(
+        text_config=TEXT, vision_config=tower, image_token_index=IMAGE, image_grid_pinpoints=[[32, 16]],
+        vision_feature_select_strategy="full", downsample_rate="2/4", projector_dropout=0.0,
+        deepstack_layer_map=[[0, 0], [1, 1]], spatial_target_layers=[1] * 4,
+    )  # fmt: skip
+    return transformers.Granite4VisionForConditionalGeneration(config)
+
+
 def _idefics() -> Any:
     text = TEXT | {"model_type": "llama"}
     config = transformers.Idefics3Config(
@@ -123,6 +133,8 @@ class VisionCase:
     """The spread of the weights of embeddings and of all others; large enough that images change the tokens."""
     oldest: tuple[int, int] = (5, 5)
     """The first release of transformers with which prompts with images are served."""
+    tiles: int = 0
+    """The number of tiles of an image, which are equal here. 0: an image has no tiles."""
 
     def build(self) -> Any:
         if release(transformers.__version__)[:2] < self.oldest:
@@ -163,6 +175,9 @@ class VisionCase:
             inputs["pixel_values"] = torch.cat(images)
             if not self.size:
                 inputs["image_grid_thw"] = torch.tensor([[1, 4, 6]] * len(images))
+            if self.tiles:
+                inputs["pixel_values"] = inputs["pixel_values"][:, None].repeat(1, self.tiles, 1, 1, 1)
+                inputs["image_sizes"] = torch.tensor([[32, 16]] * len(images))
         return inputs
 
     def image(self, number: int) -> torch.Tensor:
@@ -179,6 +194,7 @@ CASES = [
     VisionCase("qwen2.5-vl", lambda: _qwen("Qwen2_5_VL"), 0, "mm_token_type_ids"),
     VisionCase("qwen3-vl", lambda: _qwen("Qwen3VL"), 0, "mm_token_type_ids"),
     VisionCase("qwen3.5", lambda: _qwen("Qwen3_5", **DELTA), 0, "mm_token_type_ids"),
+    VisionCase("granite4-vision", _granite, 16, oldest=(5, 24), tiles=3),
 ]
 
 PALIGEMMA = VisionCase("paligemma2", _paligemma, 16, "token_type_ids", oldest=GEMMA)
