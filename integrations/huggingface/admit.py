@@ -129,7 +129,7 @@ class PromptRequests:
             cached, states = self._bring_back(prompt, cached, states)
             cached = prompt.readable(cached)
             prompt.from_tiers = max(cached - found, 0)
-            store.count_hits(prompt.from_tiers)
+            store.subtract(0, 0, -prompt.from_tiers)
         if not read_cached:
             prompt.hit = PromptHit()
             return
@@ -166,7 +166,7 @@ class PromptRequests:
             if store.storage.any_prefix or prompt.readable(cached) == cached:
                 return allocation, limit, cached, kv_hit
             limit = prompt.readable(cached) + 1  # no states, or no blocks of windows, for this length
-            store.cancel(limit, allocation.num_cached_tokens)
+            store.subtract(1, limit, allocation.num_cached_tokens)
             self.end(prompt.request_id)
 
     def _start(self, request_id: str, tokens: np.ndarray, options: dict[str, Any]) -> Any:
@@ -249,7 +249,7 @@ class PromptRequests:
     def readmit(self, prompt: Prompt, most: int | None = None) -> None:
         """End a prompt's request and admit it again, with the blocks that are cached now."""
         assert prompt.allocation is not None
-        self.store.cancel(self._limit(prompt, most), prompt.allocation.num_cached_tokens + prompt.from_tiers)
+        self.store.subtract(1, self._limit(prompt, most), prompt.allocation.num_cached_tokens + prompt.from_tiers)
         prompt.from_tiers = 0
         self.end(prompt.request_id)
         self.admit(prompt, most=most)

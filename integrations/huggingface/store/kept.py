@@ -48,7 +48,7 @@ class PromptStore:
         self.by_steps = scheduled or storage.chunk is not None
         # The next call ends requests without an owner. A finalizer cannot, because Python drops an interrupt in it.
         self.running: dict[weakref.ref[Any], list[str]] = {}  # by `PromptRequests` of a call: its request ids
-        self._cancelled = [0, 0, 0]  # requests, tokens and hits of cancelled searches, less hits in lower tiers
+        self._subtracted = [0, 0, 0]  # requests, tokens and hits that `stats` subtracts from the manager's counts
         self.options, self.probed = options, probed
         self.states = storage.states
         self.empty_cache = new_cache(model.config)  # the template of calls' caches
@@ -69,20 +69,15 @@ class PromptStore:
                     free(self.manager, request_id)
                 self.running.pop(owner, None)  # another thread may have removed it too
 
-    def cancel(self, tokens: int, hits: int) -> None:
-        """Subtract a search for `tokens`, which found `hits`, from the counts: it was cancelled, or made again."""
+    def subtract(self, requests: int, tokens: int, hits: int) -> None:
+        """Subtract a search that was cancelled or made again from the counts, or add hits in lower tiers as `-hits`."""
         with self._lock:
-            self._cancelled = [a + b for a, b in zip(self._cancelled, (1, tokens, hits), strict=True)]
-
-    def count_hits(self, tokens: int) -> None:
-        """Add tokens that were found in lower tiers to the counts; the manager knows nothing of these tiers."""
-        with self._lock:
-            self._cancelled[2] -= tokens
+            self._subtracted = [a + b for a, b in zip(self._subtracted, (requests, tokens, hits), strict=True)]
 
     def stats(self) -> CacheStats:
         """Return the manager's counts without cancelled searches, with the hits in lower tiers as prefix hits."""
         self.sweep()
-        counts, (requests, tokens, hits) = self.manager.stats(), self._cancelled
+        counts, (requests, tokens, hits) = self.manager.stats(), self._subtracted
         by_cause = counts.hit_tokens_by_cause | {"prefix": counts.hit_tokens_by_cause["prefix"] - hits}
         return replace(
             counts,

@@ -258,7 +258,7 @@ class ScheduledBlocks:
         prompt = self._held.get(request_id)
         if prompt is not None:
             if prompt.allocation is not None:
-                self.shared.cancel(len(prompt.tokens), prompt.allocation.num_cached_tokens)
+                self.shared.subtract(1, len(prompt.tokens), prompt.allocation.num_cached_tokens)
             self.free_blocks(request_id)
 
 
