@@ -190,7 +190,7 @@ def buffers_of(cache: DynamicCache) -> list[tuple[int, int]] | None:
     for layer in attention_layers(cache).values():
         for name in ("keys", "values"):
             buffer, view = layer.__dict__.get(f"_{name}_buffer"), getattr(layer, name)
-            if buffer is None or buffer.is_inference() or view.data_ptr() != buffer.data_ptr():
+            if buffer is None or view is None or buffer.is_inference() or view.data_ptr() != buffer.data_ptr():
                 return None
             found.append((buffer.data_ptr(), buffer._version))
     return found

@@ -9,6 +9,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from operator import methodcaller
 from typing import Any
 
 import pytest
@@ -148,7 +149,9 @@ def _longer(cache: Any) -> None:
         layer.update(layer.keys[:, :, :1].clone(), layer.values[:, :, :1].clone())
 
 
-@pytest.mark.parametrize("change", [_reordered, _written, _replaced, _longer, copy.deepcopy, None])
+@pytest.mark.parametrize(
+    "change", [_reordered, _written, _replaced, _longer, methodcaller("reset"), copy.deepcopy, None]
+)
 def test_cache_that_was_changed_goes_to_the_model(model: Any, handle: PrefixCaching, change: Any) -> None:
     options: dict[str, Any] = {"eos_token_id": None, "return_dict_in_generate": True, "max_new_tokens": 12}
     ids = torch.cat([prompt(40), prompt(40, 1)])
