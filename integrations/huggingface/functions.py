@@ -104,16 +104,17 @@ def reader_of(roots: Mapping[str, Any], left_out: Collection[str], known: Collec
 
 
 @contextlib.contextmanager
-def restored(roots: Mapping[str, Any], known: Collection[int]) -> Iterator[None]:
+def restored(roots: Mapping[str, Any], known: Collection[int], modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Put back, after the `with` block, what some functions and objects hold; see `reader_of`.
 
-    Iterators, and tensors and arrays of more than `MOST` elements, stay as the block leaves them.
+    Of `modules`, numbers and containers in attributes are put back. Iterators, and tensors and arrays of more than
+    `MOST` elements, stay as the block leaves them.
     """
     reached: dict[int, Any] = {}
     for _ in described(roots.items(), known, light=True, seen=reached):
         pass
     restores = list[Callable[[], Any]]()
-    for value in reached.values():
+    for value in (*reached.values(), *modules):
         with contextlib.suppress(Exception):  # an object may fail at whatever is done to it
             restores += _restores(value)
     try:
@@ -147,6 +148,11 @@ def _restores(value: Any) -> Iterator[Callable[[], Any]]:
         yield functools.partial(value.set_state, value.get_state())
     elif isinstance(value, list | deque | set | dict):
         yield functools.partial(_refill, value, value.copy())
+    elif isinstance(value, torch.nn.Module):
+        held = {name: own for name, own in vars(value).items() if not name.startswith("_")}
+        yield functools.partial(vars(value).update, {n: own for n, own in held.items() if type(own) in (int, float)})
+        for own in held.values():
+            yield from _restores(own) if isinstance(own, list | deque | set | dict) else ()
     elif not isinstance(value, type) and not is_known(type(value).__module__) and hasattr(value, "__dict__"):
         yield functools.partial(_refill, vars(value), vars(value).copy())
 

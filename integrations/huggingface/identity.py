@@ -356,7 +356,7 @@ def _within(module: torch.nn.Module) -> dict[str, list[int]]:
 
 
 @contextmanager
-def set_by_forward(model: Any) -> Iterator[set[str]]:
+def set_by_forward(model: Any, functions: Functions) -> Iterator[set[str]]:
     """Yield a set that gets the names of the attributes and tensors that forward passes in the `with` block change.
 
     PEFT's LoRA on parameters, for example, replaces a parameter during each pass and restores it afterwards. The
@@ -364,7 +364,7 @@ def set_by_forward(model: Any) -> Iterator[set[str]]:
     because what was probed is neither the old model nor the new one.
     """
     found: set[str] = set()
-    read_held = held_reader(model, Functions(model))
+    read_held = held_reader(model, functions)
     held = read_held()
     before = [(m, dict(vars(m)), _within(m)) for m in model.modules()]
     tensors = {name: (t, t._version) for name, t, _ in _model_tensors(model) if not t.is_inference()}
@@ -392,20 +392,27 @@ def held_reader(model: Any, functions: Functions, left_out: Collection[str] = ()
 
 
 @contextmanager
-def restored_holders(model: Any) -> Iterator[None]:
-    """Put back, after a `with` block, what a model's hooks, functions and other objects hold, such as counts."""
-    with restored(_holders(model, Functions(model)), {id(module) for module in model.modules()}):
-        yield
+def restored_holders(model: Any) -> Iterator[Functions]:
+    """Put back, after a `with` block, what a model's hooks, functions and other objects hold, such as counts.
+
+    Yield the functions. Numbers and containers in attributes of the model and of modules with hooks are put back too.
+    """
+    functions, modules = Functions(model), {id(module): module for module in model.modules()}
+    hooked = [m for m in modules.values() if m is model or _acting(m)]
+    with restored(_holders(model, functions), modules, hooked):
+        yield functions
+
+
+def _acting(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the hooks of a module that may compute something, by name."""
+    hooks = {name: [h for h in vars(module)[name].values() if not is_harmless(h)] for name in _HOOKS}
+    return {f"{name}.{n}, {_name_of(hook)}": hook for name in _HOOKS for n, hook in enumerate(hooks[name])}
 
 
 def _hooks_of(model: Any) -> dict[str, Any]:
     """Return the hooks of a model's modules that may compute something, by name."""
-    found: dict[str, Any] = {}
-    for label, module in model.named_modules():
-        for name in _HOOKS:
-            hooks = [hook for hook in vars(module)[name].values() if not is_harmless(hook)]
-            found |= {f"{_joined(label, name)}.{n}, {_name_of(hook)}": hook for n, hook in enumerate(hooks)}
-    return found
+    acting = ((label, _acting(module)) for label, module in model.named_modules())
+    return {_joined(label, name): hook for label, hooks in acting for name, hook in hooks.items()}
 
 
 def acting_hooks(model: Any) -> bool:

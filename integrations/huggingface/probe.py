@@ -12,6 +12,7 @@ import torch
 
 from .api import DynamicCache, cache_argument, positions, takes
 from .calls import UnsupportedError, refuse_if, refusing
+from .functions import Functions
 from .identity import restored_holders, without_row_settings
 from .images import ImageSplit, alike
 from .layers import (
@@ -59,19 +60,20 @@ class Probed:
 
 
 @contextlib.contextmanager
-def own_passes(model: Any) -> Iterator[None]:
+def own_passes(model: Any) -> Iterator[Functions]:
     """Let this thread run forward passes of its own within a block: without gradients, documents and rows' settings.
 
     Hooks that count or record passes hold afterwards what they held before, so a call finds them as the user left them.
+    The block gets the functions of the model's forward pass.
     The model is in eval mode within the block. If it is already, submodules in training mode are left as they are:
     calls are served with them, so they must pass the probe.
     """
     training = [m for m in model.modules() if m.training] if model.training else []
-    with torch.no_grad(), kept_deltas(model), apart(), without_row_settings(model), restored_holders(model):
+    with torch.no_grad(), kept_deltas(model), apart(), without_row_settings(model), restored_holders(model) as found:
         try:
             if training:
                 model.eval()
-            yield
+            yield found
         finally:
             for m in training:
                 m.training = True

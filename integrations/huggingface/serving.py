@@ -335,7 +335,7 @@ class PrefixCaching:
         self._engine, self.unsupported = None, None
         self.documents.forget()
         self._steps.drop()
-        with own_passes(model), set_by_forward(model) as transient:
+        with own_passes(model) as functions, set_by_forward(model, functions) as transient:
             try:
                 with refusing("the probe of the model fails"):
                     check_model(model)

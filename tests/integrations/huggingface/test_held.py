@@ -324,12 +324,19 @@ def _in_place(count: Any) -> Any:
     return hook
 
 
+def _in_module(module: Any, inputs: Any, output: Any) -> Any:
+    module.count += 1
+    module.seen.append(module.count)
+    return output * 9 if module.count == 3 or len(module.seen) == 5 else None
+
+
 def _by_chance(draw: Callable[[], Any]) -> Any:
     return lambda module, inputs, output: output * (1.0 + draw())
 
 
 COUNT = 0
 COUNTING: dict[str, Callable[[], Any]] = {
+    "module": lambda: _in_module,
     "list": _by_list,
     "attribute": _by_attribute,
     "closure": _by_closure,
@@ -394,13 +401,15 @@ def test_counts_of_decode_steps_are_no_change(model: Any) -> None:
         assert counts["steps"] > 11
 
 
-@pytest.mark.parametrize("name", ["list", "attribute", "closure", "global", "tensor", "array", "random", "generator"])
+@pytest.mark.parametrize("name", COUNTING)
 @pytest.mark.parametrize("is_new", [True, False], ids=["added later", "there before"])
 def test_hooks_that_count_see_the_passes_of_calls_alone(model: Any, name: str, is_new: bool) -> None:
     """Interventions at one step are often hooks that count passes. The test of a model must not count as steps."""
     ids, options = prompt(40), {"max_new_tokens": 6, "return_dict_in_generate": True, "output_logits": True}
+    _mlp(model).count, _mlp(model).seen = 0, []
     with _mlp(model).register_forward_hook(COUNTING[name]()):
         want = [model.generate(input_ids=ids, **options).logits for _ in range(2)]
+    _mlp(model).count, _mlp(model).seen = 0, []
     with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True):
         if is_new:
             stack.enter_context(enable_prefix_caching(model, num_blocks=64))

@@ -15,6 +15,7 @@ from calls import calls_within
 from generate_cases import SMALL, cached
 
 from pc.integrations.huggingface import PrefixCaching
+from pc.integrations.huggingface.functions import Functions
 from pc.integrations.huggingface.identity import Identity, set_by_forward
 
 
@@ -130,7 +131,7 @@ def test_tensors_that_are_no_buffers(model: Any, put: Any, get: Any, write: Call
     put(mlp)
     mlp.count = torch.zeros(())
     mlp.register_forward_hook(lambda module, *_: module.count.add_(1).zero_())
-    with set_by_forward(model) as transient:
+    with set_by_forward(model, Functions(model)) as transient:
         model(torch.arange(8)[None])
     identity = Identity(model, transient)
     model(torch.arange(8)[None])

@@ -144,7 +144,7 @@ class ContinuousBatching:
         num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
         try:
             _check(model)
-            with own_passes(model), set_by_forward(model) as transient:
+            with own_passes(model) as functions, set_by_forward(model, functions) as transient:
                 windows, probed = layer_windows(model.config), probe(model)
                 specs = probed.specs
                 refuse_if(len(specs) != num_layers, f"{len(specs)} of its {num_layers} layers cache keys and values")
