@@ -105,7 +105,8 @@ def attention_plan(
 
     Raises:
         TypeError: An argument has a wrong type or dtype.
-        ValueError: A shape, device or option is invalid. For CPU tensors and in debug mode also: a length is invalid.
+        ValueError: A shape, device or option is invalid. For CPU tensors and in debug mode also: a length or a start is
+            invalid.
 
     Examples:
         >>> one = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)

@@ -35,11 +35,11 @@ from ._flash.arguments import (
     Run,
     bound,
     call_context,
-    check_heads,
     check_partial,
     check_starts,
     check_tensors,
     contiguous,
+    flag,
     flash_launch,
     known,
     options_of,
@@ -252,12 +252,12 @@ def flash_attn_varlen_func(
         torch.Size([5, 8, 64])
     """
     with_lse = return_attn_probs or return_softmax_lse
-    same, unpack, given_out = cu_seqlens_k is cu_seqlens_q and seqused_q is None, None, out
-    if seqused_q is not None:
+    same, unpack = cu_seqlens_k is cu_seqlens_q and seqused_q is None, None
+    if seqused_q is not None and isinstance(q, torch.Tensor):
         check_starts("cu_seqlens_q", cu_seqlens_q, q.device)
-    if seqused_q is not None and cu_seqlens_q.shape[0] > 1:
-        cu_seqlens_q, pack, unpack = pack_used(q.shape[0], cu_seqlens_q, seqused_q)
-        q, qv, scheduler_metadata, out = pack(q), None if qv is None else pack(qv), None, None
+        if cu_seqlens_q.shape[0] > 1:
+            cu_seqlens_q, pack, unpack = pack_used(q.shape[0], cu_seqlens_q, seqused_q)
+            q, qv, scheduler_metadata = pack(q), pack(qv) if isinstance(qv, torch.Tensor) else qv, None
     needs_lse = with_lse or unpack is not None
     options = options_of(softmax_scale, causal, window_size, softcap, needs_lse, attention_chunk, dropout_p)
     max_seqlen_q, max_seqlen_k = bound("max_seqlen_q", max_seqlen_q), bound("max_seqlen_k", max_seqlen_k)
@@ -270,7 +270,7 @@ def flash_attn_varlen_func(
     found = _run_packed(args)
     if unpack is not None:
         result, lse = unpack(*found)
-        result = result if given_out is None else given_out.copy_(result)
+        result = result if out is None else out.copy_(result)
         found = (result, lse) if with_lse else result
     return _with_probabilities(found) if return_attn_probs else found
 
@@ -430,7 +430,8 @@ def flash_attn_with_kvcache(
     args = FlashArgs(
         *options, call_context(q), q, k, v, k_cache, v_cache, cu_seqlens_q, None, None, lens, block_table, rotary_cos,
         rotary_sin, rotary_seqlens, cu_seqlens_k_new, cache_batch_idx, cache_leftpad, scheduler_metadata, alibi_slopes,
-        s_aux, q_descale, k_descale, v_descale, qv, out, most, None, length, rotary_interleaved,
+        s_aux, q_descale, k_descale, v_descale, qv, out, most, None, length,
+        flag("rotary_interleaved", rotary_interleaved),
     )  # fmt: skip
     return _run_cached(args)
 
@@ -446,7 +447,8 @@ def _build_cached(args: FlashArgs) -> Run:
     dense = _build_dense_cache(batch, args) if args.block_table is None else None
     num_rows, capacity = args.k_cache.shape[:2]
     if args.block_table is not None:
-        check_tensor("block_table", args.block_table, "[batch, max_blocks]", INT32, device)
+        rows = batch if args.cache_batch_idx is None else None
+        check_tensor("block_table", args.block_table, "[batch, max_blocks]", INT32, device, (rows,))
         num_rows, capacity = args.block_table.shape[0], args.block_table.shape[1] * capacity
     full = capacity if args.cache_length is None else args.cache_length
     full_lens = full_i32(device, batch, full) if args.cache_seqlens is None else None
@@ -470,10 +472,19 @@ def _build_cached(args: FlashArgs) -> Run:
             if lens is not None and (leftpad > lens.clamp(min=0)).any():
                 raise bad_argument("cache_leftpad", leftpad.tolist(), f"at most cache_seqlens, {lens.tolist()}")
 
+    def to_read(keys: PagedKV, args: FlashArgs) -> PagedKV:
+        if args.cache_leftpad is not None:
+            return without_leftpad(keys, args.cache_leftpad)
+        return keys if args.scheduler_metadata is None else with_plan(keys, args)
+
+    def check(query: torch.Tensor, keys: PagedKV, args: FlashArgs) -> None:
+        keys, args = to_read(keys, args), args._replace(only_checks=True)
+        build_attend(query, keys, args)(query, keys, args)
+
     if checks_values:
         check_rows(args)
     keys = keys_of(args)
-    append = None if k is None else build_append(packed(q), keys, args)
+    append = None if k is None else build_append(packed(q), keys, args, check)
     attend = build_attend(packed(q), keys, args)
 
     def run(args: FlashArgs) -> Any:
@@ -483,11 +494,7 @@ def _build_cached(args: FlashArgs) -> Run:
         if append is not None:
             query, lens = append(query, keys, args)
             keys = keys._replace(lens=lens)
-        if args.cache_leftpad is not None:
-            keys = without_leftpad(keys, args.cache_leftpad)
-        elif args.scheduler_metadata is not None:
-            keys = with_plan(keys, args)
-        return shaped(attend(query, keys, args), batched, args.out)
+        return shaped(attend(query, to_read(keys, args), args), batched, args.out)
 
     return run
 
@@ -524,7 +531,6 @@ def _check_cached(args: FlashArgs) -> int:
     if q.shape[-1] != head_dim or q.shape[-2] % num_kv_heads:
         needs = f"head_dim {head_dim} and a multiple of {num_kv_heads} heads, as k_cache has"
         raise bad_argument("q", f"shape {list(q.shape)}", needs)
-    check_heads(args, batch)
     return batch
 
 
@@ -642,8 +648,15 @@ def get_scheduler_metadata(
     """
     check_tensor("cache_seqlens", cache_seqlens, "[batch]", INT32, sizes=(batch_size,))
     device, size = cache_seqlens.device, 16 if page_size is None else check_integer("page_size", page_size, 1)
-    for name, number in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        bound(name, number)
+    check_integer("num_heads_kv", num_heads_kv, 1)
+    numbers = {"batch_size": batch_size, "max_seqlen_q": max_seqlen_q}
+    numbers |= {"max_seqlen_k": max_seqlen_k, "max_seqlen_k_new": max_seqlen_k_new}
+    for name, number in numbers.items():
+        if bound(name, number) is None:
+            raise bad_argument(name, None, "an int", TypeError)
+    for name, begins in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k_new", cu_seqlens_k_new)):
+        if begins is not None:
+            check_tensor(name, begins, "[batch + 1]", INT32, device, (batch_size + 1,))
     tables = strided_block_table(device, batch_size, -(-max_seqlen_k // size), 0, 1)
     lens = cache_seqlens + (max_seqlen_k_new if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())
     starts = arange_i32(device, batch_size + 1, max_seqlen_q) if cu_seqlens_q is None else cu_seqlens_q

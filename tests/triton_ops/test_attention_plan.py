@@ -133,6 +133,13 @@ def test_compile(device):
         ({"seq_lens": torch.tensor([1], dtype=torch.int32)}, "seq_lens: got 1 elements, needs 2"),
         ({"seq_lens": torch.tensor([1, 10**6], dtype=torch.int32)}, "seq_lens: got values from 1 to 10000"),
         ({"query_start_loc": torch.tensor([0, 1])}, "query_start_loc: got int64"),
+        *(
+            (
+                {"query_start_loc": torch.tensor(starts, dtype=torch.int32)},
+                f"query_start_loc: got {starts}, needs ascending",
+            )
+            for starts in ([0, 5, 2], [-3, 1, 2], [1, 2, 3])
+        ),
         ({"out": torch.zeros(3, dtype=torch.int32)}, "out: got 3 elements"),
     ],
 )

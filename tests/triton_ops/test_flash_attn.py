@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import math
@@ -121,6 +122,7 @@ def ints(*numbers: int) -> torch.Tensor:
 
 
 Q, K, V = small()
+BEFORE = K.clone()
 ONE = {"k": K[:, :1], "v": V[:, :1]}
 ANGLES = torch.ones(9, 8)
 USUAL: dict[Any, dict[str, Any]] = {
@@ -135,6 +137,18 @@ USUAL: dict[Any, dict[str, Any]] = {
         "cache_seqlens": ints(3, 4),
     },
 }  # fmt: skip
+# What only the read of a call refuses, from metadata alone, after new keys would have been written.
+WRONG_KINDS: list[tuple[str, dict[str, Any]]] = [
+    (
+        "block_table: got strides [4, 2], needs a contiguous",
+        {"q": Q[:, :1], "block_table": ints(0, 1, 1, 0, 1, 0, 0, 1).view(2, 4)[:, ::2]},
+    ),
+    ("qv: got float32 [10, 4, 32] on cpu, needs one KV head", {"qv": torch.zeros(2, 5, 4, 32)}),
+    ("q: got float64", {"q": Q.double()}),
+    ("k_cache: got float32 [2, 9, 2, 32] on cpu, needs dtype float16", {"q": Q.half()}),
+    ("scheduler_metadata: got str, needs a tensor", {"scheduler_metadata": "plan"}),
+    ("out: got strides [0, 0, 0, 0]", {"out": torch.zeros(1).expand(2, 5, 4, 32)}),
+]
 REFUSED: dict[Any, list[tuple[str, dict[str, Any]]]] = {
     flash_attn_func: [
         ("dropout_p", {"dropout_p": 0.1}),
@@ -151,6 +165,8 @@ REFUSED: dict[Any, list[tuple[str, dict[str, Any]]]] = {
         ("softcap: got None, needs a number", {"softcap": None}),
         ("softmax_scale: got 'x', needs a number", {"softmax_scale": "x"}),
         ("softmax_scale: got nan, needs a finite number", {"softmax_scale": math.nan}),
+        ("causal: got None, needs a bool", {"causal": None}),
+        ("causal: got 'no', needs a bool", {"causal": "no"}),
         ("window_size: got 5, needs two ints", {"window_size": 5}),
         ("window_size: got (1,), needs two ints", {"window_size": (1,)}),
         ("window_size: got 1.5, needs an int", {"window_size": (1.5, 2)}),
@@ -172,6 +188,7 @@ REFUSED: dict[Any, list[tuple[str, dict[str, Any]]]] = {
             for shape in ([3, 2], [2, 4])
         ),
         ("out: got float32 [2, 5, 4]", {"out": torch.zeros(2, 5, 4)}),
+        ("out: got strides [0, 32, 0, 1] for shape", {"out": torch.full((5, 1, 32), 7.0).expand(2, 5, 4, 32)}),
         ("k: got float16", {"k": K.half()}),
         ("v: got float32 [2, 8, 2, 32]", {"v": V[:, :8]}),
         ("v: got shape [9, 2, 32], needs [batch, seqlen, heads, head_dim]", {"v": V[0]}),
@@ -186,7 +203,14 @@ REFUSED: dict[Any, list[tuple[str, dict[str, Any]]]] = {
         ("seqused_q: got float32 [2] on cpu, needs dtype int32", {"seqused_q": torch.ones(2)}),
         ("max_seqlen_q: got 2, needs at least 3", {"max_seqlen_q": 2}),
         ("max_seqlen_q: got -1", {"max_seqlen_q": -1}),
+        ("max_seqlen_q: got int32 [2] on cpu, needs an int", {"max_seqlen_q": ints(2, 3)}),
+        ("max_seqlen_q: got float32 [] on cpu, needs an int", {"max_seqlen_q": torch.tensor(3.0)}),
         ("max_seqlen_k: got -2", {"max_seqlen_k": -2}),
+        ("seqused_q: got list, needs a tensor [batch]", {"seqused_q": [2, 1]}),
+        ("q: got None, needs a tensor", {"q": None, "seqused_q": ints(2, 1)}),
+        ("qv: got list, needs a tensor", {"qv": [1], "seqused_q": ints(2, 1)}),
+        ("out: got float32 [3] on cpu, needs [5, 4, 32]", {"out": torch.zeros(3), "seqused_q": ints(2, 1)}),
+        ("out: got int32", {"out": torch.zeros(5, 4, 32).int(), "seqused_q": ints(2, 1)}),
         ("seqused_k: got [4, 1000], needs 0 to the sequences' lengths, [4, 5]", {"seqused_k": ints(4, 1000)}),
         ("seqused_k: got [4, 6], needs 0 to the sequences' lengths, [4, 5]", {"seqused_k": ints(4, 6)}),
         ("seqused_q: got [3, 1], needs 0 to the sequences' lengths, [2, 3]", {"seqused_q": ints(3, 1)}),
@@ -239,6 +263,18 @@ REFUSED: dict[Any, list[tuple[str, dict[str, Any]]]] = {
                 ("alibi_slopes: got float32 [3, 4]", {"alibi_slopes": torch.rand(3, 4)}),
                 ("alibi_slopes: got shape [], needs [num_heads]", {"alibi_slopes": torch.tensor(1.0)}),
                 ("s_aux: got 2 elements, needs 4", {"s_aux": torch.zeros(2)}),
+                ("block_table: got shape [3, 1], needs [2, max_blocks]", {"block_table": ints(0, 1, 0).view(3, 1)}),
+                ("block_table: got shape [1, 1], needs [2, max_blocks]", {"block_table": ints(0).view(1, 1)}),
+                ("block_table: got int64", {"block_table": torch.tensor([[0], [1]])}),
+                (
+                    "block_table: got -3 in row 1, column 0, needs -1 to 1",
+                    {"q": Q[:, :1], "block_table": ints(0, -3).view(2, 1)},
+                ),
+                ("max_seqlen_q: got 0, needs at least 1", {"q": Q[:, :1], "max_seqlen_q": 0}),
+                ("cu_seqlens_q: got [0, 5, 2], needs ascending", {"q": Q[0], "cu_seqlens_q": ints(0, 5, 2)}),
+                ("cache_seqlens: got values from -4 to 4", {"cache_seqlens": ints(3, -5)}),
+                ("rotary_interleaved: got None", {"rotary_interleaved": None}),
+                *WRONG_KINDS,
             )
         ),
         ("q: got None, needs a tensor", {"q": None}),
@@ -266,6 +302,12 @@ REFUSED: dict[Any, list[tuple[str, dict[str, Any]]]] = {
         ("cache_seqlens: got 2 elements, needs 3", {"batch_size": 3}),
         ("page_size: got 0, needs at least 1", {"page_size": 0}),
         ("page_size: got -1, needs at least 1", {"page_size": -1}),
+        ("num_heads_kv: got 0, needs at least 1", {"num_heads_kv": 0}),
+        ("batch_size: got None, needs an int", {"batch_size": None}),
+        ("max_seqlen_k: got None, needs an int", {"max_seqlen_k": None}),
+        ("max_seqlen_k_new: got -3, needs at least 0", {"max_seqlen_k_new": -3}),
+        ("cu_seqlens_q: got list, needs a tensor", {"cu_seqlens_q": [0, 1, 2]}),
+        ("cu_seqlens_k_new: got 4 elements, needs 3", {"cu_seqlens_k_new": starts(1, 1, 1)}),
         ("max_seqlen_q: got -1, needs at least 0", {"max_seqlen_q": -1}),
         ("max_seqlen_k: got -5, needs at least 0", {"max_seqlen_k": -5}),
         ("window_size: got 4, needs two ints", {"window_size": 4}),
@@ -280,14 +322,26 @@ REFUSED: dict[Any, list[tuple[str, dict[str, Any]]]] = {
 def test_a_wrong_argument_is_refused_by_name_and_nothing_is_written(
     function: Any, said: str, changes: dict[str, Any]
 ) -> None:
-    out, before = torch.full((2, 5, 4, 32), 7.0), K.clone()
+    K.copy_(BEFORE)  # a test that failed may have written to it
+    out = torch.full((2, 5, 4, 32), 7.0)
     given = USUAL[function] | ({"out": out} if function is flash_attn_func else {}) | changes
     for causal in {changes.get("causal", False), True} if function is flash_attn_varlen_func else {None}:
         with pytest.raises(RuntimeError if "requires grad" in said else (TypeError, ValueError)) as raised:
             function(**given | ({} if causal is None else {"causal": causal}))
         assert str(raised.value).startswith(said)
-    assert torch.equal(K, before)
+    assert torch.equal(K, BEFORE)
     assert (out == 7).all()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("said", "changes"), WRONG_KINDS)
+def test_on_a_device_a_wrong_kind_of_call_writes_nothing(said: str, changes: dict[str, Any]) -> None:
+    K.copy_(BEFORE)
+    given = USUAL[flash_attn_with_kvcache] | ONE | {"cache_seqlens": 3, "block_table": ints(0, 1).view(2, 1)}
+    with flash_cases.as_on_a_device(), pytest.raises((TypeError, ValueError)) as raised:
+        flash_attn_with_kvcache(**given | changes)
+    assert str(raised.value).startswith(said)
+    assert torch.equal(K, BEFORE)
 
 
 @pytest.mark.quick
@@ -688,7 +742,8 @@ def test_scheduler_metadata(options: dict[str, Any], new: int, monkeypatch: pyte
     seen = []
     name = "sliding_window_attention" if "window_size" in options else "paged_attention"
     operator = getattr(flash_cases._flash.attend, name)
-    monkeypatch.setattr(flash_cases._flash.attend, name, lambda *given: seen.append(given[-2]) or operator(*given))
+    spy = functools.wraps(operator)(lambda *given: seen.append(given[-2]) or operator(*given))
+    monkeypatch.setattr(flash_cases._flash.attend, name, spy)
     torch.testing.assert_close(flash_attn_with_kvcache(q, *caches, scheduler_metadata=plan, **given), wanted)
     assert seen[-1] is plan
     flash_attn_with_kvcache(q, *caches, scheduler_metadata=plan[:-1], **given)

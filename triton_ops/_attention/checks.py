@@ -141,10 +141,14 @@ def check_attention(args: AttentionArgs) -> None:
 
 
 def check_lengths(args: Any, lens: list[int], starts: list[int], max_seq_len: int | None = None) -> None:
-    """Check that each sequence fits its block table and is at least as long as its queries.
+    """Check that queries follow each other, and that each sequence fits its table and is as long as its queries.
 
     `lens` and `starts` are the values of seq_lens and query_start_loc, on the host.
     """
+    most = getattr(args, "query", args.query_positions)
+    if starts != sorted(starts) or starts[0] or (most is not None and starts[-1] > most.shape[0]):
+        needs = "ascending from 0" + ("" if most is None else f" to at most {most.shape[0]} (num_tokens)")
+        raise bad_argument("query_start_loc", starts, needs)
     capacity = args.block_tables.shape[-1] * args.block_size
     bound = capacity if max_seq_len is None else min(capacity, max_seq_len)
     shortest, longest = min(lens, default=0), max(lens, default=0)
@@ -160,15 +164,12 @@ def check_lengths(args: Any, lens: list[int], starts: list[int], max_seq_len: in
 def check_attention_values(args: AttentionArgs) -> None:
     """Check lengths, block numbers, positions and the plan. This reads values, so on a device it synchronizes."""
     args = args.with_rows()
-    num_tokens = args.query.shape[0]
     num_blocks, block_size = args.key_cache.shape[0], args.block_size
     lens, starts = args.seq_lens.tolist(), args.query_start_loc.tolist()
     q_lens = [end - begin for begin, end in itertools.pairwise(starts)]
-    if starts[0] != 0 or starts[-1] > num_tokens or min(q_lens, default=0) < 0:
-        raise bad_argument("query_start_loc", starts, f"ascending from 0 to at most {num_tokens} (num_tokens)")
+    check_lengths(args, lens, starts, args.max_seq_len)
     if not lens:
         return
-    check_lengths(args, lens, starts, args.max_seq_len)
     shortest, longest = min(lens), max(lens)
     if args.max_query_len is not None and max(q_lens) > args.max_query_len:
         needs = f"at least {max(q_lens)}, the longest of query_start_loc"

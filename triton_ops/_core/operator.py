@@ -35,7 +35,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from .cache import launch_finder
-from .checks import INDEX_DTYPES, bad_argument, check_writable, describe, refuse_grad
+from .checks import INDEX_DTYPES, bad_argument, check_writable, describe, reads_values, refuse_grad
 from .runtime import KERNELS_ON_CPU, require_triton
 
 # "pc", or the name under which a copy of the package is imported, so that the operators of both do not collide.
@@ -91,6 +91,9 @@ def operator(
     All functions below take one named tuple, the arguments by name. A parameter `out: torch.Tensor | None = None` at
     the end makes two operators, `<name>` and `<name>.out`. The second writes to `out` and must return None.
 
+    The returned function has an attribute `check`. It takes the arguments of a call, makes the checks of the operator,
+    and returns an empty result.
+
     Args:
         run: Runs a call on CPU tensors; without `build`, on tensors of any device.
         build: Returns the launch for all calls with the same options and metadata. It runs on GPU tensors, and on CPU
@@ -134,6 +137,12 @@ def operator(
             check_all(bind(*args, **kwargs))
             return fake(*args, **kwargs)
 
+        def check_call(*args: Any, **kwargs: Any) -> Any:
+            found, given = checked_fake(*args, **kwargs), bind(*args, **kwargs)
+            if check_values is not None and reads_values(given[0]):
+                check_values(given)
+            return found
+
         find = find_run if build is None else launch_finder(build_checked, check_values)
         finds = {"CPU": find if KERNELS_ON_CPU else find_run, "CUDA": find}  # ROCm has the same keys
         names, schema = tuple(signature.types), signature.schema(mutates)
@@ -143,7 +152,9 @@ def operator(
             nothing, mutated = (lambda *_, **__: None), (*mutates, "out")
             call_out = _register(f"{name}.out", names, schema, finds, bind, check_all, nothing, mutated)
             call = _choosing_out(call, call_out, len(names))
-        return _public(fake, call, signature)
+        public = _public(fake, call, signature)
+        public.check = check_call  # type: ignore[attr-defined]
+        return public
 
     return decorate
 

@@ -134,7 +134,7 @@ def _check_new(
 
 
 def build_append(
-    query: torch.Tensor, keys: PagedKV, args: FlashArgs
+    query: torch.Tensor, keys: PagedKV, args: FlashArgs, check: Callable[[torch.Tensor, PagedKV, FlashArgs], object]
 ) -> Callable[[torch.Tensor, PagedKV, FlashArgs], tuple[torch.Tensor, torch.Tensor]]:
     """Return a function that writes new keys and values after those in the cache, for all calls of this kind.
 
@@ -145,6 +145,8 @@ def build_append(
         keys: The cache before the call.
         args: The call; k is `[batch, count, num_kv_heads, head_dim]`, or `[total, num_kv_heads, head_dim]` with
             cu_seqlens_k_new.
+        check: Checks the call that reads the keys, before they are written. Its keys have the new lengths where values
+            are read.
     """
     rotary = _rotary(args, keys.lens)
     k, is_packed, cache_dtype = args.k, args.cu_seqlens_k_new is not None, keys.key_cache.dtype
@@ -152,7 +154,9 @@ def build_append(
     batch, count, total = keys.lens.shape[0], k.shape[-3], math.prod(k.shape[:-2])
     if not batch:  # all tokens are padding
         return lambda query, keys, args: (query, keys.lens)
-    checks_values = reads_values(query) and not needs_dispatcher() and batch > 0
+    checks_values = reads_values(query) and not needs_dispatcher()
+    if args.context is not None and not checks_values:
+        check(query, keys, args)
     is_code = k.dtype == torch.float8_e4m3fn
     is_scaled = cache_dtype in QUANTIZED_DTYPES and not is_code
     sees_ahead = args.causal or max(args.window_size) >= 0
@@ -180,6 +184,8 @@ def build_append(
         num_blocks, block_size = keys.key_cache.shape[:2]
         if checks_values and slots.numel() and int(slots.max()) >= num_blocks * block_size:
             raise bad_argument("block_table", f"block {int(slots.max()) // block_size}", f"blocks below {num_blocks}")
+        if checks_values:
+            check(query, keys._replace(lens=lens), args)
         k, v = packed(args.k), packed(args.v)
         caches = (keys.key_cache, keys.value_cache, slots)
         if rotary is not None and angles is not None:

@@ -17,6 +17,7 @@ from .._core.checks import (
     bad_argument,
     check_integer,
     check_tensor,
+    check_writable,
     debug_mode_enabled,
     describe,
     refuse_grad,
@@ -67,6 +68,8 @@ class FlashArgs(NamedTuple):
     cache_length: int | None = None
     rotary_interleaved: bool = True
     same_starts: bool = False
+    only_checks: bool = False
+    """Whether the operators only check their arguments and return empty results."""
 
     @property
     def query_scale(self) -> torch.Tensor | None:
@@ -161,7 +164,14 @@ def options_of(
     cap = _number("softcap", softcap)
     if not 0 <= cap < math.inf:
         raise bad_argument("softcap", cap, NOT_NEGATIVE["softcap"])
-    return scale, bool(causal), pair(window_size), cap, with_lse, attention_chunk
+    return scale, flag("causal", causal), pair(window_size), cap, with_lse, attention_chunk
+
+
+def flag(name: str, value: Any) -> bool:
+    """Return an option as a bool, or raise an error that names it."""
+    if type(value).__name__ not in ("bool", "bool_", "int", "SymBool"):  # numpy has both of the first
+        raise bad_argument(name, repr(value), "a bool", TypeError)
+    return bool(value)
 
 
 def _number(name: str, value: Any) -> float:
@@ -187,6 +197,8 @@ def bound(name: str, value: Any) -> int | None:
     """Return an argument such as max_seqlen_q as a checked int, or None. A tensor's value is read from its device."""
     if value is None:
         return None
+    if isinstance(value, torch.Tensor) and (value.numel() != 1 or value.is_floating_point()):
+        raise bad_argument(name, describe(value), "an int", TypeError)
     number = int(value) if isinstance(value, torch.Tensor) else value
     if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
         number = check_integer(name, number)
@@ -226,8 +238,10 @@ def check_tensors(layouts: dict[str, tuple[Any, str]], args: FlashArgs) -> None:
     for name, tensor in (("out", args.out), ("qv", args.qv)):
         if tensor is not None and (tensor.shape != shape or tensor.device != q.device):
             raise bad_argument(name, describe(tensor), f"{list(shape)} on {q.device}")
-    if args.out is not None and args.out.dtype not in FLOATS:
-        raise bad_argument("out", describe(args.out), "float16, bfloat16 or float32", TypeError)
+    if args.out is not None:
+        if args.out.dtype not in FLOATS:
+            raise bad_argument("out", describe(args.out), "float16, bfloat16 or float32", TypeError)
+        check_writable("out", args.out)
 
 
 def check_heads(args: FlashArgs, batch: int) -> None:

@@ -68,7 +68,8 @@ def _build_window(keys: PagedKV, args: FlashArgs, head_dim: int, left: int, righ
         operators = (sliding_window_attention, sliding_window_attention_with_lse)
     before = (*before, ahead > 0 or right == 0, args.softcap)
     # torch.compile of torch 2.11 takes no bool as an index.
-    operator, after = operators[1 if args.with_lse else 0], (keys.max_queries, keys.max_keys)
+    operator: Any = operators[1 if args.with_lse else 0]
+    operator, after = operator.check if args.only_checks else operator, (keys.max_queries, keys.max_keys)
 
     def attend(query: torch.Tensor, keys: PagedKV, args: FlashArgs, scales: Scales = (None, None)) -> Any:
         batch: tuple[torch.Tensor, ...] = (keys.tables, keys.lens, keys.starts)
@@ -187,8 +188,8 @@ def _attend_latent(query: torch.Tensor, qv: torch.Tensor, keys: PagedKV, args: F
         keys = in_chunks(keys, args.attention_chunk, args.causal)
     if _needs_holes(keys, query):
         keys = with_holes(keys)
-    operator: Callable[..., Any] = latent_attention_with_lse if args.with_lse else latent_attention
-    return operator(
+    operator: Any = latent_attention_with_lse if args.with_lse else latent_attention
+    return (operator.check if args.only_checks else operator)(
         torch.cat((qv, query), 2), keys.key_cache, keys.tables, keys.lens, keys.starts, _scale_of(args, width),
         value_dim, right == 0, args.softcap, None, keys.max_queries, keys.max_keys, keys.plan,
     )  # fmt: skip
