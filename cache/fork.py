@@ -14,10 +14,8 @@ def fork(state: ManagerState, request_id: Hashable, new_request_id: Hashable) ->
     state.check_new("new_request_id", new_request_id)
     length = len(parent.tokens)
     if parent.committed < length:
-        raise ValueError(
-            f"request_id: got {request_id!r} with {parent.committed} of {length} tokens committed, needs all: "
-            "commit them first"
-        )
+        got = f"{request_id!r} with {parent.committed} of {length} tokens committed"
+        raise ValueError(f"request_id: got {got}, needs all: commit them first")
     child = parent.copy()
     state.begin()
     if length % state.block_size:
@@ -72,9 +70,7 @@ def _check_resident(state: ManagerState, request: Request, length: int, needed_f
             end = length // size - 1
             kept = length % size == 0 and table[end] >= 0 and (group, end) not in request.new_states
             if length and length != request.committed and not kept:
-                raise ValueError(
-                    f"num_tokens: got {num_tokens}, needs to leave the {request.committed} committed tokens or a "
-                    f"length whose state is held: the state at {length} was released"
-                )
+                needs = f"to leave the {request.committed} committed tokens or a length whose state is held"
+                raise ValueError(f"num_tokens: got {num_tokens}, needs {needs}: the state at {length} was released")
         elif (table[first : -(-length // size)] < 0).any():
             raise ValueError(f"num_tokens: got {num_tokens}, needs fewer: blocks behind the window were released")

@@ -6,7 +6,7 @@ A verb is a function that changes the manager's state, such as `allocate` or `fr
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Generic, overload
 
@@ -24,7 +24,7 @@ from .offload import OnEvict
 from .policies import EvictionPolicy
 from .pool import BlockPool, Hint
 from .runs import Slots, Span
-from .state import ManagerState
+from .state import ManagerState, refuse_unhashable
 from .table import Ids
 
 if TYPE_CHECKING:
@@ -190,7 +190,11 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
         """Call a function that only reads the state, under the lock. Policy hooks may call this too."""
         with self._lock:
             self._state.settle()
-            return function(self._state, *args)
+            try:
+                return function(self._state, *args)
+            except TypeError:
+                refuse_unhashable(function, args)
+                raise
 
     def allocate(
         self,
@@ -305,7 +309,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             KeyError: A request is unknown.
             ValueError: There are not as many tokens as requests, a request is given twice, or a token id is out of
                 range. Or a token is not the next one of a prompt that is allocated in part.
-            TypeError: `token_ids` has the wrong type.
+            TypeError: `request_ids` or `token_ids` has the wrong type.
 
         Examples:
             >>> allocations = [manager.allocate(request, range(6)) for request in ("a", "b")]
@@ -314,6 +318,8 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             ([6, 14], [])
         """
         new = encode_tokens(token_ids)
+        if not isinstance(request_ids, Collection) or isinstance(request_ids, set | frozenset | str):
+            raise TypeError(f"request_ids: got {type(request_ids).__name__}, needs a sequence of running requests")
         if len(new) != len(request_ids):
             raise ValueError(f"token_ids: got {len(new)}, needs one for each of {len(request_ids)} requests")
         return self._run(append.append_each, request_ids, new)

@@ -59,9 +59,7 @@ class Evicted:
         True if the thread that evicted them has ended, or if that same thread reads this property outside of
         `on_evict`.
         """
-        if self._thread() is _mark():
-            return not self._inside.locked()
-        return self._thread() is None
+        return not self._inside.locked() if self._thread() is _mark() else self._thread() is None
 
     def hand_over(self, state: State) -> None:
         """Call `on_evict` with the blocks of each group."""

@@ -340,8 +340,7 @@ def _why_by_text(source: Source, prompt: Request, known: Known, hit: Hit) -> Why
 
 def _is_cached(source: Source, text: Request, block: int) -> bool:
     """Return whether a block of a remembered text is still in the cache."""
-    digests = text.digests[block : block + 1]
-    return any(find(digest[None])[0] >= 0 for find in source.find for digest in digests)
+    return any(find(digest[None])[0] >= 0 for find in source.find for digest in text.digests[block : block + 1])
 
 
 def _longest_match(prompt: Request, known: Known, block: int) -> tuple[int, str, Request | None]:

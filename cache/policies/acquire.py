@@ -62,9 +62,8 @@ def choose(policy: EvictionPolicy, count: int) -> Ids:
         raise RuntimeError(f"{name}.victims: got {len(ids)}, needs {count} blocks")
     if not type(policy).__module__.startswith("pc.cache.") and count:
         if not 0 <= ids.min() <= ids.max() < policy.pool.num_blocks:
-            raise RuntimeError(
-                f"{name}.victims: got blocks {ids.min()} to {ids.max()}, needs 0 to {policy.pool.num_blocks - 1}"
-            )
+            got = f"blocks {ids.min()} to {ids.max()}"
+            raise RuntimeError(f"{name}.victims: got {got}, needs 0 to {policy.pool.num_blocks - 1}")
         if len(np.unique(ids)) != count:
             raise RuntimeError(f"{name}.victims: got a block twice")
     if policy.pool.ref_count[ids].any():

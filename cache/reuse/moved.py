@@ -132,9 +132,8 @@ class MovedText:
 
 def _cut(run: MovedSpan, span: Span) -> MovedSpan:
     """Return the part of a run inside a span."""
-    start, end = max(run.start, span[0]), min(run.end, span[1])
-    if start >= end:
-        return run._replace(end=run.start)
+    start = max(run.start, span[0])
+    end = max(start, min(run.end, span[1]))
     return run._replace(start=start, end=end, slots=run.slots[start - run.start : end - run.start])
 
 

@@ -210,9 +210,8 @@ class EncoderCache:
         idle = {content: entry for content, entry in self._entries.items() if not entry.holders}
         held, excess, victims = self.nbytes - sum([e.nbytes for e in idle.values()]), self.nbytes + size, []
         if held + size > self.max_bytes:
-            raise MemoryError(
-                f"{item.content_hash!r}: needs {size} bytes, {held} of {self.max_bytes} bytes are held by requests"
-            )
+            held_by = f"{held} of {self.max_bytes} bytes are held by requests"
+            raise MemoryError(f"{item.content_hash!r}: needs {size} bytes, {held_by}")
         for content in sorted(idle, key=lambda c: self._key(idle[c])) if excess > self.max_bytes else ():
             if excess <= self.max_bytes:
                 break
@@ -298,9 +297,8 @@ class EncoderCache:
 def _check_length(item: EncoderItem, output: torch.Tensor) -> None:
     """Raise ValueError unless an output has a row for each token of its item."""
     if output.dim() < 1 or output.shape[0] != item.length:
-        raise ValueError(
-            f"{item.content_hash!r}: got an output of shape {list(output.shape)}, needs {item.length} rows"
-        )
+        got = f"an output of shape {list(output.shape)}"
+        raise ValueError(f"{item.content_hash!r}: got {got}, needs {item.length} rows")
 
 
 def _identity(content_hash: Hashable) -> Hashable:

@@ -81,7 +81,7 @@ class RowStore:
         """Raise KeyError for a name that is not cached."""
         for name in names:
             if name not in self.entries:
-                raise KeyError(f"names: got {name!r}, needs one of {', '.join(self.entries) or 'none'}")
+                raise KeyError(f"names: got {name!r}, needs one of {', '.join(map(str, self.entries)) or 'none'}")
 
     def there(self, names: Sequence[str] | None, table: Ids, count: int) -> dict[str, Mask]:
         """Return for each name which of the first tokens of a block table have a row.
@@ -240,12 +240,8 @@ def pad_tables(tables: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]
 
 def worth_copies(num_runs: int, num_bytes: int) -> bool:
     """Return whether copying rows run by run on the host is faster than copying them slot by slot."""
-    return num_runs <= _FEW_RUNS or num_bytes >= _RUN_BYTES * num_runs or _alone(num_bytes)
-
-
-def _alone(num_bytes: int) -> bool:
-    """Return whether one thread copies that many bytes as fast as several threads."""
-    return num_bytes <= _ALONE_BYTES or torch.get_num_threads() == 1
+    is_fast_alone = num_bytes <= _ALONE_BYTES or torch.get_num_threads() == 1
+    return num_runs <= _FEW_RUNS or num_bytes >= _RUN_BYTES * num_runs or is_fast_alone
 
 
 def write_rows(rows: torch.Tensor, flat: torch.Tensor, slots: StepSlots, new: torch.Tensor, row_bytes: int) -> None:

@@ -20,14 +20,15 @@ class StepSlots:
     """The slots of `count` tokens, as runs of the slots that are not negative.
 
     Attributes:
-        runs: The runs; None if they are too many and short, so that rows are moved one by one.
+        all_runs: The runs.
+        runs: The same; None if they are too many and short, so that rows are moved one by one.
         low: The lowest slot, which is negative if a token has none; 0 without tokens.
         high: The highest slot; -1 if no token has one.
     """
 
     def __init__(self, count: int, runs: list[Run], array: Slots | None = None) -> None:
         self.count = count
-        self._runs = runs
+        self.all_runs = runs
         self.runs = runs if len(runs) <= max(_FEW_RUNS, count // _SHORT) else None
         if array is not None:
             self.array = array
@@ -56,15 +57,10 @@ class StepSlots:
             found.low = int(slots.min())
         return found
 
-    @property
-    def all_single(self) -> bool:
-        """Whether no token's slot directly follows the slot of the token before it."""
-        return all(end - first == 1 for _, first, end in self._runs)
-
     @cached_property
     def array(self) -> Slots:
         """The slots, `[num_tokens]`; -1 for a token that is not stored."""
-        return slots_of_runs(self._runs, self.count)
+        return slots_of_runs(self.all_runs, self.count)
 
     @cached_property
     def kept(self) -> Slots:
@@ -146,7 +142,7 @@ class Step:
         """
         if self.requests:
             return self.slots.count <= len(self.requests)
-        return self.slots.all_single
+        return all(end - first == 1 for _, first, end in self.slots.all_runs)
 
     @cached_property
     def extents(self) -> tuple[list[int], list[int], bool] | None:

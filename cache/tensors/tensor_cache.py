@@ -19,7 +19,7 @@ from ..runs import slot_runs, slots_of_runs
 from ..table import Ids
 from .rows import PLAIN, MissingRowsError, Named, NamedRows, RowStore, RowType
 from .step import Step, StepSlots, leaves
-from .valid import Mask, ValidRows
+from .valid import Mask, ValidRows, check_blocks
 
 _log = logging.getLogger("pc.cache")
 
@@ -125,6 +125,7 @@ class TensorCache:
             >>> cache.rows("hidden").shape
             torch.Size([16, 4, 32])
         """
+        self._store.require([name])
         return self._entries[name].rows
 
     def stored(self, name: str) -> Mask:
@@ -136,7 +137,9 @@ class TensorCache:
             >>> cache.stored("hidden").tolist()
             [[False, False, False, False], [True, True, True, False]]
         """
-        bits = self._valid.there([name], np.arange(self.num_blocks))[name]
+        bits = self._store.there([name], np.arange(self.num_blocks, dtype=np.int32), self.num_blocks * self.block_size)[
+            name
+        ]
         return bits.reshape(self.num_blocks, self.block_size)
 
     def register(self, name: str, feature_shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -177,10 +180,8 @@ class TensorCache:
         for name, (shape, dtype) in new.items():
             size = self.cost(shape, dtype)
             if total + size > self.max_bytes:
-                raise MemoryError(
-                    f"{name}: needs {size} bytes for {self.num_blocks * self.block_size} rows {list(shape)} {dtype}, "
-                    f"{total} of at most {self.max_bytes} bytes are taken"
-                )
+                needs = f"{size} bytes for {self.num_blocks * self.block_size} rows {list(shape)} {dtype}"
+                raise MemoryError(f"{name}: needs {needs}, {total} of at most {self.max_bytes} bytes are taken")
             total += size
             where = f"{self.device}, {total} of {self.max_bytes} in all"
             _log.info("TensorCache: %s %s %s takes %d bytes on %s", name, list(shape), dtype, size, where)
@@ -319,6 +320,8 @@ class TensorCache:
         Raises:
             ValueError: A slot is out of range.
         """
+        if not isinstance(step, Step):
+            raise TypeError(f"step: got {type(step).__name__}, needs a pc.Step")
         slots, limit = step.slots, self.num_blocks * self.block_size
         if slots.low < -1 or slots.high >= limit:
             raise ValueError(f"slot_mapping: got values from {slots.low} to {slots.high}, needs -1 to {limit - 1}")
@@ -347,12 +350,16 @@ class TensorCache:
     def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy the rows of blocks to other blocks: (source, target) pairs, one after another.
 
+        Raises:
+            TypeError: A number is not an integer.
+            ValueError: A number is out of range. Nothing has been copied.
+
         Examples:
             >>> cache.copy([(2, 9)])
             >>> cache.load(np.array([9]), num_tokens=4)["hidden"].shape
             torch.Size([4, 32])
         """
-        self._store.copy(pairs)
+        self._store.copy(map(tuple, check_blocks("pairs", pairs, self.num_blocks, 0, (2,)).tolist()))
 
     def swap_out(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy to host memory the rows of blocks that `CacheManager.preempt` released.
@@ -472,15 +479,12 @@ class TensorCache:
         if self.manager is not None and isinstance(request, Hashable):
             table = self.manager.block_table(request, self.group)
             known = self.manager.num_tokens(request)
-            count = known if num_tokens is None else num_tokens
+            count = known if num_tokens is None else check_integer("num_tokens", num_tokens)
         elif num_tokens is None:
             raise ValueError("num_tokens: got None, needs the number of tokens of a block table")
         else:
-            table = np.asarray(request, np.int32)
-            if table.size and not -1 <= int(table.min()) <= int(table.max()) < self.num_blocks:
-                got = f"block numbers from {table.min()} to {table.max()}"
-                raise ValueError(f"request: got {got}, needs -1 to {self.num_blocks - 1}")
-            known, count = len(table) * self.block_size, num_tokens
+            table = check_blocks("request", cast("Ids", request), self.num_blocks).astype(np.int32)
+            known, count = len(table) * self.block_size, check_integer("num_tokens", num_tokens)
         if not 0 <= count <= known:
             raise ValueError(f"num_tokens: got {count}, needs 0 to {known}")
         return table, count
@@ -533,10 +537,10 @@ class TensorCache:
             >>> cache.join(step)["a"]["hidden"].shape
             torch.Size([22, 32])
         """
+        self._checked_slots(step)
         if self.manager is None or step.extents is None:
             raise ValueError("step: got one without requests and positions, needs Step.of and a manager")
         requests, (bounds, lengths, _) = step.requests, step.extents
-        self._checked_slots(step)
         mine, _ = self._sort(step)
         if names is not None:
             for name in names:

@@ -13,6 +13,26 @@ from ..runs import Slots
 Mask = npt.NDArray[np.bool_]
 
 
+def check_blocks(
+    name: str, blocks: Iterable[object] | Slots, num_blocks: int, least: int = -1, row: tuple[int, ...] = ()
+) -> npt.NDArray[np.integer]:
+    """Return block numbers, `[n, *row]`, as an array, after a check of their type, range and shape.
+
+    Raises:
+        TypeError: They are not integers.
+        ValueError: A number is out of range, or the shape is wrong.
+    """
+    index = np.asarray(blocks if isinstance(blocks, np.ndarray | Sequence) or blocks is None else list(blocks))
+    if blocks is None or (index.size and index.dtype.kind not in "iu"):
+        raise TypeError(f"{name}: got {blocks if blocks is None else index.dtype}, needs integers")
+    if index.size and not least <= int(index.min()) <= int(index.max()) < num_blocks:
+        got = f"numbers from {index.min()} to {index.max()}"
+        raise ValueError(f"{name}: got {got}, needs {least} to {num_blocks - 1}")
+    if index.size and index.shape[1:] != row:
+        raise ValueError(f"{name}: got shape {list(index.shape)}, needs [{', '.join(['n', *map(str, row)])}]")
+    return index
+
+
 class ValidRows:
     """A flag for each named tensor and slot: whether the slot holds a row of the tensor.
 
@@ -79,12 +99,7 @@ class ValidRows:
             TypeError: They are not integers.
             ValueError: A number is out of range.
         """
-        index = np.asarray(blocks if isinstance(blocks, np.ndarray | Sequence) else list(blocks))
-        if index.size and index.dtype.kind not in "iu":
-            raise TypeError(f"block_ids: got {index.dtype}, needs integers")
-        if index.size and not -1 <= int(index.min()) <= int(index.max()) < self.num_blocks:
-            got = f"numbers from {index.min()} to {index.max()}"
-            raise ValueError(f"block_ids: got {got}, needs -1 to {self.num_blocks - 1}")
+        index = check_blocks("block_ids", blocks, self.num_blocks)
         index = index[index >= 0].astype(np.intp)
         for bits in self._bits.values():
             bits.reshape(self.num_blocks, self.block_size)[index] = False

@@ -22,6 +22,17 @@ HINTS = [
     *({"priority": "x"}, {"priority": 1.5}, {"priority": None}, {"priority": True}),
     *({"ttl": "x"}, {"ttl": -1.0}, {"ttl": float("nan")}),
 ]
+ONE_REQUEST = [
+    lambda m, request: m.allocate(request, [1]),
+    lambda m, request: m.append(request, [1]),
+    lambda m, request: m.append_each([request], [1]),
+    lambda m, request: m.commit(request, 4),
+    lambda m, request: m.checkpoint(request, 4),
+    lambda m, request: m.rollback(request, 1),
+    lambda m, request: m.fork(request, "b"),
+    *(getattr(pc.CacheManager, name) for name in ("free", "preempt", "resume", "block_table", "num_tokens")),
+    pc.CacheManager.block_hashes,
+]
 NO_INTEGERS = (["x"], [1.5], np.array([1.5]), np.zeros((2, 2), int))
 NO_SEQUENCES = [{1: 2}, {1, 2}, iter([1]), 5, None, "12", b"12", bytearray(b"12")]
 SPANS = "segments: got .*, needs ascending spans"
@@ -31,6 +42,11 @@ def allocate(tokens=(1,), **options):
     return lambda m: m.allocate("b", tokens, **options)
 
 
+def saving(manager):
+    manager.on_evict = lambda *evicted: None
+    return manager
+
+
 def anywhere(**options):
     return allocate(TEXT, reuse="anywhere", **options)
 
@@ -38,7 +54,21 @@ def anywhere(**options):
 REFUSED = {
     "plain": [
         (lambda m: m.allocate("a", [1]), ValueError, "request_id"),
-        (lambda m: m.allocate(["b"], [1]), TypeError, "^request_id: got list, needs a hashable"),
+        *(
+            (
+                lambda m, call=call, wrong=wrong: call(m, wrong),
+                TypeError,
+                f"^request_ids?: got {said}, needs a hashable",
+            )
+            for wrong, said in ((["b"], "list"), (("b", ["c"]), "tuple"))
+            for call in ONE_REQUEST
+        ),
+        (lambda m: saving(m).allocate(["b"], [1]), TypeError, "^request_id: got list, needs a hashable"),
+        (lambda m: m.fork("a", ["b"]), TypeError, "^new_request_id: got list, needs a hashable"),
+        *(
+            (lambda m, ids=ids: m.append_each(ids, [9]), TypeError, "^request_ids: got .*, needs a sequence of running")
+            for ids in (None, "a", {"a"}, iter(["a"]), 5)
+        ),
         *((call, KeyError, "request_id") for call in UNKNOWN),
         (lambda m: m.commit("a", 11), ValueError, "num_tokens"),
         (lambda m: m.rollback("a", 11), ValueError, "num_tokens"),

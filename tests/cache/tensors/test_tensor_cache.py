@@ -199,9 +199,9 @@ WRONG = [
     (
         lambda tensors: tensors.load([0, 16], num_tokens=5),
         ValueError,
-        "request: got block numbers from 0 to 16, needs -1",
+        "request: got numbers from 0 to 16, needs -1",
     ),
-    (lambda tensors: tensors.load([-2, 0], num_tokens=5), ValueError, "request: got block numbers from -2 to 0"),
+    (lambda tensors: tensors.load([-2, 0], num_tokens=5), ValueError, "request: got numbers from -2 to 0"),
     (lambda tensors: tensors.load([6, 2]), ValueError, "num_tokens: got None"),
     (lambda tensors: tensors.load([6, 2], num_tokens=9), ValueError, "num_tokens: got 9, needs 0 to 8"),
     (lambda tensors: tensors.load([6], num_tokens=1, missing="no"), ValueError, "missing: got 'no', needs 'raise' or"),
@@ -209,6 +209,27 @@ WRONG = [
     (lambda tensors: tensors.forget([-2]), ValueError, "block_ids: got numbers from -2 to -2, needs -1 to 15"),
     (lambda tensors: tensors.forget([1.0]), TypeError, "block_ids: got float64"),
     (lambda tensors: tensors.forget([True]), TypeError, "block_ids: got bool"),
+    (lambda tensors: tensors.forget(None), TypeError, "block_ids: got None, needs integers"),
+    (lambda tensors: tensors.load([0.5, 1.9], num_tokens=5), TypeError, "request: got float64, needs integers"),
+    (lambda tensors: tensors.load([[0, 1]], num_tokens=5), ValueError, r"request: got shape \[1, 2\], needs \[n\]"),
+    (lambda tensors: tensors.load([0, 1], num_tokens=1.5), TypeError, "num_tokens: got 1.5, needs an int"),
+    *(
+        (
+            lambda tensors, pair=pair: tensors.copy([pair]),
+            ValueError,
+            f"pairs: got numbers from {min(pair)} to {max(pair)}, needs 0",
+        )
+        for pair in ((-1, 0), (0, -1), (16, 0), (0, 16))
+    ),
+    (lambda tensors: tensors.copy([(0.0, 1.0)]), TypeError, "pairs: got float64, needs integers"),
+    (lambda tensors: tensors.copy([(0, 1, 2)]), ValueError, r"pairs: got shape \[1, 3\], needs \[n, 2\]"),
+    (lambda tensors: tensors.rows("x"), KeyError, "names: got 'x', needs one of"),
+    (lambda tensors: tensors.stored("x"), KeyError, "names: got 'x', needs one of"),
+    (lambda tensors: tensors.available([0], ["x"], 1), KeyError, "names: got 'x', needs one of"),
+    *(
+        (lambda tensors, call=call: call(tensors, ONES), TypeError, "step: got Tensor, needs a pc.Step")
+        for call in (pc.TensorCache.store, lambda tensors, step: tensors.read(step, ["h"]), pc.TensorCache.join)
+    ),
     (lambda _: pc.TensorCache(None, 0, BLOCK), ValueError, "num_blocks: got 0, needs at least 1"),
     (lambda _: pc.TensorCache(None, 16, 0), ValueError, "block_size: got 0, needs at least 1"),
     (lambda _: pc.TensorCache(None, "16", BLOCK), TypeError, "num_blocks: got '16', needs an int"),
