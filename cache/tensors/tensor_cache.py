@@ -137,10 +137,8 @@ class TensorCache:
             >>> cache.stored("hidden").tolist()
             [[False, False, False, False], [True, True, True, False]]
         """
-        bits = self._store.there([name], np.arange(self.num_blocks, dtype=np.int32), self.num_blocks * self.block_size)[
-            name
-        ]
-        return bits.reshape(self.num_blocks, self.block_size)
+        self._store.require([name])
+        return self._valid.there([name], np.arange(self.num_blocks))[name].reshape(-1, self.block_size)
 
     def register(self, name: str, feature_shape: Sequence[int], dtype: torch.dtype) -> None:
         """Allocate the cache of a name, unless it exists with this shape and dtype.
