@@ -16,14 +16,7 @@ from ._attention.checks import MAX_HEAD_DIM, check_cache
 from ._attention.constants import next_power_of_2
 from ._copy.cpu import scatter_rows
 from ._core.cache import aligned
-from ._core.checks import (
-    FLOATS,
-    bad_argument,
-    check_tensor,
-    debug_mode_enabled,
-    is_same_memory,
-    lowest_entry,
-)
+from ._core.checks import FLOATS, bad_argument, check_tensor, debug_mode_enabled, is_same_memory, lowest_entry
 from ._core.launch import Launch
 from ._core.operator import operator
 from ._core.quantize import as_codes, code_kind, equal_scales, quantize, refuse_nan, scale_kind

@@ -23,13 +23,7 @@ from ._core.checks import FLOATS, INDEX_DTYPES, bad_argument, check_tensor, desc
 from ._core.launch import Launch
 from ._core.operator import operator
 from ._core.quantize import code_kind, scale_kind
-from .reshape_and_cache import (
-    cache_tensors,
-    check_write,
-    check_write_values,
-    reshape_and_cache,
-    reshape_and_cache_cpu,
-)
+from .reshape_and_cache import cache_tensors, check_write, check_write_values, reshape_and_cache, reshape_and_cache_cpu
 
 
 def _check(args: Any) -> None:

@@ -87,12 +87,7 @@ def programs_per_processor(arch: str) -> int:
 
 
 def decode_tiles(
-    arch: str,
-    head_dim: int,
-    itemsize: int,
-    rows: int,
-    quantized: bool,
-    spare_registers: bool = False,
+    arch: str, head_dim: int, itemsize: int, rows: int, quantized: bool, spare_registers: bool = False
 ) -> Tiles:
     """Return the tiles for up to DECODE_QUERIES queries of a sequence.
 
@@ -160,12 +155,7 @@ def latent_tiles(
 
 
 def prefill_tiles(
-    arch: str,
-    head_dim: int,
-    itemsize: int,
-    spare_registers: bool,
-    quantized: bool = False,
-    two_tiles: bool = False,
+    arch: str, head_dim: int, itemsize: int, spare_registers: bool, quantized: bool = False, two_tiles: bool = False
 ) -> Tiles:
     """Return the tiles for sequences with more than DECODE_QUERIES queries.
 

@@ -17,14 +17,7 @@ from .._core.cache import aligned
 from .._core.launch import Launch, constants, current_stream, numbers
 from .arguments import AttentionArgs, table_heads, table_strides
 from .constants import Tiles, architecture, decode_tiles, latent_tiles, next_power_of_2
-from .kernel_arguments import (
-    build_results,
-    build_sum_launch,
-    compiled_for,
-    converts_codes,
-    kernel_tensors,
-    strides_of,
-)
+from .kernel_arguments import build_results, build_sum_launch, compiled_for, converts_codes, kernel_tensors, strides_of
 
 # Maximum number of queries whose lists are united. A mark is one byte with a bit for each query.
 _MAX_QUERIES = 8

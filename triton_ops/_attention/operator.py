@@ -25,9 +25,7 @@ _LSE = """and lse `[num_tokens, num_heads]` float32. lse is the natural logarith
 
 
 def attention_operator(
-    build: Build = build_attention,
-    docs_from: tuple[Callable[..., torch.Tensor], ...] = (),
-    gives_lse: bool = False,
+    build: Build = build_attention, docs_from: tuple[Callable[..., torch.Tensor], ...] = (), gives_lse: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Register the decorated function as `torch.ops.pc.<name>`, and return its public function.
 

@@ -12,15 +12,7 @@ from typing import Any
 
 import torch
 
-from .._core.checks import (
-    INDEX_DTYPES,
-    check_caches,
-    check_reachable,
-    check_rows,
-    check_tensor,
-    lowest_entry,
-    on_host,
-)
+from .._core.checks import INDEX_DTYPES, check_caches, check_reachable, check_rows, check_tensor, lowest_entry, on_host
 from . import cpu
 from .launch import launch_move_rows
 from .layout import flat_rows, row_bytes
