@@ -575,6 +575,10 @@ def test_empty_batches() -> None:
     assert not out.any()
     assert (lse == flash_cases.EMPTY).all()
     assert pc.flash_attn.flash_attn_func is flash_attn_func
+    q, k, v = (x[0, :, :, ::2] for x in (q, k, v))  # their last dimension is not contiguous
+    for queries, keys in ((0, 9), (5, 0), (0, 0)):
+        out = flash_attn_varlen_func(q[:queries], k[:keys], v[:keys], starts(queries), starts(keys), 5, 9, causal=True)
+        assert out.shape == (queries, 4, 16)
 
 
 @every_case_quick

@@ -283,12 +283,13 @@ def check_starts(name: str, tensor: Any, device: torch.device) -> None:
 
 def contiguous(x: torch.Tensor) -> torch.Tensor:
     """Return x, copied if its last dimension is not contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    # `Tensor.contiguous` returns an empty tensor as it is.
+    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def packed(x: torch.Tensor) -> torch.Tensor:
     """Return x with its tokens packed: `[num_tokens, num_heads, head_dim]`, the last dimension contiguous."""
-    return (x if x.stride(-1) == 1 else x.contiguous()).flatten(0, -3)
+    return contiguous(x).flatten(0, -3)
 
 
 def shaped(found: Any, batched: tuple[int, int] | None, given_out: torch.Tensor | None) -> Any:
