@@ -358,6 +358,9 @@ class ModelInLoop:
         return self._model(*args, **kwargs)
 
     def _prefill(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_if("_prefill" in vars(self._model), "_prefill is overridden")
+        # The loop has the whole sequence. A forward pass without a mask learns that from here when it cuts the prompt.
+        self._loop.generation_config._mask_length = self._loop.input_ids.shape[1]
         self._prefilling = True
         outputs = self.prefill(*args, **kwargs)
         self._prefilling, self._loop.answered = False, True

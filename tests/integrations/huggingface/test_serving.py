@@ -314,15 +314,31 @@ def test_inputs_that_are_made_otherwise_go_to_the_model(model: Any) -> None:
             inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
             return inputs | {"input_ids": (inputs["input_ids"] + 1) % VOCAB}
 
-    own = model.prepare_inputs_for_generation
-    for subject in (Shifted(model.config).eval(), model):
-        if subject is model:
-            model.prepare_inputs_for_generation = lambda input_ids, **kw: own((input_ids + 1) % VOCAB, **kw)
+    prepare, prefill = model.prepare_inputs_for_generation, model._prefill
+    changes = (
+        (Shifted(model.config).eval(), {}),
+        (model, {"prepare_inputs_for_generation": lambda ids, **kwargs: prepare((ids + 1) % VOCAB, **kwargs)}),
+        (model, {"_prefill": lambda ids, *args, **kwargs: prefill((ids + 1) % VOCAB, *args, **kwargs)}),
+    )
+    for subject, change in changes:
+        vars(subject).update(change)
         with enable_prefix_caching(subject) as handle:
             with pytest.warns(UserWarning, match="is overridden"):
                 assert_same(subject, input_ids=prompt(40))
             assert_same(subject, input_ids=prompt(40))
             assert list(handle.stats().calls_handed_back.values()) == [2]
+        for name in change:
+            delattr(subject, name)
+
+
+def test_chunks_of_a_forward_pass_that_names_no_mask(model: Any) -> None:
+    """Without a mask, the loop has to learn in another way that it has the cached tokens too."""
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    with enable_prefix_caching(model) as handle:
+        for _ in range(2):
+            assert_same(model, input_ids=prompt(50), prefill_chunk_size=16)
+        assert handle.last_requests[0].cached_tokens == 48
 
 
 def test_latent_rows_are_kept_as_they_are(storages: list[Any]) -> None:
