@@ -200,31 +200,23 @@ class Calls:
         does = "a call raises UnsupportedError" if self.raises else f"falls back to {self._own}"
         self.warn(error.reason, f"{does}: {error}")
 
-    def warn_of_out_of_blocks(self, error: OutOfBlocks) -> None:
-        """Warn once that no block was free for an answer."""
-        self.warn("out of blocks", f"an answer is generated without the cache: {error}; give a larger num_blocks")
-
     def warn_of_full(self, prompts: Iterable[Any]) -> None:
         """Warn once if there was no room for blocks of a `Prompt` or of one of its answers."""
         every = (blocks for prompt in prompts for blocks in (prompt.blocks, *prompt.branches.values()))
         full = next((blocks.full for blocks in every if blocks.full is not None), None)
         if full is not None:
-            self.warn_of_out_of_blocks(full)
+            self.warn_of_failure(full)
 
     def warn_of_failure(self, error: Exception) -> None:
         """Warn once that an answer continues without the cache."""
         if isinstance(error, OutOfBlocks):
-            self.warn_of_out_of_blocks(error)
+            self.warn("out of blocks", f"an answer is generated without the cache: {error}; give a larger num_blocks")
         else:
             self.warn("failure", f"an answer is generated without the cache: {described(error)}")
 
     def warn_of_unkept(self, error: Exception) -> None:
         """Warn once that an answer, though right, is not cached for later calls."""
         self.warn("unkept", f"an answer is not cached for later calls: {described(error)}")
-
-    def warn_of_no_cache(self, error: Exception) -> None:
-        """Warn once that a result, though right, has no cache."""
-        self.warn("no cache in a result", f"a result has no cache: {described(error)}")
 
     def warn_of_hidden(self, tokens: int, max_blocks: int, block_size: int) -> None:
         """Warn once that cached tokens were computed again because the call needs their hidden states."""

@@ -417,11 +417,8 @@ def _hooks_of(model: Any) -> dict[str, Any]:
 
 def acting_hooks(model: Any) -> bool:
     """Return whether a model has hooks whose code is of no known package, so that they may compute anything."""
-    return not all(is_known(f.__module__) for f in chain.from_iterable(map(_code_of, _hooks_of(model).values())))
-
-
-def _code_of(hook: Any) -> list[Any]:
-    return [*functions_of(hook)] or [type(hook)]
+    hooks = _hooks_of(model).values()
+    return not all(is_known(f.__module__) for hook in hooks for f in list[Any](functions_of(hook)) or [type(hook)])
 
 
 def _holders(model: Any, functions: Functions) -> dict[str, Any]:

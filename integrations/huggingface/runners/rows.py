@@ -12,7 +12,7 @@ import torch
 
 from ..admit import PromptRequests
 from ..api import CACHE, DynamicCache, ModelInLoop, StoppingCriteriaList, drop_cache
-from ..calls import Calls
+from ..calls import Calls, described
 from ..loop import CONTINUED, Loop
 from ..prompts import Prompt
 from ..store.blocks import RequestBlocks
@@ -111,4 +111,4 @@ class RowsInLoop(ModelInLoop):
                 setattr(cache, CONTINUED, record_of(cache, store, sequences, loop, loop.mask))
             result[CACHE] = cache
         except Exception as error:
-            self._calls.warn_of_no_cache(error)
+            self._calls.warn("no cache in a result", f"a result has no cache: {described(error)}")
