@@ -315,8 +315,10 @@ def test_inputs_that_are_made_otherwise_go_to_the_model(model: Any) -> None:
             return inputs | {"input_ids": (inputs["input_ids"] + 1) % VOCAB}
 
     prepare, prefill = model.prepare_inputs_for_generation, model._prefill
+    wrapped = functools.wraps(prepare)(lambda ids, **kwargs: prepare((ids + 1) % VOCAB, **kwargs))
     changes = (
         (Shifted(model.config).eval(), {}),
+        (model, {"prepare_inputs_for_generation": wrapped}),
         (model, {"prepare_inputs_for_generation": lambda ids, **kwargs: prepare((ids + 1) % VOCAB, **kwargs)}),
         (model, {"_prefill": lambda ids, *args, **kwargs: prefill((ids + 1) % VOCAB, *args, **kwargs)}),
     )
