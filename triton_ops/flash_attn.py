@@ -18,7 +18,7 @@ import torch
 
 from ._attention.dense import arange_i32, build_blocks, build_packed_tables, full_i32, strided_block_table
 from ._attention.layout import PlanShape
-from ._core.cache import needs_dispatcher
+from ._core.cache import checks_values
 from ._core.checks import (
     CACHE_LAYOUT,
     INT32,
@@ -442,7 +442,7 @@ def _build_cached(args: FlashArgs) -> Run:
     q, k, device = args.q, args.k, args.q.device
     batched = (batch, q.shape[1]) if args.cu_seqlens_q is None else None
     max_queries = q.shape[0 if batched is None else 1] if args.max_seqlen_q is None else args.max_seqlen_q
-    checks_values = reads_values(q) and not needs_dispatcher() and batch > 0
+    is_checked = batch > 0 and checks_values(q)
     fewer_keys = k is None or args.cu_seqlens_k_new is not None or not known(max_queries <= k.shape[1])
     dense = _build_dense_cache(batch, args) if args.block_table is None else None
     num_rows, capacity = args.k_cache.shape[:2]
@@ -481,14 +481,14 @@ def _build_cached(args: FlashArgs) -> Run:
         keys, args = to_read(keys, args), args._replace(only_checks=True)
         build_attend(query, keys, args)(query, keys, args)
 
-    if checks_values:
+    if is_checked:
         check_rows(args)
     keys = keys_of(args)
     append = None if k is None else build_append(packed(q), keys, args, check)
     attend = build_attend(packed(q), keys, args)
 
     def run(args: FlashArgs) -> Any:
-        if checks_values:
+        if is_checked:
             check_rows(args)
         keys, query = keys_of(args), packed(args.q)
         if append is not None:

@@ -26,7 +26,7 @@ EMPTY = -math.inf
 def as_on_a_device() -> Iterator[None]:
     """Within it no value of a tensor is read, and what was chosen for a call is found again, where kernels run."""
     with contextlib.ExitStack() as stack:
-        for module in (_flash.append, _flash.attend, launch_cache, launch_operator, flash_attn):
+        for module in (_flash.attend, launch_cache, launch_operator, flash_attn):
             stack.enter_context(mock.patch.object(module, "reads_values", return_value=False))
         stack.enter_context(mock.patch.object(_flash.paged_kv, "lowest_entry"))
         yield

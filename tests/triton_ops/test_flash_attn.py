@@ -344,6 +344,18 @@ def test_on_a_device_a_wrong_kind_of_call_writes_nothing(said: str, changes: dic
     assert torch.equal(K, BEFORE)
 
 
+@every_case_quick
+@pytest.mark.parametrize("watch", [torch.profiler.profile, lambda: torch.device("cpu")], ids=["profiler", "device"])
+@pytest.mark.parametrize("changes", [{"block_table": ints(0, -3).view(2, 1)}, {"qv": Q}, {"cache_seqlens": 9}])
+def test_a_watched_call_that_is_refused_writes_nothing(watch: Any, changes: dict[str, Any]) -> None:
+    K.copy_(BEFORE)
+    given = USUAL[flash_attn_with_kvcache] | ONE | {"cache_seqlens": 3, "block_table": ints(0, 1).view(2, 1)}
+    name = next(iter(changes))
+    with watch(), pytest.raises(ValueError, match=f"^{name}: got"):
+        flash_attn_with_kvcache(**given | changes)
+    assert torch.equal(K, BEFORE)
+
+
 @pytest.mark.quick
 def test_parameters_are_those_of_flash_attention() -> None:
     """FlashAttention 2.8's parameters go by position, FlashAttention 3's and those of vLLM and SGLang by name."""

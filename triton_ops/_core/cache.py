@@ -54,6 +54,13 @@ def needs_dispatcher() -> bool:
     return bool(_modes() or _functions() or _is_profiling()) or _functorch() is not None  # type: ignore[misc]
 
 
+def checks_values(tensor: torch.Tensor) -> bool:
+    """Return whether a call may check values of such tensors. Compilers, modes and transforms may pass some without."""
+    if _is_traced() or not _CAN_TELL or not reads_values(tensor):
+        return False
+    return not _modes() and _functorch() is None  # type: ignore[misc]
+
+
 def may_cache_tensors(on_gpu: bool) -> bool:
     """Return whether a call may keep tensors for later calls. A watched or captured call may not."""
     return not (needs_dispatcher() or (on_gpu and torch.cuda.is_current_stream_capturing()))

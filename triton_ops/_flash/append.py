@@ -13,8 +13,8 @@ import torch
 
 from .._attention.constants import next_power_of_2
 from .._attention.dense import arange_i32
-from .._core.cache import aligned, needs_dispatcher, runs_kernels
-from .._core.checks import INT32, bad_argument, check_tensor, describe, reads_values
+from .._core.cache import aligned, checks_values, needs_dispatcher, runs_kernels
+from .._core.checks import INT32, bad_argument, check_tensor, describe
 from .._core.launch import Launch
 from .._core.quantize import QUANTIZED_DTYPES
 from .._core.runtime import require_triton
@@ -154,8 +154,8 @@ def build_append(
     batch, count, total = keys.lens.shape[0], k.shape[-3], math.prod(k.shape[:-2])
     if not batch:  # all tokens are padding
         return lambda query, keys, args: (query, keys.lens)
-    checks_values = reads_values(query) and not needs_dispatcher()
-    if args.context is not None and not checks_values:
+    is_checked = checks_values(query)
+    if args.context is not None and not is_checked:
         check(query, keys, args)
     is_code = k.dtype == torch.float8_e4m3fn
     is_scaled = cache_dtype in QUANTIZED_DTYPES and not is_code
@@ -174,7 +174,7 @@ def build_append(
         rotary, interleaved = _rotary(args, keys.lens), args.rotary_interleaved
         starts = args.cu_seqlens_k_new if begins is None else begins
         assert starts is not None
-        if checks_values:
+        if is_checked:
             _check_new_values(total, starts, keys, rotary, sees_ahead)
         scales = _scales(args, keys.lens.shape[0]) if is_scaled else (None, None)
         if places_of is None:
@@ -182,9 +182,9 @@ def build_append(
         else:
             slots, lens, angles = places_of(keys.lens, keys.tables, rotary)
         num_blocks, block_size = keys.key_cache.shape[:2]
-        if checks_values and slots.numel() and int(slots.max()) >= num_blocks * block_size:
+        if is_checked and slots.numel() and int(slots.max()) >= num_blocks * block_size:
             raise bad_argument("block_table", f"block {int(slots.max()) // block_size}", f"blocks below {num_blocks}")
-        if checks_values:
+        if is_checked:
             check(query, keys._replace(lens=lens), args)
         k, v = packed(args.k), packed(args.v)
         caches = (keys.key_cache, keys.value_cache, slots)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 from .._attention.dense import arange_i32, as_blocks
-from .._core.cache import needs_dispatcher
-from .._core.checks import INT32, bad_argument, check_tensor, lowest_entry, reads_values
+from .._core.cache import checks_values, needs_dispatcher
+from .._core.checks import INT32, bad_argument, check_tensor, lowest_entry
 from .arguments import known
 
 
@@ -90,13 +90,13 @@ def _in_order(keys: PagedKV, size: int, first: torch.Tensor, count: int, step: i
 
 def check_lens(keys: PagedKV) -> None:
     """Check that lengths fit the tables. Callers do this before they change lengths, so that errors show the user's."""
-    if not needs_dispatcher():
+    if checks_values(keys.lens):
         lowest_entry("seq_lens", keys.lens, keys.longest + 1, least=0)
 
 
 def check_used(name: str, used: torch.Tensor | None, starts_name: str, starts: torch.Tensor, count: int) -> None:
     """Check, where values may be read, that sequences lie in `count` packed tokens and use no token of the next one."""
-    if needs_dispatcher() or not reads_values(starts):
+    if not checks_values(starts):
         return
     lens = starts.diff()
     if starts.min() < 0 or starts[-1] > count or (lens < 0).any():
