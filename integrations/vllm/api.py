@@ -871,20 +871,20 @@ def pool_prefix_hits(decide: Callable[[Any], bool]) -> None:
     wrap_once(seam.find("vllm.pooling_params:PoolingParams"), "verify", decide_and_verify)
 
 
-_weight_changes = [0]
+def mark_weight_changes() -> None:
+    """Have workers of this process set `pc_changed_weights` of their `cache_config` when they change their weights.
 
+    Connectors share that object with their worker: `MultiConnector` copies the configuration, and `update_config`
+    replaces its `model_config`.
+    """
 
-def weight_changes() -> int:
-    """Return how often workers of this process have changed the weights of their models, from the first call on."""
+    def mark_and_change(change: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+        worker.vllm_config.cache_config.pc_changed_weights = True  # before the change, which may fail half done
+        return change(worker, *args, **kwargs)
 
-    def count_and_change(change: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        _weight_changes[0] += 1  # before the change, which may fail when it is half done
-        return change(*args, **kwargs)
-
-    worker = seam.find("vllm.v1.worker.gpu_worker:Worker")
+    kind = seam.find("vllm.v1.worker.gpu_worker:Worker")
     for name in ("reload_weights", "update_weights", "reset_weights"):
-        wrap_once(worker, name, count_and_change)
-    return _weight_changes[0]
+        wrap_once(kind, name, mark_and_change)
 
 
 def connector_metadata(connector: Any) -> Any:

@@ -18,7 +18,7 @@ from ..api import (
     connector_metadata,
     get_tensor_model_parallel_rank,
     logger,
-    weight_changes,
+    mark_weight_changes,
 )
 from ..scheduler_output import ScheduledRequest, follow_tables
 from .layout import block_bytes, check_connector, check_options, describe, layout_of, open_tier
@@ -231,7 +231,8 @@ class TierConnector(KVConnectorBase_V1):
         self._tiers: list[Tier] = []
         self._store: BlockStore | None = None
         self._lost: set[int] = set()
-        self._weight_changes = weight_changes()
+        self._cache_config = vllm_config.cache_config
+        mark_weight_changes()
         if role is KVConnectorRole.SCHEDULER:
             transfer.kv_load_failure_policy = "recompute"
             fingerprint = describe(vllm_config, kv_cache_config, self._options)
@@ -321,7 +322,7 @@ class TierConnector(KVConnectorBase_V1):
 
     def _has_other_weights(self) -> bool:
         """Return whether the weights have changed since the start. The fingerprint describes the first ones."""
-        changed = weight_changes() != self._weight_changes
+        changed: bool = getattr(self._cache_config, "pc_changed_weights", False)
         if changed:
             logger.warning_once(
                 "TierConnector: the weights have changed, so it loads and saves no blocks until the engine starts again"

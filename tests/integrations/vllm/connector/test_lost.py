@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -64,7 +65,8 @@ class ConnectedEngine(ExactEngine):
         opened.tier = tier
         super().__init__(num_blocks, kv_transfer_config=KVTransferConfig(**vllm_shared.transfer(extra)), **options)
         scheduler = self.scheduler
-        self.worker: Any = TierConnector(scheduler.vllm_config, KVConnectorRole.WORKER, scheduler.kv_cache_config)
+        config = copy.copy(scheduler.vllm_config)  # as a MultiConnector copies it
+        self.worker: Any = TierConnector(config, KVConnectorRole.WORKER, scheduler.kv_cache_config)
         self.worker._store, self.worker._tier = Rows(self), tier
 
     def _execute(self, output: Any) -> Any:
@@ -112,8 +114,10 @@ def test_random_traffic_over_a_tier_that_loses_blocks(kind, share):
 
 def change(engine: ExactEngine, way: str) -> None:
     """Change the weights in one of vLLM's ways, here none of them, or reset the connector's cache."""
+    config = engine.scheduler.vllm_config
+    config.model_config = copy.copy(config.model_config)  # as `update_config` does to name other weights
     runner = SimpleNamespace(reload_weights=lambda: None, get_model=lambda: torch.nn.Linear(1, 1))
-    worker = SimpleNamespace(vllm_config=engine.scheduler.vllm_config, model_runner=runner, _weight_update_active=True)
+    worker = SimpleNamespace(vllm_config=config, model_runner=runner, _weight_update_active=True)
     worker._check_weight_transfer_engine = lambda: None
     worker.weight_transfer_engine = SimpleNamespace(update_weights=lambda info: None)
     assert engine.scheduler.reset_prefix_cache(reset_connector=way == "reset_connector")
@@ -124,9 +128,9 @@ def change(engine: ExactEngine, way: str) -> None:
 @ENGINES
 @pytest.mark.parametrize("way", ["reset_connector", "reload_weights", "update_weights", "reset_weights"])
 def test_nothing_is_read_or_saved_after_a_change_of_weights(kind, way, warnings):
-    """The tier may have KV of the old weights, and other engines still use them."""
+    """The tier may have KV of the old weights, and other engines still use them, also those of this process."""
     tier, tokens = Losing(0.0, random.Random(0)), prompt(100)
-    engine = ConnectedEngine(tier, 70, **kind)
+    engine, neighbour = (ConnectedEngine(tier, 70, **kind) for _ in range(2))
     engine.add("before", tokens)
     engine.run()
     assert engine.scheduler.reset_prefix_cache()
@@ -142,3 +146,6 @@ def test_nothing_is_read_or_saved_after_a_change_of_weights(kind, way, warnings)
         assert engine.computed[name] == 103
     assert (tier.given, tier) == (given, saved)
     assert sum("until the engine starts again" in line for line in warnings) == 1
+    neighbour.add("loads", tokens)
+    neighbour.run()
+    assert (neighbour.computed["loads"], tier.given) == (7, given + 6)
