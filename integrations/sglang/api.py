@@ -102,7 +102,7 @@ NAMES: dict[str, dict[str, str]] = {
         "sglang.srt.mem_cache.unified_cache.unified_tree_core:UnifiedTreeNode": (
             "children parent key id component_data"
         ),
-        "sglang.srt.mem_cache.radix_cache:RadixKey": "raw_token_ids() __len__() extra_key cache_salt",
+        "sglang.srt.mem_cache.radix_cache:RadixKey": "raw_token_ids() is_bigram extra_key cache_salt",
         "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache": (
             "__init__(params) checkpoint_into_tree(req up_to ...) _evict(params) tree_core tp_world_size"
         ),

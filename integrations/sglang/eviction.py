@@ -12,6 +12,7 @@ import zlib
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from ...cache.policies import make_policy
 from ...cache.table import Ids
@@ -77,10 +78,11 @@ class PolicyTreeCore(UnifiedTreeCore):
         """Add a node to SGLang's tree and its pages to the policy's view. No request holds the node yet."""
         node = super()._add_new_node(parent, key, *args, **kwargs)
         raw = np.frombuffer(node.key.raw_token_ids(), np.int64)
-        tokens = raw[: len(raw) // self.page_size * self.page_size].reshape(-1, self.page_size)
+        # With EAGLE, a page's last key is a pair, so the token after the page belongs to its identity.
+        tokens = sliding_window_view(raw, self.page_size + node.key.is_bigram)[:: self.page_size]
         seed = zlib.crc32(repr((key.extra_key, key.cache_salt)).encode())
         before = None if parent is self.root_node else parent.pc_pages.item(-1)
-        node.pc_pages = self.pages.fill(tokens[: len(node.key) // self.page_size], before, seed)
+        node.pc_pages = self.pages.fill(tokens, before, seed)
         node.pc_waits = False
         self._node_of[node.pc_pages] = node.id
         self._unlocked[node.id] = node

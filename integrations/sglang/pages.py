@@ -25,14 +25,17 @@ class PageState(PolicyPool):
         """Number of pages that the policy may choose as victims."""
         self._free = np.arange(num_blocks, dtype=np.int32)
         self._num_free = num_blocks
-        self._of_token = _mixed(np.arange(1, page_size + 1, dtype=np.uint64)) | np.uint64(1)
+        self._of_token = _mixed(np.arange(1, page_size + 2, dtype=np.uint64)) | np.uint64(1)
 
     def keys_of(self, ids: Ids) -> npt.NDArray[np.uint64]:
         """Return 64 bits for each page: a hash of the tokens up to its end and of the seed, the same on all ranks."""
         return _mixed(self.keys.take(ids))
 
     def fill(self, tokens: npt.NDArray[np.int64], before: int | None, seed: int) -> Ids:
-        """Add pages for tokens `[pages, page_size]` after the page `before` (None: at a tree's start); return them."""
+        """Add pages after the page `before` (None: at a tree's start), and return them.
+
+        `tokens` is `[pages, page_size]`, or `[pages, page_size + 1]` with the token after each page.
+        """
         count = len(tokens)
         if count > self._num_free:
             raise RuntimeError(
@@ -43,7 +46,7 @@ class PageState(PolicyPool):
         begin = 0 if before is None else self.prefix_length.item(before)
         total = np.uint64(seed) if before is None else self.keys[before]
         places = np.arange(begin + 1, begin + 1 + count)
-        of_page = _mixed((tokens.view(np.uint64) * self._of_token).sum(axis=1, dtype=np.uint64))
+        of_page = _mixed((tokens.view(np.uint64) * self._of_token[: tokens.shape[1]]).sum(axis=1, dtype=np.uint64))
         sums = total + (of_page * (places.astype(np.uint64) * FACTOR | np.uint64(1))).cumsum(dtype=np.uint64)
         self.prefix_length[ids] = places
         self._fill(ids, sums)

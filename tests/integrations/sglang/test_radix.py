@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("sglang", reason="sglang is not installed: make sglang")
 
@@ -247,6 +248,28 @@ def test_the_hit_of_each_request_is_reported():
     for each in together:
         sglang_radix.compute(traffic.cache, each)
     assert hits == [8] * 4
+
+
+@pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize("eagle", [False, True])
+def test_pages_are_identified_as_sglangs_tree_identifies_them(page, eagle):
+    """With EAGLE the tree's keys are pairs of tokens, so the token after a page belongs to the page."""
+    from array import array
+
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    params = dataclasses.replace(context("pc_default").params, page_size=page, is_eagle=eagle)
+    found = []
+    for last in (50, 50, 60):
+        cache = Traffic("pc_default", "pc", POOL, 0).cache.__class__(params)
+        tokens = array("q", [*range(2 * page), last])
+        cache.insert(InsertParams(key=RadixKey(tokens[: 2 * page + eagle]), value=torch.arange(2 * page)))
+        (node,) = cache.tree_core.root_node.children.values()
+        found.append(cache.tree_core.pages.keys_of(node.pc_pages).tolist())
+    assert len(set(found[0])) == 2
+    assert found[0] == found[1]
+    assert [same == other for same, other in zip(found[0], found[2], strict=True)] == [True, not eagle]
 
 
 def test_pages_that_are_held_otherwise_are_passed_over():
