@@ -245,7 +245,7 @@ class PolicyTreeCore(UnifiedTreeCore):
         """
         hint, _ = read_or_warn(req, req.rid, logger)
         if hint is not None:
-            ids = _pages(self._path(self.node_by_id(req.last_node)))
+            ids = _pages(self._path(self.node_by_id(req.lock.node)))
             ranges = [each for each in hint.ranges if each.ttl is None or not several_ranks]
             if len(ranges) < len(hint.ranges):
                 logger.warning("ranges in kv_hints of request %s are ignored: ttl needs an engine of one rank", req.rid)
@@ -277,7 +277,7 @@ class PolicyRadixCache(UnifiedRadixCache):
             super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
         finally:
             core.checkpointing = False
-        if req.last_node is not None:
+        if req.lock is not None:
             core.pass_hints(req, req.finished(), self.num_ranks > 1)
 
     def _evict(self, params: Any, *args: Any, **kwargs: Any) -> Any:

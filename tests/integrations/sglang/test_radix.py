@@ -228,6 +228,19 @@ def test_a_hint_that_expires_is_ignored_with_several_ranks(caplog):
         assert type(traffic.cache)(params).num_ranks == 2
 
 
+def test_hints_of_a_chunk_that_the_tree_declines_go_to_the_locked_pages():
+    """A streaming session sets `last_node` to a node that is not in the tree. An insertion may leave it there."""
+    traffic, hinted = Traffic("pc_priority", "pc", 32, 0, at_once=1), []
+    request = sglang_radix.Request(0, np.arange(33), np.array([1]), 1)
+    request.kv_hints = retention_hints(priority=5)
+    sglang_radix.admit(traffic.cache, request)
+    sglang_radix.compute(traffic.cache, request)
+    request.last_node = object()
+    traffic.cache.tree_core.pages.policy.hinted = lambda ids, priority, ttl: hinted.append(len(ids))
+    traffic.cache.checkpoint(request, up_to=0)
+    assert hinted == [2]
+
+
 def test_the_hit_of_each_request_is_reported():
     """Of requests that share a prefix and run together, too."""
     page, traffic, hits = sglang_radix.PAGE, Traffic("pc_lru", "pc", POOL, 0), []
