@@ -183,16 +183,11 @@ def check_version(feature: str) -> None:
     seam.check_served("sglang", why_not(feature))
 
 
-def version() -> str:
-    """Return the version of the installed SGLang."""
-    return str(importlib.import_module("sglang").__version__)
-
-
 def announce(what: str) -> None:
     """Log an active feature and the version of SGLang."""
     from ... import __version__
 
-    logger.info("pc %s, sglang %s: %s", __version__, version(), what)
+    logger.info("pc %s, sglang %s: %s", __version__, importlib.import_module("sglang").__version__, what)
 
 
 # Registration of our names with SGLang

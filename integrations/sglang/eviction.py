@@ -213,7 +213,7 @@ class PolicyTreeCore(UnifiedTreeCore):
         order = numbers.argsort(kind="stable")
         numbers = numbers[order]
         starts = np.flatnonzero(np.diff(numbers, prepend=-1))
-        firsts = np.minimum.reduceat(self.pages.prefix_length[chosen[order]], starts) if len(starts) else starts
+        firsts = np.minimum.reduceat(self.pages.prefix_length[chosen[order]], starts)
         nodes = map(self.node_by_id, numbers[starts].tolist())
         cuts = list(zip(firsts.tolist(), nodes, strict=True))
         gone: dict[int, Any] = {}

@@ -79,10 +79,8 @@ class PageState(PolicyPool):
         self.released(ids)
 
     def victims(self, count: int) -> Ids:
-        """Return up to `count` victims that the policy chose, after a check."""
+        """Return up to `count` victims that the policy chose, after a check. Some pages must be waiting."""
         count = min(count, self.num_waiting)
-        if not count:
-            return np.zeros(0, np.int32)
         self.num_waiting -= count
         return super().victims(count)
 
