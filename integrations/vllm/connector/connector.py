@@ -111,7 +111,7 @@ class Planner:
         for name in names:
             known = self._requests.get(name)
             if known is not None:
-                known.failed = not known.loading.keys().isdisjoint(lost)
+                known.failed |= not known.loading.keys().isdisjoint(lost)
                 self._on_the_way.difference_update(known.loading.values())
                 known.loading = {}
 

@@ -122,6 +122,8 @@ def test_blocks_that_could_not_be_loaded_are_not_asked_for_again_and_saved_when_
     admitted(planner, asked, [4, 5, 6])
     planner.loaded(["a"], {5, 6})
     assert planner.find(asked, 0) == 0
+    planner.loaded(["a"], {7})  # by the next connector of a MultiConnector
+    assert planner.find(asked, 0) == 0
     assert planner.plan(step({"a": 10}, new=[("a", 4, [4, 5, 6, 7])])).saves == {5: b"a1", 6: b"a2"}
 
 
