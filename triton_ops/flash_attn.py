@@ -11,7 +11,7 @@ for all calls of a kind, and returns a function that runs these calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -444,10 +444,13 @@ def _build_cached(args: FlashArgs) -> Run:
     max_queries = q.shape[0 if batched is None else 1] if args.max_seqlen_q is None else args.max_seqlen_q
     is_checked = batch > 0 and checks_values(q)
     fewer_keys = k is None or args.cu_seqlens_k_new is not None or not known(max_queries <= k.shape[1])
-    dense = _build_dense_cache(batch, args) if args.block_table is None else None
-    num_rows, capacity = args.k_cache.shape[:2]
-    if args.block_table is not None:
-        rows = batch if args.cache_batch_idx is None else None
+    dense, (num_rows, capacity) = None, args.k_cache.shape[:2]
+    rows = batch if args.cache_batch_idx is None else None
+    if args.block_table is None:
+        if rows is not None and num_rows < rows:
+            raise bad_argument("k_cache", f"{num_rows} sequences", f"at least {batch}, or cache_batch_idx")
+        dense = build_blocks(args.k_cache, args.v_cache, num_rows if rows is None else rows, in_place=True)
+    else:
         check_tensor("block_table", args.block_table, "[batch, max_blocks]", INT32, device, (rows,))
         num_rows, capacity = args.block_table.shape[0], args.block_table.shape[1] * capacity
     full = capacity if args.cache_length is None else args.cache_length
@@ -532,14 +535,6 @@ def _check_cached(args: FlashArgs) -> int:
         needs = f"head_dim {head_dim} and a multiple of {num_kv_heads} heads, as k_cache has"
         raise bad_argument("q", f"shape {list(q.shape)}", needs)
     return batch
-
-
-def _build_dense_cache(batch: int, args: FlashArgs) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Return a function that makes caches of blocks from a dense cache, with block tables."""
-    num_rows, chosen = args.k_cache.shape[0], args.cache_batch_idx
-    if chosen is None and num_rows < batch:
-        raise bad_argument("k_cache", f"{num_rows} sequences", f"at least {batch}, or cache_batch_idx")
-    return build_blocks(args.k_cache, args.v_cache, batch if chosen is None else num_rows, in_place=True)
 
 
 def flash_attn_combine(
