@@ -28,7 +28,8 @@ def allocate(
     segments: Sequence[Span] | None = None,
 ) -> AnyAllocation:
     """Start a request, and allocate blocks for at least its first `wanted` tokens; see `CacheManager.allocate`."""
-    state.check_new("request_id", request_id)
+    if request_id in state.running or request_id in state.preempted:
+        state.check_new("request_id", request_id)
     size, num_tokens, pool = state.block_size, len(tokens), state.pools[0]
     chain = Chain(state.hasher, keys)
     digests = chain.extend(tokens, num_tokens // size)
