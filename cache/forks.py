@@ -17,5 +17,10 @@ def repair_after_fork(forked: Any) -> None:
     _OBJECTS.add(forked)
 
 
+def _repair() -> None:
+    for forked in list(_OBJECTS):
+        forked._after_fork()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: [forked._after_fork() for forked in list(_OBJECTS)])
+    os.register_at_fork(after_in_child=_repair)

@@ -24,7 +24,7 @@ from .offload import OnEvict
 from .policies import EvictionPolicy
 from .pool import BlockPool, Hint
 from .runs import Slots, Span
-from .state import ManagerState, refuse_unhashable
+from .state import ManagerState
 from .table import Ids
 
 if TYPE_CHECKING:
@@ -182,9 +182,13 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
     def _run(self, verb: Callable[..., Any], *args: Any) -> Any:
         """Run a verb under the lock, and pass the blocks it has evicted to a tier, if there is one."""
-        if self._state.on_evict is not None:
-            return offload.run(self._state, self._lock, verb, args)
-        with self._lock: return self._state.run(verb, args)  # fmt: skip  # noqa: E701  see `Evicted.hand_over`
+        try:
+            if self._state.on_evict is not None:
+                return offload.run(self._state, self._lock, verb, args)
+            with self._lock: return self._state.run(verb, args)  # fmt: skip  # noqa: E701  see `Evicted.hand_over`
+        except TypeError:
+            _refuse_unhashable(verb, args)
+            raise
 
     def _read(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function that only reads the state, under the lock. Policy hooks may call this too."""
@@ -193,7 +197,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
             try:
                 return function(self._state, *args)
             except TypeError:
-                refuse_unhashable(function, args)
+                _refuse_unhashable(function, args)
                 raise
 
     def allocate(
@@ -651,3 +655,13 @@ def _check_hint(priority: Any, ttl: Any) -> Hint | None:
     if ttl is not None and not float(ttl) >= 0:
         raise ValueError(f"ttl: got {ttl}, needs at least 0 seconds")
     return hint if hint[0] or ttl is not None else None
+
+
+def _refuse_unhashable(function: Callable[..., object], args: tuple[Any, ...]) -> None:
+    """Raise TypeError if a request id among the arguments of a function of the state cannot be hashed."""
+    for name, value in zip(function.__code__.co_varnames[1:], args, strict=False):
+        for request_id in value if name == "request_ids" else [value] if name.endswith("request_id") else ():
+            try:
+                hash(request_id)
+            except TypeError:  # noqa: PERF203
+                raise TypeError(f"{name}: got {type(request_id).__name__}, needs a hashable") from None

@@ -56,18 +56,6 @@ Counts = dict[str, int]
 Snapshot = tuple["list[RequestSnapshot]", "tuple[Counts, dict[str, Reuse], list[Evicted]]", int, int]
 
 
-def refuse_unhashable(function: Callable[..., object], args: tuple[Any, ...]) -> None:
-    """Raise TypeError if a request id among the arguments of a function of the state cannot be hashed."""
-    for name, value in zip(function.__code__.co_varnames[1:], args, strict=False):
-        if name == "args":  # `offload.run` passes a verb and its arguments
-            refuse_unhashable(args[0], value)
-        for request_id in value if name == "request_ids" else [value] if name.endswith("request_id") else ():
-            try:
-                hash(request_id)
-            except TypeError:  # noqa: PERF203
-                raise TypeError(f"{name}: got {type(request_id).__name__}, needs a hashable") from None
-
-
 class ManagerState:
     """The state of a manager, which its verbs read and change while the manager holds the lock.
 
@@ -138,7 +126,7 @@ class ManagerState:
             if self.events and not nested:
                 self._notify()
             return result
-        except BaseException as error:
+        except BaseException:
             attempts = 0
             while True:  # `range` would be a call, in which an interrupt could come before the first attempt
                 try:
@@ -148,8 +136,6 @@ class ManagerState:
                     attempts += 1
                     if attempts == ATTEMPTS:
                         raise
-            if isinstance(error, TypeError):
-                refuse_unhashable(verb, args)
             raise
 
     def begin(self, *requests: Request, growing: Iterable[RequestSnapshot] = ()) -> None:

@@ -481,7 +481,8 @@ class TensorCache:
         elif num_tokens is None:
             raise ValueError("num_tokens: got None, needs the number of tokens of a block table")
         else:
-            table = check_blocks("request", cast("Ids", request), self.num_blocks).astype(np.int32)
+            blocks = check_blocks("request", cast("Ids", request), self.num_blocks, noun="block numbers")
+            table = blocks.astype(np.int32)
             known, count = len(table) * self.block_size, check_integer("num_tokens", num_tokens)
         if not 0 <= count <= known:
             raise ValueError(f"num_tokens: got {count}, needs 0 to {known}")

@@ -14,7 +14,12 @@ Mask = npt.NDArray[np.bool_]
 
 
 def check_blocks(
-    name: str, blocks: Iterable[object] | Slots, num_blocks: int, least: int = -1, row: tuple[int, ...] = ()
+    name: str,
+    blocks: Iterable[object] | Slots,
+    num_blocks: int,
+    least: int = -1,
+    row: tuple[int, ...] = (),
+    noun: str = "numbers",
 ) -> npt.NDArray[np.integer]:
     """Return block numbers, `[n, *row]`, as an array, after a check of their type, range and shape.
 
@@ -26,7 +31,7 @@ def check_blocks(
     if blocks is None or (index.size and index.dtype.kind not in "iu"):
         raise TypeError(f"{name}: got {blocks if blocks is None else index.dtype}, needs integers")
     if index.size and not least <= int(index.min()) <= int(index.max()) < num_blocks:
-        got = f"numbers from {index.min()} to {index.max()}"
+        got = f"{noun} from {index.min()} to {index.max()}"
         raise ValueError(f"{name}: got {got}, needs {least} to {num_blocks - 1}")
     if index.size and index.shape[1:] != row:
         raise ValueError(f"{name}: got shape {list(index.shape)}, needs [{', '.join(['n', *map(str, row)])}]")

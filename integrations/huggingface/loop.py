@@ -197,8 +197,8 @@ def check_loop(loop: Loop) -> None:
     """Raise UnsupportedError for a call whose tokens could differ from those of the model's own generate."""
     model, kwargs, config = loop.model, loop.model_kwargs, loop.generation_config
     prepare = vars(model).get("prepare_inputs_for_generation", type(model).prepare_inputs_for_generation)
-    file = getattr(prepare, "__globals__", {}).get("__name__")  # not `__module__`, which functools.wraps copies
-    if not str(file).startswith("transformers."):
+    module = getattr(prepare, "__globals__", {}).get("__name__")  # not `__module__`, which functools.wraps copies
+    if not str(module).startswith("transformers."):
         raise UnsupportedError("prepare_inputs_for_generation is overridden")
     refuse_if(model.training, "the model is in training mode; call model.eval()")
     refuse_if(model.device.type == "meta", "some of its weights are on the meta device")

@@ -199,9 +199,9 @@ WRONG = [
     (
         lambda tensors: tensors.load([0, 16], num_tokens=5),
         ValueError,
-        "request: got numbers from 0 to 16, needs -1",
+        "request: got block numbers from 0 to 16, needs -1",
     ),
-    (lambda tensors: tensors.load([-2, 0], num_tokens=5), ValueError, "request: got numbers from -2 to 0"),
+    (lambda tensors: tensors.load([-2, 0], num_tokens=5), ValueError, "request: got block numbers from -2 to 0"),
     (lambda tensors: tensors.load([6, 2]), ValueError, "num_tokens: got None"),
     (lambda tensors: tensors.load([6, 2], num_tokens=9), ValueError, "num_tokens: got 9, needs 0 to 8"),
     (lambda tensors: tensors.load([6], num_tokens=1, missing="no"), ValueError, "missing: got 'no', needs 'raise' or"),
