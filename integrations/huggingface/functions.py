@@ -77,8 +77,13 @@ MOST = 2000
 _TWICE = ("__doc__", "__doc__")  # two names that always exist: itemgetter returns a tuple only for several names
 _CACHED = "_can_set_attn_implementation_cached_value"  # transformers computes it once for each class
 _LAZY = frozenset({"__slotnames__", "__annotations__", "__annotations_cache__", "__doc__", _CACHED})
-_BY_COMPILE = frozenset({"__init__", "__setstate__", "___needs_generation_tag_patch"})
-"""Attributes of `torch.nn.Module` that the first torch.compile of a process changes. No forward pass uses them."""
+_BY_COMPILE = frozenset(
+    ("__init__", "__setstate__", "___needs_generation_tag_patch", "___has_generation_tag_patch"),
+)
+"""Attributes of `torch.nn.Module` that the first torch.compile of a process changes. No forward pass uses them.
+
+torch 2.15 has the last in place of the third.
+"""
 
 
 Held = dict[str, list[Any]]
