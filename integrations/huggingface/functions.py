@@ -112,8 +112,8 @@ def reader_of(roots: Mapping[str, Any], left_out: Collection[str], known: Collec
 def restored(roots: Mapping[str, Any], known: Collection[int], modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Put back, after the `with` block, what some functions and objects hold; see `reader_of`.
 
-    Of `modules`, numbers and containers in attributes are put back. Iterators, and tensors and arrays of more than
-    `MOST` elements, stay as the block leaves them.
+    Of `modules`, numbers and containers in attributes are put back, and new attributes removed. Iterators, and tensors
+    and arrays of more than `MOST` elements, stay as the block leaves them.
     """
     reached: dict[int, Any] = {}
     for _ in described(roots.items(), known, light=True, seen=reached):
@@ -154,8 +154,10 @@ def _restores(value: Any) -> Iterator[Callable[[], Any]]:
     elif isinstance(value, list | deque | set | dict):
         yield functools.partial(_refill, value, value.copy())
     elif isinstance(value, torch.nn.Module):
-        held = {name: own for name, own in vars(value).items() if not name.startswith("_")}
-        yield functools.partial(vars(value).update, {n: own for n, own in held.items() if type(own) in (int, float)})
+        now = vars(value)
+        held = {name: own for name, own in now.items() if not name.startswith("_")}
+        yield lambda: [now.pop(name) for name in now.keys() - held.keys() if not name.startswith("_")]
+        yield functools.partial(now.update, {n: own for n, own in held.items() if type(own) in (int, float)})
         for own in held.values():
             yield from _restores(own) if isinstance(own, list | deque | set | dict) else ()
     elif not isinstance(value, type) and not is_known(type(value).__module__) and hasattr(value, "__dict__"):
@@ -493,7 +495,7 @@ def _parts_of(value: Any, light: bool) -> tuple[list[Any], list[tuple[Any, Any]]
         ordered = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
         return [line], list(enumerate(islice(ordered, most)))
     if isinstance(value, type):
-        members = [(name, member) for name, member in vars(value).items() if not _is_of_python(name, member)]
+        members = [(n, m) for n, m in vars(value).items() if not n.startswith("__") or isinstance(m, FunctionType)]
         own = [] if is_known(value.__module__) else [("bases", value.__bases__), *members]
         return [f"{value.__module__}.{value.__qualname__}".encode()], own
     if isinstance(value, Enum):
@@ -532,8 +534,3 @@ def _globals_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
         if isinstance(space[name], ModuleType) and not is_known(space[name].__name__):
             within = vars(space[name])
             yield from ((f"{name}.{own}", within[own]) for own in sorted(names & within.keys()))
-
-
-def _is_of_python(name: str, member: Any) -> bool:
-    """Return whether Python added a member to a class."""
-    return name.startswith("__") and not isinstance(member, FunctionType)

@@ -79,6 +79,7 @@ class Identity:
         adapters = {id(m) for m in self.adapters}
         watched = [m for m in self._modules if not changes_itself(m)]
         self._left_out = _INTERNAL | ATTACHED | set(transient)
+        self._uncounted = [RECORDING, *(name for name in transient if name.isidentifier())]
         # An identity must not keep its model alive, so it reads the model's own attributes through the model.
         self._root_names = [n for n in vars(model) if n not in self._left_out]
         self._settings: list[tuple[Any, dict[str, Any]]] = []
@@ -137,8 +138,8 @@ class Identity:
     def _lengths(self) -> list[int]:
         """Return sums of lengths, which change if something is added or removed."""
         attributes = [own for _, own in self._settings]
-        recorded = sum(map(contains, attributes, repeat(RECORDING)))
-        return [sum(map(len, attributes)) - recorded, sum(map(len, self._dicts)), sum(map(len, self._lists))]
+        uncounted = sum(sum(map(contains, attributes, repeat(name))) for name in self._uncounted)
+        return [sum(map(len, attributes)) - uncounted, sum(map(len, self._dicts)), sum(map(len, self._lists))]
 
     def _hooks(self) -> list[tuple[int, Any]]:
         """Return the hooks of all modules, except transformers' own and those that PEFT adds for one call."""
@@ -395,7 +396,8 @@ def held_reader(model: Any, functions: Functions, left_out: Collection[str] = ()
 def restored_holders(model: Any) -> Iterator[Functions]:
     """Put back, after a `with` block, what a model's hooks, functions and other objects hold, such as counts.
 
-    Yield the functions. Numbers and containers in attributes of the model and of modules with hooks are put back too.
+    Yield the functions. Numbers and containers in attributes of the model and of modules with hooks are put back too,
+    and attributes that the block adds there are removed.
     """
     functions, modules = Functions(model), {id(module): module for module in model.modules()}
     hooked = [m for m in modules.values() if m is model or _acting(m)]

@@ -330,6 +330,11 @@ def _in_module(module: Any, inputs: Any, output: Any) -> Any:
     return output * 9 if module.count == 3 or len(module.seen) == 5 else None
 
 
+def _makes(module: Any, inputs: Any, output: Any) -> Any:
+    module.made = getattr(module, "made", 0) + 1
+    return output * 9 if module.made == 3 else None
+
+
 def _by_chance(draw: Callable[[], Any]) -> Any:
     return lambda module, inputs, output: output * (1.0 + draw())
 
@@ -337,6 +342,7 @@ def _by_chance(draw: Callable[[], Any]) -> Any:
 COUNT = 0
 COUNTING: dict[str, Callable[[], Any]] = {
     "module": lambda: _in_module,
+    "made in a module": lambda: _makes,
     "list": _by_list,
     "attribute": _by_attribute,
     "closure": _by_closure,
@@ -389,6 +395,7 @@ def test_counts_of_decode_steps_are_no_change(model: Any) -> None:
     hook, counts = Steering(1.5), {"steps": 0}
 
     def step(module: Any, inputs: Any, output: Any) -> None:
+        module.passes = getattr(module, "passes", 0) + 1
         if output.shape[1] == 1:
             counts["steps"] += 1
             hook.seen.append(output)
@@ -410,6 +417,7 @@ def test_hooks_that_count_see_the_passes_of_calls_alone(model: Any, name: str, i
     with _mlp(model).register_forward_hook(COUNTING[name]()):
         want = [model.generate(input_ids=ids, **options).logits for _ in range(2)]
     _mlp(model).count, _mlp(model).seen = 0, []
+    vars(_mlp(model)).pop("made", None)
     with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True):
         if is_new:
             stack.enter_context(enable_prefix_caching(model, num_blocks=64))
