@@ -29,6 +29,7 @@ BY_TOKEN = ("greedy_search", "sample")
 BY_TOKEN_OUTPUTS = ("output_attentions", "output_hidden_states")
 OWN_CACHE = f"{CACHE} of your own"
 ANOTHER_CACHE = "cache_implementation asks for another cache"
+_WITH_CACHE = ("assistant_early_exit", "assistant_model", "prefill_chunk_size", "prompt_lookup_num_tokens", "use_mtp")
 CONTINUED = "_pc_continued"  # attribute that marks a cache as the result of a served call
 
 _OF_HUB = ("constraints", "force_words_ids", "penalty_alpha", "num_beam_groups", "dola_layers")
@@ -170,13 +171,13 @@ def ask_for_cache(model: Any, arguments: dict[str, Any]) -> None:
     """Set `use_cache` if the model's defaults disable the cache, as MPT's do, and the caller says nothing about it.
 
     A call stays as it is if it wants another kind of cache, because then it falls back. It also stays as it is if it
-    wants the outputs of every step, because without a cache these have all tokens. Early exits stay refused: MPT fails
-    with them, and transformers then leaves its config changed.
+    wants the outputs of every step, because without a cache these have all tokens. Assisted decoding and chunked
+    prefill raise the errors of the model's own generate, which needs a cache for them.
     """
     own, default = arguments.get("generation_config"), model.generation_config
     if arguments.get("use_cache") is not None or getattr(own, "use_cache", None) is not None:
         return
-    for name in ("cache_implementation", "assistant_early_exit", *BY_TOKEN_OUTPUTS):
+    for name in ("cache_implementation", *_WITH_CACHE, *BY_TOKEN_OUTPUTS):
         if arguments.get(name) or getattr(own, name, None) or getattr(default, name, None):
             return
     if any(getattr(each, "use_cache", None) is False for each in (default, model.config.get_text_config(decoder=True))):

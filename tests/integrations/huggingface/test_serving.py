@@ -390,9 +390,11 @@ def test_cache_that_a_config_leaves_out_is_asked_for() -> None:
         assert handle.stats().calls_handed_back == {}
         with pytest.warns(UserWarning, match="use_cache=False asks for no cache"):
             assert_same(model, input_ids=prompt(40), use_cache=False)  # the caller's argument
-        for generate in (functools.partial(plain, model), model.generate):  # with a cache it would break the config
-            with pytest.raises((RuntimeError, ValueError), match=r"requires (a cache|`use_cache=True`)"):
-                generate(input_ids=prompt(40), assistant_early_exit=1)
+        needs = r"without a cache|requires (a cache|`use_cache=True`)"
+        for name in ("assistant_early_exit", "prompt_lookup_num_tokens", "prefill_chunk_size"):
+            for generate in (functools.partial(plain, model), model.generate):
+                with pytest.raises((RuntimeError, ValueError), match=needs):
+                    generate(input_ids=prompt(40), **{name: 1})
         assert_same(model, input_ids=prompt(40))
         assert_same(model, input_ids=prompt(40), cache_implementation="offloaded")  # which needs a GPU
         outputs = {"return_dict_in_generate": True, "output_hidden_states": True}
