@@ -200,6 +200,7 @@ def _in_parts(model: Any, length: int, cut: int, typed: bool = False) -> Dynamic
         whole, first = new_cache(model.config), new_cache(model.config)
         outputs = forward(model, tokens, 0, length, whole, given(length))
         want = outputs.logits[0, -1]
+        refuse_if(len(whole.layers) != len(first.layers), "its forward pass adds layers to its cache")
     with refusing("its forward pass fails with a restored cache"):
         wrapped = any(hasattr(value, "self_attention_cache") for value in outputs.values())
         refuse_if(wrapped, "it keeps its state in a cache for cross-attention")

@@ -362,6 +362,12 @@ NOT_SERVED_FAMILIES = [
         "not kept in a transformers cache",
     ),
     (Family("gpt", "OpenAIGPTConfig", "OpenAIGPTLMHeadModel", {"n_embd": 64, "n_head": 4}), "no transformers cache"),
+    (
+        Family(
+            "dory", "DoryConfig", "DoryForCausalLM", {"num_hidden_layers": 3, "n_input_layers": 1, "n_output_layers": 1}
+        ),
+        "its forward pass adds layers to its cache",
+    ),
 ]
 
 
