@@ -247,7 +247,8 @@ NAMES: dict[str, dict[str, str]] = {
         "vllm.v1.outputs": "KVConnectorOutput(finished_recving invalid_block_ids ...)",
         "vllm.v1.core.sched.output": (
             "NewRequestData(req_id block_ids num_computed_tokens ...) CachedRequestData(req_ids resumed_req_ids "
-            "new_block_ids num_computed_tokens ...) SchedulerOutput(finished_req_ids num_scheduled_tokens ...)"
+            "new_block_ids num_computed_tokens ...) SchedulerOutput(finished_req_ids num_scheduled_tokens "
+            "has_sync_kv_loads ...)"
         ),
         "vllm.v1.kv_cache_interface": "AttentionSpec.unpadded_page_size_bytes",
         "vllm.v1.attention.backends.registry": "AttentionBackendEnum",

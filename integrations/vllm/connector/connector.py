@@ -20,7 +20,7 @@ from ..api import (
     logger,
     mark_weight_changes,
 )
-from ..scheduler_output import ScheduledRequest, follow_tables
+from ..scheduler_output import ScheduledRequest, entering_requests, follow_tables
 from .layout import block_bytes, check_connector, check_options, describe, layout_of, open_tier
 
 Keys = dict[int, bytes]
@@ -41,12 +41,14 @@ class SavedRequest:
     """A request: how many of its blocks are cached, in the tier or on the way there.
 
     While it waits for blocks from the tier, `loading` has their keys. If they could not be loaded, `failed` is True.
+    If another connector could not load a block that it has used, `is_wrong` is True until its next admission.
     """
 
     request: Any
     saved: int = 0
     loading: Keys = field(default_factory=dict)
     failed: bool = False
+    is_wrong: bool = False
 
 
 class Planner:
@@ -58,6 +60,11 @@ class Planner:
 
     A request waits until its blocks are loaded, and shares them only then. So a block that a tier has lost is in no
     step before it is computed.
+
+    Another connector of a `MultiConnector` may load blocks in the step that computes with them, and report afterwards
+    that it could not. Requests that hold such blocks save nothing until two more outputs are known. The first may
+    belong to an earlier step, because vLLM schedules at most one step ahead. If a block could not be loaded, they
+    save nothing at all, because some releases of vLLM compute them again at wrong positions.
     """
 
     def __init__(
@@ -75,6 +82,8 @@ class Planner:
         self._requests: dict[str, SavedRequest] = {}
         self._loads: dict[str, Keys] = {}  # those of the next step
         self._on_the_way: set[bytes] = set()
+        self._unsure: dict[int, int] = {}
+        """By block that another connector loads, how many outputs are to come before requests with it save blocks."""
 
     def find(self, request: Any, computed: int) -> int | None:
         """Return how many tokens after `computed` the tier has, in whole blocks and without the prompt's last token.
@@ -84,7 +93,11 @@ class Planner:
         whose load failed finds nothing, so that it is computed.
         """
         known = self._requests.setdefault(request.request_id, SavedRequest(request))
-        if not self._consumes or computed % self._size or request.skip_reading_prefix_cache or known.failed:
+        known.is_wrong = False
+        if known.failed:
+            return 0
+        known.saved = min(known.saved, computed // self._size)
+        if not self._consumes or computed % self._size or request.skip_reading_prefix_cache:
             return 0
         known.saved, behind = computed // self._size, (request.num_tokens - 1) // self._size
         hashes = request.block_hashes[known.saved : behind]
@@ -107,7 +120,12 @@ class Planner:
             self._on_the_way.update(known.loading.values())
 
     def loaded(self, names: Collection[str], lost: Collection[int]) -> None:
-        """Record that requests wait no longer, and which blocks could not be loaded."""
+        """Record from a step's output which requests wait no longer, and which blocks could not be loaded."""
+        wrong = self._unsure.keys() & lost
+        for name, blocks in self._tables.items() if wrong else ():
+            if name in self._requests and not wrong.isdisjoint(blocks):
+                self._requests[name].is_wrong = True
+        self._unsure = {block: count - 1 for block, count in self._unsure.items() if count > 1}
         for name in names:
             known = self._requests.get(name)
             if known is not None:
@@ -120,9 +138,14 @@ class Planner:
         plan, self._loads = TransferPlan(self._fingerprint, self._loads), {}
         for name in output.finished_req_ids:
             self.forget(name)
+        for each in entering_requests(output, 0) if output.has_sync_kv_loads else ():
+            known = self._requests.get(each.request_id)
+            first = 0 if known is None or known.failed else known.saved
+            self._unsure |= dict.fromkeys(each.blocks[first : -(-each.begin // self._size)], 2)
         for each in follow_tables(self._tables, output, 0):
             known = self._requests.get(each.request_id)
-            if known is not None:
+            is_unsure = self._unsure and not self._unsure.keys().isdisjoint(each.blocks)
+            if known is not None and not known.is_wrong and not is_unsure:
                 self._save(plan, known, each, output.num_scheduled_tokens[each.request_id])
         return plan
 
@@ -141,8 +164,9 @@ class Planner:
 
     def forget(self, name: str) -> None:
         """Forget a request that has ended."""
-        self.loaded([name], ())
-        self._requests.pop(name, None)
+        known = self._requests.pop(name, None)
+        if known is not None:
+            self._on_the_way.difference_update(known.loading.values())
 
     def stop(self) -> None:
         """Load and save nothing from now on."""

@@ -56,29 +56,38 @@ class Rows:
 
 
 class ConnectedEngine(ExactEngine):
-    """An engine with both halves of a connector. The worker's half runs after the forward pass, as in vLLM."""
+    """An engine with both halves of a connector. The worker's half runs after the forward pass, as in vLLM.
 
-    def __init__(self, tier: Losing, num_blocks: int, **options: Any) -> None:
+    With `beside`, it is in a `MultiConnector` with `Claims`, which loads nothing and reports that after the pass.
+    """
+
+    def __init__(self, tier: Losing, num_blocks: int, beside: bool = False, **options: Any) -> None:
         from vllm.config import KVTransferConfig
 
-        extra = {"tier": f"{__name__}:opened", "model": "made-up"}
+        ours = vllm_shared.transfer({"tier": f"{__name__}:opened", "model": "made-up"})
         opened.tier = tier
-        super().__init__(num_blocks, kv_transfer_config=KVTransferConfig(**vllm_shared.transfer(extra)), **options)
+        theirs = {"kv_connector": "Claims", "kv_connector_module_path": "vllm_connector", "kv_role": "kv_both"}
+        both = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+        both["kv_connector_extra_config"] = {"connectors": [theirs, ours]}
+        super().__init__(num_blocks, kv_transfer_config=KVTransferConfig(**both if beside else ours), **options)
         scheduler = self.scheduler
         config = copy.copy(scheduler.vllm_config)  # as a MultiConnector copies it
+        config.kv_transfer_config = KVTransferConfig(**ours)
         self.worker: Any = TierConnector(config, KVConnectorRole.WORKER, scheduler.kv_cache_config)
         self.worker._store, self.worker._tier = Rows(self), tier
 
     def _execute(self, output: Any) -> Any:
         from vllm.v1.outputs import KVConnectorOutput
 
-        self.worker.bind_connector_metadata(output.kv_connector_metadata)
-        assert not output.has_sync_kv_loads
+        plans = output.kv_connector_metadata
+        self.worker.bind_connector_metadata(getattr(plans, "metadata", [plans])[-1])
         result = super()._execute(output)
         self.worker.start_load_kv(None)
         self.worker.wait_for_save()
         _, received = self.worker.get_finished(output.finished_req_ids)
         lost = self.worker.get_block_ids_with_load_errors()
+        if output.has_sync_kv_loads:
+            lost |= set(self.tables["claimed"][: 64 // BLOCK])
         result.kv_connector_output = KVConnectorOutput(finished_recving=received, invalid_block_ids=lost)
         return result
 
@@ -149,3 +158,23 @@ def test_nothing_is_read_or_saved_after_a_change_of_weights(kind, way, warnings)
     neighbour.add("loads", tokens)
     neighbour.run()
     assert (neighbour.computed["loads"], tier.given) == (7, given + 6)
+
+
+@ENGINES
+def test_nothing_is_saved_that_was_computed_with_blocks_that_another_connector_could_not_load(kind):
+    """It says so after the pass. Blocks of other requests of the same step are saved at once."""
+    prompts, tiers = {"other": prompt(40), "claimed": [499, *prompt(595, 1)]}, []
+    for beside in (True, False):
+        tiers.append(Losing(0.0, random.Random(0)))
+        engine = ConnectedEngine(tiers[-1], 70, beside, **kind)
+        for name, tokens in prompts.items():
+            engine.add(name, tokens, 40)
+        for _ in range(1 + kind["asynchronous"]):
+            engine.step()
+        if beside:
+            assert len(tiers[0]) == 2
+        engine.run()
+        assert engine.said == {name: following(tokens, 40) for name, tokens in prompts.items()}
+    assert engine.computed["claimed"] == 635
+    assert tiers[0].items() < tiers[1].items()
+    assert [len(tier) for tier in tiers] == [4, 43]

@@ -40,12 +40,13 @@ def request(name, known, keys=None, **more):
     )
 
 
-def step(counts, new=(), cached=(), resumed=(), finished=()):
+def step(counts, new=(), cached=(), resumed=(), finished=(), sync=False):
     """Return a scheduler output of vLLM: `(name, first position, blocks)` of new and of running requests."""
     names = [name for name, _, _ in cached]
     return SimpleNamespace(
         num_scheduled_tokens=counts,
         finished_req_ids=set(finished),
+        has_sync_kv_loads=sync,
         scheduled_new_reqs=[
             SimpleNamespace(req_id=name, num_computed_tokens=at, block_ids=(blocks,)) for name, at, blocks in new
         ],
@@ -125,6 +126,20 @@ def test_blocks_that_could_not_be_loaded_are_not_asked_for_again_and_saved_when_
     planner.loaded(["a"], {7})  # by the next connector of a MultiConnector
     assert planner.find(asked, 0) == 0
     assert planner.plan(step({"a": 10}, new=[("a", 4, [4, 5, 6, 7])])).saves == {5: b"a1", 6: b"a2"}
+
+
+def test_who_holds_blocks_that_another_connector_loads_saves_nothing_until_two_more_outputs():
+    """The second request shares them in the same step. The third one does not."""
+    planner, tables, saves = Planner([Kept()], SIZE, "f"), {"a": [4, 5, 6], "b": [4, 5, 7], "c": [8]}, []
+    for name, computed in {"a": 0, "b": 8, "c": 0}.items():
+        asked = request(name, 4 * len(tables[name]))
+        planner.admit(asked, tables[name], planner.find(asked, computed))
+    counts, at = {"a": 4, "b": 4, "c": 4}, {"a": 8, "b": 8, "c": 0}
+    saves.append(planner.plan(step(counts, [(name, at[name], tables[name]) for name in counts], sync=True)).saves)
+    for _ in range(2):
+        planner.loaded((), ())
+        saves.append(planner.plan(step(dict.fromkeys("ab", 1), cached=[(name, 12, None) for name in "ab"])).saves)
+    assert saves == [{8: b"c0"}, {}, {4: b"a0", 5: b"a1", 6: b"a2", 7: b"b2"}]
 
 
 def test_a_request_waits_while_another_one_loads_the_same_block():
