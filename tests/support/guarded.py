@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from triton.language import core
+from triton.language import core, semantic
 from triton.runtime import interpreter
 
 _SHIFT = 44
@@ -145,7 +145,8 @@ def language_patched_once() -> Iterator[None]:
     """Make a launch patch each module with the interpreter's language only once, within the block.
 
     The interpreter patches at every call of a function, which takes a third of a kernel's time. It also describes the
-    type and shape of every value anew, which takes a fifth; here each is described once.
+    type and shape of every value anew, which takes a fifth; here each is described once. It computes whether each sum
+    and product of integers overflows, which takes a third of the rest, and drops the result outside of debug mode.
     """
     before = {
         (owner, name): getattr(owner, name)
@@ -155,9 +156,10 @@ def language_patched_once() -> Iterator[None]:
             (interpreter, "_get_np_dtype"),
             (core.block_type, "__init__"),
             (core.tensor, "__init__"),
+            (semantic.TritonSemantic, "binary_op_sanitize_overflow_impl"),
         )
     }
-    patch, call, numpy_type, make_type, make_tensor = before.values()
+    patch, call, numpy_type, make_type, make_tensor, find_overflow = before.values()
     patched: set[str] = set()
     numpy_types: dict[str, Any] = {}
     types: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -196,7 +198,11 @@ def language_patched_once() -> Iterator[None]:
         finally:
             patched.clear()
 
-    after = (patch_once, call_afresh, numpy_type_once, make_type_once, make_shape_once)
+    def find_overflow_to_report(self: Any, *operands: Any) -> None:
+        if self.builder.options.debug:
+            find_overflow(self, *operands)
+
+    after = (patch_once, call_afresh, numpy_type_once, make_type_once, make_shape_once, find_overflow_to_report)
     with _replaced(before, after):
         yield
 
