@@ -151,22 +151,25 @@ def _torch_modes():
             restore(mode)
 
 
+_set_deterministic = torch._C._set_deterministic_algorithms  # torch's own function imports its compiler, for 2 s
+
+
 @pytest.fixture(autouse=True)
 def _nan_filled_empty():
     """Fill the tensors of `torch.empty` with NaN (integers: the largest value), so that reads of them show."""
     before = torch.utils.deterministic.fill_uninitialized_memory
     deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    _set_deterministic(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.utils.deterministic.fill_uninitialized_memory = before
-    torch.use_deterministic_algorithms(deterministic)
+    _set_deterministic(deterministic)
 
 
 @pytest.fixture
 def plain_empty(_nan_filled_empty):
     """Leave `torch.empty` and its speed as they are, for tests of benchmarks."""
-    torch.use_deterministic_algorithms(False)
+    _set_deterministic(False)
 
 
 class _Errors(logging.Handler):
