@@ -156,12 +156,24 @@ def _restores(value: Any) -> Iterator[Callable[[], Any]]:
     elif isinstance(value, torch.nn.Module):
         now = vars(value)
         held = {name: own for name, own in now.items() if not name.startswith("_")}
-        yield lambda: [now.pop(name) for name in now.keys() - held.keys() if not name.startswith("_")]
+        yield functools.partial(_remove_new, now, now.copy())
         yield functools.partial(now.update, {n: own for n, own in held.items() if type(own) in (int, float)})
         for own in held.values():
             yield from _restores(own) if isinstance(own, list | deque | set | dict) else ()
     elif not isinstance(value, type) and not is_known(type(value).__module__) and hasattr(value, "__dict__"):
         yield functools.partial(_refill, vars(value), vars(value).copy())
+
+
+def _remove_new(held: dict[str, Any], before: dict[str, Any]) -> None:
+    """Remove a module's new attributes. They stay if a module has prepared itself: then other attributes changed too.
+
+    Numbers do not show that, because hooks count in attributes.
+    """
+    new = held.keys() - before.keys()
+    others = [own for name, own in before.items() if held.get(name) is not own and type(own) not in (int, float)]
+    if not others and not any(name.startswith("_") for name in new):
+        for name in new:
+            del held[name]
 
 
 def _refill(held: Any, before: Any) -> None:

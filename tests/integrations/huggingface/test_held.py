@@ -428,6 +428,28 @@ def test_hooks_that_count_see_the_passes_of_calls_alone(model: Any, name: str, i
     torch.testing.assert_close(got, want)
 
 
+class Prepared(torch.nn.Module):
+    """A module that prepares itself in its first pass, as some quantized layers do."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner, self.ready = inner, False
+
+    def forward(self, x: Any) -> Any:
+        if not self.ready:
+            self.ready, self.factor = True, 1.5
+        return self.inner(x) * self.factor
+
+
+def test_a_module_that_prepares_itself_stays_prepared(model: Any) -> None:
+    model.model.layers[0].mlp = Prepared(_mlp(model))
+    _mlp(model).register_forward_hook(lambda *_: None)
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        for cached in (0, 32):
+            model.generate(prompt(40), max_new_tokens=4)
+            assert handle.last_requests[0].cached_tokens == cached
+
+
 @pytest.mark.parametrize("part", [slice(40, None), slice(40, 50)])
 def test_a_hook_that_looks_at_positions_of_a_long_pass_is_not_served(model: Any, part: slice) -> None:
     """Libraries for steering vectors have such options. The first test of a model is shorter than its prompts."""
