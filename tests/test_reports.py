@@ -31,7 +31,6 @@ from compression_cases import ASKED, CONTEXT, QUESTION, ask  # noqa: E402
 from generate_cases import plain, prompt  # noqa: E402
 from image_cases import CASES, IMAGE, VisionCase, text  # noqa: E402
 from processes import python  # noqa: E402
-from transformers import GenerationConfig  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
 from pc.integrations import huggingface  # noqa: E402
@@ -116,20 +115,13 @@ with document:
 @pytest.mark.parametrize("name", ["layer dropped", "other KV heads", "window narrowed", "window to none"])
 def test_generate_batch_probes_a_changed_model_anew(name: str) -> None:
     make, change = changed_models.CHANGES[name]
-    model, ids = make(), prompt(40)
-    config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
-
-    def batched() -> Any:
-        (output,) = model.generate_batch([ids[0].tolist()], generation_config=config, progress_bar=False).values()
-        return output
-
+    model, asked = make(), prompt(40).tolist()
     with huggingface.enable_continuous_batching(model, num_blocks=64):
-        batched()
+        batching_cases.batched(model, asked, 6)
         change(model)
+        want = batching_cases.alone(model, asked, 6)
         for _ in range(2):
-            output = batched()
-            assert output.error is None
-            assert output.generated_tokens == plain(model, input_ids=ids, max_new_tokens=6)[0, 40:].tolist()
+            assert batching_cases.batched(model, asked, 6) == want
 
 
 # transformers#34240: self-speculative decoding changes the number of layers temporarily, within a call.
@@ -214,15 +206,10 @@ def test_what_is_computed_by_a_model_changed_in_a_call_is_not_published(
 @pytest.mark.parametrize("change", [change_hook, change_setting, change_class])
 def test_what_a_batching_session_computes_by_a_changed_model_is_not_published(change: Any) -> None:
     model = batching_cases.LLAMA.build()
-    model.generation_config.eos_token_id = None
     on, off = change(model)
     ids = prompt(40)[0].tolist()
-
-    def config(new_tokens: int) -> Any:
-        return GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-
     with huggingface.enable_continuous_batching(model, num_blocks=64):
-        with model.continuous_batching_context_manager(generation_config=config(40)) as manager:
+        with model.continuous_batching_context_manager(generation_config=batching_cases.config(40)) as manager:
             manager.add_request(ids, streaming=True)
             changed = False
             while not (result := manager.get_result(timeout=30)).is_finished():
@@ -232,10 +219,8 @@ def test_what_a_batching_session_computes_by_a_changed_model_is_not_published(ch
         off()
         assert changed
         assert result.error is None
-        asked = [*ids, *result.generated_tokens, *prompt(4, 2)[0].tolist()]
-        want = plain(model, input_ids=torch.tensor([asked]), max_new_tokens=8)[0, len(asked) :].tolist()
-        (got,) = model.generate_batch([asked], generation_config=config(8), progress_bar=False).values()
-        assert got.generated_tokens == want
+        asked = [[*ids, *result.generated_tokens, *prompt(4, 2)[0].tolist()]]
+        assert batching_cases.batched(model, asked) == batching_cases.alone(model, asked)
 
 
 # ModelTC (LongLM), MHA2MLA#10: methods of a class, or functions of its file, are replaced after keys were cached.

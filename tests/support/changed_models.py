@@ -92,8 +92,10 @@ def differing(model: Any, **options: Any) -> list[str]:
     """Return how calls with the cache differ from the model's own generate, for a prompt that is asked twice."""
     found = []
     options = {"max_new_tokens": 8, **options}
-    for ids in (prompt(60), prompt(60), torch.cat([prompt(60), prompt(7, 9)], 1)):
-        want = plain(model, input_ids=ids, **options)
+    prompts = prompt(60), torch.cat([prompt(60), prompt(7, 9)], 1)
+    wanted = [plain(model, input_ids=ids, **options) for ids in prompts]
+    for number in (0, 0, 1):
+        ids, want = prompts[number], wanted[number]
         try:
             found += [] if torch.equal(model.generate(ids, **options), want) else ["other tokens"]
         except Exception as error:
