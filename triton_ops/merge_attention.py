@@ -46,7 +46,7 @@ def merge_pair(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, ls
 
 def _cpu(args: Any) -> Result:
     out, lse = merge_pair(*args)
-    return out.to(args.out_a.dtype).contiguous(), lse.contiguous()
+    return out.to(args.out_a.dtype).contiguous(), lse.masked_fill(lse == torch.inf, torch.nan).contiguous()
 
 
 def build_merge_launch(
@@ -83,6 +83,7 @@ def merge_attention(
     """Merge two attention results of the same queries over disjoint sets of keys.
 
     Only one of the two may include attention sinks. A row with lse -inf attended to no key, and its out is ignored.
+    With lse inf, which FlashAttention 2 returns for such rows, the merged out and lse are NaN.
 
     Args:
         out_a: `[num_tokens, num_heads, head_dim]`, float16, bfloat16 or float32, with a contiguous last dimension.

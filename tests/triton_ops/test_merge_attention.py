@@ -39,6 +39,13 @@ def test_numerics(dtype, head_dim, device):
     assert not out[3].any()
 
 
+@pytest.mark.parametrize("lse", [math.inf, math.nan])
+def test_an_lse_without_a_weight_gives_nan(lse, device):
+    out, known = torch.ones(1, 2, 16, device=device), torch.zeros(1, 2, device=device)
+    for parts in ((out, known + lse, out, known), (out, known, out, known + lse)):
+        assert all(found.isnan().all() for found in pc.merge_attention(*parts))
+
+
 def test_strides(device):
     out, lse = _part(6, 4, 64, torch.float32, device)
     expected = pc.merge_attention(out, lse, out * 2, lse + 1)
