@@ -15,7 +15,7 @@ import torch
 
 from ._attention.arguments import decode_queries_of
 from ._attention.build import wanted_items
-from ._attention.checks import check_batch, check_lengths, check_plan_size
+from ._attention.checks import check_batch, check_lengths, check_plan_size, check_tables
 from ._attention.constants import architecture
 from ._attention.layout import PlanShape
 from ._attention.plan import build_plan, refresh_cached
@@ -35,7 +35,9 @@ def _check(args: Any) -> None:
 
 
 def _check_values(args: Any) -> None:
-    check_lengths(args, args.seq_lens.tolist(), args.query_start_loc.tolist())
+    lens = args.seq_lens.tolist()
+    check_lengths(args, lens, args.query_start_loc.tolist())
+    check_tables(args.block_tables, lens, args.block_size, (1 << 31) - 1)
 
 
 def _run(args: Any) -> torch.Tensor | None:
@@ -105,8 +107,8 @@ def attention_plan(
 
     Raises:
         TypeError: An argument has a wrong type or dtype.
-        ValueError: A shape, device or option is invalid. For CPU tensors and in debug mode also: a length or a start is
-            invalid.
+        ValueError: A shape, device or option is invalid. For CPU tensors and in debug mode also: a length, a start or a
+            block number is invalid.
 
     Examples:
         >>> one = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)

@@ -147,7 +147,7 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True, window_size=(4, 0)).shape
         torch.Size([2, 3, 8, 64])
     """
-    with_lse = return_attn_probs or return_softmax_lse
+    with_lse = flag("return_attn_probs", return_attn_probs) or return_softmax_lse
     options = options_of(softmax_scale, causal, window_size, softcap, with_lse, attention_chunk, dropout_p)
     args = FlashArgs(
         *options, call_context(q), q, k, v, alibi_slopes=alibi_slopes, s_aux=s_aux, q_descale=q_descale,
@@ -251,14 +251,14 @@ def flash_attn_varlen_func(
         >>> flash_attn_varlen_func(q, k, v, starts, starts, 3, 3, causal=True).shape
         torch.Size([5, 8, 64])
     """
-    with_lse = return_attn_probs or return_softmax_lse
+    with_lse = flag("return_attn_probs", return_attn_probs) or return_softmax_lse
     same, unpack = cu_seqlens_k is cu_seqlens_q and seqused_q is None, None
-    if seqused_q is not None and isinstance(q, torch.Tensor):
+    if seqused_q is not None and isinstance(q, torch.Tensor) and q.dim() == 3:
         check_starts("cu_seqlens_q", cu_seqlens_q, q.device)
         if cu_seqlens_q.shape[0] > 1:
             cu_seqlens_q, pack, unpack = pack_used(q.shape[0], cu_seqlens_q, seqused_q)
             q, qv, scheduler_metadata = pack(q), pack(qv) if isinstance(qv, torch.Tensor) else qv, None
-    needs_lse = with_lse or unpack is not None
+    needs_lse = unpack is not None or with_lse
     options = options_of(softmax_scale, causal, window_size, softcap, needs_lse, attention_chunk, dropout_p)
     max_seqlen_q, max_seqlen_k = bound("max_seqlen_q", max_seqlen_q), bound("max_seqlen_k", max_seqlen_k)
     args = FlashArgs(
@@ -285,8 +285,9 @@ def _build_packed(args: FlashArgs) -> Run:
     check_starts("cu_seqlens_q", args.cu_seqlens_q, q.device)
     if args.cu_seqlens_k is not None:
         check_starts("cu_seqlens_k", args.cu_seqlens_k, q.device)
-    if args.seqused_k is not None:
-        check_tensor("seqused_k", args.seqused_k, "[batch]", INT32, q.device, (args.cu_seqlens_q.shape[0] - 1,))
+    for name, layout in (("seqused_k", "[batch]"), ("block_table", "[batch, max_blocks]")):
+        if getattr(args, name) is not None:
+            check_tensor(name, getattr(args, name), layout, INT32, q.device, (args.cu_seqlens_q.shape[0] - 1,))
     max_queries = q.shape[0] if args.max_seqlen_q is None else args.max_seqlen_q
     max_keys = k.shape[0] if args.max_seqlen_k is None and not paged else args.max_seqlen_k
     begins = args.cu_seqlens_q if same else args.cu_seqlens_k
@@ -556,7 +557,7 @@ def flash_attn_combine(
         out, without num_splits, and its lse `[batch, seqlen, num_heads]` or `[total, num_heads]` float32.
 
     Raises:
-        TypeError: An argument is not a tensor.
+        TypeError: An argument has a wrong type or dtype.
         ValueError: A shape or device is wrong.
         RuntimeError: A tensor requires grad while grad mode is on.
 
@@ -566,7 +567,7 @@ def flash_attn_combine(
         >>> out.shape, lse.shape
         (torch.Size([2, 5, 8, 64]), torch.Size([2, 5, 8]))
     """
-    check_partial(out_partial, lse_partial, out)
+    check_partial(out_partial, lse_partial, out, out_dtype)
     lse = torch.logsumexp(lse_partial, 0)
     weights = torch.exp(lse_partial - lse.masked_fill(lse == -torch.inf, 0.0)).unsqueeze(-1)
     result = torch.where(weights > 0, out_partial.float(), 0.0).mul_(weights).sum(0)
@@ -641,24 +642,24 @@ def get_scheduler_metadata(
         >>> get_scheduler_metadata(2, 1, 64, 8, 2, 64, lens, page_size=16, causal=True).dtype
         torch.int32
     """
-    check_tensor("cache_seqlens", cache_seqlens, "[batch]", INT32, sizes=(batch_size,))
-    device, size = cache_seqlens.device, 16 if page_size is None else check_integer("page_size", page_size, 1)
+    size = 16 if page_size is None else check_integer("page_size", page_size, 1, 31)
     check_integer("num_heads_kv", num_heads_kv, 1)
     numbers = {"batch_size": batch_size, "max_seqlen_q": max_seqlen_q}
     numbers |= {"max_seqlen_k": max_seqlen_k, "max_seqlen_k_new": max_seqlen_k_new}
     for name, number in numbers.items():
         if bound(name, number) is None:
             raise bad_argument(name, None, "an int", TypeError)
+    check_tensor("cache_seqlens", cache_seqlens, "[batch]", INT32, sizes=(batch_size,))
     for name, begins in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k_new", cu_seqlens_k_new)):
         if begins is not None:
-            check_tensor(name, begins, "[batch + 1]", INT32, device, (batch_size + 1,))
-    tables = strided_block_table(device, batch_size, -(-max_seqlen_k // size), 0, 1)
+            check_tensor(name, begins, "[batch + 1]", INT32, cache_seqlens.device, (batch_size + 1,))
+    tables = strided_block_table(cache_seqlens.device, batch_size, -(-max_seqlen_k // size), 0, 1)
     lens = cache_seqlens + (max_seqlen_k_new if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())
-    starts = arange_i32(device, batch_size + 1, max_seqlen_q) if cu_seqlens_q is None else cu_seqlens_q
+    starts = arange_i32(lens.device, batch_size + 1, max_seqlen_q) if cu_seqlens_q is None else cu_seqlens_q
     lens = lens.clamp(0, tables.shape[1] * size)
     if reads_values(lens):  # operators that read values refuse fewer keys than queries; such a call makes its own plan
         lens = lens.masked_fill(lens < starts.diff(), 0)
     left, right = pair(window_size)
     left = -1 if left >= PlanShape.of(tables, size).num_keys else left
-    right = 0 if causal or max_seqlen_q <= 1 else right
+    right = 0 if flag("causal", causal) or max_seqlen_q <= 1 else right
     return attention_plan(tables, lens, starts, size, right == 0, left + 1, num_kv_heads=num_heads_kv)

@@ -11,12 +11,19 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
 
 import pc
-from pc.flash_attn import flash_attn_combine, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from pc.flash_attn import (
+    flash_attn_combine,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    get_scheduler_metadata,
+)
 
 Tensor = torch.Tensor
 
@@ -500,11 +507,63 @@ def test_heads_of_one_feature(step: int) -> None:
         ),
         (lambda: flash_attn_func(*[_jagged()] * 3), r"q: got a nested tensor, needs a tensor \[batch"),
         (lambda: flash_attn_varlen_func(NEW, _jagged(), NEW, ints(0, 3), ints(0, 3)), "k: got a nested tensor"),
+        (lambda: pc.gather_blocks(CACHE.to_sparse(), IDS), r"cache: got layout torch.sparse_coo, needs torch.strided"),
+        (lambda: pc.gather_blocks_list([CACHE.to_sparse()], IDS), "caches: got layout torch.sparse_coo"),
+        (
+            lambda: flash_attn_func(NEW[None].to_sparse(), NEW[None], NEW[None]),
+            "q: got torch.sparse_coo, needs a tensor",
+        ),
+        (lambda: pc.attention_plan(BATCH[0] * 0 - 3, *BATCH[1:], 16), "block_tables: got -3 in row 0, column 0"),
+        (lambda: dense(dropout_p=torch.zeros(2)), r"dropout_p: got tensor\(\[0., 0.\]\), needs a number"),
+        (lambda: dense(return_softmax_lse=[1]), r"return_softmax_lse: got \[1\], needs a bool"),
+        (lambda: dense(attention_chunk=np.ones(2)), r"attention_chunk: got array\(\[1., 1.\]\), needs an int"),
+        (lambda: in_blocks(ints(0)), r"block_table: got shape \[1\], needs \[batch, max_blocks\]"),
+        (lambda: in_blocks(ints(1, 9)[None]), "block_table: got 9 in row 0, column 1, needs -1 to 5"),
+        (
+            lambda: in_blocks(ints(1, -3)[None], causal=True, attention_chunk=3),
+            "block_table: got -3 in row 0, column 1",
+        ),
+        (
+            lambda: cached(block_table=ints(1, -3)[None], cache_leftpad=ints(1)),
+            "block_table: got -3 in row 0, column 1",
+        ),
+        (lambda: cached(rotary_cos=torch.ones(32, 8).int()), r"rotary_cos: got int32 \[32, 8\] on cpu, needs floats"),
+        (lambda: cached(rotary_sin=torch.ones(32, 8).bool()), r"rotary_sin: got bool \[32, 8\] on cpu, needs floats"),
+        (lambda: cached(v_cache=CACHE.to("meta")), "v_cache: got device meta, needs device cpu of q"),
+        (
+            lambda: flash_attn_combine(CACHE[:, :2], CACHE[:, :2, :, 0], out_dtype=torch.int32),
+            "out_dtype: got torch.int32",
+        ),
+        (lambda: metadata(batch_size="x"), "batch_size: got 'x', needs an int"),
+        (lambda: metadata(page_size=2**40), "page_size: got 1099511627776, needs at least 1 and below"),
+        (lambda: metadata(causal=[1]), r"causal: got \[1\], needs a bool"),
     ],
 )
 def test_errors_name_the_argument(call: Callable[[], Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=rf"^{message}"):
         call()
+
+
+def dense(**options: Any) -> Any:
+    return flash_attn_func(NEW[None], NEW[None], NEW[None], **options)
+
+
+def in_blocks(table: Tensor, **options: Any) -> Any:
+    """Attend to 20 keys over a block table, which is padded because there might be more queries than keys."""
+    return flash_attn_varlen_func(
+        QUERY, CACHE, CACHE, ints(0, 12), None, 12, 32, seqused_k=ints(20), block_table=table, **options
+    )
+
+
+def cached(**changes: Any) -> Any:
+    given = {"q": NEW[None], "k_cache": CACHE, "v_cache": CACHE, "k": NEW[None], "v": NEW[None]}
+    given |= {"rotary_cos": torch.ones(32, 8), "rotary_sin": torch.ones(32, 8), "block_table": ints(1, 2)[None]}
+    return flash_attn_with_kvcache(**(given | {"cache_seqlens": ints(20)} | changes))
+
+
+def metadata(**changes: Any) -> Tensor:
+    given = {"batch_size": 1, "max_seqlen_q": 1, "max_seqlen_k": 64, "num_heads_q": 8, "num_heads_kv": 2}
+    return get_scheduler_metadata(**(given | {"headdim": 64, "cache_seqlens": ints(20)} | changes))
 
 
 def _jagged() -> Tensor:

@@ -161,6 +161,19 @@ def check_lengths(args: Any, lens: list[int], starts: list[int], max_seq_len: in
             raise bad_argument("seq_lens", f"{length} in row {row}", needs)
 
 
+def check_tables(tables: torch.Tensor, lens: list[int], block_size: int, num_blocks: int) -> None:
+    """Check the block numbers of sequences. Entries after a sequence's end are never read and may hold anything."""
+    own = tables[..., : -(-max(lens, default=0) // block_size)].cpu()
+    if own.numel() and (own.min() < -1 or own.max() >= num_blocks):
+        ends = torch.tensor(lens).view(-1, *[1] * (own.dim() - 1))
+        wrong = (torch.arange(own.shape[-1]) * block_size < ends) & ((own < -1) | (own >= num_blocks))
+        if wrong.any():
+            row, *head, column = place = tuple(wrong.nonzero()[0].tolist())
+            of_head = f", KV head {head[0]}" if head else ""
+            got = f"{own[place]} in row {row}{of_head}, column {column}"
+            raise bad_argument("block_tables", got, f"-1 to {num_blocks - 1}")
+
+
 def check_attention_values(args: AttentionArgs) -> None:
     """Check lengths, block numbers, positions and the plan. This reads values, so on a device it synchronizes."""
     args = args.with_rows()
@@ -170,21 +183,12 @@ def check_attention_values(args: AttentionArgs) -> None:
     check_lengths(args, lens, starts, args.max_seq_len)
     if not lens:
         return
-    shortest, longest = min(lens), max(lens)
+    shortest = min(lens)
     if args.max_query_len is not None and max(q_lens) > args.max_query_len:
         needs = f"at least {max(q_lens)}, the longest of query_start_loc"
         raise bad_argument("max_query_len", args.max_query_len, needs)
     tables = args.block_tables.cpu()
-    own = tables[..., : -(-longest // block_size)]
-    if own.numel() and (own.min() < -1 or own.max() >= num_blocks):
-        # Entries after a sequence's end are never read and may hold anything.
-        ends = torch.tensor(lens).view(-1, *[1] * (own.dim() - 1))
-        wrong = (torch.arange(own.shape[-1]) * block_size < ends) & ((own < -1) | (own >= num_blocks))
-        if wrong.any():
-            row, *head, column = place = tuple(wrong.nonzero()[0].tolist())
-            of_head = f", KV head {head[0]}" if head else ""
-            got = f"{own[place]} in row {row}{of_head}, column {column}"
-            raise bad_argument("block_tables", got, f"-1 to {num_blocks - 1}")
+    check_tables(tables, lens, block_size, num_blocks)
     if args.query_blocks is not None:
         _check_lists(args.query_blocks, args, lens, starts)
     if args.tree_mask is not None:

@@ -222,10 +222,11 @@ class _Signature:
                 return bad_argument(name, _in_words(value), needs, TypeError)
             if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
                 return bad_argument(name, value, f"{needs} of 64 bits")
-            items = value if isinstance(value, (list, tuple)) else ()
-            for item in items:
-                if not isinstance(item, torch.Tensor):
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if item is not value and not isinstance(item, torch.Tensor):
                     return bad_argument(name, f"{_in_words(item)} in the list", needs, TypeError)
+                if isinstance(item, torch.Tensor) and item.layout is not torch.strided:
+                    return bad_argument(name, f"layout {item.layout}", "torch.strided", TypeError)
         return None
 
 

@@ -39,7 +39,7 @@ def _rotary(args: FlashArgs, lens: torch.Tensor) -> Rotary | None:
     cos, sin, first = args.rotary_cos, args.rotary_sin, args.rotary_seqlens
     if cos is None:
         return None
-    if cos.dtype.itemsize == 1:  # PyTorch cannot select rows of float8 by index
+    if cos.dtype.itemsize == 1 and cos.dtype.is_floating_point:  # PyTorch cannot select rows of float8 by index
         cos, sin = cos.to(torch.bfloat16), sin.to(torch.bfloat16)
     return cos, sin, lens if first is None else first
 
@@ -121,11 +121,12 @@ def _check_new(
         raise bad_argument(name, describe(got), f"[{needs}, num_kv_heads, head_dim]")
     if rotary is not None:
         cos, sin, first = rotary
-        if cos.dim() != 2 or not 0 < 2 * cos.shape[1] <= k.shape[-1] or cos.device != device:
-            needs = f"[max_positions, rotary_dim / 2] of at most {k.shape[-1] // 2} on {device}"
+        is_wide = cos.dim() == 2 and 0 < 2 * cos.shape[1] <= k.shape[-1]
+        if not is_wide or cos.device != device or not cos.is_floating_point():
+            needs = f"floats [max_positions, rotary_dim / 2] of at most {k.shape[-1] // 2} on {device}"
             raise bad_argument("rotary_cos", describe(cos), needs)
-        if sin.shape != cos.shape or sin.device != device:
-            needs = f"{list(cos.shape)} as rotary_cos on {device}"
+        if sin.shape != cos.shape or sin.device != device or not sin.dtype.is_floating_point:
+            needs = f"floats {list(cos.shape)} as rotary_cos on {device}"
             raise bad_argument("rotary_sin", describe(sin), needs)
         check_tensor("rotary_seqlens", first, "[batch]", INT32, device, (batch,))
     cache_dtype = keys.key_cache.dtype

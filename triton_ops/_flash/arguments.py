@@ -140,8 +140,9 @@ def _refuse_others(args: FlashArgs) -> None:
     """Check that arguments that must be tensors are. Calls that succeed do not spend time on this."""
     for name in _TENSORS:
         value = getattr(args, name)
-        if value is not None and not isinstance(value, torch.Tensor):
-            raise bad_argument(name, describe(value), "a tensor", TypeError) from None
+        layout = getattr(value, "layout", describe(value))
+        if value is not None and layout not in (torch.strided, torch.jagged):
+            raise bad_argument(name, layout, "a tensor, torch.strided", TypeError) from None
 
 
 def options_of(
@@ -154,16 +155,16 @@ def options_of(
     dropout_p: float = 0.0,
 ) -> tuple[float | None, bool, tuple[int, int], float, bool, int]:
     """Return a call's options as plain numbers, which launches may keep: the first fields of `FlashArgs`."""
-    if dropout_p:
+    if _number("dropout_p", dropout_p):
         raise bad_argument("dropout_p", dropout_p, "0, because only the forward pass is computed")
-    if attention_chunk:
-        attention_chunk = bound("attention_chunk", attention_chunk) or 0
+    attention_chunk = bound("attention_chunk", attention_chunk) or 0
     scale = None if softmax_scale is None else _number("softmax_scale", softmax_scale)
     if scale is not None and not -math.inf < scale < math.inf:
         raise bad_argument("softmax_scale", scale, "a finite number")
     cap = _number("softcap", softcap)
     if not 0 <= cap < math.inf:
         raise bad_argument("softcap", cap, NOT_NEGATIVE["softcap"])
+    with_lse = flag("return_softmax_lse", with_lse)
     return scale, flag("causal", causal), pair(window_size), cap, with_lse, attention_chunk
 
 
@@ -178,7 +179,7 @@ def _number(name: str, value: Any) -> float:
     """Return an option as a float, or raise an error that names it."""
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise bad_argument(name, repr(value), "a number", TypeError) from None
 
 
@@ -223,7 +224,7 @@ def known(condition: bool) -> bool:
 
 
 def check_tensors(layouts: dict[str, tuple[Any, str]], args: FlashArgs) -> None:
-    """Check ranks and the shapes of out and qv; the operators check the rest."""
+    """Check ranks and devices, and the shapes of out and qv; the operators check the rest."""
     for name, (tensor, layout) in layouts.items():
         if not isinstance(tensor, torch.Tensor) or tensor.is_nested:
             got = describe(tensor) if not isinstance(tensor, torch.Tensor) else "a nested tensor"
@@ -232,6 +233,8 @@ def check_tensors(layouts: dict[str, tuple[Any, str]], args: FlashArgs) -> None:
             raise bad_argument(name, f"shape {list(tensor.shape)}", layout)
         if 0 in tensor.shape[-2:]:
             raise bad_argument(name, f"shape {list(tensor.shape)}", "at least one head, of at least one feature")
+        if tensor.device != args.q.device:
+            raise bad_argument(name, f"device {tensor.device}", f"device {args.q.device} of q")
     tensors = {name: tensor for name, (tensor, _) in layouts.items()}
     q, value = tensors["q"], tensors["v" if "v_cache" not in tensors else "v_cache"]
     shape = (*q.shape[:-1], value.shape[-1])
@@ -256,7 +259,7 @@ def check_heads(args: FlashArgs, batch: int) -> None:
             check_tensor(name, per_head, "[num_heads]", FLOATS, args.q.device, (num_heads,), rows=True)
 
 
-def check_partial(out_partial: Any, lse_partial: Any, out: Any) -> None:
+def check_partial(out_partial: Any, lse_partial: Any, out: Any, out_dtype: Any) -> None:
     """Check the arguments of `flash_attn_combine`."""
     given = {"out_partial": (out_partial, FLOATS), "lse_partial": (lse_partial, (torch.float32,)), "out": (out, FLOATS)}
     for name, (tensor, dtypes) in given.items():
@@ -270,6 +273,8 @@ def check_partial(out_partial: Any, lse_partial: Any, out: Any) -> None:
         raise bad_argument("lse_partial", describe(lse_partial), needs)
     if out is not None and (out.shape != out_partial.shape[1:] or out.device != out_partial.device):
         raise bad_argument("out", describe(out), f"{list(out_partial.shape[1:])} on {out_partial.device}")
+    if out_dtype not in (None, *FLOATS):
+        raise bad_argument("out_dtype", repr(out_dtype), "float16, bfloat16, float32 or None", TypeError)
     names = ("out_partial", "lse_partial", "out")
     refuse_grad("flash_attn_combine", names, (out_partial, lse_partial, out))
 

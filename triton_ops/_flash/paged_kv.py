@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from .._attention.checks import check_tables
 from .._attention.dense import arange_i32, as_blocks
 from .._core.cache import checks_values, needs_dispatcher
 from .._core.checks import INT32, bad_argument, check_tensor, lowest_entry
@@ -89,9 +90,10 @@ def _in_order(keys: PagedKV, size: int, first: torch.Tensor, count: int, step: i
 
 
 def check_lens(keys: PagedKV) -> None:
-    """Check that lengths fit the tables. Callers do this before they change lengths, so that errors show the user's."""
+    """Check lengths and block numbers. Callers do this before they change them, so that errors show the user's."""
     if checks_values(keys.lens):
         lowest_entry("seq_lens", keys.lens, keys.longest + 1, least=0)
+        check_tables(keys.tables, keys.lens.tolist(), keys.key_cache.shape[1], keys.key_cache.shape[0])
 
 
 def check_used(name: str, used: torch.Tensor | None, starts_name: str, starts: torch.Tensor, count: int) -> None:
@@ -118,6 +120,7 @@ def with_holes(keys: PagedKV) -> PagedKV:
 
 def without_leftpad(keys: PagedKV, leftpad: torch.Tensor) -> PagedKV:
     """Return the keys without the padding before each sequence."""
+    check_lens(keys)
     leftpad = leftpad.clamp(min=0)  # a negative padding counts as 0
     found = _in_order(keys, 1, leftpad.unsqueeze(1), keys.capacity)
     return found._replace(lens=keys.lens - leftpad)
