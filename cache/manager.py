@@ -579,7 +579,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
         Raises:
             ValueError: A token id is out of range.
-            TypeError: `token_ids` or keys have the wrong type.
+            TypeError: `token_ids` or keys have the wrong type, or `below` is no function.
 
         Examples:
             >>> allocation, merged = manager.allocate("a", range(20, 32)), manager.commit("a", 12)

@@ -177,6 +177,8 @@ def explain(
     state: ManagerState, tokens: array[int], keys: EncodedKeys, below: Callable[[bytes], bool] | None = None
 ) -> Explanation:
     """Explain how far a manager caches a prompt; see `CacheManager.explain`."""
+    if below is not None and not callable(below):
+        raise TypeError(f"below: got {below!r}, needs a function of a hash, or None")
     texts: list[tuple[Ended, Hashable]] = [(entry, None) for entry, _ in state.history.ended]
     for name, request in state.running.items():
         text = request.tokens + request.pending if request.pending else request.tokens

@@ -89,7 +89,7 @@ class EncoderCache:
         device: Device to keep outputs on. None: the device of their computation.
 
     Raises:
-        ValueError: `max_bytes` is below 0, or `policy` is an unknown name.
+        ValueError: `max_bytes` is below 0, or `policy` is no known name and no function.
 
     Examples:
         >>> cache = pc.EncoderCache(max_bytes=1 << 20)
@@ -110,7 +110,7 @@ class EncoderCache:
     ) -> None:
         if max_bytes < 0:
             raise ValueError(f"max_bytes: got {max_bytes}, needs at least 0")
-        if isinstance(policy, str) and policy not in POLICIES:
+        if not callable(policy) and policy not in [*POLICIES]:
             raise ValueError(f"policy: got {policy!r}, needs one of {', '.join(POLICIES)} or a function")
         self.max_bytes = max_bytes
         self.device = None if device is None else torch.device(device)
@@ -164,8 +164,7 @@ class EncoderCache:
         return list(lacking.values())
 
     def _access(self, request_id: Hashable, entry: EncoderEntry) -> None:
-        self._tick += 1
-        entry.last_access = self._tick
+        self._tick = entry.last_access = self._tick + 1
         entry.access_count += 1
         entry.holders.add(request_id)
 

@@ -111,9 +111,8 @@ class RowStore:
 
     def on_host(self, new: Named) -> bool:
         """Return whether plain copies can move all these rows. Wait for devices that access rows in host memory."""
-        for name, tensor in new.items():
-            if self.entries[name].flat is None or not tensor.is_cpu:
-                return False
+        if any(self.entries[name].flat is None or not tensor.is_cpu for name, tensor in new.items()):
+            return False
         self._wait()
         return True
 
@@ -261,14 +260,13 @@ def write_rows(rows: torch.Tensor, flat: torch.Tensor, slots: StepSlots, new: to
 def find_pieces(valid: ValidRows, names: Sequence[str], ranges: Iterable[Range]) -> list[Piece] | None:
     """Return the pieces, in order, from which rows of requests are joined; None if a row is missing."""
     pieces: list[Piece] = []
-    size = valid.block_size
     for table, length, begin, end in ranges:
         cached = length - (end - begin)
         if cached:
-            blocks = table[: -(-cached // size)]
+            blocks = table[: -(-cached // valid.block_size)]
             if not all(here.all() for here in valid.there(names, blocks, cached).values()):
                 return None
-            pieces += [(True, first, behind) for _, first, behind in slot_runs(blocks, size, 0, cached)]
+            pieces += [(True, first, behind) for _, first, behind in slot_runs(blocks, valid.block_size, 0, cached)]
         if begin < end:
             pieces.append((False, begin, end))
     return pieces

@@ -113,6 +113,8 @@ class Step:
             >>> pc.Step.of({"a": allocation}, {"hidden": torch.randn(3, 32)}).slot_mapping.tolist()
             [0, 1, 2]
         """
+        if not isinstance(allocations, Mapping):
+            raise TypeError(f"allocations: got {type(allocations).__name__}, needs a mapping by request id")
         bounds, lengths, scattered, runs, spans, count = [0], [], False, list[Run](), list[Span](), 0
         for allocation in allocations.values():
             begin, mine = count, allocation.compute_spans

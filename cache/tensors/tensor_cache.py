@@ -13,7 +13,7 @@ import torch
 
 from ...triton_ops._copy.cpu import empty
 from ...triton_ops._core.checks import check_integer, on_host
-from ..allocation import AnyAllocation
+from ..allocation import Allocation, AnyAllocation
 from ..manager import CacheManager
 from ..runs import slot_runs, slots_of_runs
 from ..table import Ids
@@ -75,8 +75,8 @@ class TensorCache:
         group: int = 0,
         exclude: Iterable[str] = ("logits",),
     ) -> None:
-        num_blocks = check_integer("num_blocks", num_blocks, 1)
-        block_size = check_integer("block_size", block_size, 1)
+        num_blocks = self.num_blocks = check_integer("num_blocks", num_blocks, 1)
+        block_size = self.block_size = check_integer("block_size", block_size, 1)
         pool = None
         if manager is not None:
             if not 0 <= group < len(manager.pools):
@@ -87,8 +87,6 @@ class TensorCache:
             if pool.num_blocks != num_blocks:
                 raise ValueError(f"num_blocks: got {num_blocks}, needs {pool.num_blocks} of the manager")
         self.manager = manager
-        self.num_blocks = num_blocks
-        self.block_size = block_size
         self.device = torch.device(device)
         self.pin = pin and self.device.type == "cpu" and torch.cuda.is_available()
         self.group = group
@@ -112,11 +110,18 @@ class TensorCache:
     def cost(self, feature_shape: Sequence[int], dtype: torch.dtype) -> int:
         """Return the number of bytes that a name of this shape and dtype takes.
 
+        Raises:
+            TypeError: The sizes are not integers, or `dtype` is no dtype.
+            ValueError: A size is negative.
+
         Examples:
             >>> cache.cost((32,), torch.bfloat16)
             4096
         """
-        return self.num_blocks * self.block_size * math.prod(feature_shape) * dtype.itemsize
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype: got {dtype!r}, needs a torch.dtype")
+        sizes = check_blocks("feature_shape", feature_shape, 1 << 62, 0, noun="sizes").tolist()
+        return self.num_blocks * self.block_size * math.prod(sizes) * dtype.itemsize
 
     def rows(self, name: str) -> torch.Tensor:
         """Return the whole cache of a name, not a copy: `[num_blocks, block_size, *features]`.
@@ -149,6 +154,7 @@ class TensorCache:
             dtype: Dtype of the rows.
 
         Raises:
+            TypeError: The sizes are not integers, or `dtype` is no dtype.
             ValueError: The name exists with another shape or dtype, or a size is negative.
             MemoryError: It does not fit into `max_bytes`. Nothing has been allocated.
 
@@ -157,7 +163,7 @@ class TensorCache:
             >>> cache.names, cache.rows("decoder.hidden").shape
             (('hidden', 'decoder.hidden'), torch.Size([16, 4, 8]))
         """
-        if any(size < 0 for size in feature_shape):
+        if min(check_blocks("feature_shape", feature_shape, 1 << 62, -(1 << 62)).tolist(), default=0) < 0:
             raise ValueError(f"feature_shape: got {list(feature_shape)}, needs sizes of at least 0")
         if name in self._entries:
             self._check_like(name, feature_shape, dtype)
@@ -249,8 +255,7 @@ class TensorCache:
         outputs, num_tokens = step.outputs, step.slots.count
         if not isinstance(outputs, Mapping):
             raise TypeError(f"outputs: got {type(outputs).__name__}, needs a mapping by name")
-        mine: Named = {}
-        others: dict[str, object] = {}
+        mine, others = dict[str, torch.Tensor](), dict[str, object]()
         if type(outputs) is dict and num_tokens:  # the common case: known names only
             for name, value in outputs.items():
                 entry = self._entries.get(name)
@@ -260,8 +265,7 @@ class TensorCache:
                     break
             else:
                 return cast("Named", outputs), others
-        new: dict[str, RowType] = {}
-        no_rows: Named = {}
+        new, no_rows = dict[str, RowType](), dict[str, torch.Tensor]()
         for name, value in leaves(outputs):
             if name in mine or name in others:
                 raise ValueError(f"outputs: got two values named {name}, needs names that differ")
@@ -340,6 +344,8 @@ class TensorCache:
             >>> cache.load("c")["hidden"].shape
             torch.Size([22, 32])
         """
+        if not isinstance(allocation, Allocation):
+            raise TypeError(f"allocation: got {type(allocation).__name__}, needs an Allocation of the manager")
         self._store.copy(allocation.group_copies(self.group))
         self._store.swap_in(allocation.group_loads(self.group))
         mapping = allocation.group_slot_mapping(self.group)
@@ -367,6 +373,10 @@ class TensorCache:
         Args:
             pairs: (block, host slot), as `preempt` returns them for this group.
 
+        Raises:
+            TypeError: A number is not an integer.
+            ValueError: A number is negative.
+
         Examples:
             >>> manager = pc.CacheManager(num_blocks=16, block_size=4, host_blocks=4)
             >>> cache, allocation = pc.TensorCache(manager, 16, 4), manager.allocate("a", range(6))
@@ -375,7 +385,7 @@ class TensorCache:
             >>> cache.swap_out(manager.preempt("a", "swap"))
             >>> cache.prepare(manager.resume("a"))
         """
-        self._store.swap_out(pairs)
+        self._store.swap_out(map(tuple, check_blocks("pairs", pairs, 1 << 31, 0, (2,)).tolist()))
 
     def forget(self, block_ids: Iterable[int] | Ids) -> None:
         """Forget the rows of blocks that something else fills, such as a connector or a tier.

@@ -27,13 +27,14 @@ def check_blocks(
         TypeError: They are not integers.
         ValueError: A number is out of range, or the shape is wrong.
     """
-    index = np.asarray(blocks if isinstance(blocks, np.ndarray | Sequence) or blocks is None else list(blocks))
+    is_whole = isinstance(blocks, np.ndarray | Sequence) or not isinstance(blocks, Iterable)
+    index = np.asarray(blocks if is_whole else list(blocks))
     if blocks is None or (index.size and index.dtype.kind not in "iu"):
         raise TypeError(f"{name}: got {blocks if blocks is None else index.dtype}, needs integers")
     if index.size and not least <= int(index.min()) <= int(index.max()) < num_blocks:
         got = f"{noun} from {index.min()} to {index.max()}"
         raise ValueError(f"{name}: got {got}, needs {least} to {num_blocks - 1}")
-    if index.size and index.shape[1:] != row:
+    if index.size and (not index.ndim or index.shape[1:] != row):
         raise ValueError(f"{name}: got shape {list(index.shape)}, needs [{', '.join(['n', *map(str, row)])}]")
     return index
 
@@ -68,10 +69,7 @@ class ValidRows:
 
     def _current(self, blocks: npt.NDArray[np.integer]) -> Mask | bool:
         """Return for each block whether its flags are about its current content."""
-        if self._pool is None:
-            return True
-        current: Mask = self._seen[blocks] == self._pool.taken_at[blocks]
-        return current
+        return self._pool is None or self._seen[blocks] == self._pool.taken_at[blocks]
 
     def clear(self, slots: Slots) -> None:
         """Clear the flags of slots (none negative) before a write, and of whole blocks that were allocated again."""

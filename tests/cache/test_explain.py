@@ -391,6 +391,8 @@ def test_remembered_entries_are_bounded_by_their_bytes():
 def test_bad_prompts_are_refused(tokens, error):
     with pytest.raises(error, match="token_ids"):
         pc.CacheManager(8).explain(tokens)
+    with pytest.raises(TypeError, match="below: got 3, needs a function of a hash, or None"):
+        pc.CacheManager(8).explain(range(9), below=3)
 
 
 class Walk:

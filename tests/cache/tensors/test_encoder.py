@@ -92,6 +92,7 @@ WRONG = [
     (lambda cache: place(cache, EMBEDDINGS, item("cat", 3, start=4)), ValueError, r"'cat': got .*, needs 3 rows"),
     (lambda cache: place(cache, WIDE, item("cat", 2, start=4)), ValueError, r"'cat': got rows \[3\], needs \[4\]"),
     (lambda cache: pc.EncoderCache(1, "best"), ValueError, "policy: got 'best', needs one of lru, fifo, lfu, largest"),
+    (lambda cache: pc.EncoderCache(1, None), ValueError, "policy: got None, needs one of lru, fifo, lfu, largest"),
     (lambda cache: pc.EncoderCache(-1), ValueError, "max_bytes: got -1, needs at least 0"),
     (lambda cache: item("cat", start=-1), ValueError, "start: got -1, needs at least 0"),
     (lambda cache: item("cat", 0), ValueError, "length: got 0, needs at least 1"),

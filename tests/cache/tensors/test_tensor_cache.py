@@ -221,6 +221,18 @@ WRONG = [
         )
         for pair in ((-1, 0), (0, -1), (16, 0), (0, 16))
     ),
+    (lambda tensors: tensors.forget(3), ValueError, r"block_ids: got shape \[\], needs \[n\]"),
+    (lambda tensors: tensors.forget(1.5), TypeError, "block_ids: got float64"),
+    (lambda tensors: tensors.register("x", None, torch.float32), TypeError, "feature_shape: got None, needs integers"),
+    (lambda tensors: tensors.register("x", (2.0,), torch.float32), TypeError, "feature_shape: got float64"),
+    (lambda tensors: tensors.register("x", (2,), "float32"), TypeError, "dtype: got 'float32', needs a torch.dtype"),
+    (lambda tensors: tensors.cost(["2"], torch.float32), TypeError, "feature_shape: got <U1, needs integers"),
+    (lambda tensors: tensors.cost((-2,), torch.float32), ValueError, "feature_shape: got sizes from -2 to -2"),
+    (lambda tensors: tensors.cost((2,), None), TypeError, "dtype: got None, needs a torch.dtype"),
+    (lambda tensors: tensors.prepare(None), TypeError, "allocation: got NoneType, needs an Allocation"),
+    (lambda tensors: tensors.swap_out(None), TypeError, "pairs: got None, needs integers"),
+    (lambda tensors: tensors.swap_out([(0, 1, 2)]), ValueError, r"pairs: got shape \[1, 3\], needs \[n, 2\]"),
+    (lambda _: pc.Step.of(None, {}), TypeError, "allocations: got NoneType, needs a mapping by request id"),
     (lambda tensors: tensors.copy([(0.0, 1.0)]), TypeError, "pairs: got float64, needs integers"),
     (lambda tensors: tensors.copy([(0, 1, 2)]), ValueError, r"pairs: got shape \[1, 3\], needs \[n, 2\]"),
     (lambda tensors: tensors.rows("x"), KeyError, "names: got 'x', needs one of"),
