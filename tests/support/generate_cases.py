@@ -214,10 +214,20 @@ def both(model: Any, seed: int = 0, **kwargs: Any) -> tuple[Any, Any]:
     return want, model.generate(**{"max_new_tokens": NEW_TOKENS, **kwargs})
 
 
-def assert_same(model: Any, seed: int = 0, **kwargs: Any) -> torch.Tensor:
+def same_answers(model: Any, times: int, seed: int = 0, **kwargs: Any) -> Iterator[torch.Tensor]:
+    """Make a call of generate `times` times, and yield each answer, which must be that of the model's own generate."""
     want, got = both(model, seed, **kwargs)
-    assert torch.equal(want, got)
-    return got
+    for number in range(times):
+        if number:
+            torch.manual_seed(seed)
+            got = model.generate(**{"max_new_tokens": NEW_TOKENS, **kwargs})
+        assert torch.equal(want, got)
+        yield got
+
+
+def assert_same(model: Any, seed: int = 0, times: int = 1, **kwargs: Any) -> torch.Tensor:
+    """Check a call made `times` times as `same_answers` does, and return the answer."""
+    return list(same_answers(model, times, seed, **kwargs))[-1]
 
 
 @contextlib.contextmanager
@@ -265,8 +275,15 @@ def enabled(model: Any, **options: Any) -> Iterator[PrefixCaching]:
 
 def cached(model: Any, handle: PrefixCaching, ids: torch.Tensor | None = None, **call: Any) -> int:
     """Check a call as `assert_same` does, and return how many tokens its first row read from the cache."""
-    assert_same(model, **{"input_ids": prompt(40) if ids is None else ids, **call})
-    return handle.last_requests[0].cached_tokens
+    return cached_each(model, handle, ids, 1, **call)[0]
+
+
+def cached_each(
+    model: Any, handle: PrefixCaching, ids: torch.Tensor | None = None, times: int = 2, **call: Any
+) -> list[int]:
+    """Check a call made `times` times, and return how many tokens the first row of each read from the cache."""
+    call = {"input_ids": prompt(40) if ids is None else ids, **call}
+    return [handle.last_requests[0].cached_tokens for _ in same_answers(model, times, **call)]
 
 
 @contextlib.contextmanager

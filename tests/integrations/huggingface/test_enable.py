@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from calls import calls_within
-from generate_cases import LLAMA, NEW_TOKENS, assert_same, cached, plain, prompt
+from generate_cases import LLAMA, NEW_TOKENS, assert_same, cached, cached_each, plain, prompt
 
 from pc.cache import CacheManager
 from pc.integrations.huggingface import PrefixCaching, RequestReport, enable_prefix_caching
@@ -30,7 +30,7 @@ def test_salts_share_nothing(model: Any, handle: PrefixCaching) -> None:
     assert cached(model, handle) == 0
     for salt in ("a", "b", b"a", 7):
         with handle.salt(salt):
-            assert (cached(model, handle), cached(model, handle)) == (0, 39)
+            assert cached_each(model, handle) == [0, 39]
     assert cached(model, handle) == 39
     with pytest.raises(TypeError, match="salt: got list"), handle.salt(["a"]):
         pass
@@ -64,7 +64,7 @@ def test_copies_can_be_enabled(model: Any, handle: PrefixCaching) -> None:
         assert torch.equal(other.generate(prompt(40), max_new_tokens=NEW_TOKENS), want)
         assert other.generate.__self__ is other
         with enable_prefix_caching(other, num_blocks=64) as own:
-            assert (cached(other, own), cached(other, own)) == (0, 39)
+            assert cached_each(other, own) == [0, 39]
     assert handle.stats().total_requests == 0
     shallow = copy.copy(model)
     shallow.generation_config = copy.deepcopy(model.generation_config)

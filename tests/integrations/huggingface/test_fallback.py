@@ -23,6 +23,7 @@ from generate_cases import (
     build_model,
     cache_of,
     cached,
+    cached_each,
     enabled,
     left_padded,
     plain,
@@ -436,7 +437,7 @@ def test_positions_that_leave_out_padding_tokens() -> None:
                 torch.testing.assert_close(got.logits, want.logits)
         reason = "it computes other values when it continues from a cached prefix after padding"
         assert handle.stats().calls_handed_back == {reason: 4}
-        assert [cached(model, handle, prompt(60)) for _ in range(2)] == [0, 59]
+        assert cached_each(model, handle, prompt(60)) == [0, 59]
 
 
 def _double(module: Any, inputs: Any, output: Any, *_: Any) -> Any:

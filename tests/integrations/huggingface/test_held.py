@@ -474,8 +474,7 @@ def test_a_hook_that_treats_all_tokens_alike_is_served_at_any_length(model: Any)
         _mlp(model).register_forward_hook(lambda module, inputs, output: output * 1.5)
         most = model.config.max_position_embeddings
         for length in (20, 40, 200, most - 4):
-            for _ in range(2):
-                assert_same(model, input_ids=prompt(length), max_new_tokens=4)
+            assert_same(model, input_ids=prompt(length), max_new_tokens=4, times=2)
             assert handle.last_requests[0].cached_tokens == (length - 1) // 16 * 16
     model.config.eos_token_id = [*range(20)]
     assert len(harmless_tokens(model, 10_000)) == 10_000  # of a longer test, in which each token comes again
@@ -565,6 +564,5 @@ def test_odd_objects_break_no_call(model: Any) -> None:
     hook.last = {prompt: 1, Steering: 2, hook: 3}
     _mlp(model).register_forward_hook(hook)
     with enable_prefix_caching(model, num_blocks=64, fallback="raise") as handle:
-        for _ in range(2):
-            assert_same(model, input_ids=prompt(40), max_new_tokens=4)
+        assert_same(model, input_ids=prompt(40), max_new_tokens=4, times=2)
         assert handle.last_requests[0].cached_tokens == 32

@@ -256,8 +256,7 @@ def test_tower_with_an_empty_list_of_deep_features() -> None:
     model = case.build()
     model.base_model.visual.deepstack_visual_indexes = []
     with enable_prefix_caching(model) as handle:
-        for _ in range(2):
-            assert_same(model, **case.call([text(20, 0), 1, ASK]), **FREE)
+        assert_same(model, **case.call([text(20, 0), 1, ASK]), **FREE, times=2)
         assert handle.last_requests[0].cached_tokens >= 32
 
 
@@ -274,8 +273,7 @@ def test_output_of_a_tower_with_a_required_field(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(model.model, "get_image_features", of_timm)
     with enabled(model, num_blocks=200) as handle:
-        for _ in range(2):
-            assert_same(model, **case.call([text(20, 0), 1, ASK]), **FREE)
+        assert_same(model, **case.call([text(20, 0), 1, ASK]), **FREE, times=2)
         assert handle.last_requests[0].cached_tokens >= 32
 
 

@@ -34,12 +34,11 @@ def windows_of(family: Any) -> dict[str, Any]:
 
 @cases()
 def test_same_tokens_cold_warm_pressed_and_disabled(runner: Runner, family: Any) -> None:
-    model, wanted = build(family), dict[str, list[Any]]()
+    model = build(family)
     for num_blocks in (None, runner.few):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             with runner.enable(model, **({} if num_blocks is None else {"num_blocks": num_blocks})) as caching:
-                caching.wanted = wanted
                 for _ in range(2):
                     for call in CALLS:
                         caching.check(*call)

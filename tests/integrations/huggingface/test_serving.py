@@ -256,13 +256,11 @@ def test_rows_padded_on_the_right_and_masks_with_holes(family: str) -> None:
     holes = torch.ones(1, 60, dtype=torch.long)
     holes[0, 34:50] = 0
     with enable_prefix_caching(model) as handle:
-        for _ in range(2):
-            assert_same(model, **right)
+        assert_same(model, **right, times=2)
         windows = family == "mistral-window"  # its rows are computed together, from the shortest row's hit on
         assert [r.cached_tokens for r in handle.last_requests] == ([32, 32] if windows else [53, 32])
         assert windows or count_computed(model, **right, max_new_tokens=1) == 5 + 2  # of the short row, and of both
-        for _ in range(2):
-            assert_same(model, input_ids=prompt(60), attention_mask=holes)
+        assert_same(model, input_ids=prompt(60), attention_mask=holes, times=2)
         assert handle.last_requests[0].prompt_tokens == 34
         assert handle.last_requests[0].cached_tokens == 32
 
@@ -274,12 +272,10 @@ def test_rows_whose_last_token_sees_nothing_are_computed_whole() -> None:
     for name in ("gemma2", "llama"):
         model = BY_NAME[name].build()
         with enable_prefix_caching(model, num_blocks=64) as handle:
-            for _ in range(2):
-                assert_same(model, input_ids=ids, attention_mask=mask, max_new_tokens=4)
+            assert_same(model, input_ids=ids, attention_mask=mask, max_new_tokens=4, times=2)
             assert (handle.last_requests[0].cached_tokens > 0) == (name == "llama")
             mask[1] = 0
-            for _ in range(2):
-                assert_same(model, input_ids=ids, attention_mask=mask, max_new_tokens=4)
+            assert_same(model, input_ids=ids, attention_mask=mask, max_new_tokens=4, times=2)
             mask[1, :60] = 1
 
 
@@ -338,8 +334,7 @@ def test_chunks_of_a_forward_pass_that_names_no_mask(model: Any) -> None:
     forward = model.forward
     model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
     with enable_prefix_caching(model) as handle:
-        for _ in range(2):
-            assert_same(model, input_ids=prompt(50), prefill_chunk_size=16)
+        assert_same(model, input_ids=prompt(50), prefill_chunk_size=16, times=2)
         assert handle.last_requests[0].cached_tokens == 48
 
 
@@ -349,8 +344,7 @@ def test_latent_rows_are_kept_as_they_are(storages: list[Any]) -> None:
     sizes |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
     model = Family("", DEEPSEEK.config, DEEPSEEK.model, DEEPSEEK.options | sizes).build()
     with enable_prefix_caching(model, num_blocks=8) as handle:
-        for _ in range(2):
-            assert_same(model, input_ids=prompt(40))
+        assert_same(model, input_ids=prompt(40), times=2)
         assert handle.last_requests[0].cached_tokens >= 32
         ((_, part),) = storages[0].kv
         assert part.bytes_per_block == 16 * (512 + 64) * 4 < 16 * 20 * (192 + 128) * 4 / 10
@@ -460,8 +454,7 @@ def test_model_that_another_thread_moves_meanwhile_is_probed_again(
         warnings.simplefilter("ignore")
         patched.setattr(engine, "probe", probe_moved)
         handle = enable_prefix_caching(model, num_blocks=64)
-    for _ in range(2):
-        assert_same(model, input_ids=prompt(40))
+    assert_same(model, input_ids=prompt(40), times=2)
     assert handle.last_requests[0].cached_tokens >= 32
     assert handle.store.probed.specs[0][0].dtype == torch.float64
 
@@ -670,8 +663,7 @@ def test_longrope_is_not_computed_in_pieces_beyond_its_switch(options: Any, call
 def test_block_sizes(model: Any) -> None:
     for block_size in (1, 12, 64, 256):
         with enable_prefix_caching(model, block_size=block_size) as handle:
-            for _ in range(2):
-                assert_same(model, input_ids=prompt(300))
+            assert_same(model, input_ids=prompt(300), times=2)
             assert handle.last_requests[0].cached_tokens == min(300 // block_size * block_size, 299)
 
 

@@ -17,6 +17,7 @@ from generate_cases import (
     both,
     cache_of,
     cached,
+    cached_each,
     enabled,
     first_quick,
     left_padded,
@@ -48,8 +49,7 @@ def test_blocks_behind_a_gap(name: str, gone: list[int], hit: int, whole: int, s
             for side in part.tensors.values():
                 side[blocks.tolist()] = torch.nan  # evicted blocks must not be read
             drop(pool, blocks)
-        assert cached(model, handle, prompt(110)) == hit
-        assert cached(model, handle, prompt(110)) == whole
+        assert cached_each(model, handle, prompt(110)) == [hit, whole]
         drop(pool, pool.table.find(words(handle, prompt(110)))[:1])
         assert_same(model, **left_padded(prompt(110), prompt(20, 1)))
 
@@ -173,8 +173,7 @@ def test_the_first_tokens_of_a_block_are_read() -> None:
     model = BY_NAME["llama"].build()
     with enabled(model, num_blocks=64, host_blocks=64) as handle:
         assert_same(model, input_ids=torch.cat([prompt(40), prompt(20, 1)], 1))
-        for _ in range(2):
-            assert_same(model, **left_padded(torch.cat([prompt(40), prompt(20, 2)], 1), prompt(33)))
+        assert_same(model, **left_padded(torch.cat([prompt(40), prompt(20, 2)], 1), prompt(33)), times=2)
         assert [r.cached_tokens for r in handle.last_requests] == [59, 32]
         assert cached(model, handle, torch.cat([prompt(40), prompt(20, 3)], 1)) == 40
 
