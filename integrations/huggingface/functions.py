@@ -109,8 +109,13 @@ def reader_of(roots: Mapping[str, Any], left_out: Collection[str], known: Collec
 
 
 @contextlib.contextmanager
-def restored(roots: Mapping[str, Any], known: Collection[int], modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Put back, after the `with` block, what some functions and objects hold; see `reader_of`.
+def restored(
+    roots: Mapping[str, Any],
+    known: Collection[int],
+    modules: Iterable[torch.nn.Module] = (),
+    unless: Callable[[], bool] = lambda: False,
+) -> Iterator[None]:
+    """Put back, after the `with` block, what some functions and objects hold; see `reader_of`. Not if `unless()`.
 
     Of `modules`, numbers and containers in attributes are put back, and new attributes removed. Iterators, and tensors
     and arrays of more than `MOST` elements, stay as the block leaves them.
@@ -125,7 +130,7 @@ def restored(roots: Mapping[str, Any], known: Collection[int], modules: Iterable
     try:
         yield
     finally:
-        for restore in restores:
+        for restore in () if unless() else restores:
             with contextlib.suppress(Exception):
                 restore()
 
@@ -154,26 +159,22 @@ def _restores(value: Any) -> Iterator[Callable[[], Any]]:
     elif isinstance(value, list | deque | set | dict):
         yield functools.partial(_refill, value, value.copy())
     elif isinstance(value, torch.nn.Module):
-        now = vars(value)
-        held = {name: own for name, own in now.items() if not name.startswith("_")}
-        yield functools.partial(_remove_new, now, now.copy())
-        yield functools.partial(now.update, {n: own for n, own in held.items() if type(own) in (int, float)})
-        for own in held.values():
-            yield from _restores(own) if isinstance(own, list | deque | set | dict) else ()
+        public = [own for name, own in vars(value).items() if not name.startswith("_")]
+        inner = [r for own in public if isinstance(own, list | deque | set | dict) for r in _restores(own)]
+        yield functools.partial(_reset, vars(value), vars(value).copy(), inner)
     elif not isinstance(value, type) and not is_known(type(value).__module__) and hasattr(value, "__dict__"):
         yield functools.partial(_refill, vars(value), vars(value).copy())
 
 
-def _remove_new(held: dict[str, Any], before: dict[str, Any]) -> None:
-    """Remove a module's new attributes. They stay if a module has prepared itself: then other attributes changed too.
-
-    Numbers do not show that, because hooks count in attributes.
-    """
-    new = held.keys() - before.keys()
-    others = [own for name, own in before.items() if held.get(name) is not own and type(own) not in (int, float)]
-    if not others and not any(name.startswith("_") for name in new):
-        for name in new:
-            del held[name]
+def _reset(held: dict[str, Any], before: dict[str, Any], restores: list[Callable[[], Any]]) -> None:
+    """Put back a module's numbers and containers. Remove its new attributes, unless others of other types changed."""
+    changed = {n: before.get(n, 0) for n, own in held.items() if own is not before.get(n, held)}
+    others = [n for n, own in changed.items() if n.startswith("_") or type(own) not in (int, float)]
+    for restore in restores:
+        restore()
+    held.update({name: own for name, own in changed.items() if name in before and name not in others})
+    for name in () if others else changed.keys() - before.keys():
+        del held[name]
 
 
 def _refill(held: Any, before: Any) -> None:

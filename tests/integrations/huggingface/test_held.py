@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import random
@@ -431,22 +432,31 @@ def test_hooks_that_count_see_the_passes_of_calls_alone(model: Any, name: str, i
 class Prepared(torch.nn.Module):
     """A module that prepares itself in its first pass, as some quantized layers do."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, **attributes: Any) -> None:
         super().__init__()
         self.inner, self.ready = inner, False
+        vars(self).update(attributes)
 
     def forward(self, x: Any) -> Any:
         if not self.ready:
             self.ready, self.factor = True, 1.5
-        return self.inner(x) * self.factor
+            vars(self).setdefault("factors", []).append(1.5)
+            self.inner.steering.value = 1.5
+        return self.inner(x) * self.factor * self.factors[0] * self.inner.steering.value
 
 
-def test_a_module_that_prepares_itself_stays_prepared(model: Any) -> None:
-    model.model.layers[0].mlp = Prepared(_mlp(model))
+@pytest.mark.parametrize("attributes", [{}, {"factor": 0.0}, {"factors": []}], ids=["new", "number", "list"])
+def test_a_module_that_prepares_itself_stays_prepared(model: Any, attributes: dict[str, Any]) -> None:
+    inner, ids = _mlp(model), prompt(40)
+    inner.steering = Steering(0.0)
+    model.model.layers[0].mlp = Prepared(inner)
+    want = plain(model, input_ids=ids, max_new_tokens=4)
+    inner.steering = Steering(0.0)
+    model.model.layers[0].mlp = Prepared(inner, **copy.deepcopy(attributes))
     _mlp(model).register_forward_hook(lambda *_: None)
     with enable_prefix_caching(model, num_blocks=64) as handle:
         for cached in (0, 32):
-            model.generate(prompt(40), max_new_tokens=4)
+            assert torch.equal(model.generate(ids, max_new_tokens=4), want)
             assert handle.last_requests[0].cached_tokens == cached
 
 
