@@ -183,6 +183,9 @@ def test_a_worker_that_cannot_start_blocks_nobody(slow, monkeypatch, error):
     assert writer.put(KEYS[1], block())
     assert writer.flush(timeout=5)
     assert sorted(slow.entries) == [KEYS[1]]
+    for thread in threading.enumerate():
+        if thread.name == "pc-tier-writer" and thread is not writer._worker:
+            thread.join(5)  # it may have written the block, and ends then
     assert [thread.name for thread in threading.enumerate()].count("pc-tier-writer") == 1
     assert writer.close(timeout=5)
 
