@@ -164,7 +164,8 @@ class EncoderCache:
         return list(lacking.values())
 
     def _access(self, request_id: Hashable, entry: EncoderEntry) -> None:
-        self._tick = entry.last_access = self._tick + 1
+        self._tick += 1
+        entry.last_access = self._tick
         entry.access_count += 1
         entry.holders.add(request_id)
 
@@ -207,15 +208,16 @@ class EncoderCache:
     def _victims(self, item: EncoderItem, size: int) -> list[Hashable]:
         """Return the contents to evict so that an output of `size` bytes fits. Change nothing."""
         idle = {content: entry for content, entry in self._entries.items() if not entry.holders}
-        held, excess, victims = self.nbytes - sum([e.nbytes for e in idle.values()]), self.nbytes + size, []
+        held = self.nbytes - sum([entry.nbytes for entry in idle.values()])
         if held + size > self.max_bytes:
             held_by = f"{held} of {self.max_bytes} bytes are held by requests"
             raise MemoryError(f"{item.content_hash!r}: needs {size} bytes, {held_by}")
-        for content in sorted(idle, key=lambda c: self._key(idle[c])) if excess > self.max_bytes else ():
-            if excess <= self.max_bytes:
-                break
-            victims.append(content)
-            excess -= idle[content].nbytes
+        excess = self.nbytes + size - self.max_bytes
+        victims = []
+        for content in sorted(idle, key=lambda c: self._key(idle[c])) if excess > 0 else ():
+            if excess > 0:
+                victims.append(content)
+                excess -= idle[content].nbytes
         return victims
 
     def output(self, item: EncoderItem) -> torch.Tensor:

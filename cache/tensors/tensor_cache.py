@@ -120,8 +120,7 @@ class TensorCache:
         """
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype: got {dtype!r}, needs a torch.dtype")
-        sizes = check_blocks("feature_shape", feature_shape, 1 << 62, 0, noun="sizes").tolist()
-        return self.num_blocks * self.block_size * math.prod(sizes) * dtype.itemsize
+        return self.num_blocks * self.block_size * math.prod(_check_sizes(feature_shape)) * dtype.itemsize
 
     def rows(self, name: str) -> torch.Tensor:
         """Return the whole cache of a name, not a copy: `[num_blocks, block_size, *features]`.
@@ -163,13 +162,12 @@ class TensorCache:
             >>> cache.names, cache.rows("decoder.hidden").shape
             (('hidden', 'decoder.hidden'), torch.Size([16, 4, 8]))
         """
-        if min(check_blocks("feature_shape", feature_shape, 1 << 62, -(1 << 62)).tolist(), default=0) < 0:
-            raise ValueError(f"feature_shape: got {list(feature_shape)}, needs sizes of at least 0")
+        features = _check_sizes(feature_shape)
         if name in self._entries:
-            self._check_like(name, feature_shape, dtype)
+            self._check_like(name, features, dtype)
             self._entries[name] = self._entries[name]._replace(registered=True)
         else:
-            self._allocate({name: (tuple(feature_shape), dtype)}, registered=True)
+            self._allocate({name: (features, dtype)}, registered=True)
         self._exclude.discard(name)
 
     def _check_like(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -255,17 +253,10 @@ class TensorCache:
         outputs, num_tokens = step.outputs, step.slots.count
         if not isinstance(outputs, Mapping):
             raise TypeError(f"outputs: got {type(outputs).__name__}, needs a mapping by name")
-        mine, others = dict[str, torch.Tensor](), dict[str, object]()
-        if type(outputs) is dict and num_tokens:  # the common case: known names only
-            for name, value in outputs.items():
-                entry = self._entries.get(name)
-                if entry is None or type(value) is not torch.Tensor or value.shape != (num_tokens, *entry.features):
-                    break
-                if value.dtype != entry.dtype or value.layout != torch.strided:
-                    break
-            else:
-                return cast("Named", outputs), others
-        new, no_rows = dict[str, RowType](), dict[str, torch.Tensor]()
+        mine: Named = {}
+        others: dict[str, object] = {}
+        new: dict[str, RowType] = {}
+        no_rows: Named = {}
         for name, value in leaves(outputs):
             if name in mine or name in others:
                 raise ValueError(f"outputs: got two values named {name}, needs names that differ")
@@ -592,6 +583,14 @@ class TensorCache:
                 _refuse_missing(there, request)
         assert step.query_start_loc is not None
         return self._store.join(new, tables, lengths, step.query_start_loc, positions if scattered else None)
+
+
+def _check_sizes(feature_shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of one token's row, after a check that its sizes are integers of at least 0."""
+    sizes = check_blocks("feature_shape", feature_shape, 1 << 62, -(1 << 62)).tolist()  # any integers
+    if min(sizes, default=0) < 0:
+        raise ValueError(f"feature_shape: got {sizes}, needs sizes of at least 0")
+    return tuple(sizes)
 
 
 def _refuse_missing(there: Mapping[str, Mask], request: object) -> None:
