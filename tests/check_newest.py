@@ -3,6 +3,9 @@
 The environment is bare and the checkout a copy, so that nothing that is not in README helps. torch is pinned to a build
 for CPUs; pip resolves everything else, to the newest releases within the bounds of the extras.
 
+If pip resolves the transformers of constraints.txt, `make test` runs all of the adapter's tests with it. Then only a
+few of them run here, because what is left to find is a package or a file that README's commands do not bring.
+
 Then the oldest releases that we allow of small packages must serve too.
 
 Behind it a table shows the newest releases that exist, whatever our bounds say. It informs and fails nothing. A newer
@@ -26,10 +29,11 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = "torch==2.13.0"
-TESTS = ["tests/integrations/huggingface", "tests/integrations/test_tested.py", "tests/test_demo.py"]
+TESTS = ["tests/integrations/test_tested.py", "tests/test_demo.py"]
+ADAPTER = "tests/integrations/huggingface"
 OLDEST = ["tests/cache", "tests/test_cli.py", "tests/test_package.py", "tests/test_demo.py"]
 SMALL = ["numpy", "einops", "typer", "rich", "matplotlib", "gguf", "xxhash", "pyzmq", "msgpack", "prometheus_client"]
-TRIED = ["tests/integrations/huggingface/test_serving.py", "tests/integrations/huggingface/test_enable.py"]
+TRIED = [f"{ADAPTER}/test_serving.py", f"{ADAPTER}/test_enable.py"]
 MADE_HERE = ("git clone", "python3 -m venv")
 """Commands of README that this script replaces by its own."""
 
@@ -114,6 +118,16 @@ def try_oldest(environment: Environment) -> None:
     print(f"  {done.stdout.strip().splitlines()[-1]}")
 
 
+def adapter_tests(environment: Environment) -> list[str]:
+    """Return all tests of the adapter, or a few if `make test` has the same transformers."""
+    shown = environment.run("pip show transformers", PIP_QUIET="0").stdout
+    (version,) = re.findall(r"^Version: (\S+)$", shown, re.MULTILINE)
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    pinned = re.findall(r"^transformers==([^;\s]+)", constraints, re.MULTILINE)
+    print(f"  transformers {version}; constraints.txt has {', '.join(pinned) or 'none'}")
+    return TRIED if pinned == [version] else [ADAPTER]
+
+
 def tested_versions() -> ModuleType:
     """Return the table of tested versions, without importing torch."""
     spec = importlib.util.spec_from_file_location("tested", ROOT / "integrations" / "tested.py")
@@ -160,7 +174,8 @@ def main(folder: str) -> None:
         if command == "python -m pc demo":
             check_demo(environment.checkout)
     environment.run("pip install pytest pytest-xdist")
-    done = environment.run(f"python -m pytest -q -n {os.environ.get('WORKERS', '2')} -m 'not slow' {' '.join(TESTS)}")
+    workers, tests = os.environ.get("WORKERS", "2"), " ".join([*adapter_tests(environment), *TESTS])
+    done = environment.run(f"python -m pytest -q -n {workers} -m 'not slow' {tests}")
     print(f"  {done.stdout.strip().splitlines()[-1]}")
     if sys.version_info < (3, 13):  # numpy 1.26 has no builds for newer ones
         try_oldest(environment)
