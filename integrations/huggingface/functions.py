@@ -110,27 +110,33 @@ def reader_of(roots: Mapping[str, Any], left_out: Collection[str], known: Collec
 
 @contextlib.contextmanager
 def restored(
-    roots: Mapping[str, Any],
-    known: Collection[int],
-    modules: Iterable[torch.nn.Module] = (),
-    unless: Callable[[], bool] = lambda: False,
+    hooks: Mapping[str, Any], others: Mapping[str, Any], known: Collection[int], modules: Iterable[torch.nn.Module]
 ) -> Iterator[None]:
-    """Put back, after the `with` block, what some functions and objects hold; see `reader_of`. Not if `unless()`.
+    """Put back, after the `with` block, what hooks, and other functions and objects, hold; see `reader_of`.
 
-    Of `modules`, numbers and containers in attributes are put back, and new attributes removed. Iterators, and tensors
-    and arrays of more than `MOST` elements, stay as the block leaves them.
+    Hooks may also count in attributes of `modules`. If the code of a hook writes an attribute, it is put back, or
+    removed if it is new. If the code only names an attribute, the contents of its container or object are put back. All
+    other attributes stay as the block leaves them, because a module may prepare itself in its first pass. Iterators,
+    and tensors and arrays of more than `MOST` elements, stay too.
     """
     reached: dict[int, Any] = {}
-    for _ in described(roots.items(), known, light=True, seen=reached):
-        pass
-    restores = list[Callable[[], Any]]()
-    for value in (*reached.values(), *modules):
+    deque(described(hooks.items(), known, light=True, seen=reached), maxlen=0)
+    own = [f for f in reached.values() if isinstance(f, FunctionType) and not is_known(f.__globals__.get("__name__"))]
+    codes = [code for f in own if f.__name__ != "__init__" for code in _codes_of(f.__code__)]
+    texts = {text for code in codes for text in code.co_consts if isinstance(text, str)}  # such as names for setattr
+    written = texts.union(*(_stored(code, "STORE_ATTR") for code in codes))
+    named = texts.union(*(code.co_names for code in codes)) - vars(torch.nn.Module()).keys()
+    entries = chain.from_iterable(vars(m).items() for m in modules)
+    inside = [(name, own) for name, own in entries if name in named and not isinstance(own, torch.Tensor)]
+    deque(described([*inside, *others.items()], known, light=True, seen=reached), maxlen=0)
+    restores: list[Callable[[], Any]] = [functools.partial(_reset, vars(m), vars(m).copy(), written) for m in modules]
+    for value in reached.values():
         with contextlib.suppress(Exception):  # an object may fail at whatever is done to it
             restores += _restores(value)
     try:
         yield
     finally:
-        for restore in () if unless() else restores:
+        for restore in restores:
             with contextlib.suppress(Exception):
                 restore()
 
@@ -147,8 +153,8 @@ def _restores(value: Any) -> Iterator[Callable[[], Any]]:
     elif isinstance(value, FunctionType):
         space = value.__globals__
         if not is_known(space.get("__name__")):
-            written = {i.argval for i in dis.get_instructions(value.__code__) if i.opname == "STORE_GLOBAL"}
-            yield functools.partial(space.update, {name: space[name] for name in written & space.keys()})
+            written = _stored(value.__code__, "STORE_GLOBAL") & space.keys()
+            yield functools.partial(space.update, {name: space[name] for name in written})
             for cell in value.__closure__ or ():
                 with contextlib.suppress(ValueError):  # not assigned yet
                     yield functools.partial(setattr, cell, "cell_contents", cell.cell_contents)
@@ -158,23 +164,20 @@ def _restores(value: Any) -> Iterator[Callable[[], Any]]:
         yield functools.partial(value.set_state, value.get_state())
     elif isinstance(value, list | deque | set | dict):
         yield functools.partial(_refill, value, value.copy())
-    elif isinstance(value, torch.nn.Module):
-        public = [own for name, own in vars(value).items() if not name.startswith("_")]
-        inner = [r for own in public if isinstance(own, list | deque | set | dict) for r in _restores(own)]
-        yield functools.partial(_reset, vars(value), vars(value).copy(), inner)
     elif not isinstance(value, type) and not is_known(type(value).__module__) and hasattr(value, "__dict__"):
         yield functools.partial(_refill, vars(value), vars(value).copy())
 
 
-def _reset(held: dict[str, Any], before: dict[str, Any], restores: list[Callable[[], Any]]) -> None:
-    """Put back a module's numbers and containers. Remove its new attributes, unless others of other types changed."""
-    changed = {n: before.get(n, 0) for n, own in held.items() if own is not before.get(n, held)}
-    others = [n for n, own in changed.items() if n.startswith("_") or type(own) not in (int, float)]
-    for restore in restores:
-        restore()
-    held.update({name: own for name, own in changed.items() if name in before and name not in others})
-    for name in () if others else changed.keys() - before.keys():
+def _reset(held: dict[str, Any], before: dict[str, Any], names: set[str]) -> None:
+    """Put back some attributes, or remove them if they are new."""
+    held.update({name: before[name] for name in names & before.keys()})
+    for name in names & held.keys() - before.keys():
         del held[name]
+
+
+def _stored(code: CodeType, instruction: str) -> set[str]:
+    """Return the names that an instruction of a function, such as STORE_ATTR, writes to."""
+    return {i.argval for i in dis.get_instructions(code) if i.opname == instruction}
 
 
 def _refill(held: Any, before: Any) -> None:
@@ -392,10 +395,15 @@ def functions_of(value: Any) -> Iterator[FunctionType]:
 
 def names_of(code: CodeType) -> Iterator[str]:
     """Yield the names that a function and its nested functions look up."""
-    yield from code.co_names
+    return chain.from_iterable(own.co_names for own in _codes_of(code))
+
+
+def _codes_of(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function and of its nested functions."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from names_of(constant)
+            yield from _codes_of(constant)
 
 
 def content_digest(value: Any, known: Mapping[int, Any] = MappingProxyType({})) -> str:

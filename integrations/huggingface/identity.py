@@ -395,31 +395,19 @@ def held_reader(model: Any, functions: Functions, left_out: Collection[str] = ()
 
 @contextmanager
 def restored_holders(model: Any) -> Iterator[Functions]:
-    """Put back, after a `with` block, what a model's hooks, functions and other objects hold, such as counts.
+    """Put back, after a `with` block, what a model's hooks and functions hold, such as counts. Yield the functions.
 
-    Yield the functions. Numbers and containers in attributes of the model and of modules with hooks are put back too,
-    and attributes that the block adds there are removed. But if a flag of a module changes, the model has prepared
-    itself in its first pass. Then its modules and the objects in their attributes stay as they are.
+    What hooks hold in attributes of the model and of modules with hooks is put back too; see `restored`.
     """
     functions, modules = Functions(model), {id(module): module for module in model.modules()}
-    hooked = [m for m in modules.values() if m is model or _acting(m)]
-    roots, hooks = _holders(model, functions), _hooks_of(model)
-    kept = {name: root for name, root in roots.items() if name in hooks or isinstance(root, FunctionType)}
-    objects, flags = {name: root for name, root in roots.items() if name not in kept}, _flags(modules)
-
-    def prepared() -> bool:
-        now = _flags(modules)
-        return now.keys() != flags.keys() or not all(map(is_, now.values(), flags.values()))
-
-    with restored(kept, modules), restored(objects, modules, hooked, prepared):
+    hooks, hooked = _hooks_of(model), [m for m in modules.values() if m is model or _acting(m)]
+    others = {
+        name: value
+        for name, value in _holders(model, functions).items()
+        if name not in hooks and (isinstance(value, FunctionType) or name.endswith("forward"))
+    }
+    with restored(hooks, others, modules, hooked):
         yield functions
-
-
-def _flags(modules: dict[int, Any]) -> dict[tuple[int, str], Any]:
-    """Return the attributes of modules that show whether they have prepared themselves: bools and private ones."""
-    left_out = _INTERNAL | {RECORDING}
-    own = ((number, name, value) for number, m in modules.items() for name, value in vars(m).items())
-    return {(number, n): v for number, n, v in own if n not in left_out and (n.startswith("_") or type(v) is bool)}
 
 
 def _acting(module: torch.nn.Module) -> dict[str, Any]:

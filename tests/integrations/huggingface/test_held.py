@@ -434,18 +434,22 @@ class Prepared(torch.nn.Module):
 
     def __init__(self, inner: Any, **attributes: Any) -> None:
         super().__init__()
-        self.inner, self.ready = inner, False
+        self.inner, self.ready, self.done = inner, False, True
         vars(self).update(attributes)
 
     def forward(self, x: Any) -> Any:
         if not self.ready:
-            self.ready, self.factor = True, 1.5
+            self.ready, self.factor = self.done, 1.5
             vars(self).setdefault("factors", []).append(1.5)
             self.inner.steering.value = 1.5
         return self.inner(x) * self.factor * self.factors[0] * self.inner.steering.value
 
 
-@pytest.mark.parametrize("attributes", [{}, {"factor": 0.0}, {"factors": []}], ids=["new", "number", "list"])
+@pytest.mark.parametrize(
+    "attributes",
+    [{}, {"factor": 0.0}, {"factors": []}, {"ready": None, "done": SimpleNamespace(), "factor": 0.0}],
+    ids=["new", "number", "list", "number without a flag"],
+)
 def test_a_module_that_prepares_itself_stays_prepared(model: Any, attributes: dict[str, Any]) -> None:
     inner, ids = _mlp(model), prompt(40)
     inner.steering = Steering(0.0)
@@ -458,6 +462,22 @@ def test_a_module_that_prepares_itself_stays_prepared(model: Any, attributes: di
         for cached in (0, 32):
             assert torch.equal(model.generate(ids, max_new_tokens=4), want)
             assert handle.last_requests[0].cached_tokens == cached
+
+
+def test_hooks_count_in_a_module_that_prepares_itself(model: Any) -> None:
+    inner, ids = _mlp(model), prompt(40)
+    options = {"max_new_tokens": 6, "return_dict_in_generate": True, "output_logits": True}
+
+    def prepare() -> None:
+        inner.steering = Steering(0.0)
+        model.model.layers[0].mlp = Prepared(inner, count=0, seen=[], factor=0.0)
+        _mlp(model).register_forward_hook(_in_module)
+
+    prepare()
+    want = plain(model, input_ids=ids, **options).logits
+    prepare()
+    with warnings.catch_warnings(record=True), enable_prefix_caching(model, num_blocks=64):
+        torch.testing.assert_close(model.generate(ids, **options).logits, want)
 
 
 @pytest.mark.parametrize("part", [slice(40, None), slice(40, 50)])
