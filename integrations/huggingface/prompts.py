@@ -76,20 +76,21 @@ class RowImages:
         self._unchanged = loop.unchanged
         self._inputs = {n: kwargs[n] for n in ("position_ids", *TYPES) if kwargs.get(n) is not None}
         self.names = tuple(self._inputs)
-        self._fresh: dict[bytes, torch.Tensor] = {}
-        unknown = {unit: inputs for unit, inputs in images.inputs.items() if outputs.length(unit) is None}
-        if unknown:
-            self._fresh = outputs.encode(loop.model, unknown)
-        own = loop.input_ids[::repeats]
-        rows = self._segments(images, own == images.token, kwargs.get("attention_mask"), repeats)
+        known: dict[bytes, Any] = {unit: outputs.length(unit) for unit in images.inputs}
+        unknown = {unit: inputs for unit, inputs in images.inputs.items() if known[unit] is None}
+        self._fresh = outputs.encode(loop.model, unknown) if unknown else {}
+        known |= {unit: len(rows) for unit, rows in self._fresh.items()}
+        placeholders, lengths = loop.input_ids[::repeats] == images.token, [known[unit] for unit in images.units]
+        rows = self._segments(images.units, lengths, placeholders, kwargs.get("attention_mask"), repeats)
         if repeats > 1 and max(map(len, rows)) > 1 and not repeats_images_by_row(loop.model, images.token):
             raise UnsupportedError("it repeats several images of a prompt in another order")
         self.items = [row for row in rows for _ in range(repeats)]
         self._check(loop.input_ids, kwargs.get("attention_mask"))
 
-    def _segments(self, images: Images, placeholders: torch.Tensor, mask: Any, repeats: int) -> list[list[Item]]:
+    def _segments(
+        self, units: list[bytes], lengths: list[int], placeholders: torch.Tensor, mask: Any, repeats: int
+    ) -> list[list[Item]]:
         """Return the images of each of the caller's rows. `placeholders` marks the image tokens in these rows."""
-        lengths = [self._length(unit) for unit in images.units]
         refuse_if(
             sum(lengths) != int(placeholders.sum()),
             "the number of image tokens differs from the number of image features",
@@ -105,17 +106,12 @@ class RowImages:
                 if count:
                     own = columns[:count]
                     seen = self._seen(row * repeats, int(own[0]), int(own[-1]) + 1)
-                    items.append(Item((images.units[number], taken, count), own, seen))
+                    items.append(Item((units[number], taken, count), own, seen))
                 taken, columns = taken + count, columns[count:]
                 if taken == lengths[number]:
                     number, taken = number + 1, 0
             rows.append(items)
         return rows
-
-    def _length(self, unit: bytes) -> int:
-        """Return the number of rows in a unit's output, one for each image token."""
-        known = self._outputs.length(unit)
-        return len(self._fresh[unit]) if known is None else known
 
     def _seen(self, row: int, first: int, end: int) -> bytes:
         """Return the positions and types of some columns of a row as bytes."""
