@@ -82,8 +82,8 @@ class RowImages:
         known |= {unit: len(rows) for unit, rows in self._fresh.items()}
         placeholders, lengths = loop.input_ids[::repeats] == images.token, [known[unit] for unit in images.units]
         rows = self._segments(images.units, lengths, placeholders, kwargs.get("attention_mask"), repeats)
-        if repeats > 1 and max(map(len, rows)) > 1 and not repeats_images_by_row(loop.model, images.token):
-            raise UnsupportedError("it repeats several images of a prompt in another order")
+        reordered = repeats > 1 and max(map(len, rows)) > 1 and not repeats_images_by_row(loop.model, images.token)
+        refuse_if(reordered, "it repeats several images of a prompt in another order")
         self.items = [row for row in rows for _ in range(repeats)]
         self._check(loop.input_ids, kwargs.get("attention_mask"))
 
@@ -95,8 +95,8 @@ class RowImages:
             sum(lengths) != int(placeholders.sum()),
             "the number of image tokens differs from the number of image features",
         )
-        if mask is not None and bool((placeholders & (mask[::repeats] == 0)).any()):
-            raise UnsupportedError("attention_mask leaves out tokens of an image")
+        left_out = mask is not None and (placeholders & (mask[::repeats] == 0)).any()
+        refuse_if(left_out, "attention_mask leaves out tokens of an image")
         rows: list[list[Item]] = []
         number = taken = 0
         for row, line in enumerate(placeholders.cpu().numpy()):
