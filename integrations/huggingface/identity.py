@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from .api import COMPILED, KEPT_MANAGER, RECORDING, SILENT_ENTRIES, is_own_hook
-from .calls import refusing
+from .calls import refuse_if, refusing
 from .functions import PLAIN, Functions, Held, content_digest, differing, functions_of, is_known, reader_of, restored
 from .support import (
     CHANGING_ROPE,
@@ -151,14 +151,13 @@ class Identity:
         """Return the settings that PEFT's hooks give its layers for each row, by name.
 
         Raises:
-            ValueError: The hooks of two layers give different values.
+            UnsupportedError: The hooks of two layers give different values.
         """
         found: dict[str, Any] = {}
         for module in self.adapters:
             for hook in module._forward_pre_hooks.values():
                 for name, value in _row_settings(hook).items():
-                    if found.setdefault(name, value) is not value:
-                        raise ValueError(name)
+                    refuse_if(found.setdefault(name, value) is not value, f"layers differ in {name}")
         return found
 
     def _tensor_numbers(self) -> list[int]:

@@ -626,13 +626,10 @@ class PrefixCaching:
         Raises:
             UnsupportedError: There is not one name for each row, or rows have other settings too.
         """
-        try:
-            settings = dict(self._identity.row_settings())
-        except ValueError as error:
-            raise UnsupportedError(f"layers differ in {error}") from error
+        settings = self._identity.row_settings()
         names = settings.pop("adapter_names", None)
-        if settings or (names is not None and len(names) != len(loop.input_ids)):
-            raise UnsupportedError("rows have adapter settings other than one name for each row")
+        others = settings or (names is not None and len(names) != len(loop.input_ids))
+        refuse_if(others, "rows have adapter settings other than one name for each row")
         return names if names is None else [str(name) for name in names]
 
     @property
