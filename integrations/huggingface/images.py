@@ -202,12 +202,11 @@ class VisionOutputs:
         elif len(units) > 1 and self._apart is None:
             alone = self._run(model, units[:1])
             self._apart = alone is not None and alike(parts[0], alone[0])
-        if (len(units) > 1 and self._apart is False) or len(parts) != len(units):
-            raise UnsupportedError("the output of its vision tower for an image depends on other images")
+        depends = (len(units) > 1 and self._apart is False) or len(parts) != len(units)
+        refuse_if(depends, "the output of its vision tower for an image depends on other images")
         found = dict(zip(inputs, parts, strict=True))
         self._lengths.update((digest, len(rows)) for digest, rows in found.items())
-        while len(self._lengths) > LENGTHS:
-            self._lengths.popitem(last=False)
+        evict(self._lengths, LENGTHS, lambda _: 1)
         return found
 
     def _run(self, model: Any, units: list[dict[str, Any]]) -> list[torch.Tensor] | None:
