@@ -220,12 +220,10 @@ def _specs(cache: DynamicCache) -> Specs:
     """
     specs: Specs = {}
     for index, layer in filled_layers(cache).items():
-        for side in (layer.keys, layer.values):
-            if side.dim() != 4 or side.shape[2] != TOKENS:
-                raise UnsupportedError("its cache does not keep keys and values by head and token")
-        keys, values = (
-            TensorSpec((side.shape[1], side.shape[3]), side.dtype, side.device) for side in (layer.keys, layer.values)
-        )
+        sides = (layer.keys, layer.values)
+        by_token = all(side.dim() == 4 and side.shape[2] == TOKENS for side in sides)
+        refuse_if(not by_token, "its cache does not keep keys and values by head and token")
+        keys, values = (TensorSpec((side.shape[1], side.shape[3]), side.dtype, side.device) for side in sides)
         specs[index] = (keys, values)
     return specs
 
