@@ -110,22 +110,25 @@ def reader_of(roots: Mapping[str, Any], left_out: Collection[str], known: Collec
 
 @contextlib.contextmanager
 def restored(
-    hooks: Mapping[str, Any], others: Mapping[str, Any], known: Collection[int], modules: Iterable[torch.nn.Module]
+    hooks: Mapping[str, Any], others: Mapping[str, Any], known: Collection[int], modules: list[torch.nn.Module]
 ) -> Iterator[None]:
     """Put back, after the `with` block, what hooks, and other functions and objects, hold; see `reader_of`.
 
-    Hooks may also count in attributes of `modules`. If the code of a hook writes an attribute, it is put back, or
-    removed if it is new. If the code only names an attribute, the contents of its container or object are put back. All
-    other attributes stay as the block leaves them, because a module may prepare itself in its first pass. Iterators,
-    and tensors and arrays of more than `MOST` elements, stay too.
+    Hooks may also count in attributes of `modules`. If the code of a hook, or of a method that it names, writes an
+    attribute, it is put back, or removed if it is new. If the code only names an attribute, the contents of its
+    container or object are put back. All other attributes stay as the block leaves them, because a module may prepare
+    itself in its first pass. Iterators, and tensors and arrays of more than `MOST` elements, stay too.
     """
     reached: dict[int, Any] = {}
     deque(described(hooks.items(), known, light=True, seen=reached), maxlen=0)
+    named = {name for f in reached.values() if isinstance(f, FunctionType) for name in names_of(f.__code__)}
+    methods = [("", f) for m in modules for name in named for f in functions_of(getattr(type(m), name, None))]
+    deque(described(methods, known, light=True, seen=reached), maxlen=0)
     own = [f for f in reached.values() if isinstance(f, FunctionType) and not is_known(f.__globals__.get("__name__"))]
     codes = [code for f in own if f.__name__ != "__init__" for code in _codes_of(f.__code__)]
     texts = {text for code in codes for text in code.co_consts if isinstance(text, str)}  # such as names for setattr
     written = texts.union(*(_stored(code, "STORE_ATTR") for code in codes))
-    named = texts.union(*(code.co_names for code in codes)) - vars(torch.nn.Module()).keys()
+    named = named.union(texts, *(code.co_names for code in codes)) - vars(torch.nn.Module()).keys()
     entries = chain.from_iterable(vars(m).items() for m in modules)
     inside = [(name, own) for name, own in entries if name in named and not isinstance(own, torch.Tensor)]
     deque(described([*inside, *others.items()], known, light=True, seen=reached), maxlen=0)

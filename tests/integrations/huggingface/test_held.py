@@ -336,6 +336,29 @@ def _makes(module: Any, inputs: Any, output: Any) -> Any:
     return output * 9 if module.made == 3 else None
 
 
+def _marks(module: Any, inputs: Any, output: Any) -> Any:
+    if not getattr(module, "_marked", False):
+        module._marked, module.made = True, 0
+    return _makes(module, inputs, output)
+
+
+def _calls(module: Any, inputs: Any, output: Any) -> Any:
+    return output * 9 if module.counted() == 3 else None
+
+
+class Counter(torch.nn.Module):
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x)
+
+    def counted(self) -> int:
+        self.made = getattr(self, "made", 0) + 1
+        return self.made
+
+
 def _by_chance(draw: Callable[[], Any]) -> Any:
     return lambda module, inputs, output: output * (1.0 + draw())
 
@@ -344,6 +367,8 @@ COUNT = 0
 COUNTING: dict[str, Callable[[], Any]] = {
     "module": lambda: _in_module,
     "made in a module": lambda: _makes,
+    "made in a module, with a flag": lambda: _marks,
+    "method of a module": lambda: _calls,
     "list": _by_list,
     "attribute": _by_attribute,
     "closure": _by_closure,
@@ -414,11 +439,13 @@ def test_counts_of_decode_steps_are_no_change(model: Any) -> None:
 def test_hooks_that_count_see_the_passes_of_calls_alone(model: Any, name: str, is_new: bool) -> None:
     """Interventions at one step are often hooks that count passes. The test of a model must not count as steps."""
     ids, options = prompt(40), {"max_new_tokens": 6, "return_dict_in_generate": True, "output_logits": True}
+    model.model.layers[0].mlp = Counter(_mlp(model))
     _mlp(model).count, _mlp(model).seen = 0, []
     with _mlp(model).register_forward_hook(COUNTING[name]()):
         want = [model.generate(input_ids=ids, **options).logits for _ in range(2)]
     _mlp(model).count, _mlp(model).seen = 0, []
     vars(_mlp(model)).pop("made", None)
+    vars(_mlp(model)).pop("_marked", None)
     with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True):
         if is_new:
             stack.enter_context(enable_prefix_caching(model, num_blocks=64))
