@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import dropwhile, repeat
 from typing import Any
 
 import torch
@@ -41,11 +42,12 @@ class SavedRequest:
     """A request: how many of its blocks are cached, in the tier or on the way there.
 
     While it waits for blocks from the tier, `loading` has their keys. If they could not be loaded, `failed` is True.
-    If another connector could not load a block that it has used, `is_wrong` is True until its next admission.
+    If it has used a block that another connector could not load, `is_wrong` is True until its next admission.
     """
 
     request: Any
     saved: int = 0
+    hits: int = 0  # its first blocks, which were in the engine at its admission
     loading: Keys = field(default_factory=dict)
     failed: bool = False
     is_wrong: bool = False
@@ -64,7 +66,8 @@ class Planner:
     Another connector of a `MultiConnector` may load blocks in the step that computes with them, and report afterwards
     that it could not. Requests that hold such blocks save nothing until two more outputs are known. The first may
     belong to an earlier step, because vLLM schedules at most one step ahead. If a block could not be loaded, they
-    save nothing at all, because some releases of vLLM compute them again at wrong positions.
+    save nothing at all, because some releases of vLLM compute them again at wrong positions. vLLM leaves their blocks
+    in its prefix cache, so requests that hit the blocks later save nothing either.
     """
 
     def __init__(
@@ -83,7 +86,10 @@ class Planner:
         self._loads: dict[str, Keys] = {}  # those of the next step
         self._on_the_way: set[bytes] = set()
         self._unsure: dict[int, int] = {}
-        """By block that another connector loads, how many outputs are to come before requests with it save blocks."""
+        """By block that another connector loads, and by later block of its requests, how many outputs are to come
+        before requests with it save blocks."""
+        self._wrong: set[int] = set()
+        """Blocks that could not be loaded and later ones of their requests, until others compute in them."""
 
     def find(self, request: Any, computed: int) -> int | None:
         """Return how many tokens after `computed` the tier has, in whole blocks and without the prompt's last token.
@@ -93,7 +99,7 @@ class Planner:
         whose load failed finds nothing, so that it is computed.
         """
         known = self._requests.setdefault(request.request_id, SavedRequest(request))
-        known.is_wrong = False
+        known.hits = computed // self._size
         if known.failed:
             return 0
         known.saved = min(known.saved, computed // self._size)
@@ -122,6 +128,8 @@ class Planner:
     def loaded(self, names: Collection[str], lost: Collection[int]) -> None:
         """Record from a step's output which requests wait no longer, and which blocks could not be loaded."""
         wrong = self._unsure.keys() & lost
+        if wrong:
+            self._wrong |= self._unsure.keys()
         for name, blocks in self._tables.items() if wrong else ():
             if name in self._requests and not wrong.isdisjoint(blocks):
                 self._requests[name].is_wrong = True
@@ -138,14 +146,26 @@ class Planner:
         plan, self._loads = TransferPlan(self._fingerprint, self._loads), {}
         for name in output.finished_req_ids:
             self.forget(name)
-        for each in entering_requests(output, 0) if output.has_sync_kv_loads else ():
+        for each in entering_requests(output, 0):
             known = self._requests.get(each.request_id)
-            first = 0 if known is None or known.failed else known.saved
-            self._unsure |= dict.fromkeys(each.blocks[first : -(-each.begin // self._size)], 2)
+            if known is not None:
+                known.is_wrong = not self._wrong.isdisjoint(each.blocks[: known.hits])
+                self._wrong.difference_update(each.blocks[known.hits :])
+            if output.has_sync_kv_loads:
+                first = 0 if known is None else max(known.hits, 0 if known.failed else known.saved)
+                self._unsure |= dict.fromkeys(each.blocks[first : -(-each.begin // self._size)], 2)
         for each in follow_tables(self._tables, output, 0):
             known = self._requests.get(each.request_id)
-            is_unsure = self._unsure and not self._unsure.keys().isdisjoint(each.blocks)
-            if known is not None and not known.is_wrong and not is_unsure:
+            if known is None:
+                continue
+            if known.is_wrong:
+                self._wrong |= _from_first(self._wrong, each.blocks)
+                continue
+            self._wrong.difference_update(each.blocks[each.begin // self._size :])
+            unsure = max(map(self._unsure.get, each.blocks, repeat(0)), default=0) if self._unsure else 0
+            if unsure:
+                self._unsure |= dict.fromkeys(_from_first(self._unsure, each.blocks), unsure)
+            else:
                 self._save(plan, known, each, output.num_scheduled_tokens[each.request_id])
         return plan
 
@@ -171,6 +191,11 @@ class Planner:
     def stop(self) -> None:
         """Load and save nothing from now on."""
         self._produces = self._consumes = False
+
+
+def _from_first(found: Collection[int], blocks: Sequence[int]) -> set[int]:
+    """Return the blocks of a request from the first one on that is in `found`."""
+    return {*dropwhile(lambda block: block not in found, blocks)}
 
 
 class BlockStore:

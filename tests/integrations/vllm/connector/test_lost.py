@@ -178,3 +178,23 @@ def test_nothing_is_saved_that_was_computed_with_blocks_that_another_connector_c
     assert engine.computed["claimed"] == 635
     assert tiers[0].items() < tiers[1].items()
     assert [len(tier) for tier in tiers] == [4, 43]
+
+
+@ENGINES
+@pytest.mark.parametrize("told", [False, True], ids=["aborted", "told and aborted"])
+def test_nothing_is_saved_that_was_computed_behind_a_hit_of_blocks_that_another_connector_could_not_load(kind, told):
+    """vLLM leaves such blocks in its prefix cache, also of a request that ends before it computes them again."""
+    asked, tiers = [499, *prompt(395, 1)], []
+    for beside in (True, False):
+        tiers.append(Losing(0.0, random.Random(0)))
+        engine = ConnectedEngine(tiers[-1], 40, beside, **kind)
+        if beside:
+            engine.add("claimed", asked, 40)
+            for _ in range(1 + kind["asynchronous"] * told):
+                engine.step()
+            engine.abort("claimed")
+        for name, tokens in {"other": prompt(40), "hits": asked, "in wrong blocks": prompt(500, 2)}.items():
+            engine.add(name, tokens, 40)
+            engine.run()
+    assert tiers[0].items() < tiers[1].items()
+    assert [len(tier) for tier in tiers] == [37, 64]  # all but those of the second request
