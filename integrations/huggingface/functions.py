@@ -220,22 +220,18 @@ class Functions:
             self._add_class(kind)
         functional = torch.nn.functional  # torch's own modules look up all its names
         self._look_up(functional.__name__, vars(functional), {n for n, v in vars(functional).items() if callable(v)})
-        self._reads = [(values, itemgetter(*_TWICE, *names)) for _, values, names in self._of_files()]
-        self._classes = [(values, _names_of(values), _left_out(values)) for _, values, _ in self._of_classes()]
-        self._reads += [(values, itemgetter(*_TWICE, *names)) for values, names, _ in self._classes]
+        spaces = sorted(self._spaces.values(), key=lambda space: not isinstance(space[1], dict))  # files, then classes
+        self._watched = [
+            (label, values, (*_TWICE, *(names if isinstance(values, dict) else _names_of(values))))
+            for label, values, names in spaces
+        ]
+        self._reads = [(values, itemgetter(*names)) for _, values, names in self._watched]
+        self._classes = [(values, _left_out(values)) for _, values, _ in spaces if not isinstance(values, dict)]
         self._kept_sizes = self._sizes()
         self._read = self._values()
         self._kept = list(map(_original, self._read))
         self.followed = list(self._found.values())
         self._code = [f.__code__ for f in self.followed]
-
-    def _of_files(self) -> Iterator[tuple[str, Any, dict[str, None]]]:
-        """Yield the namespaces of modules, which are plain dicts."""
-        return (space for space in self._spaces.values() if isinstance(space[1], dict))
-
-    def _of_classes(self) -> Iterator[tuple[str, Any, dict[str, None]]]:
-        """Yield the namespaces of classes, which are mapping proxies."""
-        return (space for space in self._spaces.values() if not isinstance(space[1], dict))
 
     def _values(self) -> list[Any]:
         """Return the current value of every name, always in the same order."""
@@ -244,7 +240,7 @@ class Functions:
 
     def _sizes(self) -> list[int]:
         """Return the number of names in each class, without those that Python adds when it first needs them."""
-        return [len(values) - len(values.keys() & left_out) for values, _, left_out in self._classes]
+        return [len(values) - len(values.keys() & left_out) for values, left_out in self._classes]
 
     def _replaced(self) -> bool:
         """Return whether a value was replaced, except by this package."""
@@ -330,9 +326,7 @@ class Functions:
 
     def seen(self) -> Iterator[tuple[str, Any]]:
         """Yield each watched name and the value that it had when this object was made, to find what has changed."""
-        labels = [f"{label}.{name}" for label, _, names in self._of_files() for name in (*_TWICE, *names)]
-        for (label, *_), (_, names, _) in zip(self._of_classes(), self._classes, strict=True):
-            labels += [f"{label}.{name}" for name in (*_TWICE, *names)]
+        labels = [f"{label}.{name}" for label, _, names in self._watched for name in names]
         labels += [f"{name} in a registry" for _, name in self._registered]
         yield from zip(labels, self._kept, strict=True)
         yield from zip((f"{f.__module__}.{f.__qualname__}'s code" for f in self.followed), self._code, strict=True)
