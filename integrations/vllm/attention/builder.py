@@ -181,7 +181,13 @@ def count_shared(runner: Any, count: int) -> Callable[[], None]:
     """
     if not hasattr(runner, "pc_shares_prefixes"):  # once for each runner
         runner.pc_shares_prefixes = available("attention.shared_prefix", runner=runner)
-    builders = _builders(runner) if runner.pc_shares_prefixes else []
+    builders = [
+        (number, builder)
+        for number, groups in enumerate(runner.attn_groups if runner.pc_shares_prefixes else ())
+        for group in groups
+        for builder in group.metadata_builders
+        if isinstance(builder, PagedMetadataBuilder) and not builder.captured and not builder.batch_invariant
+    ]
     for group, builder in builders:
         computed = runner.input_batch.num_computed_tokens_cpu[:count]
         builder.shared = count, count_shared_blocks(block_table_of(runner, group, count), computed, builder.block_size)
@@ -191,14 +197,3 @@ def count_shared(runner: Any, count: int) -> Callable[[], None]:
             builder.shared = 0, 0
 
     return reset
-
-
-def _builders(runner: Any) -> list[tuple[int, PagedMetadataBuilder]]:
-    """Return the builders of this package that can use shared blocks, with their groups."""
-    return [
-        (number, builder)
-        for number, groups in enumerate(runner.attn_groups)
-        for group in groups
-        for builder in group.metadata_builders
-        if isinstance(builder, PagedMetadataBuilder) and not builder.captured and not builder.batch_invariant
-    ]
