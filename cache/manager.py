@@ -192,13 +192,13 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
 
     def _read(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function that only reads the state, under the lock. Policy hooks may call this too."""
-        with self._lock:
-            self._state.settle()
-            try:
+        try:
+            with self._lock:
+                self._state.settle()
                 return function(self._state, *args)
-            except TypeError:
-                _refuse_unhashable(function, args)
-                raise
+        except TypeError:
+            _refuse_unhashable(function, args)
+            raise
 
     def allocate(
         self,

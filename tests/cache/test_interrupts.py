@@ -216,6 +216,22 @@ def test_an_interrupt_leaves_everything_or_nothing(build, name, policy, stride):
     assert stride > 1 or outcomes == {0, 1} or states[0] == states[1]
 
 
+READS = {
+    "num_tokens": lambda m: m.num_tokens("a"),
+    "block_table": lambda m: m.block_table("b"),
+    "explain": lambda m: m.explain([1, 4]),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_an_interrupt_of_a_read_keeps_no_lock(name):
+    number = 1
+    while place := interrupt(manager := one_group("lru"), READS[name], number):
+        assert_usable(manager, place)
+        number += 1
+    assert number > 5
+
+
 def test_a_rollback_that_has_removed_its_tokens_is_complete(monkeypatch):
     after, manager, rollback = one_group("lru"), one_group("lru"), pc.cache.manager.fork.rollback
     VERBS["rollback"](after)
