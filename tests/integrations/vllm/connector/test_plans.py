@@ -142,6 +142,22 @@ def test_who_holds_blocks_that_another_connector_loads_saves_nothing_until_two_m
     assert saves == [{8: b"c0"}, {}, {4: b"a0", 5: b"a1", 6: b"a2", 7: b"b2"}]
 
 
+def test_a_block_that_could_not_be_loaded_stops_who_hits_it_or_later_ones_until_another_computes_in_it():
+    """The first request hits block 4 and computes in block 6. The block before the lost one stays sound."""
+    planner, saves = Planner([Kept()], SIZE, "f"), []
+    hits = {"a": [4], "sound": [4], "lost": [4, 5], "fresh": [], "after": [5]}
+    for name, fresh in {"a": [5, 6], "sound": [7], "lost": [8], "fresh": [5], "after": [8]}.items():
+        blocks, computed = hits[name] + fresh, 4 * len(hits[name])
+        asked = request(name, 4 * len(blocks))
+        planner.admit(asked, blocks, planner.find(asked, computed))
+        begin, is_first = (8, True) if name == "a" else (computed, False)
+        output = step({name: 4 * len(blocks) - begin}, [(name, begin, blocks)], sync=is_first)
+        saves.append(planner.plan(output).saves)
+        planner.loaded((), {5} if is_first else ())
+        planner.plan(step({}, finished=[name]))
+    assert saves == [{}, {7: b"sound1"}, {}, {5: b"fresh0"}, {8: b"after1"}]
+
+
 def test_a_request_waits_while_another_one_loads_the_same_block():
     """It finds the block in the engine afterwards, and does not hold a copy of its own."""
     planner, made = Planner([Kept.fromkeys([b"a0", b"a1", b"a2"])], SIZE, "f"), {}
