@@ -323,9 +323,7 @@ def _joined(label: str, name: str) -> str:
 
 def _is_adapter(module: torch.nn.Module) -> bool:
     """Return whether a module is a layer of a PEFT adapter."""
-    if not any(hasattr(module, name) for name in ("active_adapters", "disable_adapters")):
-        return False
-    return not callable(getattr(module, "active_adapters", None)) and hasattr(module, "disable_adapters")
+    return hasattr(module, "disable_adapters") and not callable(getattr(module, "active_adapters", None))
 
 
 @contextmanager
