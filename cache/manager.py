@@ -193,9 +193,7 @@ class CacheManager(Generic[AllocationT, PairsT, SlotsT]):
     def _read(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function that only reads the state, under the lock. Policy hooks may call this too."""
         try:
-            with self._lock:
-                self._state.settle()
-                return function(self._state, *args)
+            with self._lock: self._state.settle(); return function(self._state, *args)  # fmt: skip  # noqa: E701, E702
         except TypeError:
             _refuse_unhashable(function, args)
             raise

@@ -219,7 +219,7 @@ def test_an_interrupt_leaves_everything_or_nothing(build, name, policy, stride):
 READS = {
     "num_tokens": lambda m: m.num_tokens("a"),
     "block_table": lambda m: m.block_table("b"),
-    "explain": lambda m: m.explain([1, 4]),
+    "stats": lambda m: m.stats(),
 }
 
 
