@@ -20,7 +20,7 @@ from ._attention.constants import architecture
 from ._attention.layout import PlanShape
 from ._attention.plan import build_plan, refresh_cached
 from ._attention.plan_check import plan_on_host
-from ._core.checks import bad_argument
+from ._core.checks import bad_argument, lowest_entry
 from ._core.operator import operator
 
 
@@ -35,9 +35,11 @@ def _check(args: Any) -> None:
 
 
 def _check_values(args: Any) -> None:
-    lens = args.seq_lens.tolist()
-    check_lengths(args, lens, args.query_start_loc.tolist())
+    lens, starts, positions = args.seq_lens.tolist(), args.query_start_loc.tolist(), args.query_positions
+    check_lengths(args, lens, starts)
     check_tables(args.block_tables, lens, args.block_size, (1 << 31) - 1)
+    if positions is not None:  # they need not ascend: the positions of a tree are depths
+        lowest_entry("query_positions", positions[: starts[-1]], 1 << 31, least=0)
 
 
 def _run(args: Any) -> torch.Tensor | None:
@@ -107,8 +109,8 @@ def attention_plan(
 
     Raises:
         TypeError: An argument has a wrong type or dtype.
-        ValueError: A shape, device or option is invalid. For CPU tensors and in debug mode also: a length, a start or a
-            block number is invalid.
+        ValueError: A shape, device or option is invalid. For CPU tensors and in debug mode also: a length, a start, a
+            position or a block number is invalid.
 
     Examples:
         >>> one = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)

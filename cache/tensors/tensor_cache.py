@@ -366,7 +366,7 @@ class TensorCache:
 
         Raises:
             TypeError: A number is not an integer.
-            ValueError: A number is negative.
+            ValueError: A number is negative, or a block is out of range. Nothing has been copied.
 
         Examples:
             >>> manager = pc.CacheManager(num_blocks=16, block_size=4, host_blocks=4)
@@ -376,7 +376,9 @@ class TensorCache:
             >>> cache.swap_out(manager.preempt("a", "swap"))
             >>> cache.prepare(manager.resume("a"))
         """
-        self._store.swap_out(map(tuple, check_blocks("pairs", pairs, 1 << 31, 0, (2,)).tolist()))
+        moves = check_blocks("pairs", pairs, 1 << 31, 0, (2,)).reshape(-1, 2)
+        check_blocks("pairs", moves[:, 0], self.num_blocks, 0, noun="blocks")
+        self._store.swap_out((int(block), int(slot)) for block, slot in moves)
 
     def forget(self, block_ids: Iterable[int] | Ids) -> None:
         """Forget the rows of blocks that something else fills, such as a connector or a tier.

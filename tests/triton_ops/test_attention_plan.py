@@ -68,6 +68,14 @@ def test_ragged_batch_is_balanced(device):
     assert lengths.max() <= 1.5 * lengths.sum() / (len(items) - 8)
 
 
+def test_positions_of_a_tree_may_fall(device):
+    """In a tree, positions are depths. Padding after the last query may have any position."""
+    pc.set_debug_mode(True)
+    tables, lens, starts = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([[0, 1]], [20], [0, 3]))
+    positions = torch.tensor([17, 19, 18, -1], dtype=torch.int32, device=device)
+    assert pc.attention_plan(tables, lens, starts, 16, query_positions=positions).dtype == torch.int32
+
+
 @pytest.mark.parametrize("change", ["window", "positions", "lens", "holes", "mode", "size"])
 def test_wrong_plan_is_refused(change, device):
     """It raises on the CPU always, and on a device in debug mode."""
@@ -141,6 +149,10 @@ def test_compile(device):
             for starts in ([0, 5, 2], [-3, 1, 2], [1, 2, 3])
         ),
         ({"out": torch.zeros(3, dtype=torch.int32)}, "out: got 3 elements"),
+        (
+            {"query_positions": torch.tensor([3, -2, -9], dtype=torch.int32)},
+            "query_positions: got values from -2 to 3, needs 0 to 2147483647",
+        ),
     ],
 )
 def test_bad_arguments(changes, message):

@@ -376,6 +376,18 @@ def test_parameters_are_those_of_flash_attention() -> None:
         assert {*others.split()} <= {*parameters}
 
 
+def test_no_lse_is_returned_for_none() -> None:
+    """FlashAttention returns the lse if its argument is true, so None stands for False."""
+    q, k, v = small()
+    packed, starts_of_two = [x[:, :5].flatten(0, 1) for x in (q, k, v)], ints(0, 5, 10)
+    for call in (
+        lambda **given: flash_attn_func(q, k, v, **given),
+        lambda **given: flash_attn_with_kvcache(q, k, v, **given),
+        lambda **given: flash_attn_varlen_func(*packed, starts_of_two, starts_of_two, **given),
+    ):
+        assert torch.equal(call(return_softmax_lse=None), call(return_softmax_lse=False))
+
+
 @pytest.mark.quick
 def test_out_is_written_and_returned() -> None:
     q, k, v = small()

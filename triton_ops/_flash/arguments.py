@@ -164,7 +164,7 @@ def options_of(
     cap = _number("softcap", softcap)
     if not 0 <= cap < math.inf:
         raise bad_argument("softcap", cap, NOT_NEGATIVE["softcap"])
-    with_lse = flag("return_softmax_lse", with_lse)
+    with_lse = with_lse is not None and flag("return_softmax_lse", with_lse)  # FlashAttention takes None for False
     return scale, flag("causal", causal), pair(window_size), cap, with_lse, attention_chunk
 
 

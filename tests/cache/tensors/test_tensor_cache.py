@@ -375,6 +375,19 @@ def test_rejected_tokens_that_were_swapped_out_do_not_come_back():
     assert tensors.available("a") == 5
 
 
+def test_a_swap_of_a_block_that_does_not_exist_copies_nothing():
+    manager = pc.CacheManager(8, BLOCK, host_blocks=8)
+    tensors = pc.TensorCache(manager, 8, BLOCK, exclude=("logits",))
+    run(manager, tensors, "a", list(range(7)))
+    tensors.swap_out([])
+    with pytest.raises(ValueError, match="pairs: got blocks from 0 to 8, needs 0 to 7"):
+        tensors.swap_out([*manager.preempt("a", "swap"), (8, 5)])
+    manager.allocate("other", list(range(50, 82)))
+    manager.free("other")
+    tensors.prepare(manager.resume("a"))
+    assert tensors.available("a") == 0
+
+
 def test_a_copied_part_of_a_block_brings_no_rows_behind_it():
     manager = pc.CacheManager(16, BLOCK, partial_reuse=True)
     tensors = pc.TensorCache(manager, 16, BLOCK, exclude=("logits",))
