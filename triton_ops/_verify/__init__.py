@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,8 +15,9 @@ from .._attention.layout import PlanShape, plan_views
 from .._attention.plan_check import COMPARED
 from .._core.checks import on_host
 from .._core.runtime import HAS_TRITON, INTERPRET, KERNELS_ON_CPU
+from ..attention_plan import attention_plan
 from .cases import USES, Case, Shape, all_cases, small_cases
-from .oracle import Expected, difference, plan_facts
+from .oracle import Expected, arguments_of, difference, plan_facts
 
 __all__ = ["USES", "Row", "Shape", "check_kernels", "runs_kernels"]
 
@@ -120,15 +122,17 @@ def _results(case: Case, device: torch.device) -> list[tuple[str, torch.Tensor, 
     name = case.calls or case.operator
     module = importlib.import_module("..flash_attn", __name__) if name.startswith("flash_attn") else operators
     results: list[tuple[str, torch.Tensor, Expected]] = []
-    if call.planned is not None:
-        batch = _to(device, call.planned)
+    if call.planned:
+        args = arguments_of(arguments)
+        names = inspect.signature(attention_plan).parameters
+        batch = {name: getattr(args, name) for name in names if hasattr(args, name)}
+        batch["num_kv_heads"] = args.key_cache.shape[2]
         # A captured graph refreshes a plan in place, whatever it held.
-        held = torch.full_like(operators.attention_plan(**batch), -(1 << 30))
-        arguments["plan"] = operators.attention_plan(**batch, out=held)
+        held = torch.full_like(attention_plan(**batch), -(1 << 30))
+        arguments["plan"] = attention_plan(**batch, out=held)
         if not on_host(held):  # in host memory a plan has no facts
-            shape = PlanShape.of(batch["block_tables"], batch["block_size"])
-            info = plan_views(arguments["plan"].cpu(), shape)[0]
-            results.append(("the plan", info[:, COMPARED], plan_facts(call.planned)))
+            info = plan_views(held.cpu(), PlanShape.of(args.block_tables, args.block_size))[0]
+            results.append(("the plan", info[:, COMPARED], plan_facts(arguments_of(call.arguments))))
     returned = getattr(module, name)(**arguments)
     returned = returned if isinstance(returned, (tuple, list)) else [] if returned is None else [returned]
     results += [
@@ -149,12 +153,6 @@ def _to(device: torch.device, value: Any) -> Any:
     """Return a copy of a value on a device, strides included."""
     if isinstance(value, list):
         return [_to(device, item) for item in value]
-    if isinstance(value, dict):
-        return {name: _to(device, item) for name, item in value.items()}
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.is_contiguous():
-        return value.clone().to(device)
-    storage = value.as_strided((value.untyped_storage().nbytes() // value.element_size(),), (1,), 0)
-    moved = storage.clone().to(device)
-    return moved.as_strided(value.shape, value.stride(), value.storage_offset())
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device).copy_(value)
+    return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..attention_plan import attention_plan
+from .._attention.arguments import AttentionArgs
 from . import oracle
 from .oracle import Expected, Near
 
@@ -26,13 +25,13 @@ class CaseCall(NamedTuple):
         arguments: By name.
         returned: The expected results (`Expected`), in order.
         written: By name, the expected contents of the arguments that the operator writes; a list for a list.
-        planned: The arguments of a plan that is built before the call and passed to it; None: no plan.
+        planned: Whether a plan is built before the call and passed to it.
     """
 
     arguments: dict[str, Any]
     returned: tuple[Any, ...] = ()
     written: Mapping[str, Any] = {}
-    planned: dict[str, Any] | None = None
+    planned: bool = False
 
 
 class Case(NamedTuple):
@@ -173,30 +172,16 @@ def _attention(
     if cache_dtype is not None:
         arguments["k_scale"] = draw.uniform(1 if latent else kv_heads) * 0.05 + 0.02
         arguments |= {} if latent else {"v_scale": draw.uniform(1) * 0.05 + 0.02}
-    unused = ~_used_slots(tables, arguments | {"key_cache": keys, "value_cache": values}, tree or top_k > 0)
+    args = oracle.arguments_of(arguments | {"key_cache": keys, "value_cache": values})
+    unused = ~_used_slots(args, attended=tree or top_k > 0)
     keys, values = (_as_stored(side, unused, cache_dtype or dtype, head_major) for side in (keys, values))
     if latent:
         arguments |= {"cache": keys[:, :, 0], "value_dim": value_dim}
     else:
         arguments |= {"key_cache": keys, "value_cache": values}
-    plan = {"block_size": block_size, "num_kv_heads": kv_heads} if planned else None
-    return _with_results(arguments, dtype, operator.endswith("_with_lse"), plan)
-
-
-def _with_results(
-    arguments: dict[str, Any], dtype: torch.dtype, with_lse: bool, plan: dict[str, Any] | None
-) -> CaseCall:
-    """Return a call of an attention operator with its expected results.
-
-    `plan` has the arguments of the call's plan that are not arguments of the call; None: the call gets no plan.
-    """
     exact, lse = oracle.attention(arguments, torch.float64)
-    rounded = oracle.attention(arguments, dtype)[0]
-    returned = (Near(exact, rounded), Near(lse, lse.float(), 1e-3))[: 2 if with_lse else 1]
-    if plan is None:
-        return CaseCall(arguments, returned)
-    names = inspect.signature(attention_plan).parameters
-    return CaseCall(arguments, returned, planned={name: arguments[name] for name in names if name in arguments} | plan)
+    returned = (Near(exact, oracle.attention(arguments, dtype)[0]), Near(lse, lse.float(), 1e-3))
+    return CaseCall(arguments, returned if operator.endswith("_with_lse") else returned[:1], planned=planned)
 
 
 def _as_stored(side: torch.Tensor, unused: torch.Tensor, dtype: torch.dtype, head_major: bool) -> torch.Tensor:
@@ -230,20 +215,20 @@ def _block_tables(draw: _Draw, sizes: tuple[int, int, int], block_size: int, sha
     return tables
 
 
-def _used_slots(tables: torch.Tensor, arguments: dict[str, Any], attended: bool) -> torch.Tensor:
+def _used_slots(args: AttentionArgs, attended: bool) -> torch.Tensor:
     """Return which slots of a cache `[num_blocks, block_size, num_kv_heads]` hold a key of a sequence.
 
     With `attended`, keys to which no query attends do not count.
     """
-    used = torch.zeros(arguments["key_cache"].shape[:3], dtype=torch.bool)
+    used = torch.zeros(args.key_cache.shape[:3], dtype=torch.bool)
     _, block_size, kv_heads = used.shape
-    for i, length in enumerate(arguments["seq_lens"].tolist()):
-        t, seen = torch.arange(length), torch.ones(kv_heads, length, dtype=torch.bool)
-        if attended:
-            seen = oracle.attended(arguments, i).any(1)
+    for i, length in enumerate(args.seq_lens.tolist()):
+        t, tables = torch.arange(length), oracle.tables_of(args, i)
         for head in range(kv_heads):
-            numbers = tables[i, head % tables.shape[1]].long()[t // block_size]
-            live = seen[head] & (numbers >= 0)
+            numbers = tables[head % len(tables)].long()[t // block_size]
+            live = numbers >= 0
+            if attended:
+                live &= oracle.attended(args, i)[head].any(0)
             used[numbers[live], (t % block_size)[live], head] = True
     return used
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._attention.arguments import AttentionArgs
 from .._attention.layout import DEAD_TILES, DECODE_QUERIES, PARTIAL_TILES, TILE_KEYS
 
 
@@ -74,95 +75,88 @@ def _rms(errors: torch.Tensor) -> float:
     return errors.square().mean().sqrt().item() if errors.numel() else 0.0
 
 
-def attended(call: Mapping[str, Any], index: int) -> torch.Tensor:
+def arguments_of(call: Mapping[str, Any]) -> AttentionArgs:
+    """Return a call's arguments with defaults. Latent rows are keys of one head, and their first columns its values."""
+    given = dict(call)
+    if "cache" in given:
+        rows = given.pop("cache").unsqueeze(2)
+        given |= {"key_cache": rows, "value_cache": rows[..., : given["value_dim"]], "v_scale": given.get("k_scale")}
+    return AttentionArgs(**given)
+
+
+def attended(args: AttentionArgs, index: int) -> torch.Tensor:
     """Return which keys the queries of a sequence attend to: `[kv_heads, queries, seq_len]`."""
-    length = int(call["seq_lens"][index])
-    begin, end = call["query_start_loc"][index : index + 2].tolist()
-    t, p = torch.arange(length), positions(call, index)[:, None]
-    causal, window = call.get("causal", True), call.get("window", 0)
+    length, window = int(args.seq_lens[index]), args.window
+    begin, end = args.query_start_loc[index : index + 2].tolist()
+    t, p = torch.arange(length), positions(args, index)[:, None]
     live = torch.ones(end - begin, length, dtype=torch.bool)
-    if causal:
+    if args.causal:
         live &= t <= p
     if window:
-        live &= (t > p - window) | (t < call.get("num_sink_tokens", 0))
-        if not causal:
+        live &= (t > p - window) | (t < args.num_sink_tokens)
+        if not args.causal:
             live &= t < p + window
-    if call.get("tree_mask") is not None:
-        own = length - (end - begin)
-        words = call["tree_mask"][begin:end].long()
-        bits = torch.arange(end - begin)
-        live[:, own:] = (words[:, bits // 32] >> (bits % 32)) & 1 != 0
-    tables, kv_heads, size = _tables(call, index)
-    live = live & (tables[:, t // size] >= 0)[:, None]
-    if call.get("query_blocks") is not None:
-        lists = call["query_blocks"][begin:end].transpose(0, 1)
+    if args.tree_mask is not None:
+        words, bits = args.tree_mask[begin:end].long(), torch.arange(end - begin)
+        live[:, length - len(bits) :] = (words[:, bits // 32] >> (bits % 32)) & 1 != 0
+    _, size, kv_heads, _ = args.key_cache.shape
+    live = live & (tables_of(args, index)[:, t // size] >= 0)[:, None]
+    if args.query_blocks is not None:
+        lists = args.query_blocks[begin:end].transpose(0, 1)
         live = live & (lists[..., None] == t // size).any(2)
     return live.expand(kv_heads, -1, -1)
 
 
-def positions(call: Mapping[str, Any], index: int) -> torch.Tensor:
+def positions(args: AttentionArgs, index: int) -> torch.Tensor:
     """Return the absolute positions of a sequence's queries, `[queries]` int64."""
-    begin, end = call["query_start_loc"][index : index + 2].tolist()
-    given = call.get("query_positions")
-    length = int(call["seq_lens"][index])
+    begin, end = args.query_start_loc[index : index + 2].tolist()
+    given, length = args.query_positions, int(args.seq_lens[index])
     return torch.arange(length - (end - begin), length) if given is None else given[begin:end].long()
 
 
-def caches(call: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values `[num_blocks, block_size, kv_heads, width]`. Latent rows are both."""
-    if "cache" not in call:
-        return call["key_cache"], call["value_cache"]
-    rows = call["cache"].unsqueeze(2)
-    return rows, rows[..., : call["value_dim"]]
+def tables_of(args: AttentionArgs, index: int) -> torch.Tensor:
+    """Return the block tables of a sequence, `[1 or kv_heads, max_blocks]`."""
+    return args.block_tables[index].view(-1, args.block_tables.shape[-1])
 
 
 def attention(call: Mapping[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what an attention operator gives for these arguments, `out` and `lse`, computed in `dtype`."""
-    query, scales = call["query"].to(dtype), (call.get("k_scale"), call.get("v_scale"))
-    keys, values = caches(call)
-    scales = (scales[0], scales[0]) if "cache" in call else scales
+    args = arguments_of(call)
+    query, (_, size, kv_heads, _) = args.query.to(dtype), args.key_cache.shape
     sides = [
         cache.to(dtype) if scale is None else cache.to(dtype) * scale.to(dtype).view(-1, 1)
-        for cache, scale in zip((keys, values), scales, strict=True)
+        for cache, scale in ((args.key_cache, args.k_scale), (args.value_cache, args.v_scale))
     ]
-    kv_heads, size = keys.shape[2], keys.shape[1]
-    out = torch.zeros((*query.shape[:2], values.shape[3]), dtype=dtype)
+    out = torch.zeros((*query.shape[:2], args.value_cache.shape[3]), dtype=dtype)
     lse = torch.full(query.shape[:2], -math.inf, dtype=dtype)
-    for index, length in enumerate(call["seq_lens"].tolist()):
-        begin, end = call["query_start_loc"][index : index + 2].tolist()
-        live, t, p = attended(call, index), torch.arange(length), positions(call, index)
-        tables, _, _ = _tables(call, index)
-        slots = (tables[:, t // size].clamp(min=0).long() * size + t % size).expand(kv_heads, -1)
+    for index, length in enumerate(args.seq_lens.tolist()):
+        begin, end = args.query_start_loc[index : index + 2].tolist()
+        live, t, p = attended(args, index), torch.arange(length), positions(args, index)
+        blocks = tables_of(args, index)[:, t // size].clamp(min=0).long()
+        slots = (blocks * size + t % size).expand(kv_heads, -1)
         read = live.any(1)[..., None]
         key, value = (
             torch.where(read, side.flatten(0, 1)[slots, torch.arange(kv_heads)[:, None]], 0) for side in sides
         )
         own = query[begin:end].unflatten(1, (kv_heads, -1))
-        score = torch.einsum("qkgd,ktd->kgqt", own, key) * call["scale"]
-        if call.get("softcap"):
-            score = call["softcap"] * torch.tanh(score / call["softcap"])
-        if call.get("alibi_slopes") is not None:
+        score = torch.einsum("qkgd,ktd->kgqt", own, key) * args.scale
+        if args.softcap:
+            score = args.softcap * torch.tanh(score / args.softcap)
+        if args.alibi_slopes is not None:
             at = t.clone()
-            if call.get("tree_mask") is not None:
+            if args.tree_mask is not None:
                 at[length - len(p) :] = p
-            slopes = call["alibi_slopes"].to(dtype).view(kv_heads, -1, 1, 1)
+            slopes = args.alibi_slopes.to(dtype).view(kv_heads, -1, 1, 1)
             score = score + slopes * (at - p[:, None]).to(dtype)
         score = score.masked_fill(~live[:, None], -math.inf)
-        if call.get("sinks") is not None:
-            column = call["sinks"].to(dtype).view(kv_heads, -1, 1, 1).expand(-1, -1, end - begin, 1)
+        if args.sinks is not None:
+            column = args.sinks.to(dtype).view(kv_heads, -1, 1, 1).expand(-1, -1, end - begin, 1)
             score = torch.cat((score, column), -1)
         row_lse = torch.logsumexp(score, -1)
         weights = torch.exp(score - row_lse.masked_fill(row_lse == -math.inf, 0.0)[..., None])[..., :length]
         out[begin:end] = torch.einsum("kgqt,ktd->qkgd", weights, value).flatten(1, 2)
         lse[begin:end] = row_lse.permute(2, 0, 1).flatten(1)
     return out, lse
-
-
-def _tables(call: Mapping[str, Any], index: int) -> tuple[torch.Tensor, int, int]:
-    """Return the block tables of a sequence, `[1 or kv_heads, max_blocks]`, its KV heads and the block size."""
-    keys = caches(call)[0]
-    tables = call["block_tables"][index]
-    return tables.view(-1, tables.shape[-1]), keys.shape[2], keys.shape[1]
 
 
 def merged(call: Mapping[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,24 +194,22 @@ def codes(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Ten
     return scaled.round().clamp(-128, 127).to(dtype) if dtype == torch.int8 else scaled.clamp(-448, 448).to(dtype)
 
 
-def plan_facts(planned: Mapping[str, Any]) -> torch.Tensor:
-    """Return what a plan says of each block table, `[num_tables, 6]` int32, for arguments of `attention_plan`.
+def plan_facts(args: AttentionArgs) -> torch.Tensor:
+    """Return what the plan of a call says of each block table, `[num_tables, 6]` int32.
 
     The columns are flags, live tiles that a decode attends to, a checksum of positions, queries, tokens and live tiles.
     """
-    tables, size, window = planned["block_tables"], planned["block_size"], planned.get("window", 0)
-    positions, starts = planned.get("query_positions"), planned["query_start_loc"].tolist()
-    decoded = 0 if positions is not None and window else DECODE_QUERIES
+    size, window, is_scattered = args.key_cache.shape[1], args.window, args.query_positions is not None
+    decoded = 0 if is_scattered and window else DECODE_QUERIES
     facts = []
-    for i, length in enumerate(planned["seq_lens"].tolist()):
-        count, tiles = starts[i + 1] - starts[i], -(-length // TILE_KEYS)
-        own = torch.arange(length - count, length) if positions is None else positions[starts[i] : starts[i + 1]].long()
-        checksum = 0 if positions is None else int((own * (2 * torch.arange(count) + 1)).sum())
-        t = torch.arange(tiles * TILE_KEYS)
-        inside = t < (own.max() + 1 if planned.get("causal", True) else own.max() + window if window else length)
+    for i, length in enumerate(args.seq_lens.tolist()):
+        own, tiles = positions(args, i), -(-length // TILE_KEYS)
+        count, t = len(own), torch.arange(tiles * TILE_KEYS)
+        checksum = int((own * (2 * torch.arange(count) + 1)).sum()) if is_scattered else 0
+        inside = t < (own.max() + 1 if args.causal else own.max() + window if window else length)
         if window:
-            inside &= (t > own.min() - window) | (t < planned.get("num_sink_tokens", 0))
-        for table in tables[i].reshape(-1, tables.shape[-1]):
+            inside &= (t > own.min() - window) | (t < args.num_sink_tokens)
+        for table in tables_of(args, i):
             present = (table[: -(-length // size)] >= 0).repeat_interleave(size)[:length]
             there, absent = (
                 torch.nn.functional.pad(x, (0, len(t) - length)).view(tiles, TILE_KEYS).any(1)
