@@ -247,18 +247,6 @@ def check_tensors(layouts: dict[str, tuple[Any, str]], args: FlashArgs) -> None:
         check_writable("out", args.out)
 
 
-def check_heads(args: FlashArgs, batch: int) -> None:
-    """Check the metadata of alibi_slopes and s_aux."""
-    num_heads, slopes = args.q.shape[-2], args.alibi_slopes
-    for name, per_head in (("alibi_slopes", slopes), ("s_aux", args.s_aux)):
-        if per_head is slopes is not None and slopes.dim() == 2:
-            if slopes.shape != (batch, num_heads):
-                needs = f"[{num_heads}], or [{batch}, {num_heads}], slopes of each sequence"
-                raise bad_argument(name, describe(slopes), needs)
-        elif per_head is not None:
-            check_tensor(name, per_head, "[num_heads]", FLOATS, args.q.device, (num_heads,), rows=True)
-
-
 def check_partial(out_partial: Any, lse_partial: Any, out: Any, out_dtype: Any) -> None:
     """Check the arguments of `flash_attn_combine`."""
     given = {"out_partial": (out_partial, FLOATS), "lse_partial": (lse_partial, (torch.float32,)), "out": (out, FLOATS)}

@@ -21,7 +21,7 @@ from ..merge_attention import merge_attention
 from ..paged_attention import paged_attention, paged_attention_with_lse
 from ..sliding_window_attention import sliding_window_attention, sliding_window_attention_with_lse
 from ..sparse_gap_attention import sparse_gap_attention, sparse_gap_attention_with_lse
-from .arguments import FlashArgs, check_heads, known, packed
+from .arguments import FlashArgs, known, packed
 from .paged_kv import PagedKV, in_chunks, mirrored, rows, sequence_of_token, with_holes
 
 Scales = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -108,11 +108,16 @@ def _attend(query: torch.Tensor, keys: PagedKV, args: FlashArgs) -> Any:
         return _attend_latent(query, packed(args.qv), keys, args)
     if _is_quantized(query, keys) or args.query_scale is not None:
         query, scales, after = _dequantized(query, keys, args)
-    check_heads(args, batch)
-    if slopes is not None and slopes.dim() == 2 and (batch <= 1 or not slopes.stride(0)):
-        slopes = slopes[0] if batch else slopes.new_zeros(slopes.shape[1])
-        args = args._replace(alibi_slopes=slopes)
-    attend = _attend_heads if slopes is None or slopes.dim() == 1 else _attend_each
+    attend = _attend_heads
+    if slopes is not None and slopes.dim() == 2:
+        num_heads = query.shape[1]
+        if slopes.shape != (batch, num_heads):
+            needs = f"[{num_heads}], or [{batch}, {num_heads}], slopes of each sequence"
+            raise bad_argument("alibi_slopes", describe(slopes), needs)
+        if batch > 1 and slopes.stride(0):
+            attend = _attend_each
+        else:
+            args = args._replace(alibi_slopes=slopes[0] if batch else slopes.new_zeros(num_heads))
     found = attend(query, keys, args, scales)
     if after is None:
         return found
