@@ -20,8 +20,7 @@ from .gather_blocks import gather_blocks, gather_blocks_list
 
 def _run(args: Any) -> None:
     """Check the arguments and copy blocks within each cache."""
-    op, caches = type(args).__name__, tensors_of(args, "cache")
-    name, source_ids, target_ids = "caches" if op.endswith("_list") else "cache", args.source_ids, args.target_ids
+    (name, caches), source_ids, target_ids = tensors_of(args, "cache"), args.source_ids, args.target_ids
     check_caches(name, caches)
     check_tensor("source_ids", source_ids, "[n]", INDEX_DTYPES)
     check_tensor("target_ids", target_ids, "[n]", INDEX_DTYPES, source_ids.device, source_ids.shape)
@@ -35,7 +34,8 @@ def _run(args: Any) -> None:
     if caches[0].is_cuda:
         source_ids = source_ids.to(caches[0].device, non_blocking=True)
         target_ids = target_ids.to(caches[0].device, non_blocking=True)
-    launch_move_rows(op, caches, caches, (1, 1), source_ids.shape[0], source_ids.contiguous(), target_ids.contiguous())
+    op, indexes = type(args).__name__, (source_ids.contiguous(), target_ids.contiguous())
+    launch_move_rows(op, caches, caches, (1, 1), source_ids.shape[0], *indexes)
 
 
 @operator(run=_run, mutates=("cache",), docs_from=(gather_blocks,))

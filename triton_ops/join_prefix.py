@@ -38,8 +38,7 @@ _ROWS_A_PROGRAM = 128
 
 def _check(args: Any) -> None:
     """Check the metadata of a call, and the values where they may be read."""
-    caches, news, seq_lens = tensors_of(args, "cache"), tensors_of(args, "new"), args.seq_lens
-    cache_name, new_name = ("caches", "news") if hasattr(args, "caches") else ("cache", "new")
+    (cache_name, caches), (new_name, news), seq_lens = tensors_of(args, "cache"), tensors_of(args, "new"), args.seq_lens
     check_caches(cache_name, caches)
     check_tensor("seq_lens", seq_lens, "[num_seqs]", INDEX_DTYPES)
     device, num_seqs = seq_lens.device, seq_lens.shape[0]
@@ -132,30 +131,23 @@ def _result_device(cache: torch.Tensor, seq_lens: torch.Tensor, new: torch.Tenso
 def _run(args: Any) -> list[torch.Tensor]:
     """Check and run a call on any device."""
     _check(args)
-    caches, news = tensors_of(args, "cache"), tensors_of(args, "new")
-    block_tables, seq_lens, query_start_loc = args.block_tables, args.seq_lens, args.query_start_loc
-    num_rows, new_positions = args.num_rows, args.new_positions
-    block_size = caches[0].shape[1]
-    device = _result_device(caches[0], seq_lens, news[0])
-    outs = [cpu.empty((num_rows, *new.shape[1:]), new.dtype, device) for new in news]
+    (_, caches), (_, news) = tensors_of(args, "cache"), tensors_of(args, "new")
+    device = _result_device(caches[0], args.seq_lens, news[0])
+    outs = [cpu.empty((args.num_rows, *new.shape[1:]), new.dtype, device) for new in news]
     if on_host(outs[0]):
         for cache, new, out in zip(caches, news, outs, strict=True):
-            cpu.join_sequences(
-                cache, block_tables, seq_lens.tolist(), new, query_start_loc.tolist(), new_positions, out
-            )
+            cpu.join_sequences(args, cache, new, out)
         return outs
     for cache in caches:
         if not cache.is_cuda and device.type == "cuda" and not cache.is_pinned():
             raise bad_argument("cache", "pageable host memory", f"pinned memory, since other arguments are on {device}")
     news = [new if new.device == device or new.is_pinned() else new.to(device) for new in news]
-    tables, lengths, starts = (t.to(device, non_blocking=True) for t in (block_tables, seq_lens, query_start_loc))
-    if new_positions is not None:
-        new_positions = new_positions.to(device, non_blocking=True)
-    on_device = args._replace(
-        block_tables=tables, seq_lens=lengths, query_start_loc=starts, new_positions=new_positions
-    )
-    rows = launch_join_map(on_device, block_size)
-    launch_move_rows("join_prefix", caches, outs, (2, 1), num_rows, source_index=rows, extras=news)
+    moved = {}
+    for name in ("block_tables", "seq_lens", "query_start_loc", "new_positions"):
+        if (index := getattr(args, name)) is not None:
+            moved[name] = index.to(device, non_blocking=True)
+    rows = launch_join_map(args._replace(**moved), caches[0].shape[1])
+    launch_move_rows("join_prefix", caches, outs, (2, 1), args.num_rows, source_index=rows, extras=news)
     return outs
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -129,22 +130,15 @@ def copy_rows(cache: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.T
         scatter_rows(part, cache, 1, target, lowest[1])
 
 
-def join_sequences(
-    cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    lengths: list[int],
-    new: torch.Tensor,
-    starts: list[int],
-    new_positions: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
+def join_sequences(args: Any, cache: torch.Tensor, new: torch.Tensor, out: torch.Tensor) -> None:
     """Fill `out` with the rows of each sequence in turn. Holes, and the rest of `out`, become zeros.
 
-    Sequence i has `lengths[i]` rows. Its new rows are those of `new` from `starts[i]` to `starts[i + 1]`. They are at
-    its `new_positions`, or at its end. All others are cached.
+    `args` are the arguments of `pc.join_prefix`, or of the operator of lists. New rows are at their `new_positions`, or
+    at the end of their sequences. All others are cached.
     """
+    block_tables, new_positions, starts = args.block_tables, args.new_positions, args.query_start_loc.tolist()
     block_size, begin = cache.shape[1], 0
-    for s, length in enumerate(lengths):
+    for s, length in enumerate(args.seq_lens.tolist()):
         first, last = starts[s], starts[s + 1]
         own = out[begin : begin + length]
         cached = length - (last - first) if new_positions is None else length

@@ -66,10 +66,8 @@ def launch_move_rows(
     assert target_index is None or target_index.is_contiguous()
     if num_rows == 0:
         return
-    work: list[_Work] = []
-    for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
-        if target.numel():
-            work.append((source, source if extras is None else extras[i], target))
+    rows = zip(sources, sources if extras is None else extras, targets, strict=True)
+    work = [(source, extra, target) for source, extra, target in rows if target.numel()]
     indices = [index for index in (source_index, target_index) if index is not None]
     given = [*sources, *targets, *(extras or ()), *indices]
     options = (leading, num_rows, len(sources), extras is None, source_index is None, target_index is None)

@@ -72,11 +72,11 @@ def _move_on_device(
         launch_move_rows(op, caches, packed, (leading, 1), index.shape[0], source_index=index)
 
 
-def tensors_of(args: Any, name: str) -> Sequence[torch.Tensor]:
-    """Return the tensors of an operator's argument `name`: of operators of lists, all of the list `name` + "s"."""
-    plural = f"{name}s"
-    tensors: Sequence[torch.Tensor] = getattr(args, plural) if hasattr(args, plural) else [getattr(args, name)]
-    return tensors
+def tensors_of(args: Any, name: str) -> tuple[str, Sequence[torch.Tensor]]:
+    """Return the name and the tensors of an operator's argument `name`, or of its list `name` + "s"."""
+    if hasattr(args, name):
+        return name, [getattr(args, name)]
+    return f"{name}s", getattr(args, f"{name}s")
 
 
 def move_rows(args: Any) -> Any:
@@ -84,21 +84,20 @@ def move_rows(args: Any) -> Any:
     op, leading, index_name, layout = type(args).__name__, BLOCKS, "block_ids", "[n]"
     if hasattr(args, "slot_mapping"):
         leading, index_name, layout = SLOTS, "slot_mapping", "[num_tokens]"
-    plural, gathers = "s" if op.endswith("_list") else "", op.startswith("gather")
-    caches, index = tensors_of(args, "cache"), getattr(args, index_name)
+    (cache_name, caches), index, gathers = tensors_of(args, "cache"), getattr(args, index_name), op.startswith("gather")
     packed: Sequence[torch.Tensor]
-    check_caches(f"cache{plural}", caches)
+    check_caches(cache_name, caches)
     check_tensor(index_name, index, layout, INDEX_DTYPES)
-    check_reachable(f"cache{plural}", caches[0], index, index_name)
+    check_reachable(cache_name, caches[0], index, index_name)
     lowest = lowest_entry(index_name, index, math.prod(caches[0].shape[:leading]))
     if gathers:
         place = result_device(caches[0], index, args.device)
         pinned = place.type == "cpu" and caches[0].is_cuda
         packed = [cpu.empty((len(index), *cache.shape[leading:]), cache.dtype, place, pinned) for cache in caches]
     else:
-        packed = tensors_of(args, "source")
-        check_rows(f"source{plural}", packed, caches, index.shape[0], leading)
-        check_reachable(f"source{plural}", packed[0], index, index_name)
+        source_name, packed = tensors_of(args, "source")
+        check_rows(source_name, packed, caches, index.shape[0], leading)
+        check_reachable(source_name, packed[0], index, index_name)
     if not on_host(caches[0], index, packed[0]):
         _move_on_device(op, packed, caches, leading, index, to_cache=not gathers)
     else:
@@ -109,7 +108,7 @@ def move_rows(args: Any) -> Any:
                 cpu.scatter_rows(rows, cache, leading, index, lowest)
     if not gathers:
         return None
-    return packed if plural else packed[0]
+    return packed[0] if cache_name == "cache" else packed
 
 
 def empty_rows(
