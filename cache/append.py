@@ -19,16 +19,19 @@ from .table import Ids
 
 def append(state: ManagerState, request_id: Hashable, new: array[int]) -> AnyAllocation:
     """Add tokens to a request; see `CacheManager.append`."""
-    request, size = state.running.get(request_id) or state.get(request_id), state.block_size
-    pending, start, old_blocks = request.pending, len(request.tokens), request.num_blocks
+    request = state.running.get(request_id) or state.get(request_id)
+    size, pending = state.block_size, request.pending
+    start, old_blocks = len(request.tokens), request.num_blocks
     if pending and new[: len(pending)] != pending[: len(new)]:
         raise ValueError("token_ids: got tokens that are not the next ones of the prompt, needs its next tokens")
-    end, copies = start + len(new), None
+    end = start + len(new)
+    copies = None
     if -(-end // size) > old_blocks or (new and (pending or request.check_tail)):
         _make_room(state, [(request, end)])
         copies = _grow(state, request, end)
-    first, num_blocks = start // size, request.num_blocks
-    tables, spans = [table[first:num_blocks].copy() for table in request.tables], [(start, end)] if end > start else []
+    first = start // size
+    tables = [table[first : request.num_blocks].copy() for table in request.tables]
+    spans = [(start, end)] if end > start else []
     allocation: AnyAllocation = Allocation(tables, first, size, [], spans, False, copies, None, old_blocks)
     request.tokens.extend(new)  # last, because without new blocks this is the only change
     return allocation
@@ -97,17 +100,16 @@ def _make_room(
     Raises:
         OutOfBlocks: There are too few blocks for all of them together. Nothing has changed.
     """
-    new_blocks, requests, with_tail, positions = 0, list[Request](), list[Request](), list[tuple[Request, int]]()
-    for request, end in growths:
-        new_blocks += -(-end // state.block_size) - request.num_blocks
-        requests.append(request)
-        if request.check_tail:
-            with_tail.append(request)
-        if not state.prefix_only:  # all queries before this position are computed
-            positions.append((request, min(request.committed, request.computed, max(request.length, end) - 1)))
+    requests = [request for request, _ in growths]
+    with_tail = [request for request in requests if request.check_tail]
+    new_blocks = sum([-(-end // state.block_size) - request.num_blocks for request, end in growths])
+    positions = []
+    if not state.prefix_only:  # all queries before this position are computed
+        positions = [(r, min(r.committed, r.computed, max(r.length, end) - 1)) for r, end in growths]
     for group, (pool, spec) in enumerate(zip(state.pools, state.groups, strict=True)):
-        count, available = 0 if spec.holds_states else new_blocks, pool.available
-        for tail, holders in Counter([_partial_block(state, r, group) for r in with_tail]).items() if with_tail else ():
+        count = 0 if spec.holds_states else new_blocks
+        available = pool.available
+        for tail, holders in Counter([_partial_block(state, request, group) for request in with_tail]).items():
             if tail >= 0:
                 others = pool.ref_count.item(tail) - 1
                 # The last holder to append needs no copy, unless the block is published, or offloading keeps it

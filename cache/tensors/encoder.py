@@ -6,8 +6,10 @@ The encoder does not run again if its output is here.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -207,18 +209,17 @@ class EncoderCache:
 
     def _victims(self, item: EncoderItem, size: int) -> list[Hashable]:
         """Return the contents to evict so that an output of `size` bytes fits. Change nothing."""
-        idle = {content: entry for content, entry in self._entries.items() if not entry.holders}
-        held = self.nbytes - sum([entry.nbytes for entry in idle.values()])
-        if held + size > self.max_bytes:
-            held_by = f"{held} of {self.max_bytes} bytes are held by requests"
-            raise MemoryError(f"{item.content_hash!r}: needs {size} bytes, {held_by}")
         excess = self.nbytes + size - self.max_bytes
-        victims = []
-        for content in sorted(idle, key=lambda c: self._key(idle[c])) if excess > 0 else ():
-            if excess > 0:
-                victims.append(content)
-                excess -= idle[content].nbytes
-        return victims
+        if excess <= 0:
+            return []
+        idle = {content: entry for content, entry in self._entries.items() if not entry.holders}
+        idle_bytes = sum([entry.nbytes for entry in idle.values()])
+        if idle_bytes < excess:
+            held_by = f"{self.nbytes - idle_bytes} of {self.max_bytes} bytes are held by requests"
+            raise MemoryError(f"{item.content_hash!r}: needs {size} bytes, {held_by}")
+        order = sorted(idle, key=lambda content: self._key(idle[content]))
+        evicted_bytes = [*accumulate([idle[content].nbytes for content in order])]
+        return order[: 1 + bisect_left(evicted_bytes, excess)]
 
     def output(self, item: EncoderItem) -> torch.Tensor:
         """Return the whole output of an item, `[length, *features]`. Do not change it.

@@ -115,19 +115,26 @@ class Step:
         """
         if not isinstance(allocations, Mapping):
             raise TypeError(f"allocations: got {type(allocations).__name__}, needs a mapping by request id")
-        bounds, lengths, scattered, runs, spans, count = [0], [], False, list[Run](), list[Span](), 0
+        bounds = [0]
+        lengths = []
+        scattered = False
+        runs: list[Run] = []
+        all_spans: list[Span] = []
         for allocation in allocations.values():
-            begin, mine = count, allocation.compute_spans
-            count += sum([end - start for start, end in mine])
-            spans += mine
-            bounds.append(count)
-            last = mine[-1][1] if count > begin else 0
+            spans = allocation.compute_spans
+            begin, end = bounds[-1], bounds[-1] + sum([end - start for start, end in spans])
+            last = spans[-1][1] if end > begin else 0
+            bounds.append(end)
             lengths.append(last)
-            scattered |= count > begin and last - mine[0][0] != count - begin
+            scattered |= end > begin and last - spans[0][0] != end - begin
+            all_spans += spans
             found = allocation.slot_runs(group)
             runs += [(begin + token, first, behind) for token, first, behind in found] if begin else found
-        step, slots, extents = object.__new__(_StepOf), StepSlots(count, runs), (bounds, lengths, scattered)
-        step.__dict__.update(outputs=outputs, requests=tuple(allocations), extents=extents, slots=slots, _spans=spans)
+        step = object.__new__(_StepOf)
+        extents, slots = (bounds, lengths, scattered), StepSlots(bounds[-1], runs)
+        step.__dict__.update(
+            outputs=outputs, requests=tuple(allocations), extents=extents, slots=slots, _spans=all_spans
+        )
         return step
 
     @cached_property
@@ -155,7 +162,9 @@ class Step:
         """
         if self.query_start_loc is None or self.positions is None:
             return None
-        bounds, lengths, scattered = self.query_start_loc.tolist(), [], False
+        bounds = self.query_start_loc.tolist()
+        lengths = []
+        scattered = False
         for _, begin, end in zip(self.requests, bounds[:-1], bounds[1:], strict=True):
             first, last = (int(self.positions[begin]), int(self.positions[end - 1])) if begin < end else (0, -1)
             lengths.append(last + 1)
