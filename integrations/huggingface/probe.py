@@ -154,7 +154,7 @@ def probe_images(loop: Loop, images: RowImages) -> ImageSplit | None:
                 forward(model, prompt.tokens, 0, cut, parts, prompt.inputs(0, cut))
             parts = _restored(model, parts if computed else whole, cut)
             got = forward(model, prompt.tokens, cut, length, parts, prompt.inputs(cut, length)).logits[0, -1]
-            return _close(whole, parts) and alike(want, got)
+            return _close(model, whole, parts) and alike(want, got, model.dtype)
 
         cuts = [cut for cut in (first, end) if 0 < cut < length]
         refuse_if(
@@ -207,7 +207,7 @@ def _in_parts(model: Any, length: int, cut: int, typed: bool = False) -> Dynamic
         forward(model, tokens, 0, cut, first, given(cut))
         parts = _restored(model, first)
         got = forward(model, tokens, cut, length, parts, given(length)).logits[0, -1]
-        same = _close(whole, parts) and alike(want, got)
+        same = _close(model, whole, parts) and alike(want, got, model.dtype)
     refuse_if(not same, "it computes other values when it continues from a cached prefix")
     return whole
 
@@ -240,7 +240,7 @@ def _restored(model: Any, cache: DynamicCache, length: int | None = None) -> Dyn
     return fresh
 
 
-def _close(whole: DynamicCache, parts: DynamicCache, skipped: int = 0) -> bool:
+def _close(model: Any, whole: DynamicCache, parts: DynamicCache, skipped: int = 0) -> bool:
     """Return whether keys, values and states agree; the second cache has `skipped` more columns before them."""
     others = attention_layers(parts)
     pairs = [
@@ -250,7 +250,7 @@ def _close(whole: DynamicCache, parts: DynamicCache, skipped: int = 0) -> bool:
     ]
     if not skipped:
         pairs += zip(take_states(whole, 0).values(), take_states(parts, 0).values(), strict=True)
-    return all(a.shape == b.shape and alike(a, b) for a, b in pairs)
+    return all(alike(a, b, model.dtype) for a, b in pairs)
 
 
 def _behind_padding(model: Any, whole: DynamicCache) -> tuple[bool, bool]:
@@ -280,11 +280,12 @@ def _behind_padding(model: Any, whole: DynamicCache) -> tuple[bool, bool]:
         padded, first = new_cache(model.config), new_cache(model.config)
         want = compute(ids.shape[1], padded)
         if state_layers(padded):
-            return not _close(whole, _row(padded), PAD), True
+            return not _close(model, whole, _row(padded), PAD), True
         compute(CUT, first)
         parts = _restored(model, first)
         got = compute(ids.shape[1], parts)
-        return not _close(whole, _row(padded), PAD), alike(want, got) and _close(_row(padded, PAD), _row(parts), PAD)
+        continues = alike(want, got, model.dtype) and _close(model, _row(padded, PAD), _row(parts), PAD)
+        return not _close(model, whole, _row(padded), PAD), continues
     except Exception:
         return True, False
 

@@ -231,8 +231,8 @@ def _check_scattered(model: Any, probed: Probed, length: int) -> None:
     positions = np.array([*AGAIN, *range(length - 9, length)])
     got = compute_scattered(model, tokens, positions, whole, probed).logits[0, -1]
     layers = filled_layers(whole)
-    same = alike(want, got) and all(
-        alike(old, new)
+    same = alike(want, got, model.dtype) and all(
+        alike(old, new, model.dtype)
         for i, pair in kept.items()
         for old, new in zip(pair, (layers[i].keys, layers[i].values), strict=True)
     )

@@ -51,6 +51,16 @@ def test_hybrids_go_on_from_states(family: Family) -> None:
         assert_same(model, **left_padded(torch.cat([document, prompt(9, 6)], 1), prompt(33, 7)), num_beams=2)
 
 
+def test_states_in_float32_of_a_bfloat16_model_are_compared_as_its_other_values() -> None:
+    """Mamba rounds the inputs of its states to bfloat16, and keeps the states and its logits in float32."""
+    model = remembering(generate_cases.BY_NAME["mamba"]).to(torch.bfloat16)
+    with enabled(model, num_blocks=64) as handle:
+        assert handle.unsupported is None
+        for reused in (0, 32):
+            model.generate(prompt(40), max_new_tokens=2)
+            assert handle.last_requests[0].cached_tokens == reused
+
+
 @pytest.mark.parametrize("family", first_quick(HYBRIDS), ids=lambda f: f.name)
 def test_explanation_of_a_hybrid_names_the_group_that_lacks_a_state(family: Family) -> None:
     model, document = remembering(family), prompt(70)
