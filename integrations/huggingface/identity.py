@@ -420,9 +420,16 @@ def _hooks_of(model: Any) -> dict[str, Any]:
 
 
 def acting_hooks(model: Any) -> bool:
-    """Return whether a model has hooks whose code is of no known package, so that they may compute anything."""
-    hooks = _hooks_of(model).values()
-    return not all(is_known(f.__module__) for hook in hooks for f in list[Any](functions_of(hook)) or [type(hook)])
+    """Return whether a model has hooks, or modules with a forward of their own, whose code may compute anything.
+
+    Code of known packages does not count.
+    """
+    forwards = [vars(module)["forward"] for module in model.modules() if "forward" in vars(module)]
+    for own in (*_hooks_of(model).values(), *forwards):
+        files = [f.__globals__.get("__name__") for f in functions_of(own)]  # functools.wraps copies `__module__`
+        if not all(map(is_known, files or [type(own).__module__])):
+            return True
+    return False
 
 
 def _holders(model: Any, functions: Functions) -> dict[str, Any]:

@@ -526,6 +526,52 @@ def test_a_hook_that_looks_at_positions_of_a_long_pass_is_not_served(model: Any,
         assert "computes other values" in reason
 
 
+STEPS: dict[str, Callable[[int, int], bool]] = {
+    "one token": lambda tokens, first: tokens == 1,
+    "several tokens": lambda tokens, first: tokens > 1,
+    "few tokens": lambda tokens, first: tokens < 10,
+    "many tokens": lambda tokens, first: tokens > 30,
+    "late tokens": lambda tokens, first: first > 41,
+}
+
+
+def _wrapped(module: Any, add: Any) -> None:
+    """Give a module a forward of its own, as `functools.wraps` makes it, in place of a hook."""
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def own(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = add(module, args, kwargs)
+        return forward(*args, **kwargs)
+
+    module.forward = own
+
+
+@pytest.mark.parametrize(
+    "put", [lambda module, add: module.register_forward_pre_hook(add, with_kwargs=True), _wrapped], ids=["hook", "own"]
+)
+@pytest.mark.parametrize("acts", STEPS.values(), ids=STEPS.keys())
+def test_a_hook_that_looks_at_the_size_or_place_of_a_pass_is_not_served(
+    model: Any, acts: Callable[[int, int], bool], put: Callable[[Any, Any], None]
+) -> None:
+    """Steering of generated tokens alone is often a hook on passes of one token. A hit leaves other passes."""
+
+    def add(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        hidden, *others = args
+        factor = 3 if acts(hidden.shape[1], int(kwargs["position_ids"][0, 0])) else 1
+        return (hidden * factor, *others), kwargs
+
+    options = {"max_new_tokens": 2, "return_dict_in_generate": True, "output_logits": True}
+    put(model.model.layers[0], add)
+    calls = [prompt(length) for length in (40, 40, 60, 60, 20, 20)]
+    want = [model.generate(ids, **options).logits for ids in calls]
+    with warnings.catch_warnings(record=True), enable_prefix_caching(model, num_blocks=64) as handle:
+        got = [model.generate(ids, **options).logits for ids in calls]
+        torch.testing.assert_close(got, want)
+        (reason,) = handle.stats().calls_handed_back
+        assert "computes other values" in reason
+
+
 def test_a_hook_that_treats_all_tokens_alike_is_served_at_any_length(model: Any) -> None:
     with enable_prefix_caching(model, num_blocks=256) as handle:
         _mlp(model).register_forward_hook(lambda module, inputs, output: output * 1.5)
