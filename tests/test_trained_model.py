@@ -102,6 +102,19 @@ def test_without_the_package_the_error_says_how_to_get_it(
         trained_model_folder()
 
 
+def test_the_header_of_a_file_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf, transformers = pytest.importorskip("gguf"), pytest.importorskip("transformers")
+    parsed: list[str] = []
+    monkeypatch.setattr(gguf, "GGUFReader", own := lambda path: parsed.append(path) or object())
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
+        read = lambda place, gguf_file, **_: gguf.GGUFReader(f"{place}/{gguf_file}")  # noqa: E731
+        monkeypatch.setattr(auto, "from_pretrained", read)
+    model, tokenizer = _trained.load_gguf("folder/weights.gguf")
+    assert model is tokenizer
+    assert parsed == ["folder/weights.gguf"]
+    assert gguf.GGUFReader is own
+
+
 def test_it_answers_about_a_text_that_it_was_given(trained_model: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
