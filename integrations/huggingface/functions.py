@@ -121,16 +121,9 @@ def restored(
     """
     reached: dict[int, Any] = {}
     deque(described(hooks.items(), known, light=True, seen=reached), maxlen=0)
-    named = {name for f in reached.values() if isinstance(f, FunctionType) for name in names_of(f.__code__)}
-    methods = [("", f) for m in modules for name in named for f in functions_of(getattr(type(m), name, None))]
-    deque(described(methods, known, light=True, seen=reached), maxlen=0)
-    own = [f for f in reached.values() if isinstance(f, FunctionType) and not is_known(f.__globals__.get("__name__"))]
-    codes = [code for f in own if f.__name__ != "__init__" for code in _codes_of(f.__code__)]
-    texts = {text for code in codes for text in code.co_consts if isinstance(text, str)}  # such as names for setattr
-    written = texts.union(*(_stored(code, "STORE_ATTR") for code in codes))
-    named = named.union(texts, *(code.co_names for code in codes)) - vars(torch.nn.Module()).keys()
+    named, written = _attributes_used(reached, known, {type(m) for m in modules})
     entries = chain.from_iterable(vars(m).items() for m in modules)
-    inside = [(name, own) for name, own in entries if name in named and not isinstance(own, torch.Tensor)]
+    inside = [(name, value) for name, value in entries if name in named and not isinstance(value, torch.Tensor)]
     deque(described([*inside, *others.items()], known, light=True, seen=reached), maxlen=0)
     restores: list[Callable[[], Any]] = [functools.partial(_reset, vars(m), vars(m).copy(), written) for m in modules]
     for value in reached.values():
@@ -144,6 +137,33 @@ def restored(
                 restore()
 
 
+def _attributes_used(
+    reached: dict[int, Any], known: Collection[int], kinds: Iterable[type]
+) -> tuple[set[str], set[str]]:
+    """Return the names in the code of some functions, and those of attributes that the code writes.
+
+    Methods of the classes `kinds` that the code names count too.
+
+    Args:
+        reached: Objects, by id, of which the functions count. It gets what the methods reach.
+        known: Ids of objects that are not searched.
+        kinds: The classes of the modules to which the code may write.
+    """
+    named = {name for code in _codes_in(reached) for name in code.co_names}
+    methods = [("", f) for kind in kinds for name in named for f in functions_of(getattr(kind, name, None))]
+    deque(described(methods, known, light=True, seen=reached), maxlen=0)
+    codes = _codes_in(reached)
+    texts = {text for code in codes for text in code.co_consts if isinstance(text, str)}  # such as names for setattr
+    named = texts.union(*(code.co_names for code in codes)) - vars(torch.nn.Module()).keys()
+    return named, texts.union(*(_stored(code, "STORE_ATTR") for code in codes))
+
+
+def _codes_in(objects: Mapping[int, Any]) -> list[CodeType]:
+    """Return the code of the functions among some objects, except `__init__` and functions of known packages."""
+    functions = [f for f in objects.values() if isinstance(f, FunctionType) and f.__name__ != "__init__"]
+    return [code for f in functions if not of_package(f) for code in _codes_of(f.__code__)]
+
+
 def _restores(value: Any) -> Iterator[Callable[[], Any]]:
     """Yield functions that put back what a value holds now, if it is no longer the same."""
     if isinstance(value, torch.Tensor):
@@ -155,7 +175,7 @@ def _restores(value: Any) -> Iterator[Callable[[], Any]]:
             yield functools.partial(np.copyto, value, value.copy())
     elif isinstance(value, FunctionType):
         space = value.__globals__
-        if not is_known(space.get("__name__")):
+        if not of_package(value):
             written = _stored(value.__code__, "STORE_GLOBAL") & space.keys()
             yield functools.partial(space.update, {name: space[name] for name in written})
             for cell in value.__closure__ or ():
@@ -428,6 +448,11 @@ def is_known(module: Any) -> bool:
     return package in _KNOWN or package in _LIBRARIES
 
 
+def of_package(function: FunctionType) -> bool:
+    """Return whether a function belongs to a known package by its file. `functools.wraps` copies `__module__`."""
+    return is_known(function.__globals__.get("__name__"))
+
+
 def described(
     roots: Iterable[tuple[str, Any]],
     known: Collection[int],
@@ -485,7 +510,7 @@ def _parts_of(value: Any, light: bool) -> tuple[list[Any], list[tuple[Any, Any]]
         names = repr((value.co_names, value.co_varnames, value.co_flags))
         return [value.co_code, names.encode()], list(enumerate(value.co_consts))
     if isinstance(value, FunctionType):
-        code, is_of_package = value.__code__, is_known(value.__globals__.get("__name__"))
+        code, is_of_package = value.__code__, of_package(value)
         if is_of_package and light:
             return [], []
         cells = zip(code.co_freevars, map(cell_content, value.__closure__ or ()), strict=True)
