@@ -24,7 +24,18 @@ import torch
 
 from .api import COMPILED, KEPT_MANAGER, RECORDING, SILENT_ENTRIES, is_own_hook
 from .calls import refuse_if, refusing
-from .functions import PLAIN, Functions, Held, content_digest, differing, functions_of, is_known, reader_of, restored
+from .functions import (
+    PLAIN,
+    Functions,
+    Held,
+    content_digest,
+    differing,
+    functions_of,
+    is_known,
+    of_package,
+    reader_of,
+    restored,
+)
 from .support import (
     CHANGING_ROPE,
     PLAIN_TENSORS,
@@ -44,9 +55,14 @@ ADAPTER_STATE = frozenset({"active_adapters", "_active_adapter", "disable_adapte
 They are not compared, because `adapter_keys` adds them to the keys of blocks.
 """
 _INTERNAL = frozenset(vars(torch.nn.Module()))
-"""Attributes of every torch module. Of these, only `_TABLES`, `_HOOKS` and the submodules' `training` are compared."""
-_TABLES = ("_parameters", "_buffers", "_modules")
+"""Attributes of every torch module. Of these, an `Identity` compares parameters, buffers, submodules, `_HOOKS` and the
+submodules' `training`.
+"""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_BY_LENGTH = ("inv_freq", "max_seq_len_cached")
+"""Ends of the names of attributes that a rotary embedding may change with the input length."""
+_AT_SWITCH = "long_inv_freq"
+"""An attribute that longrope adds, before transformers 5.24 only when it first switches its frequencies."""
 ATTACHED = frozenset(
     {"generate", "init_continuous_batching", "__getstate__", KEPT_MANAGER, RECORDING, "_is_torch_compile", *COMPILED}
 )
@@ -73,53 +89,49 @@ class Identity:
 
     def __init__(self, model: Any, transient: Collection[str] = ()) -> None:
         self._moved = _MOVED in transient
-        named = {id(m): name for name, m in model.named_modules()}
-        self._modules = [m for m in model.modules() if m is not model]
-        self._module_names = [named[id(m)] for m in self._modules]
-        self.adapters = [m for m in self._modules if _is_adapter(m)]
-        adapters = {id(m) for m in self.adapters}
-        watched = [m for m in self._modules if not changes_itself(m)]
+        named = dict(model.named_modules())
+        self._modules = {label: m for label, m in named.items() if m is not model}
+        self.adapters = [m for m in self._modules.values() if _is_adapter(m)]
         self._left_out = _INTERNAL | ATTACHED | set(transient)
-        self._uncounted = [RECORDING, *(name for name in transient if name.isidentifier())]
+        self._uncounted = {RECORDING, _AT_SWITCH, *filter(str.isidentifier, transient)}
         # An identity must not keep its model alive, so it reads the model's own attributes through the model.
         self._root_names = [n for n in vars(model) if n not in self._left_out]
         self._settings: list[tuple[Any, dict[str, Any]]] = []
         # The module's name and the attributes' names, for each result of `_attributes`, in the same order.
         labels: list[tuple[str, tuple[Any, ...]]] = [("", tuple(self._root_names))]
         nested: dict[int, tuple[str, Any]] = {}
-        for m in watched:
-            left_out = _INTERNAL | {RECORDING} | set(transient) | (ADAPTER_STATE if id(m) in adapters else frozenset())
-            names = [n for n in vars(m) if n not in left_out]
+        for label, m in self._modules.items():
+            left_out = _INTERNAL | {RECORDING} | set(transient) | (ADAPTER_STATE if _is_adapter(m) else frozenset())
+            own = _attributes_of(m, left_out)
             # `itemgetter` returns a tuple only for two names or more, so one is given twice. The module that
             # torch.compile wraps around another has no mode of its own.
             always = "training" if "training" in vars(m) else "_modules"
-            self._settings.append((itemgetter(always, always, *names), vars(m)))
-            labels.append((named[id(m)], (always, always, *names)))
-            _nested(named[id(m)], {n: vars(m)[n] for n in names}, nested)
+            self._settings.append((itemgetter(always, always, *own), vars(m)))
+            labels.append((label, (always, always, *own)))
+            _nested(label, own, nested)
         _nested("", {n: vars(model)[n] for n in self._root_names}, nested)
         for config in _configs(model):
             nested[id(vars(config))] = "config", vars(config)
             _nested("config", vars(config), nested)
-        tables = [(named[id(m)], vars(m)[n]) for m in (model, *watched) for n in _TABLES]
+        tables = [(label, table) for label, m in named.items() for table in (*_tensor_tables(m), m._modules)]
         containers = [*nested.values(), *tables]
         dicts = [(label, c) for label, c in containers if c and isinstance(c, dict)]
         lists = [(label, c) for label, c in containers if c and not isinstance(c, dict)]
+        self._containers = [c for _, c in containers]
         self._dicts, self._lists = [c for _, c in dicts], [c for _, c in lists]
-        self._empty = [c for _, c in containers if not c]
         labels += [(label, tuple(c)) for label, c in dicts] + [(label, tuple(range(len(c)))) for label, c in lists]
         self._labels = labels
         self._kept_lengths = self._lengths()
-        self._hook_tables = [vars(m)[n] for m in (model, *watched) for n in _HOOKS]
-        self._hook_labels = [f"{_joined(named[id(m)], n)}" for m in (model, *watched) for n in _HOOKS]
+        self._hook_tables = [vars(m)[n] for m in named.values() for n in _HOOKS]
         self._kept_hooks = self._hooks()
         found = list(_model_tensors(model, transient))
         self._found = [t for _, t, _ in found]
         self._tensors = {n: t for n, t, plain in found if not (plain and n in transient)}
-        self._versioned = [t for n, t in self._tensors.items() if not t.is_inference() and n not in transient]
+        self._versioned = {n: t for n, t in self._tensors.items() if not t.is_inference() and n not in transient}
         self._in_memory = {n: t for n, t in self._tensors.items() if t.layout == torch.strided and not t.is_meta}
         self._samples = _Samples([(n, t, MANY if n in transient else SAMPLED) for n, t in self._in_memory.items()])
         self._kept = list(self._attributes(model))
-        self._types = [type(model), *map(type, self._modules)]
+        self._types = [type(model), *map(type, self._modules.values())]
         self._functions = Functions(model)
         self._read_held = held_reader(model, self._functions, transient)
         self._held = self._read_held()
@@ -137,10 +149,10 @@ class Identity:
         )
 
     def _lengths(self) -> list[int]:
-        """Return sums of lengths, which change if something is added or removed."""
+        """Return the number of all modules' attributes, and that of each container's values."""
         attributes = [own for _, own in self._settings]
         uncounted = sum(sum(map(contains, attributes, repeat(name))) for name in self._uncounted)
-        return [sum(map(len, attributes)) - uncounted, sum(map(len, self._dicts)), sum(map(len, self._lists))]
+        return [sum(map(len, attributes)) - uncounted, *map(len, self._containers)]
 
     def _hooks(self) -> list[tuple[int, Any]]:
         """Return the hooks of all modules, except transformers' own and those that PEFT adds for one call."""
@@ -161,15 +173,8 @@ class Identity:
         return found
 
     def _tensor_numbers(self) -> list[int]:
-        """Return the versions and addresses of tensors, which change if a tensor is written to or replaced."""
-        return [t._version for t in self._versioned] + [t.data_ptr() for t in self._in_memory.values()]
-
-    def _adapter_states(self) -> list[tuple[Any, Any, Any]]:
-        """Return which PEFT adapters each layer has active, and their scaling."""
-        return [
-            (repr(vars(m).get("_active_adapter")), m.disable_adapters, repr(getattr(m, "scaling", None)))
-            for m in self.adapters
-        ]
+        """Return the addresses and versions of tensors, which change if a tensor is replaced or written to."""
+        return [t.data_ptr() for t in self._in_memory.values()] + [t._version for t in self._versioned.values()]
 
     def _adapter_names(self) -> list[Any]:
         """Return the object with which each layer names its active PEFT adapters. Each switch makes a new one."""
@@ -190,13 +195,13 @@ class Identity:
         wait for the device.
         """
         # The names come first: if another thread switches adapters meanwhile, they are no longer current.
-        names, states, reference = self._adapter_names(), self._adapter_states(), weakref.ref(model)
+        names, keys, reference = self._adapter_names(), self.adapter_keys(), weakref.ref(model)
 
         def unchanged() -> bool:
             now = reference()
             if now is None or self._restructured(now):
                 return False
-            if not all(map(is_, self._adapter_names(), names)) or self._adapter_states() != states:
+            if not all(map(is_, self._adapter_names(), names)) or self.adapter_keys() != keys:
                 return False
             elements = self._samples.elements(on_devices=False)
             return elements == self._content[: len(elements)]
@@ -207,12 +212,11 @@ class Identity:
         """Return whether anything but the sampled elements of tensors and the active adapters has changed."""
         try:
             return self._moved or not (
-                not any(self._empty)
-                and len(vars(model).keys() - self._left_out) == len(self._root_names)
+                len(vars(model).keys() - self._left_out) == len(self._root_names)
                 and self._lengths() == self._kept_lengths
                 and self._hooks() == self._kept_hooks
                 and all(map(is_, self._attributes(model), self._kept))
-                and [type(model), *map(type, self._modules)] == self._types
+                and [type(model), *map(type, self._modules.values())] == self._types
                 and self._tensor_numbers() == self._numbers
                 and not self._functions.changed()
                 and not differing(self._held, self._read_held())
@@ -260,35 +264,28 @@ class Identity:
 
     def _content_of(self, module: torch.nn.Module, known: dict[int, Any]) -> str:
         """Return a digest of a module's attributes and hooks, without what `known` holds by id."""
-        hooks = [hook for name in _HOOKS for hook in vars(module)[name].values() if not is_harmless(hook)]
-        left_out = {*self._left_out, *_ELSEWHERE, *(ADAPTER_STATE if module in self.adapters else ())}
-        own = {} if changes_itself(module) else vars(module)
-        kept = {n: v for n, v in own.items() if n not in left_out and not _is_of_framework(n, v)}
+        hooks = list(_acting(module).values())
+        left_out = {*self._left_out, *_ELSEWHERE, *(ADAPTER_STATE if _is_adapter(module) else ())}
+        kept = {n: v for n, v in _attributes_of(module, left_out).items() if not _is_of_framework(n, v)}
         return content_digest((hooks, sorted(kept.items(), key=itemgetter(0))), known)
 
     def difference(self, later: Identity) -> str:
         """Return the name of one difference between this and a later identity of the model."""
-        before, after = self._seen(), later._seen()
-        for name in (*before, *after):
-            old, new = before.get(name, before), after.get(name, after)
-            if old is not new and not (isinstance(old, bytes) and old == new):
-                return name
-        return "the model"
+        return next(iter(differing(self._seen(), later._seen())), "the model")
 
-    def _seen(self) -> dict[str, Any]:
+    def _seen(self) -> Held:
         """Return everything that is compared, by a name that a user understands."""
         names = [_joined(label, str(key)) for label, keys in self._labels for key in keys]
-        found = dict(zip(names, self._kept, strict=False))
-        classes = zip(("the model", *self._module_names), self._types, strict=True)
-        found |= {f"{name}'s class": kind for name, kind in classes}
-        found |= {f"{self._hook_labels[n]}, {_name_of(hook)}": hook for n, hook in self._kept_hooks}
-        addresses = zip(self._in_memory, self._numbers[len(self._versioned) :], strict=True)
-        found |= {f"{name}'s address": str(address).encode() for name, address in addresses}
-        versions = dict(zip(map(id, self._versioned), self._numbers, strict=False))
-        found |= {f"{name}'s version": str(versions.get(id(t), 0)).encode() for name, t in self._tensors.items()}
+        classes = [f"{name}'s class" for name in ("the model", *self._modules)]
+        tables = [_joined(label, name) for label in ("", *self._modules) for name in _HOOKS]
+        numbers = [f"{name}'s address" for name in self._in_memory] + [f"{name}'s version" for name in self._versioned]
+        found: dict[str, Any] = dict(zip(names, self._kept, strict=False))
+        found |= zip(classes, self._types, strict=True)
+        found |= {f"{tables[n]}, {_name_of(hook)}": hook for n, hook in self._kept_hooks}
+        found |= zip(numbers, map(str.encode, map(str, self._numbers)), strict=True)
         found |= {f"{name}'s elements": part for name, part in self._samples.by_name(self._content)}
-        found |= {name: repr(value).encode() for name, value in self._held.items()}
-        return found | dict(self._functions.seen())
+        functions = {name: [value] for name, value in self._functions.seen()}
+        return {name: [value] for name, value in found.items()} | self._held | functions
 
 
 def _row_settings(hook: Any) -> dict[str, Any]:
@@ -342,15 +339,14 @@ def without_row_settings(model: Any) -> Iterator[None]:
             table.update(hooks)
 
 
-def _within(module: torch.nn.Module) -> dict[str, list[int]]:
-    """Return the ids of the values inside a module's dict, list and tuple attributes, by attribute name."""
-    found = {}
+def _values_of(module: torch.nn.Module) -> Held:
+    """Return the value of each attribute of a module, with the values inside a dict, list or tuple, by its name."""
+    found: Held = {}
     for name, value in vars(module).items():
-        if isinstance(value, dict | list | tuple) and name not in _INTERNAL:
-            nested: dict[int, tuple[str, Any]] = {}
-            _nested(name, {name: value}, nested)
-            held = (c.values() if isinstance(c, dict) else c for _, c in nested.values())
-            found[name] = [id(inner) for values in held for inner in values]
+        nested: dict[int, tuple[str, Any]] = {}
+        _nested(name, {} if name in _INTERNAL else {name: value}, nested)
+        inside = (c.values() if isinstance(c, dict) else c for _, c in nested.values())
+        found[name] = [value, *chain.from_iterable(inside)]
     return found
 
 
@@ -365,14 +361,12 @@ def set_by_forward(model: Any, functions: Functions) -> Iterator[set[str]]:
     found: set[str] = set()
     read_held = held_reader(model, functions)
     held = read_held()
-    before = [(m, dict(vars(m)), _within(m)) for m in model.modules()]
+    before = [(m, _values_of(m)) for m in model.modules()]
     tensors = {name: (t, t._version) for name, t, _ in _model_tensors(model) if not t.is_inference()}
     places = {name: (t.dtype, t.device) for name, (t, _) in tensors.items()}
     yield found
-    for module, attributes, within in before:
-        found |= {name for name, value in vars(module).items() if attributes.get(name, found) is not value}
-        now = _within(module)
-        found |= {name for name in within.keys() | now.keys() if within.get(name) != now.get(name)}
+    for module, values in before:
+        found.update(differing(values, _values_of(module)))
     for name, tensor, _ in _model_tensors(model):
         old, version = tensors.get(name, (None, 0))
         if old is tensor and tensor._version != version:
@@ -426,8 +420,8 @@ def acting_hooks(model: Any) -> bool:
     """
     forwards = [vars(module)["forward"] for module in model.modules() if "forward" in vars(module)]
     for own in (*_hooks_of(model).values(), *forwards):
-        files = [f.__globals__.get("__name__") for f in functions_of(own)]  # functools.wraps copies `__module__`
-        if not all(map(is_known, files or [type(own).__module__])):
+        functions = list(functions_of(own))
+        if not (all(map(of_package, functions)) if functions else is_known(type(own).__module__)):
             return True
     return False
 
@@ -444,11 +438,22 @@ def _holders(model: Any, functions: Functions) -> dict[str, Any]:
     return roots
 
 
-def changes_itself(module: torch.nn.Module) -> bool:
-    """Return whether a module is a rotary embedding that changes with the input length."""
+def _changes_itself(module: torch.nn.Module) -> bool:
+    """Return whether a module is a rotary embedding that changes its frequencies with the input length."""
     kind = getattr(module, "rope_type", None)
     kinds = kind.values() if isinstance(kind, dict) else (kind,)
     return any(k in CHANGING_ROPE for k in kinds if isinstance(k, str))
+
+
+def _attributes_of(module: torch.nn.Module, left_out: Collection[str]) -> dict[str, Any]:
+    """Return a module's attributes except those in `left_out` and those that it changes with the input length."""
+    ends = _BY_LENGTH if _changes_itself(module) else ()
+    return {n: v for n, v in vars(module).items() if n not in left_out and not n.endswith(ends)}
+
+
+def _tensor_tables(module: torch.nn.Module) -> list[dict[str, Any]]:
+    """Return a module's parameters and buffers, without buffers that it changes with the input length."""
+    return [module._parameters, *([] if _changes_itself(module) else [module._buffers])]
 
 
 def _nested(label: str, values: dict[str, Any], found: dict[int, tuple[str, Any]], depth: int = 3) -> None:
@@ -479,7 +484,7 @@ def _model_tensors(model: Any, left_out: Collection[str] = ()) -> Iterator[tuple
     """Yield each tensor of a model once: its name, the tensor, and whether it is neither a parameter nor a buffer.
 
     Such plain tensors are in attributes of modules, or in containers there. Attributes in `left_out` are skipped, and
-    so are rotary embeddings that change with the input length. Of a tensor subclass, the tensors that it wraps count.
+    so are frequencies that change with the input length. Of a tensor subclass, the tensors that it wraps count.
     """
     seen: set[int] = set()
     for name, value, plain in _in_attributes(model, left_out):
@@ -497,16 +502,12 @@ def _in_attributes(model: Any, left_out: Collection[str] = ()) -> Iterator[tuple
     """
     left_out = {*_INTERNAL, *ATTACHED, *left_out}
     for label, module in model.named_modules():
-        if module is not model and changes_itself(module):
-            continue
-        own = {n: v for n, v in vars(module).items() if n not in left_out}
+        own = _attributes_of(module, left_out)
         nested: dict[int, tuple[str, Any]] = {}
         _nested(label, own, nested)
-        registered = [(label, module._parameters, False), (label, module._buffers, False)]
-        for name, held, plain in (
-            *registered,
-            *((name, held, True) for name, held in ((label, own), *nested.values())),
-        ):
+        registered = [(label, table, False) for table in _tensor_tables(module)]
+        others = [(name, held, True) for name, held in ((label, own), *nested.values())]
+        for name, held, plain in (*registered, *others):
             for key, value in held.items() if isinstance(held, dict) else enumerate(held):
                 yield _joined(name, str(key)), value, plain
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 import transformers
 from calls import calls_within
-from generate_cases import SMALL, cached, cached_each
+from generate_cases import SMALL, build_model, cached, cached_each
 
-from pc.integrations.huggingface import PrefixCaching
+from pc.integrations.huggingface import PrefixCaching, enable_prefix_caching
 from pc.integrations.huggingface.functions import Functions
 from pc.integrations.huggingface.identity import Identity, set_by_forward
 
@@ -79,6 +79,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "weight replaced": lambda m: setattr(_layer(m).mlp.up_proj.weight, "data", torch.zeros(96, 64)),
     "adapter": _adapt,
     "one submodule in training": lambda m: _layer(m).mlp.train(),
+    "entry moved to the next list": lambda m: _layer(m).mlp.after.insert(0, _layer(m).mlp.before.pop()),
 }
 
 
@@ -87,9 +88,50 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 def test_keys_and_values_from_before_a_change_are_not_read(
     model: Any, handle: PrefixCaching, change: Callable[[Any], Any]
 ) -> None:
+    _layer(model).mlp.before, _layer(model).mlp.after = [1.0, 2.0], [3.0]
     assert cached_each(model, handle) == [0, 39]
     with torch.no_grad():
         change(model)
+    assert cached_each(model, handle) == [0, 39]
+
+
+def _halved(module: Any) -> None:
+    forward = module.forward
+    module.forward = lambda *args, **kwargs: tuple(part * 0.5 for part in forward(*args, **kwargs))
+
+
+ROTARY: dict[str, Callable[[Any], Any]] = {
+    "hook": lambda m: m.register_forward_hook(lambda module, args, out: (out[0] * 0.5, out[1])),
+    "forward": _halved,
+    "setting": lambda m: setattr(m, "attention_scaling", 0.5),
+}
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.parametrize("change", ROTARY.values(), ids=ROTARY.keys())
+def test_changes_of_a_rotary_embedding_that_changes_itself(kind: str, change: Callable[[Any], Any]) -> None:
+    """Only its frequencies change with the length of the input."""
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 128}
+    model = build_model("LlamaConfig", "LlamaForCausalLM", rope_parameters=rope)
+    with enable_prefix_caching(model, num_blocks=64) as handle:
+        assert cached_each(model, handle) == [0, 39]
+        change(model.model.rotary_emb)
+        assert cached_each(model, handle) == [0, 39]
+
+
+class CountingTwice(transformers.models.llama.modeling_llama.LlamaMLP):  # type: ignore[misc, name-defined]
+    def forward(self, x: torch.Tensor) -> Any:
+        for _ in range(2):
+            self.counts[0] += 1.0
+        return super().forward(x)
+
+
+def test_a_count_in_a_list_is_no_change(model: Any, handle: PrefixCaching) -> None:
+    """Python often gives each second number the address of the one before the last."""
+    mlp = _layer(model).mlp
+    mlp.__class__, mlp.counts = CountingTwice, [float(id(mlp))]
     assert cached_each(model, handle) == [0, 39]
 
 
