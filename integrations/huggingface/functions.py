@@ -273,12 +273,14 @@ class Functions:
         return False
 
     def _add_class(self, kind: type) -> None:
-        """Add the attributes of a class and its bases."""
+        """Add the attributes of a class and its bases. Functions of modules are followed, others only compared."""
+        is_module = issubclass(kind, torch.nn.Module)
         for base in kind.__mro__:
-            if id(base) in self._spaces or base is object:
+            is_left_out = base is object if is_module else _is_unsearched(base.__module__)
+            if is_left_out or id(base) in self._spaces:
                 continue
             self._spaces[id(base)] = (f"{base.__module__}.{base.__qualname__}", vars(base), {})
-            for value in list(vars(base).values()):
+            for value in list(vars(base).values()) if is_module else ():
                 for function in functions_of(value):
                     self._add(function)
 
@@ -288,7 +290,7 @@ class Functions:
         file = str(names.get("__name__", ""))
         for inner in functions_of(getattr(function, "__wrapped__", None)):
             self._add(inner)
-        if id(function) in self._found or file.partition(".")[0] in _KNOWN or file.startswith(_OTHER):
+        if id(function) in self._found or _is_unsearched(file):
             return
         self._found[id(function)] = function
         for cell in function.__closure__ or ():
@@ -323,17 +325,11 @@ class Functions:
                     for function in functions_of(mapping.get(own)):
                         self._add(function)
         elif isinstance(value, type):
-            if not issubclass(value, torch.nn.Module):
-                self._add_plain(value)
+            if not issubclass(value, torch.nn.Module):  # the classes of the model's modules are added anyhow
+                self._add_class(value)
         else:
             for function in functions_of(value):
                 self._add(function)
-
-    def _add_plain(self, kind: type) -> None:
-        """Add a class that is not a module. Its functions are compared but not followed."""
-        for base in kind.__mro__:
-            if base.__module__.partition(".")[0] not in _KNOWN and not base.__module__.startswith(_OTHER):
-                self._spaces.setdefault(id(base), (f"{base.__module__}.{base.__qualname__}", vars(base), {}))
 
     def changed(self) -> bool:
         """Return whether a function, a class, a constant or a function's code was replaced."""
@@ -367,6 +363,11 @@ class Functions:
                     own = _original(value)
                     found.append(f"{label}.{name} {getattr(own, '__module__', '')}.{getattr(own, '__qualname__', '')}")
         return sorted(set(found))
+
+
+def _is_unsearched(module: str) -> bool:
+    """Return whether the functions of a module, named by its path, are compared, but not searched for others."""
+    return module.partition(".")[0] in _KNOWN or module.startswith(_OTHER)
 
 
 def _left_out(values: Any) -> frozenset[str]:
