@@ -163,7 +163,7 @@ def _build_dense(args: FlashArgs) -> Run:
     check_tensors({"q": (q, layout), "k": (k, layout), "v": (v, layout)}, args)
     batch, seqlen_q, seqlen_k, device = *q.shape[:2], k.shape[1], q.device
     for name, x in (("k", k), ("v", v)):
-        if x.shape[:2] != (batch, seqlen_k) or x.device != device:
+        if x.shape[:2] != (batch, seqlen_k):
             raise bad_argument(name, describe(x), f"[{batch}, {seqlen_k}, num_kv_heads, head_dim] on {device}")
     blocks_of = build_blocks(contiguous(k), contiguous(v), batch)
     lens, starts = full_i32(device, batch, seqlen_k), arange_i32(device, batch + 1, seqlen_q)
@@ -468,12 +468,13 @@ def _build_cached(args: FlashArgs) -> Run:
         return PagedKV(k_cache, v_cache, tables, lens, starts, max_queries, None, fewer_keys)
 
     def check_rows(args: FlashArgs) -> None:
-        lens, leftpad = args.cache_seqlens if full_lens is None else full_lens, args.cache_leftpad
+        lens: Any = args.cache_seqlens if full_lens is None else full_lens
+        leftpad = args.cache_leftpad
         if args.cache_batch_idx is not None:
             lowest_entry("cache_batch_idx", args.cache_batch_idx, num_rows, least=0)
         if leftpad is not None:
             lowest_entry("cache_leftpad", leftpad, capacity + 1, least=0)
-            if lens is not None and (leftpad > lens.clamp(min=0)).any():
+            if (leftpad > lens.clamp(min=0)).any():
                 raise bad_argument("cache_leftpad", leftpad.tolist(), f"at most cache_seqlens, {lens.tolist()}")
 
     def to_read(keys: PagedKV, args: FlashArgs) -> PagedKV:

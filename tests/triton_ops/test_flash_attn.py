@@ -605,6 +605,17 @@ def test_empty_batches() -> None:
         assert out.shape == (queries, 4, 16)
 
 
+def test_descales_of_no_sequences() -> None:
+    """Queries without a sequence are padding, whose results are 0, whatever their factor."""
+    names = ("q_descale", "k_descale", "v_descale")
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in small())
+    for shape in ((0, 2), (0, 1), (2,), (1,)):
+        given = {name: torch.rand(shape) for name in names}
+        assert flash_attn_func(q[:0], k[:0], v[:0], **given).shape == (0, 5, 4, 32)
+        out = flash_attn_varlen_func(q[0], k[0], v[0], starts(), starts(), 5, 9, **given)
+        assert torch.equal(out, torch.zeros(5, 4, 32, dtype=torch.bfloat16))
+
+
 @every_case_quick
 @pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window_size": (3, 2)}, {"window_size": (0, -1)}], ids=str)
 @pytest.mark.parametrize("used", [False, True])

@@ -247,6 +247,8 @@ def _dequantized(
             if shape[-1] not in (1, kv_heads) or (descale.dim() != 1 and shape[:-1] != (batch,)):
                 needs = f"[{batch}, {kv_heads}], [{kv_heads}], or one element"
                 raise bad_argument(f"{name}_descale", describe(descale), needs)
+    if not batch:  # all queries are padding, so there is no factor to take from a tensor without elements
+        descales = dict.fromkeys(descales)
     if batch > 1 and any(x is not None and x.dim() == 2 and x.stride(0) for x in descales.values()):
         sequence = sequence_of_token(keys.starts, query.shape[0])[1]
     if descales["q"] is not None:
