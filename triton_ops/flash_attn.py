@@ -296,16 +296,14 @@ def _build_packed(args: FlashArgs) -> Run:
         tables_of = build_packed_tables(begins, 0 if paged or max_keys is None else max_keys)
 
     def keys_of(args: FlashArgs) -> PagedKV:
-        tables, lens = args.block_table, args.seqused_k
+        begins: Any = args.cu_seqlens_q if same else args.cu_seqlens_k
+        tables, lens, k, v = args.block_table, args.seqused_k, contiguous(args.k), contiguous(args.v)
         if not paged:
-            begins = args.cu_seqlens_q if same else args.cu_seqlens_k
-            check_used("seqused_k", lens, "cu_seqlens_k", begins, args.k.shape[0])
-        if tables_of is not None:
-            own, differences = tables_of(args.cu_seqlens_q if same else args.cu_seqlens_k)
-            tables, lens = own if tables is None else tables, differences if lens is None else lens
-        k, v = contiguous(args.k), contiguous(args.v)
-        if not paged:
+            check_used("seqused_k", lens, "cu_seqlens_k", begins, k.shape[0])
             k, v = k.unsqueeze(1), v.unsqueeze(1)
+        if tables_of is not None:
+            own, differences = tables_of(begins)
+            tables, lens = own if tables is None else tables, differences if lens is None else lens
         keys = PagedKV(k, v, tables, lens, args.cu_seqlens_q, max_queries, max_keys, fewer_keys)
         return with_plan(keys, args)
 

@@ -47,7 +47,6 @@ def build_lists(args: AttentionArgs) -> Callable[[AttentionArgs], Any]:
     stride_marks = -(-max_blocks // 32) * 32
     unite = _build_unite(args, queries, query_tiles, max_union, stride_marks)
     width = min(tiles.block_n, next_power_of_2(args.block_size))
-    own = {"QUERIES": queries, "WIDTH": width}
     # Words of a tree's mask need more registers than two warps have.
     num_warps = tiles.num_warps if args.tree_mask is None else max(4, tiles.num_warps)
     # The limit allows more registers than ptxas chooses itself. To fit one more program, ptxas uses 128 for sm_80 and
@@ -55,7 +54,7 @@ def build_lists(args: AttentionArgs) -> Callable[[AttentionArgs], Any]:
     cap = 168 if convert_codes else 192 if quantized and head_dim <= 128 else 0
     if quantized and num_warps == 2:
         cap = tiles.max_registers
-    constexprs = {**compiled_for(args, tiles), **own}
+    constexprs = {**compiled_for(args, tiles), "QUERIES": queries, "WIDTH": width}
     lengths = (num_seqs, num_tokens, max_union, splits)
     attend = Launch(
         _list_attention_kernel,
