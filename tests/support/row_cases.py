@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import pc
-from pc.triton_ops._core.quantize import quantize
+from pc.triton_ops._verify import oracle
 
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 
@@ -43,14 +43,8 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: 
 
     cos and sin are `[..., pairs]`. The features before `first` and after the pairs stay.
     """
-    out, half = (x.float() if x.dtype.itemsize == 1 else x).double(), cos.shape[-1]
-    out = out.clone()
-    part, turn = out[..., first : first + 2 * half], torch.complex(cos.double(), sin.double())[..., None, :]
-    a, b = (part[..., ::2], part[..., 1::2]) if interleaved else (part[..., :half], part[..., half:])
-    turned = torch.complex(a.contiguous(), b.contiguous()) * turn
-    parts = (turned.real, turned.imag)
-    out[..., first : first + 2 * half] = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
-    return out
+    angles = torch.complex(cos.double(), sin.double()).view(-1, cos.shape[-1])
+    return oracle.rotated(x, angles, torch.float64, interleaved, first)
 
 
 def _rounding(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -64,7 +58,7 @@ def check_write(rows: Any, caches: Any, slots: torch.Tensor, scales: Any = ()) -
     """Call reshape_and_cache; `rows` and `caches` are those of keys and of values."""
     wanted, live = [twin(cache) for cache in caches], slots >= 0
     for i, (row, want) in enumerate(zip(rows, wanted, strict=True)):
-        stored = quantize(row, scales[i], want.dtype) if scales else row
+        stored = oracle.codes(row, scales[i], want.dtype) if scales else row
         want[slots[live] // want.shape[1], slots[live] % want.shape[1]] = stored[live]
     pc.reshape_and_cache(*rows, *caches, slots, *scales)
     assert all(map(same_memory, caches, wanted))
@@ -86,7 +80,7 @@ def check_rope(
     assert ((out.double() - exact).abs() <= _rounding(exact, query.dtype)).all()
     assert all(map(torch.equal, (query, key), before))
     place = slots[live] // key_cache.shape[1], slots[live] % key_cache.shape[1]
-    wanted[1][place] = (quantize(value, scales[1], dtype) if scales else value)[live]
+    wanted[1][place] = (oracle.codes(value, scales[1], dtype) if scales else value)[live]
     # Keys are rounded to the query's dtype first, so a quantized key may be the other of two neighbours.
     step = scales[0].double().view(-1, 1) if scales else 1.0
     found, want = key_cache[place].float().double() * step, exact_key[live]
