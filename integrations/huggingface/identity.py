@@ -54,10 +54,8 @@ ADAPTER_STATE = frozenset({"active_adapters", "_active_adapter", "disable_adapte
 
 They are not compared, because `adapter_keys` adds them to the keys of blocks.
 """
-_INTERNAL = frozenset(vars(torch.nn.Module()))
-"""Attributes of every torch module. Of these, an `Identity` compares parameters, buffers, submodules, `_HOOKS` and the
-submodules' `training`.
-"""
+_INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"}
+"""Attributes of every torch module. Of these, an `Identity` compares parameters, buffers, submodules and `_HOOKS`."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _BY_LENGTH = ("inv_freq", "max_seq_len_cached")
 """Ends of the names of attributes that a rotary embedding may change with the input length."""
@@ -67,7 +65,7 @@ ATTACHED = frozenset(
     {"generate", "init_continuous_batching", "__getstate__", KEPT_MANAGER, RECORDING, "_is_torch_compile", *COMPILED}
 )
 """Attributes of a model that this package, transformers or torch.compile adds. They do not change keys and values."""
-_ELSEWHERE = frozenset({"config", "generation_config", "peft_config", "name_or_path", "hf_device_map"})
+_ELSEWHERE = frozenset({"config", "generation_config", "peft_config", "name_or_path", "hf_device_map", "training"})
 """Attributes that a fingerprint leaves out. It covers configs as a whole; the others do not affect keys and values."""
 _COMPARED = (torch.Tensor, torch.nn.Module, dict, list, tuple, *PLAIN, type(None))
 """Types of attributes that an `Identity` compares itself."""
@@ -83,33 +81,31 @@ class Identity:
 
     Args:
         model: The model.
-        transient: Names of attributes that are not compared, and of tensors whose versions are not compared. See
+        transient: Attributes that are not compared, and names of tensors whose versions are not compared. See
             `set_by_forward`.
     """
 
-    def __init__(self, model: Any, transient: Collection[str] = ()) -> None:
+    def __init__(self, model: Any, transient: Collection[Any] = ()) -> None:
         self._moved = _MOVED in transient
         named = dict(model.named_modules())
         self._modules = {label: m for label, m in named.items() if m is not model}
         self.adapters = [m for m in self._modules.values() if _is_adapter(m)]
         self._left_out = _INTERNAL | ATTACHED | set(transient)
-        self._uncounted = {RECORDING, _AT_SWITCH, *filter(str.isidentifier, transient)}
         # An identity must not keep its model alive, so it reads the model's own attributes through the model.
-        self._root_names = [n for n in vars(model) if n not in self._left_out]
+        root = _attributes_of(model, self._left_out)
+        self._root_names = list(root)
         self._settings: list[tuple[Any, dict[str, Any]]] = []
         # The module's name and the attributes' names, for each result of `_attributes`, in the same order.
-        labels: list[tuple[str, tuple[Any, ...]]] = [("", tuple(self._root_names))]
+        labels: list[tuple[str, tuple[Any, ...]]] = [("", tuple(root))]
         nested: dict[int, tuple[str, Any]] = {}
         for label, m in self._modules.items():
             left_out = _INTERNAL | {RECORDING} | set(transient) | (ADAPTER_STATE if _is_adapter(m) else frozenset())
             own = _attributes_of(m, left_out)
-            # `itemgetter` returns a tuple only for two names or more, so one is given twice. The module that
-            # torch.compile wraps around another has no mode of its own.
-            always = "training" if "training" in vars(m) else "_modules"
-            self._settings.append((itemgetter(always, always, *own), vars(m)))
-            labels.append((label, (always, always, *own)))
+            names = "_modules", "_modules", *own  # `itemgetter` returns a tuple only for two names or more
+            self._settings.append((itemgetter(*names), vars(m)))
+            labels.append((label, names))
             _nested(label, own, nested)
-        _nested("", {n: vars(model)[n] for n in self._root_names}, nested)
+        _nested("", root, nested)
         for config in _configs(model):
             nested[id(vars(config))] = "config", vars(config)
             _nested("config", vars(config), nested)
@@ -121,6 +117,11 @@ class Identity:
         self._dicts, self._lists = [c for _, c in dicts], [c for _, c in lists]
         labels += [(label, tuple(c)) for label, c in dicts] + [(label, tuple(range(len(c)))) for label, c in lists]
         self._labels = labels
+        self._all_attributes = every = [vars(m) for m in self._modules.values()]
+        # Names of attributes that modules may get later, and the attributes of these modules.
+        self._uncounted = [(RECORDING, every), (_AT_SWITCH, every)]
+        for kind, name in (own for own in transient if isinstance(own, tuple)):
+            self._uncounted.append((name, [vars(m) for m in self._modules.values() if type(m) is kind]))
         self._kept_lengths = self._lengths()
         self._hook_tables = [vars(m)[n] for m in named.values() for n in _HOOKS]
         self._kept_hooks = self._hooks()
@@ -150,9 +151,8 @@ class Identity:
 
     def _lengths(self) -> list[int]:
         """Return the number of all modules' attributes, and that of each container's values."""
-        attributes = [own for _, own in self._settings]
-        uncounted = sum(sum(map(contains, attributes, repeat(name))) for name in self._uncounted)
-        return [sum(map(len, attributes)) - uncounted, *map(len, self._containers)]
+        uncounted = sum(sum(map(contains, own, repeat(name))) for name, own in self._uncounted)
+        return [sum(map(len, self._all_attributes)) - uncounted, *map(len, self._containers)]
 
     def _hooks(self) -> list[tuple[int, Any]]:
         """Return the hooks of all modules, except transformers' own and those that PEFT adds for one call."""
@@ -212,7 +212,7 @@ class Identity:
         """Return whether anything but the sampled elements of tensors and the active adapters has changed."""
         try:
             return self._moved or not (
-                len(vars(model).keys() - self._left_out) == len(self._root_names)
+                len(_attributes_of(model, self._left_out)) == len(self._root_names)
                 and self._lengths() == self._kept_lengths
                 and self._hooks() == self._kept_hooks
                 and all(map(is_, self._attributes(model), self._kept))
@@ -351,14 +351,16 @@ def _values_of(module: torch.nn.Module) -> Held:
 
 
 @contextmanager
-def set_by_forward(model: Any, functions: Functions) -> Iterator[set[str]]:
-    """Yield a set that gets the names of the attributes and tensors that forward passes in the `with` block change.
+def set_by_forward(model: Any, functions: Functions) -> Iterator[set[Any]]:
+    """Yield a set that gets what forward passes in the `with` block change: attributes, and the names of tensors.
 
+    An attribute is a pair of a class and a name. It is left out in all modules of the class, because a pass may not run
+    all of them.
     PEFT's LoRA on parameters, for example, replaces a parameter during each pass and restores it afterwards. The
     parameter has a higher version then. If another thread moves the model meanwhile, it counts as changed at once,
     because what was probed is neither the old model nor the new one.
     """
-    found: set[str] = set()
+    found: set[Any] = set()
     read_held = held_reader(model, functions)
     held = read_held()
     before = [(m, _values_of(m)) for m in model.modules()]
@@ -366,7 +368,7 @@ def set_by_forward(model: Any, functions: Functions) -> Iterator[set[str]]:
     places = {name: (t.dtype, t.device) for name, (t, _) in tensors.items()}
     yield found
     for module, values in before:
-        found.update(differing(values, _values_of(module)))
+        found.update((type(module), name) for name in differing(values, _values_of(module)))
     for name, tensor, _ in _model_tensors(model):
         old, version = tensors.get(name, (None, 0))
         if old is tensor and tensor._version != version:
@@ -445,10 +447,14 @@ def _changes_itself(module: torch.nn.Module) -> bool:
     return any(k in CHANGING_ROPE for k in kinds if isinstance(k, str))
 
 
-def _attributes_of(module: torch.nn.Module, left_out: Collection[str]) -> dict[str, Any]:
-    """Return a module's attributes except those in `left_out` and those that it changes with the input length."""
-    ends = _BY_LENGTH if _changes_itself(module) else ()
-    return {n: v for n, v in vars(module).items() if n not in left_out and not n.endswith(ends)}
+def _attributes_of(module: torch.nn.Module, left_out: Collection[Any]) -> dict[str, Any]:
+    """Return a module's attributes except those that it changes with the input length, and those in `left_out`.
+
+    `left_out` has names, and pairs of a class and a name.
+    """
+    kind, ends = type(module), _BY_LENGTH if _changes_itself(module) else ()
+    kept = ((n, v) for n, v in vars(module).items() if n not in left_out and (kind, n) not in left_out)
+    return {n: v for n, v in kept if not n.endswith(ends)}
 
 
 def _tensor_tables(module: torch.nn.Module) -> list[dict[str, Any]]:
@@ -480,7 +486,7 @@ def _configs(model: Any) -> list[Any]:
     return list(found.values())
 
 
-def _model_tensors(model: Any, left_out: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor, bool]]:
+def _model_tensors(model: Any, left_out: Collection[Any] = ()) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Yield each tensor of a model once: its name, the tensor, and whether it is neither a parameter nor a buffer.
 
     Such plain tensors are in attributes of modules, or in containers there. Attributes in `left_out` are skipped, and
@@ -495,7 +501,7 @@ def _model_tensors(model: Any, left_out: Collection[str] = ()) -> Iterator[tuple
             yield from ((n, t, plain) for n, t in attached_tensors(name, value))
 
 
-def _in_attributes(model: Any, left_out: Collection[str] = ()) -> Iterator[tuple[str, Any, bool]]:
+def _in_attributes(model: Any, left_out: Collection[Any] = ()) -> Iterator[tuple[str, Any, bool]]:
     """Yield each parameter, buffer and attribute of a model's modules, and what containers in attributes hold.
 
     With each come its name, and whether it is neither a parameter nor a buffer.

@@ -128,6 +128,31 @@ class CountingTwice(transformers.models.llama.modeling_llama.LlamaMLP):  # type:
         return super().forward(x)
 
 
+class Observed(transformers.models.llama.modeling_llama.LlamaMLP):  # type: ignore[misc, name-defined]
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        self.scale = float(y.abs().max())
+        return y
+
+
+class Steered(transformers.models.llama.modeling_llama.LlamaMLP):  # type: ignore[misc, name-defined]
+    scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x) * self.scale
+
+
+def test_an_attribute_is_compared_if_only_passes_of_another_class_change_its_name(
+    model: Any, handle: PrefixCaching
+) -> None:
+    steered, observed = (layer.mlp for layer in model.model.layers)
+    steered.__class__, observed.__class__ = Steered, Observed
+    steered.scale = observed.scale = 1.0
+    assert cached_each(model, handle) == [0, 39]
+    steered.scale = 3.0
+    assert cached_each(model, handle) == [0, 39]
+
+
 def test_a_count_in_a_list_is_no_change(model: Any, handle: PrefixCaching) -> None:
     """Python often gives each second number the address of the one before the last."""
     mlp = _layer(model).mlp
