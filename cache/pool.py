@@ -13,7 +13,7 @@ import numpy.typing as npt
 from .hashing import BlockHasher, TokenIds, Words, split_digests
 from .observe.residency import Residency, Ticks
 from .policies import Block, EvictionPolicy
-from .policies.acquire import acquire
+from .policies.acquire import acquire, check_victims
 from .table import HashTable, Ids, count_nonzero
 
 # numpy adds an array of one number in a third of the time that it takes for a Python number.
@@ -249,25 +249,18 @@ class BlockPool:
         if victims is not False:
             if self._trusted and victims.size == count:
                 return victims
-            if self._all_evictable(victims, count):
-                return victims.copy()  # a policy may write to its own array later
-            log.error("%s.victims(%d) returned invalid victims: %s", type(self.policy).__name__, count, victims)
+            try:
+                check_victims(self.policy, victims, count)
+                if not self.table.contains(victims).all():
+                    raise RuntimeError(f"got {victims}, needs cached blocks")
+                return np.array(victims, np.int32)  # a policy may write to its own array later
+            except RuntimeError as error:
+                log.error("%s.victims(%d) returned invalid victims: %s", type(self.policy).__name__, count, error)
         cached = (self.complete & (self.ref_count == 0)).nonzero()[0].astype(np.int32)
         order = np.lexsort((-self.prefix_length[cached], self.last_access[cached]))
         oldest: Ids = cached[order[:count]]
         self._call("removed", oldest)
         return oldest
-
-    def _all_evictable(self, ids: object, count: int) -> bool:
-        return bool(
-            isinstance(ids, np.ndarray)
-            and ids.dtype == np.int32
-            and ids.shape == (count,)
-            and ((ids >= 0) & (ids < self.num_blocks)).all()
-            and np.unique(ids).size == ids.size
-            and not self.ref_count[ids].any()
-            and self.table.contains(ids).all()
-        )
 
     def _call(self, hook: str, *args: Any) -> Any:
         """Call a hook of the policy; return False if it raises. A user's policy gets copies and may write to them."""

@@ -43,8 +43,7 @@ def choose(policy: EvictionPolicy, count: int) -> Ids:
     """Ask a policy for `count` victims and check them. Engines with their own pool call this to evict blocks.
 
     Raises:
-        RuntimeError: The policy did not return an array of `count` different blocks of its pool, or a request holds one
-            of them.
+        RuntimeError: See `check_victims`.
 
     Examples:
         >>> from pc.cache.policies import choose
@@ -55,7 +54,17 @@ def choose(policy: EvictionPolicy, count: int) -> Ids:
         >>> choose(manager.pools[0].policy, 1).tolist()
         [0]
     """
-    ids, name = policy.victims(count), type(policy).__name__
+    ids = policy.victims(count)
+    check_victims(policy, ids, count)
+    return ids
+
+
+def check_victims(policy: EvictionPolicy, ids: Any, count: int) -> None:
+    """Raise RuntimeError unless `ids` is an array of `count` different blocks of a policy's pool that no request holds.
+
+    Victims of the policies of `pc.cache` are not checked for range and repetition.
+    """
+    name = type(policy).__name__
     if not (isinstance(ids, np.ndarray) and ids.dtype.kind in "iu" and ids.ndim == 1):
         raise RuntimeError(f"{name}.victims: got {ids!r:.60}, needs a 1-D array of block numbers")
     if len(ids) != count:
@@ -68,4 +77,3 @@ def choose(policy: EvictionPolicy, count: int) -> Ids:
             raise RuntimeError(f"{name}.victims: got a block twice")
     if policy.pool.ref_count[ids].any():
         raise RuntimeError(f"{name}.victims: got a block that is referenced")
-    return ids

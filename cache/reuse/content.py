@@ -141,8 +141,6 @@ class ContentIndex:
         blocks = self._blocks[wanted >> self._shift]
         same = self._prints[blocks] == wanted
         hits, blocks = hits[same], blocks[same]
-        if not hits.size:
-            return
         good = self._live(blocks) & (self._namespaces[blocks] == word).all(1)
         hits, blocks = hits[good], blocks[good]
         windows = np.lib.stride_tricks.sliding_window_view(text, size)
@@ -254,14 +252,12 @@ def _powers(base: int, count: int) -> Tokens:
     """Return powers of `base` modulo 2 ** 32, from power 0 on."""
     factors = np.full(count, base, np.uint32)
     factors[0] = 1
-    powers: Tokens = np.cumprod(factors, dtype=np.uint32)
-    return powers
+    return np.cumprod(factors, dtype=np.uint32)
 
 
 def _factor(namespace: npt.NDArray[np.uint64]) -> np.uint32:
     """Return the odd number by which keys and salt multiply a fingerprint."""
-    factor: np.uint32 = np.uint32(namespace.item(0) >> 32 | 1)
-    return factor
+    return np.uint32(namespace.item(0) >> 32 | 1)
 
 
 def common_length(one: Tokens, other: Tokens) -> int:

@@ -99,10 +99,8 @@ class MovedText:
 
         Earlier blocks keep their hashes.
         """
-        if request.keys.placed:  # set by an earlier, shorter call
-            keys: EncodedKeys = request.keys
-        else:
-            keys = _mark_moved(request.keys, block * self._block_size)
+        # An earlier, shorter call may have marked the keys.
+        keys = request.keys if request.keys.placed else _mark_moved(request.keys, block * self._block_size)
         before: Words = request.digests[:block]
         count = len(request.tokens) // self._block_size if end is None else end
         chain = Chain(self._pool.hasher, keys)

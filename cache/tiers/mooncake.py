@@ -164,10 +164,6 @@ class MooncakeTier(Tier):
                 took |= {key for key, code in zip(batch, codes, strict=True) if code in (0, _EXISTS)}
             return took
 
-    def get(self, key: bytes) -> dict[str, torch.Tensor] | None:
-        """Read a block; see `Tier.get`."""
-        return self.get_many([key])[0]
-
     def get_many(self, keys: Sequence[bytes]) -> list[dict[str, torch.Tensor] | None]:
         """Read several blocks; see `Tier.get_many`."""
         for key in keys:
@@ -193,9 +189,6 @@ class MooncakeTier(Tier):
         for key in damaged:
             self.discard(key)
         return found
-
-    def __contains__(self, key: object, /) -> bool:
-        return isinstance(key, bytes) and self.contains_many([key])[0]
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         """Return whether each block is in the store; see `Tier.contains_many`."""

@@ -28,7 +28,8 @@ class Tier(Protocol):
     raise because a disk, a network or another process fails: it then reports a miss, or an entry that was not stored.
     Invalid arguments raise TypeError or ValueError before anything is changed.
 
-    Subclasses inherit `put`, `get_many` and `contains_many`. Other classes must have all methods.
+    A subclass defines `put_many`, `discard`, `get` or `get_many`, and `__contains__` or `contains_many`. Other classes
+    must have all methods.
 
     Examples:
         >>> import tempfile
@@ -58,9 +59,11 @@ class Tier(Protocol):
 
     def get(self, key: bytes) -> dict[str, torch.Tensor] | None:
         """Return new tensors of a block in host memory, or None if it is not stored. Keys are as in `put`."""
+        return self.get_many([key])[0]
 
     def __contains__(self, key: object, /) -> bool:
         """Return whether `get` would probably find a block, without reading it."""
+        return isinstance(key, bytes) and self.contains_many([key])[0]
 
     def discard(self, key: bytes) -> None:
         """Remove a block, if it exists."""

@@ -147,10 +147,6 @@ class TierWriter(Tier):
                 self._changed.notify_all()
             del batch, error
 
-    def get(self, key: bytes) -> dict[str, torch.Tensor] | None:
-        """Return the tensors of a block, from the queue or the other tier; see `Tier.get`."""
-        return self.get_many([key])[0]
-
     def get_many(self, keys: Sequence[bytes]) -> list[dict[str, torch.Tensor] | None]:
         """Return the tensors of several blocks; see `Tier.get_many`."""
         for key in keys:
@@ -161,9 +157,6 @@ class TierWriter(Tier):
         found = dict(zip(missing, self.tier.get_many(missing) if missing else [], strict=True))
         tensors = {key: found[key] if rows is None else host_copy(rows) for key, rows in here.items()}
         return [tensors[key] for key in keys]
-
-    def __contains__(self, key: object, /) -> bool:
-        return isinstance(key, bytes) and self.contains_many([key])[0]
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         """Return whether each block is queued or in the other tier; see `Tier.contains_many`."""
