@@ -142,8 +142,8 @@ class Loop:
 
 def check_arguments(arguments: dict[str, Any]) -> None:
     """Raise UnsupportedError if arguments of generate exclude the call from the cache."""
-    for name in ("custom_generate", "synced_gpus"):
-        refuse_if(arguments.get(name), f"{name}")
+    refuse_if(arguments.get("custom_generate") is not None, "custom_generate")
+    refuse_if(arguments.get("synced_gpus"), "synced_gpus")
     if arguments.get("cache_implementation") == "paged":  # generate then runs generate_batch and no decoding loop
         raise UnsupportedError(ANOTHER_CACHE, "paged")
     given = [arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None]

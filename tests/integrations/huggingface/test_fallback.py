@@ -253,6 +253,14 @@ def test_errors_of_the_caller_come_out_as_they_are(model: Any, case: str, fallba
         assert_same(model, input_ids=prompt(40), max_new_tokens=4)
 
 
+@pytest.mark.filterwarnings("ignore:prefix caching")
+def test_an_empty_name_of_a_decoding_loop_is_looked_up(model: Any) -> None:
+    with enable_prefix_caching(model, num_blocks=64):
+        for generate in (type(model).generate.__get__(model), model.generate):
+            with pytest.raises(ValueError, match="Repo id must use"):
+                generate(prompt(40), custom_generate="")
+
+
 class Recorder:
     """A streamer that records what it gets, and may fail once."""
 
