@@ -15,7 +15,6 @@ from .api import ASSISTED, CHUNKS, need
 from .calls import Calls, RequestReport, UnsupportedError, refuse_if, refusing
 from .compression.kept import Content
 from .identity import acting_hooks
-from .kernels import WrongKernelError
 from .layers import GrowingIndexedLayer, index_reach
 from .loop import BY_TOKEN, Loop
 from .probe import LONG, TOKENS, Probed, probe, probe_hooks, probe_window
@@ -88,14 +87,14 @@ class Engine:
         try:
             with refusing("the probe of the model fails"):
                 refuse_if(probed.states, "its recurrent states have no blocks")
-                probe_packed(model, options.block_size, probed.specs)
+                wrong = probe_packed(model, options.block_size, probed.specs)
         except UnsupportedError as error:
             steps.refuse(str(error))
-            if isinstance(error, WrongKernelError):
-                text = f"{error}. The model is served over contiguous copies, in PyTorch"
-                self._calls.warn("kernels", text)
             return False
-        return True
+        if wrong is not None:
+            steps.refuse(str(wrong))
+            self._calls.warn("kernels", f"{wrong}. The model is served over contiguous copies, in PyTorch")
+        return wrong is None
 
     def _packs(self, loop: Loop) -> bool:
         """Return whether this loop runs as packed passes."""

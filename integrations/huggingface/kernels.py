@@ -10,14 +10,11 @@ from ...triton_ops._verify.remembered import first_fault
 from .calls import UnsupportedError
 
 
-class WrongKernelError(UnsupportedError):
-    """A kernel's result differs from PyTorch's on the model's device."""
+def wrong_kernel(model: Any, block_size: int, use: str) -> UnsupportedError | None:
+    """Return an error that names a kernel that the model needs and that is wrong on its device; None if all are right.
 
-
-def require_kernels(model: Any, block_size: int, use: str) -> None:
-    """Raise WrongKernelError, which names the kernel, if a kernel that the model needs is wrong on its device.
-
-    The kernels run once for each device and version, compiled as for the model's layers; see `pc check`.
+    A kernel is wrong if its result differs from PyTorch's. The kernels run once for each device and version, compiled
+    as for the model's layers; see `pc check`.
 
     Args:
         model: A model on its device.
@@ -25,11 +22,12 @@ def require_kernels(model: Any, block_size: int, use: str) -> None:
         use: The purpose that needs the kernels; see `first_fault`.
     """
     if model.dtype not in FLOATS:  # refused elsewhere, by its name
-        return
+        return None
     fault = first_fault(model.device, _shape(model, block_size), use)
-    if fault is not None:
-        reason = f"the kernel of pc.{fault.operator} is wrong on {model.device}"
-        raise WrongKernelError(reason, f"{fault.case}: {fault.problem}; run `python -m pc check`")
+    if fault is None:
+        return None
+    reason = f"the kernel of pc.{fault.operator} is wrong on {model.device}"
+    return UnsupportedError(reason, f"{fault.case}: {fault.problem}; run `python -m pc check`")
 
 
 def _shape(model: Any, block_size: int) -> Shape:

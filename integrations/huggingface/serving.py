@@ -26,7 +26,7 @@ from .engine import Engine
 from .hooks import REASON, watched_hooks
 from .identity import Identity, set_by_forward
 from .images import encoded_by_model, take_images
-from .kernels import WrongKernelError, require_kernels
+from .kernels import wrong_kernel
 from .loop import Loop, ask_for_cache, check_arguments, check_loop, check_mode, take_stop_strings
 from .probe import own_passes
 from .replaced import restore_method
@@ -354,10 +354,9 @@ class PrefixCaching:
         """Return the engine of a model, with reuse="gap" in place of "anywhere" if a kernel is wrong."""
         options = self.options
         if options.reuse == "anywhere":
-            try:
-                require_kernels(model, options.block_size, "moved")
-            except WrongKernelError as error:
-                self._calls.warn("kernels", f'{error}. The model is served with reuse="gap" instead of "anywhere"')
+            wrong = wrong_kernel(model, options.block_size, "moved")
+            if wrong is not None:
+                self._calls.warn("kernels", f'{wrong}. The model is served with reuse="gap" instead of "anywhere"')
                 options = options._replace(reuse="gap")
         return Engine(model, options, self._steps, self._calls)
 
@@ -554,10 +553,9 @@ class PrefixCaching:
             raise ValueError("handle: needs a model that was not deleted, with caching enabled")
         if model.training:
             raise ValueError("model: is in training mode; call model.eval()")
-        try:
-            require_kernels(model, self.options.block_size, "documents")
-        except WrongKernelError as error:
-            raise ValueError(f"model: got one that cannot read documents, because {error}") from error
+        wrong = wrong_kernel(model, self.options.block_size, "documents")
+        if wrong is not None:
+            raise ValueError(f"model: got one that cannot read documents, because {wrong}")
         return model, self._current(model)[1]
 
     def _run(self, engine: Engine, loop: Loop) -> Any:

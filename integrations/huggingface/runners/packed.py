@@ -26,7 +26,7 @@ from ..api import (
     uses_attention_interface,
 )
 from ..calls import UnsupportedError, refuse_if, refusing
-from ..kernels import require_kernels
+from ..kernels import wrong_kernel
 from ..settings import CacheOptions
 from ..store.blocks import RequestBlocks
 from ..store.storage import ModelStorage, Specs, model_storage
@@ -198,9 +198,10 @@ def layer_windows(config: Any) -> dict[int, int]:
     return windows
 
 
-def probe_packed(model: Any, block_size: int, specs: Specs) -> None:
+def probe_packed(model: Any, block_size: int, specs: Specs) -> UnsupportedError | None:
     """Compute two short sequences over blocks and compare their logits with the model's own.
 
+    If a kernel that the model needs is wrong, compute nothing, and return an error that names the kernel.
     The comparison finds properties that no attribute shows. Examples are attention outside the interface, keys that
     change after they are cached, and positions that the model counts itself. It must run within `own_passes`.
 
@@ -217,7 +218,9 @@ def probe_packed(model: Any, block_size: int, specs: Specs) -> None:
         raise UnsupportedError("its attention does not go through transformers' AttentionInterface")
     for layer, (keys, values) in specs.items():
         refuse_if(keys != values, f"layer {layer} has keys and values of different shapes, which must be alike")
-    require_kernels(model, block_size, "packed")
+    wrong = wrong_kernel(model, block_size, "packed")
+    if wrong is not None:
+        return wrong
     lens = (2 * block_size + 3, 5)
     counts = [-(-n // block_size) for n in lens]
     options = CacheOptions(sum(counts), block_size)
@@ -254,3 +257,4 @@ def probe_packed(model: Any, block_size: int, specs: Specs) -> None:
             raise UnsupportedError(
                 f"its logits over a paged cache differ by {difference:.2g}, more than rounding explains"
             )
+    return None

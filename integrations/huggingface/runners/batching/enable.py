@@ -148,7 +148,9 @@ class ContinuousBatching:
                 windows, probed = layer_windows(model.config), probe(model)
                 specs = probed.specs
                 refuse_if(len(specs) != num_layers, f"{len(specs)} of its {num_layers} layers cache keys and values")
-                probe_packed(model, self.block_size, specs)
+                wrong = probe_packed(model, self.block_size, specs)
+                if wrong is not None:
+                    raise wrong
         except UnsupportedError as error:
             raise UnsupportedError(f"{type(model).__name__}: {error.reason}", error.detail) from error
         if self._shared is None or (self._shared.storage.specs, self._shared.storage.windows) != (specs, windows):
