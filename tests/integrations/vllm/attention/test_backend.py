@@ -6,6 +6,7 @@ import itertools
 from types import SimpleNamespace
 from unittest import mock
 
+import flash_cases
 import pytest
 import torch
 
@@ -78,23 +79,12 @@ def run(attention, cache, step=None, layer=None):
 def expected(window=0, softcap=0.0, slopes=None, sinks=None, rounded=lambda values, kind: values):
     """Return attention by its formula in float64, for each sequence."""
     _, kv, query = batch()
-    rows, begin = [], 0
-    for tokens, length, count in zip(kv, LENS, QUERIES, strict=True):
-        keys, values = (rounded(tokens[:, i], i).double().repeat_interleave(HEADS // KV_HEADS, 1) for i in (0, 1))
-        own = query[begin : begin + count].double()
-        score = torch.einsum("qhd,khd->hqk", own, keys) * SIZE**-0.5
-        if softcap:
-            score = softcap * torch.tanh(score / softcap)
-        position, key = torch.arange(length - count, length)[:, None], torch.arange(length)[None]
-        if slopes is not None:
-            score += torch.tensor(slopes)[:, None, None] * (key - position)
-        seen = (key <= position) & ((key > position - window) | (window == 0))
-        score = score.masked_fill(~seen, float("-inf"))
-        if sinks is not None:
-            score = torch.cat([score, sinks.double()[:, None, None].expand(-1, count, 1)], -1)
-        weight = score.softmax(-1)[..., :length]
-        rows.append(torch.einsum("hqk,khd->qhd", weight, values))
-        begin += count
+    options = {"causal": True, "window_size": (window - 1, 0), "softcap": softcap, "s_aux": sinks}
+    options["alibi_slopes"] = None if slopes is None else torch.tensor(slopes)
+    rows = []
+    for own, tokens in zip(query.split(QUERIES), kv, strict=True):
+        keys, values = (rounded(tokens[:, i], i) for i in (0, 1))
+        rows.append(flash_cases.attention(own, keys, values, **options)[0])
     return torch.cat(rows).float()
 
 
